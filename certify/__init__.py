@@ -1,0 +1,7 @@
+"""Proves, image by image, how robust a model is; measures the attacks beside the proofs; publishes both."""
+
+import certizoo  # noqa: F401  (repairs torchvision before timm imports it)
+from certify.api import certified_radius, certify
+from certify.lofast import Certificate
+
+__all__ = ["Certificate", "certified_radius", "certify"]

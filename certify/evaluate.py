@@ -1,0 +1,83 @@
+"""Clean, attacked and certified on the same images, one row per image.
+
+For every eps the three must be nested: an image that is certified survives every attack, one that survives is correct.
+A certified image that an attack changes would refute the certificate, so it stops everything.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attacks import AttackConfig
+from certify.api import radius_of
+from certify.lofast import Certificate, LoFAST
+
+CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
+Row = dict[str, Any]
+
+
+class UnsoundCertificate(Exception):
+    """An attack changed the class of a certified image: a fault of the prover, to be reported with the image's key."""
+
+
+def status(certificate: Certificate) -> list[str]:
+    """One answer per image; an overflowing bound is `unknown`, never `certified`."""
+    pairs = zip(certificate.certified_B.tolist(), certificate.unknown_B.tolist(), strict=True)
+    return [CERTIFIED if yes else UNKNOWN if open_ else NOT_CERTIFIED for yes, open_ in pairs]
+
+
+def evaluate(
+    certifier: LoFAST,
+    served: nn.Module,
+    keys: Sequence[str],
+    images_BCHW: Tensor,
+    labels_B: Tensor,
+    *,
+    method: str,
+    eps_grid: Sequence[float],
+    attack: AttackConfig,
+) -> list[Row]:
+    """Rows {key, label, prediction, correct, margin, radius.<method>, certified.<eps>, pgd.<eps>, seconds}.
+
+    served: the model as it is served (float32), which the attack sees; images (B, C, H, W) in [0,1]. `attack` is run
+    at every eps of the grid in L2. Raises UnsoundCertificate.
+    """
+    start = time.perf_counter()
+    analysis = certifier.analyse(images_BCHW, labels_B)
+    radius_B = radius_of(analysis)
+    statuses = {eps: status(analysis.at(eps)) for eps in eps_grid}
+    seconds = (time.perf_counter() - start) / len(keys)
+    survives = {eps: _survives(served, images_BCHW, labels_B, replace(attack, norm="l2", eps=eps)) for eps in eps_grid}
+    margin_B = analysis.margin_BJ.amin(-1)
+    rows = []
+    for i, key in enumerate(keys):
+        row: Row = {
+            "key": key,
+            "label": int(labels_B[i]),
+            "prediction": int(analysis.prediction_B[i]),
+            "correct": bool(analysis.correct_B[i]),
+            "margin": float(margin_B[i]),
+            f"radius.{method}": float(radius_B[i]),
+            "seconds": seconds,
+        }
+        for eps in eps_grid:
+            row[f"certified.{eps:g}"] = statuses[eps][i]
+            row[f"pgd.{eps:g}"] = bool(survives[eps][i]) and row["correct"]
+            if statuses[eps][i] == CERTIFIED and not survives[eps][i]:
+                raise UnsoundCertificate(
+                    f"image {key} is certified by {method} at eps {eps:g} but an attack of that size changes its class"
+                )
+        rows.append(row)
+    return rows
+
+
+def _survives(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, attack: AttackConfig) -> Tensor:
+    """Which images the model still classifies correctly after the attack: (B,) bool. Its random starts are fixed."""
+    generator = torch.Generator().manual_seed(0)
+    adversarial_BCHW = attack.run(model, images_BCHW, labels_B, generator)
+    with torch.no_grad():
+        return model(adversarial_BCHW).argmax(-1) == labels_B

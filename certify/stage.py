@@ -1,0 +1,219 @@
+"""The certify stage: hand-over in, one row per image as it goes, then `certificate.json`, a curve and a model card.
+
+OUT/certificates.jsonl    one row per image, written as it is proved; a second start goes on after the last one
+OUT/certificates.parquet  the same rows as a table, when all are there
+OUT/certificate.json      what was proved, of which weights, on which images, by which method and numerics
+OUT/curve.png             certified and attacked accuracy against eps
+OUT/card.md               the model card of the registry
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+import shards
+import zoo
+from attacks import AttackConfig
+from certify import report
+from certify.api import certifier as make_certifier
+from certify.bake import logit_difference
+from certify.evaluate import Row, evaluate
+from certify.lofast import SLACK
+from certizoo import UserError, __version__
+
+ROWS, CERTIFICATE = "certificates.jsonl", "certificate.json"
+Summary = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked of the stage. eps are L2 radii in [0,1] pixel space of the image the model takes."""
+
+    method: str = "lofast"
+    images: int | None = 500
+    eps: tuple[float, ...] = (0.02, 0.05, 0.1, 36 / 255)
+    headline_eps: float = 0.1
+    batch_size: int = 50
+    attack: AttackConfig = field(default_factory=lambda: AttackConfig(norm="l2", steps=40, restarts=1, loss="margin"))
+
+    def __post_init__(self) -> None:
+        if not self.eps or any(not eps > 0 for eps in self.eps):
+            raise UserError(f"certify.eps={list(self.eps)}: give L2 radii above 0, such as certify.eps=[0.02,0.1]")
+        if not any(f"{eps:g}" == f"{self.headline_eps:g}" for eps in self.eps):
+            raise UserError(f"certify.headline_eps={self.headline_eps:g} is not among certify.eps; add it there")
+
+
+def run(
+    handover: Path,
+    data: shards.DataConfig,
+    settings: Settings,
+    out: Path,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Summary:
+    """Certify and attack the test images for the model in `handover`; returns the content of certificate.json.
+
+    Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings.
+    `progress(done, total)` is called after every batch.
+    """
+    model, config = zoo.handover.load(handover)
+    certifier = make_certifier(model, settings.method)
+    test = shards.find(data, "test")
+    total = min(test.samples, settings.images or test.samples)
+    subject = _subject(handover, test, settings, total)
+    rows = _open(out, subject)
+    difference = 0.0
+    for keys, images, labels in _batches(test, data, settings, total, skip=len(rows)):
+        difference = max(difference, logit_difference(model, certifier.baked, images))
+        new = evaluate(
+            certifier,
+            model,
+            keys,
+            images,
+            labels,
+            method=settings.method,
+            eps_grid=settings.eps,
+            attack=settings.attack,
+        )
+        _append(out / ROWS, new)
+        rows += new
+        progress(len(rows), total)
+    table = pd.DataFrame(rows)
+    table.to_parquet(out / "certificates.parquet", index=False)
+    summary = _summary(table, subject, config, settings, difference)
+    report.curve(table, settings.method, settings.eps, out / "curve.png")
+    (out / "card.md").write_text(report.card(summary))
+    _write_json(out / CERTIFICATE, summary)
+    return summary
+
+
+def _batches(
+    test: shards.ShardSet, data: shards.DataConfig, settings: Settings, total: int, skip: int
+) -> Iterator[tuple[list[str], Tensor, Tensor]]:
+    """Images skip..total in file order."""
+    seen = 0
+    for keys, images, labels in shards.eval_loader(test, data, batch_size=settings.batch_size, limit=total):
+        start = max(0, skip - seen)
+        seen += len(keys)
+        if start < len(keys):
+            yield keys[start:], images[start:], labels[start:]
+
+
+def _subject(handover: Path, test: shards.ShardSet, settings: Settings, total: int) -> Summary:
+    """What the rows belong to: any change makes them another result."""
+    weights = hashlib.sha256((handover / zoo.handover.WEIGHTS).read_bytes()).hexdigest()
+    return {
+        "weights_sha256": weights,
+        "data_digest": test.digest,
+        "images": total,
+        "method": settings.method,
+        "eps": list(settings.eps),
+        "headline_eps": settings.headline_eps,
+        "attack": asdict(settings.attack),
+        "certizoo": __version__,
+    }
+
+
+def _open(out: Path, subject: Summary) -> list[Row]:
+    """Rows of an earlier start with the same subject; a last line that was cut off is dropped."""
+    out.mkdir(parents=True, exist_ok=True)
+    note = out / "subject.json"
+    if note.exists():
+        before = json.loads(note.read_text())
+        changed = sorted(key for key in subject if before.get(key) != subject[key])
+        if changed:
+            raise UserError(
+                f"{out} holds certificates with another {changed[0]}; remove that folder or choose another out=DIR"
+            )
+    _write_json(note, subject)
+    path = out / ROWS
+    if not path.exists():
+        return []
+    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    path.write_text("".join(whole))
+    return [json.loads(line) for line in whole]
+
+
+def _append(path: Path, rows: list[Row]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_json(path: Path, content: Summary) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=2) + "\n")
+    part.replace(path)
+
+
+def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: Settings, difference: float) -> Summary:
+    """certificate.json: accuracies in [0,1] over the same images."""
+    keys = "\n".join(table["key"].astype(str))
+    per_eps = {
+        f"{eps:g}": {
+            "certified": float((table[f"certified.{eps:g}"] == "certified").mean()),
+            "unknown": float((table[f"certified.{eps:g}"] == "unknown").mean()),
+            "pgd": float(table[f"pgd.{eps:g}"].mean()),
+        }
+        for eps in settings.eps
+    }
+    model = config["model"]
+    return {
+        **subject,
+        "model": model,
+        "attention": zoo.attention_name(**model),
+        "dataset": config.get("data", {}).get("name", "unknown"),
+        "penalty": config.get("penalty") or {},
+        "training": {key: config.get(key) for key in ("attack", "objective", "optimizer", "train", "seed")},
+        "git_commit": config.get("git_commit", "unknown"),
+        "threat_model": {
+            "norm": "l2",
+            "space": f"[0,1] pixels of the {data_size(model)} image the model takes; the whole ball, box ignored",
+        },
+        "numerics": {
+            "dtype": "float64 weights widened from the served float32 ones",
+            "norms": "eigenvalue estimate verified by Cholesky with Rump's margin: deterministic upper bounds",
+            "slack": f"margin - loss > {SLACK:g} (1 + |margin| + loss)",
+            "served_dtype": "float32",
+            "largest_logit_difference_served_to_float64": difference,
+            "torch": torch.__version__,
+        },
+        "image_list_sha256": hashlib.sha256(keys.encode()).hexdigest(),
+        "clean": float(table["correct"].mean()),
+        "accuracy": per_eps,
+        "median_radius": float(table[f"radius.{settings.method}"].median()),
+        "seconds_per_image": float(table["seconds"].mean()),
+    }
+
+
+def data_size(model: Summary) -> str:
+    """'32x32' of a model config, or 'given' where the config does not say."""
+    size = model.get("img_size")
+    return f"{size}x{size}" if size else "given"
+
+
+def publish(handover: Path, out: Path, *, registered_name: str, run_id: str | None, experiment: str) -> str:
+    """Register the certified hand-over as a model version; returns a line that says where."""
+    import registry
+
+    summary = json.loads((out / CERTIFICATE).read_text())
+    tags = report.tags(summary)
+    version = registry.publish(
+        [handover, out],
+        name=registered_name,
+        tags=tags,
+        description=(out / "card.md").read_text(),
+        metrics=report.metrics(summary),
+        run_id=run_id,
+        experiment=experiment,
+        headline=f"certified_acc.{summary['headline_eps']:g}",
+    )
+    return f"{version.name} version {version.version}" + (" (champion)" if version.champion else "")

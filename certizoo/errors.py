@@ -1,0 +1,33 @@
+"""The one exception that is meant for the person who typed the command."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+EXIT_USER_ERROR = 2
+
+
+class UserError(Exception):
+    """A fault of input, configuration or surroundings. The message is one line: what is wrong, and the mend."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+def one_line_errors(main: Callable[P, R]) -> Callable[P, R]:
+    """Entry points: print a `UserError` as one line on stderr and exit with status 2."""
+
+    @wraps(main)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return main(*args, **kwargs)
+        except UserError as error:
+            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.flush()
+            raise SystemExit(EXIT_USER_ERROR) from None
+
+    return wrapped

@@ -1,0 +1,7 @@
+"""Robust Vision Transformers by name, and what is provable of each of their modules."""
+
+import certizoo  # noqa: F401  (repairs torchvision before timm imports it)
+from zoo import handover, penalty, rules, spectral
+from zoo.factory import attention_name, create_model, list_models
+
+__all__ = ["attention_name", "create_model", "handover", "list_models", "penalty", "rules", "spectral"]

@@ -1,0 +1,129 @@
+"""Dot-product self-attention (Vaswani et al. 2017) and its LoFAST rule (Havens et al. 2024, Theorem 1).
+
+    F(X) = sum_l P_l X M_l,   P_l = softmax(s Q_l K_l^T),   M_l = W_V^l W_O^l,   s = 1 / sqrt(D / H)
+
+In code W is stored transposed, as torch has it: head l of W_Q is the block of OUTPUT rows `weight[l dh : (l+1) dh]`.
+Letters: B images, N tokens, D width, H heads, O = D / H (dh).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.cap import cap_
+from zoo.rules import Bound, Layer, residual_rule, rule
+from zoo.spectral import sigma_upper, start_vectors
+
+DENSE_LIMIT = 4096  # N D up to which zeta is the norm of the dense (N D, N D) matrix
+DENSE_BYTES = 2**28  # memory for those matrices at a time
+
+
+class DotProductAttention(nn.Module):
+    """x (B, N, D) -> (B, N, D) on `F.scaled_dot_product_attention`.
+
+    Args: q_cap, k_cap, v_cap, o_cap: caps on the spectral norms of the whole W_Q, W_K, W_V, W_O (None: free).
+    scale: the factor s, default 1 / sqrt(D / H).
+    """
+
+    power_3HD: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        qkv_bias: bool = True,
+        scale: float | None = None,
+        q_cap: float | None = None,
+        k_cap: float | None = None,
+        v_cap: float | None = None,
+        o_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.scale = (dim // num_heads) ** -0.5 if scale is None else scale
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        # The vectors of MSVP's power iteration (zoo.penalty), kept with the weights they belong to.
+        self.register_buffer("power_3HD", start_vectors(3, num_heads, dim))
+        self._caps = ((q_cap, k_cap, v_cap), (o_cap,))
+
+    def constrain(self) -> None:
+        """Put the caps on; called by the model after its weights have their initial values."""
+        cap_(self.qkv, self._caps[0])
+        cap_(self.proj, self._caps[1])
+
+    def head_weights_3HOD(self) -> Tensor:
+        """W_Q^l, W_K^l, W_V^l of every head: the OUTPUT rows of the stored weight (trap D13)."""
+        return self.qkv.weight.unflatten(0, (3, self.num_heads, -1))
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        q, k, v = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        y_BHNO = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return self.proj(y_BHNO.transpose(1, 2).flatten(2))
+
+
+VARIANTS = {"dp": DotProductAttention}
+
+
+def _zeta(p_BHNN: Tensor, m_HDD: Tensor, norm_m_H: Tensor, residual: bool) -> Tensor:
+    """zeta = || (I (x) I_d) + sum_l P_l (x) M_l^T ||, without the identity for a branch alone. Errata D7: I_d.
+
+    Exact (verified) where the matrix is small, sum_l ||P_l|| ||M_l|| (+ 1) (eq. 12) where it is not. -> (B,)
+    """
+    n, d = p_BHNN.shape[-1], m_HDD.shape[-1]
+    if n * d > DENSE_LIMIT:
+        return sigma_upper(p_BHNN) @ norm_m_H + float(residual)
+    chunk = max(1, DENSE_BYTES // (8 * (n * d) ** 2))
+    norms = []
+    for p in p_BHNN.split(chunk):
+        matrix = torch.einsum("blij,lde->biejd", p, m_HDD).reshape(len(p), n * d, n * d)
+        if residual:
+            matrix.diagonal(dim1=-2, dim2=-1).add_(1)
+        norms.append(sigma_upper(matrix))
+    return torch.cat(norms)
+
+
+def _lofast(module: DotProductAttention, residual: bool) -> Layer:
+    """Theorem 1 of paper 004 with the errata D5, D7, D8:
+
+        ||F(X') - F(X)|| <= zeta r + sum_l D_l(r) / 2 ( ||X M_l|| + ||M_l|| r ),    D_l = xi_l r + a_l r^2,
+        xi_l = s ( ||W_Q K^T|| + ||Q W_K^T|| ),   a_l = s ||W_Q W_K^T||.
+
+    Proof: P' X' - P X = P (X' - X) + (P' - P) X'; the softmax is 1/2-Lipschitz in l2 (D5); the logits move by
+    s (Gamma_Q K^T + Q Gamma_K^T + Gamma_Q Gamma_K^T) with ||Gamma_Q K^T||_F <= ||W_Q K^T|| r. Biases of Q and K stay
+    inside Q and K, that of V is added to every token alike because rows of P sum to 1.
+    """
+    w_q, w_k, w_v = (w.double() for w in module.head_weights_3HOD().detach())
+    w_o_HOD = module.proj.weight.detach().double().unflatten(1, (module.num_heads, -1)).permute(1, 2, 0)
+    m_HDD = w_v.mT @ w_o_HOD
+    norm_m_H = sigma_upper(m_HDD)
+    a_H = abs(module.scale) * sigma_upper(w_q.mT @ w_k)
+
+    def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
+        q, k, _ = module.qkv(x_BND).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        p_BHNN = (module.scale * q @ k.mT).softmax(-1)
+        xi_BH = abs(module.scale) * (sigma_upper(k @ w_q) + sigma_upper(q @ w_k))
+        norm_xm_BH = sigma_upper(x_BND.unsqueeze(1) @ m_HDD)
+        zeta_B = _zeta(p_BHNN, m_HDD, norm_m_H, residual)
+
+        def bound(r: Tensor) -> Tensor:
+            r_1 = r.unsqueeze(-1)
+            change_H = 0.5 * r_1 * (xi_BH + a_H * r_1)  # of P_l
+            return zeta_B * r + (change_H * (norm_xm_BH + norm_m_H * r_1)).sum(-1)
+
+        y = module(x_BND)
+        return (x_BND + y if residual else y), bound
+
+    return layer
+
+
+@rule(DotProductAttention)
+def attention(module: DotProductAttention) -> Layer:
+    """The branch alone (H = 0)."""
+    return _lofast(module, residual=False)
+
+
+@residual_rule(DotProductAttention)
+def residual_attention(module: DotProductAttention) -> Layer:
+    """X + F(X) in one norm (H = I), never ||I|| + ||.||."""
+    return _lofast(module, residual=True)

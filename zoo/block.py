@@ -1,0 +1,68 @@
+"""Transformer blocks. A block gets its attention, norms and MLP; it does not know which variant they are."""
+
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+from zoo.rules import Bound, Layer, chain, identity, layer_of, residual_layer_of, rule
+
+rule(DropPath)(identity)  # an identity in eval mode
+
+
+class PreNormBlock(nn.Module):
+    """The standard block: x + attn(norm1(x)), then x + mlp(norm2(x)), with stochastic depth. (B, N, D) -> (B, N, D)."""
+
+    def __init__(
+        self, attn: nn.Module, mlp: nn.Module, norm1: nn.Module, norm2: nn.Module, drop_path: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.norm1, self.attn = norm1, attn
+        self.norm2, self.mlp = norm2, mlp
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        x_BND = x_BND + self.drop_path(self.attn(self.norm1(x_BND)))
+        return x_BND + self.drop_path(self.mlp(self.norm2(x_BND)))
+
+
+class NormFirstBlock(nn.Module):
+    """The block of LoFAST (paper 004, section 5.2): the norm stands in front of the residual sum, so that the sum is
+    x + attn(x) of ONE x and its sensitivity is zeta = ||I + sum_l P_l (x) M_l^T||; the MLP brings its own residual.
+
+        x = norm1(x);  x = x + attn(x);  x = norm2(x);  x = mlp(x)          (B, N, D) -> (B, N, D)
+    """
+
+    def __init__(
+        self, attn: nn.Module, mlp: nn.Module, norm1: nn.Module, norm2: nn.Module, drop_path: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.norm1, self.attn = norm1, attn
+        self.norm2, self.mlp = norm2, mlp
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        x_BND = self.norm1(x_BND)
+        x_BND = x_BND + self.drop_path(self.attn(x_BND))
+        return self.mlp(self.norm2(x_BND))
+
+
+@rule(PreNormBlock)
+def pre_norm_block(module: PreNormBlock) -> Layer:
+    """Each half is r + branch(norm(r)); the identity and the normalised branch do not share one norm here."""
+
+    def half(norm: nn.Module, branch: nn.Module) -> Layer:
+        inner = chain([layer_of(norm), layer_of(branch), layer_of(module.drop_path)])
+
+        def layer(x: Tensor) -> tuple[Tensor, Bound]:
+            y, bound = inner(x)
+            return x + y, lambda r: r + bound(r)
+
+        return layer
+
+    return chain([half(module.norm1, module.attn), half(module.norm2, module.mlp)])
+
+
+@rule(NormFirstBlock)
+def norm_first_block(module: NormFirstBlock) -> Layer:
+    """norm, residual attention in one norm, norm, MLP: a plain composition."""
+    layer_of(module.drop_path)
+    return chain([layer_of(module.norm1), residual_layer_of(module.attn), layer_of(module.norm2), layer_of(module.mlp)])

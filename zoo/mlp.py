@@ -1,0 +1,51 @@
+"""Token-wise networks: timm's MLP and the 1-Lipschitz SLL residual layer, with their rules."""
+
+import torch
+from timm.layers import Mlp
+from torch import Tensor, nn
+
+from zoo.rules import Layer, NoRule, chain, layer_of, rule
+
+
+class SLL(nn.Module):
+    """SDP-based Lipschitz Layer, 1-Lipschitz, residual included:
+
+        y = x - 2 W T^{-1} sigma(W^T x + b),    T_ii = sum_j |W^T W|_ij q_j / q_i.
+
+    W (d, H), b (H,), q = exp(log_q) (H,); x (..., d) -> (..., d). Source: Araujo et al. 2023, Theorem 3. Only
+    activations with slopes in [0, 1] keep the promise; GELU does not (trap D14d).
+    """
+
+    def __init__(self, dim: int, hidden: int, act: type[nn.Module] = nn.ReLU) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, hidden))
+        self.bias = nn.Parameter(torch.zeros(hidden))
+        self.log_q = nn.Parameter(torch.zeros(hidden))
+        self.act = act()
+        nn.init.xavier_normal_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.log_q.exp()
+        t = ((self.weight.mT @ self.weight).abs() * q).sum(1) / q
+        hidden = self.act(x @ self.weight + self.bias)
+        # An all-zero column of W has T_ii = 0 and no effect: the clamp only keeps 0 / 0 out.
+        return x - 2 * (hidden / t.clamp_min(1e-12)) @ self.weight.mT
+
+
+ONE_LIPSCHITZ_ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid)
+
+
+@rule(SLL)
+def sll(module: SLL) -> Layer:
+    """0 <= W T^{-1} W^T <= I (T - W^T W is diagonally dominant after scaling by q), so slopes in [0, 1] give
+    ||I - 2 W T^{-1} D W^T|| <= 1. Rounding of T is covered by the certificate's final slack."""
+    if type(module.act) not in ONE_LIPSCHITZ_ACTIVATIONS:
+        raise NoRule(module, f"SLL is not 1-Lipschitz with {type(module.act).__name__} (slopes leave [0, 1])")
+    return lambda x: (module(x), lambda r: r)
+
+
+@rule(Mlp)
+def mlp(module: Mlp) -> Layer:
+    """fc2(sigma(fc1 x)): the product of the three constants."""
+    parts = (module.fc1, module.act, module.drop1, module.norm, module.fc2, module.drop2)
+    return chain(layer_of(part) for part in parts)

@@ -1,0 +1,184 @@
+"""The rule table: how far the output of a module can move when its input moves by at most r.
+
+A rule works in three stages, so that each thing is computed once:
+
+    rule(module)      -> layer     norms of the weights, once per checkpoint
+    layer(x_clean)    -> (y, bound)  the clean output and what depends on the image, once per image batch
+    bound(r)          -> r'        as often as the bisection asks
+
+with the promise, for every x' with ||x' - x||_F <= r (all tokens and channels of one image together),
+
+    ||module(x') - module(x)||_F <= bound(r),      bound nondecreasing in r.
+
+Shapes: x (B, ...), float64; r (..., B); a radius may be infinite, never negative. The table is keyed by the exact
+type: a subclass with another `forward` would inherit a false proof. Source: MATH.md section 2.
+"""
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn
+
+from certizoo import UserError
+from zoo.spectral import sigma_upper
+
+Bound = Callable[[Tensor], Tensor]
+Layer = Callable[[Tensor], tuple[Tensor, Bound]]
+Rule = Callable[[nn.Module], Layer]
+
+_RULES: dict[type[nn.Module], Rule] = {}
+_RESIDUAL_RULES: dict[type[nn.Module], Rule] = {}
+_CLASSIFIER_RULES: dict[type[nn.Module], Callable[..., tuple[Layer, nn.Linear]]] = {}
+
+
+class NoRule(UserError):
+    """The model holds a module for which nothing is proved."""
+
+    def __init__(self, module: nn.Module, reason: str = "") -> None:
+        kind = type(module)
+        super().__init__(
+            f"NoRule({kind.__module__}.{kind.__qualname__}): {reason or 'no rule is proved for this module type'}; "
+            "certificates need a rule for every module (CONTRIBUTING.md, 'how to add an attention')"
+        )
+        self.module_type = kind
+
+
+def rule(*kinds: type[nn.Module]) -> Callable[[Callable[..., Layer]], Callable[..., Layer]]:
+    """Enter the decorated function into the table for these exact types."""
+
+    def enter(function: Callable[..., Layer]) -> Callable[..., Layer]:
+        _RULES.update(dict.fromkeys(kinds, function))
+        return function
+
+    return enter
+
+
+def residual_rule(*kinds: type[nn.Module]) -> Callable[[Callable[..., Layer]], Callable[..., Layer]]:
+    """The same for the map x -> x + module(x), where that is tighter than r + bound(r)."""
+
+    def enter(function: Callable[..., Layer]) -> Callable[..., Layer]:
+        _RESIDUAL_RULES.update(dict.fromkeys(kinds, function))
+        return function
+
+    return enter
+
+
+def classifier_rule(
+    kind: type[nn.Module],
+) -> Callable[[Callable[..., tuple[Layer, nn.Linear]]], Callable[..., tuple[Layer, nn.Linear]]]:
+    """For whole models: (trunk, head) with model(x) = head(trunk(x)), so that a certificate can compare classes in
+    pairs, ||w_y - w_j||, instead of bounding the vector of logits."""
+
+    def enter(function: Callable[..., tuple[Layer, nn.Linear]]) -> Callable[..., tuple[Layer, nn.Linear]]:
+        _CLASSIFIER_RULES[kind] = function
+        return function
+
+    return enter
+
+
+def classifier_of(model: nn.Module) -> tuple[Layer, nn.Linear]:
+    """The trunk's rule and the linear head of a model. Raises `NoRule`."""
+    _refuse_altered(model)
+    if type(model) not in _CLASSIFIER_RULES:
+        raise NoRule(model)
+    trunk, head = _CLASSIFIER_RULES[type(model)](model)
+    if type(head) is not nn.Linear:
+        raise NoRule(head, "the classifier head must be an nn.Linear")
+    layer_of(head)
+    return trunk, head
+
+
+def rule_types() -> list[type[nn.Module]]:
+    """Every module type with a rule; tests enumerate it."""
+    return sorted(_RULES, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
+
+
+def layer_of(module: nn.Module) -> Layer:
+    """The rule of `module`, its weights already measured. Raises `NoRule`."""
+    _refuse_altered(module)
+    if type(module) not in _RULES:
+        raise NoRule(module)
+    return _RULES[type(module)](module)
+
+
+def residual_layer_of(module: nn.Module) -> Layer:
+    """The rule of x -> x + module(x)."""
+    _refuse_altered(module)
+    if type(module) in _RESIDUAL_RULES:
+        return _RESIDUAL_RULES[type(module)](module)
+    inner = layer_of(module)
+
+    def layer(x: Tensor) -> tuple[Tensor, Bound]:
+        y, bound = inner(x)
+        return x + y, lambda r: r + bound(r)
+
+    return layer
+
+
+def chain(layers: Iterable[Layer]) -> Layer:
+    """The composition f_L o ... o f_1: radii are passed on from layer to layer."""
+    steps = list(layers)
+
+    def layer(x: Tensor) -> tuple[Tensor, Bound]:
+        bounds = []
+        for step in steps:
+            x, bound = step(x)
+            bounds.append(bound)
+
+        def composed(r: Tensor) -> Tensor:
+            for bound in bounds:
+                r = bound(r)
+            return r
+
+        return x, composed
+
+    return layer
+
+
+def scaled(module: nn.Module, lipschitz: Tensor | float) -> Layer:
+    """A module with a known global Lipschitz constant."""
+    return lambda x: (module(x), lambda r: lipschitz * r)
+
+
+def _refuse_altered(module: nn.Module) -> None:
+    """A hook or a patched `forward` makes it another function than the one the rule was proved for."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    if hooks or "forward" in vars(module):
+        raise NoRule(module, "it carries a forward hook or a patched forward; remove it before certifying")
+
+
+@rule(nn.Sequential)
+def sequential(module: nn.Sequential) -> Layer:
+    """Composition of the children."""
+    return chain(layer_of(child) for child in module)
+
+
+# torch modules -------------------------------------------------------------------------------------------------------
+
+
+@rule(nn.Linear)
+def linear(module: nn.Linear) -> Layer:
+    """||W x' - W x|| <= ||W|| ||x' - x||, token by token, hence for all tokens together."""
+    return scaled(module, sigma_upper(module.weight))
+
+
+@rule(nn.Identity, nn.Dropout, nn.Flatten)
+def identity(module: nn.Module) -> Layer:
+    """Identities in eval mode (dropout is off), or a mere reshaping."""
+    return scaled(module, 1.0)
+
+
+@rule(nn.ReLU, nn.Tanh)
+def unit_slope(module: nn.Module) -> Layer:
+    """0 <= sigma' <= 1."""
+    return scaled(module, 1.0)
+
+
+# Largest slopes, rounded up by one unit of the last printed decimal. erf-GELU: Phi(sqrt2) + sqrt2 phi(sqrt2) at
+# sqrt2; the often quoted 1.12 is below it (trap D3).
+GELU_SLOPE = {"none": 1.1289041452, "tanh": 1.1289930688}
+
+
+@rule(nn.GELU)
+def gelu(module: nn.GELU) -> Layer:
+    """The constant depends on the variant (MATH.md section 2)."""
+    return scaled(module, GELU_SLOPE[module.approximate])

@@ -1,0 +1,74 @@
+"""Spectral norms: an estimate for training, an upper bound for certificates. The two never share a name.
+
+Letters: A (..., m, n); G = A^T A or A A^T, whichever is smaller; u = 2^-53; gamma_k = k u / (1 - k u).
+"""
+
+import torch
+from torch import Tensor
+
+U = 2.0**-53  # unit round-off of float64
+
+
+def power_step(weight: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """One power iteration on each matrix of a batch.
+
+    weight (..., m, n), v (..., n) unit vectors. Returns sigma = u^T W v_new (...,), differentiable in `weight` with
+    the gradient u v_new^T of the norm, and v_new (..., n) without gradient.
+    """
+    with torch.no_grad():
+        u = torch.nn.functional.normalize((weight @ v.unsqueeze(-1)).squeeze(-1), dim=-1)
+        v_new = torch.nn.functional.normalize((weight.mT @ u.unsqueeze(-1)).squeeze(-1), dim=-1)
+    sigma = (u.unsqueeze(-2) @ (weight @ v_new.unsqueeze(-1))).flatten(-2).squeeze(-1)
+    return sigma, v_new
+
+
+def start_vectors(*shape: int) -> Tensor:
+    """Deterministic unit vectors (..., n) to start a power iteration from; the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.nn.functional.normalize(torch.randn(*shape, generator=generator), dim=-1)
+
+
+def sigma_estimate(weight: Tensor, iterations: int = 20) -> Tensor:
+    """Power iteration: never above ||W||_2 (up to rounding), hence for training and inspection only.
+
+    weight (..., m, n) -> (...,). Trap D1: on a Gaussian 384 x 768 matrix 5 iterations reach 0.92-0.94 of the norm.
+    """
+    v = start_vectors(*weight.shape[:-2], weight.shape[-1]).to(weight)
+    sigma = weight.new_zeros(weight.shape[:-2])
+    for _ in range(iterations):
+        sigma, v = power_step(weight, v)
+    return sigma
+
+
+def _gamma(k: int) -> float:
+    return k * U / (1 - k * U)
+
+
+def sigma_upper(weight: Tensor) -> Tensor:
+    """A number never below ||A||_2, per matrix of a batch: (..., m, n) -> (...,) in float64.
+
+    The eigenvalues of G give a candidate theta. If the Cholesky factorisation of theta I - G runs to completion, then
+    (Rump; MATH-PROOFS.md section 3)
+
+        ||A||^2 <= theta + gamma_{n+1}/(1 - gamma_{n+1}) tr(theta I - G) + 4 u theta + gamma_{m+2} ||A||_F^2,
+
+    whatever the order of summation. Where it does not, the Frobenius norm, rounded up, is returned.
+    """
+    a = weight.detach().double()
+    if a.shape[-1] > a.shape[-2]:
+        a = a.mT
+    m, n = a.shape[-2:]
+    frobenius2 = a.square().sum((-2, -1)) * (1 + 4 * _gamma(m * n + 2))
+    # A matrix in the subnormal range underflows in G, where the relative error bounds do not hold.
+    frobenius2 = frobenius2 + m * n * 2.0**-1000
+    gram = a.mT @ a
+    finite = torch.isfinite(gram).all(-1).all(-1)
+    gram = torch.where(finite[..., None, None], gram, torch.zeros_like(gram))
+    theta = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0) * (1 + 1e-9)
+    shifted = theta[..., None, None] * torch.eye(n, dtype=a.dtype, device=a.device) - gram
+    _, info = torch.linalg.cholesky_ex(shifted)
+    trace = shifted.diagonal(dim1=-2, dim2=-1).sum(-1)
+    slack = _gamma(n + 1) / (1 - _gamma(n + 1)) * trace + 4 * U * theta + _gamma(m + 2) * frobenius2
+    verified = (theta + slack) * (1 + 8 * U) + n * 2.0**-1000
+    square = torch.where((info == 0) & finite, torch.minimum(verified, frobenius2), frobenius2)
+    return square.sqrt() * (1 + 4 * U)

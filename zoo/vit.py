@@ -1,0 +1,161 @@
+"""The Vision Transformer (Dosovitskiy et al. 2021) with injected attention, norm and MLP, and its sensitivity rule.
+
+    images in [0,1] -> normalise -> patches -> (class token) + positions -> blocks -> norm -> pool -> head
+
+Letters: B images, C channels, N tokens, D width.
+"""
+
+from collections.abc import Callable
+
+import torch
+from timm.layers import PatchEmbed, trunc_normal_
+from torch import Tensor, nn
+
+from certizoo import UserError
+from zoo.cap import HasConstraints, cap_
+from zoo.rules import Bound, Layer, NoRule, chain, classifier_rule, layer_of, rule
+from zoo.spectral import sigma_upper
+
+
+class Normalize(nn.Module):
+    """(x - mean) / std per channel, inside the model: every eps is a radius in [0,1] pixel space. BCHW -> BCHW."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return (x_BCHW - self.mean) / self.std
+
+
+@rule(Normalize)
+def normalize(module: Normalize) -> Layer:
+    """Diagonal: 1 / min std."""
+
+    def layer(x: Tensor) -> tuple[Tensor, Bound]:
+        gain = (1 / module.std.double()).abs().max()
+        return module(x), lambda r: gain * r
+
+    return layer
+
+
+class ViT(nn.Module):
+    """Images (B, C, H, W) in [0,1] -> logits (B, num_classes); methods named as in timm.
+
+    Args:
+        block: embed_dim, drop_path -> one block; the model does not know what is in it.
+        norm: embed_dim -> the norm before pooling.
+        global_pool: 'avg' (mean of all tokens) or 'cls' (a class token).
+        patch_cap: cap on the spectral norm of the patch embedding (None: free).
+    """
+
+    def __init__(
+        self,
+        *,
+        block: Callable[[int, float], nn.Module],
+        norm: Callable[[int], nn.Module],
+        img_size: int,
+        patch_size: int,
+        in_chans: int,
+        num_classes: int,
+        embed_dim: int,
+        depth: int,
+        global_pool: str,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        drop_path_rate: float = 0.0,
+        patch_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        if img_size % patch_size:
+            raise UserError(f"img_size {img_size} is not a multiple of patch_size {patch_size}; change one of them")
+        if global_pool not in ("avg", "cls"):
+            raise UserError(f"global_pool is {global_pool!r}; choose 'avg' or 'cls'")
+        self.num_classes, self.embed_dim, self.global_pool = num_classes, embed_dim, global_pool
+        self.normalize = Normalize(mean, std)
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
+        has_cls = global_pool == "cls"
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if has_cls else None
+        self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches + has_cls, embed_dim))
+        drop = torch.linspace(0, drop_path_rate, depth).tolist()
+        self.blocks = nn.Sequential(*(block(embed_dim, drop[i]) for i in range(depth)))
+        self.norm = norm(embed_dim)
+        self.head = nn.Linear(embed_dim, num_classes)
+        self._init_weights(patch_cap)
+
+    def _init_weights(self, patch_cap: float | None) -> None:
+        """timm's default: truncated normal 0.02, zero biases; then the parts that carry constraints put them on."""
+        trunc_normal_(self.pos_embed, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        cap_(self.patch_embed.proj, [patch_cap])
+        for module in list(self.modules()):
+            if isinstance(module, HasConstraints):
+                module.constrain()
+
+    def embed(self, x_BCHW: Tensor) -> Tensor:
+        """Normalised patches with positions (and class token): (B, C, H, W) -> (B, N, D)."""
+        x_BND = self.patch_embed(self.normalize(x_BCHW))
+        if self.cls_token is not None:
+            x_BND = torch.cat([self.cls_token.expand(len(x_BND), -1, -1), x_BND], dim=1)
+        return x_BND + self.pos_embed
+
+    def forward_features(self, x_BCHW: Tensor) -> Tensor:
+        """Tokens before pooling: (B, C, H, W) -> (B, N, D)."""
+        return self.norm(self.blocks(self.embed(x_BCHW)))
+
+    def pool(self, x_BND: Tensor) -> Tensor:
+        """(B, N, D) -> (B, D)."""
+        return x_BND.mean(1) if self.global_pool == "avg" else x_BND[:, 0]
+
+    def forward_head(self, x_BND: Tensor, pre_logits: bool = False) -> Tensor:
+        """(B, N, D) -> logits (B, num_classes), or the pooled token (B, D)."""
+        pooled_BD = self.pool(x_BND)
+        return pooled_BD if pre_logits else self.head(pooled_BD)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x_BCHW))
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A fresh linear head; `global_pool` may change only between values that need the same tokens."""
+        if global_pool is not None and global_pool != self.global_pool:
+            raise UserError("the pooling decides whether there is a class token; create a new model instead")
+        self.num_classes = num_classes
+        self.head = nn.Linear(self.embed_dim, num_classes).to(self.pos_embed)
+
+
+def _embedding(module: ViT) -> Layer:
+    """Patches do not overlap: normalisation and projection are one matrix on patches, W diag(1 / std). Positions and
+    class token are constant."""
+    conv = module.patch_embed.proj
+    if conv.stride != conv.kernel_size or type(conv) is not nn.Conv2d or conv.padding != (0, 0):
+        raise NoRule(conv, "the patch embedding needs stride = kernel size and no padding")
+    layer_of(module.patch_embed.norm)
+    if type(module.patch_embed.norm) is not nn.Identity:
+        raise NoRule(module.patch_embed, "a norm inside the patch embedding has no rule here")
+    norm = sigma_upper((conv.weight.detach().double() / module.normalize.std.double()).flatten(1))
+    return lambda x: (module.embed(x), lambda r: norm * r)
+
+
+def _pooling(module: ViT) -> Layer:
+    """Mean of N tokens: 1 / sqrt(N). One token: 1."""
+
+    def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
+        gain = x_BND.shape[1] ** -0.5 if module.global_pool == "avg" else 1.0
+        return module.pool(x_BND), lambda r: gain * r
+
+    return layer
+
+
+@classifier_rule(ViT)
+def vit(module: ViT) -> tuple[Layer, nn.Linear]:
+    """Everything up to the pooled token, and the linear head (for pairwise margins)."""
+    trunk = chain([_embedding(module), layer_of(module.blocks), layer_of(module.norm), _pooling(module)])
+    return trunk, module.head
