@@ -202,11 +202,11 @@ def data_size(model: Summary) -> str:
 
 def publish(handover: Path, out: Path, *, registered_name: str, run_id: str | None, experiment: str) -> str:
     """Register the certified hand-over as a model version; returns a line that says where."""
-    import registry
+    from registry.publish import publish as publish_version
 
     summary = json.loads((out / CERTIFICATE).read_text())
     tags = report.tags(summary)
-    version = registry.publish(
+    version = publish_version(
         [handover, out],
         name=registered_name,
         tags=tags,

@@ -1,4 +1,4 @@
-"""The search for counter-examples: projected gradient ascent on ||f(x + Gamma) - f(x)|| over ||Gamma||_F <= r."""
+"""The search for counter-examples: projected gradient ascent over the ball ||Gamma||_F <= r, float64."""
 
 from collections.abc import Callable
 
@@ -8,39 +8,47 @@ from torch import Tensor
 STEPS, STARTS = 40, 3
 
 
-def largest_change(
-    f: Callable[[Tensor], Tensor], x: Tensor, r_B: Tensor, steps: int = STEPS, starts: int = STARTS, seed: int = 0
-) -> Tensor:
-    """max ||f(x + Gamma) - f(x)|| found for each instance of the batch x (B, ...): (B,), a lower bound of the truth.
+def ascend(objective: Callable[[Tensor], Tensor], x: Tensor, r_B: Tensor, steps: int, starts: int) -> Tensor:
+    """max of objective(x + Gamma) (B, ...) -> (B,) found over ||Gamma||_F <= r, image by image: a lower bound.
 
-    Every step is a normalised ascent step with a shrinking step size, projected on the ball; the best point counts.
+    All starts are one batch. Every step is a normalised ascent step, large at first and small at the end, projected
+    on the ball; the best point of the whole path counts.
     """
-    shape = (-1,) + (1,) * (x.ndim - 1)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        y = f(x)
-    best_B = torch.zeros_like(r_B)
+    ones = (1,) * (x.ndim - 1)
+    x, r_B = x.repeat(starts, *ones), r_B.repeat(starts)
+    r = r_B.view(-1, *ones)
 
     def unit(g: Tensor) -> Tensor:
-        return g / g.flatten(1).norm(dim=1).clamp_min(1e-300).view(shape)
+        return g / g.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, *ones)
 
-    for _ in range(starts):
-        start = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-        # every other start in a single token or pixel row, where worst cases of token-wise maps lie
-        if x.ndim == 3:
-            token = torch.randint(x.shape[1], (len(x),), generator=generator)
-            keep = torch.rand(len(x), generator=generator) < 0.5
-            mask = torch.nn.functional.one_hot(token, x.shape[1]).to(x)[:, :, None]
-            start = torch.where(keep.view(shape), start * mask, start)
-        gamma = unit(start) * r_B.view(shape)
-        for step in range(steps):
-            gamma.requires_grad_(True)
-            change_B = (f(x + gamma) - y).flatten(1).norm(dim=1)
-            (g,) = torch.autograd.grad(change_B.sum(), gamma)
-            best_B = torch.maximum(best_B, change_B.detach())
-            size = 1.0 if step < steps // 2 else 0.2
-            gamma = (gamma + size * r_B.view(shape) * unit(g)).detach()
-            norm = gamma.flatten(1).norm(dim=1)
-            gamma = gamma * (r_B / norm.clamp_min(1e-300)).clamp(max=1).view(shape)
+    gamma = unit(_starts(x)) * r
+    best_B = torch.full_like(r_B, -torch.inf)
+    for step in range(steps + 1):
+        gamma.requires_grad_(True)
+        value_B = objective(x + gamma)
+        best_B = torch.maximum(best_B, value_B.detach())
+        (g,) = torch.autograd.grad(value_B.sum(), gamma)
+        gamma = (gamma + (1.0 if step < steps // 2 else 0.2) * r * unit(g)).detach()
+        gamma = gamma * (r / gamma.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, *ones)).clamp(max=1)
+    return best_B.view(starts, -1).amax(0)
+
+
+def _starts(x: Tensor) -> Tensor:
+    """Gaussian directions, half of them in a single token, where the worst cases of token-wise maps lie."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+    if x.ndim != 3:
+        return start
+    token = torch.randint(x.shape[1], (len(x),), generator=generator)
+    alone = torch.rand(len(x), generator=generator) < 0.5
+    mask = torch.nn.functional.one_hot(token, x.shape[1]).to(x)[:, :, None]
+    return torch.where(alone.view(-1, 1, 1), start * mask, start)
+
+
+def largest_change(
+    f: Callable[[Tensor], Tensor], x: Tensor, r_B: Tensor, steps: int = STEPS, starts: int = STARTS
+) -> Tensor:
+    """max ||f(x + Gamma) - f(x)|| found for each instance of the batch x (B, ...): (B,)."""
     with torch.no_grad():
-        return torch.maximum(best_B, (f(x + gamma) - y).flatten(1).norm(dim=1))
+        y = f(x).flatten(1).repeat(starts, 1)
+    return ascend(lambda z: (f(z).flatten(1) - y).norm(dim=1), x, r_B, steps, starts)

@@ -1,0 +1,24 @@
+"""WebDataset shards in and out: `{name}-{split}-{000000..}.tar` with an image and a `.cls` a sample, and a manifest.
+
+Reading: `find` (check the shards, once, before any work), `train_loader`, `eval_loader`, `steps_per_epoch`.
+Writing: `write`, or `python -m shards digits|folder|torchvision|index`.
+"""
+
+from certizoo import UserError  # first: it repairs torchvision before anything here imports it
+from shards.config import DataConfig
+from shards.read import eval_loader, steps_per_epoch, train_loader
+from shards.sets import ShardSet, find
+from shards.tar import SampleError
+from shards.write import write
+
+__all__ = [
+    "DataConfig",
+    "SampleError",
+    "ShardSet",
+    "UserError",
+    "eval_loader",
+    "find",
+    "steps_per_epoch",
+    "train_loader",
+    "write",
+]

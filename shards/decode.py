@@ -1,0 +1,74 @@
+"""Encoded bytes to pixels, with the size known before anything is decoded.
+
+H, W: height, width; C: channels. Pixels are uint8 until a batch leaves the loader as float32 in [0, 1].
+"""
+
+import io
+import warnings
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
+
+from shards.tar import MEND_SAMPLE, SampleError
+
+MAX_PIXELS = 24_000_000  # 72 MB decoded; the largest photographs of ImageNet are shrunk by the writer
+FORMATS = ("JPEG", "PNG", "WEBP")
+EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "La", "RGBa")
+MODE_OF = {1: "L", 3: "RGB"}
+CROP_RATIO = 224 / 256  # centre crop of photographs: the usual protocol of ImageNet
+
+Pixels = NDArray[np.uint8]
+
+# Anything large enough for Pillow's warning is refused here with an error of one line.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+def decode(data: bytes, where: str, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The image in `data`, loaded. Raises `SampleError`, headed by `where`, if it is corrupt, huge or not 8-bit."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        fault = _fault_of_header(image, max_pixels)
+        if fault is None:
+            image.load()
+    except Exception as error:  # hostile bytes make decoders raise anything
+        reason = " ".join(str(error).split())[:120]
+        raise SampleError(f"{where}: the image is corrupt ({reason}); {MEND_SAMPLE}") from None
+    if fault is not None:
+        raise SampleError(f"{where}: {fault}; {MEND_SAMPLE}")
+    return image
+
+
+def _fault_of_header(image: Image.Image, max_pixels: int) -> str | None:
+    width, height = image.size
+    if width * height > max_pixels:
+        return f"the image is {width} x {height} pixels, more than {max_pixels / 1e6:.0f} million"
+    if image.mode not in EIGHT_BIT_MODES:
+        return f"the image has mode {image.mode}, not 8 bits a channel"
+    return None
+
+
+def with_channels(image: Image.Image, channels: int) -> Image.Image:
+    """Gray (1) or RGB (3)."""
+    mode = MODE_OF[channels]
+    return image if image.mode == mode else image.convert(mode)
+
+
+def fit(image: Image.Image, size: int) -> Image.Image:
+    """The evaluation view, size x size: as it is if it fits, else the centre of the resized image (bicubic).
+
+    An image that is larger is resized to short side size / CROP_RATIO and cropped; one that is smaller is
+    enlarged to short side `size`, so that nothing of a small image is lost.
+    """
+    if image.size == (size, size):
+        return image
+    short = size if min(image.size) <= size else round(size / CROP_RATIO)
+    resized = F.resize(image, [short], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    return F.center_crop(resized, [size, size])
+
+
+def pixels_HWC(image: Image.Image) -> Pixels:
+    array = np.asarray(image)
+    return array if array.ndim == 3 else array[:, :, None]

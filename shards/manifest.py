@@ -1,0 +1,148 @@
+"""The manifest of a folder of shards: what each file must be.
+
+`{"files": [{"file", "samples", "bytes", "sha256", "classes", "label_histogram"}, ...]}`, where `classes` is the
+number of labels that occur. The writer adds `class_names`. `{name}.json` goes before `manifest.json`.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from certizoo import UserError
+from shards.decode import decode
+from shards.tar import SampleError, walk
+
+log = logging.getLogger(__name__)
+GENERAL = "manifest.json"
+
+
+def mend(path: Path) -> str:
+    """What to do about shards that are not those of the manifest `path`."""
+    name = "" if path.name == GENERAL else f" --name {path.stem}"
+    return f"write the shards again, or run `python -m shards index {path.parent}{name}` if they are right"
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """What is known of one shard; `sha256` is None where nobody computed it, `histogram` where nobody counted."""
+
+    file: str
+    samples: int
+    bytes: int
+    sha256: str | None
+    histogram: dict[int, int] | None
+
+    def as_json(self) -> dict[str, Any]:
+        counts = self.histogram or {}
+        return {
+            "file": self.file,
+            "samples": self.samples,
+            "bytes": self.bytes,
+            "sha256": self.sha256,
+            "classes": len(counts),
+            "label_histogram": {str(label): counts[label] for label in sorted(counts)},
+        }
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest as read from `path`."""
+
+    path: Path
+    files: dict[str, ShardInfo]
+    class_names: list[str] | None = None
+
+    def covers(self, paths: Iterable[Path]) -> bool:
+        """False for the general manifest of a folder that names none of the shards: it is of other sets."""
+        return self.path.name != GENERAL or any(path.name in self.files for path in paths)
+
+
+def read(root: Path, name: str) -> Manifest | None:
+    """`{name}.json` or else `manifest.json` of `root`; None if neither is there. Raises `UserError` if malformed."""
+    for path in (root / f"{name}.json", root / GENERAL):
+        if path.is_file():
+            try:
+                content = json.loads(path.read_text())
+                infos = [_info(entry) for entry in content["files"]]
+                return Manifest(path, {info.file: info for info in infos}, content.get("class_names"))
+            except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+                raise UserError(
+                    f"{path}: not a manifest of shards ({type(error).__name__}: {error}); {mend(path)}"
+                ) from None
+    return None
+
+
+def _info(entry: dict[str, Any]) -> ShardInfo:
+    histogram = entry.get("label_histogram")
+    counts = {int(label): int(count) for label, count in histogram.items()} if histogram else None
+    sha256 = str(entry["sha256"]) if entry.get("sha256") else None
+    return ShardInfo(str(entry["file"]), int(entry["samples"]), int(entry["bytes"]), sha256, counts)
+
+
+def save(path: Path, infos: Iterable[ShardInfo], class_names: list[str] | None = None) -> None:
+    """Write a manifest in one step: a reader sees the old one or the new one, never half."""
+    content: dict[str, Any] = {"class_names": class_names} if class_names else {}
+    content["files"] = [info.as_json() for info in sorted(infos, key=lambda info: info.file)]
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another root") from None
+
+
+def check(path: Path, manifest: Manifest, *, hashed: bool) -> ShardInfo:
+    """What the manifest says of the shard `path`. Raises `UserError` if the file is another one."""
+    remedy = mend(manifest.path)
+    info = manifest.files.get(path.name)
+    if info is None:
+        raise UserError(f"{path} is not in {manifest.path}; {remedy}")
+    if not path.is_file():
+        raise UserError(f"{path} is missing, though {manifest.path} names it; {remedy}")
+    size = path.stat().st_size
+    if size != info.bytes:
+        raise UserError(f"{path} holds {size} bytes, {manifest.path} says {info.bytes}; {remedy}")
+    if hashed and info.sha256 and sha256_of(path) != info.sha256:
+        raise UserError(f"{path}: its sha256 is not the one in {manifest.path}; {remedy}")
+    if info.samples < 1 or (info.histogram and sum(info.histogram.values()) != info.samples):
+        raise UserError(f"{manifest.path}: the numbers of samples of {path.name} do not add up; {remedy}")
+    return info
+
+
+def scan(path: Path, num_classes: int | None = None, *, lenient: bool = False, decoded: bool = False) -> ShardInfo:
+    """Count the samples and labels of a shard by walking it; images are decoded only if `decoded`.
+
+    Raises `UserError` for a damaged tar, and for a faulty sample unless `lenient` (then it is logged and counted
+    among the samples, not in the histogram).
+    """
+    histogram: Counter[int] = Counter()
+    samples = 0
+    for entry in walk(path):
+        samples += 1
+        try:
+            label, extension = entry.label(num_classes), entry.image_extension
+            if decoded:
+                decode(entry.read(extension), entry.where)
+            histogram[label] += 1
+        except SampleError as error:
+            if not lenient:
+                raise
+            log.warning("will be skipped: %s", error)
+    if not samples:
+        raise UserError(f"{path} holds no samples; remove it or write it again")
+    return ShardInfo(path.name, samples, path.stat().st_size, None, dict(histogram))
+
+
+def sha256_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); copy or write the shard again") from None

@@ -1,0 +1,229 @@
+"""The loaders: shards to batches by epoch, rank and worker, exact to the sample.
+
+In training a worker's part of the epoch (see plan.py) is shuffled, and repeated until its steps are full: every
+rank makes the same number of steps, and every sample of the epoch is used. Evaluation reads each sample once.
+"""
+
+import logging
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import webdataset as wds
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from certizoo import UserError
+from shards.augment import mix
+from shards.batch import Batch, batches, eval_view, loaded, train_view
+from shards.config import DataConfig
+from shards.plan import entries, segments, share, steps_per_epoch
+from shards.sets import ShardSet
+from shards.tar import Entry, Sample, SampleError
+
+log = logging.getLogger(__name__)
+SHUFFLE_BUFFER = 1000  # encoded samples a worker holds
+
+
+@dataclass(eq=False)
+class Stream(IterableDataset):
+    """Batches of one rank. A `UserError` is yielded, not raised: a loader would wrap it in its traceback."""
+
+    shard_set: ShardSet
+    config: DataConfig
+    batch_size: int
+    rank: int
+    world_size: int
+
+    def __iter__(self) -> Iterator[Batch | UserError]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        try:
+            yield from self.read(worker, workers)
+        except UserError as error:
+            yield error
+
+    def read(self, worker: int, workers: int) -> Iterator[Batch]:
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class TrainStream(Stream):
+    """Worker w of K makes batches w, w + K, ... of the epoch; after `skip` batches the turn is worker skip mod K's."""
+
+    epoch: int
+    seed: int
+    skip: int
+
+    def read(self, worker: int, workers: int) -> Iterator[Batch]:
+        worker = (worker + self.skip) % workers
+        steps = steps_per_epoch(self.shard_set, self.batch_size, self.world_size)
+        own, skipped = len(range(worker, steps, workers)), len(range(worker, self.skip, workers))
+        if own <= skipped:
+            return
+        start, stop = self.part(worker, workers, steps)
+        items = iter(self.samples(start, stop, worker))
+        patience = 0
+        if self.config.on_corrupt == "skip":  # which sample comes k-th is known only after decoding
+            patience = 2 * (stop - start)
+        else:
+            items = islice(items, skipped * self.batch_size, None)
+            own, skipped = own - skipped, 0
+        view = train_view(self.config, self.seed, self.epoch)
+        yield from islice(batches(items, view, self.batch_size, patience=patience), skipped, own)
+
+    def part(self, worker: int, workers: int, steps: int) -> tuple[int, int]:
+        """This worker's part of its rank's part of the line, in proportion to its batches."""
+        start, stop = share(0, self.shard_set.samples, self.rank, self.rank + 1, self.world_size)
+        first = sum(len(range(before, steps, workers)) for before in range(worker))
+        return share(start, stop, first, first + len(range(worker, steps, workers)), steps)
+
+    def samples(self, start: int, stop: int, worker: int) -> Iterable[Sample | SampleError]:
+        """The part, shuffled, again and again (each time in another order)."""
+        line = list(zip(self.shard_set.paths, self.shard_set.counts, strict=True))
+        random.Random(mix(self.seed, self.epoch)).shuffle(line)
+        paths, counts = zip(*line, strict=True)
+        return wds.DataPipeline(
+            partial(entries, segments(paths, counts, start, stop)),
+            partial(loaded, num_classes=self.config.num_classes),
+            wds.detshuffle(SHUFFLE_BUFFER, SHUFFLE_BUFFER, mix(self.seed, self.epoch, self.rank, worker), -1),
+        ).repeat()
+
+
+@dataclass(eq=False)
+class EvalStream(Stream):
+    """The rank's part in file order; worker w of K reads batches w, w + K, ..., so that the loader restores it."""
+
+    limit: int
+
+    def read(self, worker: int, workers: int) -> Iterator[Batch]:
+        start, stop = (self.limit * place // self.world_size for place in (self.rank, self.rank + 1))
+        items = wds.DataPipeline(
+            partial(entries, segments(self.shard_set.paths, self.shard_set.counts, start, stop)),
+            partial(_turns, size=self.batch_size, turn=worker, turns=workers),
+            partial(loaded, num_classes=self.config.num_classes),
+        )
+        yield from batches(items, eval_view(self.config), self.batch_size, patience=0)
+
+
+def _turns(source: Iterable[Entry], size: int, turn: int, turns: int) -> Iterator[Entry]:
+    return (entry for place, entry in enumerate(source) if place // size % turns == turn)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What the loaders share: batches out of the loader processes, errors as one line, `len()` batches."""
+
+    stream: Stream
+    steps: int
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def received(self) -> Iterator[Batch]:
+        generator = torch.Generator()  # a loader draws a seed: not from the global generator
+        loader = DataLoader(
+            self.stream,
+            batch_size=None,
+            num_workers=self.stream.config.workers,
+            collate_fn=_as_it_is,
+            generator=generator,
+        )
+        try:
+            for item in loader:
+                if isinstance(item, UserError):
+                    raise item
+                yield item
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise UserError(
+                f"a loader process of {self.stream.config.name} died ({str(error).splitlines()[0]}); give it more "
+                "memory (also /dev/shm) or use fewer data.workers"
+            ) from None
+
+
+class TrainBatches(Batches):
+    """Iterates over (images_BCHW float32 in [0, 1], labels_B int64)."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        faults: set[str] = set()
+        served = 0
+        for batch in self.received():
+            self.note(batch.faults, faults)
+            served += 1
+            yield _unit(batch.images_BCHW), batch.labels_B
+        if served != self.steps:
+            raise UserError(f"{self.stream.config.name}: {served} batches instead of {self.steps}; report this")
+
+    def note(self, new: list[str], known: set[str]) -> None:
+        """Log each skipped sample once. Raises `UserError` beyond `max_corrupt` of them."""
+        limit = self.stream.config.max_corrupt
+        for fault in sorted(set(new) - known):
+            known.add(fault)
+            log.warning("skipped corrupt sample %d of at most %d: %s", len(known), limit, fault)
+            if len(known) > limit:
+                raise UserError(f"more than data.max_corrupt={limit} corrupt samples, the last: {fault}")
+
+
+class EvalBatches(Batches):
+    """Iterates over (keys, images_BCHW float32 in [0, 1], labels_B int64)."""
+
+    def __iter__(self) -> Iterator[tuple[list[str], Tensor, Tensor]]:
+        seen: set[str] = set()
+        for batch in self.received():
+            for key in batch.keys:
+                if key in seen:
+                    raise UserError(
+                        f"{self.stream.config.root}: two samples have the key {key}; write the shards again"
+                    )
+                seen.add(key)
+            yield batch.keys, _unit(batch.images_BCHW), batch.labels_B
+
+
+def train_loader(
+    shard_set: ShardSet,
+    config: DataConfig,
+    *,
+    batch_size: int,
+    epoch: int,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    skip_batches: int = 0,
+) -> TrainBatches:
+    """`steps_per_epoch` batches of one epoch on every rank, less the first `skip_batches`.
+
+    The batches are those of (seed, epoch, rank, world_size, config.workers): a run that skips k goes on exactly
+    where one that stopped after k would have. The global random generators are left as they are.
+    """
+    steps = max(steps_per_epoch(shard_set, batch_size, world_size) - skip_batches, 0)
+    return TrainBatches(TrainStream(shard_set, config, batch_size, rank, world_size, epoch, seed, skip_batches), steps)
+
+
+def eval_loader(
+    shard_set: ShardSet,
+    config: DataConfig,
+    *,
+    batch_size: int,
+    limit: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> EvalBatches:
+    """The first `limit` samples (None: all) in file order, each on exactly one rank. Nothing is ever skipped."""
+    limit = shard_set.samples if limit is None else min(limit, shard_set.samples)
+    own = limit * (rank + 1) // world_size - limit * rank // world_size
+    return EvalBatches(EvalStream(shard_set, config, batch_size, rank, world_size, limit), math.ceil(own / batch_size))
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _unit(images_BCHW: Tensor) -> Tensor:
+    return images_BCHW.to(torch.float32).div_(255)

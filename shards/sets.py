@@ -1,0 +1,125 @@
+"""From a `DataConfig` to shards that are known to be whole, before any work is done."""
+
+import fnmatch
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from certizoo import UserError
+from shards import manifest
+from shards.config import DataConfig
+from shards.manifest import Manifest, ShardInfo
+
+log = logging.getLogger(__name__)
+HASHED_BYTES = 256 * 2**20  # `verify=auto` hashes sets up to this size: about a second
+HOW_TO_MAKE = {
+    "digits": "python -m shards digits {root}",
+    "cifar10": "python -m shards torchvision CIFAR10 {root} --name cifar10",
+    "mnist": "python -m shards torchvision MNIST {root} --name mnist",
+}
+FOLDER = "python -m shards folder /path/to/{name}/{split} {root} --name {name} --split {split}"
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """Checked shards of one split.
+
+    `counts` are the samples a shard, `histogram` the samples a label (0 .. num_classes - 1), `digest` the
+    sha256 over the list of (file, bytes, sha256 or null).
+    """
+
+    paths: tuple[Path, ...]
+    counts: tuple[int, ...]
+    num_classes: int
+    histogram: tuple[int, ...]
+    digest: str
+
+    @property
+    def samples(self) -> int:
+        return sum(self.counts)
+
+
+def find(config: DataConfig, split: str) -> ShardSet:
+    """The shards of `split` ("train" or "test"), held against their manifest, or walked where there is none.
+
+    Raises `UserError` if there are none, if one disagrees with the manifest, is damaged, or holds a label that
+    `config.num_classes` does not allow. With `on_corrupt="skip"` faulty training samples are only logged.
+    """
+    if split not in ("train", "test"):
+        raise UserError(f"data split {split!r} does not exist; use train or test")
+    root, pattern = Path(config.root).expanduser(), getattr(config, split)
+    listing = manifest.read(root, config.name)
+    paths = _matching(root, pattern, listing)
+    if not paths:
+        raise UserError(f"no shards {root / pattern} for data.{split}; {_how(config, split)}")
+    lenient = split == "train" and config.on_corrupt == "skip"
+    infos = _checked(paths, listing, config, lenient=lenient)
+    return ShardSet(
+        paths=tuple(paths),
+        counts=tuple(info.samples for info in infos),
+        num_classes=config.num_classes,
+        histogram=_histogram(infos, config.num_classes, root),
+        digest=_digest(infos),
+    )
+
+
+def _matching(root: Path, pattern: str, listing: Manifest | None) -> list[Path]:
+    """Files that match, and shards that should because the manifest names them."""
+    if not pattern or Path(pattern).name != pattern:
+        raise UserError(f"data shards {pattern!r}: not a glob of file names; give the folder as data.root")
+    found = set(root.glob(pattern))
+    if listing is not None:
+        found |= {root / file for file in listing.files if fnmatch.fnmatch(file, pattern)}
+    return sorted(found)
+
+
+def _how(config: DataConfig, split: str) -> str:
+    command = HOW_TO_MAKE.get(config.name, FOLDER).format(root=config.root, name=config.name, split=split)
+    return f"make them with `{command}`, or say where they are: data.root=FOLDER data.{split}=GLOB"
+
+
+def _checked(paths: list[Path], listing: Manifest | None, config: DataConfig, *, lenient: bool) -> list[ShardInfo]:
+    if listing is None or not listing.covers(paths):
+        log.info("no manifest in %s: walking %d shards", config.root, len(paths))
+        return [_scanned(path, config, lenient) for path in paths]
+    size = sum(path.stat().st_size for path in paths if path.is_file())
+    hashed = config.verify == "sha256" or (config.verify == "auto" and size <= HASHED_BYTES)
+    infos = [manifest.check(path, listing, hashed=hashed) for path in paths]
+    return [
+        info if info.histogram else _counted(path, info, listing, _scanned(path, config, lenient))
+        for path, info in zip(paths, infos, strict=True)
+    ]
+
+
+def _scanned(path: Path, config: DataConfig, lenient: bool) -> ShardInfo:
+    return manifest.scan(path, config.num_classes, lenient=lenient)
+
+
+def _counted(path: Path, listed: ShardInfo, listing: Manifest, scanned: ShardInfo) -> ShardInfo:
+    """A manifest without labels: take them from the walk, and hold the number of samples against it."""
+    if scanned.samples != listed.samples:
+        raise UserError(
+            f"{path} holds {scanned.samples} samples, {listing.path} says {listed.samples}; "
+            + manifest.mend(listing.path)
+        )
+    return ShardInfo(listed.file, listed.samples, listed.bytes, listed.sha256, scanned.histogram)
+
+
+def _histogram(infos: list[ShardInfo], num_classes: int, root: Path) -> tuple[int, ...]:
+    counts = [0] * num_classes
+    for info in infos:
+        for label, count in (info.histogram or {}).items():
+            if not 0 <= label < num_classes:
+                raise UserError(
+                    f"{root / info.file}: label {label} is not one of 0..{num_classes - 1}; "
+                    "mend the label or data.num_classes"
+                )
+            counts[label] += count
+    return tuple(counts)
+
+
+def _digest(infos: list[ShardInfo]) -> str:
+    listed = [[info.file, info.bytes, info.sha256] for info in infos]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()

@@ -1,0 +1,133 @@
+"""One walk over a shard, for checking and for reading alike.
+
+webdataset's own tar stage lets pass a shard cut between members, a sample without its label, a member of any
+size and a name that escapes. This walk refuses them, and it reads no byte of a sample that nobody asked for.
+"""
+
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from certizoo import UserError
+
+MAX_MEMBER_BYTES = 64 * 2**20
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+END_OF_ARCHIVE = 1024  # bytes: two blocks of zeros close every tar
+MEND_SHARD = "copy or write the shard again"
+MEND_SAMPLE = "mend it and write the shard again (training can skip it: data.on_corrupt=skip)"
+
+
+class SampleError(UserError):
+    """A fault of one sample. Training may skip it (`data.on_corrupt=skip`), evaluation never does."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An encoded image and its label. `where` is 'SHARD: sample KEY', the head of every error about it."""
+
+    where: str
+    key: str
+    label: int
+    image: bytes
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sample still in its shard: members by extension. Readable until the walk that gave it moves on."""
+
+    shard: Path
+    key: str
+    parts: dict[str, tarfile.TarInfo]
+    fd: int
+
+    @property
+    def where(self) -> str:
+        return f"{self.shard}: sample {self.key}"
+
+    def read(self, extension: str) -> bytes:
+        """The bytes of one member. Raises `SampleError` if it is too large, `UserError` if the shard ends early."""
+        member = self.parts[extension]
+        if member.size > MAX_MEMBER_BYTES:
+            raise SampleError(
+                f"{self.where}: .{extension} holds {member.size} bytes, more than {MAX_MEMBER_BYTES}; {MEND_SAMPLE}"
+            )
+        data = os.pread(self.fd, member.size, member.offset_data)
+        if len(data) < member.size:
+            raise UserError(f"{self.shard}: truncated in {member.name}; {MEND_SHARD}")
+        return data
+
+    def label(self, num_classes: int | None) -> int:
+        """The integer of `.cls`, below `num_classes` where that is known. Raises `SampleError`."""
+        if _escapes(self.key):
+            raise SampleError(f"{self.where}: the member name leaves the folder; {MEND_SAMPLE}")
+        if "cls" not in self.parts:
+            raise SampleError(f"{self.where} has no .cls (label); {MEND_SAMPLE}")
+        text = self.read("cls")[:32].decode("ascii", "replace").strip()
+        if not text.isdigit() or (num_classes is not None and int(text) >= num_classes):
+            allowed = "a whole number" if num_classes is None else f"one of the labels 0..{num_classes - 1}"
+            raise SampleError(f"{self.where}: .cls holds {text!r}, not {allowed}; mend the label (or data.num_classes)")
+        return int(text)
+
+    @property
+    def image_extension(self) -> str:
+        """Raises `SampleError` unless the sample has exactly one image."""
+        found = [extension for extension in self.parts if extension in IMAGE_EXTENSIONS]
+        if len(found) != 1:
+            raise SampleError(
+                f"{self.where} has {len(found)} images, not one of .{' .'.join(IMAGE_EXTENSIONS)}; {MEND_SAMPLE}"
+            )
+        return found[0]
+
+    def load(self, num_classes: int) -> Sample:
+        return Sample(self.where, self.key, self.label(num_classes), self.read(self.image_extension))
+
+
+def walk(path: Path) -> Iterator[Entry]:
+    """The samples of a shard in file order. Raises `UserError` for anything but a whole, plain tar."""
+    try:
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for key, group in groupby(_members(path, tar), key=lambda named: named[0]):
+                yield Entry(path, key, _parts(path, key, group), file.fileno())
+            file.seek(tar.offset)
+            rest = file.read(2**20)
+    except (tarfile.TarError, ValueError, OverflowError, MemoryError) as error:  # headers may say anything
+        raise UserError(f"{path}: truncated or not a tar ({error}); {MEND_SHARD}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}); {MEND_SHARD}") from None
+    if len(rest) < END_OF_ARCHIVE or any(rest):
+        raise UserError(f"{path}: truncated or damaged at byte {tar.offset} (no end of archive); {MEND_SHARD}")
+
+
+def _members(path: Path, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """(key, extension, member) of each file that belongs to a sample."""
+    for member in tar:
+        if member.isdir():
+            continue
+        if not member.isreg() or member.issparse() or member.size < 0:  # tarfile would walk back for ever
+            raise UserError(f"{path}: member {member.name} is not a plain file; {MEND_SHARD}")
+        key, extension = split_name(member.name)
+        if key:
+            yield key, extension, member
+
+
+def _parts(path: Path, key: str, group: Iterator[tuple[str, str, tarfile.TarInfo]]) -> dict[str, tarfile.TarInfo]:
+    parts: dict[str, tarfile.TarInfo] = {}
+    for _, extension, member in group:
+        if extension in parts:
+            raise UserError(f"{path}: sample {key} has two .{extension} members; {MEND_SHARD}")
+        parts[extension] = member
+    return parts
+
+
+def split_name(member: str) -> tuple[str, str]:
+    """'a/b.c.JPG' -> ('a/b', 'c.jpg'), webdataset's rule; ('', '') for a name without stem or extension."""
+    folder, slash, base = member.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return (folder + slash + stem, extension.lower()) if stem and extension else ("", "")
+
+
+def _escapes(name: str) -> bool:
+    return name.startswith("/") or "\\" in name or ".." in name.split("/")

@@ -1,0 +1,214 @@
+"""The loaders: every sample once, equal steps on every rank, and a resumed epoch that goes on exactly."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shards
+from certizoo import UserError
+from shards import DataConfig, ShardSet
+from shards.batch import Batch
+from shards.plan import segments, share
+from shards.read import EvalBatches, EvalStream, TrainBatches
+
+SIZE = 8
+
+
+def numbered(count: int) -> list[tuple[np.ndarray, int]]:
+    """Images whose first two pixels spell their number, so that a batch says which samples it holds."""
+    images = np.random.default_rng(0).integers(0, 256, (count, SIZE, SIZE, 3), dtype=np.uint8)
+    images[:, 0, 0, 0], images[:, 0, 0, 1] = np.arange(count) // 256, np.arange(count) % 256
+    return [(image, number % 7) for number, image in enumerate(images)]
+
+
+def numbers(images_BCHW: torch.Tensor) -> list[int]:
+    pixels = (images_BCHW[:, :2, 0, 0] * 255).round().long()
+    return (pixels[:, 0] * 256 + pixels[:, 1]).tolist()
+
+
+def config(root: Path, **changes: object) -> DataConfig:
+    base = DataConfig("toy", str(root), "toy-train-*.tar", "toy-train-*.tar", num_classes=7, img_size=SIZE)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    shards.write(numbered(301), folder, name="toy", split="train", per_shard=47)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def toy(root: Path) -> ShardSet:
+    return shards.find(config(root), "train")
+
+
+def trained(toy: ShardSet, data: DataConfig, batch_size: int = 8, **how: int) -> list[list[int]]:
+    how = {"epoch": 0, "seed": 0, **how}
+    return [numbers(images) for images, _ in shards.train_loader(toy, data, batch_size=batch_size, **how)]
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (3, 0), (8, 0), (1, 2), (3, 2)])
+def test_evaluation_reads_each_sample_once_in_file_order(
+    toy: ShardSet, root: Path, world_size: int, workers: int
+) -> None:
+    data = config(root, workers=workers)
+    keys: list[str] = []
+    for rank in range(world_size):
+        loader = shards.eval_loader(toy, data, batch_size=16, rank=rank, world_size=world_size)
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        keys += [key for names, _, _ in batches for key in names]
+    assert keys == [f"toy-train-{place:08d}" for place in range(301)]
+
+
+def test_limit_is_the_head_of_the_list_for_any_number_of_ranks(toy: ShardSet, root: Path) -> None:
+    for world_size in (1, 2, 5):
+        keys = [
+            key
+            for rank in range(world_size)
+            for names, _, _ in shards.eval_loader(
+                toy, config(root), batch_size=4, limit=50, rank=rank, world_size=world_size
+            )
+            for key in names
+        ]
+        assert keys == [f"toy-train-{place:08d}" for place in range(50)]
+
+
+def in_turn(loader: TrainBatches, workers: int) -> list[list[str]]:
+    """The keys of each batch, asking the workers in turn as torch's loader does."""
+    streams = [list(loader.stream.read(worker, workers)) for worker in range(workers)]
+    return [batch.keys for turn in zip_longest(*streams) for batch in turn if batch is not None]
+
+
+@settings(deadline=None, max_examples=40)
+@given(world_size=st.integers(1, 12), workers=st.integers(1, 5), batch_size=st.integers(1, 40), skip=st.integers(0, 9))
+def test_training_plan(toy: ShardSet, root: Path, world_size: int, workers: int, batch_size: int, skip: int) -> None:
+    """Equal steps, every sample on some rank, exact skips, whatever the ranks, workers and batch (one process)."""
+    steps = shards.steps_per_epoch(toy, batch_size, world_size)
+    seen: set[str] = set()
+    for rank in range(world_size):
+        how = {"batch_size": batch_size, "epoch": 0, "seed": 0, "rank": rank, "world_size": world_size}
+        whole = in_turn(shards.train_loader(toy, config(root), **how), workers)
+        assert [len(keys) for keys in whole] == [batch_size] * steps
+        seen |= {key for keys in whole for key in keys}
+        assert in_turn(shards.train_loader(toy, config(root), skip_batches=skip, **how), workers) == whole[skip:]
+    assert len(seen) == toy.samples
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_cover_the_epoch_in_equal_steps(toy: ShardSet, root: Path, world_size: int, workers: int) -> None:
+    epochs = [
+        trained(toy, config(root, workers=workers), rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
+    steps = shards.steps_per_epoch(toy, 8, world_size)
+    assert [len(batches) for batches in epochs] == [steps] * world_size
+    assert {number for batches in epochs for batch in batches for number in batch} == set(range(301))
+
+
+@pytest.mark.parametrize("skip", [0, 1, 7, 18, 19, 25])
+def test_skipping_goes_on_exactly(toy: ShardSet, root: Path, skip: int) -> None:
+    data = config(root, augment="flip_crop")
+    for workers in (0, 2) if skip in (1, 7) else (0,):
+        how = {"batch_size": 8, "epoch": 3, "seed": 5, "rank": 1, "world_size": 2}
+        chosen = replace(data, workers=workers)
+        whole = list(shards.train_loader(toy, chosen, **how))
+        rest = list(shards.train_loader(toy, chosen, skip_batches=skip, **how))
+        assert len(rest) == max(len(whole) - skip, 0)
+        for (images, labels), (images_again, labels_again) in zip(whole[skip:], rest, strict=True):
+            assert torch.equal(images, images_again)
+            assert torch.equal(labels, labels_again)
+
+
+def test_seed_reproduces_and_epoch_and_seed_change_the_order(toy: ShardSet, root: Path) -> None:
+    data = config(root)
+    first = trained(toy, data)
+    assert first == trained(toy, data)
+    assert first != trained(toy, data, epoch=1)
+    assert first != trained(toy, data, seed=1)
+    assert trained(toy, data, seed=0, epoch=1) != trained(toy, data, seed=1, epoch=0)
+
+
+@pytest.mark.parametrize("augment", ["none", "flip_crop", "inception", "randaug"])
+def test_augmentation_is_of_seed_epoch_and_key_and_leaves_global_generators(
+    toy: ShardSet, root: Path, augment: str
+) -> None:
+    data = config(root, augment=augment)
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())  # type: ignore[index]
+    runs = [list(shards.train_loader(toy, data, batch_size=32, epoch=e, seed=0)) for e in (0, 0, 1)]
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(runs[0], runs[1], strict=True))
+    for images, labels in runs[0]:
+        assert images.shape == (32, 3, SIZE, SIZE)
+        assert images.dtype == torch.float32
+        assert labels.dtype == torch.int64
+        assert 0 <= images.min() <= images.max() <= 1
+    pools = [torch.cat([images for images, _ in run]).flatten(1).sum(1).sort().values for run in runs]
+    assert augment == "none" or not torch.equal(pools[0], pools[2])  # another epoch, other views
+
+
+def test_a_view_does_not_depend_on_workers(toy: ShardSet, root: Path) -> None:
+    data = config(root, augment="inception")
+    views = [
+        torch.cat([images for images, _ in shards.train_loader(toy, d, batch_size=43, epoch=0, seed=0)])
+        for d in (data, replace(data, workers=2))
+    ]
+    sums = [{tuple(image.flatten().tolist()) for image in view} for view in views]
+    assert sums[0] == sums[1]
+
+
+def test_labels_follow_their_images(toy: ShardSet, root: Path) -> None:
+    for images, labels in shards.train_loader(toy, config(root), batch_size=16, epoch=0, seed=0):
+        assert [number % 7 for number in numbers(images)] == labels.tolist()
+
+
+@settings(deadline=None)
+@given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=6), parts=st.integers(1, 7))
+def test_shares_tile_the_line(counts: list[int], parts: int) -> None:
+    total = sum(counts)
+    paths = [Path(str(place)) for place in range(len(counts))]
+    line = [(path, place) for path, count in zip(paths, counts, strict=True) for place in range(count)]
+    read: list[tuple[Path, int]] = []
+    for part in range(parts):
+        start, stop = total * part // parts, total * (part + 1) // parts
+        read += [(s.path, place) for s in segments(paths, counts, start, stop) for place in range(s.start, s.stop)]
+        low, high = share(0, total, part, part + 1, parts)
+        assert high > low  # nobody is left without samples, though some may share
+    assert read == line
+
+
+def test_more_ranks_than_samples_still_make_equal_steps(tmp_path: Path) -> None:
+    shards.write(numbered(3), tmp_path, name="toy", split="train")
+    data = config(tmp_path)
+    toy = shards.find(data, "train")
+    assert [len(trained(toy, data, rank=rank, world_size=5)) for rank in range(5)] == [1] * 5
+
+
+class Killed(EvalStream):
+    """A loader process that dies as the kernel kills one for memory."""
+
+    def read(self, worker: int, workers: int) -> Iterator[Batch]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return iter(())
+
+
+def test_a_loader_process_that_dies_is_one_line_and_no_hang(toy: ShardSet, root: Path) -> None:
+    stream = Killed(toy, config(root, workers=2), 8, 0, 1, toy.samples)
+    with pytest.raises(UserError, match="loader process of toy died"):
+        list(EvalBatches(stream, 4))
