@@ -163,6 +163,12 @@ def test_caps_hold_after_training_steps() -> None:
         assert np.linalg.norm(weight.detach().numpy(), 2) <= cap * 1.05
 
 
+def test_free_blocks_beside_capped_ones_have_finite_gradients() -> None:
+    model = small("spec_vit_digits").train()
+    model(images(model)).square().sum().backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+
+
 def test_caps_do_not_change_in_eval_mode() -> None:
     model = small("lofast_vit_c10").eval()
     before = {k: v.clone() for k, v in model.state_dict().items()}

@@ -35,8 +35,8 @@ class SpectralCap(nn.Module):
         sigma_K, v_KN = power_step(blocks, self.v_KN.float())
         if self.training and torch.is_grad_enabled():
             self.v_KN.copy_(v_KN)
-        scale_K = (self.caps_K.float() / sigma_K.clamp_min(1e-12)).clamp(max=1)
-        return (blocks * scale_K[:, None, None]).to(weight.dtype).reshape(weight.shape)
+        excess_K = (sigma_K / self.caps_K.float()).clamp_min(1)  # sigma / inf = 0: a free block stays as it is
+        return (blocks / excess_K[:, None, None]).to(weight.dtype).reshape(weight.shape)
 
 
 @runtime_checkable

@@ -81,6 +81,20 @@ LOFAST_C10: Options = LIPSCHITZ | {
     "mean": (0.5, 0.5, 0.5),
     "std": (0.25, 0.25, 0.25),
 }
+# Two heads and small caps on W_Q and W_K: LoFAST adds up the change of P over heads, in proportion to both.
+SPEC_DIGITS: Options = {
+    "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.5, "o_cap": 0.5},
+    "norm": "smoothproject",
+    "attn_norm": {"name": "smoothproject", "radius": 2.0},
+    "mlp": "sll_relu",
+    "num_classes": 10,
+    "img_size": 8,
+    "patch_size": 4,
+    "in_chans": 1,
+    "embed_dim": 48,
+    "depth": 2,
+    "num_heads": 2,
+}
 
 
 def _models() -> dict[str, Options]:
@@ -92,22 +106,7 @@ def _models() -> dict[str, Options]:
         for prefix, variant in prefixes.items()
         for size, options in SIZES.items()
     }
-    models["spec_vit_digits"] = (
-        STANDARD
-        | LIPSCHITZ
-        | {
-            "attention": {"name": "dp", "v_cap": 0.5, "o_cap": 0.5},
-            "norm": "smoothproject",
-            "mlp": "sll_tanh",
-            "num_classes": 10,
-            "img_size": 8,
-            "patch_size": 4,
-            "in_chans": 1,
-            "embed_dim": 48,
-            "depth": 2,
-            "num_heads": 4,
-        }
-    )
+    models["spec_vit_digits"] = STANDARD | LIPSCHITZ | SPEC_DIGITS
     models["lofast_vit_c10"] = STANDARD | LOFAST_C10
     models["lofast_vit_c10_smooth"] = (
         STANDARD

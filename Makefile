@@ -1,0 +1,44 @@
+# Every target sets up what it needs in .venv. PYTHON is the interpreter that makes it (3.11 or newer).
+PYTHON ?= python3
+BIN := $(CURDIR)/.venv/bin
+export PATH := $(BIN):$(PATH)
+# Two busy processes with several threads each slow one another down on a small machine.
+export OMP_NUM_THREADS ?= 1
+CODE := certizoo zoo shards attacks certify registry trainers benchmarks tests
+
+.PHONY: install demo test test-slow lint bench ui clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# Digits of scikit-learn, 2 ranks on the CPU, certificates, a version in ./mlflow.db. Runs again from where it stopped.
+demo: install
+	test -f data/digits/digits.json || python -m shards digits data/digits
+	deepspeed --num_gpus 2 trainers/adv_train.py +model=spec_vit_digits data=digits name=demo resume=auto
+	python -m registry list
+	@echo 'rows, curve and model card: runs/demo/certificate/   browse the registry: make ui'
+
+test: install
+	python -m pytest -m 'not slow'
+
+test-slow: install
+	python -m pytest -m slow
+
+lint: install
+	ruff check $(CODE)
+	ruff format --check $(CODE)
+	mypy
+
+bench: install
+	for file in benchmarks/bench_*.py; do python -m benchmarks.$$(basename $$file .py) || exit 1; done
+
+ui: install
+	python -m registry ui
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,60 @@
+"""An attack as a value: what `configs/attack/*.yaml` hold, checked, and runnable."""
+
+from dataclasses import dataclass, replace
+
+from torch import Generator, Tensor, nn
+
+from attacks.loop import pgd
+from attacks.losses import LOSSES
+from attacks.norms import NORMS
+from certizoo import UserError
+
+
+@dataclass(frozen=True)
+class AttackConfig:
+    """Projected gradient ascent; steps=1 with step_size=eps and random_start=False is FGSM.
+
+    Attributes: as in `attacks.pgd`; `eps` and `step_size` in [0,1] pixel units.
+    Raises: UserError naming the key with a wrong value.
+    """
+
+    norm: str = "linf"
+    eps: float = 4 / 255
+    steps: int = 10
+    step_size: float | None = None
+    random_start: bool = True
+    restarts: int = 1
+    loss: str = "ce"
+
+    def __post_init__(self) -> None:
+        faults = {
+            "norm": self.norm not in NORMS and f"one of {', '.join(NORMS)}",
+            "loss": self.loss not in LOSSES and f"one of {', '.join(LOSSES)}",
+            "eps": not self.eps >= 0 and "a number >= 0 in [0,1] pixel units",
+            "steps": self.steps < 1 and "at least 1",
+            "step_size": self.step_size is not None and not self.step_size > 0 and "above 0, or null for 2.5 eps/steps",
+            "restarts": (self.restarts < 1 or (self.restarts > 1 and not self.random_start))
+            and "at least 1, and 1 without attack.random_start",
+        }
+        for key, mend in faults.items():
+            if mend:
+                raise UserError(f"attack.{key}={getattr(self, key)} does not work; set it to {mend}")
+
+    def run(
+        self,
+        model: nn.Module,
+        images_BCHW: Tensor,
+        labels_B: Tensor,
+        generator: Generator | None = None,
+        keep_worst: bool = True,
+    ) -> Tensor:
+        """adversarial_BCHW, as `attacks.pgd` returns it."""
+        return pgd(
+            model, images_BCHW, labels_B, norm=self.norm, eps=self.eps, steps=self.steps, step_size=self.step_size,
+            random_start=self.random_start, restarts=self.restarts, loss=self.loss, generator=generator,
+            keep_worst=keep_worst,
+        )  # fmt: skip
+
+    def stronger(self, steps: int) -> "AttackConfig":
+        """At least so many steps, of the default size: what a model trained on a few steps must be measured with."""
+        return self if self.steps >= steps else replace(self, steps=steps, step_size=None, random_start=True)

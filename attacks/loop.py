@@ -1,0 +1,193 @@
+"""Projected gradient ascent, once, for every norm and loss.
+
+    delta_0   = a random point of the ball, or 0
+    delta_t+1 = clip(project(delta_t + alpha * ascent(grad_x loss(f(x + delta_t), y)), eps))
+
+Madry et al., https://arxiv.org/abs/1706.06083; FGSM: Goodfellow et al., https://arxiv.org/abs/1412.6572;
+its random start: Wong et al., https://arxiv.org/abs/2001.03994.
+
+Ball and box together: first the ball, then the box, is enough. x_i lies in [0,1], so clipping z_i to [0,1] moves it
+towards x_i or not at all: |clip(z_i) - x_i| <= |z_i - x_i| for every i, hence ||clip(z) - x||_p <= ||z - x||_p <= eps
+for p = 2 and p = inf. (It need not be the nearest point of the intersection; the threat model does not ask for that.)
+
+Legend: B batch, C channels, H W pixels, K classes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Generator, Tensor, nn
+
+from attacks.losses import LOSSES
+from attacks.norms import NORMS, Norm
+
+
+def pgd(
+    model: nn.Module,
+    images_BCHW: Tensor,
+    labels_B: Tensor,
+    *,
+    norm: str,
+    eps: float,
+    steps: int,
+    step_size: float | None = None,
+    random_start: bool = True,
+    restarts: int = 1,
+    loss: str = "ce",
+    generator: Generator | None = None,
+    keep_worst: bool = True,
+) -> Tensor:
+    """adversarial_BCHW with ||adversarial - images||_p <= eps and every value in [0,1].
+
+    Args:
+        model: images in [0,1] (normalisation inside) -> logits_BK. Its mode, and its parameters' `.grad` and
+            `requires_grad`, are afterwards as before. It gets images of its own dtype (under autocast: of theirs).
+        norm: "linf" or "l2" (over the whole image); `eps` in [0,1] pixel units.
+        step_size: alpha; default 2.5 eps / steps.
+        restarts: runs from fresh random starts; more than one needs `random_start`.
+        loss: "ce" or "margin".
+        generator: source of the random starts; with it the attack is a function of its arguments.
+        keep_worst: return, image by image, the worst point visited, the clean image included: more steps of the same
+            size and more restarts then never help the model. Costs two forwards. False: the last iterate, which is
+            what adversarial training uses.
+
+    Raises: ValueError for images outside [0,1] (normalised twice?) or arguments that contradict each other.
+    """
+    _check(images_BCHW, eps, steps, random_start, restarts, keep_worst)
+    alpha = 2.5 * eps / steps if step_size is None else step_size
+    threat = _Threat(images_BCHW.detach(), NORMS[norm], eps)
+    judge = _Judge(model, labels_B, LOSSES[loss])
+    with probing(model):
+        x_BCHW = threat.images_BCHW
+        worst = _Worst(x_BCHW, *judge(x_BCHW)) if keep_worst else None
+        for _ in range(restarts):
+            x_BCHW = threat.random(generator) if random_start else threat.images_BCHW
+            for _ in range(steps):
+                loss_B, fooled_B, grad_BCHW = judge.with_gradient(x_BCHW)
+                if worst:
+                    worst.see(x_BCHW, loss_B, fooled_B)
+                x_BCHW = threat.step(x_BCHW, grad_BCHW, alpha)
+            if worst:
+                worst.see(x_BCHW, *judge(x_BCHW))
+    return worst.x_BCHW if worst else x_BCHW
+
+
+def fgsm(
+    model: nn.Module,
+    images_BCHW: Tensor,
+    labels_B: Tensor,
+    *,
+    norm: str,
+    eps: float,
+    steps: int = 1,
+    step_size: float | None = None,
+    random_start: bool = False,
+    restarts: int = 1,
+    loss: str = "ce",
+    generator: Generator | None = None,
+    keep_worst: bool = True,
+) -> Tensor:
+    """One step to the surface of the ball: `pgd` with steps=1 and alpha = eps (1.25 eps from a random start)."""
+    if steps != 1:
+        raise ValueError(f"FGSM takes one step, not {steps}; use pgd")
+    alpha = (1.25 * eps if random_start else eps) if step_size is None else step_size
+    return pgd(
+        model, images_BCHW, labels_B, norm=norm, eps=eps, steps=1, step_size=alpha, random_start=random_start,
+        restarts=restarts, loss=loss, generator=generator, keep_worst=keep_worst,
+    )  # fmt: skip
+
+
+@contextmanager
+def probing(model: nn.Module) -> Iterator[None]:
+    """Eval mode and parameters without gradient; both are put back, module by module, also after an exception.
+
+    Otherwise each backward pass would compute the gradient of every weight too, and dropout would blur the attack.
+    """
+    was_training = [(module, module.training) for module in model.modules()]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        model.eval()
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+        for module, training in was_training:
+            module.training = training
+
+
+class _Threat:
+    """What the attacker may return: the only place where points are made, so all of them lie in ball and box."""
+
+    def __init__(self, images_BCHW: Tensor, norm: Norm, eps: float) -> None:
+        self.images_BCHW, self.norm, self.eps = images_BCHW, norm, eps
+
+    def _inside(self, delta_BCHW: Tensor) -> Tensor:
+        return (self.images_BCHW + self.norm.project(delta_BCHW, self.eps)).clamp(0, 1)
+
+    def random(self, generator: Generator | None) -> Tensor:
+        """Drawn where the generator lives, so that a CPU generator gives the same start on every device."""
+        like = self.images_BCHW
+        place = generator.device if generator is not None else like.device
+        uniform, gaussian = (
+            draw(like.shape, generator=generator, device=place, dtype=like.dtype).to(like.device)
+            for draw in (torch.rand, torch.randn)
+        )
+        return self._inside(self.norm.random(uniform, gaussian, self.eps))
+
+    def step(self, x_BCHW: Tensor, grad_BCHW: Tensor, alpha: float) -> Tensor:
+        """A gradient that is not finite moves nothing: even a broken model gets images inside the threat model."""
+        ascent_BCHW = self.norm.ascent(grad_BCHW.nan_to_num(0.0, 0.0, 0.0))
+        return self._inside(x_BCHW - self.images_BCHW + alpha * ascent_BCHW)
+
+
+class _Judge:
+    """loss_B and fooled_B at a point, and the loss's gradient for the image. Logits are judged in float32 or better."""
+
+    def __init__(self, model: nn.Module, labels_B: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.model, self.labels_B, self.loss_of = model, labels_B, loss_of
+        self.dtype = next((parameter.dtype for parameter in model.parameters()), None)
+
+    def _judged(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        # Under autocast the model casts where it wants to, after normalising in full precision.
+        as_it_is = self.dtype is None or torch.is_autocast_enabled(x_BCHW.device.type)
+        logits_BK = self.model(x_BCHW if as_it_is else x_BCHW.to(self.dtype))
+        logits_BK = logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32))
+        return self.loss_of(logits_BK, self.labels_B), logits_BK.argmax(dim=1) != self.labels_B
+
+    def __call__(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return self._judged(x_BCHW)
+
+    def with_gradient(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of the sum over the batch: no image's gradient depends on its neighbours."""
+        with torch.enable_grad():
+            x_BCHW = x_BCHW.detach().requires_grad_(True)
+            loss_B, fooled_B = self._judged(x_BCHW)
+            (grad_BCHW,) = torch.autograd.grad(loss_B.sum(), x_BCHW)
+        return loss_B.detach(), fooled_B, grad_BCHW
+
+
+class _Worst:
+    """For every image the worst point so far: one that fools beats one that does not, then the higher loss."""
+
+    def __init__(self, x_BCHW: Tensor, loss_B: Tensor, fooled_B: Tensor) -> None:
+        self.x_BCHW, self.loss_B, self.fooled_B = x_BCHW, loss_B, fooled_B
+
+    def see(self, x_BCHW: Tensor, loss_B: Tensor, fooled_B: Tensor) -> None:
+        higher_B = (fooled_B == self.fooled_B) & (loss_B > self.loss_B)
+        better_B = (fooled_B & ~self.fooled_B) | higher_B
+        self.x_BCHW = torch.where(better_B[:, None, None, None], x_BCHW, self.x_BCHW)
+        self.loss_B = torch.where(better_B, loss_B, self.loss_B)
+        self.fooled_B = self.fooled_B | fooled_B
+
+
+def _check(images_BCHW: Tensor, eps: float, steps: int, random_start: bool, restarts: int, keep_worst: bool) -> None:
+    if images_BCHW.numel() and not (images_BCHW.min() >= 0 and images_BCHW.max() <= 1):
+        raise ValueError("images must lie in [0,1]: normalisation belongs inside the model")
+    if eps < 0 or steps < 1 or restarts < 1:
+        raise ValueError(f"need eps >= 0, steps >= 1, restarts >= 1; got {eps}, {steps}, {restarts}")
+    if restarts > 1 and not (random_start and keep_worst):
+        raise ValueError("several restarts need random_start and keep_worst")

@@ -1,0 +1,62 @@
+"""What the MSVP penalty costs: the time of an optimiser step of ViT-S/16 at 224 with it and without, in one run.
+
+A step is forward, cross-entropy, backward and AdamW; no attack, which would only dilute the ratio. Steps with and
+without take turns, so that a machine whose speed drifts slows both; the ratio is taken pair by pair.
+
+    python -m benchmarks.bench_msvp_step [--batch 16] [--pairs 15]
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+
+import zoo
+from benchmarks.record import record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="spec_vit_s")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=15)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model = zoo.create_model(options.model).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    images = torch.rand(options.batch, 3, 224, 224, device=device)
+    labels = torch.randint(1000, (options.batch,), device=device)
+
+    def step(penalised: bool) -> float:
+        start = time.perf_counter()
+        loss = F.cross_entropy(model(images), labels)
+        if penalised:
+            loss = loss + zoo.penalty.msvp(model, 1e-4, 1e-4, 1e-4)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    step(True), step(False)  # warm-up
+    pairs = [(step(True), step(False)) if i % 2 else (step(False), step(True))[::-1] for i in range(options.pairs)]
+    ratios = sorted(with_ / without for with_, without in pairs)
+    record(
+        f"msvp_step_{device}",
+        {
+            "model": options.model,
+            "batch": options.batch,
+            "pairs": options.pairs,
+            "seconds_without": statistics.median(without for _, without in pairs),
+            "ratio_median": statistics.median(ratios),
+            "ratio_quartiles": [ratios[len(ratios) // 4], ratios[-len(ratios) // 4]],
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

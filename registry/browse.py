@@ -1,0 +1,132 @@
+"""Look at what is published, and fetch it. Nothing that comes from the registry is executed or unpickled."""
+
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from certizoo import UserError
+from registry import package, store
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import RegisteredModel
+
+PROXIED = "mlflow-artifacts:/"
+
+
+@dataclass(frozen=True)
+class Version:
+    """A registered model version. `tags` hold the facts of its certificate as text."""
+
+    name: str
+    version: str
+    aliases: tuple[str, ...]
+    tags: dict[str, str]
+    description: str
+    run_id: str | None
+    created: datetime
+
+    @property
+    def uri(self) -> str:
+        return f"models:/{self.name}/{self.version}"
+
+
+def versions(name: str | None = None, uri: str | None = None) -> list[Version]:
+    """All versions of the model `name`, or of every model; newest version first within a model."""
+    target = _existing(uri)
+    with store.one_line(target):
+        client = store.connect(target)
+        models = {model.name: model for model in store.every(client.search_registered_models)}
+        if name is not None and name not in models:
+            raise UserError(f"no model {name!r} in {store.public(target)}; it has: {', '.join(models) or 'none'}")
+        return [v for model in models.values() if name in (None, model.name) for v in _versions(client, model)]
+
+
+def find(reference: str, uri: str | None = None) -> Version:
+    """The version meant by `name@alias`, `name/3`, or `name` (its champion), with or without `models:/`."""
+    match = re.fullmatch(r"(?:models:/)?(?P<name>[^@/]+)(?:@(?P<alias>[^@/]+)|/(?P<number>\d+))?", reference)
+    if match is None:
+        raise UserError(f"{reference!r} names no model version; write NAME@ALIAS or NAME/VERSION")
+    name, number = match["name"], match["number"]
+    alias = match["alias"] or "champion"
+    known = versions(name, uri)
+    for version in known:
+        if version.version == number or (number is None and alias in version.aliases):
+            return version
+    have = ", ".join("@".join([f"{name}/{v.version}", *v.aliases]) for v in known) or "no versions"
+    raise UserError(f"no version {reference!r}; there are: {have}")
+
+
+def download(reference: str, uri: str | None = None) -> Path:
+    """A local folder with the published files of a version (see `find` for `reference`).
+
+    It is kept in the cache folder (CERTIZOO_CACHE, by default ~/.cache/certizoo), one folder a logged model.
+    """
+    from mlflow.artifacts import download_artifacts
+
+    target = _existing(uri)
+    version = find(reference, target)
+    with store.one_line(target):
+        client = store.connect(target)
+        registered = client.get_model_version(version.name, version.version)
+        model_id = (registered.source or "").removeprefix("models:/")  # `.model_id` is lost over HTTP
+        if not model_id.startswith("m-"):
+            raise UserError(f"{version.uri} was not published by this project: it has no logged model")
+        model = client.get_logged_model(model_id)
+        kept = cache() / model.model_id
+        if kept.is_dir():
+            return kept
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+            source = _source(model.artifact_location, target)
+            got = Path(download_artifacts(source, dst_path=scratch, tracking_uri=target, registry_uri=target))
+            if not kept.is_dir():
+                shutil.move(got, kept)
+    return kept
+
+
+def cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("CERTIZOO_CACHE") or Path(base) / "certizoo") / "models"
+
+
+def _source(location: str, uri: str) -> str:
+    """Where the published files lie, from where the logged model lies."""
+    root = store.artifact_root(uri)
+    if root and location.startswith(PROXIED):  # written through a server, read from its store directly
+        location = (root / location.removeprefix(PROXIED).lstrip("/")).as_uri()
+    return f"{location.rstrip('/')}/{package.LOCATION}"
+
+
+def _existing(uri: str | None) -> str:
+    """The URI; an error, not a fresh database, where there is none."""
+    target = store.resolve_uri(uri)
+    store.use_defaults()
+    if target.startswith(store.SQLITE) and not store.database(target).is_file():
+        raise UserError(
+            f"no registry at {store.database(target)}; go to the project's folder, or set MLFLOW_TRACKING_URI"
+        )
+    return target
+
+
+def _versions(client: "MlflowClient", model: "RegisteredModel") -> list[Version]:
+    """The versions of one model. The search of versions returns no aliases: they come with the model."""
+    aliases = client.get_registered_model(model.name).aliases  # {alias: version}
+    found = [
+        Version(
+            name=v.name,
+            version=str(v.version),
+            aliases=tuple(sorted(alias for alias, number in aliases.items() if str(number) == str(v.version))),
+            tags=dict(v.tags),
+            description=v.description or "",
+            run_id=v.run_id,
+            created=datetime.fromtimestamp(v.creation_timestamp / 1000, UTC),
+        )
+        for v in store.every(client.search_model_versions, filter_string=f"name = '{model.name}'")
+    ]
+    return sorted(found, key=lambda version: -int(version.version))

@@ -1,0 +1,122 @@
+"""A tracked run is a list of records, each a JSON object; `send` gives one to MLflow.
+
+    {"kind": "start", "experiment", "run_name", "params", "run_id", "key", "time", "uri"}
+    {"kind": "metrics", "rows": [[name, value, time, step], ...]}
+    {"kind": "artifacts", "folder", "path"}
+    {"kind": "finish", "status", "time"}
+
+Times are milliseconds since 1970. A record sent twice changes nothing: a run is found again by its key, MLflow
+keeps equal metric rows once, and files overwrite themselves. So a record whose answer was lost is sent again.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from registry import store
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+logger = logging.getLogger(__name__)
+KEY = "certizoo_key"  # tag of a run that names it before MLflow has given it an id
+PENDING = "spool-"  # run ids that MLflow does not know yet: PENDING + key
+MAX_NAME, MAX_PARAM = 250, 6000  # MLflow's limits, in characters
+
+Record = dict[str, Any]
+
+
+def now() -> int:
+    return int(time.time() * 1000)
+
+
+def clean_name(name: str) -> str:
+    """A metric, parameter or tag name as MLflow takes it."""
+    return re.sub(r"[^\w./: -]", "_", name)[:MAX_NAME]
+
+
+def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """`{"train": {"epochs": 3}}` -> `{"train.epochs": "3"}`, values cut to MLflow's limit."""
+    flat: dict[str, str] = {}
+    for key, value in params.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            text = str(value)
+            flat[clean_name(f"{prefix}{key}")] = text if len(text) <= MAX_PARAM else text[: MAX_PARAM - 3] + "..."
+    return flat
+
+
+def send(client: "MlflowClient", run_id: str | None, record: Record, base: Path) -> str:
+    """Send one record of the run `run_id` (None before its start); relative folders are under `base`.
+
+    Returns the run's id. Raises MLflow's exceptions, and FileNotFoundError for artifacts that are gone.
+    """
+    if record["kind"] == "start":
+        return open_run(client, record)
+    assert run_id is not None, "a run begins with its start record"
+    match record["kind"]:
+        case "metrics":
+            log_rows(client, run_id, record["rows"])
+        case "artifacts":
+            folder = base / record["folder"]
+            if not folder.is_dir():
+                raise FileNotFoundError(f"{folder} is gone")
+            client.log_artifacts(run_id, str(folder), record["path"])
+        case "finish":
+            client.set_terminated(run_id, record["status"], record["time"])
+    return run_id
+
+
+def open_run(client: "MlflowClient", record: Record) -> str:
+    """Resume the record's run if MLflow knows it, else create it; then log its parameters."""
+    experiment = store.experiment_id(client, record["experiment"])
+    run_id = find_run(client, experiment, record["run_id"] or PENDING + record["key"])
+    if run_id:
+        client.update_run(run_id, status="RUNNING")
+    else:
+        if record["run_id"]:
+            logger.warning("MLflow does not know run %s: a new one begins", record["run_id"])
+        tags = {KEY: record["key"]}
+        run_id = client.create_run(experiment, record["time"], tags, record["run_name"]).info.run_id
+    log_params(client, run_id, record["params"])
+    return run_id
+
+
+def find_run(client: "MlflowClient", experiment: str, run_id: str) -> str | None:
+    """MLflow's id of a run given by that id or as `spool-KEY`; None if MLflow has no such run."""
+    from mlflow.exceptions import MlflowException
+
+    if run_id.startswith(PENDING):
+        found = client.search_runs([experiment], f"tags.{KEY} = '{run_id.removeprefix(PENDING)}'", max_results=1)
+        return found[0].info.run_id if found else None
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if store.is_refusal(error):
+            return None
+        raise
+    return run.info.run_id if run.info.lifecycle_stage == "active" else None
+
+
+def log_params(client: "MlflowClient", run_id: str, params: dict[str, str]) -> None:
+    """Log parameters. MLflow's never change, so values that differ on a resume become tags `resumed.NAME`."""
+    from mlflow.entities import Param, RunTag
+
+    known = client.get_run(run_id).data.params
+    new = [Param(key, value) for key, value in params.items() if key not in known]
+    changed = [
+        RunTag(f"resumed.{key}"[:MAX_NAME], value) for key, value in params.items() if known.get(key, value) != value
+    ]
+    client.log_batch(run_id, params=new, tags=changed)
+
+
+def log_rows(client: "MlflowClient", run_id: str, rows: Sequence[Sequence[Any]], model_id: str | None = None) -> None:
+    """Log metric rows [name, value, time, step] to a run, and to a logged model if one is given."""
+    from mlflow.entities import Metric
+
+    metrics = [Metric(clean_name(name), value, at, step, model_id) for name, value, at, step in rows]
+    client.log_batch(run_id, metrics=metrics)

@@ -1,0 +1,182 @@
+"""Where MLflow keeps its rows and files, and the client that talks to it.
+
+A project without a server uses `mlflow.db` (SQLite) and `mlartifacts/` in the current folder; an explicit
+`uri` comes first, then the environment variable MLFLOW_TRACKING_URI.
+"""
+
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
+
+from certizoo import UserError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+SQLITE = "sqlite:///"
+DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    # MLflow's own defaults wait several minutes for a server that is away. Training must not.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_UV_AUTO_DETECT": "false",
+}
+# MLflow's answers that no repetition will change; anything else counts as "away, try again later".
+REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
+
+
+class Away(UserError):
+    """The tracking server or database does not answer."""
+
+
+def use_defaults() -> None:
+    """Set the environment before the first `import mlflow`; what the person has set stays."""
+    for key, value in DEFAULTS.items():
+        os.environ.setdefault(key, value)
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # one line per migration of a fresh database
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # one line per retry
+
+
+def resolve_uri(uri: str | None = None) -> str:
+    """The tracking URI: the argument, else MLFLOW_TRACKING_URI, else `mlflow.db` in the current folder."""
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}mlflow.db"
+    return f"{SQLITE}{database(uri)}" if uri.startswith(SQLITE) else uri
+
+
+def database(uri: str) -> Path:
+    """The file of a SQLite URI, absolute."""
+    return Path(uri.removeprefix(SQLITE)).absolute()
+
+
+def is_server(uri: str) -> bool:
+    return uri.startswith(("http://", "https://"))
+
+
+def artifact_root(uri: str) -> Path | None:
+    """The local artifact folder of a resolved URI; None where a server decides."""
+    if is_server(uri):
+        return None
+    return (database(uri).parent if uri.startswith(SQLITE) else Path.cwd()) / "mlartifacts"
+
+
+def public(uri: str) -> str:
+    """The URI without user name and password: fit for a message or a file."""
+    parts = urlsplit(uri)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
+
+
+def recorded_uri(uri: str | None, recorded: str) -> str:
+    """Where a spool goes: the argument, else the URI recorded in it (with the environment's credentials)."""
+    if uri:
+        return resolve_uri(uri)
+    current = resolve_uri()
+    return current if public(current) == recorded else recorded
+
+
+def connect(uri: str | None = None) -> "MlflowClient":
+    """A client for `uri`. A SQLite database is created here, by one process at a time."""
+    use_defaults()
+    from mlflow import MlflowClient
+
+    uri = resolve_uri(uri)
+    if not uri.startswith(SQLITE):
+        return MlflowClient(tracking_uri=uri, registry_uri=uri)
+    database(uri).parent.mkdir(parents=True, exist_ok=True)
+    with locked(database(uri).parent):  # processes that migrate one fresh SQLite file together break it
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        client.search_registered_models(max_results=1)
+    return client
+
+
+def experiment_id(client: "MlflowClient", name: str) -> str:
+    """The id of the experiment `name`, created once. (`mlflow.set_experiment`, raced, logs to "Default".)"""
+    from mlflow.exceptions import MlflowException
+
+    root = artifact_root(client.tracking_uri)
+    location = (root / re.sub(r"[^\w.-]", "_", name)).as_uri() if root else None
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return client.create_experiment(name, artifact_location=location)
+        except MlflowException as error:
+            found = client.get_experiment_by_name(name)  # another process was faster
+            if found is None:
+                raise error
+    if found.lifecycle_stage == "deleted":
+        client.restore_experiment(found.experiment_id)
+    return found.experiment_id
+
+
+def is_refusal(error: Exception) -> bool:
+    """True if sending again cannot help: MLflow said no, or the file to send is gone."""
+    return isinstance(error, FileNotFoundError) or getattr(error, "error_code", None) in REFUSALS
+
+
+def reason(error: Exception) -> str:
+    """Why, in a few words: of a failed connection the system's own, else the first line of the message."""
+    system = re.search(r"\[Errno -?\d+\] [\w ]+|[Rr]ead timed out|[Cc]onnect timeout", str(error))
+    return system[0] if system else next(iter(str(error).splitlines()), type(error).__name__)[:300]
+
+
+@contextmanager
+def one_line(uri: str) -> Iterator[None]:
+    """Turn MLflow's exceptions into a `UserError`, or into `Away` if `uri` does not answer."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        if is_refusal(error):
+            raise UserError(f"MLflow at {public(uri)} refuses: {reason(error)}") from error
+        raise Away(
+            f"MLflow at {public(uri)} is away ({reason(error)}); start it, or name another by --uri "
+            "or MLFLOW_TRACKING_URI"
+        ) from error
+
+
+@contextmanager
+def as_global(uri: str) -> Iterator[None]:
+    """Make `uri` MLflow's global one: its SQL registry looks a logged model up there, whatever the client's."""
+    import mlflow
+
+    before, variable = mlflow.get_tracking_uri(), os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(uri)
+    try:
+        yield
+    finally:
+        mlflow.set_tracking_uri(before)  # which also writes the variable
+        if variable is None:
+            os.environ.pop("MLFLOW_TRACKING_URI", None)
+
+
+def every(page: Any, **query: Any) -> Iterator[Any]:
+    """All results of a paged search method of the client."""
+    token = None
+    while True:
+        results = page(**query, page_token=token)
+        yield from results
+        token = results.token
+        if not token:
+            return
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Exclude other processes that lock the same folder; the system frees the lock of a dead process."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks: go on without
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

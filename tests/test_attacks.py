@@ -1,0 +1,216 @@
+"""Attacks: ball and box hold whatever the model does, more effort never helps it, and it is left as it was."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator, Tensor, nn
+
+from attacks import AttackConfig, fgsm, pgd
+from attacks.losses import LOSSES
+from attacks.norms import NORMS, distance
+from certizoo import UserError
+
+ROUNDING = 1e-6  # float32: a few ulps of a value below 1, for Linf; sqrt(192) of them stay below for L2
+
+
+def make_model(seed: int = 0, scale: float = 1.0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.Tanh(), nn.Dropout(0.5), nn.Linear(32, 5))
+    with torch.no_grad():
+        model.get_submodule("4").get_parameter("weight").mul_(scale)
+    return model
+
+
+def make_images(n: int = 6, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = Generator().manual_seed(seed)
+    images = torch.rand(n, 3, 8, 8, generator=generator)
+    images[0], images[1] = 0.0, 1.0  # corners of the box
+    return images, torch.randint(0, 5, (n,), generator=generator)
+
+
+def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    return (own_labels(model, x) == y).float().mean().item()
+
+
+def own_labels(model: nn.Module, x: Tensor) -> Tensor:
+    logits: Tensor = model.eval()(x)
+    return logits.argmax(1)
+
+
+@given(
+    norm=st.sampled_from(sorted(NORMS)),
+    loss=st.sampled_from(sorted(LOSSES)),
+    eps=st.floats(0, 20),
+    step_size=st.floats(1e-4, 50),
+    steps=st.integers(1, 4),
+    random_start=st.booleans(),
+    keep_worst=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_result_lies_in_ball_and_box(
+    norm: str, loss: str, eps: float, step_size: float, steps: int, random_start: bool, keep_worst: bool, seed: int
+) -> None:
+    images, labels = make_images(seed=seed)
+    x = pgd(
+        make_model(seed), images, labels, norm=norm, eps=eps, steps=steps, step_size=step_size, loss=loss,
+        random_start=random_start, keep_worst=keep_worst, generator=Generator().manual_seed(seed),
+    )  # fmt: skip
+    assert distance(x, images, norm).max() <= eps + ROUNDING
+    assert x.min() >= 0
+    assert x.max() <= 1
+    assert x.dtype == images.dtype
+    assert not x.requires_grad
+
+
+class Broken(nn.Module):
+    """A model whose gradient is NaN in every second image and zero in the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bad = torch.arange(len(x)) % 2 == 1
+        return torch.where(bad[:, None], torch.sqrt(-x.flatten(1)[:, :5]), 0 * x.flatten(1)[:, :5])
+
+
+@pytest.mark.parametrize("norm", sorted(NORMS))
+def test_a_model_of_nans_does_not_leave_the_ball(norm: str) -> None:
+    images, labels = make_images()
+    x = pgd(Broken(), images, labels, norm=norm, eps=0.1, steps=3, keep_worst=False)
+    assert x.isfinite().all()
+    assert distance(x, images, norm).max() <= 0.1 + ROUNDING
+
+
+@pytest.mark.parametrize("norm", sorted(NORMS))
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_more_steps_and_restarts_never_raise_accuracy(norm: str, loss: str) -> None:
+    model, (images, _) = make_model(), make_images(64)
+    labels = own_labels(model, images)
+    eps = {"linf": 0.02, "l2": 0.15}[norm]
+
+    def robust(steps: int, restarts: int) -> float:
+        generator = Generator().manual_seed(3)
+        x = pgd(
+            model, images, labels, norm=norm, eps=eps, steps=steps, step_size=eps / 4, restarts=restarts, loss=loss,
+            generator=generator,
+        )  # fmt: skip
+        return accuracy(model, x, labels)
+
+    by_steps = [1.0, *(robust(steps, 1) for steps in (1, 2, 5, 10))]
+    by_restarts = [robust(2, restarts) for restarts in (1, 2, 4)]
+    assert by_steps == sorted(by_steps, reverse=True)
+    assert by_restarts == sorted(by_restarts, reverse=True)
+    assert by_steps[-1] < 1.0, "the attack found nothing at all"
+
+
+@pytest.mark.parametrize(("norm", "eps"), [("linf", 1.0), ("l2", 14.0)])
+def test_a_big_ball_leaves_no_accuracy(norm: str, eps: float) -> None:
+    model, (images, _) = make_model(), make_images(32)
+    labels = own_labels(model, images)
+    x = pgd(model, images, labels, norm=norm, eps=eps, steps=20, loss="margin", generator=Generator().manual_seed(0))
+    assert accuracy(model, x, labels) <= 0.05
+
+
+@pytest.mark.parametrize("norm", sorted(NORMS))
+def test_linear_model_oracle(norm: str) -> None:
+    """For logits (0, <w,x>) and no box in reach the worst point is known: x - eps w/||w||, x - eps sign(w)."""
+    weight = torch.randn(12, generator=Generator().manual_seed(5))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2, bias=False))
+    with torch.no_grad():
+        model.get_submodule("1").get_parameter("weight").copy_(torch.stack([torch.zeros(12), weight]))
+    images, labels = torch.full((1, 3, 2, 2), 0.5), torch.tensor([1])
+    expected = weight.sign() if norm == "linf" else weight / weight.norm()
+    for attack in (pgd, fgsm):
+        steps = 1 if attack is fgsm else 20
+        x = attack(model, images, labels, norm=norm, eps=0.1, steps=steps, step_size=0.1)
+        assert torch.allclose(x.flatten(), 0.5 - 0.1 * expected, atol=1e-5)
+
+
+def test_margin_sees_through_saturated_logits() -> None:
+    """Logits 1e4 times larger give a cross-entropy gradient of exactly zero; the margin does not care."""
+    model, (images, _) = make_model(scale=1e4), make_images(32)
+    labels = own_labels(model, images)
+    robust = {
+        loss: accuracy(
+            model, pgd(model, images, labels, norm="linf", eps=0.05, steps=5, loss=loss, random_start=False), labels
+        )
+        for loss in LOSSES
+    }
+    assert robust["margin"] < 0.5 < robust["ce"]
+
+
+def test_l2_ascent_survives_gradients_whose_squares_underflow() -> None:
+    grad = torch.randn(2, 3, 4, 4) * 1e-24
+    ascent = NORMS["l2"].ascent(grad)
+    assert torch.allclose(ascent.flatten(1).norm(dim=1), torch.ones(2), atol=1e-4)
+    assert not NORMS["l2"].ascent(torch.zeros(2, 3, 4, 4)).any()
+
+
+def snapshot(model: nn.Module) -> list[tuple[bytes, bool, bytes | None]]:
+    def raw(tensor: Tensor | None) -> bytes | None:
+        return None if tensor is None else tensor.detach().numpy().tobytes()
+
+    return [(raw(p) or b"", p.requires_grad, raw(p.grad)) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was(training: bool) -> None:
+    model = make_model().train(training)
+    first, last = model.get_submodule("1"), model.get_submodule("4")
+    first.eval()  # a module frozen on purpose stays frozen
+    first.get_parameter("weight").requires_grad_(False)
+    last.get_parameter("weight").grad = torch.ones(5, 32)
+    before, modes = snapshot(model), [m.training for m in model.modules()]
+    images, labels = make_images()
+    with torch.no_grad():  # evaluation calls it like this
+        pgd(model, images, labels, norm="l2", eps=0.5, steps=2)
+    assert [m.training for m in model.modules()] == modes
+    assert snapshot(model) == before
+
+
+def test_the_model_is_left_as_it_was_after_an_exception() -> None:
+    model = make_model().train()
+    images, labels = make_images()
+    with pytest.raises(RuntimeError):
+        pgd(model, images[..., :5], labels, norm="l2", eps=0.5, steps=2)
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(m.training for m in model.modules())
+
+
+def test_a_generator_makes_it_deterministic_and_dropout_does_not_matter() -> None:
+    model, (images, labels) = make_model().train(), make_images()
+    runs = [pgd(model, images, labels, norm="l2", eps=0.5, steps=3, generator=Generator().manual_seed(7)) for _ in "ab"]
+    state = torch.get_rng_state()
+    runs.append(pgd(model, images, labels, norm="l2", eps=0.5, steps=3, generator=Generator().manual_seed(8)))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+    assert torch.equal(state, torch.get_rng_state()), "the global random state is not the attack's to use"
+
+
+def test_a_low_precision_model_gets_images_of_its_dtype() -> None:
+    model, (images, labels) = make_model().bfloat16(), make_images()
+    x = pgd(model, images, labels, norm="linf", eps=8 / 255, steps=2)
+    assert x.dtype == torch.float32
+    assert distance(x, images, "linf").max() <= 8 / 255 + ROUNDING
+
+
+def test_nonsense_is_refused() -> None:
+    model, (images, labels) = make_model(), make_images()
+    with pytest.raises(ValueError, match="normalisation belongs inside"):
+        pgd(model, images * 4 - 2, labels, norm="l2", eps=0.5, steps=1)
+    with pytest.raises(ValueError, match="random_start"):
+        pgd(model, images, labels, norm="l2", eps=0.5, steps=1, restarts=2, random_start=False)
+    for wrong in ({"norm": "l3"}, {"eps": -1}, {"eps": float("nan")}, {"steps": 0}, {"step_size": 0.0}, {"loss": "x"}):
+        with pytest.raises(UserError, match=f"attack.{next(iter(wrong))}="):
+            AttackConfig(**wrong)
+
+
+def test_config_runs_the_same_attack() -> None:
+    model, (images, labels) = make_model(), make_images()
+    config = AttackConfig(norm="l2", eps=0.5, steps=3, restarts=2, loss="margin")
+    direct = pgd(
+        model, images, labels, norm="l2", eps=0.5, steps=3, restarts=2, loss="margin",
+        generator=Generator().manual_seed(2),
+    )  # fmt: skip
+    assert torch.equal(direct, config.run(model, images, labels, Generator().manual_seed(2)))
+    assert config.stronger(10).steps == 10
+    assert config.stronger(2) is config

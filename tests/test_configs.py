@@ -1,0 +1,68 @@
+"""Every file under configs/ composes, and every model of the registry has a recipe and the reverse."""
+
+from pathlib import Path
+
+import pytest
+
+import zoo
+from certizoo import UserError
+from certizoo.compose import CONFIGS, compose_config
+from zoo.attention import variants
+
+MAIN = ("adv_train", "std_train")
+GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir())
+FILES = [(path.parent.name, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
+
+
+@pytest.mark.parametrize(("group", "name"), FILES, ids=lambda value: value)
+def test_every_group_file_composes(group: str, name: str) -> None:
+    plus = "+" if group in ("model", "attention") else ""
+    overrides = [f"{plus}{group}={name}"] + ([] if group == "model" else ["+model=spec_vit_digits"])
+    for main in MAIN:
+        config = compose_config(main, overrides)
+        assert config["name"].startswith(config["model"]["name"])
+
+
+@pytest.mark.parametrize("name", [name for group, name in FILES if group == "model"])
+def test_every_recipe_creates_its_model(name: str) -> None:
+    config = compose_config("adv_train", [f"+model={name}"])
+    assert config["model"]["name"] == name
+    assert (config["penalty"]["lambda_q"] > 0) == name.startswith("spec_"), "spec_* is what MSVP is on for"
+    if not name.endswith("_b"):
+        zoo.create_model(**config["model"])
+
+
+def test_models_and_recipes_are_the_same_set() -> None:
+    assert {name for group, name in FILES if group == "model"} == set(zoo.list_models())
+    assert {name for group, name in FILES if group == "attention"} == set(variants())
+
+
+def test_certify_composes() -> None:
+    assert compose_config("certify", ["data=digits", "eps=[0.1]"])["eps"] == [0.1]
+
+
+def test_every_config_is_a_lab_note() -> None:
+    for path in CONFIGS.rglob("*.yaml"):
+        comments = [line for line in path.read_text().splitlines() if line.lstrip().startswith("#")]
+        assert len([line for line in comments if "@package" not in line]) >= 1, f"{path} says nothing about itself"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"\+model=NAME"),
+        (["model=dp_vit_b"], "plus sign"),
+        (["+model=spec_vit_bb"], "spec_vit_b"),
+        (["+model=dp_vit_b", "train.epoch=3"], "train.epochs"),
+        (["+model=dp_vit_b", "data=imagnet"], "imagenet"),
+    ],
+)
+def test_mistakes_get_one_line_with_the_mend(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        compose_config("adv_train", overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_configs_travel_with_the_package() -> None:
+    assert (CONFIGS / "adv_train.yaml").is_file()
+    assert Path("configs").name == CONFIGS.name

@@ -1,0 +1,121 @@
+"""Two ranks train, one is killed, the run goes on: the weights are bit for bit those of a run left in peace."""
+
+import json
+import time
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+import yaml
+
+import shards.__main__
+import zoo
+from certizoo import UserError
+from certizoo.compose import compose_config
+from tests.launching import ROOT, TINY, finish, launch
+from trainers.job import prepare
+
+SCRIPT = ROOT / "trainers" / "adv_train.py"
+RUN = (*TINY, "train.epochs=2", "train.checkpoint_every=5", "train.log_every=1", "train.eval_images=64")
+STEPS_PER_EPOCH = 22  # ceil(1437 / 64) = 23 batches of 64, in micro-batches of 16 on 2 ranks: 45 // 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    shards.__main__.main(["digits", str(folder / "data" / "digits")])
+    return folder
+
+
+def arguments(name: str) -> list[str]:
+    return [*RUN, "train.micro_batch_size=16", f"name={name}"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Path:
+    status, output = finish(launch(SCRIPT, *arguments("calm"), cwd=folder))
+    assert status == 0, output
+    return folder / "runs" / "calm"
+
+
+def rows(run_dir: Path) -> list[dict[str, float]]:
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def test_two_ranks_leave_a_handover(undisturbed: Path) -> None:
+    model, config = zoo.handover.load(undisturbed / "handover")
+    assert config["model"] == {**config["model"], "name": "dp_vit_ti", "num_classes": 10, "img_size": 8, "in_chans": 1}
+    assert config["data"]["name"] == "digits"
+    assert model(torch.rand(2, 1, 8, 8)).shape == (2, 10)
+    metrics = json.loads((undisturbed / "handover" / "metrics.json").read_text())
+    assert metrics["eval_images"] == 64
+    assert metrics["step"] == 2 * STEPS_PER_EPOCH
+    assert metrics["clean_acc"] >= metrics["pgd_acc"]
+    assert metrics["clean_acc"] > 0.2, "it should learn something in two epochs"
+    assert yaml.safe_load((undisturbed / "config.yaml").read_text())["train"]["epochs"] == 2
+    assert len(list((undisturbed / "checkpoints").glob("step*"))) == 2
+
+
+def test_metrics_hold_one_row_a_step_and_one_an_epoch(undisturbed: Path) -> None:
+    training = [row for row in rows(undisturbed) if "loss" in row]
+    assert [row["step"] for row in training] == list(range(1, 2 * STEPS_PER_EPOCH + 1))
+    assert {"loss", "acc", "msvp", "lr", "images_per_s"} <= set(training[0])
+    assert len([row for row in rows(undisturbed) if "clean_acc" in row]) == 2
+
+
+def kill_rank_1(launcher: psutil.Process) -> None:
+    for process in launcher.children(recursive=True):
+        if "adv_train.py" in " ".join(process.cmdline()) and process.environ().get("RANK") == "1":
+            process.kill()
+            return
+    raise AssertionError("no rank 1 to kill")
+
+
+def test_killed_and_resumed_equals_undisturbed(folder: Path, undisturbed: Path) -> None:
+    run_dir = folder / "runs" / "killed"
+    process = launch(SCRIPT, *arguments("killed"), cwd=folder)
+    while not any(row["step"] >= STEPS_PER_EPOCH + 9 for row in rows(run_dir)):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    kill_rank_1(psutil.Process(process.pid))
+    status, output = finish(process)
+    assert status != 0, output
+    assert not (run_dir / "handover").exists()
+
+    marks = sorted((run_dir / "checkpoints").glob("step*/complete.json"))
+    assert marks, "checkpoints every 5 steps should exist"
+    torn = max((run_dir / "checkpoints").glob("step*")) / "mp_rank_00_model_states.pt"
+    if torn.exists():
+        torn.write_bytes(torn.read_bytes()[:1000])  # as if it had been killed while writing this one
+    status, output = finish(launch(SCRIPT, *arguments("killed"), "resume=auto", cwd=folder))
+    assert status == 0, output
+    assert "is not complete" in output
+    resumed = int(output.split("at step ")[1].split()[0])
+    assert resumed % STEPS_PER_EPOCH, "the resume should begin inside an epoch"
+    weights = [path / "handover" / "model.safetensors" for path in (run_dir, undisturbed)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    losses = [[row["loss"] for row in rows(path) if "loss" in row] for path in (run_dir, undisturbed)]
+    assert losses[0] == losses[1]
+
+
+def test_another_run_is_not_resumed_by_mistake(undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every rank checks before there is a process group."""
+    monkeypatch.chdir(undisturbed.parents[1])
+
+    def refusal(*more: str, ranks: int = 2) -> str:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        with pytest.raises(UserError) as caught:
+            prepare(compose_config("adv_train", [*arguments("calm"), *more]))
+        return str(caught.value)
+
+    assert "resume=auto" in refusal()
+    assert "name=" in refusal()
+    assert "2 ranks" in refusal("resume=auto", ranks=1)
+    assert "penalty.lambda_q=0.0001" in refusal("resume=auto", "penalty.lambda_q=0.5")
+    assert "model.depth=2" in refusal("resume=auto", "++model.depth=3")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    job = prepare(compose_config("adv_train", [*arguments("calm"), "resume=auto", "train.log_every=7"]))
+    assert job.saved is not None, "what the weights do not depend on may change"

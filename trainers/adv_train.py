@@ -1,0 +1,10 @@
+"""Adversarial training: `deepspeed trainers/adv_train.py +model=spec_vit_b`. Keys: configs/adv_train.yaml."""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the project, not trainers/, is where imports start
+    from trainers.entry import main
+
+    main("adv_train")

@@ -1,0 +1,212 @@
+"""The one door to DeepSpeed (ZeRO stages 0-2, https://arxiv.org/abs/1910.02054), and to the process group under it.
+
+Attacks never go through the engine: `torch.autograd.grad` on `engine(x)` fails at stages 0-2 and is silently wrong at
+stage 3. They use `engine.module`, which has whole weights at stages 0-2; only the training pass uses the engine.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on every rank that it found none
+warnings.filterwarnings("ignore", "`?torch.distributed", FutureWarning)  # old names that DeepSpeed calls, on each rank
+
+import deepspeed  # noqa: E402
+import deepspeed.ops  # noqa: E402
+from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
+from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
+
+from trainers.place import place  # noqa: E402
+from trainers.settings import DeepSpeedConfig, OptimizerConfig, TrainConfig, require  # noqa: E402
+
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of this run and what they do together. Every method is collective: all ranks call it."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Elementwise sum over ranks; a number that is not finite on one rank is not finite on all."""
+        values = values.to(self.device, torch.float64)
+        dist.all_reduce(values)
+        return values
+
+    def means(self, terms: Mapping[str, Tensor | float]) -> dict[str, float]:
+        """Mean over ranks of named numbers; the names must be the same everywhere."""
+        mine = torch.stack(
+            [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in terms.values()]
+        )
+        return dict(zip(terms, (self.sums(mine) / self.size).tolist(), strict=True))
+
+    def same_buffers(self, module: nn.Module) -> None:
+        """Rank 0's buffers everywhere. Batch statistics differ by rank, and a checkpoint keeps only rank 0's."""
+        buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        if self.size == 1 or not buffers:
+            return
+        together = torch.cat([buffer.detach().double().flatten() for buffer in buffers])
+        dist.broadcast(together, src=0)
+        parts = together.split([buffer.numel() for buffer in buffers])
+        with torch.no_grad():
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+def start(timeout_minutes: float) -> World:
+    """Join the process group: NCCL on GPUs, gloo otherwise. Without a launcher: a world of one."""
+    rank, local, size = place()
+    os.environ.setdefault("LOCAL_RANK", str(local))  # DeepSpeed insists
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    else:
+        # DeepSpeed would compile a shared-memory kernel here, for inference, with a C++ compiler that may not exist.
+        deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
+    store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
+    patience = timedelta(minutes=timeout_minutes)  # a rank that waits longer for the others ends with an error
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=patience, store=store, rank=rank, world_size=size)
+    deepspeed.init_distributed(timeout=patience, auto_mpi_discovery=False, verbose=False)
+    return World(rank, size, device)
+
+
+def stop() -> None:
+    """Leave together: a process that exits with a live group may be aborted in its last moment."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ds_config(train: TrainConfig, settings: DeepSpeedConfig, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration, nothing left to its defaults that changes results."""
+    return {
+        "train_batch_size": train.batch_size,
+        "train_micro_batch_size_per_gpu": train.micro_batch(world_size),
+        "gradient_accumulation_steps": train.accumulation(world_size),
+        "gradient_clipping": train.clip_grad,  # left out, 0.19 clips at 1.0
+        "zero_optimization": {"stage": settings.stage},
+        "zero_allow_untested_optimizer": True,  # torch's own SGD and AdamW; no kernel is compiled
+        "bf16": {"enabled": train.precision == "bf16"},
+        "steps_per_print": 2**62,
+        "wall_clock_breakdown": False,
+    }
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW or SGD; weight decay only for parameters with at least two axes that the model does not exempt."""
+    exempt = set(getattr(model, "no_weight_decay", set)())
+    decay: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (free if parameter.ndim < 2 or name in exempt else decay).append(parameter)
+    groups = [
+        {"params": decay, "weight_decay": config.weight_decay},
+        {"params": free, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]))
+
+
+class Engine:
+    """A model, its optimiser and its partition over ranks. One optimiser step is `accumulation` x (forward, backward,
+    step)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: TrainConfig,
+        optimizer: OptimizerConfig,
+        settings: DeepSpeedConfig,
+        world: World,
+    ) -> None:
+        require(
+            train.precision == "fp32" or settings.stage > 0,
+            "train.precision=bf16 needs deepspeed=zero1 or zero2: stage 0 keeps no float32 weights to hand over",
+        )
+        self.world, self.train_config, self.lr = world, train, optimizer.lr
+        self.accumulation = train.accumulation(world.size)
+        self.micro_batch = train.micro_batch(world.size)
+        self._engine, *_ = deepspeed.initialize(
+            model=model.to(world.device),
+            optimizer=make_optimizer(model, optimizer),
+            config=ds_config(train, settings, world.size),
+            dist_init_required=False,
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, for attacks, penalties and evaluation."""
+        module: nn.Module = self._engine.module
+        return module
+
+    def train(self) -> None:
+        """Dropout and drop-path on."""
+        self._engine.train()
+
+    def precision(self) -> torch.autocast:
+        """Around every forward. In bf16 the weights are bfloat16, but images and what normalises them are float32:
+        bfloat16 keeps 8 bits, which would round a perturbation of a few 1/255 away."""
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.train_config.precision == "bf16")
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """The training pass: images_BCHW -> logits_BK."""
+        with self.precision():
+            logits_BK: Tensor = self._engine(images_BCHW)
+        return logits_BK
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of loss / accumulation."""
+        self._engine.backward(loss)
+
+    def step(self, lr: float) -> None:
+        """Count a micro-batch; after the last one of an optimiser step, clip, update with `lr`, clear gradients."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.step()
+
+    def updated(self) -> bool:
+        """Did the last `step` change the weights? Not after a gradient that is not finite, at stages 1 and 2."""
+        return bool(self._engine.was_step_applied())
+
+    def finite(self) -> bool:
+        """Are all weights finite? They are the same on every rank, and so is the answer."""
+        sums = torch.stack([parameter.detach().double().sum() for parameter in self.module.parameters()])
+        return bool(sums.isfinite().all())
+
+    def save(self, folder: Path, tag: str) -> None:
+        """Collective: weights, optimiser partitions and counters under `folder/tag`."""
+        self._engine.save_checkpoint(str(folder), tag=tag)
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Collective. DeepSpeed unpickles (weights_only=False): callers pass only folders this project wrote."""
+        path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
+        require(path is not None, f"{folder / tag} could not be loaded; delete it and resume from the one before")
+
+    def float32_state(self) -> dict[str, Tensor]:
+        """Collective: the state dict on the CPU, weights from the float32 masters where the model trains in bf16."""
+        state = {key: value.detach().cpu() for key, value in self.module.state_dict().items()}
+        if self.train_config.precision == "bf16":
+            for name, parameter in self.module.named_parameters():
+                master = safe_get_full_fp32_param(parameter)
+                if master is not None:
+                    state[name] = master.detach().cpu()
+        return {key: value.float() if value.is_floating_point() else value for key, value in state.items()}

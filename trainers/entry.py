@@ -1,0 +1,73 @@
+"""From a command line to a run: the launcher's flag, Hydra, and errors of one line.
+
+The configuration is composed here instead of by `hydra.main`, which would give each rank an output folder of its own
+and know nothing of the launcher's `--local_rank`. Every rank composes the same; rank 0 writes run_dir/config.yaml.
+"""
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from certizoo.compose import compose_config
+from certizoo.errors import EXIT_USER_ERROR, one_line_errors
+from trainers.place import place, said_once
+
+
+def main(config_name: str, argv: Sequence[str] | None = None) -> None:
+    """Train as `configs/{config_name}.yaml` and the arguments say. Exit status 2: an error of one line."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    overrides = launcher_argv(sys.argv[1:] if argv is None else argv)
+    with leaving_no_rank_behind():
+        one_line_errors(train)(config_name, overrides)
+
+
+def train(config_name: str, overrides: Sequence[str]) -> None:
+    """Compose, check, train; then rank 0 certifies and publishes."""
+    with said_once():
+        config = compose_config(config_name, overrides)
+        from trainers.job import prepare  # after the cheap errors: these imports take seconds
+
+        job = prepare(config)
+    from trainers import handover, loop
+
+    run_id = loop.train(job)
+    if place()[0] == 0:
+        handover.certify_and_publish(job, run_id)
+
+
+def launcher_argv(argv: Sequence[str]) -> list[str]:
+    """The arguments without the launcher's --local_rank=N, which goes where the other ranks' facts are."""
+    kept, rest = [], iter(argv)
+    for argument in rest:
+        key, given, value = argument.partition("=")
+        if key in ("--local_rank", "--local-rank"):
+            os.environ.setdefault("LOCAL_RANK", value if given else next(rest, "0"))
+        else:
+            kept.append(argument)
+    return kept
+
+
+@contextmanager
+def leaving_no_rank_behind() -> Iterator[None]:
+    """A rank that fails while others wait for it ends at once: leaving politely could wait for them forever.
+
+    The launcher sees the exit status and ends the rest.
+    """
+    try:
+        yield
+    except BaseException as error:
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            raise
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else EXIT_USER_ERROR
+        else:
+            traceback.print_exc()
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,143 @@
+"""One training run, checked: everything that can be known to be wrong before work begins is refused here.
+
+`prepare` is run by all ranks alike and starts nothing.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from attacks import AttackConfig
+from certify.stage import Settings as CertifySettings
+from certizoo import UserError
+from shards import DataConfig, ShardSet, find, steps_per_epoch
+from trainers import checkpoint
+from trainers.place import place
+from trainers.schedule import ScheduleConfig
+from trainers.settings import DeepSpeedConfig, ObjectiveConfig, OptimizerConfig, PenaltyConfig, TrainConfig, require
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run as values. `config` is the whole resolved configuration; `model` what `zoo.create_model` takes."""
+
+    config: dict[str, Any]
+    seed: int
+    run_dir: Path
+    model: dict[str, Any]
+    data: DataConfig
+    train_set: ShardSet
+    test_set: ShardSet | None
+    attack: AttackConfig
+    objective: ObjectiveConfig
+    penalty: PenaltyConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    train: TrainConfig
+    deepspeed: DeepSpeedConfig
+    saved: checkpoint.Saved | None
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return checkpoint.fingerprint(self.config, self.train_set.digest)
+
+    def steps_per_epoch(self, world_size: int) -> int:
+        """Optimiser steps; micro-batches left over at the end of an epoch are dropped."""
+        batches = steps_per_epoch(self.train_set, self.train.micro_batch(world_size), world_size)
+        return batches // self.train.accumulation(world_size)
+
+    def total_steps(self, world_size: int) -> int:
+        """Optimiser steps of the whole run: train.epochs, cut by train.max_steps."""
+        steps = self.train.epochs * self.steps_per_epoch(world_size)
+        return min(steps, self.train.max_steps or steps)
+
+
+def prepare(config: dict[str, Any]) -> Job:
+    """Check a resolved configuration and the data it names. Raises UserError naming the key, file or folder."""
+    data = _typed(DataConfig, config, "data")
+    job = Job(
+        config=config,
+        seed=int(config["seed"]),
+        run_dir=Path(config["run_dir"]),
+        model=_model_config(config["model"], data),
+        data=data,
+        train_set=find(data, "train"),
+        test_set=_test_set(data),
+        attack=_typed(AttackConfig, config, "attack"),
+        objective=_typed(ObjectiveConfig, config, "objective"),
+        penalty=_typed(PenaltyConfig, config, "penalty"),
+        optimizer=_typed(OptimizerConfig, config, "optimizer"),
+        schedule=_typed(ScheduleConfig, config, "schedule"),
+        train=_typed(TrainConfig, config, "train"),
+        deepspeed=_typed(DeepSpeedConfig, config, "deepspeed"),
+        saved=_saved(Path(config["run_dir"]), config["resume"]),
+    )
+    world_size = place()[2]
+    job.train.accumulation(world_size)  # refuses sizes that do not divide
+    require(
+        job.train.batch_size <= job.train_set.samples,
+        f"train.batch_size={job.train.batch_size} is more than the {job.train_set.samples} training images; lower it",
+    )
+    if job.saved is not None:
+        checkpoint.check_same_run(job.saved, job.fingerprint, world_size, job.run_dir)
+    if job.config["certify"]["enabled"]:
+        certify_settings(job)
+    return job
+
+
+def certify_settings(job: Job) -> CertifySettings:
+    """The `certify` keys, typed."""
+    keys = {key: value for key, value in job.config["certify"].items() if key != "enabled"}
+    return _typed(CertifySettings, {"certify": keys}, "certify")
+
+
+def _typed(cls: type[T], config: Mapping[str, Any], group: str) -> T:
+    """The dataclass from the keys of one group; OmegaConf checks names and types."""
+    try:
+        schema = OmegaConf.structured(cls)
+        for key in schema:
+            if not OmegaConf.is_missing(schema, key) and OmegaConf.is_config(schema[key]):
+                OmegaConf.set_readonly(schema[key], False)  # a frozen dataclass in another would refuse its own keys
+        value = OmegaConf.to_object(OmegaConf.merge(schema, config[group]))
+    except OmegaConfBaseException as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        raise UserError(f"config {group}.{error.full_key or ''}: {str(error).splitlines()[0]}") from None
+    assert isinstance(value, cls)
+    return value
+
+
+def _model_config(model: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:
+    """The recipe's options, on images as the data gives them."""
+    shape = {"num_classes": data.num_classes, "img_size": data.img_size, "in_chans": data.channels}
+    return {**shape, **model}
+
+
+def _test_set(data: DataConfig) -> ShardSet | None:
+    try:
+        return find(data, "test")
+    except UserError as error:
+        if "no shards" not in str(error):
+            raise
+        if place()[1] == 0:
+            log.warning("this run will not be evaluated, certified or registered: %s", error)
+        return None
+
+
+def _saved(run_dir: Path, resume: str | None) -> checkpoint.Saved | None:
+    require(resume in (None, "auto"), f"resume={resume} does not exist; use resume=auto")
+    if resume:
+        return checkpoint.newest(run_dir)
+    require(
+        not run_dir.is_dir() or not any(run_dir.iterdir()),
+        f"{run_dir} holds an earlier run; continue it with resume=auto, or start another with name=ANOTHER",
+    )
+    return None

@@ -1,0 +1,74 @@
+"""A job brought to life: the model under its engine, the run folder open, MLflow told."""
+
+from dataclasses import dataclass
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+import zoo
+from certizoo import UserError
+from registry.track import Tracker
+from trainers import checkpoint
+from trainers.engine import Engine, World
+from trainers.job import Job
+from trainers.report import Report
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job with its engine and its audience."""
+
+    job: Job
+    engine: Engine
+    report: Report
+    steps_per_epoch: int
+    total_steps: int
+
+    @property
+    def world(self) -> World:
+        return self.engine.world
+
+
+def assemble(job: Job, world: World) -> Run:
+    """The model, the same on every rank, under its engine; rank 0 opens the run folder and the tracking."""
+    torch.manual_seed(job.seed)
+    model = zoo.create_model(**job.model)
+    check_penalty(job, model)
+    built = Engine(model, job.train, job.optimizer, job.deepspeed, world)
+    world.barrier()  # all ranks have looked into the run folder; now it may change
+    tracker = None
+    if world.rank == 0:
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_whole(job.run_dir / "config.yaml", yaml.safe_dump(job.config, sort_keys=False))
+        tracker = open_tracker(job)
+    total = job.total_steps(world.size)
+    report = Report(job.run_dir, total, speaks=world.rank == 0, tracker=tracker)
+    return Run(job, built, report, job.steps_per_epoch(world.size), total)
+
+
+def open_tracker(job: Job) -> Tracker | None:
+    """MLflow, unless registry.enabled=false; a resumed run goes on in its old MLflow run."""
+    settings = job.config["registry"]
+    if not settings["enabled"]:
+        return None
+    tracker = Tracker(job.run_dir, uri=settings["uri"])
+    run_id = job.saved.run_id if job.saved else None
+    tracker.start(settings["experiment"], job.config["name"], job.config, run_id=run_id)
+    return tracker
+
+
+def check_penalty(job: Job, model: nn.Module) -> None:
+    """Raise UserError where MSVP has nothing to penalise."""
+    if job.penalty.active:
+        try:
+            with torch.no_grad():
+                penalty_of(job, model)
+        except ValueError as error:
+            raise UserError(f"penalty: {error}; use penalty=none") from None
+
+
+def penalty_of(job: Job, model: nn.Module) -> Tensor:
+    """MSVP with the job's weights."""
+    weights = job.penalty
+    return zoo.penalty.msvp(model, weights.lambda_q, weights.lambda_k, weights.lambda_v)
