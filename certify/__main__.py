@@ -63,10 +63,12 @@ def _default_out(config: dict[str, Any], handover: Path) -> Path:
 
 
 def _data(config: dict[str, Any], handover: Path) -> DataConfig:
-    if config["data"]:
+    if config.get("data"):
         return DataConfig(**config["data"])
     path = handover / zoo.handover.CONFIG
-    saved = yaml.safe_load(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        raise UserError(f"{handover} is no hand-over: {path.name} is missing; train with trainers/adv_train.py first")
+    saved = yaml.safe_load(path.read_text())
     if "data" not in saved:
         raise UserError(f"{path} names no data; add data=NAME data.root=FOLDER")
     return DataConfig(**saved["data"])

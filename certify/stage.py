@@ -49,6 +49,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.eps or any(not eps > 0 for eps in self.eps):
             raise UserError(f"certify.eps={list(self.eps)}: give L2 radii above 0, such as certify.eps=[0.02,0.1]")
+        if (self.images is not None and self.images < 1) or self.batch_size < 1:
+            raise UserError("certify.images and certify.batch_size: give whole numbers above 0 (images=null: all)")
         if not any(f"{eps:g}" == f"{self.headline_eps:g}" for eps in self.eps):
             raise UserError(f"certify.headline_eps={self.headline_eps:g} is not among certify.eps; add it there")
 

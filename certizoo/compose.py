@@ -34,7 +34,7 @@ def compose_config(config_name: str, overrides: Sequence[str], configs: Path = C
 
 
 def _check_model(config: DictConfig, configs: Path) -> None:
-    if "model" in config and OmegaConf.is_missing(config, "model"):
+    if OmegaConf.is_missing(config, "model"):
         raise UserError(f"no model given; add +model=NAME, {_suggest('', _names(configs / 'model'))}")
 
 

@@ -125,7 +125,7 @@ def test_batching_does_not_matter() -> None:
 
 def test_an_overflowing_bound_is_unknown_never_certified() -> None:
     torch.manual_seed(0)
-    model = zoo.create_model("dp_vit_ti", **SMALL).eval()
+    model: Any = zoo.create_model("dp_vit_ti", **SMALL).eval()
     x, y = easy_batch(model, 4, 0)
     certificate = certify(model, x, y, eps=1e300)
     assert certificate.unknown_B.all()
@@ -147,7 +147,7 @@ def test_a_nan_is_never_certified() -> None:
 def test_bake_folds_without_touching_the_model() -> None:
     model = random_model(0).train()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    baked = bake(model)
+    baked: Any = bake(model)
     assert model.training
     assert not any("parametrizations" in name for name, _ in baked.named_parameters())
     assert all(parameter.dtype == torch.float64 for parameter in baked.parameters())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -33,11 +34,15 @@ def load(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
         if not (folder / name).is_file():
             raise UserError(f"{folder} is no hand-over: {name} is missing; train with trainers/adv_train.py first")
     config = yaml.safe_load((folder / CONFIG).read_text())
+    if not isinstance(config, dict) or "name" not in config.get("model", {}):
+        raise UserError(f"{folder / CONFIG} names no model; use the file that training wrote beside the weights")
     model = create_model(**config["model"])
     try:
         model.load_state_dict(load_file(folder / WEIGHTS))
+    except SafetensorError as error:
+        raise UserError(f"{folder / WEIGHTS} is damaged ({error}); copy or train it again") from None
     except RuntimeError as error:
-        reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
+        reason = " ".join(str(error).split()[:40])
         raise UserError(
             f"{folder / WEIGHTS} is not a checkpoint of {config['model']['name']}: {reason}; "
             "use the config.yaml that was written with these weights"
