@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -20,6 +21,8 @@ from trainers import checkpoint
 from trainers.place import place
 from trainers.schedule import ScheduleConfig
 from trainers.settings import DeepSpeedConfig, ObjectiveConfig, OptimizerConfig, PenaltyConfig, TrainConfig, require
+
+IMAGES_A_GPU, IMAGES_A_CPU_RANK = 128, 8
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,6 +65,7 @@ class Job:
 
 def prepare(config: dict[str, Any]) -> Job:
     """Check a resolved configuration and the data it names. Raises UserError naming the key, file or folder."""
+    config = with_batch_size(config, place()[2])
     data = _typed(DataConfig, config, "data")
     job = Job(
         config=config,
@@ -91,6 +95,14 @@ def prepare(config: dict[str, Any]) -> Job:
     if job.config["certify"]["enabled"]:
         certify_settings(job)
     return job
+
+
+def with_batch_size(config: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """train.batch_size=null resolved: what a rank's device takes at 224 pixels, times the ranks."""
+    if config["train"]["batch_size"] is not None:
+        return config
+    each = IMAGES_A_GPU if torch.cuda.is_available() else IMAGES_A_CPU_RANK
+    return {**config, "train": {**config["train"], "batch_size": each * world_size}}
 
 
 def certify_settings(job: Job) -> CertifySettings:
