@@ -155,8 +155,9 @@ def as_global(uri: str) -> Iterator[None]:
         yield
     finally:
         mlflow.set_tracking_uri(before)  # which also writes the variable
-        if variable is None:
-            os.environ.pop("MLFLOW_TRACKING_URI", None)
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
+        if variable is not None:
+            os.environ["MLFLOW_TRACKING_URI"] = variable
 
 
 def every(page: Any, **query: Any) -> Iterator[Any]:

@@ -138,6 +138,8 @@ def test_published_version_comes_back_bit_equal(
     x = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(served(x), original(x))
     assert config["model"] == CONFIG
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")  # a fresh process would read the variable
+    mlflow.set_registry_uri(f"sqlite:///{tmp_path}/mlflow.db")
     by_mlflow = mlflow.pyfunc.load_model("models:/digits@champion").predict(x.numpy())
     assert np.array_equal(by_mlflow, original(x).numpy())
 
