@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import zoo
 from attacks import AttackConfig
-from certify import report, stage
+from certify import publication, report, stage
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     console.print(report.accuracy_table(summary))
     console.print(f"curve {out / 'curve.png'}, card {out / 'card.md'}, rows {out / 'certificates.parquet'}")
     if config["publish"]:
-        line = stage.publish(
+        line = publication.publish(
             handover, out, registered_name=config["publish"], run_id=None, experiment=config["experiment"]
         )
         console.print(f"registered: {line}")

@@ -10,7 +10,6 @@ OUT/card.md               the model card of the registry
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +28,6 @@ from certify.bake import logit_difference
 from certify.evaluate import Row, evaluate
 from certify.lofast import SLACK
 from certizoo import UserError, __version__
-from registry.publish import publish as publish_version
 
 ROWS, CERTIFICATE = "certificates.jsonl", "certificate.json"
 Summary = dict[str, Any]
@@ -202,38 +200,3 @@ def data_size(model: Summary) -> str:
     """'32x32' of a model config, or 'given' where the config does not say."""
     size = model.get("img_size")
     return f"{size}x{size}" if size else "given"
-
-
-def publish(handover: Path, out: Path, *, registered_name: str, run_id: str | None, experiment: str) -> str:
-    """Register the certified hand-over as a model version; returns a line that says where, or where it waits.
-
-    The version holds the hand-over's files and those of `out`, collected in `published/` beside `out`.
-    """
-    summary = json.loads((out / CERTIFICATE).read_text())
-    folder = _collect([handover, out], out.parent / "published")
-    version = publish_version(
-        folder,
-        name=registered_name,
-        loader_module="certify.served",
-        tags=report.tags(summary),
-        description=(out / "card.md").read_text(),
-        metrics=report.metrics(summary),
-        run_id=run_id,
-        experiment=experiment,
-        headline=f"certified_acc.{summary['headline_eps']:g}",
-    )
-    if version.version is None:
-        return f"not yet: MLflow is away; {version.uri} waits for `python -m registry sync {out.parent}`"
-    return f"{version.name} version {version.version}" + (" (champion)" if version.champion else "")
-
-
-def _collect(folders: list[Path], to: Path) -> Path:
-    """The files of several folders in one; linked where the file system can, so that weights are not kept twice."""
-    shutil.rmtree(to, ignore_errors=True)
-    to.mkdir(parents=True)
-    for path in (path for folder in folders for path in folder.iterdir()):
-        try:
-            os.link(path.resolve(), to / path.name)
-        except OSError:
-            shutil.copyfile(path, to / path.name)
-    return to

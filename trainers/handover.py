@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import zoo
-from certify import stage
+from certify import publication, stage
 from certizoo import UserError, __version__
 from trainers.checkpoint import write_whole
 from trainers.engine import Engine
@@ -78,7 +78,7 @@ def _published(job: Job, folder: Path, out: Path, run_id: str | None) -> str:
     settings = job.config["registry"]
     if settings["uri"]:
         os.environ["MLFLOW_TRACKING_URI"] = settings["uri"]  # the registry's one way to hear of it
-    return stage.publish(
+    return publication.publish(
         folder, out, registered_name=settings["model_name"], run_id=run_id, experiment=settings["experiment"]
     )
 
