@@ -1,4 +1,4 @@
-"""The whole path as a user walks it: shards, 2 ranks under the launcher, certificates, a registered version, and back."""
+"""The whole path as a user walks it: shards, 2 ranks under the launcher, certificates, the registry, and back."""
 
 import json
 from pathlib import Path
