@@ -80,28 +80,27 @@ def metrics(summary: Summary) -> dict[str, float]:
 
 
 def card(summary: Summary) -> str:
-    """The model card, Markdown."""
-    model = summary["model"]
-    rows = "\n".join(
+    """The model card, Markdown; a paragraph is one line, since the registry shows every line break."""
+    attack, numerics, threat = summary["attack"], summary["numerics"], summary["threat_model"]
+    rows = [
         f"| {eps} | {_percent(a['certified'])} | {_percent(a['unknown'])} | {_percent(a['pgd'])} |"
         for eps, a in summary["accuracy"].items()
-    )
-    attack = summary["attack"]
-    numerics = summary["numerics"]
-    return f"""# {model["name"]}
-
-{summary["attention"]} attention, trained on {summary["dataset"]} (penalty: {penalty_name(summary["penalty"])}).
-Clean accuracy {_percent(summary["clean"])} % on {summary["images"]} test images
-(list sha256 `{summary["image_list_sha256"][:16]}`); median certified radius {summary["median_radius"]:.4f}.
-
-| L2 eps | certified ({summary["method"]}) % | unknown % | PGD % (upper bound) |
-|---|---|---|---|
-{rows}
-
-**Threat model.** L2 ball in {summary["threat_model"]["space"]}.
-**Attack.** PGD, {attack["steps"]} steps, {attack["restarts"]} restarts, {attack["loss"]} loss, on the same images.
-**Numerics.** {numerics["dtype"]}; {numerics["norms"]}; {numerics["slack"]}. The certificate is of the float64
-function; served in {numerics["served_dtype"]}, its logits differed by at most
-{numerics["largest_logit_difference_served_to_float64"]:.2g} on these images.
-**Weights.** sha256 `{summary["weights_sha256"][:16]}`; code `{summary["git_commit"]}`, certizoo {summary["certizoo"]}.
-"""
+    ]
+    table = [f"| L2 eps | certified ({summary['method']}) % | unknown % | PGD % (upper bound) |", "|---|---|---|---|"]
+    paragraphs = [
+        f"# {summary['model']['name']}",
+        f"{summary['attention']} attention, trained on {summary['dataset']} (penalty: "
+        f"{penalty_name(summary['penalty'])}). Clean accuracy {_percent(summary['clean'])} % on {summary['images']} "
+        f"test images (list sha256 `{summary['image_list_sha256'][:16]}`); median certified radius "
+        f"{summary['median_radius']:.4f}.",
+        "\n".join(table + rows),
+        f"**Threat model.** L2 ball in {threat['space']}.",
+        f"**Attack.** PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, on the same "
+        "images.",
+        f"**Numerics.** {numerics['dtype']}; {numerics['norms']}; {numerics['slack']}. The certificate is of the "
+        f"float64 function; served in {numerics['served_dtype']}, its logits differed by at most "
+        f"{numerics['largest_logit_difference_served_to_float64']:.2g} on these images.",
+        f"**Weights.** sha256 `{summary['weights_sha256'][:16]}`; code `{summary['git_commit']}`, certizoo "
+        f"{summary['certizoo']}.",
+    ]
+    return "\n\n".join(paragraphs) + "\n"
