@@ -95,8 +95,8 @@ def card(summary: Summary) -> str:
         f"{summary['median_radius']:.4f}.",
         "\n".join(table + rows),
         f"**Threat model.** L2 ball in {threat['space']}.",
-        f"**Attack.** PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, on the same "
-        "images.",
+        f"**Attack.** PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, on the "
+        "same images.",
         f"**Numerics.** {numerics['dtype']}; {numerics['norms']}; {numerics['slack']}. The certificate is of the "
         f"float64 function; served in {numerics['served_dtype']}, its logits differed by at most "
         f"{numerics['largest_logit_difference_served_to_float64']:.2g} on these images.",
