@@ -4,19 +4,22 @@ For every eps the three must be nested: an image that is certified survives ever
 A certified image that an attack changes would refute the certificate, so it stops everything.
 """
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
 from attacks import AttackConfig
-from certify.api import radius_of
+from certify.api import certifier, radius_of
 from certify.lofast import Certificate, LoFAST
 
 CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
+DEFAULT_ATTACK = AttackConfig(norm="l2", steps=40, loss="margin")
 Row = dict[str, Any]
 
 
@@ -31,7 +34,28 @@ def status(certificate: Certificate) -> list[str]:
 
 
 def evaluate(
-    certifier: LoFAST,
+    model: nn.Module,
+    images_BCHW: Tensor,
+    labels_B: Tensor,
+    *,
+    eps: Sequence[float],
+    method: str = "lofast",
+    attack: AttackConfig = DEFAULT_ATTACK,
+    keys: Sequence[str] | None = None,
+) -> pd.DataFrame:
+    """Clean, attacked and certified answers for the same images: one row an image, the columns of `rows_of`.
+
+    images (B, C, H, W) in [0,1], labels (B,); eps: L2 radii in [0,1] pixel space; keys default to 0..B-1.
+    Raises NoRule, UserError for an unknown method, UnsoundCertificate.
+    """
+    names = [str(i) for i in range(len(labels_B))] if keys is None else keys
+    prover, served = certifier(model, method), copy.deepcopy(model).eval()
+    rows = rows_of(prover, served, names, images_BCHW, labels_B, method=method, eps_grid=eps, attack=attack)
+    return pd.DataFrame(rows)
+
+
+def rows_of(
+    prover: LoFAST,
     served: nn.Module,
     keys: Sequence[str],
     images_BCHW: Tensor,
@@ -47,7 +71,7 @@ def evaluate(
     at every eps of the grid in L2. Raises UnsoundCertificate.
     """
     start = time.perf_counter()
-    analysis = certifier.analyse(images_BCHW, labels_B)
+    analysis = prover.analyse(images_BCHW, labels_B)
     radius_B = radius_of(analysis)
     statuses = {eps: status(analysis.at(eps)) for eps in eps_grid}
     seconds = (time.perf_counter() - start) / len(keys)

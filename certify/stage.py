@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from attacks import AttackConfig
 from certify import report
 from certify.api import certifier as make_certifier
 from certify.bake import logit_difference
-from certify.evaluate import Row, evaluate
+from certify.evaluate import DEFAULT_ATTACK, Row, rows_of
 from certify.lofast import SLACK
 from certizoo import UserError, __version__
 
@@ -42,7 +42,7 @@ class Settings:
     eps: tuple[float, ...] = (0.02, 0.05, 0.1, 36 / 255)
     headline_eps: float = 0.1
     batch_size: int = 50
-    attack: AttackConfig = field(default_factory=lambda: AttackConfig(norm="l2", steps=40, restarts=1, loss="margin"))
+    attack: AttackConfig = DEFAULT_ATTACK
 
     def __post_init__(self) -> None:
         if not self.eps or any(not eps > 0 for eps in self.eps):
@@ -74,7 +74,7 @@ def run(
     difference = 0.0
     for keys, images, labels in _batches(test, data, settings, total, skip=len(rows)):
         difference = max(difference, logit_difference(model, certifier.baked, images))
-        new = evaluate(
+        new = rows_of(
             certifier,
             model,
             keys,

@@ -7,6 +7,7 @@ rank makes the same number of steps, and every sample of the epoch is used. Eval
 import logging
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ SHUFFLE_BUFFER = 1000  # encoded samples a worker holds
 
 
 @dataclass(eq=False)
-class Stream(IterableDataset):
+class Stream(IterableDataset, ABC):
     """Batches of one rank. A `UserError` is yielded, not raised: a loader would wrap it in its traceback."""
 
     shard_set: ShardSet
@@ -48,8 +49,9 @@ class Stream(IterableDataset):
         except UserError as error:
             yield error
 
+    @abstractmethod
     def read(self, worker: int, workers: int) -> Iterator[Batch]:
-        raise NotImplementedError
+        """The batches of one of the rank's loader processes."""
 
 
 @dataclass(eq=False)

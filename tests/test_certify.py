@@ -1,17 +1,21 @@
 """The whole certificate: no attack beats it, it is monotone, and it refuses what it does not know."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import zoo
 from attacks import pgd
-from certify import certified_radius, certify
+from certify import certified_radius, certify, evaluate
 from certify.api import certifier, radius_of
 from certify.bake import bake, logit_difference
+from certify.evaluate import UnsoundCertificate
+from certify.lofast import Analysis, LoFAST
 from certizoo import UserError
 from tests.ascent import ascend
 from zoo.rules import NoRule
@@ -177,3 +181,29 @@ def test_uncertifiable_models_and_methods_are_refused() -> None:
         certify(model, x, y, eps=0.1)
     with pytest.raises(NoRule, match="Conv2d"):
         certify(nn.Conv2d(1, 4, 8), x, y, eps=0.1)
+
+
+def test_evaluate_answers_clean_attack_and_proof_together() -> None:
+    model = random_model(2)
+    x, y = easy_batch(model, 6, 2)
+    table = evaluate(model, x, y, eps=(1e-3, 0.1))
+    assert list(table["key"]) == [str(i) for i in range(6)]
+    assert table["correct"].all()
+    np.testing.assert_array_equal(table["radius.lofast"], certified_radius(model, x, y))
+    for eps in ("0.001", "0.1"):
+        assert (table.loc[table[f"certified.{eps}"] == "certified", f"pgd.{eps}"]).all()
+
+
+def test_a_refuted_certificate_stops_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a rule were wrong (here: nothing ever moves), it would certify what the attack then changes, and nothing is reported."""
+    model = random_model(0)
+    x, y = easy_batch(model, 16, 0)
+    honest = LoFAST.analyse
+
+    def wrong(self: LoFAST, *args: torch.Tensor) -> Analysis:
+        analysis = honest(self, *args)
+        return replace(analysis, radius=lambda r: 0 * r)
+
+    monkeypatch.setattr(LoFAST, "analyse", wrong)
+    with pytest.raises(UnsoundCertificate, match="image"):
+        evaluate(model, x, y, eps=(20.0,))
