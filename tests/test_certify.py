@@ -195,7 +195,7 @@ def test_evaluate_answers_clean_attack_and_proof_together() -> None:
 
 
 def test_a_refuted_certificate_stops_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a rule were wrong (here: nothing ever moves), it would certify what the attack then changes, and nothing is reported."""
+    """A wrong rule (here: nothing ever moves) certifies what the attack then changes: nothing is reported."""
     model = random_model(0)
     x, y = easy_batch(model, 16, 0)
     honest = LoFAST.analyse
