@@ -17,7 +17,8 @@ from tests.launching import ROOT, TINY, finish, launch
 from trainers.job import prepare
 
 SCRIPT = ROOT / "trainers" / "adv_train.py"
-RUN = (*TINY, "train.epochs=2", "train.checkpoint_every=5", "train.log_every=1", "train.eval_images=64")
+CAPS = "+model.attention={name:dp,v_cap:1.0,o_cap:1.0}"  # their power iteration has to be resumed as well
+RUN = (*TINY, CAPS, "train.epochs=2", "train.checkpoint_every=5", "train.log_every=1", "train.eval_images=64")
 STEPS_PER_EPOCH = 22  # ceil(1437 / 64) = 23 batches of 64, in micro-batches of 16 on 2 ranks: 45 // 2
 
 
