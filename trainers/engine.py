@@ -26,6 +26,7 @@ import deepspeed.ops  # noqa: E402
 from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
 from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 
+from certizoo import UserError  # noqa: E402
 from trainers.place import place  # noqa: E402
 from trainers.settings import DeepSpeedConfig, OptimizerConfig, TrainConfig, require  # noqa: E402
 
@@ -82,7 +83,15 @@ def start(timeout_minutes: float) -> World:
         deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
     store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
     patience = timedelta(minutes=timeout_minutes)  # a rank that waits longer for the others ends with an error
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=patience, store=store, rank=rank, world_size=size)
+    try:
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=patience, store=store, rank=rank, world_size=size)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ["MASTER_PORT"]
+        raise UserError(
+            f"port {port} is taken, by another run perhaps; choose one: deepspeed --master_port=29501 ..."
+        ) from None
     deepspeed.init_distributed(timeout=patience, auto_mpi_discovery=False, verbose=False)
     return World(rank, size, device)
 
