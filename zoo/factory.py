@@ -70,7 +70,7 @@ LIPSCHITZ: Options = {
 # Paper 004: 3 layers, width 128, patch 16, LayerProject, SLL, caps. The paper has R = 1 before the attention; R = 2 with
 # smaller caps on W_Q and W_K certified more (README).
 LOFAST_C10: Options = LIPSCHITZ | {
-    "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.5, "o_cap": 0.5},
+    "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.35, "o_cap": 0.35},
     "norm": "layerproject",
     "attn_norm": {"name": "layerproject", "radius": 2.0},
     "mlp": "sll_relu",
