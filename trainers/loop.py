@@ -53,7 +53,7 @@ def train_epoch(run: Run, position: Position) -> tuple[Position, dict[str, float
         terms = train_step(run, batches, step, lr)
         position = Position(step + 1, epoch, batch_in_epoch + 1)
         run.report.advance(position.step)
-        if position.step % job.train.log_every == 0:
+        if position.step % job.train.log_every == 0 or position.step == run.total_steps:
             speed = run.report.images_per_second(position.step, job.train.batch_size)
             run.report.row(position.step, epoch, {**terms, "lr": lr, "images_per_s": speed})
         if position.batch_in_epoch == run.steps_per_epoch:
