@@ -19,6 +19,7 @@ from certify.__main__ import main
 from certizoo import UserError
 from registry import browse
 from shards import DataConfig
+from zoo import factory
 
 CONFIG: dict[str, Any] = {"name": "spec_vit_digits", "num_classes": 10, "img_size": 8, "in_chans": 1}
 SETTINGS = stage.Settings(
@@ -113,6 +114,19 @@ def test_bad_handovers_are_refused(handover: Path, tmp_path: Path) -> None:
         zoo.handover.load(tmp_path)
 
 
+def test_a_handover_outlives_the_defaults_of_its_name(
+    handover: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A later version may change what a name means; what was handed over stays the same function."""
+    before, _ = zoo.handover.load(handover)
+    caps = {"name": "dp", "q_cap": 0.01, "k_cap": 0.01, "v_cap": 0.01, "o_cap": 0.01}
+    monkeypatch.setitem(factory.SPEC_DIGITS, "attention", caps)
+    monkeypatch.setitem(factory.SPEC_DIGITS, "depth", 5)
+    after, _ = zoo.handover.load(handover)
+    x = torch.rand(4, 1, 8, 8)
+    assert torch.equal(before(x), after(x))
+
+
 @pytest.mark.parametrize("changes", [{"eps": ()}, {"eps": (0.0,)}, {"headline_eps": 0.3}, {"images": 0}])
 def test_senseless_settings_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"certify\."):
@@ -137,7 +151,7 @@ def test_published_version_comes_back_bit_equal(
     original, _ = zoo.handover.load(handover)
     x = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(served(x), original(x))
-    assert config["model"] == CONFIG
+    assert config["model"] == {"name": "spec_vit_digits"} | zoo.model_options(**CONFIG)
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")  # a fresh process would read the variable
     mlflow.set_registry_uri(f"sqlite:///{tmp_path}/mlflow.db")
     by_mlflow = mlflow.pyfunc.load_model("models:/digits@champion").predict(x.numpy())

@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import zoo
 from attacks import AttackConfig
 from certify.stage import Settings as CertifySettings
 from certizoo import UserError
@@ -67,11 +68,12 @@ def prepare(config: dict[str, Any]) -> Job:
     """Check a resolved configuration and the data it names. Raises UserError naming the key, file or folder."""
     config = with_batch_size(config, place()[2])
     data = _typed(DataConfig, config, "data")
+    config = {**config, "model": _model_config(config["model"], data)}
     job = Job(
         config=config,
         seed=int(config["seed"]),
         run_dir=Path(config["run_dir"]),
-        model=_model_config(config["model"], data),
+        model=config["model"],
         data=data,
         train_set=find(data, "train"),
         test_set=_test_set(data),
@@ -130,7 +132,7 @@ def _typed(cls: type[T], config: Mapping[str, Any], group: str) -> T:
 def _model_config(model: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:
     """The recipe's options, on images as the data gives them."""
     shape = {"num_classes": data.num_classes, "img_size": data.img_size, "in_chans": data.channels}
-    return {**shape, **model}
+    return {"name": model["name"], **zoo.model_options(**(shape | dict(model)))}
 
 
 def _test_set(data: DataConfig) -> ShardSet | None:

@@ -2,6 +2,6 @@
 
 import certizoo  # noqa: F401  (repairs torchvision before timm imports it)
 from zoo import handover, penalty, rules, spectral
-from zoo.factory import attention_name, create_model, list_models
+from zoo.factory import attention_name, create_model, list_models, model_options
 
-__all__ = ["attention_name", "create_model", "handover", "list_models", "penalty", "rules", "spectral"]
+__all__ = ["attention_name", "create_model", "handover", "list_models", "model_options", "penalty", "rules", "spectral"]

@@ -67,8 +67,8 @@ LIPSCHITZ: Options = {
     "patch_cap": 1.0,
     "mlp_ratio": 2.0,
 }
-# Paper 004: 3 layers, width 128, patch 16, LayerProject, SLL, caps. The paper has R = 1 before the attention; R = 2 with
-# smaller caps on W_Q and W_K certified more (README).
+# Paper 004: 3 layers, width 128, patch 16, LayerProject, SLL, caps. The paper has R = 1 before the attention; here it is
+# R = 2 with smaller caps on W_Q and W_K (README, results).
 LOFAST_C10: Options = LIPSCHITZ | {
     "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.35, "o_cap": 0.35},
     "norm": "layerproject",
@@ -124,7 +124,7 @@ def list_models() -> list[str]:
 
 def attention_name(name: str, **overrides: Any) -> str:
     """The attention variant of a model: 'dp', ..."""
-    attention = _options(name, overrides)["attention"]
+    attention = model_options(name, **overrides)["attention"]
     return attention if isinstance(attention, str) else str(attention["name"])
 
 
@@ -135,10 +135,12 @@ def create_model(name: str, **overrides: Any) -> nn.Module:
     `attention`, `norm`, `attn_norm` and `mlp` are a name or a mapping {name: ..., option: value}.
     Raises UserError for an unknown name or option.
     """
-    return _vit(_options(name, overrides))
+    return _vit(model_options(name, **overrides))
 
 
-def _options(name: str, overrides: Options) -> Options:
+def model_options(name: str, **overrides: Any) -> Options:
+    """Every option of a model, overrides in place: what has to be kept for the model to be made again as it is, even if
+    its defaults change in a later version. Raises UserError as `create_model` does."""
     models = _models()
     if name not in models:
         raise UserError(f"no model {name!r}; {_suggest(name, models)}")

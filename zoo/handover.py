@@ -11,20 +11,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from certizoo import UserError
-from zoo.factory import create_model
+from zoo.factory import create_model, model_options
 
 WEIGHTS, CONFIG = "model.safetensors", "config.yaml"
 
 
 def save(folder: Path, model: nn.Module, model_config: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-    """Write the weights of `model` and a `config.yaml` with `model: model_config` and the keys of `extra`.
-
-    Each file appears whole or not at all.
+    """Write the weights of `model` and a `config.yaml` with the keys of `extra` and, under `model`, every option of the
+    model: a name alone would come back as another function once its defaults change. Each file appears whole or not
+    at all.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = {key: value.detach().float().cpu().contiguous() for key, value in model.state_dict().items()}
     _write(folder / WEIGHTS, lambda path: save_file(state, path))
-    config = {**extra, "model": dict(model_config)}
+    config = {**extra, "model": {"name": model_config["name"], **model_options(**model_config)}}
     _write(folder / CONFIG, lambda path: path.write_text(yaml.safe_dump(config, sort_keys=False)))
 
 
