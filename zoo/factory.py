@@ -67,8 +67,8 @@ LIPSCHITZ: Options = {
     "patch_cap": 1.0,
     "mlp_ratio": 2.0,
 }
-# Paper 004: 3 layers, width 128, patch 16, LayerProject, SLL, caps. The paper has R = 1 before the attention; here it is
-# R = 2 with smaller caps on W_Q and W_K (README, results).
+# Paper 004: 3 layers, width 128, patch 16, LayerProject, SLL, caps. The paper has R = 1 before the attention; here it
+# is R = 2 with smaller caps on W_Q and W_K (README, results).
 LOFAST_C10: Options = LIPSCHITZ | {
     "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.35, "o_cap": 0.35},
     "norm": "layerproject",
