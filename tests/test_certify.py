@@ -176,6 +176,15 @@ def test_uncertifiable_models_and_methods_are_refused() -> None:
     for eps in (-0.1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="eps"):
             certify(model, x, y, eps=eps)
+    handle = model.blocks[0].attn.qkv.register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(NoRule, match="hook"):
+        certify(model, x, y, eps=0.1)
+    handle.remove()
+    certify(model, x, y, eps=0.1)
+    replaced, model.blocks[0].attn.proj = model.blocks[0].attn.proj, nn.Sequential(model.blocks[0].attn.proj)
+    with pytest.raises(NoRule, match="Sequential"):
+        certify(model, x, y, eps=0.1)
+    model.blocks[0].attn.proj = replaced
     model.blocks[0].mlp = nn.Softsign()
     with pytest.raises(NoRule, match="Softsign"):
         certify(model, x, y, eps=0.1)

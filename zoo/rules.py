@@ -77,13 +77,12 @@ def classifier_rule(
 
 def classifier_of(model: nn.Module) -> tuple[Layer, nn.Linear]:
     """The trunk's rule and the linear head of a model. Raises `NoRule`."""
-    _refuse_altered(model)
+    for module in model.modules():  # also inside modules whose rule reads the weights without calling the parts
+        _refuse_altered(module)
     if type(model) not in _CLASSIFIER_RULES:
         raise NoRule(model)
     trunk, head = _CLASSIFIER_RULES[type(model)](model)
-    if type(head) is not nn.Linear:
-        raise NoRule(head, "the classifier head must be an nn.Linear")
-    layer_of(head)
+    expect(head, nn.Linear)
     return trunk, head
 
 
@@ -137,6 +136,12 @@ def chain(layers: Iterable[Layer]) -> Layer:
 def scaled(module: nn.Module, lipschitz: Tensor | float) -> Layer:
     """A module with a known global Lipschitz constant."""
     return lambda x: (module(x), lambda r: lipschitz * r)
+
+
+def expect(part: nn.Module, kind: type[nn.Module]) -> None:
+    """For rules that read the weights of a part: it must be exactly of the type they were proved for."""
+    if type(part) is not kind:
+        raise NoRule(part, f"a {kind.__name__} was expected in its place")
 
 
 def _refuse_altered(module: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.cap import HasConstraints, cap_
-from zoo.rules import Bound, Layer, NoRule, chain, classifier_rule, layer_of, rule
+from zoo.rules import Bound, Layer, NoRule, chain, classifier_rule, expect, layer_of, rule
 from zoo.spectral import sigma_upper
 
 
@@ -134,12 +134,13 @@ class ViT(nn.Module):
 def _embedding(module: ViT) -> Layer:
     """Patches do not overlap: normalisation and projection are one matrix on patches, W diag(1 / std). Positions and
     class token are constant."""
+    expect(module.normalize, Normalize)
+    expect(module.patch_embed, PatchEmbed)
+    expect(module.patch_embed.norm, nn.Identity)
     conv = module.patch_embed.proj
-    if conv.stride != conv.kernel_size or type(conv) is not nn.Conv2d or conv.padding != (0, 0):
-        raise NoRule(conv, "the patch embedding needs stride = kernel size and no padding")
-    layer_of(module.patch_embed.norm)
-    if type(module.patch_embed.norm) is not nn.Identity:
-        raise NoRule(module.patch_embed, "a norm inside the patch embedding has no rule here")
+    expect(conv, nn.Conv2d)
+    if conv.stride != conv.kernel_size or conv.padding != (0, 0) or conv.dilation != (1, 1) or conv.groups != 1:
+        raise NoRule(conv, "the patch embedding needs stride = kernel size, no padding, dilation or groups")
     norm = sigma_upper((conv.weight.detach().double() / module.normalize.std.double()).flatten(1))
     return lambda x: (module.embed(x), lambda r: norm * r)
 

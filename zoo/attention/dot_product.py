@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.cap import cap_
-from zoo.rules import Bound, Layer, residual_rule, rule
+from zoo.rules import Bound, Layer, expect, residual_rule, rule
 from zoo.spectral import sigma_upper, start_vectors
 
 DENSE_LIMIT = 4096  # N D up to which zeta is the norm of the dense (N D, N D) matrix
@@ -93,6 +93,8 @@ def _lofast(module: DotProductAttention, residual: bool) -> Layer:
     s (Gamma_Q K^T + Q Gamma_K^T + Gamma_Q Gamma_K^T) with ||Gamma_Q K^T||_F <= ||W_Q K^T|| r. Biases of Q and K stay
     inside Q and K, that of V is added to every token alike because rows of P sum to 1.
     """
+    expect(module.qkv, nn.Linear)
+    expect(module.proj, nn.Linear)
     w_q, w_k, w_v = (w.double() for w in module.head_weights_3HOD().detach())
     w_o_HOD = module.proj.weight.detach().double().unflatten(1, (module.num_heads, -1)).permute(1, 2, 0)
     m_HDD = w_v.mT @ w_o_HOD
