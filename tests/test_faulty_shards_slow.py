@@ -28,7 +28,7 @@ def test_a_broken_shard_stops_the_run_with_one_line(shard: str, split: str, tmp_
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert status != 0, output
     assert errors, output
-    assert len(set(errors)) == 1, errors
-    assert shard in errors[0]
+    assert len(errors) <= 2, "at most one line a rank: two ranks may meet two corrupt images"
+    assert all(shard in error for error in errors)
     assert not (tmp_path / "runs" / "faulty" / "handover").exists()
     assert "Traceback" not in output

@@ -15,6 +15,8 @@ from certizoo.compose import compose_config
 from certizoo.errors import EXIT_USER_ERROR, one_line_errors
 from trainers.place import place, said_once
 
+PEER_GONE = ("by peer", "Broken pipe")  # gloo's words for a closed connection
+
 
 def main(config_name: str, argv: Sequence[str] | None = None) -> None:
     """Train as `configs/{config_name}.yaml` and the arguments say. Exit status 2: an error of one line."""
@@ -65,6 +67,10 @@ def leaving_no_rank_behind() -> Iterator[None]:
             raise
         if isinstance(error, SystemExit):
             status = error.code if isinstance(error.code, int) else EXIT_USER_ERROR
+        elif isinstance(error, RuntimeError) and any(words in str(error) for words in PEER_GONE):
+            # Not this rank's fault: the one that ended first has said why, and a traceback here would bury it.
+            sys.stderr.write(f"rank {dist.get_rank()} lost another rank and ends too\n")
+            status = 1
         else:
             traceback.print_exc()
             status = 1
