@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -65,12 +64,9 @@ def _default_out(config: dict[str, Any], handover: Path) -> Path:
 def _data(config: dict[str, Any], handover: Path) -> DataConfig:
     if config.get("data"):
         return DataConfig(**config["data"])
-    path = handover / zoo.handover.CONFIG
-    if not path.is_file():
-        raise UserError(f"{handover} is no hand-over: {path.name} is missing; train with trainers/adv_train.py first")
-    saved = yaml.safe_load(path.read_text())
+    saved = zoo.handover.read_config(handover)
     if "data" not in saved:
-        raise UserError(f"{path} names no data; add data=NAME data.root=FOLDER")
+        raise UserError(f"the config of {handover} names no data; add data=NAME data.root=FOLDER")
     return DataConfig(**saved["data"])
 
 

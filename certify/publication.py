@@ -10,7 +10,9 @@ from certify.stage import CERTIFICATE
 from registry.publish import publish as publish_version
 
 
-def publish(handover: Path, out: Path, *, registered_name: str, run_id: str | None, experiment: str) -> str:
+def publish(
+    handover: Path, out: Path, *, registered_name: str, run_id: str | None, experiment: str, uri: str | None = None
+) -> str:
     """Register the certified hand-over as a model version; returns a line that says where, or where it waits.
 
     The version holds the hand-over's files and those of `out`, collected in `published/` beside `out`.
@@ -27,6 +29,7 @@ def publish(handover: Path, out: Path, *, registered_name: str, run_id: str | No
         run_id=run_id,
         experiment=experiment,
         headline=f"certified_acc.{summary['headline_eps']:g}",
+        uri=uri,
     )
     if version.version is None:
         return f"not yet: MLflow is away; {version.uri} waits for `python -m registry sync {out.parent}`"

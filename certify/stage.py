@@ -28,6 +28,7 @@ from certify.bake import logit_difference
 from certify.evaluate import DEFAULT_ATTACK, Row, rows_of
 from certify.lofast import SLACK
 from certizoo import UserError, __version__
+from certizoo.files import write_whole
 
 ROWS, CERTIFICATE = "certificates.jsonl", "certificate.json"
 Summary = dict[str, Any]
@@ -151,9 +152,7 @@ def _append(path: Path, rows: list[Row]) -> None:
 
 
 def _write_json(path: Path, content: Summary) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=2) + "\n")
-    part.replace(path)
+    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: Settings, difference: float) -> Summary:

@@ -7,7 +7,6 @@ number of labels that occur. The writer adds `class_names`. `{name}.json` goes b
 import hashlib
 import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from certizoo import UserError
+from certizoo.files import write_whole
 from shards.decode import decode
 from shards.tar import SampleError, walk
 
@@ -89,12 +89,9 @@ def save(path: Path, infos: Iterable[ShardInfo], class_names: list[str] | None =
     """Write a manifest in one step: a reader sees the old one or the new one, never half."""
     content: dict[str, Any] = {"class_names": class_names} if class_names else {}
     content["files"] = [info.as_json() for info in sorted(infos, key=lambda info: info.file)]
-    part = path.with_name(path.name + ".part")
     try:
-        part.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(part, path)
+        write_whole(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another root") from None
 
 

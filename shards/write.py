@@ -2,7 +2,6 @@
 
 import io
 import logging
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from certizoo import UserError
+from certizoo.files import whole_file
 from shards import manifest
 from shards.decode import decode
 from shards.manifest import ShardInfo
@@ -103,25 +103,20 @@ def _listed(
 
 def _write_shard(path: Path, members: Iterable[dict[str, Any]]) -> ShardInfo:
     """Write under another name, then rename: what has the final name is whole."""
-    part = path.with_name(path.name + ".part")
     labels: Counter[int] = Counter()
     try:
-        with part.open("wb") as file:
-            with wds.TarWriter(file, encoder=False, mtime=0, user="", group="", mode=0o644) as tar:
-                for member in members:
-                    labels[int(member["cls"])] += 1
-                    tar.write(member)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        with (
+            whole_file(path) as part,
+            part.open("wb") as file,
+            wds.TarWriter(file, encoder=False, mtime=0, user="", group="", mode=0o644) as tar,
+        ):
+            for member in members:
+                labels[int(member["cls"])] += 1
+                tar.write(member)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UserError(
             f"{path} cannot be written ({error.strerror or error}); free space or choose another root"
         ) from None
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
     size = path.stat().st_size
     return ShardInfo(path.name, labels.total(), size, manifest.sha256_of(path), dict(labels))
 

@@ -8,7 +8,6 @@ shorter, does not count. No random state is stored: each step derives its own fr
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certizoo import UserError
+from certizoo.files import write_whole
 
 if TYPE_CHECKING:  # DeepSpeed takes seconds to import; reading a checkpoint's mark does not need it
     from trainers.engine import Engine
@@ -129,13 +129,3 @@ def _prune(run_dir: Path, keep: int) -> None:
 
 def tag(step: int) -> str:
     return f"step{step:08d}"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file appears with all of its text or not at all."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

@@ -1,7 +1,6 @@
 """What training leaves behind: float32 weights and the resolved configuration; then certification and publication."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rich.table import Table
 import zoo
 from certify import publication, stage
 from certizoo import UserError, __version__
-from trainers.checkpoint import write_whole
+from certizoo.files import write_whole
 from trainers.engine import Engine
 from trainers.job import Job, certify_settings
 
@@ -76,10 +75,13 @@ def _certified(job: Job, folder: Path, out: Path, console: Console) -> dict[str,
 
 def _published(job: Job, folder: Path, out: Path, run_id: str | None) -> str:
     settings = job.config["registry"]
-    if settings["uri"]:
-        os.environ["MLFLOW_TRACKING_URI"] = settings["uri"]  # the registry's one way to hear of it
     return publication.publish(
-        folder, out, registered_name=settings["model_name"], run_id=run_id, experiment=settings["experiment"]
+        folder,
+        out,
+        registered_name=settings["model_name"],
+        run_id=run_id,
+        experiment=settings["experiment"],
+        uri=settings["uri"],
     )
 
 

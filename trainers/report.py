@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from certizoo.files import write_whole
 from registry.track import Tracker
-from trainers.checkpoint import write_whole
 
 Row = dict[str, float]
 ROWS = "metrics.jsonl"

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import zoo
 from certizoo import UserError
+from certizoo.files import write_whole
 from registry.track import Tracker
-from trainers import checkpoint
 from trainers.engine import Engine, World
 from trainers.job import Job
 from trainers.report import Report
@@ -40,7 +40,7 @@ def assemble(job: Job, world: World) -> Run:
     tracker = None
     if world.rank == 0:
         job.run_dir.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_whole(job.run_dir / "config.yaml", yaml.safe_dump(job.config, sort_keys=False))
+        write_whole(job.run_dir / "config.yaml", yaml.safe_dump(job.config, sort_keys=False))
         tracker = open_tracker(job)
     total = job.total_steps(world.size)
     report = Report(job.run_dir, total, speaks=world.rank == 0, tracker=tracker)

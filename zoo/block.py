@@ -3,7 +3,7 @@
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from zoo.rules import Bound, Layer, chain, identity, layer_of, residual_layer_of, rule
+from zoo.rules import Layer, chain, identity, layer_of, residual, residual_layer_of, rule
 
 rule(DropPath)(identity)  # an identity in eval mode
 
@@ -50,13 +50,7 @@ def pre_norm_block(module: PreNormBlock) -> Layer:
     """Each half is r + branch(norm(r)); the identity and the normalised branch do not share one norm here."""
 
     def half(norm: nn.Module, branch: nn.Module) -> Layer:
-        inner = chain([layer_of(norm), layer_of(branch), layer_of(module.drop_path)])
-
-        def layer(x: Tensor) -> tuple[Tensor, Bound]:
-            y, bound = inner(x)
-            return x + y, lambda r: r + bound(r)
-
-        return layer
+        return residual(chain([layer_of(norm), layer_of(branch), layer_of(module.drop_path)]))
 
     return chain([half(module.norm1, module.attn), half(module.norm2, module.mlp)])
 

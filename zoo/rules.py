@@ -104,10 +104,14 @@ def residual_layer_of(module: nn.Module) -> Layer:
     _refuse_altered(module)
     if type(module) in _RESIDUAL_RULES:
         return _RESIDUAL_RULES[type(module)](module)
-    inner = layer_of(module)
+    return residual(layer_of(module))
+
+
+def residual(branch: Layer) -> Layer:
+    """x + branch(x) where nothing better is known: the radii add up."""
 
     def layer(x: Tensor) -> tuple[Tensor, Bound]:
-        y, bound = inner(x)
+        y, bound = branch(x)
         return x + y, lambda r: r + bound(r)
 
     return layer
