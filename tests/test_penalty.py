@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import zoo
 from zoo.penalty import msvp
+from zoo.spectral import power_step
 
 
 @pytest.fixture
@@ -85,8 +86,42 @@ def test_works_under_bfloat16(model: Any) -> None:
 
 
 def test_a_model_without_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="no attention"):
+    with pytest.raises(ValueError, match="no weights"):
         msvp(torch.nn.Linear(2, 2), 1, 1, 1)
+    with pytest.raises(ValueError, match="lambda_k"):
+        msvp(torch.nn.Linear(2, 2), 1, -1, 1)
+
+
+def test_output_projections_and_mlps_are_optional_terms(model: Any) -> None:
+    for _ in range(400):
+        msvp(model, 0, 0, 0, 1, 1)
+    weights = [[block.attn.proj.weight] for block in model.blocks]
+    mlps = [[block.mlp.fc1.weight, block.mlp.fc2.weight] for block in model.blocks]
+
+    def oracle(groups: Any) -> float:
+        return sum(float(torch.linalg.matrix_norm(w.detach(), 2) ** 2) for group in groups for w in group)
+
+    assert msvp(model, 0, 0, 0, lambda_o=0.5).item() == pytest.approx(0.5 * oracle(weights), rel=1e-4)
+    assert msvp(model, 0, 0, 0, lambda_mlp=0.5).item() == pytest.approx(0.5 * oracle(mlps), rel=1e-4)
+
+
+def test_a_branch_that_is_off_is_not_computed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lambda 0: no power iteration, no graph, vectors as they were."""
+    rows: list[int] = []
+
+    def counted(weight: Any, v: Any) -> Any:
+        rows.append(weight.flatten(0, -3).shape[0])
+        return power_step(weight, v)
+
+    monkeypatch.setattr(zoo.penalty, "power_step", counted)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert not msvp(model, 0, 0, 0).requires_grad
+    assert rows == []
+    msvp(model, 0, 0, 1)
+    assert rows == [3 * 3], "3 layers x 3 heads of W_V alone"
+    for key, value in model.state_dict().items():
+        still = value[:2] if key.endswith("power_3HD") else value  # W_Q and W_K
+        assert torch.equal(still, before[key][: len(still)] if still.ndim else before[key]), key
 
 
 def test_the_penalty_is_part_of_a_usual_loss(model: Any) -> None:

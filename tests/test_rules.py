@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from timm.layers import DropPath, Mlp
+from timm.layers import DropPath
 from torch import Tensor, nn
 
 from tests.ascent import largest_change
 from zoo.attention.dot_product import DotProductAttention
 from zoo.block import NormFirstBlock, PreNormBlock
-from zoo.mlp import SLL
+from zoo.mlp import SLL, Mlp
 from zoo.norms import LayerProject, SmoothProject
 from zoo.rules import NoRule, layer_of, residual_layer_of, rule_types
 from zoo.vit import Normalize

@@ -39,8 +39,7 @@ def oracle(job: Job) -> dict[str, Tensor]:
     for step in range(STEPS):
         images, labels = global_batch(step)
         adversarial = job.attack.run(model, images, labels, keep_worst=False)
-        lambdas = (job.penalty.lambda_q, job.penalty.lambda_k, job.penalty.lambda_v)
-        loss = F.cross_entropy(model.train()(adversarial), labels) + zoo.penalty.msvp(model, *lambdas)
+        loss = F.cross_entropy(model.train()(adversarial), labels) + zoo.penalty.msvp(model, **vars(job.penalty))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), job.train.clip_grad)

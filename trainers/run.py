@@ -70,5 +70,4 @@ def check_penalty(job: Job, model: nn.Module) -> None:
 
 def penalty_of(job: Job, model: nn.Module) -> Tensor:
     """MSVP with the job's weights."""
-    weights = job.penalty
-    return zoo.penalty.msvp(model, weights.lambda_q, weights.lambda_k, weights.lambda_v)
+    return zoo.penalty.msvp(model, **vars(job.penalty))

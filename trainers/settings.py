@@ -77,15 +77,21 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class PenaltyConfig:
-    """configs/penalty: the weights of MSVP on queries, keys and values; all 0 is no penalty."""
+    """configs/penalty: the weights of MSVP on queries, keys, values, output projections and MLPs; 0 is off."""
 
     lambda_q: float = 0.0
     lambda_k: float = 0.0
     lambda_v: float = 0.0
+    lambda_o: float = 0.0
+    lambda_mlp: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            require(value >= 0, f"penalty.{key}={value} does not work; set it to 0 (off) or more")
 
     @property
     def active(self) -> bool:
-        return any((self.lambda_q, self.lambda_k, self.lambda_v))
+        return any(vars(self).values())
 
 
 @dataclass(frozen=True)

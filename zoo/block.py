@@ -1,5 +1,7 @@
 """Transformer blocks. A block gets its attention, norms and MLP; it does not know which variant they are."""
 
+from collections.abc import Callable
+
 from timm.layers import DropPath
 from torch import Tensor, nn
 
@@ -9,19 +11,28 @@ rule(DropPath)(identity)  # an identity in eval mode
 
 
 class PreNormBlock(nn.Module):
-    """The standard block: x + attn(norm1(x)), then x + mlp(norm2(x)), with stochastic depth. (B, N, D) -> (B, N, D)."""
+    """The standard block: x + attn(norm1(x)), then x + mlp(norm2(x)), with stochastic depth. (B, N, D) -> (B, N, D).
+
+    `residual()` makes a factor in front of each branch: a weighted residual, or nothing.
+    """
 
     def __init__(
-        self, attn: nn.Module, mlp: nn.Module, norm1: nn.Module, norm2: nn.Module, drop_path: float = 0.0
+        self,
+        attn: nn.Module,
+        mlp: nn.Module,
+        norm1: nn.Module,
+        norm2: nn.Module,
+        drop_path: float = 0.0,
+        residual: Callable[[], nn.Module] = nn.Identity,
     ) -> None:
         super().__init__()
-        self.norm1, self.attn = norm1, attn
-        self.norm2, self.mlp = norm2, mlp
+        self.norm1, self.attn, self.scale1 = norm1, attn, residual()
+        self.norm2, self.mlp, self.scale2 = norm2, mlp, residual()
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        x_BND = x_BND + self.drop_path(self.attn(self.norm1(x_BND)))
-        return x_BND + self.drop_path(self.mlp(self.norm2(x_BND)))
+        x_BND = x_BND + self.drop_path(self.scale1(self.attn(self.norm1(x_BND))))
+        return x_BND + self.drop_path(self.scale2(self.mlp(self.norm2(x_BND))))
 
 
 class NormFirstBlock(nn.Module):
@@ -49,10 +60,10 @@ class NormFirstBlock(nn.Module):
 def pre_norm_block(module: PreNormBlock) -> Layer:
     """Each half is r + branch(norm(r)); the identity and the normalised branch do not share one norm here."""
 
-    def half(norm: nn.Module, branch: nn.Module) -> Layer:
-        return residual(chain([layer_of(norm), layer_of(branch), layer_of(module.drop_path)]))
+    def half(*branch: nn.Module) -> Layer:
+        return residual(chain(layer_of(part) for part in (*branch, module.drop_path)))
 
-    return chain([half(module.norm1, module.attn), half(module.norm2, module.mlp)])
+    return chain([half(module.norm1, module.attn, module.scale1), half(module.norm2, module.mlp, module.scale2)])
 
 
 @rule(NormFirstBlock)

@@ -7,7 +7,6 @@ The cap steers the training. No certificate trusts it: certificates measure the 
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +36,6 @@ class SpectralCap(nn.Module):
             self.v_KN.copy_(v_KN)
         excess_K = (sigma_K / self.caps_K.float()).clamp_min(1)  # sigma / inf = 0: a free block stays as it is
         return (blocks / excess_K[:, None, None]).to(weight.dtype).reshape(weight.shape)
-
-
-@runtime_checkable
-class HasConstraints(Protocol):
-    """A module that puts caps on its own weights once they have their initial values."""
-
-    def constrain(self) -> None: ...
 
 
 def cap_(module: nn.Module, caps: Sequence[float | None]) -> None:

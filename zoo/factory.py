@@ -1,130 +1,58 @@
 """Models by name: `create_model`, `list_models`, and the same names in timm's registry.
 
-A name is `<attention variant>_vit_<size>` or one of the models below. Everything is resolved here; the model classes
-receive ready-made parts.
+`catalog.py` says what each name stands for; here it is built. Everything is resolved here: the model classes receive
+ready-made parts.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 import timm.models
-from timm.layers import Mlp
 from torch import nn
 
 from certizoo import UserError
 from zoo import attention as attention_files
+from zoo import catalog
+from zoo.attention.gpsa import GPSA
 from zoo.block import NormFirstBlock, PreNormBlock
-from zoo.mlp import SLL
+from zoo.catalog import Options
+from zoo.init import trunc_normal_init_
+from zoo.mlp import SLL, Mlp
 from zoo.norms import LayerProject, SmoothProject
 from zoo.vit import ViT
 
-Options = dict[str, Any]
+Parts = Mapping[str, Callable[..., Any]]
 
-NORMS: dict[str, Callable[..., nn.Module]] = {
+NORMS: Parts = {
     "layernorm": partial(nn.LayerNorm, eps=1e-6),
     "layerproject": LayerProject,
     "smoothproject": SmoothProject,
 }
-MLPS: dict[str, Callable[..., nn.Module]] = {
+MLPS: Parts = {
     "gelu": Mlp,
     "sll_relu": SLL,
     "sll_tanh": partial(SLL, act=nn.Tanh),
 }
-BLOCKS = {"prenorm": PreNormBlock, "normfirst": NormFirstBlock}
+BLOCKS: Parts = {"prenorm": PreNormBlock, "normfirst": NormFirstBlock}
+RESIDUALS: Parts = {}
+INITS: dict[str, Callable[[nn.Module], None]] = {"trunc_normal": trunc_normal_init_}
 
 IMAGENET_STATISTICS = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 GRAY_STATISTICS = {"mean": (0.5,), "std": (0.5,)}
 
-# timm's defaults: patch 16, 224 pixels, class token, LayerNorm, GELU.
-STANDARD: Options = {
-    "block": "prenorm",
-    "norm": "layernorm",
-    "attn_norm": None,
-    "mlp": "gelu",
-    "mlp_ratio": 4.0,
-    "num_classes": 1000,
-    "img_size": 224,
-    "patch_size": 16,
-    "in_chans": 3,
-    "global_pool": "cls",
-    "drop_path_rate": 0.0,
-    "patch_cap": None,
-    "mean": None,
-    "std": None,
-}
-SIZES: dict[str, Options] = {
-    "ti": {"embed_dim": 192, "depth": 12, "num_heads": 3},
-    "s": {"embed_dim": 384, "depth": 12, "num_heads": 6},
-    "b": {"embed_dim": 768, "depth": 12, "num_heads": 12},
-}
-LIPSCHITZ: Options = {
-    "block": "normfirst",
-    "global_pool": "avg",
-    "patch_cap": 1.0,
-    "mlp_ratio": 2.0,
-}
-# Paper 004: 3 layers, width 128, patch 16, LayerProject, SLL, caps. The paper has R = 1 before the attention; here it
-# is R = 2 with smaller caps on W_Q and W_K (README, results).
-LOFAST_C10: Options = LIPSCHITZ | {
-    "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.35, "o_cap": 0.35},
-    "norm": "layerproject",
-    "attn_norm": {"name": "layerproject", "radius": 2.0},
-    "mlp": "sll_relu",
-    "num_classes": 10,
-    "img_size": 32,
-    "embed_dim": 128,
-    "depth": 3,
-    "num_heads": 4,
-    "mean": (0.5, 0.5, 0.5),
-    "std": (0.25, 0.25, 0.25),
-}
-# Two heads and small caps on W_Q and W_K: LoFAST adds up the change of P over heads, in proportion to both.
-SPEC_DIGITS: Options = {
-    "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.5, "o_cap": 0.5},
-    "norm": "smoothproject",
-    "attn_norm": {"name": "smoothproject", "radius": 2.0},
-    "mlp": "sll_relu",
-    "num_classes": 10,
-    "img_size": 8,
-    "patch_size": 4,
-    "in_chans": 1,
-    "embed_dim": 48,
-    "depth": 2,
-    "num_heads": 2,
-}
-
-
-def _models() -> dict[str, Options]:
-    """Every name with its options."""
-    # SpecFormer is dot-product attention; its penalty belongs to the training (configs/model/spec_*.yaml).
-    prefixes = {variant: variant for variant in attention_files.variants()} | {"spec": "dp"}
-    models: dict[str, Options] = {
-        f"{prefix}_vit_{size}": STANDARD | {"attention": {"name": variant}} | options
-        for prefix, variant in prefixes.items()
-        for size, options in SIZES.items()
-    }
-    models["spec_vit_digits"] = STANDARD | LIPSCHITZ | SPEC_DIGITS
-    models["lofast_vit_c10"] = STANDARD | LOFAST_C10
-    models["lofast_vit_c10_smooth"] = (
-        STANDARD
-        | LOFAST_C10
-        | {"norm": "smoothproject", "attn_norm": {"name": "smoothproject", "radius": 2.0}, "mlp": "sll_tanh"}
-    )
-    return models
-
 
 def list_models() -> list[str]:
     """All model names, sorted."""
-    return sorted(_models())
+    return sorted(catalog.models())
 
 
 def attention_name(name: str, **overrides: Any) -> str:
-    """The attention variant of a model: 'dp', ..."""
-    attention = model_options(name, **overrides)["attention"]
+    """The attention variant of a model: 'dp', ...; 'none' for convolutional nets."""
+    attention = model_options(name, **overrides).get("attention", "none")
     return attention if isinstance(attention, str) else str(attention["name"])
 
 
@@ -132,16 +60,20 @@ def create_model(name: str, **overrides: Any) -> nn.Module:
     """A model by name: images (B, C, H, W) in [0,1] -> logits (B, num_classes).
 
     Overrides: any option of the model (num_classes, img_size, in_chans, embed_dim, depth, attention, norm, ...).
-    `attention`, `norm`, `attn_norm` and `mlp` are a name or a mapping {name: ..., option: value}.
+    `attention`, `norm`, `attn_norm`, `mlp` and `residual` are a name or a mapping {name: ..., option: value}.
     Raises UserError for an unknown name or option.
     """
-    return _vit(model_options(name, **overrides))
+    options = model_options(name, **overrides)
+    default = IMAGENET_STATISTICS if options["in_chans"] == 3 else GRAY_STATISTICS
+    for key in ("mean", "std"):
+        options[key] = tuple(options[key] or default[key])
+    return BACKBONES[options.pop("backbone")](options)
 
 
 def model_options(name: str, **overrides: Any) -> Options:
     """Every option of a model, overrides in place: what has to be kept for the model to be made again as it is, even if
     its defaults change in a later version. Raises UserError as `create_model` does."""
-    models = _models()
+    models = catalog.models()
     if name not in models:
         raise UserError(f"no model {name!r}; {_suggest(name, models)}")
     options = models[name]
@@ -150,44 +82,78 @@ def model_options(name: str, **overrides: Any) -> Options:
     return options | overrides
 
 
-def _vit(options: dict[str, Any]) -> ViT:
-    attention = _part("attention", options.pop("attention"), attention_files.variants())
+def _vit(options: Options) -> nn.Module:
+    """ViT, DeiT, ConViT, and the Lipschitz ViTs of papers 003 and 004."""
+    attention = _attention(options)
     norm = _part("norm", options.pop("norm"), NORMS)
     attn_norm = options.pop("attn_norm")
     norm1 = norm if attn_norm is None else _part("attn_norm", attn_norm, NORMS)
-    mlp = _part("mlp", options.pop("mlp"), MLPS)
-    block_name, mlp_ratio, num_heads = (options.pop(key) for key in ("block", "mlp_ratio", "num_heads"))
-    if block_name not in BLOCKS:
-        raise UserError(f"no block {block_name!r}; choose one of {', '.join(BLOCKS)}")
+    mlp = _part("mlp", options.pop("mlp"), MLPS, bias=options["bias"])
+    residual = options.pop("residual")
+    own = (
+        {} if residual is None else {"residual": partial(_part("residual", residual, RESIDUALS), options["embed_dim"])}
+    )
+    kind = _part("block", options.pop("block"), BLOCKS, **own)
+    dim, mlp_ratio = options["embed_dim"], options.pop("mlp_ratio")
+    gpsa_layers, locality = options.pop("gpsa_layers"), options.pop("locality_strength")
 
-    def block(dim: int, drop_path: float) -> nn.Module:
-        return BLOCKS[block_name](
-            attn=attention(dim, num_heads),
-            mlp=mlp(dim, int(dim * mlp_ratio)),
-            norm1=norm1(dim),
-            norm2=norm(dim),
-            drop_path=drop_path,
+    def block(index: int, drop_path: float) -> nn.Module:
+        attn = attention()
+        if index < gpsa_layers:
+            attn = GPSA(attn, locality_strength=locality)
+        return kind(
+            attn=attn, mlp=mlp(dim, int(dim * mlp_ratio)), norm1=norm1(dim), norm2=norm(dim), drop_path=drop_path
         )
 
-    default = IMAGENET_STATISTICS if options["in_chans"] == 3 else GRAY_STATISTICS
-    for key in ("mean", "std"):
-        options[key] = tuple(options[key] or default[key])
-    return ViT(block=block, norm=norm, **options)
+    init = _choice("init", options.pop("init"), INITS)
+    return ViT(block=block, norm=norm, init=init, cls_after=gpsa_layers, **options)
 
 
-def _part(kind: str, choice: str | Options, table: Mapping[str, Callable[..., nn.Module]]) -> Callable[..., nn.Module]:
-    """A constructor with its own options already bound."""
+BACKBONES: dict[str, Callable[[Options], nn.Module]] = {"vit": _vit}
+
+
+def _attention(options: Options) -> Callable[[], nn.Module]:
+    """The attention of one layer, with the model's width and biases."""
+    kind = _part(
+        "attention",
+        options.pop("attention"),
+        attention_files.variants(),
+        qkv_bias=options.pop("qkv_bias"),
+        proj_bias=options["bias"],
+    )
+    return partial(kind, options["embed_dim"], options.pop("num_heads"))
+
+
+def _part(kind: str, choice: str | Options, table: Parts, **common: Any) -> Callable[..., nn.Module]:
+    """A constructor with its own options already bound, and those of the model that it knows."""
     own: dict[str, Any] = {"name": choice} if isinstance(choice, str) else dict(choice)
     name = str(own.pop("name", None))
+    make = _choice(kind, name, table)
+    accepted = _accepted(make)
+    if unknown := sorted(set(own) - accepted):
+        raise UserError(f"{kind} {name} has no option {unknown[0]!r}; {_suggest(unknown[0], accepted)}")
+    return partial(make, **{key: value for key, value in common.items() if key in accepted} | own)
+
+
+def _choice(kind: str, name: str, table: Mapping[str, Any]) -> Any:
     if name not in table:
         raise UserError(f"no {kind} {name!r}; {_suggest(name, table)}")
-    accepted = inspect.signature(table[name]).parameters
-    if unknown := sorted(set(own) - set(accepted)):
-        raise UserError(f"{kind} {name} has no option {unknown[0]!r}; {_suggest(unknown[0], accepted)}")
-    return partial(table[name], **own)
+    return table[name]
 
 
-def _suggest(wrong: str, known: Mapping[str, object]) -> str:
+def _accepted(make: Callable[..., Any]) -> set[str]:
+    """The option names of a constructor, those that it hands on to its base class (**options) included."""
+    target = make.func if isinstance(make, partial) else make
+    names: set[str] = set()
+    for base in target.__mro__ if isinstance(target, type) else (target,):
+        parameters = inspect.signature(base).parameters.values()
+        names |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return names
+
+
+def _suggest(wrong: str, known: Iterable[str]) -> str:
     close = get_close_matches(wrong, known, n=3)
     return f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(sorted(known))}"
 

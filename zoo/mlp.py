@@ -1,10 +1,31 @@
 """Token-wise networks: timm's MLP and the 1-Lipschitz SLL residual layer, with their rules."""
 
+from collections.abc import Iterator
+from typing import Any
+
+import timm.layers
 import torch
-from timm.layers import Mlp
 from torch import Tensor, nn
 
 from zoo.rules import Layer, NoRule, chain, layer_of, rule
+from zoo.spectral import start_vectors
+
+
+class Mlp(timm.layers.Mlp):
+    """timm's fc2(act(fc1 x)), with the vectors of the MSVP penalty's power iteration kept beside the weights."""
+
+    power_fc1_1D: Tensor
+    power_fc2_1D: Tensor
+
+    def __init__(self, dim: int, hidden: int, **options: Any) -> None:
+        super().__init__(dim, hidden, **options)
+        self.register_buffer("power_fc1_1D", start_vectors(1, dim))
+        self.register_buffer("power_fc2_1D", start_vectors(1, hidden))
+
+    def spectral_terms(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """For `zoo.penalty`."""
+        yield "mlp", self.fc1.weight[None], self.power_fc1_1D
+        yield "mlp", self.fc2.weight[None], self.power_fc2_1D
 
 
 class SLL(nn.Module):

@@ -2,12 +2,15 @@
 
     L_msvp = sum_{l,h} lambda_q sigma(W_Q^{l,h})^2 + lambda_k sigma(W_K^{l,h})^2 + lambda_v sigma(W_V^{l,h})^2
 
+and, beyond the paper, lambda_o sigma(W_O^l)^2 + lambda_mlp ( sigma(W_1^l)^2 + sigma(W_2^l)^2 ) for layers l.
+
 Heads are the OUTPUT rows of the stored weights (trap D13). One power iteration a step for all layers and heads at
-once; its vectors are buffers of the attention modules, so they are in every checkpoint and a resumed run continues
-with the same ones. The penalty reads the modules; `forward` knows nothing of it.
+once; its vectors are buffers of the modules that own the weights, so they are in every checkpoint and a resumed run
+continues with the same ones. The penalty reads the modules; `forward` knows nothing of it.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -17,37 +20,50 @@ from zoo.spectral import power_step
 
 
 @runtime_checkable
-class HasHeads(Protocol):
-    """What an attention module offers to the penalty."""
+class HasSpectralTerms(Protocol):
+    """What a module offers to the penalty: per weight its branch ('q', 'k', 'v', 'o', 'mlp'), the weights of its heads
+    (H, O, D) and the vectors of their power iteration (H, D)."""
 
-    power_3HD: Tensor
-
-    def head_weights_3HOD(self) -> Tensor: ...
+    def spectral_terms(self) -> Iterable[tuple[str, Tensor, Tensor]]: ...
 
 
-def msvp(model: nn.Module, lambda_q: float, lambda_k: float, lambda_v: float) -> Tensor:
+def msvp(
+    model: nn.Module,
+    lambda_q: float,
+    lambda_k: float,
+    lambda_v: float,
+    lambda_o: float = 0.0,
+    lambda_mlp: float = 0.0,
+) -> Tensor:
     """Eq. 14 for all attention layers of `model`: a scalar, differentiable in the weights (float32).
 
-    The vectors move on by one iteration when gradients are enabled, so call it once an optimiser step. sigma is an
-    estimate from below and never enters a certificate.
+    A branch with lambda 0 is not computed. The vectors move on by one iteration when gradients are enabled, so call it
+    once an optimiser step. sigma is an estimate from below and never enters a certificate. Where W_K = W_Q (tied L2
+    attention) lambda_q weighs both. Raises ValueError for a negative lambda and for a model without such weights.
     """
-    groups: dict[torch.Size, list[HasHeads]] = defaultdict(list)
+    lambdas = {"q": lambda_q, "k": lambda_k, "v": lambda_v, "o": lambda_o, "mlp": lambda_mlp}
+    if negative := [branch for branch, value in lambdas.items() if value < 0]:
+        raise ValueError(f"lambda_{negative[0]} is negative; a penalty is 0 (off) or more")
+    if not any(lambdas.values()):
+        return torch.zeros((), device=next(model.parameters()).device)
+    groups: dict[torch.Size, list[tuple[float, Tensor, Tensor]]] = defaultdict(list)
     for module in model.modules():
-        if isinstance(module, HasHeads):
-            groups[module.power_3HD.shape].append(module)
+        if isinstance(module, HasSpectralTerms):
+            for branch, weight_HOD, power_HD in module.spectral_terms():
+                if lambdas[branch]:
+                    groups[weight_HOD.shape].append((lambdas[branch], weight_HOD, power_HD))
     if not groups:
-        raise ValueError("the model has no attention with heads to penalise")
-    terms = [_sum_of_squares(layers) for layers in groups.values()]
-    total_3 = torch.stack(terms).sum(0)
-    return (total_3 * total_3.new_tensor((lambda_q, lambda_k, lambda_v))).sum()
+        raise ValueError("the model has no weights of the branches to penalise")
+    return torch.stack([_weighted_squares(terms) for terms in groups.values()]).sum()
 
 
-def _sum_of_squares(layers: list[HasHeads]) -> Tensor:
-    """sum_{l,h} sigma^2 of Q, K and V for layers of one shape: -> (3,)."""
-    weight_L3HOD = torch.stack([layer.head_weights_3HOD().float() for layer in layers])
-    power_L3HD = torch.stack([layer.power_3HD.float() for layer in layers])
-    sigma_L3H, power_L3HD = power_step(weight_L3HOD, power_L3HD)
+def _weighted_squares(terms: list[tuple[float, Tensor, Tensor]]) -> Tensor:
+    """sum_k lambda_k sum_h sigma^2 over K weights of one shape, in one batch."""
+    lambda_K = torch.tensor([weight for weight, _, _ in terms])
+    weight_KHOD = torch.stack([weight_HOD.float() for _, weight_HOD, _ in terms])
+    power_KHD = torch.stack([power_HD.float() for _, _, power_HD in terms])
+    sigma_KH, power_KHD = power_step(weight_KHOD, power_KHD)
     if torch.is_grad_enabled():
-        for layer, power_3HD in zip(layers, power_L3HD, strict=True):
-            layer.power_3HD.copy_(power_3HD)
-    return sigma_L3H.square().sum((0, 2))
+        for (_, _, power_HD), moved_HD in zip(terms, power_KHD, strict=True):
+            power_HD.copy_(moved_HD)
+    return (sigma_KH.square().sum(1) * lambda_K.to(sigma_KH)).sum()

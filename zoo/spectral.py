@@ -23,9 +23,10 @@ def power_step(weight: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def start_vectors(*shape: int) -> Tensor:
-    """Deterministic unit vectors (..., n) to start a power iteration from; the same on every rank."""
+    """Deterministic unit vectors (..., n) to start a power iteration from; the same on every rank and device."""
     generator = torch.Generator().manual_seed(0)
-    return torch.nn.functional.normalize(torch.randn(*shape, generator=generator), dim=-1)
+    start = torch.nn.functional.normalize(torch.randn(*shape, generator=generator, device="cpu"), dim=-1)
+    return start.to(torch.get_default_device())
 
 
 def sigma_estimate(weight: Tensor, iterations: int = 20) -> Tensor:

@@ -2,6 +2,8 @@
 
     images in [0,1] -> normalise -> patches -> (class token) + positions -> blocks -> norm -> pool -> head
 
+ConViT (d'Ascoli et al. 2021) is the same with the class token put in front after its convolutional blocks.
+
 Letters: B images, C channels, N tokens, D width.
 """
 
@@ -12,7 +14,8 @@ from timm.layers import PatchEmbed, trunc_normal_
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.cap import HasConstraints, cap_
+from zoo.cap import cap_
+from zoo.init import finish_init_, trunc_normal_init_
 from zoo.rules import Bound, Layer, NoRule, chain, classifier_rule, expect, layer_of, rule
 from zoo.spectral import sigma_upper
 
@@ -47,9 +50,12 @@ class ViT(nn.Module):
     """Images (B, C, H, W) in [0,1] -> logits (B, num_classes); methods named as in timm.
 
     Args:
-        block: embed_dim, drop_path -> one block; the model does not know what is in it.
-        norm: embed_dim -> the norm before pooling.
+        block: index, drop_path -> one block; the model does not know what is in it.
+        norm: embed_dim -> the norm before pooling, or after it if `fc_norm`.
         global_pool: 'avg' (mean of all tokens) or 'cls' (a class token).
+        cls_after: the number of blocks after which the class token joins; it has a position only if that is 0.
+        bias: whether the patch embedding and the head have one.
+        init: gives the weights their initial values.
         patch_cap: cap on the spectral norm of the patch embedding (None: free).
     """
 
@@ -67,7 +73,11 @@ class ViT(nn.Module):
         global_pool: str,
         mean: tuple[float, ...],
         std: tuple[float, ...],
+        cls_after: int = 0,
+        fc_norm: bool = False,
+        bias: bool = True,
         drop_path_rate: float = 0.0,
+        init: Callable[[nn.Module], None] = trunc_normal_init_,
         patch_cap: float | None = None,
     ) -> None:
         super().__init__()
@@ -77,39 +87,41 @@ class ViT(nn.Module):
             raise UserError(f"global_pool is {global_pool!r}; choose 'avg' or 'cls'")
         self.num_classes, self.embed_dim, self.global_pool = num_classes, embed_dim, global_pool
         self.normalize = Normalize(mean, std)
-        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, bias=bias)
         has_cls = global_pool == "cls"
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if has_cls else None
-        self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches + has_cls, embed_dim))
-        drop = torch.linspace(0, drop_path_rate, depth).tolist()
-        self.blocks = nn.Sequential(*(block(embed_dim, drop[i]) for i in range(depth)))
-        self.norm = norm(embed_dim)
-        self.head = nn.Linear(embed_dim, num_classes)
-        self._init_weights(patch_cap)
-
-    def _init_weights(self, patch_cap: float | None) -> None:
-        """timm's default: truncated normal 0.02, zero biases; then the parts that carry constraints put them on."""
+        self.cls_after = cls_after
+        positions = self.patch_embed.num_patches + (has_cls and cls_after == 0)
+        self.pos_embed = nn.Parameter(torch.empty(1, positions, embed_dim))
         trunc_normal_(self.pos_embed, std=0.02)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        drop = torch.linspace(0, drop_path_rate, depth, device="cpu").tolist()
+        self.blocks = nn.Sequential(*(block(i, drop[i]) for i in range(depth)))
+        self.norm, self.fc_norm = (nn.Identity(), norm(embed_dim)) if fc_norm else (norm(embed_dim), nn.Identity())
+        self.head = nn.Linear(embed_dim, num_classes, bias=bias)
+        init(self)
         cap_(self.patch_embed.proj, [patch_cap])
-        for module in list(self.modules()):
-            if isinstance(module, HasConstraints):
-                module.constrain()
+        finish_init_(self)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
-        """Normalised patches with positions (and class token): (B, C, H, W) -> (B, N, D)."""
+        """Normalised patches with positions (and a class token that has one): (B, C, H, W) -> (B, N, D)."""
         x_BND = self.patch_embed(self.normalize(x_BCHW))
-        if self.cls_token is not None:
-            x_BND = torch.cat([self.cls_token.expand(len(x_BND), -1, -1), x_BND], dim=1)
+        if self.cls_after == 0:
+            x_BND = self.add_cls_token(x_BND)
         return x_BND + self.pos_embed
+
+    def add_cls_token(self, x_BND: Tensor) -> Tensor:
+        """The class token in front, in models that have one."""
+        if self.cls_token is None:
+            return x_BND
+        return torch.cat([self.cls_token.expand(len(x_BND), -1, -1), x_BND], dim=1)
 
     def forward_features(self, x_BCHW: Tensor) -> Tensor:
         """Tokens before pooling: (B, C, H, W) -> (B, N, D)."""
-        return self.norm(self.blocks(self.embed(x_BCHW)))
+        x_BND = self.embed(x_BCHW)
+        if self.cls_after == 0:
+            return self.norm(self.blocks(x_BND))
+        x_BND = self.add_cls_token(self.blocks[: self.cls_after](x_BND))
+        return self.norm(self.blocks[self.cls_after :](x_BND))
 
     def pool(self, x_BND: Tensor) -> Tensor:
         """(B, N, D) -> (B, D)."""
@@ -117,7 +129,7 @@ class ViT(nn.Module):
 
     def forward_head(self, x_BND: Tensor, pre_logits: bool = False) -> Tensor:
         """(B, N, D) -> logits (B, num_classes), or the pooled token (B, D)."""
-        pooled_BD = self.pool(x_BND)
+        pooled_BD = self.fc_norm(self.pool(x_BND))
         return pooled_BD if pre_logits else self.head(pooled_BD)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
@@ -128,7 +140,8 @@ class ViT(nn.Module):
         if global_pool is not None and global_pool != self.global_pool:
             raise UserError("the pooling decides whether there is a class token; create a new model instead")
         self.num_classes = num_classes
-        self.head = nn.Linear(self.embed_dim, num_classes).to(self.pos_embed)
+        bias = self.head.bias is not None
+        self.head = nn.Linear(self.embed_dim, num_classes, bias=bias).to(self.pos_embed)
 
 
 def _embedding(module: ViT) -> Layer:
@@ -155,8 +168,22 @@ def _pooling(module: ViT) -> Layer:
     return layer
 
 
+def _fc_norm(module: ViT) -> Layer:
+    """The norm of the pooled token, which rules for tokens take as one of one."""
+    norm = layer_of(module.fc_norm)
+
+    def layer(x_BD: Tensor) -> tuple[Tensor, Bound]:
+        y_B1D, bound = norm(x_BD.unsqueeze(1))
+        return y_B1D.squeeze(1), bound
+
+    return layer
+
+
 @classifier_rule(ViT)
 def vit(module: ViT) -> tuple[Layer, nn.Linear]:
     """Everything up to the pooled token, and the linear head (for pairwise margins)."""
-    trunk = chain([_embedding(module), layer_of(module.blocks), layer_of(module.norm), _pooling(module)])
+    blocks = [layer_of(block) for block in module.blocks]
+    if module.cls_after:  # a constant joins: the change of the tokens stays what it is
+        blocks.insert(module.cls_after, lambda x_BND: (module.add_cls_token(x_BND), lambda r: r))
+    trunk = chain([_embedding(module), *blocks, layer_of(module.norm), _pooling(module), _fc_norm(module)])
     return trunk, module.head

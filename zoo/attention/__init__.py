@@ -2,6 +2,7 @@
 
 A file that defines `VARIANTS = {"name": class}` is found here by itself; nothing else has to be edited. Every class
 takes `(dim, num_heads, **own_options)` and maps x (B, N, D) -> (B, N, D), in train and in eval mode alike.
+`softmax.py` is what variants of the form softmax(score) V share; `window.py` and `gpsa.py` go around such a variant.
 """
 
 import importlib
@@ -17,5 +18,5 @@ def variants() -> dict[str, Attention]:
     """All variants by name, in the order of their files."""
     found: dict[str, Attention] = {}
     for info in pkgutil.iter_modules(__path__):
-        found.update(importlib.import_module(f"{__name__}.{info.name}").VARIANTS)
+        found.update(getattr(importlib.import_module(f"{__name__}.{info.name}"), "VARIANTS", {}))
     return found

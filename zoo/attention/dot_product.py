@@ -2,64 +2,32 @@
 
     F(X) = sum_l P_l X M_l,   P_l = softmax(s Q_l K_l^T),   M_l = W_V^l W_O^l,   s = 1 / sqrt(D / H)
 
-In code W is stored transposed, as torch has it: head l of W_Q is the block of OUTPUT rows `weight[l dh : (l+1) dh]`.
 Letters: B images, N tokens, D width, H heads, O = D / H (dh).
 """
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.cap import cap_
+from zoo.attention.softmax import QKVAttention
 from zoo.rules import Bound, Layer, expect, residual_rule, rule
-from zoo.spectral import sigma_upper, start_vectors
+from zoo.spectral import sigma_upper
 
 DENSE_LIMIT = 4096  # N D up to which zeta is the norm of the dense (N D, N D) matrix
 DENSE_BYTES = 2**28  # memory for those matrices at a time
 
 
-class DotProductAttention(nn.Module):
-    """x (B, N, D) -> (B, N, D) on `F.scaled_dot_product_attention`.
+class DotProductAttention(QKVAttention):
+    """x (B, N, D) -> (B, N, D). `scale` is the factor s, default 1 / sqrt(D / H); the other options are those of
+    `QKVAttention`."""
 
-    Args: q_cap, k_cap, v_cap, o_cap: caps on the spectral norms of the whole W_Q, W_K, W_V, W_O (None: free).
-    scale: the factor s, default 1 / sqrt(D / H).
-    """
-
-    power_3HD: Tensor
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        qkv_bias: bool = True,
-        scale: float | None = None,
-        q_cap: float | None = None,
-        k_cap: float | None = None,
-        v_cap: float | None = None,
-        o_cap: float | None = None,
-    ) -> None:
-        super().__init__()
-        self.num_heads = num_heads
+    def __init__(self, dim: int, num_heads: int, scale: float | None = None, **options: Any) -> None:
+        super().__init__(dim, num_heads, **options)
         self.scale = (dim // num_heads) ** -0.5 if scale is None else scale
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
-        self.proj = nn.Linear(dim, dim)
-        # The vectors of MSVP's power iteration (zoo.penalty), kept with the weights they belong to.
-        self.register_buffer("power_3HD", start_vectors(3, num_heads, dim))
-        self._caps = ((q_cap, k_cap, v_cap), (o_cap,))
 
-    def constrain(self) -> None:
-        """Put the caps on; called by the model after its weights have their initial values."""
-        cap_(self.qkv, self._caps[0])
-        cap_(self.proj, self._caps[1])
-
-    def head_weights_3HOD(self) -> Tensor:
-        """W_Q^l, W_K^l, W_V^l of every head: the OUTPUT rows of the stored weight (trap D13)."""
-        return self.qkv.weight.unflatten(0, (3, self.num_heads, -1))
-
-    def forward(self, x_BND: Tensor) -> Tensor:
-        q, k, v = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        y_BHNO = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
-        return self.proj(y_BHNO.transpose(1, 2).flatten(2))
+    def scores(self, q_BHNO: Tensor, k_BHNO: Tensor, v_BHNO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return q_BHNO, k_BHNO, v_BHNO
 
 
 VARIANTS = {"dp": DotProductAttention}
@@ -102,7 +70,7 @@ def _lofast(module: DotProductAttention, residual: bool) -> Layer:
     a_H = abs(module.scale) * sigma_upper(w_q.mT @ w_k)
 
     def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
-        q, k, _ = module.qkv(x_BND).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, _ = module.projections(x_BND)
         p_BHNN = (module.scale * q @ k.mT).softmax(-1)
         xi_BH = abs(module.scale) * (sigma_upper(k @ w_q) + sigma_upper(q @ w_k))
         norm_xm_BH = sigma_upper(x_BND.unsqueeze(1) @ m_HDD)

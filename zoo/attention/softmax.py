@@ -1,0 +1,103 @@
+"""What all attention of the form softmax(score) V shares: one fused kernel, and the holes that a variant fills.
+
+    F(X) = merge( softmax(s q k^T + bias) v )        per head, on `F.scaled_dot_product_attention`
+
+A variant says what q, k and v are (`heads`), so that its score is a dot product of theirs, up to a constant per row,
+which the softmax drops. Windows and gated positions are put around a variant (window.py, gpsa.py) by the same holes.
+In code W is stored transposed, as torch has it: head l of W_Q is the block of OUTPUT rows `weight[l dh : (l+1) dh]`.
+
+Letters: B images, N tokens, D width, H heads, O = D / H (dh), E width of q and k per head.
+"""
+
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from certizoo import UserError
+from zoo.cap import cap_
+from zoo.spectral import start_vectors
+
+
+class SoftmaxAttention(nn.Module):
+    """Abstract: a variant defines `heads` and `merge`, and may set `scale`. x (B, N, D) -> (B, N, D)."""
+
+    scale = 1.0
+
+    def heads(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, N, E), k (B, H, N, E), v (B, H, N, O)."""
+        raise NotImplementedError
+
+    def merge(self, y_BHNO: Tensor) -> Tensor:
+        """Concatenated heads, projected: (B, H, N, O) -> (B, N, D)."""
+        raise NotImplementedError
+
+    def forward(self, x_BND: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`bias` is added to the scores; it broadcasts to (B, H, N, N)."""
+        q, k, v = self.heads(x_BND)
+        return self.merge(F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale))
+
+
+class QKVAttention(SoftmaxAttention):
+    """Abstract: q, k and v are projections of the same tokens by one matrix, as in timm; a variant defines `scores`.
+
+    Args: q_cap, k_cap, v_cap, o_cap: caps on the spectral norms of the whole W_Q, W_K, W_V, W_O (None: free).
+    """
+
+    power_3HD: Tensor
+    power_o_1D: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        q_cap: float | None = None,
+        k_cap: float | None = None,
+        v_cap: float | None = None,
+        o_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads(dim, num_heads)
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias)
+        # The vectors of MSVP's power iteration (zoo.penalty), kept with the weights they belong to.
+        self.register_buffer("power_3HD", start_vectors(3, num_heads, dim))
+        self.register_buffer("power_o_1D", start_vectors(1, dim))
+        self._caps = ((q_cap, k_cap, v_cap), (o_cap,))
+
+    def scores(self, q_BHNO: Tensor, k_BHNO: Tensor, v_BHNO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the variant makes of its projections: q, k and v of `heads`."""
+        raise NotImplementedError
+
+    def heads(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.scores(*self.projections(x_BND))
+
+    def projections(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """X W_Q, X W_K, X W_V with their biases, head by head: (B, H, N, O) each."""
+        q, k, v = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return q, k, v
+
+    def merge(self, y_BHNO: Tensor) -> Tensor:
+        return self.proj(y_BHNO.transpose(1, 2).flatten(2))
+
+    def finish_init(self) -> None:
+        """Put the caps on; called by the model after its weights have their initial values."""
+        cap_(self.qkv, self._caps[0])
+        cap_(self.proj, self._caps[1])
+
+    def head_weights_3HOD(self) -> Tensor:
+        """W_Q^l, W_K^l, W_V^l of every head: the OUTPUT rows of the stored weight (trap D13)."""
+        return self.qkv.weight.unflatten(0, (3, self.num_heads, -1))
+
+    def spectral_terms(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """For `zoo.penalty`."""
+        yield from zip("qkv", self.head_weights_3HOD(), self.power_3HD, strict=True)
+        yield "o", self.proj.weight[None], self.power_o_1D
+
+
+def check_heads(dim: int, num_heads: int) -> None:
+    if dim % num_heads:
+        raise UserError(f"width {dim} is not a multiple of num_heads {num_heads}; change one of them")

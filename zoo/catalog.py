@@ -1,0 +1,226 @@
+"""The models by name: every option of every model, and where its sizes come from. Data; `factory.py` builds them.
+
+A name is `<variant>_<backbone>_<size>` (`l2_deit_ti`), or one of the families at the end of this file. Patch sizes
+other than 16 have names where paper 003 has them (`_p8`, `_p32`); everywhere else they are an option.
+"""
+
+from typing import Any
+
+from zoo import attention as attention_files
+from zoo.attention.softmax import SoftmaxAttention
+
+Options = dict[str, Any]
+
+# timm's defaults for a ViT: patch 16, 224 pixels, class token, LayerNorm, GELU, biases.
+VIT: Options = {
+    "backbone": "vit",
+    "block": "prenorm",
+    "norm": "layernorm",
+    "attn_norm": None,
+    "mlp": "gelu",
+    "mlp_ratio": 4.0,
+    "residual": None,
+    "init": "trunc_normal",
+    "bias": True,  # of every linear layer but W_Q, W_K, W_V
+    "qkv_bias": True,
+    "num_classes": 1000,
+    "img_size": 224,
+    "patch_size": 16,
+    "in_chans": 3,
+    "global_pool": "cls",
+    "fc_norm": False,
+    "drop_path_rate": 0.0,
+    "patch_cap": None,
+    "gpsa_layers": 0,
+    "locality_strength": 1.0,
+    "mean": None,
+    "std": None,
+}
+EPS_5 = {"name": "layernorm", "eps": 1e-5}  # torch's default; timm's ViTs have 1e-6
+VIT_SIZES: dict[str, Options] = {
+    "ti": {"embed_dim": 192, "depth": 12, "num_heads": 3},
+    "s": {"embed_dim": 384, "depth": 12, "num_heads": 6},
+    "b": {"embed_dim": 768, "depth": 12, "num_heads": 12},
+    "l": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+}
+# ConViT (d'Ascoli et al. 2021): 10 blocks with gated positional attention, then the class token and 2 ordinary blocks.
+# Paper 000, F.2 counts the 10 and the 48 channels per head.
+CONVIT: Options = VIT | {"depth": 12, "gpsa_layers": 10, "qkv_bias": False}
+CONVIT_SIZES: dict[str, Options] = {
+    "ti": {"embed_dim": 192, "num_heads": 4},
+    "s": {"embed_dim": 432, "num_heads": 9},
+    "b": {"embed_dim": 768, "num_heads": 16},
+}
+BACKBONES: dict[str, tuple[Options, dict[str, Options]]] = {
+    "vit": (VIT, VIT_SIZES),
+    # The ViT-S of paper 000 (F.2) and Mo et al. 2022: 8 blocks, 8 heads, width 768.
+    "vit_s": (
+        VIT | {"norm": EPS_5},
+        {"w768": {"embed_dim": 768, "depth": 8, "num_heads": 8, "mlp_ratio": 3.0, "qkv_bias": False}},
+    ),
+    # DeiT (Touvron et al. 2021): the architecture of ViT with another training recipe and other pretrained weights.
+    "deit": (VIT, {size: VIT_SIZES[size] for size in ("ti", "s", "b")}),
+    "convit": (CONVIT, CONVIT_SIZES),
+}
+PATCHES = ("dp", "l2")  # variants whose ViTs have names at patch 8 and 32: paper 003, Tables 2 and 3
+
+# Prefixes that stand for more, or other, than the attention variant of their name.
+PREFIXES: dict[str, Options] = {
+    # SpecFormer is dot-product attention; its penalty belongs to the training (configs/model/spec_*.yaml).
+    "spec": {"attention": {"name": "dp"}},
+}
+OWN_FAMILY = ("conv",)  # variants that are no part of a ViT, but have backbones of their own below
+
+LIPSCHITZ: Options = VIT | {"block": "normfirst", "global_pool": "avg", "patch_cap": 1.0, "mlp_ratio": 2.0}
+# Paper 004: 3 layers, width 128, patch 16, LayerProject, SLL, caps. The paper has R = 1 before the attention; here it
+# is R = 2 with smaller caps on W_Q and W_K (README, results).
+LOFAST_C10: Options = LIPSCHITZ | {
+    "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.35, "o_cap": 0.35},
+    "norm": "layerproject",
+    "attn_norm": {"name": "layerproject", "radius": 2.0},
+    "mlp": "sll_relu",
+    "num_classes": 10,
+    "img_size": 32,
+    "embed_dim": 128,
+    "depth": 3,
+    "num_heads": 4,
+    "mean": (0.5, 0.5, 0.5),
+    "std": (0.25, 0.25, 0.25),
+}
+SMOOTH: Options = {"norm": "smoothproject", "attn_norm": {"name": "smoothproject", "radius": 2.0}, "mlp": "sll_tanh"}
+# Two heads and small caps on W_Q and W_K: LoFAST adds up the change of P over heads, in proportion to both.
+SPEC_DIGITS: Options = LIPSCHITZ | {
+    "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.5, "o_cap": 0.5},
+    "norm": "smoothproject",
+    "attn_norm": {"name": "smoothproject", "radius": 2.0},
+    "mlp": "sll_relu",
+    "num_classes": 10,
+    "img_size": 8,
+    "patch_size": 4,
+    "in_chans": 1,
+    "embed_dim": 48,
+    "depth": 2,
+    "num_heads": 2,
+}
+
+
+# The family of paper 004 as published: R = 1 before the attention, caps on W_V and W_O a fraction of 1 (0.25 to 1
+# there: `attention.v_cap`, `attention.o_cap`), 4 to 8 heads. Figure 2 has width 384, Table 1 width 128.
+LOFAST: Options = LOFAST_C10 | {
+    "attention": {"name": "dp", "q_cap": 1.0, "k_cap": 1.0, "v_cap": 0.5, "o_cap": 0.5},
+    "attn_norm": {"name": "layerproject", "radius": 1.0},
+}
+LOFAST_SIZES = {128: (3, 4, 5), 384: (2, 4, 6, 8, 12)}  # width: layers
+
+# Paper 001, on CIFAR-10 resized to 224: mean pooling, then the norm; no class token. (The released code averages over
+# one as well.) CoViT has 1-D convolutions over the tokens in place of attention.
+CAUCHY: Options = VIT | {
+    "norm": EPS_5,
+    "global_pool": "avg",
+    "fc_norm": True,
+    "num_classes": 10,
+    "embed_dim": 512,
+    "mean": (0.5, 0.5, 0.5),
+    "std": (0.5, 0.5, 0.5),
+}
+TINY = {"embed_dim": 128, "patch_size": 32}
+# name: depth, heads, other options. The text of the paper leaves the sizes to its appendix; these are those of the
+# released code, matched by the figures of Table 2.
+CAUCHY_VITS: dict[str, tuple[int, int, Options]] = {
+    "s1": (1, 1, {}),
+    "s2": (1, 4, {}),
+    "s3": (4, 1, {}),
+    "s4": (4, 4, {}),
+    "m1": (8, 1, {}),
+    "m2": (8, 4, {}),
+    "m3": (8, 4, {"patch_size": 32}),
+    "l1": (12, 8, {"patch_size": 32}),
+    "t1": (4, 1, TINY),
+    "t2": (4, 4, TINY),
+    "t3": (8, 1, TINY),
+    "t4": (8, 4, TINY),
+}
+COVITS: dict[str, tuple[int, tuple[int, ...], Options]] = {
+    "s1": (1, (3,), {}),
+    "s2": (1, (3, 3, 3, 3), {}),
+    "s3": (4, (3,), {}),
+    "s4": (4, (3, 3, 3, 3), {}),
+    "s5": (4, (7, 7, 7, 7), {}),
+    "m1": (8, (3,), {}),
+    "m2": (8, (1, 3, 5, 7), {}),
+    "m3": (8, (3, 3, 3, 3), {}),
+    "m4": (8, (7, 7, 7, 7), {}),
+    "m5": (8, (3, 3, 3, 3), {"patch_size": 32}),
+    "l1": (12, (3, 3, 3, 3, 5, 5, 5, 5), {"patch_size": 32}),
+    "l2": (16, (3, 3, 3, 3, 5, 5, 5, 5), {"patch_size": 32}),
+    "t1": (4, (3,), TINY),
+    "t2": (4, (3, 3, 3, 3), TINY),
+    "t3": (8, (3,), TINY),
+    "t4": (8, (3, 3, 3, 3), TINY),
+}
+
+# CertViT's ViTs from scratch (paper 003): no biases at all. Depth and MLP ratio are those that give the parameter
+# counts of its Table 1; its Table 4 and text contradict one another and the counts.
+CERTVIT: Options = VIT | {"attention": {"name": "l2"}, "norm": EPS_5, "bias": False, "qkv_bias": False}
+CERTVITS: dict[str, Options] = {
+    "mnist": {"img_size": 28, "in_chans": 1, "patch_size": 7, "embed_dim": 128, "depth": 6, "num_heads": 8},
+    "c10": {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 10, "num_heads": 3},
+    "c100": {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 12, "num_heads": 3, "num_classes": 100},
+    "tin": {
+        "img_size": 64,
+        "patch_size": 4,
+        "embed_dim": 384,
+        "depth": 12,
+        "num_heads": 12,
+        "mlp_ratio": 1.0,
+        "num_classes": 200,
+    },
+}
+
+
+def models() -> dict[str, Options]:
+    """Every name with its options."""
+    return _composed() | _families()
+
+
+def _families() -> dict[str, Options]:
+    """The models that the papers have beside the standard backbones."""
+    found = {
+        "spec_vit_digits": SPEC_DIGITS,
+        "lofast_vit_c10": LOFAST_C10,
+        "lofast_vit_c10_smooth": LOFAST_C10 | SMOOTH,
+    }
+    for width, depths in LOFAST_SIZES.items():
+        size = {"embed_dim": width, "num_heads": 8 if width == 384 else 4}
+        found |= {f"lofast_vit_w{width}_l{depth}": LOFAST | size | {"depth": depth} for depth in depths}
+    for size_name, (depth, heads, own) in CAUCHY_VITS.items():
+        found[f"dp_vit_{size_name}"] = CAUCHY | {"attention": {"name": "dp"}, "depth": depth, "num_heads": heads} | own
+    for size_name, (depth, kernels, own) in COVITS.items():
+        mixing = {"attention": {"name": "conv", "kernels": kernels}, "depth": depth, "num_heads": len(kernels)}
+        found[f"covit_{size_name}"] = CAUCHY | mixing | own
+    for dataset, own in CERTVITS.items():
+        found[f"l2_certvit_{dataset}"] = CERTVIT | {"num_classes": 10} | own
+    return found
+
+
+def _composed() -> dict[str, Options]:
+    """<variant>_<backbone>_<size>. Only attention of the form softmax(score) V goes into the backbones of others."""
+    found: dict[str, Options] = {}
+    for prefix, parts in _prefixes().items():
+        kind = attention_files.variants()[parts["attention"]["name"]]
+        everywhere = isinstance(kind, type) and issubclass(kind, SoftmaxAttention)
+        for backbone in BACKBONES if everywhere else ("vit",):
+            common, sizes = BACKBONES[backbone]
+            found |= {f"{prefix}_{backbone}_{size}": common | own | parts for size, own in sizes.items()}
+        if prefix in PATCHES:
+            found |= {
+                f"{prefix}_vit_{size}_p{patch}": VIT | own | parts | {"patch_size": patch}
+                for size, own in VIT_SIZES.items()
+                for patch in (8, 32)
+            }
+    return found
+
+
+def _prefixes() -> dict[str, Options]:
+    plain = {name: {"attention": {"name": name}} for name in attention_files.variants() if name not in OWN_FAMILY}
+    return plain | PREFIXES
