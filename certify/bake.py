@@ -4,34 +4,18 @@ Weights are folded in the precision they are served in and only then widened, so
 the served weights (MATH-PROOFS.md section 3).
 """
 
-import copy
-
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from certizoo import UserError
+from zoo.fold import folded
 
 LOGIT_TOLERANCE = 1e-3  # float32 logits against float64 ones, relative to 1 + max |logit|
 
 
 def bake(model: nn.Module) -> nn.Module:
     """A float64 copy of `model` in eval mode without parametrisations and gradients. `model` stays as it is."""
-    baked = copy.deepcopy(model).eval()
-    for module in list(baked.modules()):
-        if parametrize.is_parametrized(module):
-            _fold(module)
-    return baked.double().requires_grad_(False)
-
-
-def _fold(module: nn.Module) -> None:
-    """Plain parameters in place of parametrised ones. (torch's own removal edits the class, which a copy shares
-    with the original model, and so breaks the original.)"""
-    parametrizations = module.get_submodule("parametrizations")
-    values = {name: getattr(module, name).detach() for name, _ in parametrizations.named_children()}
-    module.__class__, _ = parametrize.type_before_parametrizations(module), module._modules.pop("parametrizations")
-    for name, value in values.items():
-        module.register_parameter(name, nn.Parameter(value))
+    return folded(model).double().requires_grad_(False)
 
 
 def logit_difference(model: nn.Module, baked: nn.Module, images_BCHW: Tensor) -> float:

@@ -24,13 +24,19 @@ def compose_config(config_name: str, overrides: Sequence[str], configs: Path = C
     """The resolved configuration. Raises UserError where a key, a group or the model is wrong or missing."""
     try:
         with initialize_config_dir(str(configs), version_base="1.3"):
-            config = compose(config_name, overrides=list(overrides))
+            config = compose(config_name, overrides=[_free_of_plus(override) for override in overrides])
         _check_model(config, configs)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_one_line(error, config_name, configs)) from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _free_of_plus(override: str) -> str:
+    """model.OPTION=VALUE, whether or not the recipe has the key: the model itself knows its options, and refuses others
+    by name."""
+    return re.sub(r"^\+?(?=model\.)", "++", override)
 
 
 def _check_model(config: DictConfig, configs: Path) -> None:

@@ -5,17 +5,28 @@ entered without a case here fails the test.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from timm.layers import DropPath
+from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, SwinTransformerStage
 from torch import Tensor, nn
 
 from tests.ascent import largest_change
+from zoo import create_model
+from zoo.attention.conv_mixing import ConvMixing
 from zoo.attention.dot_product import DotProductAttention
-from zoo.block import NormFirstBlock, PreNormBlock
-from zoo.mlp import SLL, Mlp
-from zoo.norms import LayerProject, SmoothProject
+from zoo.attention.gpsa import GPSA
+from zoo.attention.l2 import L2Attention
+from zoo.attention.lipschitz_norm import LipschitzNormAttention
+from zoo.attention.scsa import ScaledCosineAttention
+from zoo.attention.window import WindowAttention
+from zoo.block import NormFirstBlock, PostNormBlock, PreNormBlock
+from zoo.convnet import ReLUx
+from zoo.mlp import SLL, ConstrainedMlp, Mlp
+from zoo.norms import CenterNorm, LayerProject, SmoothProject
+from zoo.residual import WeightedResidual
 from zoo.rules import NoRule, layer_of, residual_layer_of, rule_types
 from zoo.vit import Normalize
 
@@ -50,6 +61,25 @@ def norm_first(scale: float) -> nn.Module:
     return NormFirstBlock(attn, mlp, SmoothProject(D, 1.0), LayerProject(D), drop_path=0.1)
 
 
+def post_norm(scale: float) -> nn.Module:
+    attn, mlp = scaled_(DotProductAttention(D, H), scale), scaled_(Mlp(D, 2 * D), scale)
+    residual = nn.Identity if scale > 1 else partial(WeightedResidual, D, init=0.5)
+    return PostNormBlock(attn, mlp, SmoothProject(D), scaled_(CenterNorm(D), 1.0), drop_path=0.1, residual=residual)
+
+
+def conv2d(scale: float) -> nn.Module:
+    kernel, stride, padding = ((3, 1, 1), (4, 2, 1), (3, 2, 0), (1, 1, 0), (4, 3, 2))[int(torch.randint(5, ()))]
+    return scaled_(nn.Conv2d(2, 3, kernel, stride, padding), scale)
+
+
+def swin_stage(scale: float) -> nn.Module:
+    """Merges 5 x 5 tokens to 3 x 3, two by two; a plain and a shifted block with windows of 2 x 2: all of it padded."""
+    model = create_model(
+        "dp_swin_t", img_size=20, window_size=2, embed_dim=D, depths=(1, 2), num_heads=(H, H), norm="smoothproject"
+    )
+    return scaled_(model.get_submodule("layers.1"), scale)
+
+
 def normalize(scale: float) -> nn.Module:
     return Normalize(tuple(torch.rand(N).tolist()), tuple((scale * torch.rand(N) + 0.05).tolist()))
 
@@ -71,9 +101,34 @@ CASES: dict[type[nn.Module], tuple[Make, float]] = {
     Mlp: (lambda s: scaled_(Mlp(D, 2 * D), s), 0.4),
     SLL: (lambda s: scaled_(SLL(D, 2 * D, nn.Tanh if s > 1 else nn.ReLU), s), 0.9),
     DotProductAttention: (lambda s: scaled_(DotProductAttention(D, H), s), 0.5),
+    ConvMixing: (lambda s: scaled_(ConvMixing(D, H, kernels=(1, 3, 5)), s), 0.9),
+    L2Attention: (lambda s: scaled_(L2Attention(D, H), s), 0.1),
+    ScaledCosineAttention: (lambda s: scaled_(ScaledCosineAttention(D, H, tau=s, eps=s), s), 0.35),
+    LipschitzNormAttention: (lambda s: scaled_(LipschitzNormAttention(D, H), s), 0.15),
+    GPSA: (lambda s: scaled_(GPSA(DotProductAttention(D, H)), s), 0.9),
+    CenterNorm: (lambda s: scaled_(CenterNorm(D), s), 0.98),
+    WeightedResidual: (lambda s: scaled_(WeightedResidual(D), s), 0.9),
+    ConstrainedMlp: (lambda s: scaled_(ConstrainedMlp(D, 2 * D), s), 0.7),
+    nn.Conv2d: (conv2d, 0.9),
+    ReLUx: (lambda s: scaled_(ReLUx((N, D), 1.0), s), 0.9),
+    WindowAttention: (lambda s: scaled_(WindowAttention(DotProductAttention(D, H), (2, 2)), s), 0.9),
+    SwinTransformerBlock: (lambda s: swin_stage(s).get_submodule("blocks.1"), 0.7),
+    SwinTransformerStage: (swin_stage, 0.3),
+    PatchMerging: (lambda s: swin_stage(s).get_submodule("downsample"), 0.9),
     PreNormBlock: (pre_norm, 0.1),
+    PostNormBlock: (post_norm, 0.6),
     NormFirstBlock: (norm_first, 0.3),
     Normalize: (normalize, 0.9),
+}
+# Inputs that are not (N, D).
+SHAPES: dict[type[nn.Module], tuple[int, ...]] = {
+    Normalize: (N, 2, 6),
+    nn.Conv2d: (2, 6, 7),
+    GPSA: (4, D),
+    WindowAttention: (4, D),
+    SwinTransformerBlock: (3, 3, 2 * D),
+    SwinTransformerStage: (5, 5, D),
+    PatchMerging: (5, 5, D),
 }
 
 
@@ -113,22 +168,22 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_no_ascent_beats_the_rule(kind: type[nn.Module]) -> None:
     make, teeth = CASES[kind]
-    shape = (N, 2, 6) if kind is Normalize else (N, D)
+    shape = SHAPES.get(kind, (N, D))
     ratio = worst_ratio(instances(make, shape, seed=0))
     assert ratio <= 1 + 1e-9
     assert ratio >= teeth, "the search is too weak to refute a bound that is this much too small"
 
 
-@pytest.mark.parametrize("kind", [DotProductAttention, Mlp], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [DotProductAttention, GPSA, ConvMixing, Mlp], ids=lambda kind: kind.__name__)
 def test_no_ascent_beats_the_residual_rule(kind: type[nn.Module]) -> None:
-    ratio = worst_ratio(instances(CASES[kind][0], (N, D), seed=1), residual=True)
+    ratio = worst_ratio(instances(CASES[kind][0], SHAPES.get(kind, (N, D)), seed=1), residual=True)
     assert 0.5 <= ratio <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_bounds_are_monotone_nonnegative_and_survive_infinity(kind: type[nn.Module]) -> None:
     make, _ = CASES[kind]
-    shape = (N, 2, 6) if kind is Normalize else (N, D)
+    shape = SHAPES.get(kind, (N, D))
     for module, x, r in instances(make, shape, seed=2)[:3]:
         _, bound = layer_of(module)(x)
         values = torch.stack([bound(r * factor) for factor in (0.0, 1e-6, 0.1, 0.5, 1.0, 1.001, 2.0, 1e3)])
@@ -181,7 +236,7 @@ class Subclass(nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize("module", [nn.Conv2d(3, 3, 1), Subclass(3, 3), nn.Softmax(-1)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("module", [nn.Conv3d(3, 3, 1), Subclass(3, 3), nn.Softmax(-1)], ids=lambda m: type(m).__name__)
 def test_unknown_modules_are_refused_by_name(module: nn.Module) -> None:
     with pytest.raises(NoRule, match=type(module).__name__):
         layer_of(module)

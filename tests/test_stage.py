@@ -19,7 +19,7 @@ from certify.__main__ import main
 from certizoo import UserError
 from registry import browse
 from shards import DataConfig
-from zoo import factory
+from zoo import catalog
 
 CONFIG: dict[str, Any] = {"name": "spec_vit_digits", "num_classes": 10, "img_size": 8, "in_chans": 1}
 SETTINGS = stage.Settings(
@@ -120,8 +120,8 @@ def test_a_handover_outlives_the_defaults_of_its_name(
     """A later version may change what a name means; what was handed over stays the same function."""
     before, _ = zoo.handover.load(handover)
     caps = {"name": "dp", "q_cap": 0.01, "k_cap": 0.01, "v_cap": 0.01, "o_cap": 0.01}
-    monkeypatch.setitem(factory.SPEC_DIGITS, "attention", caps)
-    monkeypatch.setitem(factory.SPEC_DIGITS, "depth", 5)
+    monkeypatch.setitem(catalog.SPEC_DIGITS, "attention", caps)
+    monkeypatch.setitem(catalog.SPEC_DIGITS, "depth", 5)
     after, _ = zoo.handover.load(handover)
     x = torch.rand(4, 1, 8, 8)
     assert torch.equal(before(x), after(x))

@@ -1,4 +1,4 @@
-"""Models by name: contracts that every model of the registry keeps, and oracles for the parts."""
+"""Models by name: what is refused, and oracles for the parts. test_models.py enumerates the registry."""
 
 import math
 from typing import Any
@@ -16,44 +16,18 @@ from zoo.attention import variants
 from zoo.attention.dot_product import DotProductAttention
 from zoo.mlp import SLL
 from zoo.norms import LayerProject, SmoothProject
-
-SMALL = {"img_size": 32, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+from zoo.overview import tiny_options
 
 
 def small(name: str) -> Any:
-    """The model with its own parts, shrunk so that every name can be tried."""
+    """The model with its own parts, shrunk."""
     torch.manual_seed(0)
-    patch = {"img_size": 8} if name == "spec_vit_digits" else {}
-    return zoo.create_model(name, **(SMALL | patch))
+    return zoo.create_model(name, **tiny_options(name))
 
 
 def images(model: Any, batch: int = 3) -> Tensor:
     embed = model.patch_embed
     return torch.rand(batch, embed.proj.in_channels, *embed.img_size, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("name", zoo.list_models())
-def test_every_model_has_timms_methods_and_one_return_type(name: str) -> None:
-    model = small(name)
-    x = images(model)
-    logits = model.eval()(x)
-    assert logits.shape == (3, 5)
-    features = model.forward_features(x)
-    assert features.ndim == 3
-    torch.testing.assert_close(model.forward_head(features), logits, rtol=0, atol=0)
-    assert model.forward_head(features, pre_logits=True).shape == (3, 24)
-    assert type(model.train()(x)) is type(logits)
-    model.reset_classifier(7)
-    assert model.eval()(x).shape == (3, 7)
-
-
-@pytest.mark.parametrize("name", zoo.list_models())
-def test_timm_creates_the_same_model(name: str) -> None:
-    ours = small(name).eval()
-    torch.manual_seed(0)
-    theirs = timm.create_model(name, **(SMALL | ({"img_size": 8} if name == "spec_vit_digits" else {}))).eval()
-    for key, value in ours.state_dict().items():
-        assert torch.equal(value, theirs.state_dict()[key]), key
 
 
 def test_standard_vit_equals_timms_with_the_same_weights() -> None:
@@ -63,17 +37,10 @@ def test_standard_vit_equals_timms_with_the_same_weights() -> None:
     ours: Any = zoo.create_model("dp_vit_ti", num_classes=10).eval()
     extra = ours.load_state_dict(theirs.state_dict(), strict=False)
     assert not extra.unexpected_keys
-    assert all(k.startswith("normalize") or k.endswith("power_3HD") for k in extra.missing_keys), extra.missing_keys
+    assert all(k.startswith("normalize") or ".power_" in k for k in extra.missing_keys), extra.missing_keys
     x = torch.rand(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(ours(x), theirs(ours.normalize(x)), rtol=0, atol=1e-5)
-
-
-def test_parameter_counts_are_the_published_ones() -> None:
-    expected = {"ti": 5.7, "s": 22.1, "b": 86.6}  # millions, ViT at patch 16 (timm)
-    for size, millions in expected.items():
-        count = sum(p.numel() for p in zoo.create_model(f"dp_vit_{size}").parameters()) / 1e6
-        assert round(count, 1) == millions
 
 
 def test_unknown_names_and_options_say_what_exists() -> None:
@@ -159,7 +126,7 @@ def test_caps_hold_after_training_steps() -> None:
         optimizer.zero_grad()
     attention = model.blocks[0].attn
     value = attention.qkv.weight.detach().chunk(3)[2]
-    for weight, cap in ((value, 0.5), (attention.proj.weight, 0.5), (model.patch_embed.proj.weight.flatten(1), 1.0)):
+    for weight, cap in ((value, 0.35), (attention.proj.weight, 0.35), (model.patch_embed.proj.weight.flatten(1), 1.0)):
         assert np.linalg.norm(weight.detach().numpy(), 2) <= cap * 1.05
 
 

@@ -22,6 +22,7 @@ from trainers import checkpoint
 from trainers.place import place
 from trainers.schedule import ScheduleConfig
 from trainers.settings import DeepSpeedConfig, ObjectiveConfig, OptimizerConfig, PenaltyConfig, TrainConfig, require
+from zoo.pretrained import check_source
 
 IMAGES_A_GPU, IMAGES_A_CPU_RANK = 128, 8
 
@@ -48,6 +49,11 @@ class Job:
     train: TrainConfig
     deepspeed: DeepSpeedConfig
     saved: checkpoint.Saved | None
+
+    @property
+    def first_weights(self) -> str | None:
+        """The source of pretrained weights; a resumed run has its own and needs it no more."""
+        return None if self.saved else self.config["pretrained"]
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -86,6 +92,8 @@ def prepare(config: dict[str, Any]) -> Job:
         deepspeed=_typed(DeepSpeedConfig, config, "deepspeed"),
         saved=_saved(Path(config["run_dir"]), config["resume"]),
     )
+    if job.first_weights is not None:
+        check_source(job.first_weights)
     world_size = place()[2]
     job.train.accumulation(world_size)  # refuses sizes that do not divide
     require(
@@ -131,6 +139,7 @@ def _typed(cls: type[T], config: Mapping[str, Any], group: str) -> T:
 
 def _model_config(model: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:
     """The recipe's options, on images as the data gives them."""
+    require("pretrained" not in model, "weights to start from are no option of the model; write pretrained=SOURCE")
     shape = {"num_classes": data.num_classes, "img_size": data.img_size, "in_chans": data.channels}
     return {"name": model["name"], **zoo.model_options(**(shape | dict(model)))}
 

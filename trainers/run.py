@@ -33,7 +33,7 @@ class Run:
 def assemble(job: Job, world: World) -> Run:
     """The model, the same on every rank, under its engine; rank 0 opens the run folder and the tracking."""
     torch.manual_seed(job.seed)
-    model = zoo.create_model(**job.model)
+    model = zoo.create_model(**job.model, pretrained=job.first_weights)
     check_penalty(job, model)
     built = Engine(model, job.train, job.optimizer, job.deepspeed, world)
     world.barrier()  # all ranks have looked into the run folder; now it may change

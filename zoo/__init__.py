@@ -1,7 +1,18 @@
 """Robust Vision Transformers by name, and what is provable of each of their modules."""
 
 import certizoo  # noqa: F401  (repairs torchvision before timm imports it)
-from zoo import handover, penalty, rules, spectral
+from zoo import convert, export, handover, penalty, rules, spectral
 from zoo.factory import attention_name, create_model, list_models, model_options
 
-__all__ = ["attention_name", "create_model", "handover", "list_models", "model_options", "penalty", "rules", "spectral"]
+__all__ = [
+    "attention_name",
+    "convert",
+    "create_model",
+    "export",
+    "handover",
+    "list_models",
+    "model_options",
+    "penalty",
+    "rules",
+    "spectral",
+]

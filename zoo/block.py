@@ -35,6 +35,17 @@ class PreNormBlock(nn.Module):
         return x_BND + self.drop_path(self.scale2(self.mlp(self.norm2(x_BND))))
 
 
+class PostNormBlock(PreNormBlock):
+    """The block of LipsFormer (Qi et al. 2023), of the same parts: the norm stands behind the residual sum.
+
+    x = norm1(x + attn(x));  x = norm2(x + mlp(x))                      (B, N, D) -> (B, N, D)
+    """
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        x_BND = self.norm1(x_BND + self.drop_path(self.scale1(self.attn(x_BND))))
+        return self.norm2(x_BND + self.drop_path(self.scale2(self.mlp(x_BND))))
+
+
 class NormFirstBlock(nn.Module):
     """The block of LoFAST (paper 004, section 5.2): the norm stands in front of the residual sum, so that the sum is
     x + attn(x) of ONE x and its sensitivity is zeta = ||I + sum_l P_l (x) M_l^T||; the MLP brings its own residual.
@@ -64,6 +75,20 @@ def pre_norm_block(module: PreNormBlock) -> Layer:
         return residual(chain(layer_of(part) for part in (*branch, module.drop_path)))
 
     return chain([half(module.norm1, module.attn, module.scale1), half(module.norm2, module.mlp, module.scale2)])
+
+
+@rule(PostNormBlock)
+def post_norm_block(module: PostNormBlock) -> Layer:
+    """Each half is a residual sum, then a norm. The sum is measured in one norm where nothing weighs the branch."""
+    layer_of(module.drop_path)
+
+    def summed(branch: nn.Module, scale: nn.Module) -> Layer:
+        if type(scale) is nn.Identity:
+            return residual_layer_of(branch)
+        return residual(chain([layer_of(branch), layer_of(scale)]))
+
+    attn, mlp = summed(module.attn, module.scale1), summed(module.mlp, module.scale2)
+    return chain([attn, layer_of(module.norm1), mlp, layer_of(module.norm2)])
 
 
 @rule(NormFirstBlock)

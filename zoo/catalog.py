@@ -31,6 +31,7 @@ VIT: Options = {
     "fc_norm": False,
     "drop_path_rate": 0.0,
     "patch_cap": None,
+    "patch_constraint": None,
     "gpsa_layers": 0,
     "locality_strength": 1.0,
     "mean": None,
@@ -51,6 +52,29 @@ CONVIT_SIZES: dict[str, Options] = {
     "s": {"embed_dim": 432, "num_heads": 9},
     "b": {"embed_dim": 768, "num_heads": 16},
 }
+# Swin (Liu et al. 2021; paper 003, Table 6): width, blocks and heads of the four stages.
+SWIN: Options = {
+    "backbone": "swin",
+    "norm": EPS_5,
+    "mlp": "gelu",
+    "mlp_ratio": 4.0,
+    "init": "trunc_normal",
+    "qkv_bias": True,
+    "num_classes": 1000,
+    "img_size": 224,
+    "patch_size": 4,
+    "in_chans": 3,
+    "window_size": 7,
+    "drop_path_rate": 0.0,
+    "mean": None,
+    "std": None,
+}
+SWIN_SIZES: dict[str, Options] = {
+    "t": {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24)},
+    "s": {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24)},
+    "b": {"embed_dim": 128, "depths": (2, 2, 18, 2), "num_heads": (4, 8, 16, 32)},
+    "l": {"embed_dim": 192, "depths": (2, 2, 18, 2), "num_heads": (6, 12, 24, 48)},
+}
 BACKBONES: dict[str, tuple[Options, dict[str, Options]]] = {
     "vit": (VIT, VIT_SIZES),
     # The ViT-S of paper 000 (F.2) and Mo et al. 2022: 8 blocks, 8 heads, width 768.
@@ -61,6 +85,7 @@ BACKBONES: dict[str, tuple[Options, dict[str, Options]]] = {
     # DeiT (Touvron et al. 2021): the architecture of ViT with another training recipe and other pretrained weights.
     "deit": (VIT, {size: VIT_SIZES[size] for size in ("ti", "s", "b")}),
     "convit": (CONVIT, CONVIT_SIZES),
+    "swin": (SWIN, SWIN_SIZES),
 }
 PATCHES = ("dp", "l2")  # variants whose ViTs have names at patch 8 and 32: paper 003, Tables 2 and 3
 
@@ -68,6 +93,15 @@ PATCHES = ("dp", "l2")  # variants whose ViTs have names at patch 8 and 32: pape
 PREFIXES: dict[str, Options] = {
     # SpecFormer is dot-product attention; its penalty belongs to the training (configs/model/spec_*.yaml).
     "spec": {"attention": {"name": "dp"}},
+    # LipsFormer (Qi et al. 2023): branches start with 1 / L, L = 12 blocks.
+    "lips": {
+        "attention": {"name": "scsa"},
+        "norm": "centernorm",
+        "block": "postnorm",
+        "residual": {"name": "weighted", "init": 1 / 12},
+        "init": "spectral",
+        "drop_path_rate": 0.1,
+    },
 }
 OWN_FAMILY = ("conv",)  # variants that are no part of a ViT, but have backbones of their own below
 
@@ -88,6 +122,9 @@ LOFAST_C10: Options = LIPSCHITZ | {
     "std": (0.25, 0.25, 0.25),
 }
 SMOOTH: Options = {"norm": "smoothproject", "attn_norm": {"name": "smoothproject", "radius": 2.0}, "mlp": "sll_tanh"}
+# Other 1-Lipschitz layers in place of SLL and of the patch embedding's cap.
+AOL: Options = {"mlp": "aol_relu", "patch_cap": None, "patch_constraint": "aol"}
+ORTHOGONAL: Options = {"mlp": "orthogonal_relu", "patch_cap": None, "patch_constraint": "orthogonal"}
 # Two heads and small caps on W_Q and W_K: LoFAST adds up the change of P over heads, in proportion to both.
 SPEC_DIGITS: Options = LIPSCHITZ | {
     "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.5, "o_cap": 0.5},
@@ -178,6 +215,39 @@ CERTVITS: dict[str, Options] = {
 }
 
 
+# The conv nets of paper 003, Table 1 (layers: channels out, kernel size, stride, padding). Its parameter counts include
+# the thresholds of ReLU_theta for all but MNIST, and its 8C2F has no padding in the strided convolutions.
+CONVNET: Options = {
+    "backbone": "convnet",
+    "init": "orthogonal",
+    "theta": 1.0,
+    "num_classes": 10,
+    "img_size": 32,
+    "in_chans": 3,
+    "mean": None,
+    "std": None,
+}
+FOUR_C: Options = {"layers": ((32, 3, 1, 1), (32, 4, 2, 1), (64, 3, 1, 1), (64, 4, 2, 1)), "hidden": (512, 512)}
+SIX_C: Options = {
+    "layers": ((32, 3, 1, 1), (32, 3, 1, 1), (32, 4, 2, 1), (64, 3, 1, 1), (64, 3, 1, 1), (64, 4, 2, 1)),
+    "hidden": (512,),
+}
+EIGHT_C: Options = {
+    "layers": (
+        (64, 3, 1, 1), (64, 3, 1, 1), (64, 4, 2, 0), (128, 3, 1, 1), (128, 3, 1, 1), (128, 4, 2, 0), (256, 3, 1, 1),
+        (256, 4, 2, 0),
+    ),
+    "hidden": (256,),
+}  # fmt: skip
+CONVNETS: dict[str, Options] = {
+    "conv_4c3f": FOUR_C,  # CIFAR-10
+    "conv_4c3f_mnist": FOUR_C | {"theta": None, "img_size": 28, "in_chans": 1},
+    "conv_6c2f": SIX_C | {"theta": 2.0},  # CIFAR-10
+    "conv_8c2f": EIGHT_C | {"num_classes": 100},  # CIFAR-100
+    "conv_8c2f_tin": EIGHT_C | {"num_classes": 200, "img_size": 64},  # TinyImageNet
+}
+
+
 def models() -> dict[str, Options]:
     """Every name with its options."""
     return _composed() | _families()
@@ -189,6 +259,8 @@ def _families() -> dict[str, Options]:
         "spec_vit_digits": SPEC_DIGITS,
         "lofast_vit_c10": LOFAST_C10,
         "lofast_vit_c10_smooth": LOFAST_C10 | SMOOTH,
+        "lofast_vit_c10_aol": LOFAST_C10 | AOL,
+        "lofast_vit_c10_orthogonal": LOFAST_C10 | ORTHOGONAL,
     }
     for width, depths in LOFAST_SIZES.items():
         size = {"embed_dim": width, "num_heads": 8 if width == 384 else 4}
@@ -200,18 +272,20 @@ def _families() -> dict[str, Options]:
         found[f"covit_{size_name}"] = CAUCHY | mixing | own
     for dataset, own in CERTVITS.items():
         found[f"l2_certvit_{dataset}"] = CERTVIT | {"num_classes": 10} | own
-    return found
+    return found | {name: CONVNET | own for name, own in CONVNETS.items()}
 
 
 def _composed() -> dict[str, Options]:
-    """<variant>_<backbone>_<size>. Only attention of the form softmax(score) V goes into the backbones of others."""
+    """<variant>_<backbone>_<size>. Only attention of the form softmax(score) V goes into the backbones of others, and a
+    prefix into those that know its options."""
     found: dict[str, Options] = {}
     for prefix, parts in _prefixes().items():
         kind = attention_files.variants()[parts["attention"]["name"]]
         everywhere = isinstance(kind, type) and issubclass(kind, SoftmaxAttention)
         for backbone in BACKBONES if everywhere else ("vit",):
             common, sizes = BACKBONES[backbone]
-            found |= {f"{prefix}_{backbone}_{size}": common | own | parts for size, own in sizes.items()}
+            if set(parts) - {"attention"} <= set(common):
+                found |= {f"{prefix}_{backbone}_{size}": common | own | parts for size, own in sizes.items()}
         if prefix in PATCHES:
             found |= {
                 f"{prefix}_vit_{size}_p{patch}": VIT | own | parts | {"patch_size": patch}

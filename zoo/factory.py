@@ -18,11 +18,15 @@ from certizoo import UserError
 from zoo import attention as attention_files
 from zoo import catalog
 from zoo.attention.gpsa import GPSA
-from zoo.block import NormFirstBlock, PreNormBlock
+from zoo.block import NormFirstBlock, PostNormBlock, PreNormBlock
 from zoo.catalog import Options
-from zoo.init import trunc_normal_init_
-from zoo.mlp import SLL, Mlp
-from zoo.norms import LayerProject, SmoothProject
+from zoo.convnet import ConvNet
+from zoo.init import orthogonal_init_, spectral_init_, trunc_normal_init_
+from zoo.mlp import SLL, ConstrainedMlp, Mlp
+from zoo.norms import CenterNorm, LayerProject, SmoothProject
+from zoo.pretrained import load_pretrained
+from zoo.residual import WeightedResidual
+from zoo.swin import Swin
 from zoo.vit import ViT
 
 Parts = Mapping[str, Callable[..., Any]]
@@ -31,15 +35,26 @@ NORMS: Parts = {
     "layernorm": partial(nn.LayerNorm, eps=1e-6),
     "layerproject": LayerProject,
     "smoothproject": SmoothProject,
+    "centernorm": CenterNorm,
 }
 MLPS: Parts = {
     "gelu": Mlp,
     "sll_relu": SLL,
     "sll_tanh": partial(SLL, act=nn.Tanh),
+    "aol_relu": partial(ConstrainedMlp, constraint="aol"),
+    "aol_tanh": partial(ConstrainedMlp, constraint="aol", act=nn.Tanh),
+    "orthogonal_relu": partial(ConstrainedMlp, constraint="orthogonal"),
+    "orthogonal_tanh": partial(ConstrainedMlp, constraint="orthogonal", act=nn.Tanh),
+    "capped_relu": partial(ConstrainedMlp, constraint="cap"),
+    "capped_tanh": partial(ConstrainedMlp, constraint="cap", act=nn.Tanh),
 }
-BLOCKS: Parts = {"prenorm": PreNormBlock, "normfirst": NormFirstBlock}
-RESIDUALS: Parts = {}
-INITS: dict[str, Callable[[nn.Module], None]] = {"trunc_normal": trunc_normal_init_}
+BLOCKS: Parts = {"prenorm": PreNormBlock, "normfirst": NormFirstBlock, "postnorm": PostNormBlock}
+RESIDUALS: Parts = {"weighted": WeightedResidual}
+INITS: dict[str, Callable[[nn.Module], None]] = {
+    "trunc_normal": trunc_normal_init_,
+    "spectral": spectral_init_,
+    "orthogonal": orthogonal_init_,
+}
 
 IMAGENET_STATISTICS = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 GRAY_STATISTICS = {"mean": (0.5,), "std": (0.5,)}
@@ -56,9 +71,10 @@ def attention_name(name: str, **overrides: Any) -> str:
     return attention if isinstance(attention, str) else str(attention["name"])
 
 
-def create_model(name: str, **overrides: Any) -> nn.Module:
+def create_model(name: str, *, pretrained: str | None = None, **overrides: Any) -> nn.Module:
     """A model by name: images (B, C, H, W) in [0,1] -> logits (B, num_classes).
 
+    pretrained: weights to start from, a full timm tag or a file (`zoo.pretrained`); no option of the model.
     Overrides: any option of the model (num_classes, img_size, in_chans, embed_dim, depth, attention, norm, ...).
     `attention`, `norm`, `attn_norm`, `mlp` and `residual` are a name or a mapping {name: ..., option: value}.
     Raises UserError for an unknown name or option.
@@ -67,7 +83,10 @@ def create_model(name: str, **overrides: Any) -> nn.Module:
     default = IMAGENET_STATISTICS if options["in_chans"] == 3 else GRAY_STATISTICS
     for key in ("mean", "std"):
         options[key] = tuple(options[key] or default[key])
-    return BACKBONES[options.pop("backbone")](options)
+    model = BACKBONES[options.pop("backbone")](options)
+    if pretrained is not None:
+        load_pretrained(model, pretrained)
+    return model
 
 
 def model_options(name: str, **overrides: Any) -> Options:
@@ -109,7 +128,24 @@ def _vit(options: Options) -> nn.Module:
     return ViT(block=block, norm=norm, init=init, cls_after=gpsa_layers, **options)
 
 
-BACKBONES: dict[str, Callable[[Options], nn.Module]] = {"vit": _vit}
+def _swin(options: Options) -> nn.Module:
+    """Swin: its stages differ in width and heads, so that the parts receive both there."""
+    variants, qkv_bias = attention_files.variants(), options.pop("qkv_bias")
+    return Swin(
+        attention=_part("attention", options.pop("attention"), variants, qkv_bias=qkv_bias),
+        mlp=_part("mlp", options.pop("mlp"), MLPS),
+        norm=_part("norm", options.pop("norm"), NORMS),
+        init=_choice("init", options.pop("init"), INITS),
+        **options,
+    )
+
+
+def _convnet(options: Options) -> nn.Module:
+    """The conv nets of paper 003."""
+    return ConvNet(init=_choice("init", options.pop("init"), INITS), **options)
+
+
+BACKBONES: dict[str, Callable[[Options], nn.Module]] = {"convnet": _convnet, "vit": _vit, "swin": _swin}
 
 
 def _attention(options: Options) -> Callable[[], nn.Module]:

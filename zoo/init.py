@@ -2,8 +2,11 @@
 
 from typing import Protocol, runtime_checkable
 
+import torch
 from timm.layers import trunc_normal_
-from torch import nn
+from torch import Tensor, nn
+
+from zoo.spectral import sigma_upper
 
 
 @runtime_checkable
@@ -18,6 +21,39 @@ def trunc_normal_init_(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def spectral_init_(model: nn.Module) -> None:
+    """LipsFormer's spectral initialisation (paper 000, eq. 43), biases zero:
+
+        W = X / sigma_max(X),   X Xavier normal; W_Q, W_K, W_V as one matrix, convolutions as (out, rest).
+
+    ||W|| <= 1 holds for the stored weights: rounding W to units of u moves it by at most u ||W||_F.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
+            nn.init.xavier_normal_(module.weight)
+            _divide_by_norm_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def _divide_by_norm_(weight: Tensor) -> None:
+    if weight.is_meta:  # shapes only
+        return
+    matrix = weight.detach().double().flatten(1)
+    rounding = torch.finfo(weight.dtype).eps * min(matrix.shape) ** 0.5  # >= u ||W||_F / ||W||
+    with torch.no_grad():
+        weight.copy_((matrix / (sigma_upper(matrix) * (1 + rounding))).view_as(weight))
+
+
+def orthogonal_init_(model: nn.Module) -> None:
+    """CertViT's (paper 003, released code): orthonormal rows or columns, convolutions as (out, rest); biases zero."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
+            nn.init.orthogonal_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
 

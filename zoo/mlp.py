@@ -1,4 +1,4 @@
-"""Token-wise networks: timm's MLP and the 1-Lipschitz SLL residual layer, with their rules."""
+"""Token-wise networks: timm's MLP, and two 1-Lipschitz residual layers (SLL, constrained MLP), with their rules."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,8 @@ import timm.layers
 import torch
 from torch import Tensor, nn
 
-from zoo.rules import Layer, NoRule, chain, layer_of, rule
+from zoo.lipschitz import constrain_
+from zoo.rules import Bound, Layer, NoRule, chain, layer_of, rule
 from zoo.spectral import start_vectors
 
 
@@ -53,6 +54,30 @@ class SLL(nn.Module):
         return x - 2 * (hidden / t.clamp_min(1e-12)) @ self.weight.mT
 
 
+class ConstrainedMlp(nn.Module):
+    """An MLP that brings its own residual and is 1-Lipschitz where act has slopes in [0, 1]:
+
+        y = (x + f(x)) / 2,    f(x) = W_2 act(W_1 x + b_1) + b_2,    ||W_1|| <= 1, ||W_2|| <= 1.
+
+    x (..., d) -> (..., d). Args: constraint: how the norms are kept, 'aol', 'orthogonal' or 'cap' (`zoo.lipschitz`).
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, constraint: str = "aol", act: type[nn.Module] = nn.ReLU, bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.constraint = constraint
+        self.fc1, self.act, self.fc2 = nn.Linear(dim, hidden, bias=bias), act(), nn.Linear(hidden, dim, bias=bias)
+
+    def finish_init(self) -> None:
+        """Put the constraints on; called by the model after its weights have their initial values."""
+        constrain_(self.fc1, self.constraint)
+        constrain_(self.fc2, self.constraint)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.fc2(self.act(self.fc1(x)))) / 2
+
+
 ONE_LIPSCHITZ_ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid)
 
 
@@ -70,3 +95,15 @@ def mlp(module: Mlp) -> Layer:
     """fc2(sigma(fc1 x)): the product of the three constants."""
     parts = (module.fc1, module.act, module.drop1, module.norm, module.fc2, module.drop2)
     return chain(layer_of(part) for part in parts)
+
+
+@rule(ConstrainedMlp)
+def constrained_mlp(module: ConstrainedMlp) -> Layer:
+    """(1 + ||W_2|| slope ||W_1||) / 2, measured: the constraints are not trusted."""
+    branch = chain(layer_of(part) for part in (module.fc1, module.act, module.fc2))
+
+    def layer(x: Tensor) -> tuple[Tensor, Bound]:
+        y, bound = branch(x)
+        return (x + y) / 2, lambda r: (r + bound(r)) / 2
+
+    return layer

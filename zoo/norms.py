@@ -1,7 +1,7 @@
 """Normalisation layers and their sensitivity rules.
 
 Letters: u one token (d,), rho = ||u||, R the radius of the ball, r the radius of the input, N tokens.
-All three norms act per token. A joint bound over tokens is the maximum of the per-token bounds psi_i(r) because
+All norms act per token. A joint bound over tokens is the maximum of the per-token bounds psi_i(r) because
 psi_i(r) / r is nondecreasing (MATH-PROOFS.md section 1, tokenwise lemma).
 """
 
@@ -10,7 +10,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from zoo.rules import Bound, Layer, rule
+from certizoo import UserError
+from zoo.rules import Bound, Layer, rule, scaled
+from zoo.spectral import sigma_upper
 
 
 class LayerProject(nn.Module):
@@ -47,6 +49,27 @@ class SmoothProject(nn.Module):
 
     def extra_repr(self) -> str:
         return f"radius={self.radius:g}"
+
+
+class CenterNorm(nn.Module):
+    """gamma * d / (d - 1) (x - mean(x)) + beta per token: LayerNorm without the division by the deviation.
+
+    Source: LipsFormer (Qi et al. 2023). With gamma = 1 its norm is d / (d - 1), not 1. x (..., d) -> (..., d).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        if dim < 2:
+            raise UserError(f"CenterNorm needs 2 channels or more, got {dim}; take another norm")
+        self.gain = dim / (dim - 1)
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (self.gain * (x - x.mean(-1, keepdim=True))) + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}"
 
 
 def _chord(t: Tensor) -> Tensor:
@@ -111,3 +134,11 @@ def layer_norm(module: nn.LayerNorm) -> Layer:
         return module(x_BND), lambda r: gain * inner(r)
 
     return layer
+
+
+@rule(CenterNorm)
+def center_norm(module: CenterNorm) -> Layer:
+    """Affine: the norm of diag(gamma) d / (d - 1) (I - 1 1^T / d), exact."""
+    gamma = module.weight.detach().double()
+    eye = torch.eye(len(gamma), dtype=gamma.dtype, device=gamma.device)
+    return scaled(module, sigma_upper(gamma[:, None] * module.gain * (eye - 1 / len(gamma))))

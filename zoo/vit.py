@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from certizoo import UserError
 from zoo.cap import cap_
 from zoo.init import finish_init_, trunc_normal_init_
+from zoo.lipschitz import constrain_
 from zoo.rules import Bound, Layer, NoRule, chain, classifier_rule, expect, layer_of, rule
 from zoo.spectral import sigma_upper
 
@@ -57,6 +58,7 @@ class ViT(nn.Module):
         bias: whether the patch embedding and the head have one.
         init: gives the weights their initial values.
         patch_cap: cap on the spectral norm of the patch embedding (None: free).
+        patch_constraint: keeps that norm at 1 instead, 'aol' or 'orthogonal' (None: not).
     """
 
     def __init__(
@@ -79,12 +81,15 @@ class ViT(nn.Module):
         drop_path_rate: float = 0.0,
         init: Callable[[nn.Module], None] = trunc_normal_init_,
         patch_cap: float | None = None,
+        patch_constraint: str | None = None,
     ) -> None:
         super().__init__()
         if img_size % patch_size:
             raise UserError(f"img_size {img_size} is not a multiple of patch_size {patch_size}; change one of them")
         if global_pool not in ("avg", "cls"):
             raise UserError(f"global_pool is {global_pool!r}; choose 'avg' or 'cls'")
+        if patch_cap is not None and patch_constraint is not None:
+            raise UserError("patch_cap and patch_constraint both bound the patch embedding; set one of them to null")
         self.num_classes, self.embed_dim, self.global_pool = num_classes, embed_dim, global_pool
         self.normalize = Normalize(mean, std)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, bias=bias)
@@ -96,10 +101,14 @@ class ViT(nn.Module):
         trunc_normal_(self.pos_embed, std=0.02)
         drop = torch.linspace(0, drop_path_rate, depth, device="cpu").tolist()
         self.blocks = nn.Sequential(*(block(i, drop[i]) for i in range(depth)))
-        self.norm, self.fc_norm = (nn.Identity(), norm(embed_dim)) if fc_norm else (norm(embed_dim), nn.Identity())
+        last_norm = norm(embed_dim)
+        self.norm: nn.Module = nn.Identity() if fc_norm else last_norm
+        self.fc_norm: nn.Module = last_norm if fc_norm else nn.Identity()
         self.head = nn.Linear(embed_dim, num_classes, bias=bias)
         init(self)
         cap_(self.patch_embed.proj, [patch_cap])
+        if patch_constraint is not None:
+            constrain_(self.patch_embed.proj, patch_constraint)
         finish_init_(self)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
@@ -113,7 +122,7 @@ class ViT(nn.Module):
         """The class token in front, in models that have one."""
         if self.cls_token is None:
             return x_BND
-        return torch.cat([self.cls_token.expand(len(x_BND), -1, -1), x_BND], dim=1)
+        return torch.cat([self.cls_token.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
 
     def forward_features(self, x_BCHW: Tensor) -> Tensor:
         """Tokens before pooling: (B, C, H, W) -> (B, N, D)."""
@@ -144,17 +153,22 @@ class ViT(nn.Module):
         self.head = nn.Linear(self.embed_dim, num_classes, bias=bias).to(self.pos_embed)
 
 
-def _embedding(module: ViT) -> Layer:
-    """Patches do not overlap: normalisation and projection are one matrix on patches, W diag(1 / std). Positions and
-    class token are constant."""
-    expect(module.normalize, Normalize)
-    expect(module.patch_embed, PatchEmbed)
-    expect(module.patch_embed.norm, nn.Identity)
-    conv = module.patch_embed.proj
+def patches_norm(normalize: nn.Module, patch_embed: nn.Module) -> Tensor:
+    """Patches do not overlap: normalisation and projection are one matrix on patches, W diag(1 / std)."""
+    expect(normalize, Normalize)
+    expect(patch_embed, PatchEmbed)
+    conv = patch_embed.get_submodule("proj")
     expect(conv, nn.Conv2d)
+    assert isinstance(conv, nn.Conv2d)
     if conv.stride != conv.kernel_size or conv.padding != (0, 0) or conv.dilation != (1, 1) or conv.groups != 1:
         raise NoRule(conv, "the patch embedding needs stride = kernel size, no padding, dilation or groups")
-    norm = sigma_upper((conv.weight.detach().double() / module.normalize.std.double()).flatten(1))
+    return sigma_upper((conv.weight.detach().double() / normalize.get_buffer("std").double()).flatten(1))
+
+
+def _embedding(module: ViT) -> Layer:
+    """Positions and class token are constant."""
+    expect(module.patch_embed.norm, nn.Identity)
+    norm = patches_norm(module.normalize, module.patch_embed)
     return lambda x: (module.embed(x), lambda r: norm * r)
 
 

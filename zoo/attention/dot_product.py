@@ -5,6 +5,8 @@
 Letters: B images, N tokens, D width, H heads, O = D / H (dh).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from zoo.spectral import sigma_upper
 
 DENSE_LIMIT = 4096  # N D up to which zeta is the norm of the dense (N D, N D) matrix
 DENSE_BYTES = 2**28  # memory for those matrices at a time
+SOFTMAX: Callable[[Tensor], Tensor] = partial(torch.softmax, dim=-1)
 
 
 class DotProductAttention(QKVAttention):
@@ -51,7 +54,13 @@ def _zeta(p_BHNN: Tensor, m_HDD: Tensor, norm_m_H: Tensor, residual: bool) -> Te
     return torch.cat(norms)
 
 
-def _lofast(module: DotProductAttention, residual: bool) -> Layer:
+def lofast(
+    module: Callable[[Tensor], Tensor],
+    content: DotProductAttention,
+    residual: bool,
+    attend: Callable[[Tensor], Tensor] = SOFTMAX,
+    gain_H: Tensor | float = 1.0,
+) -> Layer:
     """Theorem 1 of paper 004 with the errata D5, D7, D8:
 
         ||F(X') - F(X)|| <= zeta r + sum_l D_l(r) / 2 ( ||X M_l|| + ||M_l|| r ),    D_l = xi_l r + a_l r^2,
@@ -60,25 +69,28 @@ def _lofast(module: DotProductAttention, residual: bool) -> Layer:
     Proof: P' X' - P X = P (X' - X) + (P' - P) X'; the softmax is 1/2-Lipschitz in l2 (D5); the logits move by
     s (Gamma_Q K^T + Q Gamma_K^T + Gamma_Q Gamma_K^T) with ||Gamma_Q K^T||_F <= ||W_Q K^T|| r. Biases of Q and K stay
     inside Q and K, that of V is added to every token alike because rows of P sum to 1.
+
+    `module` is `content` itself, or attention around it whose P is attend(S), with rows that sum to 1: the softmax of S
+    plus constants (window.py), or of each head an affine map of it with the linear part `gain_H` (gpsa.py).
     """
-    expect(module.qkv, nn.Linear)
-    expect(module.proj, nn.Linear)
-    w_q, w_k, w_v = (w.double() for w in module.head_weights_3HOD().detach())
-    w_o_HOD = module.proj.weight.detach().double().unflatten(1, (module.num_heads, -1)).permute(1, 2, 0)
+    expect(content.qkv, nn.Linear)
+    expect(content.proj, nn.Linear)
+    w_q, w_k, w_v = (w.double() for w in content.head_weights_3HOD().detach())
+    w_o_HOD = content.proj.weight.detach().double().unflatten(1, (content.num_heads, -1)).permute(1, 2, 0)
     m_HDD = w_v.mT @ w_o_HOD
     norm_m_H = sigma_upper(m_HDD)
-    a_H = abs(module.scale) * sigma_upper(w_q.mT @ w_k)
+    a_H = abs(content.scale) * sigma_upper(w_q.mT @ w_k)
 
     def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
-        q, k, _ = module.projections(x_BND)
-        p_BHNN = (module.scale * q @ k.mT).softmax(-1)
-        xi_BH = abs(module.scale) * (sigma_upper(k @ w_q) + sigma_upper(q @ w_k))
+        q, k, _ = content.projections(x_BND)
+        p_BHNN = attend(content.scale * q @ k.mT)
+        xi_BH = abs(content.scale) * (sigma_upper(k @ w_q) + sigma_upper(q @ w_k))
         norm_xm_BH = sigma_upper(x_BND.unsqueeze(1) @ m_HDD)
         zeta_B = _zeta(p_BHNN, m_HDD, norm_m_H, residual)
 
         def bound(r: Tensor) -> Tensor:
             r_1 = r.unsqueeze(-1)
-            change_H = 0.5 * r_1 * (xi_BH + a_H * r_1)  # of P_l
+            change_H = 0.5 * gain_H * r_1 * (xi_BH + a_H * r_1)  # of P_l
             return zeta_B * r + (change_H * (norm_xm_BH + norm_m_H * r_1)).sum(-1)
 
         y = module(x_BND)
@@ -90,10 +102,10 @@ def _lofast(module: DotProductAttention, residual: bool) -> Layer:
 @rule(DotProductAttention)
 def attention(module: DotProductAttention) -> Layer:
     """The branch alone (H = 0)."""
-    return _lofast(module, residual=False)
+    return lofast(module, module, residual=False)
 
 
 @residual_rule(DotProductAttention)
 def residual_attention(module: DotProductAttention) -> Layer:
     """X + F(X) in one norm (H = I), never ||I|| + ||.||."""
-    return _lofast(module, residual=True)
+    return lofast(module, module, residual=True)

@@ -22,6 +22,7 @@ from zoo.spectral import start_vectors
 class SoftmaxAttention(nn.Module):
     """Abstract: a variant defines `heads` and `merge`, and may set `scale`. x (B, N, D) -> (B, N, D)."""
 
+    num_heads: int
     scale = 1.0
 
     def heads(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:

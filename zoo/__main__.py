@@ -1,0 +1,111 @@
+"""`python -m zoo [PATTERN]`, `python -m zoo show NAME`: what is in the zoo; `python -m zoo export`: out of it."""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from certizoo import UserError
+from certizoo.errors import one_line_errors
+from zoo import overview
+from zoo.export import FORMATS, export_handover
+from zoo.factory import model_options
+
+COMMANDS = ("list", "show", "export")
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def list_models(args: argparse.Namespace) -> None:
+    """A table of the models."""
+    names = overview.matching(args.pattern)
+    progress = track(names, "measuring", console=Console(stderr=True), transient=True)
+    rows = [overview.facts(name) for name in progress]
+    if args.format == "table":
+        _console().print(overview.table(rows))
+        return
+    records = [row.record() for row in rows]
+    if args.format == "json":
+        sys.stdout.write(json.dumps(records, indent=1) + "\n")
+        return
+    writer = csv.DictWriter(sys.stdout, list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+
+
+def show(args: argparse.Namespace) -> None:
+    """Options, layers and rules of one model."""
+    overrides = _overrides(args.set)
+    row = overview.facts(args.name, **overrides)
+    options = Table("option", "value")
+    for key, value in model_options(args.name, **overrides).items():
+        options.add_row(key, str(value))
+    console = _console()
+    tokens = "" if row.tokens is None else f", {row.tokens} tokens"
+    size = f"{row.parameters:,} parameters, {row.macs / 1e9:.3g} GMACs for one image"
+    console.print(f"{row.name}: {row.attention} attention, {row.backbone}, {size}{tokens}", highlight=False)
+    console.print(options)
+    console.print(overview.layer_tree(args.name, **overrides), markup=False)
+    console.print(overview.rule_table(args.name, **overrides))
+    console.print(f"lofast: {f'no: {row.lofast}' if row.lofast else 'yes'}", markup=False, soft_wrap=True)
+
+
+def export(args: argparse.Namespace) -> None:
+    """The model of a hand-over as a file for other programs."""
+    export_handover(args.handover, args.out, args.format)
+
+
+def _overrides(assignments: Sequence[str]) -> dict[str, Any]:
+    """'depth=2' or 'attention={name: dp, v_cap: 1}': values are YAML, as in the configuration files."""
+    found = {}
+    for text in assignments:
+        option, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"{text!r} sets nothing; write --set option=value")
+        try:
+            found[option] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UserError(f"the value of {text!r} is no YAML; quote it as in the configuration files") from None
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m zoo", description="The models of the zoo.")
+    commands = top.add_subparsers(required=True)
+    listing = commands.add_parser("list", help="table of all models (the default command)")
+    listing.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="such as 'l2_*'")
+    listing.add_argument("--format", choices=("table", "csv", "json"), default="table")
+    listing.set_defaults(action=list_models)
+    showing = commands.add_parser("show", help="options, layers and rules of one model")
+    showing.add_argument("name", metavar="NAME")
+    showing.add_argument("--set", nargs="+", action="extend", default=[], metavar="OPTION=VALUE")
+    showing.set_defaults(action=show)
+    exporting = commands.add_parser("export", help="the model of a hand-over as a file for other programs")
+    exporting.add_argument("handover", metavar="HANDOVER", type=Path, help="folder that training wrote")
+    exporting.add_argument("out", metavar="OUT", type=Path, help="file to write")
+    exporting.add_argument("--format", choices=tuple(FORMATS), required=True)
+    exporting.set_defaults(action=export)
+    return top
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] not in (*COMMANDS, "-h", "--help"):
+        words.insert(0, "list")
+    args = parser().parse_args(words)
+    args.action(args)
+
+
+if __name__ == "__main__":
+    main()

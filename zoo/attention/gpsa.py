@@ -1,0 +1,115 @@
+"""Gated positional self-attention of ConViT (d'Ascoli et al. 2021, eq. 6-7), around any variant of softmax.py.
+
+    F(X) = merge( (1 - g) softmax(s q k^T) v + g R v ),   R = softmax(W_pos r),   g = sigmoid(gating) per head
+
+r_ij = (dx, dy, dx^2 + dy^2) is the offset of patch j from patch i on their square grid. The first part runs on the
+fused kernel. The second is the same for every image, and W_pos r is a function of dx plus one of dy, so that R is the
+Kronecker product of two small matrices, R = Ry (x) Rx: 2 N sqrt(N) products per channel instead of N^2.
+
+Letters: B images, N tokens, D width, H heads, O = D / H, Y = X = sqrt(N) sides of the grid.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from certizoo import UserError
+from zoo.attention.dot_product import DotProductAttention, lofast
+from zoo.attention.softmax import QKVAttention, SoftmaxAttention
+from zoo.rules import Layer, NoRule, expect, residual_rule, rule
+
+
+class GPSA(nn.Module):
+    """x (B, N, D) -> (B, N, D), N a square number of patches, no class token.
+
+    Args: content: the attention whose scores are mixed with positions. locality_strength: how sharply the heads look
+    at their patch at the start (the paper's alpha).
+    """
+
+    def __init__(self, content: nn.Module, locality_strength: float = 1.0) -> None:
+        super().__init__()
+        if not isinstance(content, SoftmaxAttention):
+            raise UserError(f"{type(content).__name__} has no scores to mix with positions; choose a softmax attention")
+        self.content = content
+        self.locality_strength = locality_strength
+        self.pos_proj = nn.Linear(3, content.num_heads)
+        self.gating_param = nn.Parameter(torch.ones(content.num_heads))
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        q, k, v = self.content.heads(x_BND)
+        y_BHNO = F.scaled_dot_product_attention(q, k, v, scale=self.content.scale)
+        g_H11 = self.gating_param.sigmoid()[:, None, None]
+        return self.content.merge((1 - g_H11) * y_BHNO + g_H11 * self._positional(v))
+
+    def _positional(self, v_BHNO: Tensor) -> Tensor:
+        """R v, along one side of the grid after the other."""
+        rx_HXX, ry_HYY = self.positions(v_BHNO.shape[2])
+        v_BHYXO = v_BHNO.unflatten(2, (ry_HYY.shape[-1], -1))
+        along_x = rx_HXX[:, None] @ v_BHYXO
+        return (ry_HYY @ along_x.flatten(3)).reshape(v_BHNO.shape)
+
+    def positions(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Rx (H, X, X) and Ry (H, Y, Y) with R[(y, x), (y', x')] = Ry[y, y'] Rx[x, x']; rows sum to 1.
+
+        Raises UserError where `tokens` is no square.
+        """
+        side = math.isqrt(tokens)
+        if side**2 != tokens:
+            raise UserError(f"{tokens} tokens are no square grid of patches; gated positions need an image that is one")
+        weight_H3, bias_H = self.pos_proj.weight, self.pos_proj.bias
+        steps = torch.arange(side, device=weight_H3.device, dtype=weight_H3.dtype)
+        d = steps - steps[:, None]  # from row i to column j
+        offset_XX2 = torch.stack([d, d.square()], dim=-1)
+        # The bias moves whole rows, which the softmax drops; it stands here to have its (zero) gradient.
+        scores_x = F.linear(offset_XX2, weight_H3[:, [0, 2]], bias_H)
+        scores_y = F.linear(offset_XX2, weight_H3[:, [1, 2]])
+        return scores_x.movedim(-1, 0).softmax(-1), scores_y.movedim(-1, 0).softmax(-1)
+
+    def mixed(self, p_BHNN: Tensor) -> Tensor:
+        """(1 - g) P + g R for all pairs of tokens, as `forward` has it without writing it out."""
+        rx_HXX, ry_HYY = self.positions(p_BHNN.shape[-1])
+        r_HNN = torch.stack([torch.kron(ry, rx) for ry, rx in zip(ry_HYY, rx_HXX, strict=True)])
+        g_H11 = self.gating_param.sigmoid()[:, None, None]
+        return (1 - g_H11) * p_BHNN + g_H11 * r_HNN
+
+    @torch.no_grad()
+    def finish_init(self) -> None:
+        """The paper's local start: W_V = I where the content has plain values, and head h looks at its own patch of a
+        sqrt(H) x sqrt(H) neighbourhood, at centre c: score = alpha (2 c . (dx, dy) - dx^2 - dy^2)."""
+        if isinstance(self.content, QKVAttention):
+            nn.init.eye_(self.content.qkv.weight.chunk(3)[2])
+        weight_H3 = self.pos_proj.weight
+        side = math.isqrt(len(weight_H3))
+        middle = (side - 1) / 2 if side % 2 == 0 else side // 2
+        for head in range(side**2):
+            cy, cx = head % side - middle, head // side - middle
+            weight_H3[head] = torch.tensor([2 * cx, 2 * cy, -1.0])
+        weight_H3 *= self.locality_strength
+
+
+def _gated(module: GPSA, residual: bool) -> Layer:
+    """Theorem 1 of paper 004 with P~ = (1 - g) P + g R in the place of P:
+
+        P~' X' - P~ X = P~ (X' - X) + (1 - g) (P' - P) X',
+
+    so zeta is that of P~, and the change of P counts (1 - g)-fold. Rows of P~ sum to 1. MATH-PROOFS.md section 2.9.
+    """
+    if type(module.content) is not DotProductAttention:
+        raise NoRule(module, f"it is proved around DotProductAttention, not {type(module.content).__name__}")
+    expect(module.pos_proj, nn.Linear)
+    gate_H = module.gating_param.detach().sigmoid()
+    return lofast(module, module.content, residual, lambda s_BHNN: module.mixed(s_BHNN.softmax(-1)), 1 - gate_H)
+
+
+@rule(GPSA)
+def gpsa(module: GPSA) -> Layer:
+    """The branch alone."""
+    return _gated(module, residual=False)
+
+
+@residual_rule(GPSA)
+def residual_gpsa(module: GPSA) -> Layer:
+    """X + F(X) in one norm."""
+    return _gated(module, residual=True)

@@ -1,0 +1,161 @@
+"""L2 self-attention (Kim, Papamakarios, Mnih 2021): Lipschitz, because W_K = W_Q and because of A_h.
+
+    F(X) = sum_h P_h X A_h W_V^h W_O^h,     A_h = W_Q^h W_Q^hT / sqrt(D / H),
+    P_h = softmax_j( -||q_i - k_j||^2 / sqrt(D / H) ),     q_i = x_i W_Q^h,  k_j = x_j W_K^h,  W_K = W_Q
+
+Without A_h (as in CertViT's code, trap D2b), or with a W_K of its own, there is no Lipschitz constant. The values
+X A_h W_V^h are Q_h M_h with M_h = W_Q^hT W_V^h / sqrt(D / H), a (dh, dh) matrix: they need no projection from width D.
+
+Letters: B images, N tokens, D width, H heads, O = D / H (dh), E width of q, k and v on the kernel.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from certizoo import UserError
+from zoo.attention.lipschitz import SMALLEST
+from zoo.attention.softmax import SoftmaxAttention, check_heads
+from zoo.cap import cap_
+from zoo.rules import Bound, Layer, NoRule, expect, rule
+from zoo.spectral import sigma_upper, start_vectors
+
+
+class L2Attention(SoftmaxAttention):
+    """x (B, N, D) -> (B, N, D). W_Q, W_K, W_V have no bias: tied, it would cancel in the distance.
+
+    Args: tied: W_K = W_Q; otherwise W_K is a matrix of its own, which is NOT Lipschitz and has no rule.
+    q_cap, k_cap, v_cap, o_cap: caps on the spectral norms of the whole W_Q, W_K, W_V, W_O (None: free).
+    """
+
+    power_o_1D: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        tied: bool = True,
+        proj_bias: bool = True,
+        q_cap: float | None = None,
+        k_cap: float | None = None,
+        v_cap: float | None = None,
+        o_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads(dim, num_heads)
+        if tied and k_cap is not None:
+            raise UserError("tied L2 attention has no W_K for k_cap to bound; set q_cap, or tied=false")
+        self.num_heads = num_heads
+        # With q . k - ||k||^2 / 2 as the score; the factor stays out of q and k, so that they are rounded alike.
+        self.scale = 2 * (dim // num_heads) ** -0.5
+        self.q = nn.Linear(dim, dim, bias=False)
+        self.k = None if tied else nn.Linear(dim, dim, bias=False)
+        self.v = nn.Linear(dim, dim, bias=False)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias)
+        # The vectors of MSVP's power iteration (zoo.penalty), kept with the weights they belong to.
+        for name in self._projections():
+            self.register_buffer(f"power_{name}_HD", start_vectors(num_heads, dim))
+        self.register_buffer("power_o_1D", start_vectors(1, dim))
+        self._caps = {"q": q_cap, "k": k_cap, "v": v_cap, "o": o_cap}
+
+    def heads(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-||q_i - k_j||^2 is 2 (q_i . k_j - ||k_j||^2 / 2) up to a constant of the row: ||k||^2 goes into more columns
+        of k, against ones in q. v has the same width E, as the fused kernels want it, with zeros that `merge` drops."""
+        q = self._split(self.q(x_BND))
+        k = q if self.k is None else self._split(self.k(x_BND))
+        width = -(-(q.shape[-1] + 2) // 8) * 8  # E: fused kernels want a multiple of 8
+        m_HOE = F.pad(self._values_HOO(), (0, width - q.shape[-1]))
+        v = torch.einsum("bhno,hoe->bhne", q, m_HOE)
+        # The mean key is taken off q and k alike: no distance changes, and ||k||^2 is as small as it can be.
+        mean = k.detach().mean(-2, keepdim=True)
+        return F.pad(q - mean, (0, width - q.shape[-1]), value=1.0), _with_squares(k - mean, width), v
+
+    def merge(self, y_BHNE: Tensor) -> Tensor:
+        return self.proj(y_BHNE[..., : self.proj.in_features // self.num_heads].transpose(1, 2).flatten(2))
+
+    def finish_init(self) -> None:
+        """Put the caps on; called by the model after its weights have their initial values."""
+        for name, part in self._projections().items():
+            cap_(part, (self._caps[name],))
+        cap_(self.proj, (self._caps["o"],))
+
+    def spectral_terms(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """For `zoo.penalty`."""
+        for name, part in self._projections().items():
+            yield name, part.weight.unflatten(0, (self.num_heads, -1)), self.get_buffer(f"power_{name}_HD")
+        yield "o", self.proj.weight[None], self.power_o_1D
+
+    def _projections(self) -> dict[str, nn.Linear]:
+        return {"q": self.q, "v": self.v} | ({} if self.k is None else {"k": self.k})
+
+    def _split(self, y_BND: Tensor) -> Tensor:
+        return y_BND.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def _values_HOO(self) -> Tensor:
+        """M_h = W_Q^hT W_V^h / sqrt(dh) (the stored weights are the transposes)."""
+        w_q, w_v = (part.weight.unflatten(0, (self.num_heads, -1)) for part in (self.q, self.v))
+        return w_q @ w_v.mT * (self.scale / 2)
+
+
+def _with_squares(k: Tensor, width: int) -> Tensor:
+    """(k, -||k||^2 / 2, 0 ...): the square is the sum of two columns, its rounded value and the rest, so that in bf16
+    it has 16 bits: the small difference of large squares is the distance."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    square = -0.5 * k.to(wide).square().sum(-1, keepdim=True)
+    high = square.to(k.dtype)
+    low = (square - high).to(k.dtype)
+    return F.pad(torch.cat((k, high, low), -1), (0, width - k.shape[-1] - 2))
+
+
+VARIANTS = {"l2": L2Attention}
+
+
+def distance_bound(n: int) -> float:
+    """Phi(N), the root of x exp(x + 1) = N - 1, rounded upwards: with N tokens no row of P has
+    sum_j P_ij ||y_i - y_j||^2 above it, for logits -||y_i - y_j||^2 (Kim et al., proof of Theorem 3.2)."""
+    x = math.log(n)
+    for _ in range(20 if n > 1 else 0):  # Newton for x + log x = log(N - 1) - 1
+        x *= (math.log(n - 1) - math.log(x)) / (1 + x)
+    while x * math.exp(x + 1) < (n - 1) * (1 + 1e-14):
+        x *= 1 + 1e-13
+    return x
+
+
+@rule(L2Attention)
+def l2(module: L2Attention) -> Layer:
+    """Global (MATH-PROOFS.md section 2.10, with M_h kept whole and the heads sharing one budget):
+
+        Lip <= [ sqrt(N) (1 + 2 Phi) + 2 Phi ] ||W_O||
+               min( sqrt( sum_h ||W_Q^h||^2 ||M_h||^2 ), ||W_Q|| max_h ||M_h|| ).
+
+    Proof for one head, y = X W_Q^h / dh^(1/4) and m_i = sum_j P_ij y_j; so f = m M_h dh^(1/4):
+
+        dm_i = sum_j P_ij dy_j + 2 Cov_i dy_i + 2 sum_j P_ij (y_j - m_i) (y_i - y_j)^T dy_j.
+
+    ||P|| <= sqrt(N). ||Cov_i|| <= sum_j P_ij ||y_j - m_i||^2 <= sum_j P_ij ||y_j - y_i||^2 <= Phi, block by block.
+    The last term is at most 2 Phi max_j ||dy_j|| by Cauchy-Schwarz, in each of N rows. Together
+    ||dm|| <= [...] ||dy||. Then ||dF||^2 <= ||W_O||^2 sum_h ||M_h||^2 [...]^2 ||dX W_Q^h||^2, where
+    sum_h ||dX W_Q^h||^2 = ||dX W_Q||^2.
+
+    Paper 000, eq. 40, has ||W_Q^h||^2 ||W_V^h||^2 under the root, A_h forgotten: broken by ascent (trap D14c).
+    """
+    if module.k is not None:
+        raise NoRule(module, "with a W_K of its own (tied=false) L2 attention is not Lipschitz")
+    for part in (module.q, module.v, module.proj):
+        expect(part, nn.Linear)
+    w_q_HOD, w_v_HOD = (w.weight.detach().double().unflatten(0, (module.num_heads, -1)) for w in (module.q, module.v))
+    norm_m_H = sigma_upper(w_q_HOD @ w_v_HOD.mT) * module.scale / 2
+    apart = (sigma_upper(w_q_HOD) * norm_m_H).norm()
+    shared = sigma_upper(module.q.weight) * norm_m_H.amax()
+    weights = torch.minimum(apart, shared) * sigma_upper(module.proj.weight)
+
+    def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
+        n = x_BND.shape[-2]
+        phi = distance_bound(n)
+        lipschitz = (math.sqrt(n) * (1 + 2 * phi) + 2 * phi) * weights
+        return module(x_BND), lambda r: lipschitz.clamp_min(SMALLEST) * r
+
+    return layer

@@ -1,0 +1,76 @@
+"""Window attention of Swin (Liu et al. 2021, eq. 4), around any variant of softmax.py.
+
+    F(X) = merge( softmax(s q k^T + T + M) v )        in every window of h x w tokens by itself
+
+T_ij = table[offset of j from i] is the relative position bias, one number per head and offset; M keeps tokens of a
+shifted window apart that are no neighbours in the image. With distances for scores, T + M is added to those.
+Which tokens form a window, and M, are the block's business (timm's SwinTransformerBlock).
+
+Letters: B images, W windows of an image, N = h w tokens of a window, D width, H heads.
+"""
+
+import torch
+from timm.layers import trunc_normal_
+from torch import Tensor, nn
+
+from certizoo import UserError
+from zoo.attention.dot_product import DotProductAttention, lofast
+from zoo.attention.softmax import SoftmaxAttention
+from zoo.rules import Layer, NoRule, rule
+
+
+class WindowAttention(nn.Module):
+    """Windows x (B W, N, D), the windows of one image side by side, -> (B W, N, D).
+
+    Args: content: the attention whose scores get the bias. window_size: (h, w).
+    """
+
+    relative_position_index: Tensor
+
+    def __init__(self, content: nn.Module, window_size: tuple[int, int]) -> None:
+        super().__init__()
+        if not isinstance(content, SoftmaxAttention):
+            raise UserError(f"{type(content).__name__} has no scores to add a bias to; choose a softmax attention")
+        self.content = content
+        height, width = window_size
+        offsets = (2 * height - 1) * (2 * width - 1)
+        self.relative_position_bias_table = nn.Parameter(torch.empty(offsets, content.num_heads))
+        trunc_normal_(self.relative_position_bias_table, std=0.02)
+        self.register_buffer("relative_position_index", _offset_index(height, width), persistent=False)
+
+    def forward(self, x_BND: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`mask` (W, N, N) is added to the scores: 0, or a large negative number."""
+        return self.content(x_BND, self.bias(x_BND.shape[0], mask))
+
+    def bias(self, windows: int, mask: Tensor | None = None) -> Tensor:
+        """T + M for that many windows, in all images together: (1 or B W, H, N, N)."""
+        bias_HNN = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
+        if mask is None:
+            return bias_HNN[None]
+        return (bias_HNN + mask[:, None]).repeat(windows // mask.shape[0], 1, 1, 1)
+
+
+def _offset_index(height: int, width: int) -> Tensor:
+    """Row of the table for each pair (i, j): (y_i - y_j + h - 1) (2 w - 1) + x_i - x_j + w - 1, as in timm. (N, N)."""
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    y_N, x_N = y.flatten(), x.flatten()
+    dy, dx = y_N[:, None] - y_N, x_N[:, None] - x_N
+    return (dy + height - 1) * (2 * width - 1) + dx + width - 1
+
+
+def masked(module: WindowAttention, mask: Tensor | None) -> Layer:
+    """Theorem 1 of paper 004 for each window, which stands in the place of an image: T + M are constants in S."""
+    content = module.content
+    if type(content) is not DotProductAttention:
+        raise NoRule(module, f"it is proved around DotProductAttention, not {type(content).__name__}")
+
+    def attend(s_BHNN: Tensor) -> Tensor:
+        return (s_BHNN + module.bias(len(s_BHNN), mask)).softmax(-1)
+
+    return lofast(lambda x_BND: module(x_BND, mask), content, residual=False, attend=attend)
+
+
+@rule(WindowAttention)
+def window_attention(module: WindowAttention) -> Layer:
+    """Windows without a mask."""
+    return masked(module, None)

@@ -1,0 +1,91 @@
+"""Models for other programs: state dicts in timm's or our names, and programs that need no code of ours.
+
+Parametrised weights are folded, so that the exported function is the served one. Images stay in [0,1] where the model
+is a program; timm's models want them normalised, and the statistics stand in the file's metadata (mean, std).
+"""
+
+import importlib.util
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from certizoo import UserError
+from certizoo.files import whole_file
+from zoo import handover
+from zoo.convert import to_timm
+from zoo.fold import folded
+
+Shape = tuple[int, int, int]
+
+
+def export(model: nn.Module, path: Path, format: str, image: Shape) -> None:
+    """Write `model` to the file `path`, whole or not at all.
+
+    Args:
+        format: 'timm' (safetensors, for `timm.create_model(..., checkpoint_path=)`), 'safetensors' (our names),
+            'torch' (a torch.export program, any batch size), 'onnx' (any batch size; needs packages of its own).
+        image: channels, height, width.
+
+    Raises UserError where the model has no such form or a package is missing.
+    """
+    if format not in FORMATS:
+        raise UserError(f"there is no export format {format!r}; choose one of {', '.join(FORMATS)}")
+    plain = folded(model).cpu().requires_grad_(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as part:
+        FORMATS[format](plain, part, torch.zeros(2, *image))
+
+
+def export_handover(folder: Path, path: Path, format: str) -> None:
+    """`export` for what training left in `folder`."""
+    model, config = handover.load(folder)
+    options = config["model"]
+    export(model, path, format, (options["in_chans"], options["img_size"], options["img_size"]))
+
+
+def _timm(model: nn.Module, path: Path, images_BCHW: Tensor) -> None:
+    state = {key: value.contiguous() for key, value in to_timm(model).items()}
+    statistics = model.get_submodule("normalize")
+    metadata = {name: json.dumps(value.flatten().tolist()) for name, value in statistics.named_buffers()}
+    save_file(state, path, metadata={"format": "pt", **metadata})
+
+
+def _safetensors(model: nn.Module, path: Path, images_BCHW: Tensor) -> None:
+    save_file({key: value.contiguous() for key, value in model.state_dict().items()}, path, metadata={"format": "pt"})
+
+
+def _torch(model: nn.Module, path: Path, images_BCHW: Tensor) -> None:
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(model, (images_BCHW,), dynamic_shapes=({0: batch},))
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    path.write_bytes(buffer.getvalue())
+
+
+def _onnx(model: nn.Module, path: Path, images_BCHW: Tensor) -> None:
+    if absent := [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]:
+        raise UserError(f"ONNX export needs {' and '.join(absent)}; run `pip install 'certizoo[onnx]'`")
+    program = torch.onnx.export(
+        model,
+        (images_BCHW,),
+        dynamo=True,
+        verbose=False,
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+    )
+    assert program is not None
+    program.save(path, external_data=False)
+
+
+FORMATS: dict[str, Callable[[nn.Module, Path, Tensor], None]] = {
+    "timm": _timm,
+    "safetensors": _safetensors,
+    "torch": _torch,
+    "onnx": _onnx,
+}
