@@ -5,14 +5,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from certify.lofast import METHODS, Analysis, Certificate, LoFAST
+from certify.certificate import Analysis, Certificate, Certifier
+from certify.methods import METHODS
 from certizoo import UserError
 
 MAX_EPS = 2.0**10  # far beyond the diameter of any image's box
 BISECTIONS = 40
 
 
-def certifier(model: nn.Module, method: str) -> LoFAST:
+def certifier(model: nn.Module, method: str) -> Certifier:
     """The certifier of a method; raises UserError for an unknown one and NoRule for an uncertifiable model."""
     if method not in METHODS:
         raise UserError(f"no certification method {method!r}; choose one of {', '.join(METHODS)}")
@@ -38,7 +39,7 @@ def certified_radius(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, me
 def radius_of(analysis: Analysis) -> Tensor:
     """Bisection on stored terms, without a new forward pass. Sound for any bound, as every answer was tested itself;
     the largest one because bounds are nondecreasing in eps."""
-    correct_B = analysis.correct_B
+    correct_B = analysis.clean.correct_B
     low_B = torch.zeros(len(correct_B), dtype=torch.float64, device=correct_B.device)
     high_B = torch.full_like(low_B, 2.0**-10)
     for _ in range(round(math.log2(MAX_EPS)) + 10):  # double until the proof fails

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attacks import AttackConfig
 from certify.api import certifier, radius_of
-from certify.lofast import Certificate, LoFAST
+from certify.certificate import Certificate, Certifier
 
 CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
 DEFAULT_ATTACK = AttackConfig(norm="l2", steps=40, loss="margin")
@@ -55,7 +55,7 @@ def evaluate(
 
 
 def rows_of(
-    prover: LoFAST,
+    prover: Certifier,
     served: nn.Module,
     keys: Sequence[str],
     images_BCHW: Tensor,
@@ -76,14 +76,15 @@ def rows_of(
     statuses = {eps: status(analysis.at(eps)) for eps in eps_grid}
     seconds = (time.perf_counter() - start) / len(keys)
     survives = {eps: _survives(served, images_BCHW, labels_B, replace(attack, norm="l2", eps=eps)) for eps in eps_grid}
-    margin_B = analysis.margin_BJ.amin(-1)
+    clean = analysis.clean
+    margin_B = clean.margin_BJ.amin(-1)
     rows = []
     for i, key in enumerate(keys):
         row: Row = {
             "key": key,
             "label": int(labels_B[i]),
-            "prediction": int(analysis.prediction_B[i]),
-            "correct": bool(analysis.correct_B[i]),
+            "prediction": int(clean.prediction_B[i]),
+            "correct": bool(clean.correct_B[i]),
             "margin": float(margin_B[i]),
             f"radius.{method}": float(radius_B[i]),
             "seconds": seconds,

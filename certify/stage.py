@@ -25,8 +25,8 @@ from attacks import AttackConfig
 from certify import report
 from certify.api import certifier as make_certifier
 from certify.bake import logit_difference
+from certify.certificate import SLACK
 from certify.evaluate import DEFAULT_ATTACK, Row, rows_of
-from certify.lofast import SLACK
 from certizoo import UserError, __version__
 from certizoo.files import write_whole
 

@@ -15,7 +15,7 @@ from certify import certified_radius, certify, evaluate
 from certify.api import certifier, radius_of
 from certify.bake import bake, logit_difference
 from certify.evaluate import UnsoundCertificate
-from certify.lofast import Analysis, LoFAST
+from certify.lofast import LoFAST, LoFASTAnalysis
 from certizoo import UserError
 from tests.ascent import ascend
 from zoo.rules import NoRule
@@ -90,7 +90,7 @@ def test_the_margin_never_falls_by_more_than_the_loss(seed: int) -> None:
     x, y = easy_batch(model, 8, seed)
     baked = bake(model)
     for eps in (0.05, 0.5, 2.0):
-        analysis = certifier(model, "lofast").analyse(x, y)
+        analysis = LoFAST(model).analyse(x, y)
         loss_BJ = analysis.weight_BJ * analysis.radius(torch.full((8,), eps, dtype=torch.float64))[:, None]
         adversarial = pgd(baked, x.double(), y, norm="l2", eps=eps, steps=50, loss="margin")
         with torch.no_grad():
@@ -209,7 +209,7 @@ def test_a_refuted_certificate_stops_the_evaluation(monkeypatch: pytest.MonkeyPa
     x, y = easy_batch(model, 16, 0)
     honest = LoFAST.analyse
 
-    def wrong(self: LoFAST, *args: torch.Tensor) -> Analysis:
+    def wrong(self: LoFAST, *args: torch.Tensor) -> LoFASTAnalysis:
         analysis = honest(self, *args)
         return replace(analysis, radius=lambda r: 0 * r)
 

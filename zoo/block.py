@@ -5,6 +5,7 @@ from collections.abc import Callable
 from timm.layers import DropPath
 from torch import Tensor, nn
 
+from zoo.curvature import Node, linear, nodes, nodes_of, residual_node
 from zoo.rules import Layer, chain, identity, layer_of, residual, residual_layer_of, rule
 
 rule(DropPath)(identity)  # an identity in eval mode
@@ -96,3 +97,34 @@ def norm_first_block(module: NormFirstBlock) -> Layer:
     """norm, residual attention in one norm, norm, MLP: a plain composition."""
     layer_of(module.drop_path)
     return chain([layer_of(module.norm1), residual_layer_of(module.attn), layer_of(module.norm2), layer_of(module.mlp)])
+
+
+# second order ---------------------------------------------------------------------------------------------------------
+
+linear(DropPath)
+
+
+@nodes(PreNormBlock)
+def pre_norm_nodes(module: PreNormBlock) -> list[Node]:
+    """Two halves."""
+    return [
+        residual_node(module.norm1, module.attn, module.scale1, module.drop_path),
+        residual_node(module.norm2, module.mlp, module.scale2, module.drop_path),
+    ]
+
+
+@nodes(PostNormBlock)
+def post_norm_nodes(module: PostNormBlock) -> list[Node]:
+    """Two residual sums, each with the norm behind it."""
+    sums = ((module.attn, module.scale1, module.norm1), (module.mlp, module.scale2, module.norm2))
+    return [node for branch, scale, norm in sums for node in (_weighted(branch, scale), *nodes_of(norm))]
+
+
+def _weighted(branch: nn.Module, scale: nn.Module) -> Node:
+    return residual_node(branch) if type(scale) is nn.Identity else residual_node(branch, scale)
+
+
+@nodes(NormFirstBlock)
+def norm_first_nodes(module: NormFirstBlock) -> list[Node]:
+    """norm, residual attention, norm, MLP with a residual of its own."""
+    return [*nodes_of(module.norm1), residual_node(module.attn), *nodes_of(module.norm2), *nodes_of(module.mlp)]

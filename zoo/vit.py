@@ -8,6 +8,7 @@ Letters: B images, C channels, N tokens, D width.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from timm.layers import PatchEmbed, trunc_normal_
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.cap import cap_
+from zoo.curvature import Expand, Expansion, Node, expansion_of, linear_expansion, nodes_of, trunk_nodes
 from zoo.init import finish_init_, trunc_normal_init_
 from zoo.lipschitz import constrain_
 from zoo.rules import Bound, Layer, NoRule, chain, classifier_rule, expect, layer_of, rule
@@ -201,3 +203,38 @@ def vit(module: ViT) -> tuple[Layer, nn.Linear]:
         blocks.insert(module.cls_after, lambda x_BND: (module.add_cls_token(x_BND), lambda r: r))
     trunk = chain([_embedding(module), *blocks, layer_of(module.norm), _pooling(module), _fc_norm(module)])
     return trunk, module.head
+
+
+@trunk_nodes(ViT)
+def vit_nodes(module: ViT) -> tuple[list[Node], nn.Linear]:
+    """The same chain with its second order: embedding, class token and pooling are affine."""
+    embedding, pooling = _embedding(module), _pooling(module)
+    blocks = [nodes_of(block) for block in module.blocks]
+    if module.cls_after:
+        joins: Layer = lambda x_BND: (module.add_cls_token(x_BND), lambda r: r)  # noqa: E731
+        blocks.insert(module.cls_after, [(joins, linear_expansion(module.add_cls_token, joins))])
+    chained = [
+        (embedding, linear_expansion(module.embed, embedding)),
+        *(node for block in blocks for node in block),
+        *nodes_of(module.norm),
+        (pooling, linear_expansion(module.pool, pooling)),
+    ]
+    if type(module.fc_norm) is not nn.Identity:
+        chained.append((_fc_norm(module), _fc_norm_expansion(module)))
+    return chained, module.head
+
+
+def _fc_norm_expansion(module: ViT) -> Expand:
+    """The second order of `_fc_norm`."""
+    expand_token = expansion_of(module.fc_norm)
+
+    def expand(x_BD: Tensor) -> Expansion:
+        of_token = expand_token(x_BD.unsqueeze(1))
+        return replace(
+            of_token,
+            y=of_token.y.squeeze(1),
+            remainder=lambda g_CBD: of_token.remainder(g_CBD.unsqueeze(-2)),
+            pull=lambda g_CBD: of_token.pull(g_CBD.unsqueeze(-2)).squeeze(-2),
+        )
+
+    return expand

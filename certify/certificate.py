@@ -1,0 +1,106 @@
+"""What every method answers, and the one comparison that decides.
+
+Letters: B images, J classes; y the label, m_j = logit_y - logit_j.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+# Every quantity is computed in float64 with a relative error far below 1e-11 (sums of fewer than 1e5 terms, depth
+# below 100); the margin has to exceed the loss by this much more, relative to the terms compared.
+SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Per image, for one eps: certified only if correct and margin > loss + slack. All tensors are (B,)."""
+
+    eps_B: Tensor
+    margin_B: Tensor  # m_j for the class j that binds
+    loss_B: Tensor  # how much of it the ball can cost at most; infinite where the bound overflowed
+    correct_B: Tensor
+    certified_B: Tensor
+    unknown_B: Tensor  # correct, but the bound is not a finite number
+
+
+@dataclass(frozen=True)
+class Clean:
+    """What the model says of a batch of clean images."""
+
+    prediction_B: Tensor
+    label_B: Tensor
+    margin_BJ: Tensor  # m_j; infinite for j = y
+
+    @property
+    def correct_B(self) -> Tensor:
+        return self.margin_BJ.amin(-1) > 0
+
+
+class Analysis(Protocol):
+    """What is known of a batch of images before an eps is chosen; any number of eps may be asked of it."""
+
+    @property
+    def clean(self) -> Clean: ...
+
+    def at(self, eps: float | Tensor) -> Certificate:
+        """The certificate for one eps, or one eps per image (B,)."""
+        ...
+
+
+class Certifier(Protocol):
+    """One method for one model, whose weights are measured once. `baked` is the function that is certified."""
+
+    baked: nn.Module
+
+    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> Analysis:
+        """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
+        ...
+
+
+def checked(images_BCHW: Tensor, labels_B: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
+    """Both on the device of the model, as float64 and integers. Raises ValueError where they are not what they should
+    be."""
+    images, labels = images_BCHW.to(head.weight.device).double(), labels_B.to(head.weight.device).long()
+    if images.ndim != 4 or labels.shape != images.shape[:1]:
+        raise ValueError(
+            f"images must be (B, C, H, W) and labels (B,); got {tuple(images.shape)}, {tuple(labels.shape)}"
+        )
+    if not bool(((images >= 0) & (images <= 1)).all()):
+        raise ValueError("images must lie in [0,1]; the model normalises them itself")
+    if not bool(((labels >= 0) & (labels < head.out_features)).all()):
+        raise ValueError(f"labels must lie in 0..{head.out_features - 1}")
+    return images, labels
+
+
+def clean_of(logits_BJ: Tensor, labels_B: Tensor) -> Clean:
+    """Margins of the label over every other class."""
+    own_BJ = torch.zeros_like(logits_BJ, dtype=torch.bool).scatter_(1, labels_B[:, None], True)
+    margin_BJ = (logits_BJ.gather(1, labels_B[:, None]) - logits_BJ).masked_fill(own_BJ, torch.inf)
+    return Clean(logits_BJ.argmax(-1), labels_B, margin_BJ)
+
+
+def per_image(eps: float | Tensor, clean: Clean) -> Tensor:
+    """eps (B,) in float64."""
+    return torch.as_tensor(eps, dtype=torch.float64, device=clean.margin_BJ.device).expand(len(clean.label_B))
+
+
+def decide(clean: Clean, loss_BJ: Tensor, eps_B: Tensor) -> Certificate:
+    """Certified where the label keeps its margin over every class, outward slack included. A loss that is not a number
+    counts as infinite."""
+    loss_BJ = torch.where(torch.isnan(loss_BJ), torch.inf, loss_BJ)
+    gap_BJ = clean.margin_BJ - loss_BJ - SLACK * (1 + clean.margin_BJ.abs() + loss_BJ)
+    own_BJ = torch.zeros_like(gap_BJ, dtype=torch.bool).scatter_(1, clean.label_B[:, None], True)
+    worst_B1 = gap_BJ.masked_fill(own_BJ, torch.inf).argmin(-1, keepdim=True)
+    margin_B, loss_B = (t.gather(1, worst_B1).squeeze(1) for t in (clean.margin_BJ, loss_BJ))
+    gap_B = gap_BJ.gather(1, worst_B1).squeeze(1)
+    return Certificate(
+        eps_B=eps_B,
+        margin_B=margin_B,
+        loss_B=loss_B,
+        correct_B=clean.correct_B,
+        certified_B=clean.correct_B & (gap_B > 0),
+        unknown_B=clean.correct_B & ~torch.isfinite(loss_B),
+    )

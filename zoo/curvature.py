@@ -1,0 +1,209 @@
+"""Second order: how far a module is from its linearisation at the clean input. The adjoint certificate is made of this.
+
+    f(x + G) = f(x) + J G + R(G),     J = Df(x)
+
+A rule has the same stages as those of `rules.py`:
+
+    curvature(module) -> expand(x_clean) -> Expansion      and its bounds in r as often as the bisection asks
+
+with the promise, for every G with ||G||_F <= r (all tokens and channels of one image together),
+
+    ||J|| <= gain,      ||R(G)||_F <= beta(r),      -<g, R(G)> <= remainder(g)(r),
+
+beta and remainder nondecreasing in r, zero at 0, infinite where nothing is known. Linear modules have R = 0 and need
+no rule of their own. The table is keyed by the exact type. Source: MATH.md section 1, MATH-PROOFS.md sections 1 and 2.
+
+Shapes: x (B, ...), float64; g (C, B, ...) for C classes; r (..., B) for beta, (..., C or 1, B) for remainder.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from zoo.rules import Bound, Layer, NoRule, chain, classifier_of, layer_of, local, residual, residual_layer_of
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """f around one clean batch."""
+
+    y: Tensor
+    gain_B: Tensor
+    beta: Bound
+    remainder: Callable[[Tensor], Bound]
+    pull: Callable[[Tensor], Tensor]  # g (C, B, *y) -> J^T g (C, B, *x)
+
+
+Expand = Callable[[Tensor], Expansion]
+Curvature = Callable[[nn.Module], Expand]
+Node = tuple[Layer, Expand]  # one step of the chain of a model: how its radius grows, and its second order
+
+_CURVATURES: dict[type[nn.Module], Curvature] = {}
+_LINEAR: set[type[nn.Module]] = set()
+_NODES: dict[type[nn.Module], Callable[..., list[Node]]] = {}
+_TRUNKS: dict[type[nn.Module], Callable[..., tuple[list[Node], nn.Linear]]] = {}
+
+
+def curvature(*kinds: type[nn.Module]) -> Callable[[Callable[..., Expand]], Callable[..., Expand]]:
+    """Enter the decorated function into the table for these exact types."""
+
+    def enter(function: Callable[..., Expand]) -> Callable[..., Expand]:
+        _CURVATURES.update(dict.fromkeys(kinds, function))
+        return function
+
+    return enter
+
+
+def linear(*kinds: type[nn.Module]) -> None:
+    """These types are affine in their input: R = 0, and their rule in `rules.py` bounds J."""
+    _LINEAR.update(kinds)
+
+
+def nodes(*kinds: type[nn.Module]) -> Callable[[Callable[..., list[Node]]], Callable[..., list[Node]]]:
+    """For modules that are a chain of steps, each with a clean point of its own: `function(module) -> its nodes`."""
+
+    def enter(function: Callable[..., list[Node]]) -> Callable[..., list[Node]]:
+        _NODES.update(dict.fromkeys(kinds, function))
+        return function
+
+    return enter
+
+
+def trunk_nodes(
+    kind: type[nn.Module],
+) -> Callable[[Callable[..., tuple[list[Node], nn.Linear]]], Callable[..., tuple[list[Node], nn.Linear]]]:
+    """For whole models: `function(model) -> (nodes, head)` with model(x) = head(nodes(x))."""
+
+    def enter(function: Callable[..., tuple[list[Node], nn.Linear]]) -> Callable[..., tuple[list[Node], nn.Linear]]:
+        _TRUNKS[kind] = function
+        return function
+
+    return enter
+
+
+def trunk_of(model: nn.Module) -> tuple[list[Node], nn.Linear]:
+    """The nodes of a model up to its linear head, with local first-order rules. Raises `NoRule`."""
+    classifier_of(model)  # refuses what the first-order rules refuse
+    if type(model) not in _TRUNKS:
+        raise NoRule(model, "no chain of remainders is written for this kind of model")
+    with local():
+        return _TRUNKS[type(model)](model)
+
+
+def nodes_of(module: nn.Module) -> list[Node]:
+    """The nodes of a part: its own list, or itself as the only one."""
+    if type(module) in _NODES:
+        return _NODES[type(module)](module)
+    return [(layer_of(module), expansion_of(module))]
+
+
+def residual_node(*branch: nn.Module) -> Node:
+    """x + branch(x), branch being the composition of these modules: one node, because J = I + J_branch is one norm."""
+    parts = [(layer_of(module), expansion_of(module)) for module in branch]
+    layer = residual_layer_of(branch[0]) if len(branch) == 1 else residual(chain(first for first, _ in parts))
+    return layer, residual_expansion(composition(parts))
+
+
+def curvature_types() -> list[type[nn.Module]]:
+    """Every module type with a rule that is not linear; tests enumerate it."""
+    return sorted(_CURVATURES, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
+
+
+def expansion_of(module: nn.Module) -> Expand:
+    """The rule of `module`, its weights already measured. Raises `NoRule`."""
+    layer = layer_of(module)  # refuses hooks and unknown types
+    if type(module) in _LINEAR:
+        return linear_expansion(module, layer)
+    if type(module) not in _CURVATURES:
+        raise NoRule(module, "no remainder is proved for this module type")
+    return _CURVATURES[type(module)](module)
+
+
+@nodes(nn.Sequential)
+def sequential(module: nn.Sequential) -> list[Node]:
+    """Those of the children."""
+    return [node for child in module for node in nodes_of(child)]
+
+
+linear(nn.Linear, nn.Identity, nn.Dropout, nn.Flatten)
+
+
+def linear_expansion(f: Callable[[Tensor], Tensor], layer: Layer) -> Expand:
+    """An affine map whose norm is what its first-order rule says of r = 1."""
+
+    def expand(x: Tensor) -> Expansion:
+        y, bound = layer(x)
+        gain_B = bound(torch.ones(len(x), dtype=x.dtype, device=x.device))
+        return Expansion(y, gain_B, torch.zeros_like, lambda g: torch.zeros_like, pullback(f, x))
+
+    return expand
+
+
+def pullback(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
+    """g (C, B, *y) -> J^T g (C, B, *x) by automatic differentiation at x."""
+
+    def pull(g: Tensor) -> Tensor:
+        vjp = torch.func.vjp(f, x)[1]
+        return torch.vmap(lambda g_one: vjp(g_one)[0])(g)
+
+    return pull
+
+
+def composition(parts: Sequence[tuple[Layer, Expand]]) -> Expand:
+    """f_L o ... o f_1, each part with its first-order rule for the radii e_k:
+
+    <g, R(G)> = sum_k <g_k, R_k(G_{k-1})>,            g_{k-1} = J_k^T g_k
+    ||R(G)||  <= sum_k ||J_L|| ... ||J_{k+1}|| beta_k(e_{k-1})
+    """
+
+    def expand(x: Tensor) -> Expansion:
+        bounds, expansions = [], []
+        for layer, expand_part in parts:
+            _, bound = layer(x)
+            expansion = expand_part(x)
+            bounds.append(bound)
+            expansions.append(expansion)
+            x = expansion.y
+
+        def radii(r: Tensor) -> list[Tensor]:
+            """e_0 .. e_{L-1}: what each part gets."""
+            found = [r]
+            for bound in bounds[:-1]:
+                found.append(bound(found[-1]))
+            return found
+
+        def beta(r: Tensor) -> Tensor:
+            total = torch.zeros_like(r)
+            for expansion, e in zip(expansions, radii(r), strict=True):
+                total = expansion.gain_B * total + expansion.beta(e)
+            return total
+
+        def pull(g: Tensor) -> Tensor:
+            for expansion in reversed(expansions):
+                g = expansion.pull(g)
+            return g
+
+        def remainder(g: Tensor) -> Bound:
+            terms: list[Bound] = []
+            for expansion in reversed(expansions):
+                terms.insert(0, expansion.remainder(g))
+                g = expansion.pull(g)
+            return lambda r: reduce(torch.add, (term(e) for term, e in zip(terms, radii(r), strict=True)))
+
+        gain_B = torch.stack([expansion.gain_B for expansion in expansions]).prod(0)
+        return Expansion(x, gain_B, beta, remainder, pull)
+
+    return expand
+
+
+def residual_expansion(branch: Expand) -> Expand:
+    """x + branch(x): the identity has no remainder."""
+
+    def expand(x: Tensor) -> Expansion:
+        inner = branch(x)
+        return Expansion(x + inner.y, 1 + inner.gain_B, inner.beta, inner.remainder, lambda g: g + inner.pull(g))
+
+    return expand
