@@ -1,8 +1,13 @@
-"""`python -m certify handover=DIR [data=NAME data.root=FOLDER] [eps=[...]] ...`: the keys of configs/certify.yaml."""
+"""`python -m certify handover=DIR [data=NAME data.root=FOLDER] [eps=[...]] ...`: the keys of configs/certify.yaml.
+
+`python -m certify analyse handover=DIR ...`: the figures of the papers for one model; the keys of configs/analyse.yaml.
+"""
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import zoo
 from attacks import AttackConfig
-from certify import publication, report, stage
+from certify import analysis, publication, report, stage
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
@@ -22,27 +27,48 @@ from shards import DataConfig
 def main(argv: Sequence[str]) -> None:
     """Certify one hand-over and print its table. Exit status 2: an error of one line."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    config = compose_config("certify", argv)
+    if list(argv[:1]) == ["analyse"]:
+        _analyse(compose_config("analyse", argv[1:]))
+    else:
+        _certify(compose_config("certify", argv))
+
+
+def _certify(config: dict[str, Any]) -> None:
     handover = _handover(config)
     out = Path(config["out"]) if config["out"] else _default_out(config, handover)
     console = Console(highlight=False)
-    columns = (TextColumn("certifying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=None)
-        summary = stage.run(
-            handover,
-            _data(config, handover),
-            _settings(config),
-            out,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with _progress("certifying", console) as progress:
+        summary = stage.run(handover, _data(config, handover), _settings(config), out, progress)
     console.print(report.accuracy_table(summary))
-    console.print(f"curve {out / 'curve.png'}, card {out / 'card.md'}, rows {out / 'certificates.parquet'}")
+    console.print(
+        f"curve {out / 'curve.png'}, card {out / 'card.md'}, rows {out / 'certificates.parquet'}", soft_wrap=True
+    )
+    console.print(f"report {out / stage.REPORT}", soft_wrap=True)
     if config["publish"]:
         line = publication.publish(
             handover, out, registered_name=config["publish"], run_id=None, experiment=config["experiment"]
         )
         console.print(f"registered: {line}")
+
+
+def _analyse(config: dict[str, Any]) -> None:
+    handover = _handover(config)
+    out = Path(config["out"]) if config["out"] else _default_out(config, handover)
+    settings = analysis.Settings(**{field.name: config[field.name] for field in fields(analysis.Settings)})
+    console = Console(highlight=False)
+    with _progress("analysing", console) as progress:
+        table = analysis.run(handover, _data(config, handover), settings, out, progress)
+    console.print("largest change of X + F(X) at the first attention, mean over the images", soft_wrap=True)
+    console.print(analysis.text(table), markup=False, soft_wrap=True)
+    console.print(f"figures and tables in {out / analysis.FOLDER}", soft_wrap=True)
+
+
+@contextmanager
+def _progress(title: str, console: Console) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _handover(config: dict[str, Any]) -> Path:

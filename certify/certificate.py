@@ -4,7 +4,7 @@ Letters: B images, J classes; y the label, m_j = logit_y - logit_j.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,25 @@ class Analysis(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Breakdown:
+    """What every step of a model costs at one eps, image by image, in one of two quantities:
+
+    growth   e_k / e_{k-1}: by how much the step widens the radius; their product is e_K / eps
+    share    the step's part of the loss of the class that binds; they add up to 1
+    """
+
+    quantity: str
+    costs: dict[str, Tensor]  # name of the step -> (B,), in the order of the chain
+
+
+@runtime_checkable
+class Explained(Protocol):
+    """An analysis that can also say which step of the model costs how much; no method has to."""
+
+    def breakdown(self, eps: float | Tensor) -> Breakdown: ...
+
+
 class Certifier(Protocol):
     """One method for one model, whose weights are measured once. `baked` is the function that is certified."""
 
@@ -91,11 +110,9 @@ def decide(clean: Clean, loss_BJ: Tensor, eps_B: Tensor) -> Certificate:
     """Certified where the label keeps its margin over every class, outward slack included. A loss that is not a number
     counts as infinite."""
     loss_BJ = torch.where(torch.isnan(loss_BJ), torch.inf, loss_BJ)
-    gap_BJ = clean.margin_BJ - loss_BJ - SLACK * (1 + clean.margin_BJ.abs() + loss_BJ)
-    own_BJ = torch.zeros_like(gap_BJ, dtype=torch.bool).scatter_(1, clean.label_B[:, None], True)
-    worst_B1 = gap_BJ.masked_fill(own_BJ, torch.inf).argmin(-1, keepdim=True)
+    worst_B1 = binding_class(clean, loss_BJ)[:, None]
     margin_B, loss_B = (t.gather(1, worst_B1).squeeze(1) for t in (clean.margin_BJ, loss_BJ))
-    gap_B = gap_BJ.gather(1, worst_B1).squeeze(1)
+    gap_B = _gap(clean, loss_BJ).gather(1, worst_B1).squeeze(1)
     return Certificate(
         eps_B=eps_B,
         margin_B=margin_B,
@@ -104,3 +121,13 @@ def decide(clean: Clean, loss_BJ: Tensor, eps_B: Tensor) -> Certificate:
         certified_B=clean.correct_B & (gap_B > 0),
         unknown_B=clean.correct_B & ~torch.isfinite(loss_B),
     )
+
+
+def binding_class(clean: Clean, loss_BJ: Tensor) -> Tensor:
+    """The class that comes closest to taking over from the label: (B,)."""
+    own_BJ = torch.zeros_like(loss_BJ, dtype=torch.bool).scatter_(1, clean.label_B[:, None], True)
+    return _gap(clean, loss_BJ).masked_fill(own_BJ, torch.inf).argmin(-1)
+
+
+def _gap(clean: Clean, loss_BJ: Tensor) -> Tensor:
+    return clean.margin_BJ - loss_BJ - SLACK * (1 + clean.margin_BJ.abs() + loss_BJ)

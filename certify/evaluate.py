@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from attacks import AttackConfig
 from certify.api import certifier, radius_of
-from certify.certificate import Certificate, Certifier
+from certify.breakdown import columns
+from certify.certificate import Certificate, Certifier, Explained
 
 CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
 DEFAULT_ATTACK = AttackConfig(norm="l2", steps=40, loss="margin")
@@ -64,17 +65,22 @@ def rows_of(
     method: str,
     eps_grid: Sequence[float],
     attack: AttackConfig,
+    explain_at: float | None = None,
 ) -> list[Row]:
     """Rows {key, label, prediction, correct, margin, radius.<method>, certified.<eps>, pgd.<eps>, seconds}.
 
     served: the model as it is served (float32), which the attack sees; images (B, C, H, W) in [0,1]. `attack` is run
-    at every eps of the grid in L2. Raises UnsoundCertificate.
+    at every eps of the grid in L2. With `explain_at`, an eps, also what every step of the model costs there, where the
+    method can tell: `growth.<step>` or `share.<step>` (certificate.Breakdown). Raises UnsoundCertificate.
     """
     start = time.perf_counter()
     analysis = prover.analyse(images_BCHW, labels_B)
     radius_B = radius_of(analysis)
     statuses = {eps: status(analysis.at(eps)) for eps in eps_grid}
     seconds = (time.perf_counter() - start) / len(keys)
+    costs: list[dict[str, float | None]] = [{} for _ in keys]
+    if explain_at is not None and isinstance(analysis, Explained):
+        costs = columns(analysis.breakdown(explain_at))
     survives = {eps: _survives(served, images_BCHW, labels_B, replace(attack, norm="l2", eps=eps)) for eps in eps_grid}
     clean = analysis.clean
     margin_B = clean.margin_BJ.amin(-1)
@@ -96,7 +102,7 @@ def rows_of(
                 raise UnsoundCertificate(
                     f"image {key} is certified by {method} at eps {eps:g} but an attack of that size changes its class"
                 )
-        rows.append(row)
+        rows.append(row | costs[i])
     return rows
 
 

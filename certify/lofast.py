@@ -7,14 +7,17 @@ Letters: B images, J classes; y the label, m_j = logit_y - logit_j, W = (w_j) th
 The last step compares classes in pairs (erratum D9); it is never worse than the paper's sqrt(2) ||W|| e.
 """
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from certify.bake import bake
-from certify.certificate import Certificate, Clean, checked, clean_of, decide, per_image
-from zoo.rules import Bound, classifier_of
+from certify.breakdown import growth, names
+from certify.certificate import Breakdown, Certificate, Clean, checked, clean_of, decide, per_image
+from zoo.rules import Bound, classifier_of, local, radii, steps_of
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,18 @@ class LoFASTAnalysis:
     clean: Clean
     weight_BJ: Tensor  # ||w_y - w_j||
     radius: Bound  # eps -> e(eps)
+    steps: Sequence[tuple[str, Bound]]  # what it is the composition of
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
         e_B = self.radius(eps_B)
         e_B = torch.where(torch.isfinite(e_B), e_B, torch.full_like(e_B, torch.inf))
         return decide(self.clean, torch.where(self.weight_BJ > 0, self.weight_BJ * e_B[:, None], 0.0), eps_B)
+
+    def breakdown(self, eps: float | Tensor) -> Breakdown:
+        """The growth of the radius in every step."""
+        steps, bounds = zip(*self.steps, strict=True)
+        return growth(steps, radii(bounds, per_image(eps, self.clean)))
 
 
 class LoFAST:
@@ -40,16 +49,34 @@ class LoFAST:
 
     def __init__(self, model: nn.Module) -> None:
         self.baked = bake(model)
-        self.trunk, self.head = classifier_of(self.baked)
+        with self.rules():
+            trunk, self.head = classifier_of(self.baked)
+        self.steps = steps_of(trunk)
+        self.names = names(self.baked, self.steps)
+
+    def rules(self) -> AbstractContextManager[None]:
+        """Which rules the model is built of: the published ones."""
+        return nullcontext()
 
     @torch.no_grad()
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> LoFASTAnalysis:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
-        pooled_BD, radius = self.trunk(images)
-        logits_BJ = self.head(pooled_BD)
+        x, bounds = images, []
+        for step in self.steps:
+            x, bound = step(x)
+            bounds.append(bound)
+        logits_BJ = self.head(x)
         # The chain of rules and the model must be one function, or the rules speak of another model.
         torch.testing.assert_close(logits_BJ, self.baked(images), rtol=1e-9, atol=1e-9)
         weight = self.head.weight
         weight_BJ = torch.linalg.vector_norm(weight[labels][:, None] - weight, dim=-1)
-        return LoFASTAnalysis(clean_of(logits_BJ, labels), weight_BJ, radius)
+        steps = list(zip(self.names, bounds, strict=True))
+        return LoFASTAnalysis(clean_of(logits_BJ, labels), weight_BJ, lambda r: radii(bounds, r)[-1], steps)
+
+
+class LocalLoFAST(LoFAST):
+    """The same with the rules of `zoo.rules.local`: dot-product attention with the softmax where it is."""
+
+    def rules(self) -> AbstractContextManager[None]:
+        return local()

@@ -5,7 +5,13 @@ from collections.abc import Callable
 from torch import nn
 
 from certify.adjoint import Adjoint
+from certify.best import Best
 from certify.certificate import Certifier
-from certify.lofast import LoFAST
+from certify.lofast import LocalLoFAST, LoFAST
 
-METHODS: dict[str, Callable[[nn.Module], Certifier]] = {"lofast": LoFAST, "adjoint": Adjoint}
+METHODS: dict[str, Callable[[nn.Module], Certifier]] = {
+    "lofast": LoFAST,
+    "lofast_local": LocalLoFAST,
+    "adjoint": Adjoint,
+    "best": Best,
+}

@@ -1,4 +1,4 @@
-"""What people read of a certificate: the curve, the table, the model card, the registry's tags."""
+"""What people read of a certificate: the curve, the table, the registry's tags."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from rich.table import Table
+
+from certify.intervals import percent
 
 Summary = dict[str, Any]
 
@@ -35,10 +37,6 @@ def curve(table: pd.DataFrame, method: str, eps_grid: Sequence[float], path: Pat
     plt.close(figure)
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}"
-
-
 def accuracy_table(summary: Summary) -> Table:
     """The closing table of a run, for the terminal."""
     table = Table(title=f"{summary['model']['name']} on {summary['images']} images of {summary['dataset']}, in %")
@@ -46,7 +44,7 @@ def accuracy_table(summary: Summary) -> Table:
         table.add_column(column, justify="right")
     for eps, accuracy in summary["accuracy"].items():
         cells = (summary["clean"], accuracy["pgd"], accuracy["certified"], accuracy["unknown"])
-        table.add_row(eps, *(_percent(value) for value in cells))
+        table.add_row(eps, *(percent(value) for value in cells))
     return table
 
 
@@ -77,30 +75,3 @@ def metrics(summary: Summary) -> dict[str, float]:
         values[f"certified_acc.{eps}"] = accuracy["certified"]
         values[f"pgd_acc.{eps}"] = accuracy["pgd"]
     return values
-
-
-def card(summary: Summary) -> str:
-    """The model card, Markdown; a paragraph is one line, since the registry shows every line break."""
-    attack, numerics, threat = summary["attack"], summary["numerics"], summary["threat_model"]
-    rows = [
-        f"| {eps} | {_percent(a['certified'])} | {_percent(a['unknown'])} | {_percent(a['pgd'])} |"
-        for eps, a in summary["accuracy"].items()
-    ]
-    table = [f"| L2 eps | certified ({summary['method']}) % | unknown % | PGD % (upper bound) |", "|---|---|---|---|"]
-    paragraphs = [
-        f"# {summary['model']['name']}",
-        f"{summary['attention']} attention, trained on {summary['dataset']} (penalty: "
-        f"{penalty_name(summary['penalty'])}). Clean accuracy {_percent(summary['clean'])} % on {summary['images']} "
-        f"test images (list sha256 `{summary['image_list_sha256'][:16]}`); median certified radius "
-        f"{summary['median_radius']:.4f}.",
-        "\n".join(table + rows),
-        f"**Threat model.** L2 ball in {threat['space']}.",
-        f"**Attack.** PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, on the "
-        "same images.",
-        f"**Numerics.** {numerics['dtype']}; {numerics['norms']}; {numerics['slack']}. The certificate is of the "
-        f"float64 function; served in {numerics['served_dtype']}, its logits differed by at most "
-        f"{numerics['largest_logit_difference_served_to_float64']:.2g} on these images.",
-        f"**Weights.** sha256 `{summary['weights_sha256'][:16]}`; code `{summary['git_commit']}`, certizoo "
-        f"{summary['certizoo']}.",
-    ]
-    return "\n\n".join(paragraphs) + "\n"

@@ -5,6 +5,7 @@ OUT/certificates.parquet  the same rows as a table, when all are there
 OUT/certificate.json      what was proved, of which weights, on which images, by which method and numerics
 OUT/curve.png             certified and attacked accuracy against eps
 OUT/card.md               the model card of the registry
+OUT/report.html           all of it on one page, with the images nearest to the line
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +24,20 @@ from torch import Tensor
 import shards
 import zoo
 from attacks import AttackConfig
-from certify import report
+from certify import page, report
 from certify.api import certifier as make_certifier
 from certify.bake import logit_difference
+from certify.breakdown import averaged
+from certify.card import card
 from certify.certificate import SLACK
+from certify.command import command
 from certify.evaluate import DEFAULT_ATTACK, Row, rows_of
+from certify.page import gallery
 from certizoo import UserError, __version__
 from certizoo.files import write_whole
+from shards import manifest
 
-ROWS, CERTIFICATE = "certificates.jsonl", "certificate.json"
+ROWS, CERTIFICATE, REPORT = "certificates.jsonl", "certificate.json", "report.html"
 Summary = dict[str, Any]
 
 
@@ -84,6 +91,7 @@ def run(
             method=settings.method,
             eps_grid=settings.eps,
             attack=settings.attack,
+            explain_at=settings.headline_eps,
         )
         _append(out / ROWS, new)
         rows += new
@@ -92,9 +100,24 @@ def run(
     table.to_parquet(out / "certificates.parquet", index=False)
     summary = _summary(table, subject, config, settings, difference)
     report.curve(table, settings.method, settings.eps, out / "curve.png")
-    (out / "card.md").write_text(report.card(summary))
+    (out / "card.md").write_text(card(summary))
+    shown = [row for side in gallery.chosen(table, settings.method, settings.headline_eps) for row in side]
+    pictures = gallery.pictures(_batches(test, data, settings, total, skip=0), shown) if shown else {}
+    circumstances = page.Circumstances(
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        command=command(handover, config, data, settings),
+        class_names=_class_names(data),
+    )
+    write_whole(out / REPORT, page.report(summary, table, pictures, circumstances))
     _write_json(out / CERTIFICATE, summary)
     return summary
+
+
+def _class_names(data: shards.DataConfig) -> list[str] | None:
+    """What the manifest calls the labels, where it names them all."""
+    listing = manifest.read(Path(data.root).expanduser(), data.name)
+    names = listing.class_names if listing else None
+    return names if names and len(names) == data.num_classes else None
 
 
 def _batches(
@@ -191,6 +214,7 @@ def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: S
         "clean": float(table["correct"].mean()),
         "accuracy": per_eps,
         "median_radius": float(table[f"radius.{settings.method}"].median()),
+        "breakdown": averaged(table, settings.headline_eps),
         "seconds_per_image": float(table["seconds"].mean()),
     }
 

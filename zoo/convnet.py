@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.activations import Hinge, elementwise
+from zoo.curvature import Expand, curvature, linear
 from zoo.init import orthogonal_init_
 from zoo.rules import Bound, Layer, NoRule, chain, classifier_rule, layer_of, rule, unit_slope
 from zoo.spectral import U, sigma_upper
@@ -173,7 +175,14 @@ def conv2d(module: nn.Conv2d) -> Layer:
     return layer
 
 
+linear(nn.Conv2d)
 rule(ReLUx)(unit_slope)
+
+
+@curvature(ReLUx)
+def relux(module: ReLUx) -> Expand:
+    """One unit per entry, with kinks at 0 and theta (`activations.Hinge`)."""
+    return elementwise(module, Hinge(module.theta.detach().double().flatten()))
 
 
 @classifier_rule(ConvNet)

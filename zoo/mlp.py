@@ -1,14 +1,18 @@
 """Token-wise networks: timm's MLP, and two 1-Lipschitz residual layers (SLL, constrained MLP), with their rules."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import timm.layers
 import torch
 from torch import Tensor, nn
 
+from zoo.activations import bend_of
+from zoo.curvature import Expand, Expansion, curvature
+from zoo.fused import fused
 from zoo.lipschitz import constrain_
-from zoo.rules import Bound, Layer, NoRule, chain, layer_of, rule
+from zoo.rules import Bound, Layer, NoRule, chain, expect, layer_of, rule
 from zoo.spectral import start_vectors
 
 
@@ -46,12 +50,14 @@ class SLL(nn.Module):
         self.act = act()
         nn.init.xavier_normal_(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def diagonal_H(self) -> Tensor:
+        """T. An all-zero column of W has T_ii = 0 and no effect: the clamp only keeps 0 / 0 out."""
         q = self.log_q.exp()
-        t = ((self.weight.mT @ self.weight).abs() * q).sum(1) / q
+        return (((self.weight.mT @ self.weight).abs() * q).sum(1) / q).clamp_min(1e-12)
+
+    def forward(self, x: Tensor) -> Tensor:
         hidden = self.act(x @ self.weight + self.bias)
-        # An all-zero column of W has T_ii = 0 and no effect: the clamp only keeps 0 / 0 out.
-        return x - 2 * (hidden / t.clamp_min(1e-12)) @ self.weight.mT
+        return x - 2 * (hidden / self.diagonal_H()) @ self.weight.mT
 
 
 class ConstrainedMlp(nn.Module):
@@ -107,3 +113,51 @@ def constrained_mlp(module: ConstrainedMlp) -> Layer:
         return (x + y) / 2, lambda r: (r + bound(r)) / 2
 
     return layer
+
+
+# second order ---------------------------------------------------------------------------------------------------------
+
+
+@curvature(Mlp)
+def mlp_curvature(module: Mlp) -> Expand:
+    """One fused rule for W_2 sigma(W_1 x + b_1) + b_2 (MATH-PROOFS section 2.3, ReLU 2.4)."""
+    for part, kind in ((module.drop1, nn.Dropout), (module.norm, nn.Identity), (module.drop2, nn.Dropout)):
+        expect(part, kind)
+    w_1_HD, w_2_DH = _weights(module.fc1, module.fc2)
+    return fused(module, bend_of(module.act), module.fc1, w_1_HD, w_2_DH)
+
+
+def _weights(fc1: nn.Module, fc2: nn.Module) -> tuple[Tensor, Tensor]:
+    expect(fc1, nn.Linear)
+    expect(fc2, nn.Linear)
+    return fc1.get_parameter("weight").detach().double(), fc2.get_parameter("weight").detach().double()
+
+
+@curvature(SLL)
+def sll_curvature(module: SLL) -> Expand:
+    """The fused rule with W_1 = W^T and W_2 = -2 W T^{-1}, its units scaled by S = T^{-1/2}: ||W_2 S^{-1}|| <= 2 and
+    ||S W_1|| <= 1. J = I + W_2 D W_1 with 0 <= D <= I has norm <= 1, as the rule of first order says (section 2.7)."""
+    w_DH, t_H = module.weight.detach().double(), module.diagonal_H().detach().double()
+
+    def units(x: Tensor) -> Tensor:
+        return x @ w_DH + module.bias.double()
+
+    branch = fused(module, bend_of(module.act), units, w_DH.mT, -2 * w_DH / t_H, t_H.rsqrt())
+
+    def expand(x: Tensor) -> Expansion:
+        return replace(branch(x), gain_B=x.new_ones(len(x)))
+
+    return expand
+
+
+@curvature(ConstrainedMlp)
+def constrained_mlp_curvature(module: ConstrainedMlp) -> Expand:
+    """(x + f(x)) / 2: the fused rule with W_2 / 2, and ||J|| <= 1/2 + ||J_f / 2||."""
+    w_1_HD, w_2_DH = _weights(module.fc1, module.fc2)
+    branch = fused(module, bend_of(module.act), module.fc1, w_1_HD, w_2_DH / 2)
+
+    def expand(x: Tensor) -> Expansion:
+        half = branch(x)
+        return replace(half, gain_B=0.5 + half.gain_B)
+
+    return expand

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.curvature import linear
 from zoo.rules import Layer, rule, scaled
 
 
@@ -21,10 +22,13 @@ class _Projected(torch.autograd.Function):
     """clamp(alpha, 0, bound); a descent step -g that leads out of the range counts as 0, one that leads back passes."""
 
     @staticmethod
-    def forward(ctx: Any, alpha: Tensor, bound: float) -> Tensor:
-        ctx.save_for_backward(alpha)
-        ctx.bound = bound
+    def forward(alpha: Tensor, bound: float) -> Tensor:
         return alpha.clamp(0, bound)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        alpha, ctx.bound = inputs
+        ctx.save_for_backward(alpha)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -62,3 +66,6 @@ class WeightedResidual(nn.Module):
 def weighted_residual(module: WeightedResidual) -> Layer:
     """Diagonal: max alpha."""
     return scaled(module, module.weights_D().detach().double().max())
+
+
+linear(WeightedResidual)

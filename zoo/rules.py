@@ -12,9 +12,14 @@ with the promise, for every x' with ||x' - x||_F <= r (all tokens and channels o
 
 Shapes: x (B, ...), float64; r (..., B); a radius may be infinite, never negative. The table is keyed by the exact
 type: a subclass with another `forward` would inherit a false proof. Source: MATH.md section 2.
+
+Some types have two rules: the published one, and a sharper one of our own that is taken while `local()` is active.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -27,7 +32,36 @@ Rule = Callable[[nn.Module], Layer]
 
 _RULES: dict[type[nn.Module], Rule] = {}
 _RESIDUAL_RULES: dict[type[nn.Module], Rule] = {}
+_LOCAL_RULES: dict[type[nn.Module], Rule] = {}
+_LOCAL_RESIDUAL_RULES: dict[type[nn.Module], Rule] = {}
+_LOCAL: ContextVar[bool] = ContextVar("local", default=False)
 _CLASSIFIER_RULES: dict[type[nn.Module], Callable[..., tuple[Layer, nn.Linear]]] = {}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A layer that can be named: by the modules it speaks of, or by a word where it is no module."""
+
+    layer: Layer
+    parts: tuple[nn.Module | str, ...]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Bound]:
+        return self.layer(x)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The composition f_L o ... o f_1: radii are passed on from layer to layer."""
+
+    steps: tuple[Layer, ...]
+    parts: tuple[nn.Module | str, ...]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Bound]:
+        bounds = []
+        for step in self.steps:
+            x, bound = step(x)
+            bounds.append(bound)
+        return x, lambda r: radii(bounds, r)[-1]
 
 
 class NoRule(UserError):
@@ -42,24 +76,45 @@ class NoRule(UserError):
         self.module_type = kind
 
 
-def rule(*kinds: type[nn.Module]) -> Callable[[Callable[..., Layer]], Callable[..., Layer]]:
-    """Enter the decorated function into the table for these exact types."""
-
+def _entering(
+    table: dict[type[nn.Module], Rule], kinds: tuple[type[nn.Module], ...]
+) -> Callable[..., Callable[..., Layer]]:
     def enter(function: Callable[..., Layer]) -> Callable[..., Layer]:
-        _RULES.update(dict.fromkeys(kinds, function))
+        table.update(dict.fromkeys(kinds, function))
         return function
 
     return enter
+
+
+def rule(*kinds: type[nn.Module]) -> Callable[[Callable[..., Layer]], Callable[..., Layer]]:
+    """Enter the decorated function into the table for these exact types."""
+    return _entering(_RULES, kinds)
 
 
 def residual_rule(*kinds: type[nn.Module]) -> Callable[[Callable[..., Layer]], Callable[..., Layer]]:
     """The same for the map x -> x + module(x), where that is tighter than r + bound(r)."""
+    return _entering(_RESIDUAL_RULES, kinds)
 
-    def enter(function: Callable[..., Layer]) -> Callable[..., Layer]:
-        _RESIDUAL_RULES.update(dict.fromkeys(kinds, function))
-        return function
 
-    return enter
+def local_rule(*kinds: type[nn.Module]) -> Callable[[Callable[..., Layer]], Callable[..., Layer]]:
+    """A rule that goes before that of `rule` while `local()` is active: sharper, dearer, or not the published one."""
+    return _entering(_LOCAL_RULES, kinds)
+
+
+def local_residual_rule(*kinds: type[nn.Module]) -> Callable[[Callable[..., Layer]], Callable[..., Layer]]:
+    """The same for x -> x + module(x)."""
+    return _entering(_LOCAL_RESIDUAL_RULES, kinds)
+
+
+@contextmanager
+def local() -> Iterator[None]:
+    """Layers that are built inside take local rules where there are any. Rules are looked up only while building, so
+    that a layer keeps the rules it was built with."""
+    token = _LOCAL.set(True)
+    try:
+        yield
+    finally:
+        _LOCAL.reset(token)
 
 
 def classifier_rule(
@@ -91,19 +146,32 @@ def rule_types() -> list[type[nn.Module]]:
     return sorted(_RULES, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
 
 
+def local_rule_types() -> list[type[nn.Module]]:
+    """Every module type with a local rule; tests enumerate it."""
+    return sorted(_LOCAL_RULES, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
+
+
 def layer_of(module: nn.Module) -> Layer:
     """The rule of `module`, its weights already measured. Raises `NoRule`."""
     _refuse_altered(module)
+    if _LOCAL.get() and type(module) in _LOCAL_RULES:
+        return _named(module, _LOCAL_RULES[type(module)](module))
     if type(module) not in _RULES:
         raise NoRule(module)
-    return _RULES[type(module)](module)
+    return _named(module, _RULES[type(module)](module))
+
+
+def _named(module: nn.Module, layer: Layer) -> Layer:
+    return replace(layer, parts=(module,)) if isinstance(layer, Chain) else Step(layer, (module,))
 
 
 def residual_layer_of(module: nn.Module) -> Layer:
     """The rule of x -> x + module(x)."""
     _refuse_altered(module)
+    if _LOCAL.get() and type(module) in _LOCAL_RESIDUAL_RULES:
+        return Step(_LOCAL_RESIDUAL_RULES[type(module)](module), (module,))
     if type(module) in _RESIDUAL_RULES:
-        return _RESIDUAL_RULES[type(module)](module)
+        return Step(_RESIDUAL_RULES[type(module)](module), (module,))
     return residual(layer_of(module))
 
 
@@ -114,27 +182,32 @@ def residual(branch: Layer) -> Layer:
         y, bound = branch(x)
         return x + y, lambda r: r + bound(r)
 
-    return layer
+    return Step(layer, parts_of(branch))
 
 
-def chain(layers: Iterable[Layer]) -> Layer:
-    """The composition f_L o ... o f_1: radii are passed on from layer to layer."""
-    steps = list(layers)
+def chain(layers: Iterable[Layer]) -> Chain:
+    """The composition of layers; chains in it become a part of it, so that the steps of a whole model can be read."""
+    given = list(layers)
+    steps = tuple(step for layer in given for step in steps_of(layer))
+    return Chain(steps, tuple(part for layer in given for part in parts_of(layer)))
 
-    def layer(x: Tensor) -> tuple[Tensor, Bound]:
-        bounds = []
-        for step in steps:
-            x, bound = step(x)
-            bounds.append(bound)
 
-        def composed(r: Tensor) -> Tensor:
-            for bound in bounds:
-                r = bound(r)
-            return r
+def steps_of(layer: Layer) -> tuple[Layer, ...]:
+    """The steps of a chain; any other layer is one step."""
+    return layer.steps if isinstance(layer, Chain) else (layer,)
 
-        return x, composed
 
-    return layer
+def parts_of(layer: Layer) -> tuple[nn.Module | str, ...]:
+    """What a layer is named by; nothing for a bare function."""
+    return layer.parts if isinstance(layer, Step | Chain) else ()
+
+
+def radii(bounds: Sequence[Bound], r: Tensor) -> list[Tensor]:
+    """e_0 = r, e_1 = bound_1(e_0), ..., e_L."""
+    found = [r]
+    for bound in bounds:
+        found.append(bound(found[-1]))
+    return found
 
 
 def scaled(module: nn.Module, lipschitz: Tensor | float) -> Layer:

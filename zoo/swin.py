@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from certizoo import UserError
 from zoo.attention.window import WindowAttention, masked
 from zoo.init import finish_init_, trunc_normal_init_
-from zoo.rules import Bound, Layer, NoRule, chain, classifier_rule, expect, layer_of, residual, rule
+from zoo.rules import Bound, Layer, NoRule, Step, chain, classifier_rule, expect, layer_of, residual, rule
 from zoo.vit import Normalize, patches_norm
 
 
@@ -118,7 +118,7 @@ def _in_windows(module: SwinTransformerBlock) -> Layer:
 
         return torch.roll(y_BHWD, shift, dims=(1, 2)), largest
 
-    return layer
+    return Step(layer, (module.attn,))
 
 
 @rule(PatchMerging)
@@ -144,7 +144,11 @@ def swin_stage(module: SwinTransformerStage) -> Layer:
 def _embedding(module: Swin) -> Layer:
     """Patches before their norm, (B, C, H, W) -> (B, H', W', D)."""
     norm = patches_norm(module.normalize, module.patch_embed)
-    return lambda x: (module.patch_embed.proj(module.normalize(x)).movedim(1, -1), lambda r: norm * r)
+
+    def layer(x_BCHW: Tensor) -> tuple[Tensor, Bound]:
+        return module.patch_embed.proj(module.normalize(x_BCHW)).movedim(1, -1), lambda r: norm * r
+
+    return Step(layer, (module.patch_embed.proj,))
 
 
 def _pooling(module: Swin) -> Layer:
@@ -157,7 +161,7 @@ def _pooling(module: Swin) -> Layer:
         gain = x_BHWD[0, ..., 0].numel() ** -0.5
         return module.forward_head(x_BHWD, pre_logits=True), lambda r: gain * r
 
-    return layer
+    return Step(layer, ("pool",))
 
 
 @classifier_rule(Swin)

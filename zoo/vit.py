@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.cap import cap_
-from zoo.curvature import Expand, Expansion, Node, expansion_of, linear_expansion, nodes_of, trunk_nodes
+from zoo.curvature import Expand, Expansion, Node, expansion_of, linear, linear_expansion, nodes_of, trunk_nodes
 from zoo.init import finish_init_, trunc_normal_init_
 from zoo.lipschitz import constrain_
-from zoo.rules import Bound, Layer, NoRule, chain, classifier_rule, expect, layer_of, rule
+from zoo.rules import Bound, Layer, NoRule, Step, chain, classifier_rule, expect, layer_of, rule
 from zoo.spectral import sigma_upper
 
 
@@ -47,6 +47,9 @@ def normalize(module: Normalize) -> Layer:
         return module(x), lambda r: gain * r
 
     return layer
+
+
+linear(Normalize)
 
 
 class ViT(nn.Module):
@@ -171,7 +174,7 @@ def _embedding(module: ViT) -> Layer:
     """Positions and class token are constant."""
     expect(module.patch_embed.norm, nn.Identity)
     norm = patches_norm(module.normalize, module.patch_embed)
-    return lambda x: (module.embed(x), lambda r: norm * r)
+    return Step(lambda x: (module.embed(x), lambda r: norm * r), (module.patch_embed,))
 
 
 def _pooling(module: ViT) -> Layer:
@@ -181,7 +184,7 @@ def _pooling(module: ViT) -> Layer:
         gain = x_BND.shape[1] ** -0.5 if module.global_pool == "avg" else 1.0
         return module.pool(x_BND), lambda r: gain * r
 
-    return layer
+    return Step(layer, ("pool",))
 
 
 def _fc_norm(module: ViT) -> Layer:
@@ -192,7 +195,7 @@ def _fc_norm(module: ViT) -> Layer:
         y_B1D, bound = norm(x_BD.unsqueeze(1))
         return y_B1D.squeeze(1), bound
 
-    return layer
+    return Step(layer, (module.fc_norm,))
 
 
 @classifier_rule(ViT)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.attention.softmax import check_heads
+from zoo.curvature import linear
 from zoo.rules import Bound, Layer, NoRule, expect, residual_rule, rule
 from zoo.spectral import U, sigma_upper
 
@@ -125,3 +126,6 @@ def conv_mixing(module: ConvMixing) -> Layer:
 def residual_conv_mixing(module: ConvMixing) -> Layer:
     """X + F(X) in one norm: the identity stands inside the symbol, never ||I|| + ||.||."""
     return _linear(module, residual=True)
+
+
+linear(ConvMixing)

@@ -36,7 +36,7 @@ class DotProductAttention(QKVAttention):
 VARIANTS = {"dp": DotProductAttention}
 
 
-def _zeta(p_BHNN: Tensor, m_HDD: Tensor, norm_m_H: Tensor, residual: bool) -> Tensor:
+def zeta(p_BHNN: Tensor, m_HDD: Tensor, norm_m_H: Tensor, residual: bool) -> Tensor:
     """zeta = || (I (x) I_d) + sum_l P_l (x) M_l^T ||, without the identity for a branch alone. Errata D7: I_d.
 
     Exact (verified) where the matrix is small, sum_l ||P_l|| ||M_l|| (+ 1) (eq. 12) where it is not. -> (B,)
@@ -86,7 +86,7 @@ def lofast(
         p_BHNN = attend(content.scale * q @ k.mT)
         xi_BH = abs(content.scale) * (sigma_upper(k @ w_q) + sigma_upper(q @ w_k))
         norm_xm_BH = sigma_upper(x_BND.unsqueeze(1) @ m_HDD)
-        zeta_B = _zeta(p_BHNN, m_HDD, norm_m_H, residual)
+        zeta_B = zeta(p_BHNN, m_HDD, norm_m_H, residual)
 
         def bound(r: Tensor) -> Tensor:
             r_1 = r.unsqueeze(-1)

@@ -16,9 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.dot_product import DotProductAttention, lofast
+from zoo.attention.dot_product import SOFTMAX, DotProductAttention, lofast
+from zoo.attention.local import lofast_local
+from zoo.attention.second_order import expand_attention
 from zoo.attention.softmax import QKVAttention, SoftmaxAttention
-from zoo.rules import Layer, NoRule, expect, residual_rule, rule
+from zoo.curvature import Expand, curvature
+from zoo.rules import Layer, NoRule, expect, local_residual_rule, local_rule, residual_rule, rule
 
 
 class GPSA(nn.Module):
@@ -96,11 +99,16 @@ def _gated(module: GPSA, residual: bool) -> Layer:
 
     so zeta is that of P~, and the change of P counts (1 - g)-fold. Rows of P~ sum to 1. MATH-PROOFS.md section 2.9.
     """
+    content, share_H = _parts(module)
+    return lofast(module, content, residual, lambda s_BHNN: module.mixed(s_BHNN.softmax(-1)), share_H)
+
+
+def _parts(module: GPSA) -> tuple[DotProductAttention, Tensor]:
+    """The content, if it is what the rules are proved for, and its share 1 - g in P~."""
     if type(module.content) is not DotProductAttention:
         raise NoRule(module, f"it is proved around DotProductAttention, not {type(module.content).__name__}")
     expect(module.pos_proj, nn.Linear)
-    gate_H = module.gating_param.detach().sigmoid()
-    return lofast(module, module.content, residual, lambda s_BHNN: module.mixed(s_BHNN.softmax(-1)), 1 - gate_H)
+    return module.content, 1 - module.gating_param.detach().sigmoid()
 
 
 @rule(GPSA)
@@ -113,3 +121,27 @@ def gpsa(module: GPSA) -> Layer:
 def residual_gpsa(module: GPSA) -> Layer:
     """X + F(X) in one norm."""
     return _gated(module, residual=True)
+
+
+def _gated_local(module: GPSA, residual: bool) -> Layer:
+    content, share_H = _parts(module)
+    return lofast_local(module, content, residual, SOFTMAX, module.mixed, share_H)
+
+
+@local_rule(GPSA)
+def local_gpsa(module: GPSA) -> Layer:
+    """The branch alone, with local constants."""
+    return _gated_local(module, residual=False)
+
+
+@local_residual_rule(GPSA)
+def local_residual_gpsa(module: GPSA) -> Layer:
+    """X + F(X) in one norm, with local constants."""
+    return _gated_local(module, residual=True)
+
+
+@curvature(GPSA)
+def expand_gpsa(module: GPSA) -> Expand:
+    """g R X M is linear: the remainder is that of (1 - g) P X M."""
+    content, share_H = _parts(module)
+    return expand_attention(module, content, SOFTMAX, module.mixed, share_H)

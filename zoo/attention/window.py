@@ -9,14 +9,19 @@ Which tokens form a window, and M, are the block's business (timm's SwinTransfor
 Letters: B images, W windows of an image, N = h w tokens of a window, D width, H heads.
 """
 
+from collections.abc import Callable
+
 import torch
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.attention.dot_product import DotProductAttention, lofast
+from zoo.attention.local import lofast_local
+from zoo.attention.second_order import expand_attention
 from zoo.attention.softmax import SoftmaxAttention
-from zoo.rules import Layer, NoRule, rule
+from zoo.curvature import Expand, curvature
+from zoo.rules import Layer, NoRule, local_rule, rule
 
 
 class WindowAttention(nn.Module):
@@ -60,17 +65,32 @@ def _offset_index(height: int, width: int) -> Tensor:
 
 def masked(module: WindowAttention, mask: Tensor | None) -> Layer:
     """Theorem 1 of paper 004 for each window, which stands in the place of an image: T + M are constants in S."""
-    content = module.content
-    if type(content) is not DotProductAttention:
-        raise NoRule(module, f"it is proved around DotProductAttention, not {type(content).__name__}")
-
-    def attend(s_BHNN: Tensor) -> Tensor:
-        return (s_BHNN + module.bias(len(s_BHNN), mask)).softmax(-1)
-
+    content, attend = _parts(module, mask)
     return lofast(lambda x_BND: module(x_BND, mask), content, residual=False, attend=attend)
+
+
+def _parts(module: WindowAttention, mask: Tensor | None) -> tuple[DotProductAttention, Callable[[Tensor], Tensor]]:
+    """The content, if it is what the rules are proved for, and its softmax of S + T + M."""
+    if type(module.content) is not DotProductAttention:
+        raise NoRule(module, f"it is proved around DotProductAttention, not {type(module.content).__name__}")
+    return module.content, lambda s_BHNN: (s_BHNN + module.bias(len(s_BHNN), mask)).softmax(-1)
 
 
 @rule(WindowAttention)
 def window_attention(module: WindowAttention) -> Layer:
     """Windows without a mask."""
     return masked(module, None)
+
+
+@local_rule(WindowAttention)
+def local_window_attention(module: WindowAttention) -> Layer:
+    """The same with local constants."""
+    content, attend = _parts(module, None)
+    return lofast_local(module, content, residual=False, attend=attend)
+
+
+@curvature(WindowAttention)
+def expand_window_attention(module: WindowAttention) -> Expand:
+    """Each window is expanded by itself."""
+    content, attend = _parts(module, None)
+    return expand_attention(module, content, attend)

@@ -1,0 +1,147 @@
+"""The adjoint certificate end to end: never beaten by ascent, tight where theory says so, and never worse in its cuts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from certify import certified_radius, certify
+from certify.adjoint import Adjoint, AdjointAnalysis, dense_jacobian
+from certify.bake import bake
+from tests.ascent import ascend, largest_change
+from zoo.curvature import nodes_of, trunk_of
+from zoo.rules import NoRule
+
+PARTS: dict[str, dict[str, Any]] = {
+    "smooth": {"norm": "smoothproject", "attn_norm": "smoothproject", "mlp": "sll_tanh", "block": "normfirst"},
+    "lofast": {"norm": "layerproject", "attn_norm": "layerproject", "mlp": "sll_relu", "block": "normfirst"},
+    "standard": {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "prenorm"},
+    "cls": {"norm": {"name": "layernorm", "eps": 0.1}, "mlp": "gelu", "block": "prenorm", "global_pool": "cls"},
+    "fc_norm": {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "prenorm", "fc_norm": True},
+}
+
+
+def random_model(parts: str, seed: int) -> Any:
+    """Two layers on 4 patches; weights of a size at which something is certified and something is not."""
+    torch.manual_seed(seed)
+    options = {"global_pool": "avg", "mlp_ratio": 2.0, "img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 4}
+    model = zoo.create_model("dp_vit_ti", **(options | {"embed_dim": 16, "depth": 2, "num_heads": 2} | PARTS[parts]))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim > 1:
+                p.copy_(torch.randn_like(p) * (0.3 + 0.7 * (seed % 3)) * p.shape[-1] ** -0.5)
+            elif "bias" in name:
+                p.copy_(0.1 * torch.randn_like(p))
+    return model.eval()
+
+
+def labelled(model: Any, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    x = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return x, model(x).argmax(-1)
+
+
+def analyse(model: Any, x: Tensor, y: Tensor) -> AdjointAnalysis:
+    return Adjoint(model).analyse(x, y)
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_ascent_beats_the_loss_or_the_radii(parts: str, seed: int) -> None:
+    """The margin of every pair falls by no more than the loss, and every node moves by no more than its radius."""
+    model = random_model(parts, seed)
+    x, y = labelled(model, 6, seed)
+    analysis = analyse(model, x, y)
+    baked: Any = bake(model)
+    nodes, _ = trunk_of(baked)
+    for eps in (0.01, 0.1, 0.5):
+        eps_B = torch.full((6,), eps, dtype=torch.float64)
+        certificate = analysis.at(eps)
+
+        def fall(z: Tensor) -> Tensor:
+            """How far the binding margin fell."""
+            logits, labels = baked(z), y.repeat(len(z) // len(y))
+            rest = logits.masked_fill(torch.nn.functional.one_hot(labels, 4).bool(), -torch.inf)
+            return rest.amax(-1) - logits.gather(1, labels[:, None]).squeeze(1)
+
+        found_B = ascend(fall, x.double(), eps_B, steps=60, starts=3)
+        # margin_B - loss_B of the class that binds is a lower bound of the smallest margin in the ball
+        assert (-found_B >= certificate.margin_B - certificate.loss_B - 1e-9).all()
+        radii = analysis.radii(eps_B)
+        first = 1 + len(nodes_of(baked.blocks[0]))  # the embedding and the first block
+
+        def pooled(z: Tensor) -> Tensor:
+            return baked.forward_head(baked.forward_features(z), pre_logits=True)
+
+        for f, k in ((lambda z: baked.blocks[0](baked.embed(z)), first), (pooled, len(nodes))):
+            assert (largest_change(f, x.double(), eps_B, steps=40, starts=3) <= radii[k] * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_first_order_is_exact(parts: str) -> None:
+    """loss / eps -> ||g_0|| as eps -> 0: nothing but the gradient of the margin is paid for."""
+    model = random_model(parts, 1)
+    x, y = labelled(model, 5, 0)
+    analysis = analyse(model, x, y)
+    baked, eps = bake(model), 1e-7
+    gradients = []
+    for j in range(4):
+        z = x.double().requires_grad_()
+        logits = baked(z)
+        (g,) = torch.autograd.grad((logits.gather(1, y[:, None]).squeeze(1) - logits[:, j]).sum(), z)
+        gradients.append(g.flatten(1).norm(dim=1))
+    torch.testing.assert_close(analysis.gradient_JB, torch.stack(gradients))
+    certificate = analysis.at(eps)
+    exact_JB = torch.stack(gradients) * eps
+    assert (certificate.loss_B <= exact_JB.amax(0) * 1.001).all()
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_loss_grows_with_eps_and_infinity_is_unknown(parts: str) -> None:
+    model = random_model(parts, 2)
+    x, y = labelled(model, 5, 1)
+    analysis = analyse(model, x, y)
+    gaps = torch.stack([(c := analysis.at(eps)).margin_B - c.loss_B for eps in (0.0, 1e-3, 0.01, 0.1, 1.0, 10.0)])
+    assert (gaps[1:] <= gaps[:-1] + 1e-12).all()
+    assert analysis.at(0.0).certified_B.all()
+    far = analysis.at(1e9)
+    assert not far.certified_B.any()
+    assert not torch.isnan(far.loss_B).any()
+
+
+def test_dense_jacobian_is_that_of_autograd() -> None:
+    model = bake(random_model("standard", 0))
+    nodes, _ = trunk_of(model)
+    x, _ = labelled(model.float(), 2, 0)
+    model.double()
+    z = x.double()
+    for _, expand in nodes[:3]:
+        expansion = expand(z)
+        jacobian = dense_jacobian(expansion)
+        exact = torch.stack(
+            [
+                torch.autograd.functional.jacobian(lambda one, e=expand: e(one[None]).y[0].flatten(), z[i]).flatten(1)
+                for i in range(2)
+            ]
+        )
+        torch.testing.assert_close(jacobian, exact)
+        z = expansion.y
+
+
+def test_best_is_the_union() -> None:
+    model = random_model("smooth", 1)
+    x, y = labelled(model, 12, 3)
+    radii = {method: certified_radius(model, x, y, method=method) for method in ("lofast", "adjoint", "best")}
+    union = torch.maximum(radii["lofast"], radii["adjoint"])
+    torch.testing.assert_close(radii["best"], union, rtol=1e-3, atol=1e-6)
+    assert (radii["adjoint"] > radii["lofast"] * 1.2).all(), "the adjoint certificate is there to be tighter"
+    for eps in (0.02, 0.2):
+        both = [certify(model, x, y, eps=eps, method=method).certified_B for method in ("lofast", "adjoint")]
+        assert torch.equal(certify(model, x, y, eps=eps, method="best").certified_B, both[0] | both[1])
+
+
+def test_a_model_without_remainders_is_refused() -> None:
+    with pytest.raises(NoRule):
+        Adjoint(zoo.create_model("l2_vit_ti", img_size=32, depth=1))
