@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from certify.bake import bake
-from certify.certificate import Certificate, Clean, checked, clean_of, decide, per_image
+from certify.breakdown import names, shares
+from certify.certificate import Breakdown, Certificate, Clean, checked, clean_of, decide, per_image
 from zoo.curvature import Expansion, trunk_of
 from zoo.rules import Bound
 from zoo.spectral import sigma_upper
@@ -50,6 +51,7 @@ class AdjointAnalysis:
     clean: Clean
     steps: Sequence[Step]
     gradient_JB: Tensor  # ||g_{0,j}||
+    names: Sequence[str]  # of the nodes
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
@@ -57,12 +59,22 @@ class AdjointAnalysis:
         # From the last cut, behind all nodes, to the first: the losses of all cuts share their sums.
         remainders = torch.zeros_like(self.gradient_JB)
         loss_JB = torch.full_like(self.gradient_JB, torch.inf)
-        gradients = [self.gradient_JB, *(step.gradient_JB for step in self.steps)]
         for k in range(len(self.steps), -1, -1):
             if k < len(self.steps):
                 remainders = remainders + self.steps[k].remainder(radii[k][None])
-            loss_JB = torch.fmin(loss_JB, _product(gradients[k], radii[k]) + remainders)
+            loss_JB = torch.fmin(loss_JB, _product(self.gradients[k], radii[k]) + remainders)
         return decide(self.clean, loss_JB.mT, eps_B)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """||g_{0,j}||, ..., ||g_{K,j}|| (J, B)."""
+        return [self.gradient_JB, *(step.gradient_JB for step in self.steps)]
+
+    def breakdown(self, eps: float | Tensor) -> Breakdown:
+        """The share of every node's remainder, and of the gradient at the image, in the loss."""
+        radii = self.radii(per_image(eps, self.clean))
+        remainders = [step.remainder(e_B[None]) for step, e_B in zip(self.steps, radii, strict=False)]
+        return shares(self.clean, self.names, self.gradients, radii, remainders)
 
     def radii(self, eps_B: Tensor) -> list[Tensor]:
         """e_0 .. e_K (B,). A bound that is not a number counts as infinite."""
@@ -100,6 +112,7 @@ class Adjoint:
     def __init__(self, model: nn.Module) -> None:
         self.baked = bake(model)
         self.nodes, self.head = trunk_of(self.baked)
+        self.names = names(self.baked, [layer for layer, _ in self.nodes])
 
     @torch.no_grad()
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> AdjointAnalysis:
@@ -124,6 +137,7 @@ class Adjoint:
                 )
             ],
             gradients[0],
+            self.names,
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from certify.adjoint import Adjoint
-from certify.certificate import Analysis, Certificate, Certifier, Clean
+from certify.certificate import Analysis, Breakdown, Certificate, Certifier, Clean, Explained
 from certify.lofast import LoFAST
 from zoo.rules import NoRule
 
@@ -34,6 +34,13 @@ class BestAnalysis:
             best = _better(best, self._made[k].at(eps))
         return best
 
+    def breakdown(self, eps: float | Tensor) -> Breakdown:
+        """That of the last method, which is the tightest."""
+        self._made += [make() for make in self._makers[len(self._made) :]]
+        last = self._made[-1]
+        assert isinstance(last, Explained)
+        return last.breakdown(eps)
+
 
 def _better(one: Certificate, other: Certificate) -> Certificate:
     """Image by image the certificate that leaves more of its margin."""
@@ -43,7 +50,7 @@ def _better(one: Certificate, other: Certificate) -> Certificate:
 
 
 class Best:
-    """LoFAST, then the adjoint certificate where the model has its rules. Raises NoRule where not even LoFAST applies."""
+    """LoFAST, then the adjoint certificate where the model has its rules. Raises NoRule where LoFAST has none."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -351,6 +351,22 @@ def test_levels_hold_and_their_parts_are_needed() -> None:
         assert torch.cat(ratio).max() > 1.02, f"a level without the share of the {name}"
 
 
+def test_tau_holds_and_is_nearly_attained() -> None:
+    """max_ilk |delta~_ilk| <= tau(r)."""
+    nearest = []
+    for case in instances():
+        spread, delta = spread_of(case), score_change(case)
+
+        def found(x: Tensor, spread: Spread = spread, delta: Any = delta) -> Tensor:
+            change = delta(x)
+            mean = (spread.p.repeat(len(x) // IMAGES, 1, 1, 1) * change).sum(-1, keepdim=True)
+            return (change - mean).abs().flatten(1).amax(1)
+
+        nearest.append(ascend(found, case.x, case.r_B, 40, 6) / spread.tau(case.r_B))
+    assert torch.cat(nearest).max() <= 1
+    assert torch.cat(nearest).max() > 0.98
+
+
 def test_the_second_order_of_the_scores_holds() -> None:
     """T1: -<G, Q> for the part Q of delta that is quadratic, by the parallelogram of delta(x + G) and delta(x - G)."""
     nearest = []

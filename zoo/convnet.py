@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.activations import Hinge, elementwise
-from zoo.curvature import Expand, curvature, linear
+from zoo.curvature import Expand, Node, curvature, linear, nodes_of, trunk_nodes
 from zoo.init import orthogonal_init_
 from zoo.rules import Bound, Layer, NoRule, chain, classifier_rule, layer_of, rule, unit_slope
 from zoo.spectral import U, sigma_upper
@@ -189,3 +189,9 @@ def relux(module: ReLUx) -> Expand:
 def convnet(module: ConvNet) -> tuple[Layer, nn.Linear]:
     """Everything up to the last hidden layer, and the linear head."""
     return chain(layer_of(part) for part in (module.normalize, module.convs, module.fcs)), module.head
+
+
+@trunk_nodes(ConvNet)
+def convnet_nodes(module: ConvNet) -> tuple[list[Node], nn.Linear]:
+    """The same chain with its second order."""
+    return [node for part in (module.normalize, module.convs, module.fcs) for node in nodes_of(part)], module.head
