@@ -15,15 +15,15 @@ J_k and D_k are dense matrices where they are small, so that ||J_k|| is the norm
 product: verified upper bounds (zoo.spectral.sigma_upper). Elsewhere the rules' own gains stand for ||J_k||.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from certify.bake import bake
 from certify.breakdown import names, shares
-from certify.certificate import Breakdown, Certificate, Clean, checked, clean_of, decide, per_image
+from certify.certificate import Breakdown, Certificate, Clean, binding_class, checked, clean_of, decide, gaps, per_image
 from zoo.curvature import Expansion, trunk_of
 from zoo.rules import Bound
 from zoo.spectral import sigma_upper
@@ -36,45 +36,66 @@ PULL_BYTES = 2**28  # memory for the rows of a Jacobian that are computed at a t
 class Step:
     """One node around a clean batch."""
 
+    name: str
     lip: Bound
     beta: Bound
     norm_B: Tensor  # ||J_k||
     prefix_B: Tensor  # ||D_k||; infinite where D_k is not known
-    remainder: Bound  # e (J or 1, B) -> rem_{k,j} (J, B)
-    gradient_JB: Tensor  # ||g_{k,j}|| behind the node
 
 
 @dataclass(frozen=True)
-class AdjointAnalysis:
-    """The stored terms of a batch; every eps is answered from them, without a forward pass."""
+class Adjoints:
+    """One class j, going backwards through the nodes."""
 
-    clean: Clean
-    steps: Sequence[Step]
-    gradient_JB: Tensor  # ||g_{0,j}||
-    names: Sequence[str]  # of the nodes
+    gradients: Sequence[Tensor]  # ||g_{k,j}|| (B,), k = 0 .. K
+    remainders: Sequence[Bound]  # e (B,) -> rem_{k,j} (B,), k = 1 .. K
+
+    def losses(self, radii: Sequence[Tensor]) -> Tensor:
+        """||g_{c,j}|| e_c + sum_{k>c} rem_{k,j}(e_{k-1}) for every cut c: (K + 1, B). The cuts share their sums."""
+        total_B, losses = torch.zeros_like(radii[0]), [_product(self.gradients[-1], radii[-1])]
+        for k in range(len(self.remainders) - 1, -1, -1):
+            total_B = total_B + self.remainders[k](radii[k])
+            losses.append(_product(self.gradients[k], radii[k]) + total_B)
+        return torch.stack(losses[::-1]).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+class AdjointAnalysis:
+    """The stored terms of a batch; every eps is answered from them, without a forward pass.
+
+    A class is followed backwards, by `backwards(j)`, when an eps first leaves it open: most classes are settled by the
+    test of pairs alone, ||w_y - w_j|| e_K, which is the cut c = K.
+    """
+
+    def __init__(
+        self, clean: Clean, steps: Sequence[Step], weight_BJ: Tensor, backwards: Callable[[int], Adjoints]
+    ) -> None:
+        self.clean, self.steps, self.weight_BJ = clean, steps, weight_BJ
+        self._backwards, self._classes = backwards, dict[int, Adjoints]()
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
-        radii = self.radii(eps_B)
-        # From the last cut, behind all nodes, to the first: the losses of all cuts share their sums.
-        remainders = torch.zeros_like(self.gradient_JB)
-        loss_JB = torch.full_like(self.gradient_JB, torch.inf)
-        for k in range(len(self.steps), -1, -1):
-            if k < len(self.steps):
-                remainders = remainders + self.steps[k].remainder(radii[k][None])
-            loss_JB = torch.fmin(loss_JB, _product(self.gradients[k], radii[k]) + remainders)
-        return decide(self.clean, loss_JB.mT, eps_B)
+        return decide(self.clean, self.losses(self.radii(eps_B)), eps_B)
 
-    @property
-    def gradients(self) -> list[Tensor]:
-        """||g_{0,j}||, ..., ||g_{K,j}|| (J, B)."""
-        return [self.gradient_JB, *(step.gradient_JB for step in self.steps)]
+    def losses(self, radii: Sequence[Tensor]) -> Tensor:
+        """What every margin can lose at most: (B, J). An image is left as it is once one class has refuted it."""
+        loss_BJ = _known(_product(self.weight_BJ, radii[-1][:, None]))
+        rival_BJ = self.clean.correct_B[:, None] & torch.isfinite(self.clean.margin_BJ)
+        open_BJ = rival_BJ & ~(gaps(self.clean, loss_BJ) > 0)
+        alive_B = self.clean.correct_B
+        for j in self.clean.margin_BJ.amin(0).argsort().tolist():  # the closest rivals first
+            asked_B = open_BJ[:, j] & alive_B
+            if bool(asked_B.any()):
+                masked = [torch.where(asked_B, e_B, 0.0) for e_B in radii]  # a radius of 0 costs nothing
+                adjoint_B = self.adjoints(j).losses(masked).amin(0)
+                loss_BJ[:, j] = torch.where(asked_B, torch.minimum(loss_BJ[:, j], adjoint_B), loss_BJ[:, j])
+                alive_B = alive_B & (~asked_B | (gaps(self.clean, loss_BJ)[:, j] > 0))
+        return loss_BJ
 
-    def breakdown(self, eps: float | Tensor) -> Breakdown:
-        """The share of every node's remainder, and of the gradient at the image, in the loss."""
-        radii = self.radii(per_image(eps, self.clean))
-        remainders = [step.remainder(e_B[None]) for step, e_B in zip(self.steps, radii, strict=False)]
-        return shares(self.clean, self.names, self.gradients, radii, remainders)
+    def adjoints(self, j: int) -> Adjoints:
+        """Those of class j, made when they are first asked for."""
+        if j not in self._classes:
+            self._classes[j] = self._backwards(j)
+        return self._classes[j]
 
     def radii(self, eps_B: Tensor) -> list[Tensor]:
         """e_0 .. e_K (B,). A bound that is not a number counts as infinite."""
@@ -92,6 +113,21 @@ class AdjointAnalysis:
             rho_B = torch.fmin(rho_B, bound_B + linear_B)
             radii.append(bound_B)
         return radii
+
+    def breakdown(self, eps: float | Tensor) -> Breakdown:
+        """The share of every node's remainder, and of the gradient at the image, in the loss of the binding class."""
+        radii = self.radii(per_image(eps, self.clean))
+        binding_B = binding_class(self.clean, self.losses(radii))
+        gradients = torch.zeros(len(radii), *self.weight_BJ.mT.shape, dtype=torch.float64, device=binding_B.device)
+        remainders = torch.zeros_like(gradients[1:])
+        margin_BJ = torch.full_like(self.clean.margin_BJ, 1e300)  # other classes bind nowhere
+        for j in binding_B.unique().tolist():
+            adjoints, margin_BJ[:, j] = self.adjoints(j), self.clean.margin_BJ[:, j]
+            gradients[:, j] = torch.stack(list(adjoints.gradients))
+            for k, remainder in enumerate(adjoints.remainders):
+                remainders[k, j] = remainder(radii[k])
+        only = replace(self.clean, margin_BJ=margin_BJ)
+        return shares(only, [step.name for step in self.steps], list(gradients), radii, list(remainders))
 
 
 def _product(factor: Tensor, radius: Tensor) -> Tensor:
@@ -126,37 +162,37 @@ class Adjoint:
         logits_BJ = self.head(x)
         # The chain of rules and the model must be one function, or the rules speak of another model.
         torch.testing.assert_close(logits_BJ, self.baked(images), rtol=1e-9, atol=1e-9)
-        norms, prefixes = _jacobian_norms(expansions)
-        gradients, remainders = _backwards(expansions, self.head.weight, labels, x)
+        terms = zip(self.names, lips, expansions, *_jacobian_norms(expansions), strict=True)
+        steps = [Step(name, lip, known.beta, norm_B, prefix_B) for name, lip, known, norm_B, prefix_B in terms]
+        weight_JD = self.head.weight
+        weight_BJ = torch.linalg.vector_norm(weight_JD[labels][:, None] - weight_JD, dim=-1)
         return AdjointAnalysis(
             clean_of(logits_BJ, labels),
-            [
-                Step(lip, expansion.beta, norm_B, prefix_B, remainder, gradient_JB)
-                for lip, expansion, norm_B, prefix_B, remainder, gradient_JB in zip(
-                    lips, expansions, norms, prefixes, remainders, gradients[1:], strict=True
-                )
-            ],
-            gradients[0],
-            self.names,
+            steps,
+            weight_BJ,
+            lambda j: _backwards(expansions, weight_JD[labels] - weight_JD[j], x),
         )
 
 
-def _backwards(
-    expansions: Sequence[Expansion], weight_JD: Tensor, labels_B: Tensor, x_BD: Tensor
-) -> tuple[list[Tensor], list[Bound]]:
-    """||g_{0,j}||, ..., ||g_{K,j}|| (J, B) and the remainders of the nodes, by one pass backwards for all classes."""
-    g = (weight_JD[labels_B] - weight_JD[:, None]).reshape(len(weight_JD), *x_BD.shape)
+@torch.no_grad()
+def _backwards(expansions: Sequence[Expansion], g_BD: Tensor, x: Tensor) -> Adjoints:
+    """The gradients of one margin, which is <g, X_K> at the last node, and what they make of the remainders."""
+    g = g_BD.view(1, *x.shape)  # one class
     gradients, remainders = [_length(g)], []
     for expansion in reversed(expansions):
-        remainders.append(expansion.remainder(g))
+        remainders.append(_of_one_class(expansion.remainder(g)))
         g = expansion.pull(g)
         gradients.append(_length(g))
-    return gradients[::-1], remainders[::-1]
+    return Adjoints(gradients[::-1], remainders[::-1])
+
+
+def _of_one_class(remainder: Bound) -> Bound:
+    return lambda e_B: remainder(e_B[None])[0]
 
 
 def _length(g: Tensor) -> Tensor:
-    """(J, B, ...) -> (J, B)."""
-    return torch.linalg.vector_norm(g.flatten(2), dim=-1)
+    """(1, B, ...) -> (B,)."""
+    return torch.linalg.vector_norm(g.flatten(2), dim=-1)[0]
 
 
 def _jacobian_norms(expansions: Sequence[Expansion]) -> tuple[list[Tensor], list[Tensor]]:
@@ -174,7 +210,10 @@ def _jacobian_norms(expansions: Sequence[Expansion]) -> tuple[list[Tensor], list
             prefixes.append(infinite_B)
         else:
             jacobian_BMN = dense_jacobian(expansion)
-            norms.append(torch.fmin(sigma_upper(jacobian_BMN), expansion.gain_B))
+            # A node that cannot expand (a projection, an SLL layer) needs no norm of its own, only the product's.
+            contracts = bool((expansion.gain_B <= 1).all())
+            norm_B = expansion.gain_B if contracts else torch.fmin(sigma_upper(jacobian_BMN), expansion.gain_B)
+            norms.append(norm_B)
             if known:
                 prefix_BMN = jacobian_BMN if prefix_BMN is None else jacobian_BMN @ prefix_BMN
                 prefixes.append(sigma_upper(prefix_BMN))

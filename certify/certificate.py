@@ -112,7 +112,7 @@ def decide(clean: Clean, loss_BJ: Tensor, eps_B: Tensor) -> Certificate:
     loss_BJ = torch.where(torch.isnan(loss_BJ), torch.inf, loss_BJ)
     worst_B1 = binding_class(clean, loss_BJ)[:, None]
     margin_B, loss_B = (t.gather(1, worst_B1).squeeze(1) for t in (clean.margin_BJ, loss_BJ))
-    gap_B = _gap(clean, loss_BJ).gather(1, worst_B1).squeeze(1)
+    gap_B = gaps(clean, loss_BJ).gather(1, worst_B1).squeeze(1)
     return Certificate(
         eps_B=eps_B,
         margin_B=margin_B,
@@ -126,8 +126,9 @@ def decide(clean: Clean, loss_BJ: Tensor, eps_B: Tensor) -> Certificate:
 def binding_class(clean: Clean, loss_BJ: Tensor) -> Tensor:
     """The class that comes closest to taking over from the label: (B,)."""
     own_BJ = torch.zeros_like(loss_BJ, dtype=torch.bool).scatter_(1, clean.label_B[:, None], True)
-    return _gap(clean, loss_BJ).masked_fill(own_BJ, torch.inf).argmin(-1)
+    return gaps(clean, loss_BJ).masked_fill(own_BJ, torch.inf).argmin(-1)
 
 
-def _gap(clean: Clean, loss_BJ: Tensor) -> Tensor:
+def gaps(clean: Clean, loss_BJ: Tensor) -> Tensor:
+    """What is left of every margin after the loss and the slack: (B, J), not a number for j = y."""
     return clean.margin_BJ - loss_BJ - SLACK * (1 + clean.margin_BJ.abs() + loss_BJ)

@@ -306,14 +306,17 @@ def test_shares_add_up_to_the_adjoint_loss(name: str) -> None:
     assert "blocks.0.attn" in steps
     for eps in (1e-3, 0.05, 0.5):
         radii = analysis.radii(torch.full((6,), eps, dtype=torch.float64))
-        gradients = [analysis.gradient_JB, *(step.gradient_JB for step in analysis.steps)]
-        remainders = [step.remainder(e[None]) for step, e in zip(analysis.steps, radii, strict=False)]
+        classes = [analysis.adjoints(j) for j in range(analysis.weight_BJ.shape[1])]
+        gradients = [torch.stack(of_node) for of_node in zip(*(a.gradients for a in classes), strict=True)]
+        by_node = zip(*(a.remainders for a in classes), strict=True)
+        remainders = [torch.stack([rem(e) for rem in of_node]) for of_node, e in zip(by_node, radii, strict=False)]
         found = shares(analysis.clean, steps, gradients, radii, remainders)
         costs_KB = torch.stack(list(found.costs.values()))
         torch.testing.assert_close(costs_KB.sum(0), torch.ones(6, dtype=torch.float64))
         assert (costs_KB >= 0).all()
         # The first-order term is eps ||g_0|| of some class, relative to the loss that the certificate names.
-        part_JB = eps * analysis.gradient_JB / analysis.at(eps).loss_B
+        loss_JB = torch.stack([a.losses(radii).amin(0) for a in classes])
+        part_JB = eps * gradients[0] / loss_JB
         assert (part_JB - found.costs[FIRST_ORDER]).abs().amin(0).max() < 1e-9
     assert found.costs[FIRST_ORDER].max() < 0.99, "nothing of second order is left"
 

@@ -283,16 +283,16 @@ def units_remainder(bend: Bend, form: Form, z_BNH: Tensor, w_CBNH: Tensor) -> Bo
 
 
 def _in_chunks(value: Callable[..., Tensor], r: Tensor, *units: Tensor) -> Tensor:
-    """value(z, r, ...) for every entry of r (..., B) or (..., C, B), a few pairs at a time; infinity stays infinity."""
+    """value(z, r, ...) for every entry of r (..., B) or (..., C, B), a few pairs at a time; 0 at 0, and infinity stays
+    infinity."""
     z_BNH = units[0]
     flat = [unit.flatten(0, -3) for unit in units]
     r_P = r.flatten()
     few = max(1, PAIR_BYTES // (8 * z_BNH[0].numel()))
-    values = []
-    for p in torch.arange(len(r_P), device=r.device).split(few):
+    value_P = torch.zeros_like(r_P)
+    for p in (r_P > 0).nonzero().flatten().split(few):
         z, *rest = (unit[p % len(unit)] for unit in flat)
-        values.append(value(z, r_P[p].clamp(max=1e100), *rest))
-    value_P = torch.cat(values) if values else r_P
+        value_P[p] = value(z, r_P[p].clamp(max=1e100), *rest)
     return torch.where(torch.isinf(r_P) & (value_P > 0), r_P, value_P).view(r.shape)
 
 

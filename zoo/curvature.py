@@ -161,17 +161,16 @@ def composition(parts: Sequence[tuple[Layer, Expand]]) -> Expand:
 
     def expand(x: Tensor) -> Expansion:
         bounds, expansions = [], []
-        for layer, expand_part in parts:
-            _, bound = layer(x)
-            expansion = expand_part(x)
-            bounds.append(bound)
-            expansions.append(expansion)
-            x = expansion.y
+        for k, (layer, expand_part) in enumerate(parts):
+            if k < len(parts) - 1:  # the radius behind the last part is nobody's input
+                bounds.append(layer(x)[1])
+            expansions.append(expand_part(x))
+            x = expansions[-1].y
 
         def radii(r: Tensor) -> list[Tensor]:
             """e_0 .. e_{L-1}: what each part gets."""
             found = [r]
-            for bound in bounds[:-1]:
+            for bound in bounds:
                 found.append(bound(found[-1]))
             return found
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zoo.attention.dot_product import SOFTMAX, DotProductAttention
 from zoo.attention.local import changes
-from zoo.attention.spread import Spread, e1, e2, exponential, grow, joint, known, measure, norm, top
+from zoo.attention.spread import Spread, e1, e2, exponential, grow, joint, known, measure, norm
 from zoo.curvature import Expand, Expansion, curvature
 from zoo.rules import Bound
 from zoo.spectral import sigma_upper
@@ -115,9 +115,8 @@ class Remainder:
         length = self.o.norm(dim=-1)
         level = spread.rows(length)
         o = self.o / length.clamp_min(1e-300).sqrt().unsqueeze(-1)
-        oo = (o.unsqueeze(-1) * o.unsqueeze(-2)).flatten(-2)
-        moments = (spread.p.mT @ oo).unflatten(-1, self.o.shape[-1:] * 2)
-        inputs = joint(moments, heads.v_HOD, heads.norm_v).sqrt()
+        rows = spread.p.mT.sqrt().unsqueeze(-1) * o.unsqueeze(-3)
+        inputs = joint(rows, heads.v_HOD, heads.norm_v)
         return lambda r: known(exponential(lambda t: e1(t) * inputs * r * grow(level, r), spread.tau(r)))
 
     def forms(self) -> Forms:
@@ -186,7 +185,7 @@ class Beta:
         w = spread.p * self.size
         own, nu = spread.own(w), spread.nu(w)
         weighted, shifted = spread.entries(self.size, own, nu), spread.rows(spread.nu_BHN)
-        row = heads.norm_q_H[:, None] * top(own).sqrt() + nu.sqrt() * spread.beta_BHN
+        row = heads.norm_q_H[:, None] * norm(own) + nu.sqrt() * spread.beta_BHN
         row_2 = heads.a_H[:, None] * (self.size.amax(-1) * spread.p_max_BHN).sqrt()
 
         def bound(r: Tensor) -> Tensor:

@@ -59,19 +59,17 @@ def gram(a: Tensor) -> Tensor:
     return a.mT @ a
 
 
-def joint(moments: Tensor, w_HOD: Tensor, norm_w: Tensor) -> Tensor:
-    """max_i lambda_max(sum_l W_l m_il W_l^T), or for a large width max_il lambda_max(m_il) ||W||^2.
+def joint(rows: Tensor, w_HOD: Tensor, norm_w: Tensor) -> Tensor:
+    """max_i || [f_il W_l]_l ||, the f_il of all heads below one another, or for a large width max_il ||f_il|| ||W||.
 
-    moments (..., H, N, O, O), positive; norm_w = ||[W_1 .. W_H]||. -> (...)
+    rows f (..., H, N, K, O); norm_w = ||[W_1 .. W_H]||. -> (...)
     """
-    dim = w_HOD.shape[-1]
-    if dim > JOINT_LIMIT:
-        return top(moments).amax((-2, -1)) * norm_w.square()
-    rows = moments.transpose(-4, -3)  # tokens first
-    chunk = max(1, JOINT_BYTES // (32 * dim**2))
-    w = w_HOD.flatten(0, 1)
-    peaks = [top(w.mT @ (m @ w_HOD).flatten(1, 2)) for m in rows.flatten(0, -4).split(chunk)]
-    return torch.cat(peaks).unflatten(0, rows.shape[:-3]).amax(-1)
+    if w_HOD.shape[-1] > JOINT_LIMIT:
+        return norm(rows).amax((-2, -1)) * norm_w
+    tokens_first = rows.transpose(-4, -3)
+    few = max(1, JOINT_BYTES // (32 * w_HOD.shape[-1] * rows.shape[-2] * rows.shape[-4]))
+    norms = [norm((f @ w_HOD).flatten(1, 2)) for f in tokens_first.flatten(0, -4).split(few)]
+    return torch.cat(norms).unflatten(0, tokens_first.shape[:-3]).amax(-1)
 
 
 def e1(t: Tensor) -> Tensor:
@@ -155,7 +153,6 @@ class Spread:
         self.values_BHNNO = v.unsqueeze(-3) - (p @ v).unsqueeze(-2)  # v~
         beta_HBN = [s * (q_l @ k_l).norm(dim=-1) for q_l, k_l in zip(q.unbind(1), heads.k_HOD, strict=True)]
         self.beta_BHN = torch.stack(beta_HBN, 1)
-        self.qq_BHNOO = q.unsqueeze(-1) * q.unsqueeze(-2)
         self.p_max_BHN, self.p2_BHN = p.amax(-1), p.square().sum(-1)
         self._logits()
         # ||S' - S||_F of head l <= xi_l r + a_l r^2, of one of its rows the same with its own |beta_il|.
@@ -164,9 +161,9 @@ class Spread:
         self.xi_BHN = own_BH.unsqueeze(-1) + self.beta_BHN
         self.values_BH = norm(v)  # ||V_c||
         self.outputs_BH = norm(v @ heads.o_HOD)  # ||V_c W_O||
-        self.own_BHNOO = self.own(p)
+        self.own_BHNNO = self.own(p)
         self.sharp_BHN = self.slope(torch.zeros_like(self.beta_BHN))
-        self.sd_BHN = heads.norm_q_H[:, None] * top(self.own_BHNOO).sqrt() + self.sharp_BHN.sqrt() * self.beta_BHN
+        self.sd_BHN = heads.norm_q_H[:, None] * norm(self.own_BHNNO) + self.sharp_BHN.sqrt() * self.beta_BHN
         self.nu_BHN = top(gram(p.unsqueeze(-1).sqrt() * self.values_BHNNO)).sqrt()  # sd of v, largest direction
         self.tau1_B, self.tau2_B = self._tau()
 
@@ -246,12 +243,12 @@ class Spread:
     # levels -----------------------------------------------------------------------------------------------------------
 
     def own(self, w: Tensor) -> Tensor:
-        """s^2 sum_k w_ilk k~ k~^T of each row, what eta^q_il does to delta_il: (..., H, N, N) -> (..., H, N, O, O)."""
-        return self.heads.s**2 * gram(w.sqrt().unsqueeze(-1) * self.keys_BHNNO)
+        """s sqrt(w_ilk) k~, what eta^q_il does to the weighted delta_il: (..., H, N, N) -> (..., H, N, N, O)."""
+        return abs(self.heads.s) * w.sqrt().unsqueeze(-1) * self.keys_BHNNO
 
     def own_norm(self, own: Tensor) -> Tensor:
-        """sqrt max_i lambda_max(sum_l W_Ql own_il W_Ql^T) (...)."""
-        return joint(own, self.heads.q_HOD, self.heads.norm_q).sqrt()
+        """max_i of the norm over eta_i (...)."""
+        return joint(own, self.heads.q_HOD, self.heads.norm_q)
 
     def nu(self, w: Tensor) -> Tensor:
         """lambda_max of the form sum_k w_k z~_k^2 in z, that is of (I - p 1^T) diag(w) (I - 1 p^T): rows (..., H, N).
@@ -269,8 +266,8 @@ class Spread:
 
     def cross_columns(self, w: Tensor) -> Tensor:
         """sqrt max_k lambda_max(sum_il w_ilk beta_il beta_il^T) (...)."""
-        moments = (w.mT @ self.qq_BHNOO.flatten(-2)).unflatten(-1, self.qq_BHNOO.shape[-2:])
-        return abs(self.heads.s) * joint(moments, self.heads.k_HOD, self.heads.norm_k).sqrt()
+        rows = w.mT.sqrt().unsqueeze(-1) * self.q.unsqueeze(-3)
+        return abs(self.heads.s) * joint(rows, self.heads.k_HOD, self.heads.norm_k)
 
     def quadratic(self, w_HN: Tensor) -> Tensor:
         """T for weights w_il p_ilk: from |Q_ilk| <= ||A_l|| |eta_i| |eta_k|, or the shared budget of the heads."""
@@ -281,7 +278,7 @@ class Spread:
 
     def rows(self, w_HN: Tensor) -> Pair:
         """Level of the weights w_il p_ilk: sqrt(sum_il w_il Var_il(delta))."""
-        own = self.own_norm(w_HN[..., None, None] * self.own_BHNOO)
+        own = self.own_norm(w_HN.sqrt()[..., None, None] * self.own_BHNNO)
         by_rows, by_columns = self.cross_rows(w_HN * self.sharp_BHN), self.cross_columns(w_HN.unsqueeze(-1) * self.p)
         return own + torch.minimum(by_rows, by_columns), self.quadratic(w_HN)
 
