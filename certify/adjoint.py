@@ -23,7 +23,18 @@ from torch import Tensor, nn
 
 from certify.bake import bake
 from certify.breakdown import names, shares
-from certify.certificate import Breakdown, Certificate, Clean, binding_class, checked, clean_of, decide, gaps, per_image
+from certify.certificate import (
+    Breakdown,
+    Certificate,
+    Clean,
+    binding_class,
+    checked,
+    clean_of,
+    decide,
+    gaps,
+    pair_weights,
+    per_image,
+)
 from zoo.curvature import Expansion, trunk_of
 from zoo.rules import Bound
 from zoo.spectral import sigma_upper
@@ -165,11 +176,10 @@ class Adjoint:
         terms = zip(self.names, lips, expansions, *_jacobian_norms(expansions), strict=True)
         steps = [Step(name, lip, known.beta, norm_B, prefix_B) for name, lip, known, norm_B, prefix_B in terms]
         weight_JD = self.head.weight
-        weight_BJ = torch.linalg.vector_norm(weight_JD[labels][:, None] - weight_JD, dim=-1)
         return AdjointAnalysis(
             clean_of(logits_BJ, labels),
             steps,
-            weight_BJ,
+            pair_weights(self.head, labels),
             lambda j: _backwards(expansions, weight_JD[labels] - weight_JD[j], x),
         )
 

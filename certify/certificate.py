@@ -101,6 +101,11 @@ def clean_of(logits_BJ: Tensor, labels_B: Tensor) -> Clean:
     return Clean(logits_BJ.argmax(-1), labels_B, margin_BJ)
 
 
+def pair_weights(head: nn.Linear, labels_B: Tensor) -> Tensor:
+    """||w_y - w_j|| of the label and every class: (B, J)."""
+    return torch.linalg.vector_norm(head.weight[labels_B][:, None] - head.weight, dim=-1)
+
+
 def per_image(eps: float | Tensor, clean: Clean) -> Tensor:
     """eps (B,) in float64."""
     return torch.as_tensor(eps, dtype=torch.float64, device=clean.margin_BJ.device).expand(len(clean.label_B))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from certify.bake import bake
 from certify.breakdown import growth, names
-from certify.certificate import Breakdown, Certificate, Clean, checked, clean_of, decide, per_image
+from certify.certificate import Breakdown, Certificate, Clean, checked, clean_of, decide, pair_weights, per_image
 from zoo.rules import Bound, classifier_of, local, radii, steps_of
 
 
@@ -69,8 +69,7 @@ class LoFAST:
         logits_BJ = self.head(x)
         # The chain of rules and the model must be one function, or the rules speak of another model.
         torch.testing.assert_close(logits_BJ, self.baked(images), rtol=1e-9, atol=1e-9)
-        weight = self.head.weight
-        weight_BJ = torch.linalg.vector_norm(weight[labels][:, None] - weight, dim=-1)
+        weight_BJ = pair_weights(self.head, labels)
         steps = list(zip(self.names, bounds, strict=True))
         return LoFASTAnalysis(clean_of(logits_BJ, labels), weight_BJ, lambda r: radii(bounds, r)[-1], steps)
 

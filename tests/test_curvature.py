@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.expansions import Instance, largest_dip, largest_gain, largest_remainder, ratios
 from tests.test_rules import CASES as FIRST_ORDER
-from tests.test_rules import SHAPES, scaled_
+from tests.test_rules import SHAPES, norm_with_affine, scaled_
 from zoo.activations import GELU, SIGMOID, TANH, TANH_GELU, Smooth, hull2
 from zoo.attention.conv_mixing import ConvMixing
 from zoo.convnet import ReLUx
@@ -42,12 +42,8 @@ class Case:
     shape: tuple[int, ...] = (N, D)
 
 
-def norm_with_affine(scale: float) -> nn.LayerNorm:
-    norm = nn.LayerNorm(D, eps=10.0 ** float(torch.empty(()).uniform_(-6, 0)))
-    with torch.no_grad():
-        norm.weight.copy_(torch.randn(D) * scale)
-        norm.bias.copy_(torch.randn(D))
-    return norm
+def layer_norm(scale: float) -> nn.Module:
+    return norm_with_affine(scale, D)
 
 
 def mlp(act: Callable[[], nn.Module]) -> Make:
@@ -62,7 +58,7 @@ def sll(scale: float) -> nn.Module:
 
 
 CASES: dict[type[nn.Module], list[Case]] = {
-    nn.LayerNorm: [Case(norm_with_affine, 1.5, 1.3), Case(norm_with_affine, 1.4, 1.2, (1, D))],
+    nn.LayerNorm: [Case(layer_norm, 1.5, 1.3), Case(layer_norm, 1.4, 1.2, (1, D))],
     SmoothProject: [Case(lambda s: SmoothProject(D, s * D**0.5), 2.0, 1.2, (2, 2, D))],
     LayerProject: [Case(lambda s: LayerProject(D, s * D**0.5), 1.6, 1.2)],
     nn.GELU: [Case(lambda s: nn.GELU("tanh" if s > 1 else "none"), 1.05, 1.05)],

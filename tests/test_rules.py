@@ -43,11 +43,11 @@ def scaled_(module: nn.Module, scale: float) -> nn.Module:
     return module
 
 
-def norm_with_affine(scale: float) -> nn.LayerNorm:
-    norm = nn.LayerNorm(D, eps=10.0 ** float(torch.empty(()).uniform_(-6, 0)))
+def norm_with_affine(scale: float, dim: int = D) -> nn.LayerNorm:
+    norm = nn.LayerNorm(dim, eps=10.0 ** float(torch.empty(()).uniform_(-6, 0)))
     with torch.no_grad():
-        norm.weight.copy_(torch.randn(D) * scale)
-        norm.bias.copy_(torch.randn(D))
+        norm.weight.copy_(torch.randn(dim) * scale)
+        norm.bias.copy_(torch.randn(dim))
     return norm
 
 

@@ -30,8 +30,8 @@ from zoo.spectral import sigma_upper
 
 ROUND = 1 + 1e-11
 TINY = 1e-280  # the trace of a matrix that is as good as zero
-JOINT_LIMIT = 128  # D up to which the heads' matrices are added up before their norm is taken, (D, D) for each token
-JOINT_BYTES = 2**27  # memory for those matrices at a time
+JOINT_LIMIT = 128  # D up to which the rows of all heads are put below one another before their norm is taken
+JOINT_BYTES = 2**27  # memory for those rows at a time
 TAU_MAX = 50.0  # beyond it the forms with exponentials are given up
 LOGIT_MAX = 700.0  # the logit of a probability that underflows, or nearly
 K2_MAX = 0.2721655271  # sqrt(6) / 9, rounded up: sup |D^2 softmax[v, v]| / |v|^2
