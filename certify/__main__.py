@@ -30,7 +30,10 @@ def main(argv: Sequence[str]) -> None:
     if list(argv[:1]) == ["analyse"]:
         _analyse(compose_config("analyse", argv[1:]))
     else:
-        _certify(compose_config("certify", argv))
+        try:
+            _certify(compose_config("certify", argv))
+        except KeyboardInterrupt:
+            raise UserError("stopped; the same command goes on after the last row") from None
 
 
 def _certify(config: dict[str, Any]) -> None:
@@ -97,7 +100,7 @@ def _data(config: dict[str, Any], handover: Path) -> DataConfig:
 
 
 def _settings(config: dict[str, Any]) -> stage.Settings:
-    keys = ("method", "images", "headline_eps", "batch_size")
+    keys = ("method", "images", "headline_eps", "batch_size", "served_dtype", "workers")
     return stage.Settings(
         eps=tuple(config["eps"]), attack=AttackConfig(**config["attack"]), **{key: config[key] for key in keys}
     )

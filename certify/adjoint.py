@@ -11,12 +11,11 @@ nodes behind the embedding f_1, which is affine:
     e_k = min( lip_k(e_{k-1}),  ||J_k|| e_{k-1} + beta_k(e_{k-1}),  ||D_k|| e_1 + rho_k ),
     rho_k = min( ||J_k|| rho_{k-1} + beta_k(e_{k-1}),  e_k + ||D_k|| e_1 ).
 
-J_k and D_k are dense matrices where they are small, so that ||J_k|| is the norm of I + J_branch and ||D_k|| that of the
-product: verified upper bounds (zoo.spectral.sigma_upper). Elsewhere the rules' own gains stand for ||J_k||.
+||J_k|| is the norm of I + J_branch, and ||D_k|| that of the product (certify/operator_norms.py).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +29,17 @@ from certify.certificate import (
     binding_class,
     checked,
     clean_of,
-    decide,
+    decide_by,
     gaps,
+    of_class,
     pair_weights,
     per_image,
+    same_function,
 )
+from certify.correct import OfCorrect, of_correct
+from certify.operator_norms import operator_norms
 from zoo.curvature import Expansion, trunk_of
 from zoo.rules import Bound
-from zoo.spectral import sigma_upper
-
-DENSE_LIMIT = 2048  # entries of X_k up to which J_k is a dense matrix
-PULL_BYTES = 2**28  # memory for the rows of a Jacobian that are computed at a time
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,12 @@ class Step:
     lip: Bound
     beta: Bound
     norm_B: Tensor  # ||J_k||
-    prefix_B: Tensor  # ||D_k||; infinite where D_k is not known
+    prefix_B: Tensor  # ||D_k||
 
 
 @dataclass(frozen=True)
 class Adjoints:
-    """One class j, going backwards through the nodes."""
+    """One class j_B of every image, going backwards through the nodes."""
 
     gradients: Sequence[Tensor]  # ||g_{k,j}|| (B,), k = 0 .. K
     remainders: Sequence[Bound]  # e (B,) -> rem_{k,j} (B,), k = 1 .. K
@@ -71,42 +70,53 @@ class Adjoints:
 
 
 class AdjointAnalysis:
-    """The stored terms of a batch; every eps is answered from them, without a forward pass.
+    """The stored terms of a batch of correct images; every eps is answered from them, without a forward pass.
 
-    A class is followed backwards, by `backwards(j)`, when an eps first leaves it open: most classes are settled by the
-    test of pairs alone, ||w_y - w_j|| e_K, which is the cut c = K.
+    A rival is followed backwards when an eps first leaves it open: the closest of every image first, then the second
+    closest of those images that have not been refuted, and so on. Most are settled by the test of pairs alone,
+    ||w_y - w_j|| e_K, which is the cut c = K.
     """
 
     def __init__(
-        self, clean: Clean, steps: Sequence[Step], weight_BJ: Tensor, backwards: Callable[[int], Adjoints]
+        self,
+        clean: Clean,
+        steps: Sequence[Step],
+        weight_BJ: Tensor,
+        backwards: Callable[[Tensor], Adjoints],
+        failure: float,
     ) -> None:
-        self.clean, self.steps, self.weight_BJ = clean, steps, weight_BJ
-        self._backwards, self._classes = backwards, dict[int, Adjoints]()
+        self.clean, self.steps, self.weight_BJ, self.failure = clean, steps, weight_BJ, failure
+        self.rivals_JB = clean.margin_BJ.argsort(-1)[:, :-1].mT  # the label's own margin is infinite
+        self._backwards, self._ranks = backwards, dict[int, Adjoints]()
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
-        return decide(self.clean, self.losses(self.radii(eps_B)), eps_B)
+        loss_BJ, class_B = self.losses(self.radii(eps_B))
+        return decide_by(self.clean, loss_BJ, eps_B, class_B)
 
-    def losses(self, radii: Sequence[Tensor]) -> Tensor:
-        """What every margin can lose at most: (B, J). An image is left as it is once one class has refuted it."""
+    def losses(self, radii: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """What every margin can lose at most (B, J), and the class that decides (B,): of those that were followed
+        backwards the one that comes closest to taking over, or has. Once one has, the others are left as they are."""
         loss_BJ = _known(_product(self.weight_BJ, radii[-1][:, None]))
-        rival_BJ = self.clean.correct_B[:, None] & torch.isfinite(self.clean.margin_BJ)
-        open_BJ = rival_BJ & ~(gaps(self.clean, loss_BJ) > 0)
-        alive_B = self.clean.correct_B
-        for j in self.clean.margin_BJ.amin(0).argsort().tolist():  # the closest rivals first
-            asked_B = open_BJ[:, j] & alive_B
+        share_B = torch.zeros_like(radii[0])  # of the margin that the decider takes
+        decider_B = binding_class(self.clean, loss_BJ)
+        for rank, j_B in enumerate(self.rivals_JB):
+            pair_B, margin_B = of_class(loss_BJ, j_B), of_class(self.clean.margin_BJ, j_B)
+            asked_B = (share_B < 1) & ~(gaps(margin_B, pair_B) > 0)
             if bool(asked_B.any()):
                 masked = [torch.where(asked_B, e_B, 0.0) for e_B in radii]  # a radius of 0 costs nothing
-                adjoint_B = self.adjoints(j).losses(masked).amin(0)
-                loss_BJ[:, j] = torch.where(asked_B, torch.minimum(loss_BJ[:, j], adjoint_B), loss_BJ[:, j])
-                alive_B = alive_B & (~asked_B | (gaps(self.clean, loss_BJ)[:, j] > 0))
-        return loss_BJ
+                bound_B = torch.minimum(pair_B, self.adjoints(rank).losses(masked).amin(0))
+                loss_BJ = loss_BJ.scatter(1, j_B[:, None], torch.where(asked_B, bound_B, pair_B)[:, None])
+                now_B = torch.where(gaps(margin_B, bound_B) > 0, bound_B / margin_B, torch.inf)
+                decides_B = asked_B & (now_B > share_B)
+                share_B, decider_B = torch.where(decides_B, now_B, share_B), torch.where(decides_B, j_B, decider_B)
+        return loss_BJ, decider_B
 
-    def adjoints(self, j: int) -> Adjoints:
-        """Those of class j, made when they are first asked for."""
-        if j not in self._classes:
-            self._classes[j] = self._backwards(j)
-        return self._classes[j]
+    def adjoints(self, rank: int) -> Adjoints:
+        """Those of every image's rival of this rank, 0 the closest; made when they are first asked for."""
+        if rank not in self._ranks:
+            self._ranks[rank] = self._backwards(self.rivals_JB[rank])
+        return self._ranks[rank]
 
     def radii(self, eps_B: Tensor) -> list[Tensor]:
         """e_0 .. e_K (B,). A bound that is not a number counts as infinite."""
@@ -128,17 +138,16 @@ class AdjointAnalysis:
     def breakdown(self, eps: float | Tensor) -> Breakdown:
         """The share of every node's remainder, and of the gradient at the image, in the loss of the binding class."""
         radii = self.radii(per_image(eps, self.clean))
-        binding_B = binding_class(self.clean, self.losses(radii))
-        gradients = torch.zeros(len(radii), *self.weight_BJ.mT.shape, dtype=torch.float64, device=binding_B.device)
+        _, binding_B = self.losses(radii)
+        rank_B = (self.rivals_JB == binding_B).int().argmax(0)
+        gradients = torch.zeros(len(radii), len(binding_B), dtype=torch.float64, device=binding_B.device)
         remainders = torch.zeros_like(gradients[1:])
-        margin_BJ = torch.full_like(self.clean.margin_BJ, 1e300)  # other classes bind nowhere
-        for j in binding_B.unique().tolist():
-            adjoints, margin_BJ[:, j] = self.adjoints(j), self.clean.margin_BJ[:, j]
-            gradients[:, j] = torch.stack(list(adjoints.gradients))
+        for rank in rank_B.unique().tolist():
+            adjoints, here_B = self.adjoints(rank), rank_B == rank
+            gradients[:, here_B] = torch.stack(list(adjoints.gradients))[:, here_B]
             for k, remainder in enumerate(adjoints.remainders):
-                remainders[k, j] = remainder(radii[k])
-        only = replace(self.clean, margin_BJ=margin_BJ)
-        return shares(only, [step.name for step in self.steps], list(gradients), radii, list(remainders))
+                remainders[k, here_B] = remainder(radii[k])[here_B]
+        return shares([step.name for step in self.steps], gradients, radii, remainders)
 
 
 def _product(factor: Tensor, radius: Tensor) -> Tensor:
@@ -162,25 +171,30 @@ class Adjoint:
         self.names = names(self.baked, [layer for layer, _ in self.nodes])
 
     @torch.no_grad()
-    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> AdjointAnalysis:
+    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> OfCorrect:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
-        x, lips, expansions = images, [], []
+        clean = clean_of(self.baked(images), labels)
+        return of_correct(clean, lambda index_I: self.expand(images[index_I], clean[index_I]))
+
+    def expand(self, images_BCHW: Tensor, clean: Clean) -> AdjointAnalysis:
+        """The terms of these images, float64, all of them correct."""
+        x, lips, expansions = images_BCHW, [], []
         for layer, expand in self.nodes:
             lips.append(layer(x)[1])
             expansions.append(expand(x))
             x = expansions[-1].y
-        logits_BJ = self.head(x)
-        # The chain of rules and the model must be one function, or the rules speak of another model.
-        torch.testing.assert_close(logits_BJ, self.baked(images), rtol=1e-9, atol=1e-9)
-        terms = zip(self.names, lips, expansions, *_jacobian_norms(expansions), strict=True)
+        same_function(self.head(x), clean)
+        norms = operator_norms(expansions, images_BCHW)
+        terms = zip(self.names, lips, expansions, norms.nodes, norms.products, strict=True)
         steps = [Step(name, lip, known.beta, norm_B, prefix_B) for name, lip, known, norm_B, prefix_B in terms]
-        weight_JD = self.head.weight
+        own_BD, weight_JD = self.head.weight[clean.label_B], self.head.weight
         return AdjointAnalysis(
-            clean_of(logits_BJ, labels),
+            clean,
             steps,
-            pair_weights(self.head, labels),
-            lambda j: _backwards(expansions, weight_JD[labels] - weight_JD[j], x),
+            pair_weights(self.head, clean.label_B),
+            lambda j_B: _backwards(expansions, own_BD - weight_JD[j_B], x),
+            norms.failure,
         )
 
 
@@ -203,45 +217,3 @@ def _of_one_class(remainder: Bound) -> Bound:
 def _length(g: Tensor) -> Tensor:
     """(1, B, ...) -> (B,)."""
     return torch.linalg.vector_norm(g.flatten(2), dim=-1)[0]
-
-
-def _jacobian_norms(expansions: Sequence[Expansion]) -> tuple[list[Tensor], list[Tensor]]:
-    """||J_k|| and ||D_k|| of every node."""
-    first = expansions[0]
-    infinite_B = torch.full_like(first.gain_B, torch.inf)
-    norms, prefixes = [first.gain_B], [infinite_B]
-    prefix_BMN: Tensor | None = None  # D_k, once there is one
-    known = True  # whether D_{k-1} is: the identity behind the embedding, or `prefix_BMN`
-    size = first.y[0].numel()
-    for expansion in expansions[1:]:
-        if max(size, expansion.y[0].numel()) > DENSE_LIMIT:
-            known = False
-            norms.append(expansion.gain_B)
-            prefixes.append(infinite_B)
-        else:
-            jacobian_BMN = dense_jacobian(expansion)
-            # A node that cannot expand (a projection, an SLL layer) needs no norm of its own, only the product's.
-            contracts = bool((expansion.gain_B <= 1).all())
-            norm_B = expansion.gain_B if contracts else torch.fmin(sigma_upper(jacobian_BMN), expansion.gain_B)
-            norms.append(norm_B)
-            if known:
-                prefix_BMN = jacobian_BMN if prefix_BMN is None else jacobian_BMN @ prefix_BMN
-                prefixes.append(sigma_upper(prefix_BMN))
-            else:
-                prefixes.append(infinite_B)
-        size = expansion.y[0].numel()
-    return norms, prefixes
-
-
-def dense_jacobian(expansion: Expansion) -> Tensor:
-    """J (B, M, N) of a node, row by row from its pullback."""
-    y = expansion.y
-    rows = y[0].numel()
-    few = max(1, PULL_BYTES // (8 * 8 * y.numel()))
-    parts = []
-    for start in range(0, rows, few):
-        basis_CM = torch.zeros(min(few, rows - start), rows, dtype=y.dtype, device=y.device)
-        basis_CM.diagonal(start).fill_(1)
-        g = basis_CM.view(-1, 1, *y.shape[1:]).expand(-1, *y.shape)
-        parts.append(expansion.pull(g).flatten(2))
-    return torch.cat(parts).movedim(0, 1)

@@ -1,6 +1,7 @@
 """The two questions one asks of a model and some images: certified at eps? and: up to which eps?"""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,9 @@ from certify.methods import METHODS
 from certizoo import UserError
 
 MAX_EPS = 2.0**10  # far beyond the diameter of any image's box
-BISECTIONS = 14  # a radius is found to within 2^-14 of itself
+FIRST_EPS = 0.05  # where the search for a radius starts
+TOLERANCE = 2.0**-9  # relative precision of a radius
+MAX_TRIALS = 60  # a radius below 8^-20 of FIRST_EPS counts as 0
 
 
 def certifier(model: nn.Module, method: str) -> Certifier:
@@ -37,19 +40,55 @@ def certified_radius(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, me
 
 
 def radius_of(analysis: Analysis) -> Tensor:
-    """Bisection on stored terms, without a new forward pass. Sound for any bound, as every answer was tested itself;
-    the largest one because bounds are nondecreasing in eps."""
+    """The radii of `certified_radius` from stored terms, without a new forward pass.
+
+    Every answer was tested itself, so the result is sound for any bound; it is the largest one because bounds are
+    nondecreasing in eps. The search looks for loss / margin = 1, which between two eps grows nearly like a power:
+    the next eps is where the power through the ends of the bracket meets 1, or where there is one end only, the power 1
+    through that. A bracket that does not close like this is halved.
+    """
     correct_B = analysis.clean.correct_B
     low_B = torch.zeros(len(correct_B), dtype=torch.float64, device=correct_B.device)
-    high_B = torch.full_like(low_B, 2.0**-10)
-    for _ in range(round(math.log2(MAX_EPS)) + 10):  # double until the proof fails
-        passed_B = analysis.at(high_B).certified_B
-        low_B = torch.where(passed_B, high_B, low_B)
-        high_B = torch.where(passed_B, 2 * high_B, high_B)
-        if not bool(passed_B.any()):
+    low, high = End(low_B, low_B), End(torch.full_like(low_B, torch.inf), torch.full_like(low_B, torch.inf))
+    eps_B = torch.full_like(low_B, FIRST_EPS)
+    for step in range(MAX_TRIALS):
+        open_B = correct_B & (high.eps_B > low.eps_B * (1 + TOLERANCE)) & (low.eps_B < MAX_EPS)
+        if not bool(open_B.any()):
             break
-    for _ in range(BISECTIONS):
-        middle_B = (low_B + high_B) / 2
-        passed_B = analysis.at(middle_B).certified_B
-        low_B, high_B = torch.where(passed_B, middle_B, low_B), torch.where(passed_B, high_B, middle_B)
-    return torch.where(correct_B, low_B, 0.0)
+        answer = analysis.at(torch.where(open_B, eps_B, 0.0))  # eps = 0 costs nothing
+        tried = End(eps_B, answer.loss_B / answer.margin_B)
+        low = tried.where(open_B & answer.certified_B, low)
+        high = tried.where(open_B & ~answer.certified_B, high)
+        eps_B = _next(low, high, halve=step > 8 and step % 2 == 0)
+    return torch.where(correct_B, low.eps_B, 0.0)
+
+
+@dataclass(frozen=True)
+class End:
+    """Of a bracket: eps, and loss / margin there."""
+
+    eps_B: Tensor
+    share_B: Tensor
+
+    def where(self, chosen_B: Tensor, other: "End") -> "End":
+        """This end for some images, the other for the rest."""
+        return End(torch.where(chosen_B, self.eps_B, other.eps_B), torch.where(chosen_B, self.share_B, other.share_B))
+
+
+def _next(low: End, high: End, halve: bool) -> Tensor:
+    """The eps to try, inside the bracket; a guess close to an end goes half the tolerance beyond the root, so that the
+    bracket closes."""
+    one_sided_B = torch.isinf(high.eps_B) | (low.eps_B == 0)
+    end = low.where(low.eps_B > 0, high)
+    power_B = (high.share_B / low.share_B).log() / (high.eps_B / low.eps_B).log()
+    power_B = torch.where(one_sided_B | ~(power_B >= 1), 1.0, power_B)
+    guess_B = end.eps_B * (-end.share_B.log() / power_B).exp()
+    guess_B = torch.where(guess_B < low.eps_B * (1 + TOLERANCE / 2), low.eps_B * (1 + TOLERANCE * 3 / 4), guess_B)
+    guess_B = torch.where(guess_B > high.eps_B * (1 - TOLERANCE / 2), high.eps_B * (1 - TOLERANCE * 3 / 4), guess_B)
+    middle_B = torch.where(
+        torch.isinf(high.eps_B),
+        8 * low.eps_B,
+        torch.where(low.eps_B > 0, (low.eps_B * high.eps_B).sqrt(), high.eps_B / 8),
+    )
+    inside_B = (guess_B > low.eps_B) & (guess_B < high.eps_B) & (guess_B < 64 * end.eps_B)
+    return torch.where(inside_B & ~(halve & ~one_sided_B), guess_B, middle_B)

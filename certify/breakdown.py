@@ -1,6 +1,6 @@
 """Which part of the model costs most: names for the steps of its chain, their costs, and the average over images.
 
-Letters: B images, J classes, K steps; e_k the radius and g_{k,j} the gradient of the margin behind step k.
+Letters: B images, K steps; e_k the radius and g_k the gradient of the margin behind step k.
 """
 
 import math
@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from certify.certificate import Breakdown, Clean, binding_class
+from certify.certificate import Breakdown
 from zoo.rules import Layer, parts_of
 
 FIRST_ORDER, IN_FRONT = "first order", "radius in front of the cut"
@@ -47,41 +47,32 @@ def growth(steps: Sequence[str], radii: Sequence[Tensor]) -> Breakdown:
     return Breakdown("growth", dict(zip(steps, ratios, strict=True)))
 
 
-def shares(
-    clean: Clean,
-    steps: Sequence[str],
-    gradients: Sequence[Tensor],
-    radii: Sequence[Tensor],
-    remainders: Sequence[Tensor],
-) -> Breakdown:
-    """Parts of the loss min_c [ ||g_{c,j}|| e_c + sum_{k>c} rem_{k,j} ] of the class j that binds, at its best cut c:
+def shares(steps: Sequence[str], gradient_KB: Tensor, radii: Sequence[Tensor], remainder_KB: Tensor) -> Breakdown:
+    """Parts of the loss min_c [ ||g_c|| e_c + sum_{k>c} rem_k ] of the class that binds, at its best cut c:
 
-    first order ||g_{0,j}|| e_0;  what the steps in front of the cut make of it, ||g_{c,j}|| e_c - ||g_{0,j}|| e_0;
+    first order ||g_0|| e_0;  what the steps in front of the cut make of it, ||g_c|| e_c - ||g_0|| e_0;
     and the remainder of every step, 0 in front of the cut. They add up to 1.
 
-    gradients ||g_{k,j}|| (J, B) and radii e_k (B,), k = 0 .. K; remainders rem_{k,j}(e_{k-1}) (J, B), k = 1 .. K.
+    Gradients ||g_k|| and radii e_k (B,), k = 0 .. K; remainders rem_k(e_{k-1}), k = 1 .. K.
     """
-    first_KJB = torch.stack(
-        [torch.where((g == 0) | (e == 0), 0.0, g * e) for g, e in zip(gradients, radii, strict=True)]
-    )
-    rem_KJB = torch.stack(torch.broadcast_tensors(*remainders, first_KJB[0])[:-1])
-    behind_KJB = torch.cat([rem_KJB.flip(0).cumsum(0).flip(0), torch.zeros_like(rem_KJB[:1])])
-    loss_KJB = (first_KJB + behind_KJB).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    j_B = binding_class(clean, loss_KJB.amin(0).mT)
-    loss_KB, first_KB, rem_KB = (
-        t[:, j_B, torch.arange(len(j_B), device=j_B.device)] for t in (loss_KJB, first_KJB, rem_KJB)
-    )
+    e_KB = torch.stack(list(radii))
+    first_KB = torch.where((gradient_KB == 0) | (e_KB == 0), 0.0, gradient_KB * e_KB)
+    behind_KB = torch.cat([remainder_KB.flip(0).cumsum(0).flip(0), torch.zeros_like(remainder_KB[:1])])
+    loss_KB = (first_KB + behind_KB).nan_to_num(nan=torch.inf, posinf=torch.inf)
     cut_B = loss_KB.argmin(0)
     loss_B, first_B = (t.gather(0, cut_B[None])[0] for t in (loss_KB, first_KB))
     lowest_B = torch.minimum(first_KB[0], first_B)
     costs = {FIRST_ORDER: lowest_B / loss_B, IN_FRONT: (first_B - lowest_B) / loss_B}
     for k, name in enumerate(steps):
-        costs[name] = torch.where(cut_B <= k, rem_KB[k] / loss_B, 0.0)
+        costs[name] = torch.where(cut_B <= k, remainder_KB[k] / loss_B, 0.0)
     return Breakdown("share", costs)
 
 
 def columns(breakdown: Breakdown) -> list[dict[str, float | None]]:
-    """One mapping an image from '<quantity>.<step>' to a number; to nothing where one of the image's is not finite."""
+    """One mapping an image from '<quantity>.<step>' to a number; to nothing where one of the image's is not finite.
+    No mappings if there are no steps."""
+    if not breakdown.costs:
+        return []
     costs_BK = torch.stack(list(breakdown.costs.values()), dim=-1)
     keys = [f"{breakdown.quantity}.{name}" for name in breakdown.costs]
     return [

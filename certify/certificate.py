@@ -20,7 +20,7 @@ class Certificate:
 
     eps_B: Tensor
     margin_B: Tensor  # m_j for the class j that binds
-    loss_B: Tensor  # how much of it the ball can cost at most; infinite where the bound overflowed
+    loss_B: Tensor  # how much of it the ball can cost at most; infinite where the bound overflowed, or was not needed
     correct_B: Tensor
     certified_B: Tensor
     unknown_B: Tensor  # correct, but the bound is not a finite number
@@ -38,12 +38,21 @@ class Clean:
     def correct_B(self) -> Tensor:
         return self.margin_BJ.amin(-1) > 0
 
+    def __getitem__(self, index_I: Tensor) -> "Clean":
+        """That of some of the images."""
+        return Clean(self.prediction_B[index_I], self.label_B[index_I], self.margin_BJ[index_I])
+
 
 class Analysis(Protocol):
     """What is known of a batch of images before an eps is chosen; any number of eps may be asked of it."""
 
     @property
     def clean(self) -> Clean: ...
+
+    @property
+    def failure(self) -> float:
+        """The chance that a bound of one image is no bound: 0 unless norms were found by a random method."""
+        ...
 
     def at(self, eps: float | Tensor) -> Certificate:
         """The certificate for one eps, or one eps per image (B,)."""
@@ -63,7 +72,7 @@ class Breakdown:
 
 
 @runtime_checkable
-class Explained(Protocol):
+class Explained(Analysis, Protocol):
     """An analysis that can also say which step of the model costs how much; no method has to."""
 
     def breakdown(self, eps: float | Tensor) -> Breakdown: ...
@@ -101,6 +110,11 @@ def clean_of(logits_BJ: Tensor, labels_B: Tensor) -> Clean:
     return Clean(logits_BJ.argmax(-1), labels_B, margin_BJ)
 
 
+def same_function(logits_BJ: Tensor, clean: Clean) -> None:
+    """The chain of rules and the model must be one function, or the rules speak of another model."""
+    torch.testing.assert_close(clean_of(logits_BJ, clean.label_B).margin_BJ, clean.margin_BJ, rtol=1e-9, atol=1e-9)
+
+
 def pair_weights(head: nn.Linear, labels_B: Tensor) -> Tensor:
     """||w_y - w_j|| of the label and every class: (B, J)."""
     return torch.linalg.vector_norm(head.weight[labels_B][:, None] - head.weight, dim=-1)
@@ -115,25 +129,37 @@ def decide(clean: Clean, loss_BJ: Tensor, eps_B: Tensor) -> Certificate:
     """Certified where the label keeps its margin over every class, outward slack included. A loss that is not a number
     counts as infinite."""
     loss_BJ = torch.where(torch.isnan(loss_BJ), torch.inf, loss_BJ)
-    worst_B1 = binding_class(clean, loss_BJ)[:, None]
-    margin_B, loss_B = (t.gather(1, worst_B1).squeeze(1) for t in (clean.margin_BJ, loss_BJ))
-    gap_B = gaps(clean, loss_BJ).gather(1, worst_B1).squeeze(1)
+    return decide_by(clean, loss_BJ, eps_B, binding_class(clean, loss_BJ))
+
+
+def decide_by(clean: Clean, loss_BJ: Tensor, eps_B: Tensor, class_B: Tensor) -> Certificate:
+    """The same, with one class of each image to be reported."""
+    open_BJ = ~(gaps(clean.margin_BJ, loss_BJ) > 0) & ~_own(clean)
+    margin_B, loss_B = of_class(clean.margin_BJ, class_B), of_class(loss_BJ, class_B)
     return Certificate(
         eps_B=eps_B,
         margin_B=margin_B,
         loss_B=loss_B,
         correct_B=clean.correct_B,
-        certified_B=clean.correct_B & (gap_B > 0),
+        certified_B=clean.correct_B & ~open_BJ.any(-1),
         unknown_B=clean.correct_B & ~torch.isfinite(loss_B),
     )
 
 
+def of_class(values_BJ: Tensor, class_B: Tensor) -> Tensor:
+    """(B, J) -> (B,)."""
+    return values_BJ.gather(1, class_B[:, None]).squeeze(1)
+
+
 def binding_class(clean: Clean, loss_BJ: Tensor) -> Tensor:
     """The class that comes closest to taking over from the label: (B,)."""
-    own_BJ = torch.zeros_like(loss_BJ, dtype=torch.bool).scatter_(1, clean.label_B[:, None], True)
-    return gaps(clean, loss_BJ).masked_fill(own_BJ, torch.inf).argmin(-1)
+    return gaps(clean.margin_BJ, loss_BJ).masked_fill(_own(clean), torch.inf).argmin(-1)
 
 
-def gaps(clean: Clean, loss_BJ: Tensor) -> Tensor:
-    """What is left of every margin after the loss and the slack: (B, J), not a number for j = y."""
-    return clean.margin_BJ - loss_BJ - SLACK * (1 + clean.margin_BJ.abs() + loss_BJ)
+def _own(clean: Clean) -> Tensor:
+    return torch.zeros_like(clean.margin_BJ, dtype=torch.bool).scatter_(1, clean.label_B[:, None], True)
+
+
+def gaps(margin: Tensor, loss: Tensor) -> Tensor:
+    """What is left of margins after the losses and the slack; not a number where both are infinite."""
+    return margin - loss - SLACK * (1 + margin.abs() + loss)

@@ -11,7 +11,7 @@ from shards import DataConfig
 if TYPE_CHECKING:
     from certify.stage import Settings
 
-KEYS = ("method", "images", "eps", "headline_eps", "batch_size")
+KEYS = ("method", "served_dtype", "images", "eps", "headline_eps", "batch_size")
 
 
 def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: "Settings") -> str:

@@ -67,7 +67,7 @@ def rows_of(
     attack: AttackConfig,
     explain_at: float | None = None,
 ) -> list[Row]:
-    """Rows {key, label, prediction, correct, margin, radius.<method>, certified.<eps>, pgd.<eps>, seconds}.
+    """Rows {key, label, prediction, correct, margin, radius.<method>, certified.<eps>, pgd.<eps>, seconds, failure}.
 
     served: the model as it is served (float32), which the attack sees; images (B, C, H, W) in [0,1]. `attack` is run
     at every eps of the grid in L2. With `explain_at`, an eps, also what every step of the model costs there, where the
@@ -76,11 +76,12 @@ def rows_of(
     start = time.perf_counter()
     analysis = prover.analyse(images_BCHW, labels_B)
     radius_B = radius_of(analysis)
-    statuses = {eps: status(analysis.at(eps)) for eps in eps_grid}
+    # Within its radius an image is certified: it is asked again only beyond, to tell `unknown` from `not certified`.
+    statuses = {eps: status(analysis.at(torch.where(radius_B >= eps, 0.0, eps))) for eps in eps_grid}
     seconds = (time.perf_counter() - start) / len(keys)
     costs: list[dict[str, float | None]] = [{} for _ in keys]
     if explain_at is not None and isinstance(analysis, Explained):
-        costs = columns(analysis.breakdown(explain_at))
+        costs = columns(analysis.breakdown(explain_at)) or costs
     survives = {eps: _survives(served, images_BCHW, labels_B, replace(attack, norm="l2", eps=eps)) for eps in eps_grid}
     clean = analysis.clean
     margin_B = clean.margin_BJ.amin(-1)
@@ -94,6 +95,7 @@ def rows_of(
             "margin": float(margin_B[i]),
             f"radius.{method}": float(radius_B[i]),
             "seconds": seconds,
+            "failure": analysis.failure,
         }
         for eps in eps_grid:
             row[f"certified.{eps:g}"] = statuses[eps][i]

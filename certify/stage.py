@@ -25,20 +25,25 @@ import shards
 import zoo
 from attacks import AttackConfig
 from certify import page, report
-from certify.api import certifier as make_certifier
-from certify.bake import logit_difference
 from certify.breakdown import averaged
 from certify.card import card
 from certify.certificate import SLACK
 from certify.command import command
-from certify.evaluate import DEFAULT_ATTACK, Row, rows_of
+from certify.evaluate import DEFAULT_ATTACK, Row
 from certify.page import gallery
+from certify.workers import DTYPES, Prover, in_order
 from certizoo import UserError, __version__
 from certizoo.files import write_whole
 from shards import manifest
 
 ROWS, CERTIFICATE, REPORT = "certificates.jsonl", "certificate.json", "report.html"
 Summary = dict[str, Any]
+
+NORMS = (
+    "of weights and small matrices: eigenvalue estimate verified by Cholesky with Rump's margin, proved; of Jacobians "
+    "too large to be written out: Lanczos with the bound of Kuczynski and Wozniakowski, proved but for the probability "
+    "below"
+)
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,20 @@ class Settings:
     headline_eps: float = 0.1
     batch_size: int = 50
     attack: AttackConfig = DEFAULT_ATTACK
+    served_dtype: str | None = None  # 'float32', 'bfloat16': of the model that is served; None: of the float64 function
+    workers: int = 1  # processes that share the images; the rows do not depend on it
 
     def __post_init__(self) -> None:
         if not self.eps or any(not eps > 0 for eps in self.eps):
             raise UserError(f"certify.eps={list(self.eps)}: give L2 radii above 0, such as certify.eps=[0.02,0.1]")
         if (self.images is not None and self.images < 1) or self.batch_size < 1:
             raise UserError("certify.images and certify.batch_size: give whole numbers above 0 (images=null: all)")
+        if self.served_dtype is not None and (self.method != "adjoint" or self.served_dtype not in DTYPES):
+            raise UserError(
+                f"certify.served_dtype={self.served_dtype}: null, or one of {', '.join(DTYPES)} with method=adjoint"
+            )
+        if self.workers < 1:
+            raise UserError(f"certify.workers={self.workers}: give a whole number above 0, such as that of the cores")
         if not any(f"{eps:g}" == f"{self.headline_eps:g}" for eps in self.eps):
             raise UserError(f"certify.headline_eps={self.headline_eps:g} is not among certify.eps; add it there")
 
@@ -73,39 +86,26 @@ def run(
     Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings.
     `progress(done, total)` is called after every batch.
     """
-    model, config = zoo.handover.load(handover)
-    certifier = make_certifier(model, settings.method)
+    prover = Prover(handover, settings)  # refuses what cannot be certified before anything is written
     test = shards.find(data, "test")
     total = min(test.samples, settings.images or test.samples)
     subject = _subject(handover, test, settings, total)
     rows = _open(out, subject)
-    difference = 0.0
-    for keys, images, labels in _batches(test, data, settings, total, skip=len(rows)):
-        difference = max(difference, logit_difference(model, certifier.baked, images))
-        new = rows_of(
-            certifier,
-            model,
-            keys,
-            images,
-            labels,
-            method=settings.method,
-            eps_grid=settings.eps,
-            attack=settings.attack,
-            explain_at=settings.headline_eps,
-        )
+    batches = _batches(test, data, settings, total, skip=len(rows))
+    for new in map(prover, batches) if settings.workers == 1 else in_order(handover, settings, batches):
         _append(out / ROWS, new)
         rows += new
         progress(len(rows), total)
     table = pd.DataFrame(rows)
     table.to_parquet(out / "certificates.parquet", index=False)
-    summary = _summary(table, subject, config, settings, difference)
+    summary = _summary(table, subject, prover.config, settings)
     report.curve(table, settings.method, settings.eps, out / "curve.png")
     (out / "card.md").write_text(card(summary))
     shown = [row for side in gallery.chosen(table, settings.method, settings.headline_eps) for row in side]
     pictures = gallery.pictures(_batches(test, data, settings, total, skip=0), shown) if shown else {}
     circumstances = page.Circumstances(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        command=command(handover, config, data, settings),
+        command=command(handover, prover.config, data, settings),
         class_names=_class_names(data),
     )
     write_whole(out / REPORT, page.report(summary, table, pictures, circumstances))
@@ -140,6 +140,7 @@ def _subject(handover: Path, test: shards.ShardSet, settings: Settings, total: i
         "data_digest": test.digest,
         "images": total,
         "method": settings.method,
+        "served_dtype": settings.served_dtype,
         "eps": list(settings.eps),
         "headline_eps": settings.headline_eps,
         "attack": asdict(settings.attack),
@@ -178,7 +179,7 @@ def _write_json(path: Path, content: Summary) -> None:
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
-def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: Settings, difference: float) -> Summary:
+def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: Settings) -> Summary:
     """certificate.json: accuracies in [0,1] over the same images."""
     keys = "\n".join(table["key"].astype(str))
     per_eps = {
@@ -204,10 +205,12 @@ def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: S
         },
         "numerics": {
             "dtype": "float64 weights widened from the served float32 ones",
-            "norms": "eigenvalue estimate verified by Cholesky with Rump's margin: deterministic upper bounds",
+            "norms": NORMS,
+            "failure_probability_of_an_image": float(table["failure"].max()),
             "slack": f"margin - loss > {SLACK:g} (1 + |margin| + loss)",
-            "served_dtype": "float32",
-            "largest_logit_difference_served_to_float64": difference,
+            "served_dtype": settings.served_dtype or "float32",
+            "rounding_of_the_served_model": "proved" if settings.served_dtype else "measured",
+            "largest_logit_difference_served_to_float64": float(table["served_difference"].max()),
             "torch": torch.__version__,
         },
         "image_list_sha256": hashlib.sha256(keys.encode()).hexdigest(),

@@ -28,9 +28,11 @@ def mix(*parts: int | str) -> int:
 
 
 def augmentation(name: str, size: int) -> Augment:
-    """`none`, `flip_crop`, `inception` or `randaug` to size x size pixels."""
+    """`none`, `flip`, `flip_crop`, `inception` or `randaug` to size x size pixels."""
     if name == "none":
         return lambda image, seed: pixels_HWC(fit(image, size))
+    if name == "flip":
+        return lambda image, seed: flip(pixels_HWC(fit(image, size)), seed)
     if name == "flip_crop":
         return lambda image, seed: flip_crop(pixels_HWC(fit(image, size)), seed)
     transform = _inception(size) if name == "inception" else _randaug(size)
@@ -42,6 +44,11 @@ def augmentation(name: str, size: int) -> Augment:
     return seeded_view
 
 
+def flip(image_HWC: Pixels, seed: int) -> Pixels:
+    """Mirror half of the images."""
+    return image_HWC[:, ::-1] if seed % 2 else image_HWC
+
+
 def flip_crop(image_HWC: Pixels, seed: int) -> Pixels:
     """Shift by up to H/8 pixels into black and mirror half of the images: the draws are digits of the seed."""
     reach = max(image_HWC.shape[0] // 8, 1)
@@ -51,7 +58,7 @@ def flip_crop(image_HWC: Pixels, seed: int) -> Pixels:
     to_y, from_y = _overlap(down - reach)
     to_x, from_x = _overlap(right - reach)
     shifted_HWC[to_y, to_x] = image_HWC[from_y, from_x]
-    return shifted_HWC[:, ::-1] if seed % 2 else shifted_HWC
+    return flip(shifted_HWC, seed)
 
 
 def _overlap(shift: int) -> tuple[slice, slice]:

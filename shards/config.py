@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from certizoo import UserError
 
 CHOICES = {
-    "augment": ("none", "flip_crop", "inception", "randaug"),
+    "augment": ("none", "flip", "flip_crop", "inception", "randaug"),
     "on_corrupt": ("error", "skip"),
     "verify": ("auto", "size", "sha256"),
     "channels": (1, 3),

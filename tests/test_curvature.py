@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from tests.expansions import Instance, largest_dip, largest_gain, largest_remainder, ratios
 from tests.test_rules import CASES as FIRST_ORDER
 from tests.test_rules import SHAPES, norm_with_affine, scaled_
-from zoo.activations import GELU, SIGMOID, TANH, TANH_GELU, Smooth, hull2
+from zoo.activations import GELU, SIGMOID, SILU, TANH, TANH_GELU, Smooth, bend_of, hull2
 from zoo.attention.conv_mixing import ConvMixing
 from zoo.convnet import ReLUx
 from zoo.curvature import curvature_types, expansion_of
 from zoo.fused import eigenvalue_bound
 from zoo.mlp import SLL, ConstrainedMlp, Mlp
+from zoo.monotone import MonotoneGELU
 from zoo.norms import CenterNorm, LayerProject, SmoothProject
 from zoo.residual import WeightedResidual
 from zoo.rules import NoRule
@@ -63,18 +64,25 @@ CASES: dict[type[nn.Module], list[Case]] = {
     LayerProject: [Case(lambda s: LayerProject(D, s * D**0.5), 1.6, 1.2)],
     nn.GELU: [Case(lambda s: nn.GELU("tanh" if s > 1 else "none"), 1.05, 1.05)],
     nn.Tanh: [Case(lambda s: nn.Tanh(), 1.15, 1.1)],
+    nn.Sigmoid: [Case(lambda s: nn.Sigmoid(), 1.2, 1.2)],
+    nn.SiLU: [Case(lambda s: nn.SiLU(), 1.2, 1.2)],
+    nn.Softplus: [Case(lambda s: nn.Softplus(s, threshold=40), 1.2, 1.2)],
+    MonotoneGELU: [Case(lambda s: MonotoneGELU(), 1.2, 1.2)],
     nn.ReLU: [Case(lambda s: nn.ReLU(), 1.5, 1.1)],
     ReLUx: [Case(lambda s: scaled_(ReLUx((N, D), 1.0), s), 3.3, 1.2)],
     Mlp: [
         Case(mlp(nn.GELU), 1.1, 3.1),
         Case(mlp(partial(nn.GELU, "tanh")), 1.1, 3.1, (1, D)),
         Case(mlp(nn.Tanh), 1.25, 3.3),
+        Case(mlp(nn.SiLU), 1.25, 3.3),
+        Case(mlp(partial(nn.Softplus, threshold=40.0)), 1.25, 3.3),
         Case(mlp(nn.ReLU), 1.9, 2.5),
         Case(mlp(nn.ReLU), 1.6, 2.5, (1, D)),
     ],
     SLL: [
         Case(sll, 1.2, 2.4),
         Case(lambda s: scaled_(SLL(D, 2 * D, nn.ReLU), s), 1.9, 2.2),
+        Case(lambda s: scaled_(SLL(D, 2 * D, MonotoneGELU), s), 1.2, 2.8),
     ],
     ConstrainedMlp: [Case(lambda s: scaled_(ConstrainedMlp(D, 2 * D, act=nn.Tanh if s > 1 else nn.ReLU), s), 1.6, 2.8)],
 }
@@ -229,7 +237,10 @@ def test_the_maximum_over_tokens_is_refuted_where_the_bound_is_linear() -> None:
     assert largest_dip(instance).item() > 1.2 * capped
 
 
-@pytest.mark.parametrize("act", [GELU, TANH_GELU, TANH, SIGMOID])
+HULLS = (GELU, TANH_GELU, TANH, SIGMOID, SILU, bend_of(nn.Softplus(0.3)), bend_of(MonotoneGELU()))
+
+
+@pytest.mark.parametrize("act", HULLS)
 def test_hull_of_the_second_derivative_by_dense_sampling(act: Smooth) -> None:
     torch.manual_seed(0)
     z, reach = torch.randn(2000).double() * 3, 10 ** torch.empty(2000).uniform_(-4, 1).double()
@@ -247,7 +258,16 @@ def test_hull_of_the_second_derivative_by_dense_sampling(act: Smooth) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "module"), [(GELU, nn.GELU()), (TANH_GELU, nn.GELU("tanh")), (TANH, nn.Tanh()), (SIGMOID, nn.Sigmoid())]
+    ("act", "module"),
+    [
+        (GELU, nn.GELU()),
+        (TANH_GELU, nn.GELU("tanh")),
+        (TANH, nn.Tanh()),
+        (SIGMOID, nn.Sigmoid()),
+        (SILU, nn.SiLU()),
+        (bend_of(nn.Softplus(3.0)), nn.Softplus(3.0, threshold=40)),
+        (bend_of(MonotoneGELU()), MonotoneGELU()),
+    ],
 )
 def test_derivatives_are_those_of_the_module(act: Smooth, module: nn.Module) -> None:
     z = torch.linspace(-12, 12, 8001).double().requires_grad_(True)
@@ -301,8 +321,11 @@ def test_units_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_mlp_with_an_unknown_part_is_refused() -> None:
-    with pytest.raises(NoRule, match="SiLU"):
-        expansion_of(Mlp(D, D, act_layer=nn.SiLU))
+    with pytest.raises(NoRule, match="Hardswish"):
+        expansion_of(Mlp(D, D, act_layer=nn.Hardswish))
+    for unsound in (Mlp(D, D, act_layer=nn.Softplus), SLL(D, D, nn.Softplus), nn.Softplus(beta=2.0)):
+        with pytest.raises(NoRule, match="jumps"):
+            expansion_of(unsound)
     with pytest.raises(NoRule, match="GELU"):
         expansion_of(SLL(D, D, nn.GELU))
     with pytest.raises(NoRule, match="LayerNorm"):

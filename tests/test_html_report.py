@@ -26,7 +26,6 @@ from certify import page, publication, stage
 from certify.__main__ import main
 from certify.adjoint import Adjoint
 from certify.breakdown import FIRST_ORDER, IN_FRONT, averaged, columns, names, shares
-from certify.certificate import clean_of
 from certify.command import command
 from certify.lofast import LoFAST
 from certify.page import gallery
@@ -283,11 +282,12 @@ def test_growth_multiplies_to_the_radius_and_steps_are_named(name: str) -> None:
     x = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     prover = LoFAST(model)
     analysis = prover.analyse(x, model(x).argmax(-1))
+    inner: Any = analysis.inner
     for eps in (1e-3, 0.1):
         found = analysis.breakdown(eps)
         assert found.quantity == "growth"
         grown_B = eps * torch.stack(list(found.costs.values())).prod(0)
-        torch.testing.assert_close(grown_B, analysis.radius(torch.full((6,), eps, dtype=torch.float64)))
+        torch.testing.assert_close(grown_B, inner.radius(torch.full((6,), eps, dtype=torch.float64)))
     modules = dict(model.named_modules())
     for step in found.costs:
         parent, _, inside = step.partition("(")
@@ -301,36 +301,29 @@ def test_shares_add_up_to_the_adjoint_loss(name: str) -> None:
     model = small_model(name)
     x = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     prover = Adjoint(model)
-    analysis = prover.analyse(x, model(x).argmax(-1))
-    steps = names(prover.baked, [layer for layer, _ in prover.nodes])
-    assert "blocks.0.attn" in steps
+    analysis: Any = prover.analyse(x, model(x).argmax(-1)).inner
+    assert "blocks.0.attn" in names(prover.baked, [layer for layer, _ in prover.nodes])
     for eps in (1e-3, 0.05, 0.5):
-        radii = analysis.radii(torch.full((6,), eps, dtype=torch.float64))
-        classes = [analysis.adjoints(j) for j in range(analysis.weight_BJ.shape[1])]
-        gradients = [torch.stack(of_node) for of_node in zip(*(a.gradients for a in classes), strict=True)]
-        by_node = zip(*(a.remainders for a in classes), strict=True)
-        remainders = [torch.stack([rem(e) for rem in of_node]) for of_node, e in zip(by_node, radii, strict=False)]
-        found = shares(analysis.clean, steps, gradients, radii, remainders)
+        found = analysis.breakdown(eps)
         costs_KB = torch.stack(list(found.costs.values()))
         torch.testing.assert_close(costs_KB.sum(0), torch.ones(6, dtype=torch.float64))
         assert (costs_KB >= 0).all()
         # The first-order term is eps ||g_0|| of some class, relative to the loss that the certificate names.
-        loss_JB = torch.stack([a.losses(radii).amin(0) for a in classes])
-        part_JB = (eps * gradients[0] / loss_JB).nan_to_num(nan=torch.inf)  # 0 / 0: the label itself
+        radii = analysis.radii(torch.full((6,), eps, dtype=torch.float64))
+        ranks = [analysis.adjoints(rank) for rank in range(len(analysis.rivals_JB))]
+        part_JB = torch.stack([eps * a.gradients[0] / a.losses(radii).amin(0) for a in ranks])
         assert (part_JB - found.costs[FIRST_ORDER]).abs().amin(0).max() < 1e-9
     assert found.costs[FIRST_ORDER].max() < 0.99, "nothing of second order is left"
 
 
 def test_shares_by_hand() -> None:
-    """Two classes, one step: loss = min(2 eps + 1, 5 e_1) for the only rival, 2 and 1.5."""
-    clean = clean_of(torch.tensor([[3.0, 0.0], [3.0, 0.0]]), torch.tensor([0, 0]))
-    first, behind = torch.tensor([[0.0, 0.0], [2.0, 2.0]]), torch.tensor([[0.0, 0.0], [5.0, 5.0]])
-    radii = [torch.tensor([0.5, 0.5]), torch.tensor([0.7, 0.3])]
-    found = shares(clean, ["step"], [first, behind], radii, [torch.tensor([[0.0, 0.0], [1.0, 1.0]])])
+    """One step, two images: loss = min(2 eps + 1, 5 e_1), that is 2 and 1.5."""
+    gradients, radii = torch.tensor([[2.0, 2.0], [5.0, 5.0]]), [torch.tensor([0.5, 0.5]), torch.tensor([0.7, 0.3])]
+    found = shares(["step"], gradients, radii, torch.ones(1, 2))
     assert found.costs[FIRST_ORDER].tolist() == pytest.approx([0.5, 1 / 1.5])
     assert found.costs[IN_FRONT].tolist() == pytest.approx([0.0, 0.5 / 1.5])
     assert found.costs["step"].tolist() == [0.5, 0.0]
-    nothing = shares(clean, ["step"], [first, behind * 0], radii, [torch.full((2, 2), torch.inf)])
+    nothing = shares(["step"], gradients * torch.tensor([[1.0], [0.0]]), radii, torch.full((1, 2), torch.inf))
     assert [set(row.values()) for row in columns(nothing)] == [{None}, {None}], "0 / 0 is no share"
 
 

@@ -382,9 +382,10 @@ def test_bound_of_all_windows_is_that_of_the_most_sensitive_one() -> None:
 
 
 def test_swin_without_a_proof_is_refused() -> None:
-    distances, largest = swin(attention="l2").requires_grad_(False), swin().requires_grad_(False)
-    with pytest.raises(NoRule, match="L2Attention"):
-        zoo.rules.classifier_of(distances)
+    unknown, largest = swin().requires_grad_(False), swin().requires_grad_(False)
+    unknown.layers[0].blocks[0].attn.content.__class__ = type("Unknown", (DotProductAttention,), {})
+    with pytest.raises(NoRule, match="Unknown"):
+        zoo.rules.classifier_of(unknown)
     largest.reset_classifier(5, global_pool="max")
     with pytest.raises(NoRule, match="mean"):
         zoo.rules.classifier_of(largest)

@@ -48,7 +48,8 @@ def test_rules_are_really_tried() -> None:
     assert overview.lofast_refusal("l2_vit_b") == ""
     untied = overview.lofast_refusal("l2_vit_b", attention={"name": "l2", "tied": False})
     assert untied.startswith("NoRule(zoo.attention.l2")
-    assert "lofast" in overview.facts("dp_vit_ti").record()
+    assert overview.facts("dp_vit_ti").record()["lofast"] is True
+    assert overview.facts("l2_swin_t").record()["adjoint"] is True
 
 
 def test_trying_rules_leaves_the_random_stream_alone() -> None:
@@ -92,6 +93,7 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
         "mlp_ratio",
         "zoo.mlp.Mlp",
         "lofast: yes",
+        "adjoint: yes",
     ):
         assert word in shown, word
     assert shown.count("PreNormBlock()") == 1

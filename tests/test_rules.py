@@ -25,6 +25,7 @@ from zoo.attention.window import WindowAttention
 from zoo.block import NormFirstBlock, PostNormBlock, PreNormBlock
 from zoo.convnet import ReLUx
 from zoo.mlp import SLL, ConstrainedMlp, Mlp
+from zoo.monotone import MonotoneGELU
 from zoo.norms import CenterNorm, LayerProject, SmoothProject
 from zoo.residual import WeightedResidual
 from zoo.rules import NoRule, layer_of, residual_layer_of, rule_types
@@ -93,6 +94,10 @@ CASES: dict[type[nn.Module], tuple[Make, float]] = {
     DropPath: (lambda s: DropPath(0.5), 0.99),
     nn.ReLU: (lambda s: nn.ReLU(), 0.9),
     nn.Tanh: (lambda s: nn.Tanh(), 0.5),
+    nn.Sigmoid: (lambda s: nn.Sigmoid(), 0.5),
+    nn.SiLU: (lambda s: nn.SiLU(), 0.9),
+    nn.Softplus: (lambda s: nn.Softplus(s, threshold=40), 0.9),
+    MonotoneGELU: (lambda s: MonotoneGELU(), 0.9),
     nn.GELU: (lambda s: nn.GELU("tanh" if s > 1 else "none"), 0.9),
     nn.Sequential: (lambda s: nn.Sequential(scaled_(nn.Linear(D, D), s), nn.ReLU()), 0.6),
     nn.LayerNorm: (norm_with_affine, 0.8),

@@ -163,6 +163,17 @@ def test_augmentation_is_of_seed_epoch_and_key_and_leaves_global_generators(
     assert augment == "none" or not torch.equal(pools[0], pools[2])  # another epoch, other views
 
 
+def test_flip_mirrors_half_of_the_images_and_changes_nothing_else(toy: ShardSet, root: Path) -> None:
+    def images(augment: str) -> torch.Tensor:
+        batches = shards.train_loader(toy, config(root, augment=augment), batch_size=43, epoch=0, seed=0)
+        return torch.cat([images for images, _ in batches])
+
+    plain, seen = images("none"), images("flip")
+    kept, mirrored = ((seen == other).flatten(1).all(1) for other in (plain, plain.flip(-1)))
+    assert (kept ^ mirrored).all()
+    assert 0.35 < float(mirrored.float().mean()) < 0.65
+
+
 def test_a_view_does_not_depend_on_workers(toy: ShardSet, root: Path) -> None:
     data = config(root, augment="inception")
     views = [

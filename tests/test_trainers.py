@@ -22,7 +22,7 @@ from trainers.objectives import OBJECTIVES, Probe
 from trainers.report import ROWS, Report
 from trainers.schedule import ScheduleConfig
 from trainers.seeds import seed_of
-from trainers.settings import DeepSpeedConfig, OptimizerConfig, PenaltyConfig, TrainConfig
+from trainers.settings import DeepSpeedConfig, ObjectiveConfig, OptimizerConfig, PenaltyConfig, TrainConfig
 
 RECIPES = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 
@@ -82,10 +82,11 @@ def test_every_recipe_composes(entry: str, recipe: str) -> None:
     assert config["model"]["name"] == recipe
     assert config["name"] == f"{recipe}-digits-s0"
     assert config["run_dir"] == f"runs/{recipe}-digits-s0"
-    assert config["objective"]["name"] == {"adv_train": "pgd_at", "std_train": "clean"}[entry]
+    own = "lmce" if recipe.startswith("cert_") else "pgd_at"
+    assert config["objective"]["name"] == {"adv_train": own, "std_train": "clean"}[entry]
 
 
-@pytest.mark.parametrize("group", ["attack", "objective", "penalty", "deepspeed", "optimizer", "schedule"])
+@pytest.mark.parametrize("group", ["attack", "objective", "penalty", "hinge", "deepspeed", "optimizer", "schedule"])
 def test_every_option_of_a_group_is_accepted(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from shards.__main__ import main as make_shards
     from trainers.job import prepare
@@ -188,20 +189,19 @@ def test_streams_differ_by_every_part() -> None:
 def test_objectives_return_named_terms_and_use_forward_once(name: str) -> None:
     model, calls = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), {"forward": 0, "attack": 0}
 
-    def forward(images: Tensor) -> Tensor:
+    def through(measure: Any, *inputs: Any) -> Any:
         calls["forward"] += 1
-        logits: Tensor = model(images)
-        return logits
+        return measure(model, *inputs)
 
     def attack(images: Tensor, labels: Tensor) -> Tensor:
         calls["attack"] += 1
         return 1 - images
 
-    terms = OBJECTIVES[name](Probe(forward, attack), torch.rand(5, 3, 2, 2), torch.zeros(5, dtype=torch.int64))
-    assert set(terms) == {"loss", "acc"}
-    assert terms["loss"].requires_grad
-    assert not terms["acc"].requires_grad
-    assert calls == {"forward": 1, "attack": int(name != "clean")}
+    probe = Probe(through, attack, ObjectiveConfig(name))
+    terms = OBJECTIVES[name](probe, torch.rand(5, 3, 2, 2), torch.zeros(5, dtype=torch.int64))
+    assert {"loss", "acc"} <= set(terms)
+    assert [key for key, value in terms.items() if value.requires_grad] == ["loss"]
+    assert calls == {"forward": 1, "attack": int(name == "pgd_at")}
 
 
 def test_penalty_is_active_when_any_weight_is() -> None:

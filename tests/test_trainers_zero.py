@@ -29,9 +29,13 @@ def differences(folder: Path) -> dict[str, float]:
     return dict(json.loads((folder / "out.json").read_text()))
 
 
-@pytest.mark.parametrize("cut", [f"zero{stage}{way}" for stage in (0, 1, 2) for way in ("", "-accumulated")])
+CUTS = [f"zero{stage}{way}" for stage in (0, 1, 2) for way in ("", "-accumulated")]
+
+
+@pytest.mark.parametrize("cut", [*CUTS, *(f"lmce-{cut}" for cut in CUTS)])
 def test_weights_equal_one_plain_process(differences: dict[str, float], cut: str) -> None:
-    """Attack, penalty, clipping, momentum and weight decay included; 3 steps of 16 images."""
+    """Attack or input gradient in the loss, penalty, clipping, momentum and weight decay included; 3 steps of 16
+    images."""
     assert differences[cut] <= 1e-6
 
 

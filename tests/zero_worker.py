@@ -14,11 +14,13 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zoo
 from certizoo.compose import compose_config
 from trainers.entry import launcher_argv
 from trainers.job import Job, prepare
+from trainers.settings import ObjectiveConfig
 
 STEPS, LR, BATCH = 3, 0.05, 16
 
@@ -26,6 +28,30 @@ STEPS, LR, BATCH = 3, 0.05, 16
 def global_batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     return torch.rand(BATCH, 1, 8, 8, generator=generator), torch.randint(0, 10, (BATCH,), generator=generator)
+
+
+def adversarial_loss(job: Job, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    adversarial = job.attack.run(model, images, labels, keep_worst=False)
+    return F.cross_entropy(model.train()(adversarial), labels)
+
+
+def linearised_loss(job: Job, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Image by image, with the attention written out: the fused kernels have no second derivative."""
+    losses = []
+    with sdpa_kernel(SDPBackend.MATH):
+        for image, label in zip(images, labels.tolist(), strict=True):
+            x = image[None].clone().requires_grad_()
+            logits = model.train()(x)[0]
+            runner_up = max((k for k in range(len(logits)) if k != label), key=lambda k: float(logits[k]))
+            (g,) = torch.autograd.grad(logits[label] - logits[runner_up], x, create_graph=True)
+            wrong = torch.arange(len(logits)) != label
+            losses.append(
+                F.cross_entropy((logits + job.objective.eps * g.norm() * wrong)[None], labels.new_tensor([label]))
+            )
+    return torch.stack(losses).mean()
+
+
+LOSSES = {"pgd_at": adversarial_loss, "lmce": linearised_loss}
 
 
 def oracle(job: Job) -> dict[str, Tensor]:
@@ -38,8 +64,7 @@ def oracle(job: Job) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(groups, lr=LR, momentum=job.optimizer.momentum)
     for step in range(STEPS):
         images, labels = global_batch(step)
-        adversarial = job.attack.run(model, images, labels, keep_worst=False)
-        loss = F.cross_entropy(model.train()(adversarial), labels) + zoo.penalty.msvp(model, **vars(job.penalty))
+        loss = LOSSES[job.objective.name](job, model, images, labels) + zoo.penalty.msvp(model, **vars(job.penalty))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), job.train.clip_grad)
@@ -70,13 +95,16 @@ def main() -> None:
 
     job = prepare(compose_config("adv_train", overrides))
     world = engine.start(5)
-    expected = oracle(job)
+    lmce_job = replace(job, objective=ObjectiveConfig("lmce", eps=2.0))
+    expected, lmce_expected = oracle(job), oracle(lmce_job)
     variants: dict[str, tuple[int, int | None]] = {f"zero{stage}": (stage, None) for stage in (0, 1, 2)}
     variants |= {f"zero{stage}-accumulated": (stage, 2) for stage in (0, 1, 2)}
     worst = {}
     for name, (stage, micro) in variants.items():
         state = variant(job, stage, micro, name)
         worst[name] = {key: (state[key] - value).abs().max().item() for key, value in expected.items()}
+        state = variant(lmce_job, stage, micro, f"lmce-{name}")
+        worst[f"lmce-{name}"] = {key: (state[key] - value).abs().max().item() for key, value in lmce_expected.items()}
     masters = variant(job, 2, None, "bf16", precision="bf16")
     worst["bf16"] = {key: (masters[key] - value).abs().max().item() for key, value in expected.items()}
     weight = masters["head.weight"]

@@ -1,13 +1,15 @@
 """The one door to DeepSpeed (ZeRO stages 0-2, https://arxiv.org/abs/1910.02054), and to the process group under it.
 
 Attacks never go through the engine: `torch.autograd.grad` on `engine(x)` fails at stages 0-2 and is silently wrong at
-stage 3. They use `engine.module`, which has whole weights at stages 0-2; only the training pass uses the engine.
+stage 3. They use `engine.module`, which has whole weights at stages 0-2; only the training pass uses the engine. An
+objective that needs input gradients in its loss takes them inside that one pass (`Engine.through`): the engine hooks
+into what comes out of it, and into the gradients of the weights, neither of which the inner gradient touches.
 """
 
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -135,6 +137,17 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]))
 
 
+class Measured(nn.Module):
+    """What DeepSpeed calls the model: a forward pass is whatever `measure` does with the model, not only its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, measure: Callable[..., Any], *inputs: Any) -> Any:
+        return measure(self.model, *inputs)
+
+
 class Engine:
     """A model, its optimiser and its partition over ranks. One optimiser step is `accumulation` x (forward, backward,
     step)."""
@@ -155,7 +168,7 @@ class Engine:
         self.accumulation = train.accumulation(world.size)
         self.micro_batch = train.micro_batch(world.size)
         self._engine, *_ = deepspeed.initialize(
-            model=model.to(world.device),
+            model=Measured(model.to(world.device)),
             optimizer=make_optimizer(model, optimizer),
             config=ds_config(train, settings, world.size),
             dist_init_required=False,
@@ -164,7 +177,7 @@ class Engine:
     @property
     def module(self) -> nn.Module:
         """The model itself, for attacks, penalties and evaluation."""
-        module: nn.Module = self._engine.module
+        module: nn.Module = self._engine.module.model
         return module
 
     def train(self) -> None:
@@ -176,11 +189,10 @@ class Engine:
         bfloat16 keeps 8 bits, which would round a perturbation of a few 1/255 away."""
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.train_config.precision == "bf16")
 
-    def forward(self, images_BCHW: Tensor) -> Tensor:
-        """The training pass: images_BCHW -> logits_BK."""
+    def through(self, measure: Callable[..., Any], *inputs: Any) -> Any:
+        """The training pass: measure(model, *inputs), tensors that the loss may be made of."""
         with self.precision():
-            logits_BK: Tensor = self._engine(images_BCHW)
-        return logits_BK
+            return self._engine(measure, *inputs)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of loss / accumulation."""

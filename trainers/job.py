@@ -21,7 +21,15 @@ from shards import DataConfig, ShardSet, find, steps_per_epoch
 from trainers import checkpoint
 from trainers.place import place
 from trainers.schedule import ScheduleConfig
-from trainers.settings import DeepSpeedConfig, ObjectiveConfig, OptimizerConfig, PenaltyConfig, TrainConfig, require
+from trainers.settings import (
+    DeepSpeedConfig,
+    HingeConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PenaltyConfig,
+    TrainConfig,
+    require,
+)
 from zoo.pretrained import check_source
 
 IMAGES_A_GPU, IMAGES_A_CPU_RANK = 128, 8
@@ -44,6 +52,7 @@ class Job:
     attack: AttackConfig
     objective: ObjectiveConfig
     penalty: PenaltyConfig
+    hinge: HingeConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     train: TrainConfig
@@ -86,6 +95,7 @@ def prepare(config: dict[str, Any]) -> Job:
         attack=_typed(AttackConfig, config, "attack"),
         objective=_typed(ObjectiveConfig, config, "objective"),
         penalty=_typed(PenaltyConfig, config, "penalty"),
+        hinge=_typed(HingeConfig, config, "hinge"),
         optimizer=_typed(OptimizerConfig, config, "optimizer"),
         schedule=_typed(ScheduleConfig, config, "schedule"),
         train=_typed(TrainConfig, config, "train"),

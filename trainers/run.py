@@ -34,7 +34,7 @@ def assemble(job: Job, world: World) -> Run:
     """The model, the same on every rank, under its engine; rank 0 opens the run folder and the tracking."""
     torch.manual_seed(job.seed)
     model = zoo.create_model(**job.model, pretrained=job.first_weights)
-    check_penalty(job, model)
+    check_penalties(job, model)
     built = Engine(model, job.train, job.optimizer, job.deepspeed, world)
     world.barrier()  # all ranks have looked into the run folder; now it may change
     tracker = None
@@ -58,16 +58,20 @@ def open_tracker(job: Job) -> Tracker | None:
     return tracker
 
 
-def check_penalty(job: Job, model: nn.Module) -> None:
-    """Raise UserError where MSVP has nothing to penalise."""
+def check_penalties(job: Job, model: nn.Module) -> None:
+    """Raise UserError where a penalty has nothing to penalise."""
+    try:
+        with torch.no_grad():
+            penalties_of(job, model, 0.0)
+    except ValueError as error:
+        raise UserError(f"penalty: {error}; use penalty=none hinge=none") from None
+
+
+def penalties_of(job: Job, model: nn.Module, progress: float) -> dict[str, Tensor]:
+    """Those on weights, by name: MSVP and the hinge, as the job weighs them."""
+    found = {}
     if job.penalty.active:
-        try:
-            with torch.no_grad():
-                penalty_of(job, model)
-        except ValueError as error:
-            raise UserError(f"penalty: {error}; use penalty=none") from None
-
-
-def penalty_of(job: Job, model: nn.Module) -> Tensor:
-    """MSVP with the job's weights."""
-    return zoo.penalty.msvp(model, **vars(job.penalty))
+        found["msvp"] = zoo.penalty.msvp(model, **vars(job.penalty))
+    if job.hinge.active:
+        found["hinge"] = job.hinge.weight * zoo.hinge.hinge(model, job.hinge.caps, job.hinge.slack_at(progress))
+    return found

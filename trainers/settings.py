@@ -95,10 +95,60 @@ class PenaltyConfig:
 
 
 @dataclass(frozen=True)
+class HingeConfig:
+    """configs/hinge: the weight of the hinge on spectral norms (0 is off) and the caps of its branches (null: free).
+
+    The caps start `slack` times as large and shrink to their values, geometrically, while the share of the training
+    that is done goes from `tighten[0]` to `tighten[1]`.
+    """
+
+    weight: float = 0.0
+    q: float | None = None
+    k: float | None = None
+    v: float | None = None
+    o: float | None = None
+    mlp: float | None = None
+    slack: float = 1.0
+    tighten: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        require(self.weight >= 0, f"hinge.weight={self.weight} does not work; set it to 0 (off) or more")
+        for branch, cap in self.caps.items():
+            require(cap is None or cap > 0, f"hinge.{branch}={cap} does not work; set it above 0, or to null (free)")
+        require(self.slack >= 1, f"hinge.slack={self.slack} does not work; set it to 1 (none) or more")
+        start, end = self.tighten
+        require(0 <= start < end <= 1, f"hinge.tighten=[{start}, {end}] does not work; two rising shares of [0, 1]")
+
+    @property
+    def active(self) -> bool:
+        return self.weight > 0
+
+    @property
+    def caps(self) -> dict[str, float | None]:
+        return {branch: getattr(self, branch) for branch in ("q", "k", "v", "o", "mlp")}
+
+    def slack_at(self, progress: float) -> float:
+        """slack^(1 - s), s in [0, 1] the share of the way from tighten[0] to tighten[1]."""
+        start, end = self.tighten
+        done = min(max((progress - start) / (end - start), 0.0), 1.0)
+        return float(self.slack ** (1 - done))
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig:
-    """configs/objective."""
+    """configs/objective. `eps` is an L2 radius in [0,1] pixels, reached after `ramp` (a share) of the training; the two
+    and `random_rivals` (a share of the images) are those of `lmce`."""
 
     name: str
+    eps: float = 0.0
+    ramp: float = 0.0
+    random_rivals: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.eps >= 0, f"objective.eps={self.eps} does not work; set it to 0 or more")
+        for key in ("ramp", "random_rivals"):
+            value = getattr(self, key)
+            require(0 <= value <= 1, f"objective.{key}={value} is a share; set it between 0 and 1")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from certizoo import UserError
 from trainers import checkpoint
 from trainers.objectives import OBJECTIVES, Probe, Terms
 from trainers.place import said_once
-from trainers.run import Run, penalty_of
+from trainers.run import Run, penalties_of
 from trainers.seeds import seed_of
 
 Batch = tuple[Tensor, Tensor]
@@ -28,8 +28,8 @@ def train_step(run: Run, batches: Iterator[Batch], step: int, lr: float) -> dict
     for index in range(count):
         last = index == count - 1
         terms = OBJECTIVES[run.job.objective.name](probe, *next(batches))
-        if last and run.job.penalty.active:
-            terms = with_penalty(terms, penalty_of(run.job, core.module), count)
+        if last:
+            terms = with_penalties(terms, penalties_of(run.job, core.module, probe.progress), count)
         core.backward(terms["loss"])
         for name, value in terms.items():
             sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach()
@@ -55,13 +55,13 @@ def make_probe(run: Run, step: int) -> Probe:
         with core.precision():
             return job.attack.run(core.module, images_BCHW, labels_B, generator, keep_worst=worst)
 
-    return Probe(core.forward, attack, job.train.label_smoothing)
+    return Probe(core.through, attack, job.objective, step / run.total_steps, job.train.label_smoothing)
 
 
-def with_penalty(terms: Terms, penalty: Tensor, accumulation: int) -> Terms:
+def with_penalties(terms: Terms, penalties: Terms, accumulation: int) -> Terms:
     """loss + accumulation * penalty: `backward` and the means divide by `accumulation`, so it counts once a step."""
-    scaled = penalty * accumulation
-    return {**terms, "msvp": scaled, "loss": terms["loss"] + scaled}
+    scaled = {name: penalty * accumulation for name, penalty in penalties.items()}
+    return {**terms, **scaled, "loss": sum(scaled.values(), terms["loss"])}
 
 
 def refuse_non_finite(run: Run, means: dict[str, float], step: int, lr: float) -> None:

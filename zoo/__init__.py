@@ -1,7 +1,7 @@
 """Robust Vision Transformers by name, and what is provable of each of their modules."""
 
 import certizoo  # noqa: F401  (repairs torchvision before timm imports it)
-from zoo import convert, export, handover, penalty, rules, spectral
+from zoo import convert, export, handover, hinge, penalty, rules, spectral
 from zoo.factory import attention_name, create_model, list_models, model_options
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "create_model",
     "export",
     "handover",
+    "hinge",
     "list_models",
     "model_options",
     "penalty",

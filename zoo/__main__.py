@@ -57,7 +57,8 @@ def show(args: argparse.Namespace) -> None:
     console.print(options)
     console.print(overview.layer_tree(args.name, **overrides), markup=False)
     console.print(overview.rule_table(args.name, **overrides))
-    console.print(f"lofast: {f'no: {row.lofast}' if row.lofast else 'yes'}", markup=False, soft_wrap=True)
+    for method, reason in (("lofast", row.lofast), ("adjoint", row.adjoint)):
+        console.print(f"{method}: {f'no: {reason}' if reason else 'yes'}", markup=False, soft_wrap=True)
 
 
 def export(args: argparse.Namespace) -> None:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.curvature import Expand, Expansion, curvature
-from zoo.rules import GELU_SLOPE, Bound, NoRule
+from zoo.monotone import LIFT, SHRINK, MonotoneGELU
+from zoo.rules import GELU_SLOPE, SILU_SLOPE, Bound, NoRule
 
 Top = Callable[[Tensor], Tensor]  # c (P, N, H) -> (P,), never below max(0, max_tokens sup sum_h c_h d_h^2 / |eta|^2)
 PAD = 1e-13  # above the rounding of sigma'' and of its extrema
@@ -151,8 +152,45 @@ TANH_GELU = Smooth(
 TANH = Smooth(
     _tanh_slope, _tanh_second, ((-0.6584789484624084, 0.7698003590), (0.6584789484624084, -0.7698003590)), 1.0
 )
+
+
+def _silu_slope(z: Tensor) -> Tensor:
+    return z.sigmoid() + z * _sigmoid_slope(z)
+
+
+def _silu_second(z: Tensor) -> Tensor:
+    return _sigmoid_slope(z) * (2 - z * (z / 2).tanh())
+
+
+def _softplus(act: nn.Softplus) -> Smooth:
+    """sigma' = s(b z), sigma'' = b s (1 - s), s the sigmoid. For b < 1 it has not vanished at FAR, where `hull2` stops:
+    what lies beyond comes from below to 0. Its rule of first order refuses a threshold that shows."""
+    b = float(act.beta)
+    tails = ((-FAR, -0.0), (FAR, -0.0)) if b < 1 else ()
+    return Smooth(
+        lambda z: (b * z).sigmoid(), lambda z: b * _sigmoid_slope(b * z), ((0.0, b / 4 * (1 + 1e-12)), *tails), 1.0
+    )
+
+
+def _monotone(gelu: Smooth) -> Smooth:
+    """(gelu(z) + a z) / b, see monotone.py."""
+    return Smooth(
+        lambda z: (gelu.slope(z) + LIFT) / SHRINK,
+        lambda z: gelu.second(z) / SHRINK,
+        tuple((at, value / SHRINK * (1 + 1e-12)) for at, value in gelu.extrema),
+        1.0,
+    )
+
+
 SIGMOID = Smooth(
     _sigmoid_slope, _sigmoid_second, ((-1.3169578969248166, 0.0962250449), (1.3169578969248166, -0.0962250449)), 0.25
+)
+
+SILU = Smooth(
+    _silu_slope,
+    _silu_second,
+    ((0.0, 0.5000000001), (-3.4358409935351107, -0.0369143732), (3.4358409935351107, -0.0369143732)),
+    2 * SILU_SLOPE - 1,
 )
 
 
@@ -233,6 +271,9 @@ _BENDS: dict[type[nn.Module], Callable[..., Bend]] = {
     nn.Tanh: lambda act: TANH,
     nn.Sigmoid: lambda act: SIGMOID,
     nn.ReLU: lambda act: Hinge(),
+    nn.SiLU: lambda act: SILU,
+    nn.Softplus: _softplus,
+    MonotoneGELU: lambda act: _monotone(GELU),
 }
 
 
@@ -314,12 +355,13 @@ def elementwise(module: nn.Module, bend: Bend) -> Expand:
             units_beta(bend, form, z_B1H),
             lambda g: units_remainder(bend, form, z_B1H, g.flatten(2).unsqueeze(2)),
             lambda g: g * slope,
+            lambda v: v * slope,
         )
 
     return expand
 
 
-@curvature(nn.GELU, nn.ReLU, nn.Tanh)
+@curvature(nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.SiLU, nn.Softplus, MonotoneGELU)
 def activation(module: nn.Module) -> Expand:
     """One unit per entry."""
     return elementwise(module, bend_of(module))

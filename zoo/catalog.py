@@ -125,6 +125,24 @@ SMOOTH: Options = {"norm": "smoothproject", "attn_norm": {"name": "smoothproject
 # Other 1-Lipschitz layers in place of SLL and of the patch embedding's cap.
 AOL: Options = {"mlp": "aol_relu", "patch_cap": None, "patch_constraint": "aol"}
 ORTHOGONAL: Options = {"mlp": "orthogonal_relu", "patch_cap": None, "patch_constraint": "orthogonal"}
+# An ordinary pre-norm GELU ViT, of which the adjoint certificate proves much if it was trained for that: LayerNorm with
+# eps = 1, whose slope and curvature are bounded (MATH-PROOFS.md 5.3), mean pooling, few tokens, two blocks.
+CERT_C10: Options = VIT | {
+    "attention": {"name": "dp"},
+    "norm": {"name": "layernorm", "eps": 1.0},
+    "mlp_ratio": 2.0,
+    "init": "orthogonal",
+    "global_pool": "avg",
+    "patch_cap": 0.625,
+    "num_classes": 10,
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 96,
+    "depth": 2,
+    "num_heads": 4,
+    "mean": (0.5, 0.5, 0.5),
+    "std": (0.25, 0.25, 0.25),
+}
 # Two heads and small caps on W_Q and W_K: LoFAST adds up the change of P over heads, in proportion to both.
 SPEC_DIGITS: Options = LIPSCHITZ | {
     "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.5, "o_cap": 0.5},
@@ -257,6 +275,7 @@ def _families() -> dict[str, Options]:
     """The models that the papers have beside the standard backbones."""
     found = {
         "spec_vit_digits": SPEC_DIGITS,
+        "cert_vit_c10": CERT_C10,
         "lofast_vit_c10": LOFAST_C10,
         "lofast_vit_c10_smooth": LOFAST_C10 | SMOOTH,
         "lofast_vit_c10_aol": LOFAST_C10 | AOL,

@@ -23,18 +23,26 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from zoo.rules import Bound, Layer, NoRule, chain, classifier_of, layer_of, local, residual, residual_layer_of
+from zoo.rules import Bound, Layer, NoRule, Step, classifier_of, layer_of, local, parts_of, refuse_altered
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """f around one clean batch."""
+    """f around one clean batch. A rule gives J v too where that is cheaper than transposing J^T g."""
 
     y: Tensor
     gain_B: Tensor
     beta: Bound
     remainder: Callable[[Tensor], Bound]
     pull: Callable[[Tensor], Tensor]  # g (C, B, *y) -> J^T g (C, B, *x)
+    own_push: Callable[[Tensor], Tensor] | None = None
+
+    def push(self, v: Tensor) -> Tensor:
+        """v (C, B, *x) -> J v (C, B, *y)."""
+        if self.own_push is not None:
+            return self.own_push(v)
+        g = self.y.new_zeros(len(v), *self.y.shape)  # any point will do: J^T g is linear in g
+        return torch.func.vjp(self.pull, g)[1](v)[0]
 
 
 Expand = Callable[[Tensor], Expansion]
@@ -86,10 +94,10 @@ def trunk_nodes(
 
 def trunk_of(model: nn.Module) -> tuple[list[Node], nn.Linear]:
     """The nodes of a model up to its linear head, with local first-order rules. Raises `NoRule`."""
-    classifier_of(model)  # refuses what the first-order rules refuse
-    if type(model) not in _TRUNKS:
-        raise NoRule(model, "no chain of remainders is written for this kind of model")
     with local():
+        classifier_of(model)  # refuses what the first-order rules refuse
+        if type(model) not in _TRUNKS:
+            raise NoRule(model, "no chain of remainders is written for this kind of model")
         return _TRUNKS[type(model)](model)
 
 
@@ -101,10 +109,20 @@ def nodes_of(module: nn.Module) -> list[Node]:
 
 
 def residual_node(*branch: nn.Module) -> Node:
-    """x + branch(x), branch being the composition of these modules: one node, because J = I + J_branch is one norm."""
+    """x + branch(x), branch being the composition of these modules: one node, because J = I + J_branch is one norm.
+
+    Its rule of first order is not asked for: ||J|| r + beta(r) is as good where it matters, and a rule that measures
+    I + branch again, as zeta does, costs more than all the rest."""
     parts = [(layer_of(module), expansion_of(module)) for module in branch]
-    layer = residual_layer_of(branch[0]) if len(branch) == 1 else residual(chain(first for first, _ in parts))
-    return layer, residual_expansion(composition(parts))
+
+    def layer(x: Tensor) -> tuple[Tensor, Bound]:
+        y = x
+        for module in branch:
+            y = module(y)
+        return x + y, lambda r: torch.where(r > 0, torch.inf, 0.0)
+
+    named = tuple(part for first, _ in parts for part in parts_of(first))
+    return Step(layer, named), residual_expansion(composition(parts))
 
 
 def curvature_types() -> list[type[nn.Module]]:
@@ -114,9 +132,9 @@ def curvature_types() -> list[type[nn.Module]]:
 
 def expansion_of(module: nn.Module) -> Expand:
     """The rule of `module`, its weights already measured. Raises `NoRule`."""
-    layer = layer_of(module)  # refuses hooks and unknown types
+    refuse_altered(module)
     if type(module) in _LINEAR:
-        return linear_expansion(module, layer)
+        return linear_expansion(module, layer_of(module))
     if type(module) not in _CURVATURES:
         raise NoRule(module, "no remainder is proved for this module type")
     return _CURVATURES[type(module)](module)
@@ -185,15 +203,21 @@ def composition(parts: Sequence[tuple[Layer, Expand]]) -> Expand:
                 g = expansion.pull(g)
             return g
 
+        def push(v: Tensor) -> Tensor:
+            for expansion in expansions:
+                v = expansion.push(v)
+            return v
+
         def remainder(g: Tensor) -> Bound:
             terms: list[Bound] = []
-            for expansion in reversed(expansions):
-                terms.insert(0, expansion.remainder(g))
-                g = expansion.pull(g)
+            for k in range(len(expansions) - 1, -1, -1):
+                terms.insert(0, expansions[k].remainder(g))
+                if k:
+                    g = expansions[k].pull(g)
             return lambda r: reduce(torch.add, (term(e) for term, e in zip(terms, radii(r), strict=True)))
 
         gain_B = torch.stack([expansion.gain_B for expansion in expansions]).prod(0)
-        return Expansion(x, gain_B, beta, remainder, pull)
+        return Expansion(x, gain_B, beta, remainder, pull, push)
 
     return expand
 
@@ -203,6 +227,13 @@ def residual_expansion(branch: Expand) -> Expand:
 
     def expand(x: Tensor) -> Expansion:
         inner = branch(x)
-        return Expansion(x + inner.y, 1 + inner.gain_B, inner.beta, inner.remainder, lambda g: g + inner.pull(g))
+        return Expansion(
+            x + inner.y,
+            1 + inner.gain_B,
+            inner.beta,
+            inner.remainder,
+            lambda g: g + inner.pull(g),
+            lambda v: v + inner.push(v),
+        )
 
     return expand

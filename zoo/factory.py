@@ -23,6 +23,7 @@ from zoo.catalog import Options
 from zoo.convnet import ConvNet
 from zoo.init import orthogonal_init_, spectral_init_, trunc_normal_init_
 from zoo.mlp import SLL, ConstrainedMlp, Mlp
+from zoo.monotone import MonotoneGELU
 from zoo.norms import CenterNorm, LayerProject, SmoothProject
 from zoo.pretrained import load_pretrained
 from zoo.residual import WeightedResidual
@@ -39,8 +40,11 @@ NORMS: Parts = {
 }
 MLPS: Parts = {
     "gelu": Mlp,
+    "silu": partial(Mlp, act_layer=nn.SiLU),
+    "softplus": partial(Mlp, act_layer=partial(nn.Softplus, threshold=40.0)),
     "sll_relu": SLL,
     "sll_tanh": partial(SLL, act=nn.Tanh),
+    "sll_gelu": partial(SLL, act=MonotoneGELU),
     "aol_relu": partial(ConstrainedMlp, constraint="aol"),
     "aol_tanh": partial(ConstrainedMlp, constraint="aol", act=nn.Tanh),
     "orthogonal_relu": partial(ConstrainedMlp, constraint="orthogonal"),
@@ -80,9 +84,7 @@ def create_model(name: str, *, pretrained: str | None = None, **overrides: Any) 
     Raises UserError for an unknown name or option.
     """
     options = model_options(name, **overrides)
-    default = IMAGENET_STATISTICS if options["in_chans"] == 3 else GRAY_STATISTICS
-    for key in ("mean", "std"):
-        options[key] = tuple(options[key] or default[key])
+    options |= pixel_statistics(options)
     model = BACKBONES[options.pop("backbone")](options)
     if pretrained is not None:
         load_pretrained(model, pretrained)
@@ -99,6 +101,12 @@ def model_options(name: str, **overrides: Any) -> Options:
     if unknown := sorted(set(overrides) - set(options)):
         raise UserError(f"model {name} has no option {unknown[0]!r}; {_suggest(unknown[0], options)}")
     return options | overrides
+
+
+def pixel_statistics(options: Options) -> dict[str, tuple[float, ...]]:
+    """mean and std of the pixels that a model with these options normalises by."""
+    default = IMAGENET_STATISTICS if options["in_chans"] == 3 else GRAY_STATISTICS
+    return {key: tuple(options[key] or default[key]) for key in ("mean", "std")}
 
 
 def _vit(options: Options) -> nn.Module:

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from zoo.activations import Bend, Form, Top, units_beta, units_remainder
-from zoo.curvature import Expand, Expansion, pullback
-from zoo.spectral import U, sigma_upper
+from zoo.curvature import Expand, Expansion
+from zoo.lanczos import ritz
+from zoo.spectral import U, sigma_upper, start_vectors
 
 STEP = math.log(1.01)  # eigenvalues are rounded up to powers of 1.01
 SPAN = 700  # and never taken below 1.01^-700 = 1/1000 of their cheap bound
+KRYLOV = 12  # vectors of the estimate that the proof starts from
 FORM_BYTES = 2**28  # memory for the matrices of a few items
 
 
@@ -29,8 +31,9 @@ def fused(
     w_1_HD: Tensor,
     w_2_DH: Tensor,
     scales_H: Tensor | None = None,
+    skip: float = 0.0,
 ) -> Expand:
-    """W_2 sigma(units(x)) with units(x) = W_1 x + b_1; `module` is the whole map (for y and J).
+    """skip x + W_2 sigma(units(x)) with units(x) = W_1 x + b_1; `module` is the whole map, constants included.
 
     With any scaling S > 0 of the units, ||R|| <= ||W_2 S^{-1}|| |S R_sigma|, and J = W_2 D W_1 has
     ||J||^2 <= ||W_2 S^{-1}||^2 lambda_max(W_1^T (S D)^2 W_1).
@@ -41,14 +44,16 @@ def fused(
     outer = sigma_upper(w_2_DH / s_H)
 
     def expand(x: Tensor) -> Expansion:
-        z_BNH = units(x).flatten(1, -2)
+        z = units(x)
+        z_BNH, slope = z.flatten(1, -2), bend.slope(z)
         beta = units_beta(bend, form, z_BNH)
         return Expansion(
             module(x),
-            outer * form.top((s_H * bend.slope(z_BNH)).square()).sqrt(),
+            skip + outer * form.top((s_H * slope.flatten(1, -2)).square()).sqrt(),
             lambda r: outer * beta(r),
             lambda g: units_remainder(bend, form, z_BNH, g.flatten(2, -2) @ w_2_DH),
-            pullback(module, x),
+            lambda g: skip * g + (g @ w_2_DH * slope) @ w_1_HD,
+            lambda v: skip * v + (v @ w_1_HD.mT * slope) @ w_2_DH.mT,
         )
 
     return expand
@@ -78,32 +83,33 @@ def eigenvalue_bound(w_HD: Tensor) -> Top:
         pairs = torch.arange(len(c_PNH), device=c_PNH.device)
         first = above_PN.argmax(1)
         for p in pairs.split(few):
-            found_P = _raised(found_P, w_HD, c_PNH[p, first[p]], p, above_PN[p, first[p]])
+            exact_P = exponents(w_HD, c_PNH[p, first[p]], found_P[p], above_PN[p, first[p]])
+            found_P = found_P.scatter(0, p, exact_P)
         above_PN[pairs, first] = -torch.inf
         rest = (above_PN > found_P[:, None]).nonzero()
         for item in rest.split(few):
             p, n = item.unbind(1)
-            found_P = _raised(found_P, w_HD, c_PNH[p, n], p, above_PN[p, n])
+            exact_I = exponents(w_HD, c_PNH[p, n], found_P[p], above_PN[p, n])
+            found_P = found_P.scatter_reduce(0, p, exact_I, "amax")
         proved_P = (found_P * STEP).exp() * (1 + 1e-12) + slack * c_PNH.abs().amax((1, 2))
         return torch.where(torch.isneginf(found_P), 0.0, proved_P)  # no positive c: not even rounding
 
     return top
 
 
-def _raised(found_P: Tensor, w_HD: Tensor, c_IH: Tensor, p_I: Tensor, above_I: Tensor) -> Tensor:
-    """The least whole e >= found with 1.01^e >= lambda_max(W^T diag(c_i) W) for each item i of the pair, by bisection:
-    1.01^above is a bound, and each step asks for Cholesky factorisations of those items that still matter."""
+def exponents(w_HD: Tensor, c_IH: Tensor, floor_I: Tensor, above_I: Tensor) -> Tensor:
+    """The least whole e_i >= floor_i with 1.01^e_i >= lambda_max(W^T diag(c_i) W), where 1.01^above_i is known to be.
+
+    Lanczos says where to begin, from below. A Cholesky factorisation proves one e at a time, until it does."""
     form_IDD = (w_HD.mT * c_IH.unsqueeze(1)) @ w_HD
-    low_P, middle_P = found_P - 1, found_P
-    while True:
-        active = ((above_I > middle_P[p_I]) & (middle_P[p_I] > low_P[p_I])).nonzero().squeeze(1)
-        if not len(active):
-            return torch.maximum(found_P, found_P.scatter_reduce(0, p_I, above_I, "amax"))
-        at = p_I[active]
-        shifted = -form_IDD[active]
-        shifted.diagonal(dim1=-2, dim2=-1).add_((middle_P[at] * STEP).exp().unsqueeze(1))
-        fits = torch.linalg.cholesky_ex(shifted).info == 0
-        above_I = above_I.index_put((active[fits],), middle_P[at[fits]])
-        low_P = low_P.scatter_reduce(0, at[~fits], middle_P[at[~fits]], "amax")
-        high_P = found_P.scatter_reduce(0, p_I, above_I, "amax")
-        middle_P = ((low_P + high_P) / 2).floor()
+    start_ID = start_vectors(1, w_HD.shape[1]).to(w_HD).expand(len(c_IH), -1)
+    below_I = ritz(lambda v: (v @ w_HD.mT * c_IH) @ w_HD, start_ID, min(KRYLOV, w_HD.shape[1]))
+    e_I = torch.fmax(floor_I, (below_I.clamp_min(0).log() / STEP - 1e-6).ceil())
+    open_I = (e_I < above_I).nonzero().squeeze(1)
+    while len(open_I):
+        shifted = -form_IDD[open_I]
+        shifted.diagonal(dim1=-2, dim2=-1).add_((e_I[open_I] * STEP).exp().unsqueeze(1))
+        open_I = open_I[torch.linalg.cholesky_ex(shifted).info != 0]
+        e_I[open_I] += 1
+        open_I = open_I[e_I[open_I] < above_I[open_I]]
+    return torch.fmax(floor_I, torch.fmin(e_I, above_I))

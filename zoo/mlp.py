@@ -12,6 +12,7 @@ from zoo.activations import bend_of
 from zoo.curvature import Expand, Expansion, curvature
 from zoo.fused import fused
 from zoo.lipschitz import constrain_
+from zoo.monotone import MonotoneGELU
 from zoo.rules import Bound, Layer, NoRule, chain, expect, layer_of, rule
 from zoo.spectral import start_vectors
 
@@ -84,7 +85,7 @@ class ConstrainedMlp(nn.Module):
         return (x + self.fc2(self.act(self.fc1(x)))) / 2
 
 
-ONE_LIPSCHITZ_ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid)
+ONE_LIPSCHITZ_ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softplus, MonotoneGELU)
 
 
 @rule(SLL)
@@ -93,6 +94,7 @@ def sll(module: SLL) -> Layer:
     ||I - 2 W T^{-1} D W^T|| <= 1. Rounding of T is covered by the certificate's final slack."""
     if type(module.act) not in ONE_LIPSCHITZ_ACTIVATIONS:
         raise NoRule(module, f"SLL is not 1-Lipschitz with {type(module.act).__name__} (slopes leave [0, 1])")
+    layer_of(module.act)  # refuses a softplus that jumps
     return lambda x: (module(x), lambda r: r)
 
 
@@ -142,7 +144,7 @@ def sll_curvature(module: SLL) -> Expand:
     def units(x: Tensor) -> Tensor:
         return x @ w_DH + module.bias.double()
 
-    branch = fused(module, bend_of(module.act), units, w_DH.mT, -2 * w_DH / t_H, t_H.rsqrt())
+    branch = fused(module, bend_of(module.act), units, w_DH.mT, -2 * w_DH / t_H, t_H.rsqrt(), skip=1.0)
 
     def expand(x: Tensor) -> Expansion:
         return replace(branch(x), gain_B=x.new_ones(len(x)))
@@ -154,10 +156,4 @@ def sll_curvature(module: SLL) -> Expand:
 def constrained_mlp_curvature(module: ConstrainedMlp) -> Expand:
     """(x + f(x)) / 2: the fused rule with W_2 / 2, and ||J|| <= 1/2 + ||J_f / 2||."""
     w_1_HD, w_2_DH = _weights(module.fc1, module.fc2)
-    branch = fused(module, bend_of(module.act), module.fc1, w_1_HD, w_2_DH / 2)
-
-    def expand(x: Tensor) -> Expansion:
-        half = branch(x)
-        return replace(half, gain_B=0.5 + half.gain_B)
-
-    return expand
+    return fused(module, bend_of(module.act), module.fc1, w_1_HD, w_2_DH / 2, skip=0.5)

@@ -106,7 +106,7 @@ def layer_project(module: LayerProject) -> Layer:
     return layer
 
 
-def _bounded_normalisation(u_BND: Tensor, radius: float) -> Bound:
+def bounded_normalisation(u_BND: Tensor, radius: float) -> Bound:
     """N_R(u) = R (first d coordinates of (u, R) / ||(u, R)||). With rt^2 = ||u||^2 + R^2 and x = r / rt the two unit
     vectors lie at an angle of at most arcsin x: min(r, R chord(x)) for x < 1, and 2 R x beyond."""
     rt_BN = (u_BND.square().sum(-1) + radius**2).sqrt().flatten(1)
@@ -123,7 +123,7 @@ def _bounded_normalisation(u_BND: Tensor, radius: float) -> Bound:
 @rule(SmoothProject)
 def smooth_project(module: SmoothProject) -> Layer:
     """MATH.md section 2, lip of the bounded normalisation."""
-    return lambda x: (module(x), _bounded_normalisation(x, module.radius))
+    return lambda x: (module(x), bounded_normalisation(x, module.radius))
 
 
 @rule(nn.LayerNorm)
@@ -136,7 +136,7 @@ def layer_norm(module: nn.LayerNorm) -> Layer:
 
     def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
         centred = x_BND - x_BND.mean(-1, keepdim=True)
-        inner = _bounded_normalisation(centred, math.sqrt(dim * module.eps))
+        inner = bounded_normalisation(centred, math.sqrt(dim * module.eps))
         return module(x_BND), lambda r: gain * inner(r)
 
     return layer
@@ -160,7 +160,19 @@ def _weighed(g: Tensor, c: Tensor) -> Tensor:
     return torch.where(g == 0, g, g * c)
 
 
-def _smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
+def normalisation_bend(rt_BN: Tensor, radius: float) -> Bound:
+    """c(r) of each token, (..., B) -> (..., B, N); see `smooth_expansion`."""
+
+    def bend(r: Tensor) -> Tensor:
+        r_B1 = r.unsqueeze(-1)
+        x = (r_B1 / rt_BN).clamp(max=1)
+        near = radius / math.sqrt(3) * x.square() / (1 - x)
+        return torch.minimum(near, 0.42932510 / radius * r_B1.square())
+
+    return bend
+
+
+def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
     """N_R around u. How far one token leaves its linearisation:
 
         c(r) = min( R / sqrt3  x^2 / (1 - x),  0.42932510 r^2 / R ),      x = r / rt,  rt^2 = ||u||^2 + R^2.
@@ -174,30 +186,31 @@ def _smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
     rt_BN1 = (u_BND.square().sum(-1, keepdim=True) + radius**2).sqrt()
     rt_BN = rt_BN1.flatten(1)
 
-    def bend(r: Tensor) -> Tensor:
-        r_B1 = r.unsqueeze(-1)
-        x = (r_B1 / rt_BN).clamp(max=1)
-        near = radius / math.sqrt(3) * x.square() / (1 - x)
-        return torch.minimum(near, 0.42932510 / radius * r_B1.square())
+    bend = normalisation_bend(rt_BN, radius)
 
     def remainder(g: Tensor) -> Bound:
         g_CBN = torch.linalg.vector_norm(g, dim=-1).flatten(2)
         whole_CB = torch.linalg.vector_norm(g_CBN, dim=-1)
         return lambda r: torch.minimum(_weighed(g_CBN, bend(r)).amax(-1), _weighed(whole_CB, r))
 
+    def times_j(g: Tensor) -> Tensor:
+        """J is symmetric."""
+        return radius / rt_BN1 * (g - u_BND * ((u_BND * g).sum(-1, keepdim=True) / rt_BN1.square()))
+
     return Expansion(
         u_BND * (radius / rt_BN1),
         radius / rt_BN.amin(1),
         lambda r: torch.minimum(bend(r).amax(-1), r),
         remainder,
-        lambda g: radius / rt_BN1 * (g - u_BND * ((u_BND * g).sum(-1, keepdim=True) / rt_BN1.square())),
+        times_j,
+        times_j,
     )
 
 
 @curvature(SmoothProject)
 def smooth_project_curvature(module: SmoothProject) -> Expand:
     """The bounded normalisation itself."""
-    return lambda x: replace(_smooth_expansion(x, module.radius), y=module(x))
+    return lambda x: replace(smooth_expansion(x, module.radius), y=module(x))
 
 
 @curvature(nn.LayerNorm)
@@ -210,10 +223,13 @@ def layer_norm_curvature(module: nn.LayerNorm) -> Expand:
     outer = scale * float(gamma.abs().max())
 
     def expand(x: Tensor) -> Expansion:
-        core = _smooth_expansion(x - x.mean(-1, keepdim=True), math.sqrt(dim * module.eps))
+        core = smooth_expansion(x - x.mean(-1, keepdim=True), math.sqrt(dim * module.eps))
+
+        def outwards(v: Tensor) -> Tensor:
+            return scale * gamma.to(v) * v
 
         def inwards(g: Tensor) -> Tensor:
-            g = scale * gamma.to(g) * g
+            g = outwards(g)
             return g - g.mean(-1, keepdim=True)
 
         return Expansion(
@@ -222,6 +238,7 @@ def layer_norm_curvature(module: nn.LayerNorm) -> Expand:
             lambda r: outer * core.beta(r),
             lambda g: core.remainder(inwards(g)),
             lambda g: core.pull(inwards(g)),
+            lambda v: outwards(core.push(v - v.mean(-1, keepdim=True))),
         )
 
     return expand
@@ -274,11 +291,12 @@ def layer_project_curvature(module: LayerProject) -> Expand:
             token = smooth(r) + (r.unsqueeze(-1) - k_BN).clamp_min(0)
             return torch.minimum(token.amax(-1), r)
 
-        def pull(g: Tensor) -> Tensor:
+        def times_j(g: Tensor) -> Tensor:
+            """J is symmetric."""
             rho = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             n = x / rho.clamp_min(radius)
             return torch.where(rho > radius, radius / rho * (g - n * (n * g).sum(-1, keepdim=True)), g)
 
-        return Expansion(module(x), (radius / rho_BN).clamp(max=1).amax(1), beta, remainder, pull)
+        return Expansion(module(x), (radius / rho_BN).clamp(max=1).amax(1), beta, remainder, times_j, times_j)
 
     return expand

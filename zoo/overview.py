@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from certizoo import UserError
-from zoo import rules
+from zoo import curvature, rules
 from zoo.catalog import Options
 from zoo.factory import attention_name, create_model, list_models, model_options
 from zoo.fold import folded
@@ -31,13 +31,13 @@ COUNTED = (
     "GMACs: 10^9 multiply-adds of all matrix products and convolutions for one image, those inside the attention "
     "included (model cards that leave out fused attention show less: 16.9 instead of 17.6 for a ViT-B/16).\n"
     "tokens: after the patch embedding, class token included; Swin: in its first stage.   "
-    "lofast: yes, if every part has a proven rule; `python -m zoo show NAME` says what is missing."
+    "lofast, adjoint: yes, if every part has a proven rule; `python -m zoo show NAME` says what is missing."
 )
 
 
 @dataclass(frozen=True)
 class Facts:
-    """One row of the overview. `lofast` is '' where the certificate applies, else the reason why it does not."""
+    """One row of the overview. `lofast` and `adjoint` are '' where the certificate applies, else the reason why not."""
 
     name: str
     attention: str
@@ -47,10 +47,14 @@ class Facts:
     tokens: int | None
     image: str
     lofast: str
+    adjoint: str
 
     def record(self) -> dict[str, Any]:
         """For CSV and JSON."""
-        return {**asdict(self), "lofast": not self.lofast, "lofast_reason": self.lofast}
+        found = asdict(self)
+        for method in RULES:
+            found |= {method: not found[method], f"{method}_reason": found[method]}
+        return found
 
 
 def facts(name: str, **overrides: Any) -> Facts:
@@ -68,6 +72,7 @@ def facts(name: str, **overrides: Any) -> Facts:
         tokens=_tokens(model),
         image="x".join(str(n) for n in (options["in_chans"], options["img_size"], options["img_size"])),
         lofast=lofast_refusal(name, **overrides),
+        adjoint=rules_refusal(name, "adjoint", **overrides),
     )
 
 
@@ -87,12 +92,13 @@ def table(rows: Iterable[Facts]) -> Table:
     result = Table("name", "attention", "backbone", caption=COUNTED, caption_justify="left")
     for column in numbers:
         result.add_column(column, justify="right")
-    for column in ("image", "lofast"):
+    for column in ("image", *RULES):
         result.add_column(column)
     for row in rows:
         result.add_row(
             row.name, row.attention, row.backbone, f"{row.parameters / 1e6:.2f}", f"{row.macs / 1e9:.3g}",
             "-" if row.tokens is None else str(row.tokens), row.image, "-" if row.lofast else "yes",
+            "-" if row.adjoint else "yes",
         )  # fmt: skip
     return result
 
@@ -155,17 +161,37 @@ TINY: dict[str, Callable[[Options], Options]] = {"vit": _tiny_vit, "swin": _tiny
 
 
 def lofast_refusal(name: str, **overrides: Any) -> str:
-    """'' where LoFAST applies, else the reason why not: the rules are really tried, on the same parts, tiny."""
+    """Whether LoFAST applies; see `rules_refusal`."""
+    return rules_refusal(name, "lofast", **overrides)
+
+
+def rules_refusal(name: str, method: str, **overrides: Any) -> str:
+    """'' where the rules of a method, 'lofast' or 'adjoint', cover the model, else the reason why not: they are really
+    tried, on the same parts, tiny."""
     options = overrides | tiny_options(name)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         model = folded(create_model(name, **options)).double().requires_grad_(False)
     size = options["img_size"]
     try:
-        trunk, _ = rules.classifier_of(model)
-        trunk(torch.full((1, model_options(name, **options)["in_chans"], size, size), 0.5, dtype=torch.float64))
+        x = torch.full((1, model_options(name, **options)["in_chans"], size, size), 0.5, dtype=torch.float64)
+        RULES[method](model, x)
     except rules.NoRule as error:
         return str(error)
     return ""
+
+
+def _lofast_rules(model: nn.Module, x_BCHW: Tensor) -> None:
+    trunk, _ = rules.classifier_of(model)
+    trunk(x_BCHW)
+
+
+def _adjoint_rules(model: nn.Module, x_BCHW: Tensor) -> None:
+    for layer, expand in curvature.trunk_of(model)[0]:
+        layer(x_BCHW)
+        x_BCHW = expand(x_BCHW).y
+
+
+RULES: dict[str, Callable[[nn.Module, Tensor], None]] = {"lofast": _lofast_rules, "adjoint": _adjoint_rules}
 
 
 # the tree of layers --------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def classifier_rule(
 def classifier_of(model: nn.Module) -> tuple[Layer, nn.Linear]:
     """The trunk's rule and the linear head of a model. Raises `NoRule`."""
     for module in model.modules():  # also inside modules whose rule reads the weights without calling the parts
-        _refuse_altered(module)
+        refuse_altered(module)
     if type(model) not in _CLASSIFIER_RULES:
         raise NoRule(model)
     trunk, head = _CLASSIFIER_RULES[type(model)](model)
@@ -153,7 +153,7 @@ def local_rule_types() -> list[type[nn.Module]]:
 
 def layer_of(module: nn.Module) -> Layer:
     """The rule of `module`, its weights already measured. Raises `NoRule`."""
-    _refuse_altered(module)
+    refuse_altered(module)
     if _LOCAL.get() and type(module) in _LOCAL_RULES:
         return _named(module, _LOCAL_RULES[type(module)](module))
     if type(module) not in _RULES:
@@ -167,7 +167,7 @@ def _named(module: nn.Module, layer: Layer) -> Layer:
 
 def residual_layer_of(module: nn.Module) -> Layer:
     """The rule of x -> x + module(x)."""
-    _refuse_altered(module)
+    refuse_altered(module)
     if _LOCAL.get() and type(module) in _LOCAL_RESIDUAL_RULES:
         return Step(_LOCAL_RESIDUAL_RULES[type(module)](module), (module,))
     if type(module) in _RESIDUAL_RULES:
@@ -221,7 +221,7 @@ def expect(part: nn.Module, kind: type[nn.Module]) -> None:
         raise NoRule(part, f"a {kind.__name__} was expected in its place")
 
 
-def _refuse_altered(module: nn.Module) -> None:
+def refuse_altered(module: nn.Module) -> None:
     """A hook or a patched `forward` makes it another function than the one the rule was proved for."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     if hooks or "forward" in vars(module):
@@ -258,6 +258,33 @@ def unit_slope(module: nn.Module) -> Layer:
 # Largest slopes, rounded up by one unit of the last printed decimal. erf-GELU: Phi(sqrt2) + sqrt2 phi(sqrt2) at
 # sqrt2; the often quoted 1.12 is below it (trap D3).
 GELU_SLOPE = {"none": 1.1289041452, "tanh": 1.1289930688}
+
+
+SILU_SLOPE = 1.0998393202  # at 2.39936
+SIGMOID_SLOPE = 0.25
+NO_JUMP = 40.0  # softplus is log(1 + e^{b z}) / b up to b z = threshold, then z: a jump of e^-threshold / b
+
+
+@rule(nn.SiLU)
+def silu(module: nn.SiLU) -> Layer:
+    """z / (1 + e^-z)."""
+    return scaled(module, SILU_SLOPE)
+
+
+@rule(nn.Sigmoid)
+def sigmoid(module: nn.Sigmoid) -> Layer:
+    """sigma' = sigma (1 - sigma)."""
+    return scaled(module, SIGMOID_SLOPE)
+
+
+@rule(nn.Softplus)
+def softplus(module: nn.Softplus) -> Layer:
+    """0 < sigma' < 1, where the jump at the threshold is less than rounding."""
+    if module.beta <= 0:
+        raise NoRule(module, "softplus needs beta > 0")
+    if module.threshold < NO_JUMP:
+        raise NoRule(module, f"softplus jumps at its threshold {module.threshold:g}; create it with threshold=40")
+    return unit_slope(module)
 
 
 @rule(nn.GELU)

@@ -17,9 +17,22 @@ from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, Swi
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.window import WindowAttention, masked
+from zoo.attention.core_expansion import bounded
+from zoo.attention.window import WindowAttention, masked, masked_local, measured
+from zoo.curvature import (
+    Expand,
+    Expansion,
+    Node,
+    composition,
+    expansion_of,
+    linear_expansion,
+    nodes,
+    nodes_of,
+    residual_expansion,
+    trunk_nodes,
+)
 from zoo.init import finish_init_, trunc_normal_init_
-from zoo.rules import Bound, Layer, NoRule, Step, chain, classifier_rule, expect, layer_of, residual, rule
+from zoo.rules import Bound, Layer, NoRule, Step, chain, classifier_rule, expect, layer_of, local_rule, residual, rule
 from zoo.vit import Normalize, patches_norm
 
 
@@ -86,53 +99,89 @@ class Swin(swin_transformer.SwinTransformer):
         return super().forward_intermediates(self.normalize(x_BCHW), *args, **options)
 
 
+Attend = Callable[[WindowAttention, Tensor | None], Layer]  # a rule of windows, with what it adds to their scores
+
+
 @rule(SwinTransformerBlock)
 def swin_block(module: SwinTransformerBlock) -> Layer:
     """Each half is r + branch(norm(r)), as in the blocks of a ViT."""
-    attention = chain([layer_of(module.norm1), _in_windows(module), layer_of(module.drop_path1)])
+    return chain(_halves(module, masked))
+
+
+@local_rule(SwinTransformerBlock)
+def local_swin_block(module: SwinTransformerBlock) -> Layer:
+    """The same with local constants."""
+    return chain(_halves(module, masked_local))
+
+
+def _halves(module: SwinTransformerBlock, attend: Attend) -> list[Layer]:
+    attention = chain([layer_of(module.norm1), _in_windows(module, attend), layer_of(module.drop_path1)])
     mlp = chain([layer_of(module.norm2), layer_of(module.mlp), layer_of(module.drop_path2)])
-    return chain([residual(attention), residual(mlp)])
+    return [residual(attention), residual(mlp)]
 
 
-def _in_windows(module: SwinTransformerBlock) -> Layer:
+def _in_windows(module: SwinTransformerBlock, attend: Attend = masked) -> Layer:
     """Shift, windows, attention, and back. Windows do not see each other, and psi(r) / r is nondecreasing for the bound
     psi of one window: that of the image is the largest of theirs (MATH-PROOFS.md section 1, tokenwise lemma). Shifts
     and partitions move tokens only; padding adds constants, cropping drops tokens."""
-    expect(module.attn, WindowAttention)
-    if module.dynamic_mask:
-        raise NoRule(module, "its mask depends on the size of the image; create the model for one size")
-    (height, width), shift = module.window_size, module.shift_size
-    attention = masked(module.attn, module.attn_mask)
+    _refuse_other_windows(module)
+    attention = attend(module.attn, module.attn_mask)
 
     def layer(x_BHWD: Tensor) -> tuple[Tensor, Bound]:
-        batch, rows, columns = x_BHWD.shape[:3]
-        shifted = torch.roll(x_BHWD, (-shift[0], -shift[1]), dims=(1, 2))
-        padded = F.pad(shifted, (0, 0, 0, -columns % width, 0, -rows % height))
-        windows = swin_transformer.window_partition(padded, module.window_size)
-        y_BND, bound = attention(windows.flatten(1, 2))
-        y_BHWD = swin_transformer.window_reverse(y_BND, module.window_size, *padded.shape[1:3])[:, :rows, :columns]
-
-        def largest(r: Tensor) -> Tensor:
-            r_BK = r.unsqueeze(-1).expand(*r.shape, len(windows) // batch)
-            return bound(r_BK.flatten(-2)).unflatten(-1, (batch, -1)).amax(-1)
-
-        return torch.roll(y_BHWD, shift, dims=(1, 2)), largest
+        y_BND, bound = attention(_windows(module, x_BHWD))
+        return _images(module, y_BND, x_BHWD.shape), _largest(bound, len(x_BHWD), len(y_BND))
 
     return Step(layer, (module.attn,))
 
 
+def _refuse_other_windows(module: SwinTransformerBlock) -> None:
+    expect(module.attn, WindowAttention)
+    if module.dynamic_mask:
+        raise NoRule(module, "its mask depends on the size of the image; create the model for one size")
+
+
+def _windows(module: SwinTransformerBlock, x_BHWD: Tensor) -> Tensor:
+    """Images, shifted and filled up with zeros, cut into windows (B K, N, D). Its transpose is `_images`."""
+    (height, width), shift = module.window_size, module.shift_size
+    shifted = torch.roll(x_BHWD, (-shift[0], -shift[1]), dims=(1, 2))
+    padded = F.pad(shifted, (0, 0, 0, -x_BHWD.shape[2] % width, 0, -x_BHWD.shape[1] % height))
+    return swin_transformer.window_partition(padded, module.window_size).flatten(1, 2)
+
+
+def _images(module: SwinTransformerBlock, y_BND: Tensor, shape: torch.Size) -> Tensor:
+    """And back to (B, H, W, D) of this shape, without what was filled up."""
+    (height, width), (_, rows, columns, _) = module.window_size, shape
+    padded = (rows + -rows % height, columns + -columns % width)
+    y_BHWD = swin_transformer.window_reverse(y_BND, module.window_size, *padded)[:, :rows, :columns]
+    return torch.roll(y_BHWD, module.shift_size, dims=(1, 2))
+
+
+def _largest(bound: Bound, images: int, windows: int) -> Bound:
+    """Of each image the largest bound of its windows: (..., B) -> (..., B)."""
+
+    def largest(r: Tensor) -> Tensor:
+        r_BK = r.unsqueeze(-1).expand(*r.shape, windows // images)
+        return bound(r_BK.flatten(-2)).unflatten(-1, (images, -1)).amax(-1)
+
+    return largest
+
+
 @rule(PatchMerging)
 def patch_merging(module: PatchMerging) -> Layer:
-    """Four neighbours become one token: a permutation, with zeros for those beyond an odd edge. Then two layers."""
+    """Four neighbours become one token, then two layers."""
     expect(module.reduction, nn.Linear)
-    merged = chain([layer_of(module.norm), layer_of(module.reduction)])
+    return chain([_merging(module), layer_of(module.norm), layer_of(module.reduction)])
 
-    def layer(x_BHWD: Tensor) -> tuple[Tensor, Bound]:
-        rows, columns = x_BHWD.shape[1:3]
-        padded = F.pad(x_BHWD, (0, 0, 0, columns % 2, 0, rows % 2))
-        return merged(padded.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3))
 
-    return layer
+def _merge(x_BHWD: Tensor) -> Tensor:
+    """(B, H, W, D) -> (B, H / 2, W / 2, 4 D): a permutation, with zeros for neighbours beyond an odd edge."""
+    rows, columns = x_BHWD.shape[1:3]
+    padded = F.pad(x_BHWD, (0, 0, 0, columns % 2, 0, rows % 2))
+    return padded.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
+
+
+def _merging(module: PatchMerging) -> Layer:
+    return Step(lambda x_BHWD: (_merge(x_BHWD), lambda r: r), (module,))
 
 
 @rule(SwinTransformerStage)
@@ -169,3 +218,77 @@ def swin(module: Swin) -> tuple[Layer, nn.Linear]:
     """Everything up to the pooled token, and the linear head."""
     parts = (module.patch_embed.norm, module.layers, module.norm)
     return chain([_embedding(module), *map(layer_of, parts), _pooling(module)]), module.head.fc
+
+
+# second order ---------------------------------------------------------------------------------------------------------
+
+
+@nodes(SwinTransformerBlock)
+def swin_block_nodes(module: SwinTransformerBlock) -> list[Node]:
+    """Two halves."""
+    attention, mlp = _halves(module, masked_local)
+    windows = (_in_windows(module, masked_local), _expand_in_windows(module))
+    branches = [
+        [_step(module.norm1), windows, _step(module.drop_path1)],
+        [_step(module.norm2), _step(module.mlp), _step(module.drop_path2)],
+    ]
+    return [
+        (layer, residual_expansion(composition(parts))) for layer, parts in zip((attention, mlp), branches, strict=True)
+    ]
+
+
+def _step(module: nn.Module) -> Node:
+    return layer_of(module), expansion_of(module)
+
+
+def _expand_in_windows(module: SwinTransformerBlock) -> Expand:
+    """Windows share r: with steep bounds sum_w psi_w(r_w) <= max_w psi_w(r), and the same of squares of beta; with
+    others that would be false (MATH-PROOFS section 1, trap). The cap ||g|| beta is put on behind the maximum."""
+    _refuse_other_windows(module)
+    expand_window = measured(module.attn, module.attn_mask).expand
+
+    def expand(x_BHWD: Tensor) -> Expansion:
+        inner = expand_window(_windows(module, x_BHWD))
+        images, windows, shape = len(x_BHWD), len(inner.y), x_BHWD.shape
+
+        def inwards(g: Tensor) -> Tensor:
+            return _windows(module, g.flatten(0, 1)).unflatten(0, (len(g), -1))
+
+        def pull(g: Tensor) -> Tensor:
+            return _images(module, inner.pull(inwards(g)).flatten(0, 1), shape).unflatten(0, (len(g), -1))
+
+        return Expansion(
+            _images(module, inner.y, shape),
+            inner.gain_B.view(images, -1).amax(-1),
+            _largest(inner.beta, images, windows),
+            lambda g: _largest(inner.remainder(inwards(g)), images, windows),
+            pull,
+        )
+
+    return bounded(expand, _in_windows(module, masked_local))
+
+
+@nodes(PatchMerging)
+def patch_merging_nodes(module: PatchMerging) -> list[Node]:
+    """The permutation, and the two layers."""
+    merging = _merging(module)
+    return [(merging, linear_expansion(_merge, merging)), *nodes_of(module.norm), *nodes_of(module.reduction)]
+
+
+@nodes(SwinTransformerStage)
+def swin_stage_nodes(module: SwinTransformerStage) -> list[Node]:
+    """Merging of patches, then blocks."""
+    return [*nodes_of(module.downsample), *nodes_of(module.blocks)]
+
+
+@trunk_nodes(Swin)
+def swin_nodes(module: Swin) -> tuple[list[Node], nn.Linear]:
+    """The same chain with its second order: embedding and pooling are affine."""
+    embedding, pooling = _embedding(module), _pooling(module)
+    parts = (module.patch_embed.norm, module.layers, module.norm)
+    chained = [
+        (embedding, linear_expansion(lambda x: embedding(x)[0], embedding)),
+        *(node for part in parts for node in nodes_of(part)),
+        (pooling, linear_expansion(lambda x: pooling(x)[0], pooling)),
+    ]
+    return chained, module.head.fc

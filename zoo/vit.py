@@ -238,6 +238,7 @@ def _fc_norm_expansion(module: ViT) -> Expand:
             y=of_token.y.squeeze(1),
             remainder=lambda g_CBD: of_token.remainder(g_CBD.unsqueeze(-2)),
             pull=lambda g_CBD: of_token.pull(g_CBD.unsqueeze(-2)).squeeze(-2),
+            own_push=lambda v_CBD: of_token.push(v_CBD.unsqueeze(-2)).squeeze(-2),
         )
 
     return expand

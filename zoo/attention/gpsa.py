@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.attention.core_expansion import Around, Measured, bounded
 from zoo.attention.dot_product import SOFTMAX, DotProductAttention, lofast
 from zoo.attention.local import lofast_local
 from zoo.attention.second_order import expand_attention
 from zoo.attention.softmax import QKVAttention, SoftmaxAttention
 from zoo.curvature import Expand, curvature
-from zoo.rules import Layer, NoRule, expect, local_residual_rule, local_rule, residual_rule, rule
+from zoo.rules import Layer, expect, local_residual_rule, local_rule, residual_rule, rule
+from zoo.rules import residual as add_identity
 
 
 class GPSA(nn.Module):
@@ -98,17 +100,24 @@ def _gated(module: GPSA, residual: bool) -> Layer:
         P~' X' - P~ X = P~ (X' - X) + (1 - g) (P' - P) X',
 
     so zeta is that of P~, and the change of P counts (1 - g)-fold. Rows of P~ sum to 1. MATH-PROOFS.md section 2.9.
+    Around other attention than dot products, of which nothing is published, the local rule of core_expansion.py.
     """
-    content, share_H = _parts(module)
-    return lofast(module, content, residual, lambda s_BHNN: module.mixed(s_BHNN.softmax(-1)), share_H)
-
-
-def _parts(module: GPSA) -> tuple[DotProductAttention, Tensor]:
-    """The content, if it is what the rules are proved for, and its share 1 - g in P~."""
     if type(module.content) is not DotProductAttention:
-        raise NoRule(module, f"it is proved around DotProductAttention, not {type(module.content).__name__}")
+        layer: Layer = _measured(module).layer
+        return add_identity(layer) if residual else layer
+    attend = lambda s_BHNN: module.mixed(s_BHNN.softmax(-1))  # noqa: E731
+    return lofast(module, module.content, residual, attend, _share(module))
+
+
+def _share(module: GPSA) -> Tensor:
+    """1 - g, that of the content in P~."""
     expect(module.pos_proj, nn.Linear)
-    return module.content, 1 - module.gating_param.detach().sigmoid()
+    return 1 - module.gating_param.detach().sigmoid()
+
+
+def _measured(module: GPSA) -> Measured:
+    """Any content."""
+    return Measured(module, module.content, Around(mix=module.mixed, gain_H=_share(module)))
 
 
 @rule(GPSA)
@@ -124,8 +133,9 @@ def residual_gpsa(module: GPSA) -> Layer:
 
 
 def _gated_local(module: GPSA, residual: bool) -> Layer:
-    content, share_H = _parts(module)
-    return lofast_local(module, content, residual, SOFTMAX, module.mixed, share_H)
+    if type(module.content) is not DotProductAttention:
+        return _gated(module, residual)
+    return lofast_local(module, module.content, residual, SOFTMAX, module.mixed, _share(module))
 
 
 @local_rule(GPSA)
@@ -143,5 +153,6 @@ def local_residual_gpsa(module: GPSA) -> Layer:
 @curvature(GPSA)
 def expand_gpsa(module: GPSA) -> Expand:
     """g R X M is linear: the remainder is that of (1 - g) P X M."""
-    content, share_H = _parts(module)
-    return expand_attention(module, content, SOFTMAX, module.mixed, share_H)
+    if type(module.content) is not DotProductAttention:
+        return bounded(_measured(module).expand, _gated(module, residual=False))
+    return expand_attention(module, module.content, SOFTMAX, module.mixed, _share(module))

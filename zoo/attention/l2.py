@@ -17,10 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.attention.core_expansion import Measured, Split, bounded, least, split
+from zoo.attention.core_forms import Score
 from zoo.attention.lipschitz import SMALLEST
 from zoo.attention.softmax import SoftmaxAttention, check_heads
 from zoo.cap import cap_
-from zoo.rules import Bound, Layer, NoRule, expect, rule
+from zoo.curvature import Expand, curvature
+from zoo.rules import Bound, Layer, NoRule, expect, local_rule, rule
 from zoo.spectral import sigma_upper, start_vectors
 
 
@@ -67,7 +70,7 @@ class L2Attention(SoftmaxAttention):
         q = self._split(self.q(x_BND))
         k = q if self.k is None else self._split(self.k(x_BND))
         width = -(-(q.shape[-1] + 2) // 8) * 8  # E: fused kernels want a multiple of 8
-        m_HOE = F.pad(self._values_HOO(), (0, width - q.shape[-1]))
+        m_HOE = F.pad(self.values_HOO(), (0, width - q.shape[-1]))
         v = torch.einsum("bhno,hoe->bhne", q, m_HOE)
         # The mean key is taken off q and k alike: no distance changes, and ||k||^2 is as small as it can be.
         mean = k.detach().mean(-2, keepdim=True)
@@ -94,7 +97,7 @@ class L2Attention(SoftmaxAttention):
     def _split(self, y_BND: Tensor) -> Tensor:
         return y_BND.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-    def _values_HOO(self) -> Tensor:
+    def values_HOO(self) -> Tensor:
         """M_h = W_Q^hT W_V^h / sqrt(dh) (the stored weights are the transposes)."""
         w_q, w_v = (part.weight.unflatten(0, (self.num_heads, -1)) for part in (self.q, self.v))
         return w_q @ w_v.mT * (self.scale / 2)
@@ -159,3 +162,35 @@ def l2(module: L2Attention) -> Layer:
         return module(x_BND), lambda r: lipschitz.clamp_min(SMALLEST) * r
 
     return layer
+
+
+# local rules, and second order ----------------------------------------------------------------------------------------
+
+
+@split(L2Attention)
+def l2_split(module: L2Attention) -> Split:
+    """Scores -|q - k|^2 s / 2 = s (q . k - |k|^2 / 2) up to a constant of the row, values Q_h M_h."""
+    for part in module.children():
+        expect(part, nn.Linear)
+    w_q, w_k = (
+        part.weight.detach().double().unflatten(0, (module.num_heads, -1)) for part in (module.q, module.k or module.q)
+    )
+    w_3HOD = torch.stack([w_q, w_k, module.values_HOO().detach().double().mT @ w_q])
+
+    def project(x_BND: Tensor) -> Tensor:
+        return torch.einsum("bnd,xhod->xbhno", x_BND, w_3HOD)
+
+    return Split(Score(module.scale, kappa=1.0, tied=module.k is None), project, w_3HOD, module.proj)
+
+
+@local_rule(L2Attention)
+def local_l2(module: L2Attention) -> Layer:
+    """With the softmax where it is; around a point there is a bound for a W_K of its own, too."""
+    local = Measured(module, module).layer
+    return least(l2(module), local) if module.k is None else local
+
+
+@curvature(L2Attention)
+def expand_l2(module: L2Attention) -> Expand:
+    """MATH-PROOFS section 2.10: the core of 2.9 with alpha_ik = s k_k, beta_ik = s (q_i - k_k)."""
+    return bounded(Measured(module, module).expand, local_l2(module))

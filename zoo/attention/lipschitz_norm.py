@@ -8,13 +8,19 @@ Letters: B images, N tokens, D width, H heads, O = D / H.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.attention.core_expansion import Measured, Split, Turn, bounded, least, qkv_split, split
+from zoo.attention.core_forms import Radii
 from zoo.attention.lipschitz import global_layer
 from zoo.attention.softmax import QKVAttention
-from zoo.rules import Layer, rule
+from zoo.attention.spread import known
+from zoo.curvature import Expand, curvature
+from zoo.rules import Layer, local_rule, rule
 
 SMALLEST_C = 1e-12  # 0 / 0 where two of u, v, w vanish
 
@@ -71,3 +77,153 @@ def lipschitz_norm(module: LipschitzNormAttention) -> Layer:
         return 1.0, 1 + kappa, 1 + math.sqrt(gamma)
 
     return global_layer(module, gains)
+
+
+# local rules, and second order ----------------------------------------------------------------------------------------
+
+
+class _Quotient:
+    """q = q^ / c around a clean batch, c the greatest of three products of norms per head. J is the derivative of the
+    greatest one, a b, with its largest rows kept; any linear map is allowed (MATH-PROOFS sections 1 and 2.12). With
+    Delta = c' - c, e = 1 / c' - 1 / c and Dc = b Da + a Db exactly
+
+        R = q^' / c' - q^ / c - (dq^ / c - q^ Dc / c^2) = q^ (e + Dc / c^2) + dq^ e,
+        e + Dc / c^2 = Delta^2 / (c^2 c') + (Dc - Delta) / c^2.
+
+    A norm leaves its linearisation by at most rho^2 / (2 a), never downwards. So Delta - Dc lies between -rho_a rho_b
+    and the sum of b rho_a^2 / (2 a) + a rho_b^2 / (2 b) + rho_a rho_b and what another product, or other rows, have
+    above this one: at most (A + B + C)_+ with A = x y - a b <= 0, C = rho_x rho_y and B the rest, x rho_y + y rho_x +
+    a rho_b + b rho_a. That grows linearly once it is positive; its steep majorant is C + B^2 / (4 |A|) for B > 2 |A|.
+    Every head is given the whole of the three radii.
+    """
+
+    def __init__(self, projected_3BHNO: Tensor) -> None:
+        self.q, k, v = projected_3BHNO.unbind(0)
+        self.directions = self.q, k, v
+        lengths_3BHN = projected_3BHNO[1:].norm(dim=-1)
+        self.largest = lengths_3BHN.argmax(-1)
+        two = F.pad(lengths_3BHN, (0, 1)).topk(2, -1).values  # of one row, the second is 0
+        u = self.q.flatten(-2).norm(dim=-1)
+        self.norms_3BH = torch.stack([u, *two[..., 0]])
+        second_3BH = torch.stack([torch.zeros_like(u), *two[..., 1]])
+        i, j = torch.tensor([0, 0, 1], device=u.device), torch.tensor([1, 2, 2], device=u.device)
+        products = self.norms_3BH[i] * self.norms_3BH[j]
+        self.c_BH, active = products.max(0)
+        self.known_BH = self.c_BH > SMALLEST_C
+        self.c_BH = self.c_BH.clamp_min(SMALLEST_C)
+        chosen = F.one_hot(active, 3).movedim(-1, 0).to(u)  # of the products
+        self.partner_3BH = torch.stack(  # dc / d(u, v, w)
+            [
+                chosen[0] * self.norms_3BH[1] + chosen[1] * self.norms_3BH[2],
+                chosen[0] * self.norms_3BH[0] + chosen[2] * self.norms_3BH[2],
+                chosen[1] * self.norms_3BH[0] + chosen[2] * self.norms_3BH[1],
+            ]
+        )
+        a, b = i[active], j[active]
+        self.pair = torch.stack([a, b])
+        self.a, self.b = (self.norms_3BH.gather(0, one[None])[0] for one in self.pair)
+        # What may overtake a b: the other products, and the same with the second largest row in the place of a or b;
+        # the last entry says where there is no such thing.
+        others = [(i[m].expand_as(a), j[m].expand_as(b), active == m) for m in range(3)]
+        self.rivals = [(self._norm(x), self._norm(y), x, y, same) for x, y, same in others]
+        for replaced, kept, which in ((a, self.b, 0), (b, self.a, 1)):
+            runner_up = second_3BH.gather(0, replaced[None])[0]
+            self.rivals.append((runner_up, kept, replaced, self.pair[1 - which], replaced == 0))
+        self.size_BH = u
+
+    def _norm(self, which_BH: Tensor) -> Tensor:
+        return self.norms_3BH.gather(0, which_BH[None])[0]
+
+    def _radius(self, r: Radii, which_BH: Tensor) -> Tensor:
+        """(..., B, H)."""
+        return torch.where(which_BH == 0, r.q[..., None], torch.where(which_BH == 1, r.k[..., None], r.v[..., None]))
+
+    def inverse(self, r: Radii) -> tuple[Tensor, Tensor, Tensor]:
+        """1 / c' at most, |e| at most, and |Delta| at most (..., B, H); steep in first order."""
+        ra, rb = (self._radius(r, one) for one in self.pair)
+        low = (self.a - ra).clamp_min(0) * (self.b - rb).clamp_min(0)
+        highest = low.new_zeros(())
+        for x, y, first, second, _ in self.rivals:
+            highest = torch.maximum(highest, (x + self._radius(r, first)) * (y + self._radius(r, second)) - self.c_BH)
+        moved = torch.maximum(highest, self.c_BH - low)
+        largest = torch.where(self.known_BH & (low > 0), 1 / low, math.inf)
+        return largest, torch.maximum(largest - 1 / self.c_BH, highest / self.c_BH.square()), moved
+
+    def bent(self, r: Radii, steep: bool) -> Tensor:
+        """|e + Dc / c^2| at most (..., B, H)."""
+        largest, change, moved = self.inverse(r)
+        ra, rb = (self._radius(r, one) for one in self.pair)
+        own = self.b * ra.square() / (2 * self.a) + self.a * rb.square() / (2 * self.b) + ra * rb
+        above = torch.zeros_like(own)
+        for x, y, first, second, absent in self.rivals:
+            rx, ry = self._radius(r, first), self._radius(r, second)
+            lead, slope, curve = self.c_BH - x * y, x * ry + y * rx + self.a * rb + self.b * ra, rx * ry
+            line = (slope + curve - lead).clamp_min(0)
+            if steep:
+                line = torch.where(slope <= 2 * lead, line, curve + slope.square() / (4 * lead))
+            above = torch.maximum(above, torch.where(absent, 0.0, line))
+        second_order = (own + above) / self.c_BH.square() + moved.square() / self.c_BH.square() * largest
+        if steep:
+            return known(second_order)
+        return torch.minimum(known(second_order), change + (self.b * ra + self.a * rb) / self.c_BH.square())
+
+    def first(self, r: Radii) -> Radii:
+        share = self.size_BH / self.c_BH.square() * self.partner_3BH
+        terms = [(f.amax(-1) * one) for f, one in zip(share, r, strict=True)]
+        return Radii(r.q * (1 / self.c_BH).amax(-1) + terms[0] + terms[1] + terms[2], r.k, r.v)
+
+    def betas(self, r: Radii) -> Radii:
+        zero, (_, change, _) = torch.zeros_like(r.q), self.inverse(r)
+        heads = self.size_BH * self.bent(r, steep=False) + r.q[..., None] * change
+        return Radii(known(heads.square().sum(-1).sqrt()), zero, zero)
+
+    def radii(self, r: Radii) -> Radii:
+        largest, change, _ = self.inverse(r)
+        direct = largest.amax(-1) * r.q + (self.size_BH * change).square().sum(-1).sqrt()
+        return Radii(torch.minimum(known(direct), known(self.first(r).q + self.betas(r).q)), r.k, r.v)
+
+    def remainder(self, g_3CBHNO: Tensor) -> Callable[[Radii], Tensor]:
+        inner_CBH = (g_3CBHNO[0] * self.q).sum((-2, -1)).abs()
+        length_CBH = g_3CBHNO[0].flatten(-2).norm(dim=-1)
+
+        def bound(r: Radii) -> Tensor:
+            change = self.inverse(r)[1]
+            return known((inner_CBH * self.bent(r, steep=True) + length_CBH * r.q[..., None] * change).sum(-1))
+
+        return bound
+
+    def pull(self, g_3CBHNO: Tensor) -> Tensor:
+        """dq^ / c, and -q^ / c^2 times the partner of each norm along its direction."""
+        weight_CBH = -(g_3CBHNO[0] * self.q).sum((-2, -1)) / self.c_BH.square()
+        u, (v, w) = self.norms_3BH[0], self.norms_3BH[1:]
+        on_q = (weight_CBH * self.partner_3BH[0] / u.clamp_min(1e-300))[..., None, None] * self.q
+        parts = [g_3CBHNO[0] / self.c_BH[..., None, None] + on_q]
+        for m, length in ((1, v), (2, w)):
+            row = F.one_hot(self.largest[m - 1], self.q.shape[-2]).to(self.q).unsqueeze(-1)
+            factor = (weight_CBH * self.partner_3BH[m] / length.clamp_min(1e-300))[..., None, None]
+            parts.append(g_3CBHNO[m] + factor * row * self.directions[m])
+        return torch.stack(parts)
+
+
+@split(LipschitzNormAttention)
+def lipschitz_norm_split(module: LipschitzNormAttention) -> Split:
+    """The quotient, then the core."""
+
+    def turn(projected_3BHNO: Tensor) -> Turn:
+        of = _Quotient(projected_3BHNO)
+        y_3BHNO = torch.stack(module.scores(*projected_3BHNO))
+        return Turn(y_3BHNO, of.first, of.radii, of.betas, of.remainder, of.pull)
+
+    return qkv_split(module, turn)
+
+
+@local_rule(LipschitzNormAttention)
+def local_lipschitz_norm(module: LipschitzNormAttention) -> Layer:
+    """With c and the softmax where they are."""
+    return least(lipschitz_norm(module), Measured(module, module).layer)
+
+
+@curvature(LipschitzNormAttention)
+def expand_lipschitz_norm(module: LipschitzNormAttention) -> Expand:
+    """The remainders of the quotient and of the core."""
+    return bounded(Measured(module, module).expand, local_lipschitz_norm(module))

@@ -7,14 +7,20 @@ Letters: B images, N tokens, D width, H heads, O = D / H.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zoo.attention.core_expansion import Measured, Split, Turn, bounded, least, qkv_split, split
+from zoo.attention.core_forms import Radii
 from zoo.attention.lipschitz import global_layer
 from zoo.attention.softmax import QKVAttention
-from zoo.rules import Layer, rule
+from zoo.attention.spread import known
+from zoo.curvature import Expand, curvature
+from zoo.norms import bounded_normalisation, normalisation_bend, smooth_expansion
+from zoo.rules import Bound, Layer, local_rule, rule
 
 
 class ScaledCosineAttention(QKVAttention):
@@ -70,3 +76,54 @@ def scsa(module: ScaledCosineAttention) -> Layer:
         return size * tau, size * tau * math.sqrt(n * min(pi, 0.5)), size * math.sqrt(n * pi)
 
     return global_layer(module, gains)
+
+
+# local rules, and second order ----------------------------------------------------------------------------------------
+
+
+@split(ScaledCosineAttention)
+def scsa_split(module: ScaledCosineAttention) -> Split:
+    """MATH-PROOFS section 2.11: the bounded normalisation of radius sqrt(e) on every row, divided by sqrt(e), then the
+    core. Rows join by their maxima, as in zoo/norms.py."""
+    root = math.sqrt(module.eps)
+    sizes_3 = (1 / root, 1 / root, module.nu / root)
+
+    def turn(projected_3BHNO: Tensor) -> Turn:
+        rows = [smooth_expansion(u, root) for u in projected_3BHNO]
+        lips = [bounded_normalisation(u, root) for u in projected_3BHNO]
+        bends = [normalisation_bend((u.square().sum(-1) + module.eps).sqrt().flatten(1), root) for u in projected_3BHNO]
+
+        def each(bounds: list[Bound], r: Radii) -> Radii:
+            return Radii(*(abs(size) * bound(one) for size, bound, one in zip(sizes_3, bounds, r, strict=True)))
+
+        def remainder(g_3CBHNO: Tensor) -> Callable[[Radii], Tensor]:
+            weights = [abs(size) * g.norm(dim=-1).flatten(2) for size, g in zip(sizes_3, g_3CBHNO, strict=True)]
+
+            def bound(r: Radii) -> Tensor:
+                parts = [(w * bend(one)).amax(-1) for w, bend, one in zip(weights, bends, r, strict=True)]
+                return known(parts[0] + parts[1] + parts[2])
+
+            return bound
+
+        return Turn(
+            torch.stack(module.scores(*projected_3BHNO)),
+            lambda r: Radii(*(abs(s) * row.gain_B * one for s, row, one in zip(sizes_3, rows, r, strict=True))),
+            lambda r: each(lips, r),
+            lambda r: each([row.beta for row in rows], r),
+            remainder,
+            lambda g_3: torch.stack([s * row.pull(g) for s, row, g in zip(sizes_3, rows, g_3, strict=True)]),
+        )
+
+    return qkv_split(module, turn)
+
+
+@local_rule(ScaledCosineAttention)
+def local_scsa(module: ScaledCosineAttention) -> Layer:
+    """With the rows and the softmax where they are."""
+    return least(scsa(module), Measured(module, module).layer)
+
+
+@curvature(ScaledCosineAttention)
+def expand_scsa(module: ScaledCosineAttention) -> Expand:
+    """The rows' remainders and the core's."""
+    return bounded(Measured(module, module).expand, local_scsa(module))

@@ -6,8 +6,8 @@ y_ilk = o_il . eta^v_lk, exactly
 Q the part of delta of second order. Each term is bounded in several ways, and the least counts:
 
     T1   nuclear norms:  ||G_l|| ||A_l|| r^2 head by head, or with heads sharing one budget
-    T2   simple: K2 max_i |c~_i| |dS|^2 / 2;  v1, v2: E2(tau) N^2 + ..., N the spread of delta weighted by p |c~|
-    T3   simple: lam |dS| ||W_V o|| r;  v1: E1(tau) times the spread of delta times that of y
+    T2   simple: K2 max_i |c~_i| |dS|^2 / 2;  weighted: E2(tau) N^2 + ..., N the spread of delta weighted by p |c~|
+    T3   simple: lam |dS| ||W_V o|| r;  weighted: E1(tau) times the spread of delta times that of y
 
 For beta the same holds with v~ for c~, rows of R being vectors. Along the scores S + t delta, 0 <= t <= 1,
 
@@ -25,7 +25,20 @@ from torch import Tensor
 
 from zoo.attention.dot_product import SOFTMAX, DotProductAttention
 from zoo.attention.local import changes
-from zoo.attention.spread import Spread, e1, e2, exponential, grow, joint, known, measure, norm
+from zoo.attention.spread import (
+    Spread,
+    e1,
+    e2,
+    exponential,
+    grow,
+    inner_products,
+    join_heads,
+    known,
+    measure,
+    norm,
+    split_heads,
+    weighted_norm,
+)
 from zoo.curvature import Expand, Expansion, curvature
 from zoo.rules import Bound
 from zoo.spectral import sigma_upper
@@ -48,10 +61,9 @@ class Remainder:
     """The terms of -<g, R> for gradients g (C, B, N, D) of the output."""
 
     def __init__(self, spread: Spread, g: Tensor) -> None:
-        heads = spread.heads
         self.spread = spread
-        self.o = torch.einsum("cbnd,hod->cbhno", g, heads.o_HOD)
-        self.c = torch.einsum("cbhio,bhiko->cbhik", self.o, spread.values_BHNNO)  # c~
+        self.o = split_heads(g, spread.heads.o_HOD)
+        self.c = centred(spread, self.o)
         self.size = self.c.abs()
 
     def t1(self) -> Bound:
@@ -63,7 +75,7 @@ class Remainder:
         return lambda r: known(t1_CB * r.square())
 
     def t2(self) -> Forms:
-        return {"simple": self._t2_simple(), "v1": self._t2_v1(), "v2": self._t2_v2()}
+        return {"simple": self._t2_simple(), "weighted": self._t2_weighted()}
 
     def _t2_simple(self) -> Bound:
         """sum_l K2 / 2 max_i |c~_i| |dS_l|^2; here c is centred by its plain mean, which makes |c~_i| least."""
@@ -76,22 +88,11 @@ class Remainder:
 
         return bound
 
-    def _t2_v1(self) -> Bound:
-        """E2(tau) [ V(a0)^2 + (e^tau - 1) V(a1)^2 ], a0 = max_k |c~|, a1 = sum_k p |c~|."""
-        spread = self.spread
-        peak, mean = spread.rows(self.size.amax(-1)), spread.rows((spread.p * self.size).sum(-1))
-
-        def bound(r: Tensor) -> Tensor:
-            a0, a1 = grow(peak, r).square(), grow(mean, r).square()
-            return known(exponential(lambda t: e2(t) * (a0 + torch.expm1(t) * a1), spread.tau(r)))
-
-        return bound
-
-    def _t2_v2(self) -> Bound:
+    def _t2_weighted(self) -> Bound:
         """E2(tau) (r U + r^2 T)^2 + h(tau, m) (r S + r^2 T_c)^2: weights p |c~|, then sd_p(c) p; m = max sd(delta)."""
         spread = self.spread
         w = spread.p * self.size
-        weighted = spread.entries(self.size, spread.own(w), spread.nu(w))
+        weighted = spread.entries(self.size, spread.nu(w))
         shifted = spread.rows((w * self.size).sum(-1).sqrt())
 
         def bound(r: Tensor) -> Tensor:
@@ -102,32 +103,38 @@ class Remainder:
         return bound
 
     def t3(self) -> Forms:
-        return {"simple": self._t3_simple(), "v1": self._t3_v1()}
+        return {"simple": self._t3_simple(), "weighted": self._t3_weighted()}
 
     def _t3_simple(self) -> Bound:
         """sum_l lam |dS_l| ||W_V o|| r."""
         outer_CBH = norm(self.o @ self.spread.heads.v_HOD)
         return lambda r: known(r * (self.spread.weights(r) * outer_CBH).sum(-1))
 
-    def _t3_v1(self) -> Bound:
+    def _t3_weighted(self) -> Bound:
         """E1(tau) V(|o|) r sqrt(max_k lambda_max(sum_il p_ilk W_Vl o_il (W_Vl o_il)^T / |o_il|))."""
         spread, heads = self.spread, self.spread.heads
         length = self.o.norm(dim=-1)
         level = spread.rows(length)
         o = self.o / length.clamp_min(1e-300).sqrt().unsqueeze(-1)
-        rows = spread.p.mT.sqrt().unsqueeze(-1) * o.unsqueeze(-3)
-        inputs = joint(rows, heads.v_HOD, heads.norm_v)
+        if spread.joins:
+            gram_PZZ = inner_products((o @ heads.v_HOD).flatten(-3, -2).flatten(0, 1).unsqueeze(1))
+            columns_PNZ = spread.p.flatten(1, 2).mT.expand(*o.shape[:2], -1, -1).flatten(0, 1)
+            inputs = weighted_norm(columns_PNZ, gram_PZZ).amax(-1).view(o.shape[:2])
+        else:
+            inputs = norm(spread.p.mT.sqrt().unsqueeze(-1) * o.unsqueeze(-3)).amax((-2, -1)) * heads.norm_v
         return lambda r: known(exponential(lambda t: e1(t) * inputs * r * grow(level, r), spread.tau(r)))
 
     def forms(self) -> Forms:
         """The whole bound in each version, for comparison, and the least of all term by term."""
         t1, t2, t3 = self.t1(), self.t2(), self.t3()
-        names = {"simple": ("simple", "simple"), "v1": ("v1", "v1"), "v2": ("v2", "v1")}
-        whole: Forms = {
-            name: lambda r, a=a, b=b: t1(r) + t2[a](r) + t3[b](r)  # type: ignore[misc]
-            for name, (a, b) in names.items()
-        }
+        whole: Forms = {name: lambda r, name=name: t1(r) + t2[name](r) + t3[name](r) for name in t2}  # type: ignore[misc]
         return whole | {"least": lambda r: t1(r) + least(t2)(r) + least(t3)(r)}
+
+
+def centred(spread: Spread, o: Tensor) -> Tensor:
+    """c~_ilk = o_il . v~_lk."""
+    c = o @ spread.v.mT
+    return c - (spread.p * c).sum(-1, keepdim=True)
 
 
 class Beta:
@@ -140,7 +147,7 @@ class Beta:
         self.by_values, self.by_inputs = spread.rows(spread.nu_BHN.square()), spread.rows(spread.p_max_BHN)
 
     def forms(self) -> Forms:
-        return {"simple": self._simple(), "far": self._far(), "v1": self._v1(), "v2": self._v2()}
+        return {"simple": self._simple(), "far": self._far(), "weighted": self._weighted()}
 
     def _simple(self) -> Bound:
         """(lam a r^2 + K2 / 2 |dS|^2) ||V_c|| + lam |dS| ||W_V|| r, heads combined; of rows, max_i K2 |dS_i| |dS|."""
@@ -169,23 +176,13 @@ class Beta:
         t3 = e1(t) * self.spread.heads.norm_v_H.amax() * r * grow(self.by_inputs, r)
         return self.by_values[1] * r.square() + t3
 
-    def _v1(self) -> Bound:
-        spread = self.spread
-        peak, mean = spread.rows(self.size.amax(-1)), spread.rows((spread.p * self.size).sum(-1))
-
-        def bound(r: Tensor) -> Tensor:
-            a0, a1 = grow(peak, r).square(), grow(mean, r).square()
-            return self._times_output(lambda t: self._inputs(t, r) + e2(t) * (a0 + torch.expm1(t) * a1), r)
-
-        return bound
-
-    def _v2(self) -> Bound:
+    def _weighted(self) -> Bound:
         """T2 as in the remainder, z_il per row: sqrt(sum z^2) <= sqrt(max z sum z), where |eta| <= r for one row."""
         spread, heads = self.spread, self.spread.heads
         w = spread.p * self.size
-        own, nu = spread.own(w), spread.nu(w)
-        weighted, shifted = spread.entries(self.size, own, nu), spread.rows(spread.nu_BHN)
-        row = heads.norm_q_H[:, None] * norm(own) + nu.sqrt() * spread.beta_BHN
+        nu = spread.nu(w)
+        weighted, shifted = spread.entries(self.size, nu), spread.rows(spread.nu_BHN)
+        row = heads.norm_q_H[:, None] * spread.own_row(w) + nu.sqrt() * spread.beta_BHN
         row_2 = heads.a_H[:, None] * (self.size.amax(-1) * spread.p_max_BHN).sqrt()
 
         def bound(r: Tensor) -> Tensor:
@@ -235,12 +232,19 @@ def expand_attention(
 
         def pull(g_CBND: Tensor) -> Tensor:
             """J^T g = G k W_Q + G^T q W_K + P^T o W_V: through the scores, and along the values."""
-            inner = Remainder(spread, g_CBND)
-            pull_s = heads.s * spread.p * inner.c
-            parts = (pull_s @ k @ heads.q_HOD, pull_s.mT @ q @ heads.k_HOD, mixed.mT @ inner.o @ plain.v_HOD)
-            return sum(parts, torch.zeros_like(g_CBND).unsqueeze(2)).sum(2)
+            o = split_heads(g_CBND, heads.o_HOD)
+            pull_s = heads.s * spread.p * centred(spread, o)
+            scores = join_heads(pull_s @ k, heads.q_HOD) + join_heads(pull_s.mT @ q, heads.k_HOD)
+            return scores + join_heads(mixed.mT @ o, plain.v_HOD)
 
-        return Expansion(module(x_BND), carried_B + of_norm.linear(), beta, remainder, pull)
+        def push(v_CBND: Tensor) -> Tensor:
+            """J v: what the scores do to the values, and the values themselves."""
+            ds = split_heads(v_CBND, heads.q_HOD) @ k.mT + q @ split_heads(v_CBND, heads.k_HOD).mT
+            dp = heads.s * spread.p * ds
+            dp = dp - spread.p * dp.sum(-1, keepdim=True)
+            return join_heads(dp @ spread.v + mixed @ split_heads(v_CBND, plain.v_HOD), heads.o_HOD)
+
+        return Expansion(module(x_BND), carried_B + of_norm.linear(), beta, remainder, pull, push)
 
     return expand
 

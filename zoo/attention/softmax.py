@@ -78,7 +78,7 @@ class QKVAttention(SoftmaxAttention):
 
     def projections(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """X W_Q, X W_K, X W_V with their biases, head by head: (B, H, N, O) each."""
-        q, k, v = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3).unbind(2)
         return q, k, v
 
     def merge(self, y_BHNO: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ from zoo.spectral import sigma_upper
 
 ROUND = 1 + 1e-11
 TINY = 1e-280  # the trace of a matrix that is as good as zero
-JOINT_LIMIT = 128  # D up to which the rows of all heads are put below one another before their norm is taken
-JOINT_BYTES = 2**27  # memory for those rows at a time
+JOINT_LIMIT = 128  # H N up to which the rows of all heads are put below one another before their norm is taken
+JOINT_BYTES = 2**26  # memory for those rows at a time
 TAU_MAX = 50.0  # beyond it the forms with exponentials are given up
 LOGIT_MAX = 700.0  # the logit of a probability that underflows, or nearly
 K2_MAX = 0.2721655271  # sqrt(6) / 9, rounded up: sup |D^2 softmax[v, v]| / |v|^2
@@ -59,17 +59,32 @@ def gram(a: Tensor) -> Tensor:
     return a.mT @ a
 
 
-def joint(rows: Tensor, w_HOD: Tensor, norm_w: Tensor) -> Tensor:
-    """max_i || [f_il W_l]_l ||, the f_il of all heads below one another, or for a large width max_il ||f_il|| ||W||.
+def weighted_norm(w: Tensor, gram_ZZ: Tensor) -> Tensor:
+    """Norms of the matrices with rows sqrt(w_z) a_z, from the inner products of the a: w (..., B, I, Z) and
+    (B, I or 1, Z, Z) -> (..., B, I)."""
+    root = w.sqrt()
+    if w.ndim == 3:
+        return top(root.unsqueeze(-1) * gram_ZZ * root.unsqueeze(-2)).sqrt()
+    few = max(1, JOINT_BYTES // (8 * w[0].numel() * w.shape[-1]))
+    parts = root.flatten(0, -4).split(few)
+    return torch.cat([top(part.unsqueeze(-1) * gram_ZZ * part.unsqueeze(-2)).sqrt() for part in parts]).view(
+        w.shape[:-1]
+    )
 
-    rows f (..., H, N, K, O); norm_w = ||[W_1 .. W_H]||. -> (...)
-    """
-    if w_HOD.shape[-1] > JOINT_LIMIT:
-        return norm(rows).amax((-2, -1)) * norm_w
-    tokens_first = rows.transpose(-4, -3)
-    few = max(1, JOINT_BYTES // (32 * w_HOD.shape[-1] * rows.shape[-2] * rows.shape[-4]))
-    norms = [norm((f @ w_HOD).flatten(1, 2)) for f in tokens_first.flatten(0, -4).split(few)]
-    return torch.cat(norms).unflatten(0, tokens_first.shape[:-3]).amax(-1)
+
+def inner_products(rows: Tensor) -> Tensor:
+    """(..., Z, D) -> (..., Z, Z)."""
+    return rows @ rows.mT
+
+
+def split_heads(x: Tensor, w_HOD: Tensor) -> Tensor:
+    """x W_l^T of every head in one product: (..., N, D) -> (..., H, N, O)."""
+    return (x @ w_HOD.flatten(0, 1).mT).unflatten(-1, w_HOD.shape[:2]).transpose(-3, -2)
+
+
+def join_heads(z: Tensor, w_HOD: Tensor) -> Tensor:
+    """sum_l z_l W_l: (..., H, N, O) -> (..., N, D)."""
+    return z.transpose(-3, -2).flatten(-2) @ w_HOD.flatten(0, 1)
 
 
 def e1(t: Tensor) -> Tensor:
@@ -120,7 +135,7 @@ def measure(content: QKVAttention, gain_H: Tensor | float = 1.0) -> Heads:
     expect(content.qkv, nn.Linear)
     expect(content.proj, nn.Linear)
     q, k, v = content.head_weights_3HOD().detach().double()
-    o = content.proj.weight.detach().double().unflatten(1, (content.num_heads, -1)).permute(1, 2, 0)
+    o = content.proj.weight.detach().double().unflatten(1, (content.num_heads, -1)).permute(1, 2, 0).contiguous()
     gain_H = torch.as_tensor(gain_H, dtype=q.dtype, device=q.device).expand(len(q))
     gained = gain_H[:, None, None] * v
     return Heads(
@@ -148,24 +163,30 @@ class Spread:
         self.heads, self.q, self.p = heads, q, p
         s = abs(heads.s)
         k = k - k.mean(-2, keepdim=True)
-        v = heads.gain_H[:, None, None] * (v - v.mean(-2, keepdim=True))
+        self.v = heads.gain_H[:, None, None] * (v - v.mean(-2, keepdim=True))
         self.keys_BHNNO = k.unsqueeze(-3) - (p @ k).unsqueeze(-2)  # k~
-        self.values_BHNNO = v.unsqueeze(-3) - (p @ v).unsqueeze(-2)  # v~
-        beta_HBN = [s * (q_l @ k_l).norm(dim=-1) for q_l, k_l in zip(q.unbind(1), heads.k_HOD, strict=True)]
-        self.beta_BHN = torch.stack(beta_HBN, 1)
+        self.values_BHNNO = self.v.unsqueeze(-3) - (p @ self.v).unsqueeze(-2)  # v~
+        self.beta_BHND = s * torch.stack([q_l @ k_l for q_l, k_l in zip(q.unbind(1), heads.k_HOD, strict=True)], 1)
+        self.beta_BHN = self.beta_BHND.norm(dim=-1)
         self.p_max_BHN, self.p2_BHN = p.amax(-1), p.square().sum(-1)
         self._logits()
         # ||S' - S||_F of head l <= xi_l r + a_l r^2, of one of its rows the same with its own |beta_il|.
         own_BH = s * norm(k @ heads.q_HOD)
-        self.xi_BH = own_BH + s * norm(q @ heads.k_HOD)
+        self.xi_BH = own_BH + norm(self.beta_BHND)
         self.xi_BHN = own_BH.unsqueeze(-1) + self.beta_BHN
-        self.values_BH = norm(v)  # ||V_c||
-        self.outputs_BH = norm(v @ heads.o_HOD)  # ||V_c W_O||
-        self.own_BHNNO = self.own(p)
+        self.values_BH = norm(self.v)  # ||V_c||
+        self.outputs_BH = norm(self.v @ heads.o_HOD)  # ||V_c W_O||
         self.sharp_BHN = self.slope(torch.zeros_like(self.beta_BHN))
-        self.sd_BHN = heads.norm_q_H[:, None] * norm(self.own_BHNNO) + self.sharp_BHN.sqrt() * self.beta_BHN
-        self.nu_BHN = top(gram(p.unsqueeze(-1).sqrt() * self.values_BHNNO)).sqrt()  # sd of v, largest direction
+        self.sd_BHN = heads.norm_q_H[:, None] * self.own_row(p) + self.sharp_BHN.sqrt() * self.beta_BHN
+        self.nu_BHN = norm(p.unsqueeze(-1).sqrt() * self.values_BHNNO)  # sd of v, largest direction
         self.tau1_B, self.tau2_B = self._tau()
+        self.joins = p.shape[1] * p.shape[-1] <= JOINT_LIMIT
+        if self.joins:  # of the rows s k~_ilk W_Ql of a token i, (l, k) below one another, and of all beta_il
+            keys = s * torch.stack(
+                [k_l @ q_l for k_l, q_l in zip(self.keys_BHNNO.unbind(1), heads.q_HOD, strict=True)], 2
+            )
+            self.keys_BNZZ = inner_products(keys.flatten(2, 3))
+            self.beta_B1ZZ = inner_products(self.beta_BHND.flatten(1, 2).unsqueeze(1))
 
     # the softmax of a row ---------------------------------------------------------------------------------------------
 
@@ -242,13 +263,15 @@ class Spread:
 
     # levels -----------------------------------------------------------------------------------------------------------
 
-    def own(self, w: Tensor) -> Tensor:
-        """s sqrt(w_ilk) k~, what eta^q_il does to the weighted delta_il: (..., H, N, N) -> (..., H, N, N, O)."""
-        return abs(self.heads.s) * w.sqrt().unsqueeze(-1) * self.keys_BHNNO
+    def own_row(self, w: Tensor) -> Tensor:
+        """|| [s sqrt(w_ilk) k~_ilk]_k ||, what eta^q_il does to the weighted delta_il (..., H, N)."""
+        return abs(self.heads.s) * norm(w.sqrt().unsqueeze(-1) * self.keys_BHNNO)
 
-    def own_norm(self, own: Tensor) -> Tensor:
-        """max_i of the norm over eta_i (...)."""
-        return joint(own, self.heads.q_HOD, self.heads.norm_q)
+    def own_norm(self, w: Tensor) -> Tensor:
+        """max_i of what eta_i does to all delta_ilk through its queries: of the heads together, or by ||W_Q|| (...)."""
+        if self.joins:
+            return weighted_norm(w.transpose(-3, -2).flatten(-2), self.keys_BNZZ).amax(-1)
+        return self.own_row(w).amax((-2, -1)) * self.heads.norm_q
 
     def nu(self, w: Tensor) -> Tensor:
         """lambda_max of the form sum_k w_k z~_k^2 in z, that is of (I - p 1^T) diag(w) (I - 1 p^T): rows (..., H, N).
@@ -260,14 +283,11 @@ class Spread:
 
     def cross_rows(self, w_HN: Tensor) -> Tensor:
         """sqrt lambda_max(sum_il w_il beta_il beta_il^T) (...)."""
+        if self.joins:
+            return weighted_norm(w_HN.flatten(-2).unsqueeze(-2), self.beta_B1ZZ).squeeze(-1)
         moment = gram(w_HN.sqrt().unsqueeze(-1) * self.q)
         k_HOD = self.heads.k_HOD
         return abs(self.heads.s) * top((k_HOD.mT @ moment @ k_HOD).sum(-3)).sqrt()
-
-    def cross_columns(self, w: Tensor) -> Tensor:
-        """sqrt max_k lambda_max(sum_il w_ilk beta_il beta_il^T) (...)."""
-        rows = w.mT.sqrt().unsqueeze(-1) * self.q.unsqueeze(-3)
-        return abs(self.heads.s) * joint(rows, self.heads.k_HOD, self.heads.norm_k)
 
     def quadratic(self, w_HN: Tensor) -> Tensor:
         """T for weights w_il p_ilk: from |Q_ilk| <= ||A_l|| |eta_i| |eta_k|, or the shared budget of the heads."""
@@ -278,15 +298,12 @@ class Spread:
 
     def rows(self, w_HN: Tensor) -> Pair:
         """Level of the weights w_il p_ilk: sqrt(sum_il w_il Var_il(delta))."""
-        own = self.own_norm(w_HN.sqrt()[..., None, None] * self.own_BHNNO)
-        by_rows, by_columns = self.cross_rows(w_HN * self.sharp_BHN), self.cross_columns(w_HN.unsqueeze(-1) * self.p)
-        return own + torch.minimum(by_rows, by_columns), self.quadratic(w_HN)
+        own = self.own_norm(w_HN.unsqueeze(-1) * self.p)
+        return own + self.cross_rows(w_HN * self.sharp_BHN), self.quadratic(w_HN)
 
-    def entries(self, z: Tensor, own: Tensor, nu: Tensor) -> Pair:
-        """Level of the weights p_ilk z_ilk, z >= 0, with their `own` and `nu`."""
-        w = self.p * z
-        centred = self.cross_columns(w) + self.cross_columns(w.sum(-1, keepdim=True) * self.p)
-        return self.own_norm(own) + torch.minimum(self.cross_rows(nu), centred), self.quadratic(z.amax(-1))
+    def entries(self, z: Tensor, nu: Tensor) -> Pair:
+        """Level of the weights p_ilk z_ilk, z >= 0, with their `nu`."""
+        return self.own_norm(self.p * z) + self.cross_rows(nu), self.quadratic(z.amax(-1))
 
 
 def exponential(form: Callable[[Tensor], Tensor], tau: Tensor) -> Tensor:

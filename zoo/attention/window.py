@@ -16,12 +16,13 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.attention.core_expansion import Around, Measured, bounded, least
 from zoo.attention.dot_product import DotProductAttention, lofast
 from zoo.attention.local import lofast_local
 from zoo.attention.second_order import expand_attention
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.curvature import Expand, curvature
-from zoo.rules import Layer, NoRule, local_rule, rule
+from zoo.rules import Layer, local_rule, rule
 
 
 class WindowAttention(nn.Module):
@@ -64,16 +65,27 @@ def _offset_index(height: int, width: int) -> Tensor:
 
 
 def masked(module: WindowAttention, mask: Tensor | None) -> Layer:
-    """Theorem 1 of paper 004 for each window, which stands in the place of an image: T + M are constants in S."""
-    content, attend = _parts(module, mask)
-    return lofast(lambda x_BND: module(x_BND, mask), content, residual=False, attend=attend)
-
-
-def _parts(module: WindowAttention, mask: Tensor | None) -> tuple[DotProductAttention, Callable[[Tensor], Tensor]]:
-    """The content, if it is what the rules are proved for, and its softmax of S + T + M."""
+    """Theorem 1 of paper 004 for each window, which stands in the place of an image: T + M are constants in S. Around
+    other attention than dot products, of which nothing is published, the local rule of core_expansion.py."""
     if type(module.content) is not DotProductAttention:
-        raise NoRule(module, f"it is proved around DotProductAttention, not {type(module.content).__name__}")
-    return module.content, lambda s_BHNN: (s_BHNN + module.bias(len(s_BHNN), mask)).softmax(-1)
+        return measured(module, mask).layer
+    return lofast(lambda x_BND: module(x_BND, mask), module.content, residual=False, attend=_attend(module, mask))
+
+
+def _attend(module: WindowAttention, mask: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The softmax of S + T + M."""
+    return lambda s_BHNN: (s_BHNN + module.bias(len(s_BHNN), mask)).softmax(-1)
+
+
+def measured(module: WindowAttention, mask: Tensor | None) -> Measured:
+    """Each window by itself, around any content: all its bounds are steep, so that windows can be joined."""
+    around = Around(bias=lambda windows: module.bias(windows, mask))
+    return Measured(lambda x_BND: module(x_BND, mask), module.content, around)
+
+
+def masked_local(module: WindowAttention, mask: Tensor | None) -> Layer:
+    """The same with local constants; steep."""
+    return least(masked(module, mask), measured(module, mask).layer)
 
 
 @rule(WindowAttention)
@@ -84,13 +96,15 @@ def window_attention(module: WindowAttention) -> Layer:
 
 @local_rule(WindowAttention)
 def local_window_attention(module: WindowAttention) -> Layer:
-    """The same with local constants."""
-    content, attend = _parts(module, None)
-    return lofast_local(module, content, residual=False, attend=attend)
+    """The same with local constants: around dot products those of spread.py."""
+    if type(module.content) is not DotProductAttention:
+        return masked(module, None)
+    return lofast_local(module, module.content, residual=False, attend=_attend(module, None))
 
 
 @curvature(WindowAttention)
 def expand_window_attention(module: WindowAttention) -> Expand:
     """Each window is expanded by itself."""
-    content, attend = _parts(module, None)
-    return expand_attention(module, content, attend)
+    if type(module.content) is not DotProductAttention:
+        return bounded(measured(module, None).expand, masked(module, None))
+    return expand_attention(module, module.content, _attend(module, None))

@@ -1,0 +1,60 @@
+"""The adjoint certificate covers the zoo: every model, shrunk with its own parts, is certified and never beaten."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from certify.adjoint import Adjoint
+from certify.bake import bake
+from tests.ascent import ascend
+from zoo.factory import model_options
+from zoo.overview import rules_refusal, tiny_options
+
+REFUSED: dict[str, str] = {}  # models that the certificate does not cover, and why
+
+
+def distinct() -> dict[str, list[str]]:
+    """The names by the first of those that are one model once shrunk."""
+    models: dict[str, list[str]] = {}
+    for name in zoo.list_models():
+        options = model_options(name, **tiny_options(name))
+        models.setdefault(json.dumps(options, sort_keys=True, default=str), []).append(name)
+    return {names[0]: names for names in models.values()}
+
+
+MODELS = distinct()
+
+
+def test_every_model_is_covered_or_named() -> None:
+    assert sorted(name for names in MODELS.values() for name in names) == zoo.list_models()
+    for first, names in MODELS.items():
+        refused = rules_refusal(first, "adjoint")
+        assert {REFUSED.get(name, "") for name in names} == {refused}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
+def test_no_ascent_beats_the_certificate(name: str) -> None:
+    """The binding margin falls by no more than the loss says; a small enough eps is certified."""
+    options = model_options(name, **tiny_options(name))
+    torch.manual_seed(0)
+    model: Any = zoo.create_model(name, **tiny_options(name)).eval()
+    x = torch.rand(2, options["in_chans"], options["img_size"], options["img_size"])
+    with torch.no_grad():
+        y = model(x).argmax(-1)
+    analysis, baked = Adjoint(model).analyse(x, y), bake(model)
+
+    def fall(z: Tensor) -> Tensor:
+        logits, labels = baked(z), y.repeat(len(z) // len(y))
+        own = torch.nn.functional.one_hot(labels, logits.shape[-1]).bool()
+        return logits.masked_fill(own, -torch.inf).amax(-1) - logits.gather(1, labels[:, None]).squeeze(1)
+
+    assert analysis.at(1e-6).certified_B.all()
+    for eps in (1e-3, 0.03):
+        certificate = analysis.at(eps)
+        found_B = ascend(fall, x.double(), torch.full((2,), eps).double(), steps=10, starts=2)
+        assert (-found_B >= certificate.margin_B - certificate.loss_B - 1e-12).all()
+        assert not ((found_B >= 0) & certificate.certified_B).any()

@@ -1,0 +1,113 @@
+"""The hinge on spectral norms against SVDs, its caps over time, and what it does to a training."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from certizoo import UserError
+from trainers.settings import HingeConfig
+from zoo.hinge import gram_norm, hinge
+
+CAPS = {"q": 0.5, "k": 0.6, "v": 0.7, "o": 0.4, "mlp": 0.8}
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"img_size": 32, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+    model: Any = zoo.create_model("dp_vit_ti", init="spectral", **sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def norms(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Whole matrices, all heads together."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for block in model.blocks:
+        found += zip("qkv", block.attn.qkv.weight.chunk(3), strict=True)
+        found += [("o", block.attn.proj.weight), ("mlp", block.mlp.fc1.weight), ("mlp", block.mlp.fc2.weight)]
+    return [(branch, torch.linalg.matrix_norm(weight, 2)) for branch, weight in found]
+
+
+def slow(model: Any, caps: dict[str, float]) -> torch.Tensor:
+    terms = [(norm - caps[branch]).clamp_min(0) ** 2 for branch, norm in norms(model) if branch in caps]
+    return torch.stack(terms).sum()
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (7, 40), (40, 7), (5, 24, 48)])
+def test_gram_norm_is_an_upper_bound_and_nearly_the_norm(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    least = min(shape[-2:])
+    cases = {"gaussian": torch.randn(shape), "flat": torch.nn.init.orthogonal_(torch.empty(shape[-2:]))}
+    cases |= {"small": 1e-6 * torch.randn(shape), "large": 1e6 * torch.randn(shape)}
+    for name, weight in cases.items():
+        true = torch.linalg.matrix_norm(weight.double(), 2)
+        ratio = gram_norm(weight).double() / true
+        assert (ratio >= 1 - 1e-5).all(), name
+        assert (ratio <= least ** (1 / 128) + 1e-5).all(), name
+    flat = gram_norm(torch.eye(least))
+    assert float(flat) == pytest.approx(least ** (1 / 128), rel=1e-5), "the bound of the docstring is reached"
+    assert gram_norm(torch.zeros(shape)).abs().max() < 1e-15
+
+
+def test_equals_the_slow_formula_with_gradient(model: Any) -> None:
+    fast, oracle = hinge(model, CAPS), slow(model, CAPS)
+    assert float(oracle.detach()) > 0.1
+    assert oracle <= fast <= 1.1 * oracle
+    weights = [block.attn.qkv.weight for block in model.blocks]
+    for ours, theirs in zip(torch.autograd.grad(fast, weights), torch.autograd.grad(oracle, weights), strict=True):
+        assert torch.nn.functional.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) > 0.9
+
+
+def test_free_branches_slack_and_norms_below_their_caps_cost_nothing(model: Any) -> None:
+    free: dict[str, float | None] = {"q": 0.5, "k": None, "mlp": None}
+    hinge(model, free).backward()
+    q, k, v = model.blocks[0].attn.qkv.weight.grad.chunk(3)
+    assert q.any()
+    assert not k.any()
+    assert not v.any()
+    assert model.blocks[0].mlp.fc1.weight.grad is None
+    assert hinge(model, CAPS, slack=10) == 0
+    assert 0 < hinge(model, CAPS, slack=1.2) < hinge(model, CAPS)
+
+
+def test_descent_brings_the_norms_under_their_caps(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(300):
+        optimizer.zero_grad()
+        hinge(model, CAPS).backward()
+        optimizer.step()
+    assert all(norm <= 1.02 * CAPS[branch] for branch, norm in norms(model))
+    assert all(norm > 0.8 * CAPS[branch] for branch, norm in norms(model)), "and no further"
+
+
+def test_a_model_without_such_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="no weights"):
+        hinge(torch.nn.Linear(2, 2), CAPS)
+
+
+def test_caps_shrink_geometrically_while_the_training_goes_through_tighten() -> None:
+    config = HingeConfig(weight=1.0, q=0.5, slack=4.0, tighten=(0.25, 0.75))
+    assert [config.slack_at(t) for t in (0.0, 0.25, 0.5, 0.75, 1.0)] == pytest.approx([4, 4, 2, 1, 1])
+    assert HingeConfig(weight=1.0, q=0.5).slack_at(0.0) == 1
+    assert config.caps == {"q": 0.5, "k": None, "v": None, "o": None, "mlp": None}
+    assert config.active
+    assert not HingeConfig().active
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"weight": -1}, "weight"),
+        ({"q": 0.0}, "hinge.q"),
+        ({"slack": 0.5}, "slack"),
+        ({"tighten": (0.7, 0.2)}, "tighten"),
+    ],
+)
+def test_wrong_values_are_named(wrong: dict[str, Any], word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        HingeConfig(**wrong)

@@ -1,0 +1,129 @@
+"""The linearised-margin objective is its formula, and it lowers what the adjoint certificate pays first."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zoo
+from trainers.objectives import OBJECTIVES, Probe
+from trainers.objectives.lmce import margin_slopes, rivals
+from trainers.settings import ObjectiveConfig
+
+
+def small_vit() -> nn.Module:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "img_size": 8, "in_chans": 1}
+    return zoo.create_model("dp_vit_ti", num_classes=5, global_pool="avg", init="orthogonal", **sizes)
+
+
+def probe_of(model: nn.Module, progress: float = 1.0, **settings: float) -> Probe:
+    def through(measure: Any, *inputs: Any) -> Any:
+        return measure(model, *inputs)
+
+    def attack(images: Tensor, labels: Tensor) -> Tensor:
+        raise AssertionError("no attack here")
+
+    return Probe(through, attack, ObjectiveConfig("lmce", **settings), progress)
+
+
+def batch(size: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(size, 1, 8, 8, generator=generator), torch.randint(0, 5, (size,), generator=generator)
+
+
+def slow_loss(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> Tensor:
+    """The equation, image by image; the gradient from central differences of the logits."""
+    losses, step = [], 1e-4
+    for image, label in zip(images, labels.tolist(), strict=True):
+        shifts = step * torch.eye(image.numel(), dtype=image.dtype).view(-1, *image.shape)
+        jacobian = (model(image + shifts) - model(image - shifts)) / (2 * step)  # one row a pixel
+        logits = model(image[None])[0]
+        wrong = [k for k in range(len(logits)) if k != label]
+        j = max(wrong, key=lambda k: float(logits[k].detach()))
+        slope = (jacobian[:, label] - jacobian[:, j]).norm()
+        z = torch.stack([logits[k] + (eps * slope if k != label else 0) for k in range(len(logits))])
+        losses.append(-torch.log_softmax(z, 0)[label])
+    return torch.stack(losses).mean()
+
+
+def test_loss_and_gradient_are_those_of_the_equation() -> None:
+    model, (images, labels) = small_vit().double(), batch()
+    images = images.double()
+    loss = OBJECTIVES["lmce"](probe_of(model, eps=0.7), images, labels)["loss"]
+    weights = list(model.parameters())
+    grads = torch.autograd.grad(loss.double(), weights)
+    expected = slow_loss(model, images, labels, 0.7)
+    assert abs(float(loss.detach()) - float(expected.detach())) <= 1e-6  # cross-entropy is taken in float32
+    for got, wanted in zip(grads, torch.autograd.grad(expected, weights), strict=True):
+        assert (got - wanted).norm() <= 1e-5 * (1 + wanted.norm())
+    plain = F.cross_entropy(model(images), labels)
+    assert loss > plain + 0.01, "the slopes count"
+
+
+def test_eps_is_ramped() -> None:
+    model, (images, labels) = small_vit(), batch()
+
+    def loss(progress: float) -> float:
+        probe = probe_of(model, progress, eps=0.7, ramp=0.2)
+        return float(OBJECTIVES["lmce"](probe, images, labels)["loss"])
+
+    assert loss(0.0) == pytest.approx(float(F.cross_entropy(model(images), labels)), abs=1e-6)
+    assert loss(0.0) < loss(0.1) < loss(0.2) == loss(0.9)
+
+
+def test_rivals_are_the_runner_up_or_any_wrong_class() -> None:
+    logits, labels = torch.randn(4000, 5), torch.randint(0, 5, (4000,))
+    runner_up = rivals(logits, labels, 0.0)
+    others = logits.clone()
+    others[torch.arange(4000), labels] = -1e9
+    assert torch.equal(runner_up, others.argmax(1))
+    drawn = rivals(logits, labels, 1.0)
+    assert (drawn != labels).all()
+    shares = torch.bincount((drawn - labels) % 5, minlength=5)[1:] / 4000
+    assert (shares - 0.25).abs().max() < 0.05
+    mixed = rivals(logits, labels, 0.4)
+    assert 0.6 < float((mixed == runner_up).float().mean()) < 0.8  # a quarter of the random ones agree
+
+
+def test_a_model_that_ignores_its_input_has_a_gradient() -> None:
+    """||grad|| = 0 has no derivative; the loss must have one."""
+    model, (images, labels) = small_vit(), batch()
+    nn.init.zeros_(model.get_parameter("patch_embed.proj.weight"))
+    OBJECTIVES["lmce"](probe_of(model, eps=0.7), images, labels)["loss"].backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_it_lowers_the_slopes_of_digits() -> None:
+    """The same steps on the same images, with eps = 0 and with eps = 0.5."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.images[:256] / 16, dtype=torch.float32).unsqueeze(1)
+    labels = torch.tensor(digits.target[:256])
+
+    def trained(eps: float) -> tuple[float, float]:
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = {
+            "embed_dim": 16,
+            "depth": 1,
+            "num_heads": 2,
+            "patch_size": 4,
+            "img_size": 8,
+            "in_chans": 1,
+        }
+        model = zoo.create_model("dp_vit_ti", num_classes=10, global_pool="avg", init="orthogonal", **sizes)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(60):
+            terms = OBJECTIVES["lmce"](probe_of(model, eps=eps), images, labels)
+            optimizer.zero_grad()
+            terms["loss"].backward()
+            optimizer.step()
+        logits, slopes = margin_slopes(model, images, labels, 0.0)
+        return float((logits.argmax(1) == labels).float().mean()), float(slopes.mean())
+
+    (accuracy, slope), (plain_accuracy, plain_slope) = trained(0.5), trained(0.0)
+    assert min(accuracy, plain_accuracy) > 0.8
+    assert slope < 0.5 * plain_slope

@@ -1,0 +1,56 @@
+"""Linearised-margin cross-entropy: it lowers the first-order term of the adjoint certificate (MATH-PROOFS.md 6.1).
+
+    L = CE( z_i + eps_t ||grad_x (z_y - z_j)|| 1[i != y],  y ),      j = the runner-up,  eps_t = eps min(1, t / ramp)
+
+Every wrong logit gets what the margin to j loses to first order in the ball of radius eps_t; t is the share of the
+training that is done. For some images j is a random wrong class, or the gradients of the other margins would grow.
+
+Letters: B images, K classes.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trainers.objectives.probe import Probe, Terms, accuracy
+
+TINY = 1e-12  # under the root, which has no derivative at 0
+
+
+def lmce(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
+    """`acc` is clean accuracy, `slope` the mean of ||grad_x (z_y - z_j)||."""
+    settings = probe.settings
+    logits_BK, slope_B = probe.through(margin_slopes, images_BCHW, labels_B, settings.random_rivals)
+    eps = settings.eps * min(1.0, probe.progress / settings.ramp) if settings.ramp else settings.eps
+    wrong_BK = 1 - F.one_hot(labels_B, logits_BK.shape[1])
+    loss = probe.cross_entropy(logits_BK.float() + eps * slope_B.float()[:, None] * wrong_BK, labels_B)
+    return {"loss": loss, "acc": accuracy(logits_BK, labels_B), "slope": slope_B.detach().mean()}
+
+
+def margin_slopes(
+    model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, random_rivals: float
+) -> tuple[Tensor, Tensor]:
+    """logits_BK and ||grad_x (z_y - z_j)|| (B,), both differentiable in the weights.
+
+    The gradient is taken inside the one forward pass that the engine sees. The fused attention kernels have no second
+    derivative; the plain form has.
+    """
+    x_BCHW = images_BCHW.detach().requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):
+        logits_BK: Tensor = model(x_BCHW)
+        rivals_B = rivals(logits_BK.detach(), labels_B, random_rivals)
+        pair_B2 = logits_BK.gather(1, torch.stack([labels_B, rivals_B], dim=1))
+        (slope_BCHW,) = torch.autograd.grad((pair_B2[:, 0] - pair_B2[:, 1]).sum(), x_BCHW, create_graph=True)
+    return logits_BK, (slope_BCHW.flatten(1).square().sum(1) + TINY).sqrt()
+
+
+def rivals(logits_BK: Tensor, labels_B: Tensor, random_share: float) -> Tensor:
+    """(B,): the largest wrong logit; for a random share of the images any wrong class, uniformly."""
+    runner_up_B = logits_BK.scatter(1, labels_B[:, None], -torch.inf).argmax(dim=1)
+    if not random_share:
+        return runner_up_B
+    classes = logits_BK.shape[1]
+    random_B = (labels_B + torch.randint(1, classes, labels_B.shape, device=labels_B.device)) % classes
+    drawn_B = torch.rand(labels_B.shape, device=labels_B.device) < random_share
+    return torch.where(drawn_B, random_B, runner_up_B)

@@ -1,0 +1,60 @@
+"""Hinge on spectral norms: the weights keep their norms below caps, and are free there (MATH-PROOFS.md 6.2).
+
+    L_hinge = sum_W relu( ||W|| - c_W )^2          W = W_Q, W_K, W_V (all heads together), W_O, W_1, W_2 of every layer
+
+||W|| comes from Gram iteration (Delattre et al. 2023, https://arxiv.org/abs/2305.16173): with G_0 = W^T W or W W^T,
+whichever is smaller, and G_{k+1} = G_k^2,
+
+    ||W|| <= ||G_k||_F^{1 / 2^{k+1}}       (at most a factor n^{1 / 2^{k+2}} above, n the smaller side)
+
+It needs no vectors between steps, and where several singular values are near the cap it pulls all of them, of which a
+power iteration sees one a step. Like MSVP it steers the training; no certificate trusts it.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from zoo.penalty import HasSpectralTerms
+
+SQUARINGS = 5  # at most 1.04 times the norm for n = 128; 1.00 where one singular value leads
+
+
+def hinge(model: nn.Module, caps: Mapping[str, float | None], slack: float = 1.0) -> Tensor:
+    """The sum above with caps `slack * caps[branch]`, branches as in `zoo.penalty`; None is no cap. A scalar, float32.
+
+    Raises ValueError for a model without weights of the capped branches.
+    """
+    groups: dict[torch.Size, list[tuple[float, Tensor]]] = defaultdict(list)
+    for module in model.modules():
+        if isinstance(module, HasSpectralTerms):
+            for branch, weight_HOD, _ in module.spectral_terms():
+                cap = caps.get(branch)
+                if cap is not None:
+                    weight_ND = weight_HOD.flatten(0, 1)
+                    groups[weight_ND.shape].append((slack * cap, weight_ND))
+    if not groups:
+        raise ValueError("the model has no weights of the branches to cap")
+    return torch.stack([_excess(terms) for terms in groups.values()]).sum()
+
+
+def _excess(terms: list[tuple[float, Tensor]]) -> Tensor:
+    """sum_k relu( ||W_k|| - c_k )^2 over K weights of one shape, in one batch."""
+    norm_K = gram_norm(torch.stack([weight_ND.float() for _, weight_ND in terms]))
+    cap_K = torch.tensor([cap for cap, _ in terms]).to(norm_K)
+    return (norm_K - cap_K).clamp_min(0).square().sum()
+
+
+def gram_norm(weight: Tensor, squarings: int = SQUARINGS) -> Tensor:
+    """Never below ||W||_2 but for rounding, differentiable: (..., m, n) -> (...,). Every G_k is divided by its norm."""
+    gram = weight @ weight.mT if weight.shape[-2] <= weight.shape[-1] else weight.mT @ weight
+    length = torch.linalg.matrix_norm(gram).clamp_min(torch.finfo(gram.dtype).tiny)
+    log_norm, power = length.log() / 2, 2.0
+    for _ in range(squarings):
+        gram = gram / length[..., None, None]
+        gram, power = gram @ gram, 2 * power
+        length = torch.linalg.matrix_norm(gram).clamp_min(torch.finfo(gram.dtype).tiny)
+        log_norm = log_norm + length.log() / power
+    return log_norm.exp()
