@@ -23,7 +23,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from zoo.rules import Bound, Layer, NoRule, Step, classifier_of, layer_of, local, parts_of, refuse_altered
+from zoo.rules import Bound, Layer, NoRule, Step, classifier_of, layer_of, local, parts_of
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ def curvature_types() -> list[type[nn.Module]]:
 
 def expansion_of(module: nn.Module) -> Expand:
     """The rule of `module`, its weights already measured. Raises `NoRule`."""
-    refuse_altered(module)
+    layer = layer_of(module)  # refuses what has no rule of first order: hooks, unknown types, unsound activations
     if type(module) in _LINEAR:
-        return linear_expansion(module, layer_of(module))
+        return linear_expansion(module, layer)
     if type(module) not in _CURVATURES:
         raise NoRule(module, "no remainder is proved for this module type")
     return _CURVATURES[type(module)](module)

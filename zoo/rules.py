@@ -133,7 +133,7 @@ def classifier_rule(
 def classifier_of(model: nn.Module) -> tuple[Layer, nn.Linear]:
     """The trunk's rule and the linear head of a model. Raises `NoRule`."""
     for module in model.modules():  # also inside modules whose rule reads the weights without calling the parts
-        refuse_altered(module)
+        _refuse_altered(module)
     if type(model) not in _CLASSIFIER_RULES:
         raise NoRule(model)
     trunk, head = _CLASSIFIER_RULES[type(model)](model)
@@ -153,7 +153,7 @@ def local_rule_types() -> list[type[nn.Module]]:
 
 def layer_of(module: nn.Module) -> Layer:
     """The rule of `module`, its weights already measured. Raises `NoRule`."""
-    refuse_altered(module)
+    _refuse_altered(module)
     if _LOCAL.get() and type(module) in _LOCAL_RULES:
         return _named(module, _LOCAL_RULES[type(module)](module))
     if type(module) not in _RULES:
@@ -167,7 +167,7 @@ def _named(module: nn.Module, layer: Layer) -> Layer:
 
 def residual_layer_of(module: nn.Module) -> Layer:
     """The rule of x -> x + module(x)."""
-    refuse_altered(module)
+    _refuse_altered(module)
     if _LOCAL.get() and type(module) in _LOCAL_RESIDUAL_RULES:
         return Step(_LOCAL_RESIDUAL_RULES[type(module)](module), (module,))
     if type(module) in _RESIDUAL_RULES:
@@ -221,7 +221,7 @@ def expect(part: nn.Module, kind: type[nn.Module]) -> None:
         raise NoRule(part, f"a {kind.__name__} was expected in its place")
 
 
-def refuse_altered(module: nn.Module) -> None:
+def _refuse_altered(module: nn.Module) -> None:
     """A hook or a patched `forward` makes it another function than the one the rule was proved for."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     if hooks or "forward" in vars(module):
