@@ -41,6 +41,9 @@ from certify.operator_norms import operator_norms
 from zoo.curvature import Expansion, trunk_of
 from zoo.rules import Bound
 
+BYTES = 2**31  # memory for the terms of the images that are looked at together, and for those of their rivals
+PAIR, RIVAL = 16, 2  # bytes an entry and token, about
+
 
 @dataclass(frozen=True)
 class Step:
@@ -84,8 +87,9 @@ class AdjointAnalysis:
         weight_BJ: Tensor,
         backwards: Callable[[Tensor], Adjoints],
         failure: float,
+        kept: int,
     ) -> None:
-        self.clean, self.steps, self.weight_BJ, self.failure = clean, steps, weight_BJ, failure
+        self.clean, self.steps, self.weight_BJ, self.failure, self.kept = clean, steps, weight_BJ, failure, kept
         self.rivals_JB = clean.margin_BJ.argsort(-1)[:, :-1].mT  # the label's own margin is infinite
         self._backwards, self._ranks = backwards, dict[int, Adjoints]()
 
@@ -113,10 +117,12 @@ class AdjointAnalysis:
         return loss_BJ, decider_B
 
     def adjoints(self, rank: int) -> Adjoints:
-        """Those of every image's rival of this rank, 0 the closest; made when they are first asked for."""
-        if rank not in self._ranks:
-            self._ranks[rank] = self._backwards(self.rivals_JB[rank])
-        return self._ranks[rank]
+        """Those of every image's rival of this rank, 0 the closest; made when they are asked for, and the first `kept`
+        of them remembered."""
+        found = self._ranks.get(rank) or self._backwards(self.rivals_JB[rank])
+        if rank < self.kept:
+            self._ranks[rank] = found
+        return found
 
     def radii(self, eps_B: Tensor) -> list[Tensor]:
         """e_0 .. e_K (B,). A bound that is not a number counts as infinite."""
@@ -175,7 +181,13 @@ class Adjoint:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
         clean = clean_of(self.baked(images), labels)
-        return of_correct(clean, lambda index_I: self.expand(images[index_I], clean[index_I]))
+        few = max(1, BYTES // self._bytes(images[:1], PAIR)) if len(images) else 1
+        return of_correct(clean, few, lambda index_I: self.expand(images[index_I], clean[index_I]))
+
+    def _bytes(self, images_BCHW: Tensor, each: int) -> int:
+        """Memory for `each` bytes a node, entry and token: of attention, pairs of tokens have a vector each."""
+        y = self.nodes[0][0](images_BCHW)[0]
+        return each * len(self.nodes) * y.numel() * (y.shape[1] if y.ndim == 3 else 1)
 
     def expand(self, images_BCHW: Tensor, clean: Clean) -> AdjointAnalysis:
         """The terms of these images, float64, all of them correct."""
@@ -195,6 +207,7 @@ class Adjoint:
             pair_weights(self.head, clean.label_B),
             lambda j_B: _backwards(expansions, own_BD - weight_JD[j_B], x),
             norms.failure,
+            kept=max(1, BYTES // self._bytes(images_BCHW, RIVAL)),
         )
 
 

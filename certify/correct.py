@@ -1,9 +1,10 @@
-"""Only correctly classified images are worth a bound: a method looks at those, and the others are answered here.
+"""Only correctly classified images are worth a bound, a few at a time: a method looks at those, and the others are
+answered here.
 
-Letters: B images of the batch, I the correct ones among them.
+Letters: B images of the batch, I some of the correct ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -14,15 +15,14 @@ from certify.certificate import Breakdown, Certificate, Clean, Explained, per_im
 
 @dataclass(frozen=True)
 class OfCorrect:
-    """An analysis of the whole batch; `inner` is that of images index_I, None where there are none."""
+    """An analysis of the whole batch, made of those of its parts: (index_I, analysis of those images)."""
 
     clean: Clean
-    index_I: Tensor
-    inner: Explained | None
+    parts: Sequence[tuple[Tensor, Explained]]
 
     @property
     def failure(self) -> float:
-        return self.inner.failure if self.inner else 0.0
+        return max((analysis.failure for _, analysis in self.parts), default=0.0)
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
@@ -35,23 +35,25 @@ class OfCorrect:
             certified_B=none_B,
             unknown_B=none_B.clone(),
         )
-        if self.inner:
-            part = self.inner.at(eps_B[self.index_I])
+        for index_I, analysis in self.parts:
+            part = analysis.at(eps_B[index_I])
             for field in fields(Certificate):
-                getattr(whole, field.name)[self.index_I] = getattr(part, field.name)
+                getattr(whole, field.name)[index_I] = getattr(part, field.name)
         return whole
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
         """That of the correct images; not a number for the others. Nothing if there are none."""
         eps_B = per_image(eps, self.clean)
-        part = self.inner.breakdown(eps_B[self.index_I]) if self.inner else Breakdown("share", {})
-        costs = {name: torch.full_like(eps_B, torch.nan) for name in part.costs}
-        for name, cost_I in part.costs.items():
-            costs[name][self.index_I] = cost_I
-        return Breakdown(part.quantity, costs)
+        quantity, costs = "share", dict[str, Tensor]()
+        for index_I, analysis in self.parts:
+            part = analysis.breakdown(eps_B[index_I])
+            quantity = part.quantity
+            for name, cost_I in part.costs.items():
+                costs.setdefault(name, torch.full_like(eps_B, torch.nan))[index_I] = cost_I
+        return Breakdown(quantity, costs)
 
 
-def of_correct(clean: Clean, analyse: Callable[[Tensor], Explained]) -> OfCorrect:
-    """`analyse(index_I)` of the images that are classified correctly."""
-    index_I = clean.correct_B.nonzero().flatten()
-    return OfCorrect(clean, index_I, analyse(index_I) if len(index_I) else None)
+def of_correct(clean: Clean, few: int, analyse: Callable[[Tensor], Explained]) -> OfCorrect:
+    """`analyse(index_I)` of the images that are classified correctly, at most `few` at a time."""
+    index = clean.correct_B.nonzero().flatten()
+    return OfCorrect(clean, [(index_I, analyse(index_I)) for index_I in index.split(few) if len(index_I)])

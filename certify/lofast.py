@@ -75,7 +75,7 @@ class LoFAST:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
         clean = clean_of(self.baked(images), labels)
-        return of_correct(clean, lambda index_I: self._bounds(images[index_I], clean[index_I]))
+        return of_correct(clean, len(images) or 1, lambda index_I: self._bounds(images[index_I], clean[index_I]))
 
     def _bounds(self, x: Tensor, clean: Clean) -> LoFASTAnalysis:
         bounds = []

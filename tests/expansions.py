@@ -3,6 +3,7 @@
 Letters: B inputs, C gradients (classes).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -92,3 +93,22 @@ def ratios(bound: Tensor, found: Tensor, size: Tensor) -> Tensor:
     beaten = found > bound * (1 + 1e-9) + 1e-12 * size
     assert not beaten.any(), f"bound beaten by a factor of {float((found / bound)[beaten].max())}"
     return (bound / found)[found > 1e-8 * size]
+
+
+def tightness(cases: Iterable[Instance], steps: int = 40, starts: int = 4) -> dict[str, Tensor]:
+    """bound / best found of the remainder, of beta and of the norm of J, over all instances."""
+    found: dict[str, list[Tensor]] = {"remainder": [], "beta": [], "gain": []}
+    for case in cases:
+        expansion, size_B = case.expansion(), case.size_B()
+        torch.testing.assert_close(expansion.y, case.module(case.x), rtol=0, atol=0)
+        dip_CB, g_CB = largest_dip(case, steps, starts), case.g.flatten(2).norm(dim=2)
+        found["remainder"].append(ratios(expansion.remainder(case.g)(case.r_B[None]), dip_CB, g_CB * size_B))
+        found["beta"].append(ratios(expansion.beta(case.r_B), largest_remainder(case, steps, starts), size_B))
+        found["gain"].append(ratios(expansion.gain_B, largest_gain(case), torch.ones_like(size_B)))
+    return {name: torch.cat(values) for name, values in found.items()}
+
+
+def report(what: str, found: dict[str, Tensor]) -> None:
+    """One line each, shown by `pytest -s`."""
+    for name, ratio in found.items():
+        print(f"{what} {name}: {len(ratio)} instances, least {ratio.min():.3f}, median {ratio.median():.3f}")

@@ -52,7 +52,7 @@ def labelled(model: Any, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def analyse(model: Any, x: Tensor, y: Tensor) -> AdjointAnalysis:
-    inner = Adjoint(model).analyse(x, y).inner
+    inner = Adjoint(model).analyse(x, y).parts[0][1]
     assert isinstance(inner, AdjointAnalysis)
     return inner
 
@@ -175,3 +175,18 @@ def test_best_is_the_union() -> None:
 def test_a_model_without_remainders_is_refused() -> None:
     with pytest.raises(NoRule):
         Adjoint(zoo.create_model("dp_vit_ti", img_size=32, depth=1, mlp={"name": "gelu", "act_layer": nn.Hardswish}))
+
+
+def test_memory_only_decides_how_many_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("smooth", 1)
+    x, y = labelled(model, 7, 5)
+    y[3] = (y[3] + 1) % 4
+    together = Adjoint(model).analyse(x, y)
+    monkeypatch.setattr("certify.adjoint.BYTES", 1)
+    alone = Adjoint(model).analyse(x, y)
+    assert [len(together.parts), len(alone.parts)] == [1, 6]
+    for eps in (0.01, 0.1):
+        for one, other in zip(vars(together.at(eps)).values(), vars(alone.at(eps)).values(), strict=True):
+            torch.testing.assert_close(one, other)
+    assert not together.at(0.0).certified_B[3]
+    assert torch.isnan(torch.stack(list(alone.breakdown(0.1).costs.values()))[:, 3]).all()

@@ -91,7 +91,7 @@ def test_the_margin_never_falls_by_more_than_the_loss(seed: int) -> None:
     x, y = easy_batch(model, 8, seed)
     baked = bake(model)
     for eps in (0.05, 0.5, 2.0):
-        analysis: Any = LoFAST(model).analyse(x, y).inner
+        analysis: Any = LoFAST(model).analyse(x, y).parts[0][1]
         loss_BJ = analysis.weight_BJ * analysis.radius(torch.full((8,), eps, dtype=torch.float64))[:, None]
         adversarial = pgd(baked, x.double(), y, norm="l2", eps=eps, steps=50, loss="margin")
         with torch.no_grad():
@@ -212,8 +212,8 @@ def test_a_refuted_certificate_stops_the_evaluation(monkeypatch: pytest.MonkeyPa
 
     def wrong(self: LoFAST, *args: torch.Tensor) -> OfCorrect:
         analysis = honest(self, *args)
-        inner: Any = analysis.inner
-        return replace(analysis, inner=replace(inner, radius=lambda r: 0 * r))
+        inner: Any = analysis.parts[0][1]
+        return replace(analysis, parts=[(analysis.parts[0][0], replace(inner, radius=lambda r: 0 * r))])
 
     monkeypatch.setattr(LoFAST, "analyse", wrong)
     with pytest.raises(UnsoundCertificate, match="image"):

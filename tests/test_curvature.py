@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.expansions import Instance, largest_dip, largest_gain, largest_remainder, ratios
+from tests.expansions import Instance, largest_dip, largest_gain, ratios, report, tightness
 from tests.test_rules import CASES as FIRST_ORDER
 from tests.test_rules import SHAPES, norm_with_affine, scaled_
 from zoo.activations import GELU, SIGMOID, SILU, TANH, TANH_GELU, Smooth, bend_of, hull2
@@ -109,20 +109,9 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize(("kind", "i"), HERE, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
 def test_no_ascent_beats_the_rule(kind: type[nn.Module], i: int) -> None:
     case = CASES[kind][i]
-    dips, sizes, gains = [], [], []
-    for instance in instances(case, seed=0):
-        expansion, size_B = instance.expansion(), instance.size_B()
-        torch.testing.assert_close(expansion.y, instance.module(instance.x), rtol=0, atol=0)
-        g_CB = instance.g.flatten(2).norm(dim=2)
-        dips.append(ratios(expansion.remainder(instance.g)(instance.r_B[None]), largest_dip(instance), g_CB * size_B))
-        sizes.append(ratios(expansion.beta(instance.r_B), largest_remainder(instance), size_B))
-        gains.append(ratios(expansion.gain_B, largest_gain(instance), torch.ones_like(size_B)))
-    dip, size, gain = (torch.cat(values) for values in (dips, sizes, gains))
-    print(
-        f"{kind.__name__} {case.shape} bound/best of {len(dip)}: "
-        f"remainder min {dip.min():.3f} median {dip.median():.3f}, "
-        f"beta min {size.min():.3f} median {size.median():.3f}, gain median {gain.median():.3f}"
-    )
+    found = tightness(instances(case, seed=0))
+    report(f"{kind.__name__} {case.shape}", found)
+    dip, size = found["remainder"], found["beta"]
     assert len(dip) > 40
     assert dip.median() <= case.remainder
     assert size.median() <= case.beta

@@ -14,7 +14,7 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor, nn
 
 from tests.ascent import ascend, largest_change
-from tests.expansions import Instance, largest_dip, largest_gain, largest_remainder
+from tests.expansions import Instance, largest_dip, largest_gain, largest_remainder, report
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
@@ -105,11 +105,6 @@ def ratios(pairs: list[tuple[Forms, Tensor, Tensor]]) -> dict[str, Tensor]:
 def positive(best: Tensor) -> Tensor:
     """G = 0 has 0, which rounding may hide where attention is all but linear."""
     return best.clamp_min(1e-300)
-
-
-def report(what: str, found: dict[str, Tensor]) -> None:
-    for name, ratio in found.items():
-        print(f"{what} {name}: {len(ratio)} instances, least {ratio.min():.2f}, median {ratio.median():.2f}")
 
 
 def test_no_ascent_beats_a_form_of_the_remainder(attacked: Attacked) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ascent import ascend, largest_change
-from tests.expansions import Instance, largest_dip, largest_gain, largest_remainder
+from tests.expansions import Instance, largest_dip, largest_gain, largest_remainder, ratios, report, tightness
 from zoo import create_model
 from zoo.attention.core_expansion import Measured
 from zoo.attention.core_forms import Core, Radii
@@ -72,28 +72,11 @@ def instances(kind: str, modules: int = MODULES) -> Iterator[Instance]:
         yield Locally(module, x, torch.randn(1, INPUTS, N, D).double(), r)
 
 
-def over(bound: Tensor, found: Tensor, size: Tensor) -> Tensor:
-    """bound / found, where more than rounding was found."""
-    assert not torch.isnan(bound).any()
-    assert (bound >= found * (1 - 1e-9) - 1e-12 * size).all()
-    return (bound / found)[found > 1e-8 * size]
-
-
 @pytest.mark.parametrize("kind", CASES)
 def test_no_ascent_beats_remainder_beta_or_gain(kind: str) -> None:
-    dips, mosts, gains = [], [], []
-    for case in instances(kind):
-        expansion, size_B = case.expansion(), case.size_B()
-        torch.testing.assert_close(expansion.y, case.module(case.x), rtol=0, atol=0)
-        g_B = case.g.flatten(2).norm(dim=2)[0]
-        dips.append(over(expansion.remainder(case.g)(case.r_B[None])[0], largest_dip(case, 20, 2)[0], g_B * size_B))
-        mosts.append(over(expansion.beta(case.r_B), largest_remainder(case, 20, 2), size_B))
-        gains.append(over(expansion.gain_B, largest_gain(case, 25), torch.ones_like(size_B)))
-    dip, most, gain = (torch.cat(values) for values in (dips, mosts, gains))
-    print(
-        f"{kind}: bound/best of {len(dip)}: remainder {dip.min():.2f} median {dip.median():.2f}, "
-        f"beta {most.min():.2f} median {most.median():.2f}, gain {gain.min():.2f} median {gain.median():.2f}"
-    )
+    found = tightness(instances(kind), steps=20, starts=2)
+    report(kind, found)
+    dip, most = found["remainder"], found["beta"]
     _, remainder, beta = CASES[kind]
     assert len(most) > 100
     assert dip.median() < remainder
@@ -226,8 +209,8 @@ def test_levels_and_tau_of_the_core(kind: str) -> None:
         nearest["t1"].append(ascend(dip, qk, radius, 40, 3) / t1)
         nearest["tau"].append(found_tau / core.tau.at(r))
         nearest["level"].append(found / core.rows(w).at(r))
-    for name, ratios in nearest.items():
-        ratio = torch.cat(ratios)
+    for name, values in nearest.items():
+        ratio = torch.cat(values)
         print(f"{kind} {name}: nearest {ratio.max():.3f}, median {ratio.median():.3f}")
         assert ratio.max() <= 1 + 1e-9
         assert ratio.max() > 0.95
@@ -282,9 +265,9 @@ def test_windows_of_a_swin_block_share_the_radius(attention: str, remainder: flo
         size_B = case.size_B()
         torch.testing.assert_close(expansion.y, case.module(x))
         g_B = g.flatten(2).norm(dim=2)[0]
-        dips.append(over(expansion.remainder(g)(r_B[None])[0], largest_dip(case, 14, 2)[0], g_B * size_B))
-        mosts.append(over(expansion.beta(r_B), largest_remainder(case, 14, 2), size_B))
-        over(expansion.gain_B, largest_gain(case, 10), torch.ones_like(size_B))
+        dips.append(ratios(expansion.remainder(g)(r_B[None])[0], largest_dip(case, 14, 2)[0], g_B * size_B))
+        mosts.append(ratios(expansion.beta(r_B), largest_remainder(case, 14, 2), size_B))
+        ratios(expansion.gain_B, largest_gain(case, 10), torch.ones_like(size_B))
         change = _in_windows(block, masked_local)(x)[1](r_B)
         changes.append(change / largest_change(case.module, x, r_B, 15, 2))
         assert (change <= _in_windows(block)(x)[1](r_B) * (1 + 1e-9)).all()

@@ -282,7 +282,7 @@ def test_growth_multiplies_to_the_radius_and_steps_are_named(name: str) -> None:
     x = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     prover = LoFAST(model)
     analysis = prover.analyse(x, model(x).argmax(-1))
-    inner: Any = analysis.inner
+    inner: Any = analysis.parts[0][1]
     for eps in (1e-3, 0.1):
         found = analysis.breakdown(eps)
         assert found.quantity == "growth"
@@ -301,7 +301,7 @@ def test_shares_add_up_to_the_adjoint_loss(name: str) -> None:
     model = small_model(name)
     x = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     prover = Adjoint(model)
-    analysis: Any = prover.analyse(x, model(x).argmax(-1)).inner
+    analysis: Any = prover.analyse(x, model(x).argmax(-1)).parts[0][1]
     assert "blocks.0.attn" in names(prover.baked, [layer for layer, _ in prover.nodes])
     for eps in (1e-3, 0.05, 0.5):
         found = analysis.breakdown(eps)

@@ -1,0 +1,102 @@
+"""How tight every rule is: bound / best found by gradient ascent, over at least 200 instances of each rule.
+
+First order, radius: published and local rules, on the same instances. Second order: remainder, beta and the norm of J.
+Modules, inputs and the search are those of the tests; a bound that is beaten ends the run with an error. `attacked` are
+all instances, `compared` those where the search found more than rounding.
+
+    python -m benchmarks.bench_tightness [--only Mlp SLL]
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from benchmarks.record import record
+from tests import test_curvature, test_curvature_attention, test_curvature_variants, test_rules
+from tests.expansions import Instance, tightness
+from zoo.curvature import curvature_types
+from zoo.rules import local, local_rule_types, rule_types
+
+MODULES = 20  # of each case of second order: 200 inputs
+Row = dict[str, Any]
+
+
+def rows_of(kind: type[nn.Module], attacked: dict[str, int], search: Callable[[], dict[str, Tensor]]) -> Iterator[Row]:
+    """One for each bound that `search` speaks of; the seconds are those of all of them."""
+    start = time.perf_counter()
+    found = search()
+    seconds = round(time.perf_counter() - start, 1)
+    for bound, ratio in found.items():
+        least, median = (float(f"{value:.4g}") for value in (ratio.min(), ratio.median()))
+        counts = {"attacked": attacked[bound], "compared": len(ratio)}
+        yield {"rule": kind.__name__, "bound": bound, **counts, "least": least, "median": median, "seconds": seconds}
+
+
+def first_order(kind: type[nn.Module], name: str) -> Iterator[Row]:
+    """||f(x + G) - f(x)||; where nothing moves there is nothing to compare."""
+    make, _ = test_rules.CASES[kind]
+    cases = test_rules.instances(make, test_rules.SHAPES.get(kind, (test_rules.N, test_rules.D)), seed=0)
+
+    def search() -> dict[str, Tensor]:
+        with local() if name == "local radius" else nullcontext():
+            reached = test_rules.reached(cases)
+        if not reached.max() <= 1 + 1e-9:
+            raise AssertionError(f"{kind.__name__}: bound beaten by a factor of {reached.max()}")
+        return {name: 1 / reached[reached > 0]}
+
+    yield from rows_of(kind, {name: sum(len(x) for _, x, _ in cases)}, search)
+
+
+def expansions() -> dict[type[nn.Module], list[Instance]]:
+    """All instances of the tests of second order by the type of their module."""
+    sources: list[Iterable[Instance]] = [
+        *(test_curvature.instances(case, 0, MODULES) for cases in test_curvature.CASES.values() for case in cases),
+        *map(test_curvature_attention.mixtures, test_curvature_attention.MIXTURES),
+        *map(test_curvature_variants.instances, test_curvature_variants.CASES),
+    ]
+    kinds: dict[type[nn.Module], list[Instance]] = {}
+    for case in (case for source in sources for case in source):
+        kinds.setdefault(type(case.module), []).append(case)
+    if set(kinds) != set(curvature_types()):
+        raise LookupError("the tests have no instances of some rules of second order")
+    return kinds
+
+
+def second_order(kind: type[nn.Module], cases: list[Instance]) -> Iterator[Row]:
+    inputs = sum(len(case.x) for case in cases)
+    attacked = {"remainder": sum(case.g.shape[:2].numel() for case in cases), "beta": inputs, "gain": inputs}
+    torch.manual_seed(0)  # power iteration starts at random
+    yield from rows_of(kind, attacked, lambda: tightness(cases))
+
+
+def all_rows(wanted: Callable[[type[nn.Module]], bool]) -> Iterator[Row]:
+    for name, kinds in (("radius", rule_types()), ("local radius", local_rule_types())):
+        for kind in filter(wanted, kinds):
+            yield from first_order(kind, name)
+    for kind, cases in expansions().items():
+        if wanted(kind):
+            yield from second_order(kind, cases)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="only these module types; nothing is recorded")
+    only = parser.parse_args().only
+    rows = list(all_rows(lambda kind: not only or kind.__name__ in only))
+    table = Table("rule", "bound", *(header for header in ("attacked", "compared", "least", "median", "seconds")))
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    Console().print(table)
+    if not only:
+        record("tightness", {"ratio": "bound / best found", "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
