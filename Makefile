@@ -22,8 +22,9 @@ demo: install
 	python -m registry list
 	@echo 'rows, curve and model card: runs/demo/certificate/   browse the registry: make ui'
 
+# File by file on two processes, so that what a file sets up is set up once.
 test: install
-	python -m pytest -m 'not slow'
+	python -m pytest -n 2 --dist loadfile -m 'not slow'
 
 test-slow: install
 	python -m pytest -m slow

@@ -1,4 +1,4 @@
-"""Where results go: benchmarks/results/NAME.json, with the hardware and the command that made them."""
+"""Where results go: benchmarks/results/NAME.json, with the hardware, the command and the commit that made them."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from certizoo.commit import git_commit
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -24,6 +26,7 @@ def record(name: str, result: dict[str, Any]) -> None:
     """Write the result and show it."""
     entry = {
         "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "commit": git_commit(),
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -9,7 +9,7 @@ Behind nodes with gain < 1, such as norms, ||D_k|| <= gain_k ||D_{k-1}|| will do
 Letters: B images, K nodes; S products at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,8 +54,9 @@ def random(expansions: Sequence[Expansion], images_BCHW: Tensor) -> Norms:
     chain = expansions[1:]
     start_BX = lanczos.starts(images_BCHW, expansions[0].y.shape[1:])
     free = [bool((expansion.gain_B > 1).any()) for expansion in chain]
-    ends = [k for k, expansion in enumerate(chain) if bool((expansion.gain_B >= 1).any()) or k == len(chain) - 1]
-    product_SB = iter(lanczos.norms(_gram(chain, ends), start_BX, len(ends)))
+    ends = [k for k, expansion in enumerate(chain) if bool((expansion.gain_B >= 1).any())]
+    of_ends: Iterable[Tensor] = lanczos.norms(_gram(chain, ends), start_BX, len(ends)) if ends else ()
+    product_SB = iter(of_ends)
     nodes, products = [expansions[0].gain_B], [torch.ones_like(expansions[0].gain_B)]
     for k, expansion in enumerate(chain):
         nodes.append(expansion.gain_B)

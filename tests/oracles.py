@@ -61,6 +61,8 @@ def gelu(x: Tensor) -> Tensor:
 def layernorm(own: Options, s: State, x_ND: Tensor) -> Tensor:
     eps = own.get("eps", 1e-6)
     rows = [(x - x.mean()) / torch.sqrt(((x - x.mean()) ** 2).mean() + eps) for x in x_ND]
+    if not own.get("elementwise_affine", True):
+        return torch.stack(rows)
     return torch.stack(rows) * s["weight"] + s["bias"]
 
 

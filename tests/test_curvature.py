@@ -71,20 +71,22 @@ CASES: dict[type[nn.Module], list[Case]] = {
     nn.ReLU: [Case(lambda s: nn.ReLU(), 1.5, 1.1)],
     ReLUx: [Case(lambda s: scaled_(ReLUx((N, D), 1.0), s), 3.3, 1.2)],
     Mlp: [
-        Case(mlp(nn.GELU), 1.1, 3.1),
+        Case(mlp(nn.GELU), 1.1, 3.1, (1, D)),
+        Case(mlp(nn.GELU), 1.8, 3.9),  # one form for all tokens, which here have nothing to do with one another
         Case(mlp(partial(nn.GELU, "tanh")), 1.1, 3.1, (1, D)),
-        Case(mlp(nn.Tanh), 1.25, 3.3),
-        Case(mlp(nn.SiLU), 1.25, 3.3),
-        Case(mlp(partial(nn.Softplus, threshold=40.0)), 1.25, 3.3),
+        Case(mlp(nn.Tanh), 1.25, 3.3, (1, D)),
+        Case(mlp(nn.SiLU), 1.25, 3.3, (1, D)),
+        Case(mlp(partial(nn.Softplus, threshold=40.0)), 1.25, 3.3, (1, D)),
         Case(mlp(nn.ReLU), 1.9, 2.5),
         Case(mlp(nn.ReLU), 1.6, 2.5, (1, D)),
     ],
     SLL: [
-        Case(sll, 1.2, 2.4),
+        Case(sll, 1.2, 2.4, (1, D)),
+        Case(sll, 2.0, 3.0),
         Case(lambda s: scaled_(SLL(D, 2 * D, nn.ReLU), s), 1.9, 2.2),
-        Case(lambda s: scaled_(SLL(D, 2 * D, MonotoneGELU), s), 1.2, 2.8),
+        Case(lambda s: scaled_(SLL(D, 2 * D, MonotoneGELU), s), 1.2, 2.8, (1, D)),
     ],
-    ConstrainedMlp: [Case(lambda s: scaled_(ConstrainedMlp(D, 2 * D, act=nn.Tanh if s > 1 else nn.ReLU), s), 1.6, 2.8)],
+    ConstrainedMlp: [Case(lambda s: scaled_(ConstrainedMlp(D, 2 * D, act=nn.Tanh if s > 1 else nn.ReLU), s), 1.9, 3.1)],
 }
 HERE = [(kind, i) for kind, cases in CASES.items() for i in range(len(cases))]
 LINEAR = (nn.Linear, nn.Identity, nn.Flatten, CenterNorm, WeightedResidual, ConvMixing, nn.Conv2d, Normalize)

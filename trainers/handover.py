@@ -1,7 +1,6 @@
 """What training leaves behind: float32 weights and the resolved configuration; then certification and publication."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.table import Table
 import zoo
 from certify import publication, stage
 from certizoo import UserError, __version__
+from certizoo.commit import git_commit
 from certizoo.files import write_whole
 from trainers.engine import Engine
 from trainers.job import Job, certify_settings
@@ -31,15 +31,6 @@ def write(job: Job, engine: Engine, step: int, metrics: dict[str, float]) -> Non
         zoo.handover.save(folder, model, job.model, extra)
         write_whole(folder / "metrics.json", json.dumps({"step": step, **metrics}, indent=1))
     engine.world.barrier()
-
-
-def git_commit() -> str:
-    """The commit of the project, 'unknown' outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).resolve().parents[1]), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def certify_and_publish(job: Job, run_id: str | None) -> None:

@@ -67,7 +67,7 @@ class Smooth:
 
         c falls with r, hence the lemma on tokens. As r -> 0 it is the exact Hessian. MATH-PROOFS section 2.3."""
         lo, hi = hull2(self, z_PNH, reach_PNH)
-        return 0.5 * top(-r_P.square()[:, None, None] * torch.minimum(w_PNH * lo, w_PNH * hi))
+        return 0.5 * top(_of_all(-r_P.square()[:, None, None] * torch.minimum(w_PNH * lo, w_PNH * hi)))
 
     def size(self, z_PNH: Tensor, s_H: Tensor, reach_PNH: Tensor, r_P: Tensor, top: Top) -> Tensor:
         """|R_h| <= kappa_h d_h^2 / 2, kappa = max |sigma''| within the reach, and sum x_h^2 <= max x_h sum x_h:
@@ -78,7 +78,13 @@ class Smooth:
         lo, hi = hull2(self, z_PNH, reach_PNH)
         kappa_PNH = s_H * torch.maximum(-lo, hi)
         m_PN1 = (kappa_PNH * reach_PNH.square()).amax(-1, keepdim=True)
-        return 0.5 * r_P * top(kappa_PNH * m_PN1).sqrt()
+        return 0.5 * r_P * top(_of_all(kappa_PNH * m_PN1)).sqrt()
+
+
+def _of_all(c_PNH: Tensor) -> Tensor:
+    """One form that is above those of all tokens, (P, 1, H): tokens bend alike, so it costs a radius less than 1 %, and
+    N times fewer eigenvalues are asked for. (At kinks they do not: there it would cost 4 %.)"""
+    return c_PNH.amax(1, keepdim=True)
 
 
 def hull2(act: Smooth, z: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,10 +126,11 @@ SMOOTH: Options = {"norm": "smoothproject", "attn_norm": {"name": "smoothproject
 AOL: Options = {"mlp": "aol_relu", "patch_cap": None, "patch_constraint": "aol"}
 ORTHOGONAL: Options = {"mlp": "orthogonal_relu", "patch_cap": None, "patch_constraint": "orthogonal"}
 # An ordinary pre-norm GELU ViT, of which the adjoint certificate proves much if it was trained for that: LayerNorm with
-# eps = 1, whose slope and curvature are bounded (MATH-PROOFS.md 5.3), mean pooling, few tokens, two blocks.
+# eps = 1, whose slope and curvature are bounded (MATH-PROOFS.md 5.3), without factors that would undo the caps on the
+# weights behind it; mean pooling, few tokens, two blocks.
 CERT_C10: Options = VIT | {
     "attention": {"name": "dp"},
-    "norm": {"name": "layernorm", "eps": 1.0},
+    "norm": {"name": "layernorm", "eps": 1.0, "elementwise_affine": False},
     "mlp_ratio": 2.0,
     "init": "orthogonal",
     "global_pool": "avg",

@@ -32,8 +32,10 @@ def fused(
     w_2_DH: Tensor,
     scales_H: Tensor | None = None,
     skip: float = 0.0,
+    gain: float | None = None,
 ) -> Expand:
-    """skip x + W_2 sigma(units(x)) with units(x) = W_1 x + b_1; `module` is the whole map, constants included.
+    """skip x + W_2 sigma(units(x)) with units(x) = W_1 x + b_1; `module` is the whole map, constants included, `gain` a
+    bound of ||J|| where there is a better one than here.
 
     With any scaling S > 0 of the units, ||R|| <= ||W_2 S^{-1}|| |S R_sigma|, and J = W_2 D W_1 has
     ||J||^2 <= ||W_2 S^{-1}||^2 lambda_max(W_1^T (S D)^2 W_1).
@@ -47,9 +49,13 @@ def fused(
         z = units(x)
         z_BNH, slope = z.flatten(1, -2), bend.slope(z)
         beta = units_beta(bend, form, z_BNH)
+        if gain is None:
+            gain_B = skip + outer * form.top((s_H * slope.flatten(1, -2)).square().amax(1, keepdim=True)).sqrt()
+        else:
+            gain_B = x.new_full((len(x),), gain)
         return Expansion(
             module(x),
-            skip + outer * form.top((s_H * slope.flatten(1, -2)).square()).sqrt(),
+            gain_B,
             lambda r: outer * beta(r),
             lambda g: units_remainder(bend, form, z_BNH, g.flatten(2, -2) @ w_2_DH),
             lambda g: skip * g + (g @ w_2_DH * slope) @ w_1_HD,
@@ -87,7 +93,7 @@ def eigenvalue_bound(w_HD: Tensor) -> Top:
             found_P = found_P.scatter(0, p, exact_P)
         above_PN[pairs, first] = -torch.inf
         rest = (above_PN > found_P[:, None]).nonzero()
-        for item in rest.split(few):
+        for item in rest.split(few) if len(rest) else ():
             p, n = item.unbind(1)
             exact_I = exponents(w_HD, c_PNH[p, n], found_P[p], above_PN[p, n])
             found_P = found_P.scatter_reduce(0, p, exact_I, "amax")

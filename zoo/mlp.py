@@ -1,7 +1,6 @@
 """Token-wise networks: timm's MLP, and two 1-Lipschitz residual layers (SLL, constrained MLP), with their rules."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import timm.layers
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.activations import bend_of
-from zoo.curvature import Expand, Expansion, curvature
+from zoo.curvature import Expand, curvature
 from zoo.fused import fused
 from zoo.lipschitz import constrain_
 from zoo.monotone import MonotoneGELU
@@ -144,12 +143,8 @@ def sll_curvature(module: SLL) -> Expand:
     def units(x: Tensor) -> Tensor:
         return x @ w_DH + module.bias.double()
 
-    branch = fused(module, bend_of(module.act), units, w_DH.mT, -2 * w_DH / t_H, t_H.rsqrt(), skip=1.0)
-
-    def expand(x: Tensor) -> Expansion:
-        return replace(branch(x), gain_B=x.new_ones(len(x)))
-
-    return expand
+    scales_H = t_H.rsqrt()
+    return fused(module, bend_of(module.act), units, w_DH.mT, -2 * w_DH / t_H, scales_H, skip=1.0, gain=1.0)
 
 
 @curvature(ConstrainedMlp)

@@ -1,0 +1,119 @@
+"""What the adjoint certificate costs: seconds an image for all eps of the grid, and for the certified radius besides.
+
+Three layers of width 128, 4 or 16 tokens. Processes with one thread each share the images, as `certify.workers` does;
+each measures the weights once, which is not counted. The eps are asked from the largest down; an image that passed one
+is not asked for a smaller one. Paper 004 reports 0.055 s an image for one eps, 4 tokens.
+
+    python -m benchmarks.bench_certify                                # random weights, labels as predicted: all correct
+    python -m benchmarks.bench_certify --handover RUN/handover --shards FOLDER   # a trained model and its test images
+"""
+
+import argparse
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import shards
+import zoo
+from benchmarks.record import record
+from certify.adjoint import Adjoint
+from certify.api import radius_of
+from certify.certificate import Analysis
+from zoo.fold import folded
+
+EPS = (0.02, 0.05, 0.1, 36 / 255, 0.25)
+TARGETS = {4: 0.02, 16: 0.1}  # seconds an image on 2 cores, all eps
+BATCH = 64
+
+
+def all_eps(analysis: Analysis) -> None:
+    """Every image and eps is answered; a larger ball that is certified answers for the smaller ones in it."""
+    passed_B = torch.zeros_like(analysis.clean.correct_B)
+    for eps in sorted(EPS, reverse=True):
+        passed_B = passed_B | analysis.at(torch.where(passed_B, 0.0, eps)).certified_B
+
+
+def share(model: Any, images_BCHW: Tensor, labels_B: Tensor, barrier: Any, found: Any) -> None:
+    """One process: the seconds for its images."""
+    torch.set_num_threads(1)
+    prover = Adjoint(model)
+    prover.analyse(images_BCHW[:2], labels_B[:2]).at(0.1)
+    barrier.wait()
+    start, of_radius = time.perf_counter(), 0.0
+    for images, labels in zip(images_BCHW.split(BATCH), labels_B.split(BATCH), strict=True):
+        analysis = prover.analyse(images, labels)
+        all_eps(analysis)
+        before = time.perf_counter()
+        radius_of(analysis)
+        of_radius += time.perf_counter() - before
+    found.put((time.perf_counter() - start - of_radius, of_radius))
+
+
+def measure(model: Any, images_BCHW: Tensor, labels_B: Tensor, workers: int) -> dict[str, float]:
+    """The slowest process counts."""
+    context = get_context("spawn")
+    barrier, found = context.Barrier(workers), context.Queue()
+    shares = zip(images_BCHW.tensor_split(workers), labels_B.tensor_split(workers), strict=True)
+    processes = [context.Process(target=share, args=(folded(model), *part, barrier, found)) for part in shares]
+    for process in processes:
+        process.start()
+    eps, radius = zip(*(found.get() for _ in processes), strict=True)
+    for process in processes:
+        process.join()
+    with torch.no_grad():
+        correct = float((model(images_BCHW).argmax(-1) == labels_B).float().mean())
+    count = len(labels_B)
+    return {
+        "images": count,
+        "correct": correct,
+        "seconds_all_eps": max(eps) / count,
+        "seconds_radius_besides": max(radius) / count,
+    }
+
+
+def subjects(arguments: argparse.Namespace) -> list[tuple[str, int | None, Any, Tensor, Tensor]]:
+    """(name, tokens where the model is the one of the target, model, images, labels)."""
+    if arguments.handover:
+        model, config = zoo.handover.load(arguments.handover)
+        data = shards.DataConfig(**config["data"] | {"root": str(arguments.shards)})
+        loader = shards.eval_loader(
+            shards.find(data, "test"), data, batch_size=arguments.images, limit=arguments.images
+        )
+        _, images, labels = next(iter(loader))
+        return [(config["model"]["name"], None, model.eval(), images, labels)]
+    found: list[tuple[str, int | None, Any, Tensor, Tensor]] = []
+    for tokens, patch in ((4, 16), (16, 8)):
+        torch.manual_seed(0)
+        model = zoo.create_model("lofast_vit_c10_smooth", patch_size=patch).eval()
+        images = torch.rand(arguments.images, 3, 32, 32)
+        with torch.no_grad():
+            labels = model(images).argmax(-1)
+        found.append((f"lofast_vit_c10_smooth, {tokens} tokens, random weights", tokens, model, images, labels))
+    return found
+
+
+def main() -> None:
+    """Measure, print, and write benchmarks/results/certify_cpu.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--handover", type=Path)
+    parser.add_argument("--shards", type=Path)
+    arguments = parser.parse_args()
+    rows = {}
+    for name, tokens, model, images, labels in subjects(arguments):
+        rows[name] = measure(model, images, labels, arguments.workers)
+        if tokens:
+            rows[name]["target"] = TARGETS[tokens]
+        print(name, {key: round(value, 4) for key, value in rows[name].items()})
+    record(
+        "certify_cpu" if not arguments.handover else "certify_trained_cpu", {"workers": arguments.workers, "rows": rows}
+    )
+
+
+if __name__ == "__main__":
+    main()
