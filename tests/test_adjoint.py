@@ -12,43 +12,9 @@ from certify.adjoint import Adjoint, AdjointAnalysis
 from certify.bake import bake
 from certify.operator_norms import dense, jacobian, random, unit_vectors
 from tests.ascent import ascend, largest_change
+from tests.small_models import PARTS, labelled, small_model
 from zoo.curvature import nodes_of, trunk_of
 from zoo.rules import NoRule
-
-PARTS: dict[str, dict[str, Any]] = {
-    "smooth": {"norm": "smoothproject", "attn_norm": "smoothproject", "mlp": "sll_tanh", "block": "normfirst"},
-    "lofast": {"norm": "layerproject", "attn_norm": "layerproject", "mlp": "sll_relu", "block": "normfirst"},
-    "standard": {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "prenorm"},
-    "cls": {"norm": {"name": "layernorm", "eps": 0.1}, "mlp": "gelu", "block": "prenorm", "global_pool": "cls"},
-    "fc_norm": {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "prenorm", "fc_norm": True},
-}
-
-
-def random_model(parts: str, seed: int) -> Any:
-    """Two layers on 4 patches; weights of a size at which something is certified and something is not."""
-    torch.manual_seed(seed)
-    options: dict[str, Any] = {
-        "global_pool": "avg",
-        "mlp_ratio": 2.0,
-        "img_size": 8,
-        "patch_size": 4,
-        "in_chans": 1,
-        "num_classes": 4,
-    }
-    model = zoo.create_model("dp_vit_ti", **(options | {"embed_dim": 16, "depth": 2, "num_heads": 2} | PARTS[parts]))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim > 1:
-                p.copy_(torch.randn_like(p) * (0.3 + 0.7 * (seed % 3)) * p.shape[-1] ** -0.5)
-            elif "bias" in name:
-                p.copy_(0.1 * torch.randn_like(p))
-    return model.eval()
-
-
-def labelled(model: Any, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    x = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        return x, model(x).argmax(-1)
 
 
 def analyse(model: Any, x: Tensor, y: Tensor) -> AdjointAnalysis:
@@ -61,7 +27,7 @@ def analyse(model: Any, x: Tensor, y: Tensor) -> AdjointAnalysis:
 @pytest.mark.parametrize("seed", range(3))
 def test_no_ascent_beats_the_loss_or_the_radii(parts: str, seed: int) -> None:
     """The margin of every pair falls by no more than the loss, and every node moves by no more than its radius."""
-    model = random_model(parts, seed)
+    model = small_model(parts, seed)
     x, y = labelled(model, 6, seed)
     analysis = analyse(model, x, y)
     baked: Any = bake(model)
@@ -91,7 +57,7 @@ def test_no_ascent_beats_the_loss_or_the_radii(parts: str, seed: int) -> None:
 @pytest.mark.parametrize("parts", PARTS)
 def test_first_order_is_exact(parts: str) -> None:
     """loss / eps -> ||g_0|| as eps -> 0: nothing but the gradient of the margin is paid for."""
-    model = random_model(parts, 1)
+    model = small_model(parts, 1)
     x, y = labelled(model, 5, 0)
     analysis = analyse(model, x, y)
     baked, eps = bake(model), 1e-7
@@ -110,7 +76,7 @@ def test_first_order_is_exact(parts: str) -> None:
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_loss_grows_with_eps_and_infinity_is_unknown(parts: str) -> None:
-    model = random_model(parts, 2)
+    model = small_model(parts, 2)
     x, y = labelled(model, 5, 1)
     analysis = analyse(model, x, y)
     grid = [analysis.radii(torch.full((5,), eps, dtype=torch.float64)) for eps in (0.0, 1e-3, 0.01, 0.1, 1.0, 10.0)]
@@ -123,7 +89,7 @@ def test_loss_grows_with_eps_and_infinity_is_unknown(parts: str) -> None:
 
 
 def test_the_jacobian_is_that_of_autograd() -> None:
-    model = bake(random_model("standard", 0))
+    model = bake(small_model("standard", 0))
     nodes, _ = trunk_of(model)
     x, _ = labelled(model.float(), 2, 0)
     model.double()
@@ -146,7 +112,7 @@ def test_the_jacobian_is_that_of_autograd() -> None:
 def test_norms_without_matrices_are_those_of_the_matrices(parts: str) -> None:
     """Lanczos is never below the verified norms of J_k and of the products, and at most 1 / sqrt(1 - delta) above where
     it was used; in particular for nodes of the first block and for the whole trunk."""
-    model = bake(random_model(parts, 1))
+    model = bake(small_model(parts, 1))
     x, _ = labelled(model.float(), 4, 1)
     model.double()
     expansions, z = [], x.double()
@@ -163,7 +129,7 @@ def test_norms_without_matrices_are_those_of_the_matrices(parts: str) -> None:
 
 
 def test_best_is_the_union() -> None:
-    model = random_model("smooth", 1)
+    model = small_model("smooth", 1)
     x, y = labelled(model, 12, 3)
     radii = {method: certified_radius(model, x, y, method=method) for method in ("lofast", "adjoint", "best")}
     union = torch.maximum(radii["lofast"], radii["adjoint"])
@@ -180,7 +146,7 @@ def test_a_model_without_remainders_is_refused() -> None:
 
 
 def test_memory_only_decides_how_many_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model("smooth", 1)
+    model = small_model("smooth", 1)
     x, y = labelled(model, 7, 5)
     y[3] = (y[3] + 1) % 4
     together = Adjoint(model).analyse(x, y)
