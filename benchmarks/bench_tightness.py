@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.record import record
@@ -90,7 +90,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="only these module types; nothing is recorded")
     only = parser.parse_args().only
     rows = list(all_rows(lambda kind: not only or kind.__name__ in only))
-    table = Table(Column("rule", overflow="fold"), "bound", "attacked", "compared", "least", "median", "seconds")
+    columns = ("rule", "bound", "attacked", "compared", "least", "median", "seconds")
+    table = Table(*columns, box=None, pad_edge=False, collapse_padding=True)  # all in 80 characters
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
     Console().print(table)
