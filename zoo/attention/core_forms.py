@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zoo.attention.spread import K2_MAX, LOGIT_MAX, ROUND, e1, e2, exponential, gram, known, norm, top
+from zoo.attention.spread import K2_MAX, LOGIT_MAX, ROUND, e1, e2, exponential, gram, known, norm, third_cumulant, top
 from zoo.spectral import sigma_upper
 
 
@@ -299,9 +299,3 @@ class CoreRemainder:
 
         forms = ((known(t2_box), t2), (known(t3_box), t3))
         return t1 + sum(torch.minimum(box, known(exponential(form, tau))) for box, form in forms)
-
-
-def third_cumulant(t: Tensor, sd: Tensor) -> Tensor:
-    """h = (e^{2 tau} / 2 + e^{3 tau} sd^2 / 10) sd: kappa_3 is at most e^{t tau} sum p |c~| delta~^2, plus, from moving
-    the centres from t = 0, 3 t e^{2 t tau} sd(c) sd^3 + 2 t^3 e^{3 t tau} sd(c) sd^5; the integral with 1 - t."""
-    return sd * (torch.exp(2 * t) / 2 + torch.exp(3 * t) * sd.square() / 10)

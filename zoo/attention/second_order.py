@@ -37,6 +37,7 @@ from zoo.attention.spread import (
     measure,
     norm,
     split_heads,
+    third_cumulant,
     weighted_norm,
 )
 from zoo.curvature import Expand, Expansion, curvature
@@ -49,12 +50,6 @@ Forms = dict[str, Bound]  # several bounds of the same thing
 def least(forms: Forms) -> Bound:
     """All of them hold."""
     return lambda r: torch.stack(torch.broadcast_tensors(*(form(r) for form in forms.values()))).amin(0)
-
-
-def third_cumulant(t: Tensor, sd: Tensor) -> Tensor:
-    """h = (e^{2 tau} / 2 + e^{3 tau} sd^2 / 10) sd: kappa_3 is at most e^{t tau} sum p |c~| delta~^2, plus, from moving
-    the centres from t = 0, 3 t e^{2 t tau} sd(c) sd^3 + 2 t^3 e^{3 t tau} sd(c) sd^5; the integral with 1 - t."""
-    return sd * (torch.exp(2 * t) / 2 + torch.exp(3 * t) * sd.square() / 10)
 
 
 class Remainder:

@@ -100,6 +100,12 @@ def e2(t: Tensor) -> Tensor:
     return torch.where(t < 0.5, series, (torch.expm1(t) - t) / t.square()) * ROUND
 
 
+def third_cumulant(t: Tensor, sd: Tensor) -> Tensor:
+    """h = (e^{2 tau} / 2 + e^{3 tau} sd^2 / 10) sd: kappa_3 is at most e^{t tau} sum p |c~| delta~^2, plus, from moving
+    the centres from t = 0, 3 t e^{2 t tau} sd(c) sd^3 + 2 t^3 e^{3 t tau} sd(c) sd^5; the integral with 1 - t."""
+    return sd * (torch.exp(2 * t) / 2 + torch.exp(3 * t) * sd.square() / 10)
+
+
 def known(bound: Tensor) -> Tensor:
     """0 times infinity: nothing is known."""
     return torch.nan_to_num(bound, nan=math.inf, posinf=math.inf)
