@@ -4,9 +4,9 @@ BIN := $(CURDIR)/.venv/bin
 export PATH := $(BIN):$(PATH)
 # Two busy processes with several threads each slow one another down on a small machine.
 export OMP_NUM_THREADS ?= 1
-CODE := certizoo zoo shards attacks certify registry trainers benchmarks tests
+CODE := certizoo zoo shards attacks certify registry trainers tuning tune.py benchmarks tests
 
-.PHONY: install demo test test-slow lint bench ui clean
+.PHONY: install demo test test-slow lint bench experiment ui clean
 
 install: .venv/installed
 
@@ -36,6 +36,10 @@ lint: install
 
 bench: install
 	for file in benchmarks/bench_*.py; do python -m benchmarks.$$(basename $$file .py) || exit 1; done
+
+# A table of a paper at reduced size: make experiment NAME=table2_deit_ti ARGS='data.root=FOLDER'
+experiment: install
+	python -m benchmarks.experiments $(NAME) $(ARGS)
 
 ui: install
 	python -m registry ui

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Generator, Tensor, nn
 
-from attacks.loop import pgd
+from attacks.loop import Disturb, pgd
 from attacks.losses import LOSSES
 from attacks.norms import NORMS
 from certizoo import UserError
@@ -47,12 +47,13 @@ class AttackConfig:
         labels_B: Tensor,
         generator: Generator | None = None,
         keep_worst: bool = True,
+        disturb: Disturb | None = None,
     ) -> Tensor:
         """adversarial_BCHW, as `attacks.pgd` returns it."""
         return pgd(
             model, images_BCHW, labels_B, norm=self.norm, eps=self.eps, steps=self.steps, step_size=self.step_size,
             random_start=self.random_start, restarts=self.restarts, loss=self.loss, generator=generator,
-            keep_worst=keep_worst,
+            keep_worst=keep_worst, disturb=disturb,
         )  # fmt: skip
 
     def stronger(self, steps: int) -> "AttackConfig":

@@ -22,6 +22,8 @@ from torch import Generator, Tensor, nn
 from attacks.losses import LOSSES
 from attacks.norms import NORMS, Norm
 
+Disturb = Callable[[Tensor, Tensor], Tensor]
+
 
 def pgd(
     model: nn.Module,
@@ -37,12 +39,15 @@ def pgd(
     loss: str = "ce",
     generator: Generator | None = None,
     keep_worst: bool = True,
+    disturb: Disturb | None = None,
 ) -> Tensor:
     """adversarial_BCHW with ||adversarial - images||_p <= eps and every value in [0,1].
 
     Args:
         model: images in [0,1] (normalisation inside) -> logits_BK. Its mode, and its parameters' `.grad` and
             `requires_grad`, are afterwards as before. It gets images of its own dtype (under autocast: of theirs).
+        labels_B: classes; or, with loss "ce", probabilities labels_BK (mixed labels, another model's answers), of which
+            the largest counts as the class.
         norm: "linf" or "l2" (over the whole image); `eps` in [0,1] pixel units.
         step_size: alpha; default 2.5 eps / steps.
         restarts: runs from fresh random starts; more than one needs `random_start`.
@@ -51,6 +56,7 @@ def pgd(
         keep_worst: return, image by image, the worst point visited, the clean image included: more steps of the same
             size and more restarts then never help the model. Costs two forwards. False: the last iterate, which is
             what adversarial training uses.
+        disturb: (images_BCHW, x_BCHW) -> a point between the two, from which a step is taken instead of x.
 
     Raises: ValueError for images outside [0,1] (normalised twice?) or arguments that contradict each other.
     """
@@ -64,6 +70,7 @@ def pgd(
         for _ in range(restarts):
             x_BCHW = threat.random(generator) if random_start else threat.images_BCHW
             for _ in range(steps):
+                x_BCHW = disturb(threat.images_BCHW, x_BCHW) if disturb else x_BCHW
                 loss_B, fooled_B, grad_BCHW = judge.with_gradient(x_BCHW)
                 if worst:
                     worst.see(x_BCHW, loss_B, fooled_B)
@@ -147,7 +154,8 @@ class _Judge:
     """loss_B and fooled_B at a point, and the loss's gradient for the image. Logits are judged in float32 or better."""
 
     def __init__(self, model: nn.Module, labels_B: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.model, self.labels_B, self.loss_of = model, labels_B, loss_of
+        self.model, self.targets, self.loss_of = model, labels_B, loss_of
+        self.labels_B = labels_B if labels_B.ndim == 1 else labels_B.argmax(dim=1)
         self.dtype = next((parameter.dtype for parameter in model.parameters()), None)
 
     def _judged(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +163,7 @@ class _Judge:
         as_it_is = self.dtype is None or torch.is_autocast_enabled(x_BCHW.device.type)
         logits_BK = self.model(x_BCHW if as_it_is else x_BCHW.to(self.dtype))
         logits_BK = logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32))
-        return self.loss_of(logits_BK, self.labels_B), logits_BK.argmax(dim=1) != self.labels_B
+        return self.loss_of(logits_BK, self.targets), logits_BK.argmax(dim=1) != self.labels_B
 
     def __call__(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 
 def ce(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-    """-log softmax(z)_y"""
+    """-log softmax(z)_y. With probabilities p (B, K) for labels -sum_k p_k log softmax(z)_k, up to a constant
+    KL(p || softmax(z)): what the attack of TRADES climbs."""
     return F.cross_entropy(logits_BK, labels_B, reduction="none")
 
 

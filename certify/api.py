@@ -13,6 +13,8 @@ from certizoo import UserError
 MAX_EPS = 2.0**10  # far beyond the diameter of any image's box
 FIRST_EPS = 0.05  # where the search for a radius starts
 TOLERANCE = 2.0**-9  # relative precision of a radius
+WIDE = 1.2  # high / low of a bracket that may be halved
+STRIDE = 1.5  # the least step upwards, as a factor
 MAX_TRIALS = 60  # a radius below 8^-20 of FIRST_EPS counts as 0
 
 
@@ -45,7 +47,9 @@ def radius_of(analysis: Analysis) -> Tensor:
     Every answer was tested itself, so the result is sound for any bound; it is the largest one because bounds are
     nondecreasing in eps. The search looks for loss / margin = 1, which between two eps grows nearly like a power:
     the next eps is where the power through the ends of the bracket meets 1, or where there is one end only, the power 1
-    through that. A bracket that does not close like this is halved.
+    through that. Shares of certified images may be too large (cheap bounds come first), so that guesses may be too
+    small: a step is at least a half with one end, and every other one halves a bracket that is still wide or does not
+    close.
     """
     correct_B = analysis.clean.correct_B
     low_B = torch.zeros(len(correct_B), dtype=torch.float64, device=correct_B.device)
@@ -59,7 +63,7 @@ def radius_of(analysis: Analysis) -> Tensor:
         tried = End(eps_B, answer.loss_B / answer.margin_B)
         low = tried.where(open_B & answer.certified_B, low)
         high = tried.where(open_B & ~answer.certified_B, high)
-        eps_B = _next(low, high, halve=step > 8 and step % 2 == 0)
+        eps_B = _next(low, high, wide=math.inf if step % 2 == 0 else WIDE if step < 8 else 1.0)
     return torch.where(correct_B, low.eps_B, 0.0)
 
 
@@ -75,14 +79,15 @@ class End:
         return End(torch.where(chosen_B, self.eps_B, other.eps_B), torch.where(chosen_B, self.share_B, other.share_B))
 
 
-def _next(low: End, high: End, halve: bool) -> Tensor:
+def _next(low: End, high: End, wide: float) -> Tensor:
     """The eps to try, inside the bracket; a guess close to an end goes half the tolerance beyond the root, so that the
-    bracket closes."""
+    bracket closes. A bracket with high > wide low is halved."""
     one_sided_B = torch.isinf(high.eps_B) | (low.eps_B == 0)
     end = low.where(low.eps_B > 0, high)
     power_B = (high.share_B / low.share_B).log() / (high.eps_B / low.eps_B).log()
     power_B = torch.where(one_sided_B | ~(power_B >= 1), 1.0, power_B)
     guess_B = end.eps_B * (-end.share_B.log() / power_B).exp()
+    guess_B = torch.where(torch.isinf(high.eps_B), torch.fmax(guess_B, STRIDE * low.eps_B), guess_B)
     guess_B = torch.where(guess_B < low.eps_B * (1 + TOLERANCE / 2), low.eps_B * (1 + TOLERANCE * 3 / 4), guess_B)
     guess_B = torch.where(guess_B > high.eps_B * (1 - TOLERANCE / 2), high.eps_B * (1 - TOLERANCE * 3 / 4), guess_B)
     middle_B = torch.where(
@@ -91,4 +96,5 @@ def _next(low: End, high: End, halve: bool) -> Tensor:
         torch.where(low.eps_B > 0, (low.eps_B * high.eps_B).sqrt(), high.eps_B / 8),
     )
     inside_B = (guess_B > low.eps_B) & (guess_B < high.eps_B) & (guess_B < 64 * end.eps_B)
-    return torch.where(inside_B & ~(halve & ~one_sided_B), guess_B, middle_B)
+    halve_B = ~one_sided_B & (high.eps_B > wide * low.eps_B)
+    return torch.where(inside_B & ~halve_B, guess_B, middle_B)

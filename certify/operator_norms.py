@@ -1,10 +1,11 @@
-"""||J_k|| of every node of a chain and ||D_k|| of the products D_k = J_k ... J_2: upper bounds, three ways.
+"""||J_k|| of every node of a chain and ||P_k|| of the products P_k = J_k ... J_1: upper bounds, three ways.
 
-    small       J_k and D_k are written out, and their norms verified (zoo.spectral.sigma_upper): proved
+    small       J_k and P_k are written out, and their norms verified (zoo.spectral.sigma_upper): proved
     any size    by products with J and J^T, Lanczos (zoo.lanczos): proved but for a stated chance
     J_k alone   the rules' own gain, where that is 1 or less already: proved
 
-Behind nodes with gain < 1, such as norms, ||D_k|| <= gain_k ||D_{k-1}|| will do.
+||P_k|| <= ||J_k|| ||P_{k-1}|| will do behind nodes with gain <= 1, such as norms, and between the PRODUCTS that are
+measured of a long chain.
 
 Letters: B images, K nodes; S products at once.
 """
@@ -17,14 +18,15 @@ from torch import Tensor
 
 from zoo import lanczos
 from zoo.curvature import Expansion
-from zoo.spectral import sigma_upper
+from zoo.spectral import U, sigma_upper
 
 DENSE_LIMIT = 256  # entries of every X_k up to which matrices are written out
+PRODUCTS = 8  # products P_k that are measured; their cost is that of all nodes in front of each
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Both lists have one (B,) a node; the product of the first node, which is affine, is never asked for."""
+    """Both lists have one (B,) a node."""
 
     nodes: list[Tensor]
     products: list[Tensor]
@@ -32,45 +34,55 @@ class Norms:
 
 
 def operator_norms(expansions: Sequence[Expansion], images_BCHW: Tensor) -> Norms:
-    """Those of the nodes behind the first."""
+    """Those of all nodes; of the first its rule says the norm."""
     small = max(expansion.y[0].numel() for expansion in expansions) <= DENSE_LIMIT
     return dense(expansions) if small else random(expansions, images_BCHW)
 
 
 def dense(expansions: Sequence[Expansion]) -> Norms:
     """Every matrix written out by pushing the unit vectors through the nodes."""
-    nodes, products = [expansions[0].gain_B], [torch.ones_like(expansions[0].gain_B)]
-    unit_NBX = unit_vectors(expansions[0].y)
+    nodes, products = [expansions[0].gain_B], [expansions[0].gain_B]
+    p_NBX = factor(expansions[0])
     for expansion in expansions[1:]:
-        jacobian_BMN = jacobian(expansion)
-        nodes.append(torch.fmin(expansion.gain_B, sigma_upper(jacobian_BMN)))
-        unit_NBX = expansion.push(unit_NBX)
-        products.append(sigma_upper(unit_NBX.flatten(2).movedim(0, 2)))
+        nodes.append(torch.fmin(expansion.gain_B, sigma_upper(jacobian(expansion))))
+        p_NBX = expansion.push(p_NBX)
+        products.append(torch.fmin(nodes[-1] * products[-1], sigma_upper(p_NBX.flatten(2).movedim(0, 2))))
     return Norms(nodes, products, 0.0)
 
 
+def factor(first: Expansion) -> Tensor:
+    """P (N, B, *y), columns first and as many as y has entries, with P P^T >= J J^T: every J delta, |delta| <= 1, is a
+    P delta' with |delta'| <= 1. A Cholesky factor of J J^T + s I; s is above the rounding of both (Higham 2002,
+    Theorem 10.3)."""
+    jacobian_BMN = jacobian(first)
+    gram_BMM = jacobian_BMN @ jacobian_BMN.mT
+    trace_B = gram_BMM.diagonal(dim1=-2, dim2=-1).sum(-1)
+    slack_B = 4 * sum(jacobian_BMN.shape[1:]) * U * trace_B
+    gram_BMM.diagonal(dim1=-2, dim2=-1).add_(slack_B[:, None].clamp_min(1e-300))
+    return torch.linalg.cholesky(gram_BMM).movedim(2, 0).reshape(-1, *first.y.shape)
+
+
 def random(expansions: Sequence[Expansion], images_BCHW: Tensor) -> Norms:
-    """Lanczos for nodes that can expand, and for the products behind all that do not contract, at once."""
-    chain = expansions[1:]
-    start_BX = lanczos.starts(images_BCHW, expansions[0].y.shape[1:])
-    free = [bool((expansion.gain_B > 1).any()) for expansion in chain]
-    ends = [k for k, expansion in enumerate(chain) if bool((expansion.gain_B >= 1).any())]
-    of_ends: Iterable[Tensor] = lanczos.norms(_gram(chain, ends), start_BX, len(ends)) if ends else ()
-    product_SB = iter(of_ends)
-    nodes, products = [expansions[0].gain_B], [torch.ones_like(expansions[0].gain_B)]
-    for k, expansion in enumerate(chain):
+    """Lanczos for the nodes that can expand, and for products up to some of them, all products at once."""
+    wide = [k for k, expansion in enumerate(expansions) if k and bool((expansion.gain_B > 1).any())]
+    ends = wide[::-1][:: -(-len(wide) // PRODUCTS) or 1][::-1]  # evenly, the last one included
+    start_BX = lanczos.starts(images_BCHW, images_BCHW.shape[1:])
+    of_ends: Iterable[Tensor] = lanczos.norms(_gram(expansions, ends), start_BX, len(ends)) if ends else ()
+    found = iter(of_ends)
+    nodes, products = [expansions[0].gain_B], [expansions[0].gain_B]
+    for k, expansion in enumerate(expansions[1:], start=1):
         nodes.append(expansion.gain_B)
-        products.append(expansion.gain_B * products[-1])
-        if free[k]:
-            own_BX = lanczos.starts(images_BCHW, chain[k - 1].y.shape[1:]) if k else start_BX
-            nodes[-1] = torch.fmin(nodes[-1], lanczos.norms(_gram(chain[k : k + 1], [0]), own_BX, 1)[0])
+        if k in wide:
+            own_BX = lanczos.starts(images_BCHW, expansions[k - 1].y.shape[1:])
+            nodes[-1] = torch.fmin(nodes[-1], lanczos.norms(_gram([expansion], [0]), own_BX, 1)[0])
+        products.append(nodes[-1] * products[-1])
         if k in ends:
-            products[-1] = torch.fmin(products[-1], next(product_SB))
-    return Norms(nodes, products, (sum(free) + len(ends)) * lanczos.FAILURE)
+            products[-1] = torch.fmin(products[-1], next(found))
+    return Norms(nodes, products, (len(wide) + len(ends)) * lanczos.FAILURE)
 
 
 def _gram(chain: Sequence[Expansion], ends: Sequence[int]) -> lanczos.Map:
-    """v (S, B, ...) -> D_s^T D_s v_s with D_s = J_{ends[s]} ... J_0 of the chain: there and back again, the vectors of
+    """v (S, B, ...) -> P_s^T P_s v_s with P_s = J_{ends[s]} ... J_0 of the chain: there and back again, the vectors of
     shorter products leaving early and joining late."""
 
     def gram(v: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from certify import report
 from certify.stage import CERTIFICATE
@@ -11,9 +13,18 @@ from registry.publish import publish as publish_version
 
 
 def publish(
-    handover: Path, out: Path, *, registered_name: str, run_id: str | None, experiment: str, uri: str | None = None
+    handover: Path,
+    out: Path,
+    *,
+    registered_name: str,
+    run_id: str | None,
+    experiment: str,
+    uri: str | None = None,
+    tags: Mapping[str, object] = MappingProxyType({}),
 ) -> str:
     """Register the certified hand-over as a model version; returns a line that says where, or where it waits.
+
+    `tags` join those of the certificate, which win.
 
     The version holds the hand-over's files and those of `out`, collected in `published/` beside `out`.
     """
@@ -23,7 +34,7 @@ def publish(
         folder,
         name=registered_name,
         loader_module="certify.served",
-        tags=report.tags(summary),
+        tags={**tags, **report.tags(summary)},
         description=(out / "card.md").read_text(),
         metrics=report.metrics(summary),
         run_id=run_id,

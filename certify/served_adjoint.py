@@ -39,7 +39,7 @@ class ServedAnalysis:
         eps_B = per_image(eps, self.clean)
         radii = self._inner.radii(eps_B)
         view = copy.copy(self._inner)
-        view.clean = replace(self.clean, margin_BJ=self.clean.margin_BJ - self._head(radii[-1]).nan_to_num(torch.inf))
+        view.clean = replace(self.clean, margin_BJ=self.clean.margin_BJ - self._head(radii.e[-1]).nan_to_num(torch.inf))
         loss_BJ, class_B = view.losses(radii)
         return decide_by(view.clean, loss_BJ, eps_B, class_B)
 
@@ -61,10 +61,8 @@ class ServedAdjoint(Adjoint):
         self.nodes = [_rounded(node, rule) for node, rule in zip(self.nodes, rules, strict=True)]
 
     def expand(self, images_BCHW: Tensor, clean: Clean) -> ServedAnalysis:  # type: ignore[override]
-        inner, x = super().expand(images_BCHW, clean), images_BCHW
-        for layer, _ in self.nodes:
-            x = layer(x)[0]
-        return ServedAnalysis(inner, head_error(self.head, x, self.unit))
+        inner = super().expand(images_BCHW, clean)
+        return ServedAnalysis(inner, head_error(self.head, inner.chain.points[-1], self.unit))
 
 
 def _rounded(node: Node, rule: Rounding) -> Node:

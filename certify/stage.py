@@ -41,7 +41,7 @@ Summary = dict[str, Any]
 
 NORMS = (
     "of weights and small matrices: eigenvalue estimate verified by Cholesky with Rump's margin, proved; of Jacobians "
-    "too large to be written out: Lanczos with the bound of Kuczynski and Wozniakowski, proved but for the probability "
+    "too large to be written out: Lanczos with a bound from the spectrum that it meets, proved but for the probability "
     "below"
 )
 

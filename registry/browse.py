@@ -47,6 +47,23 @@ def versions(name: str | None = None, uri: str | None = None) -> list[Version]:
         return [v for model in models.values() if name in (None, model.name) for v in _versions(client, model)]
 
 
+def promote(reference: str, alias: str, uri: str | None = None) -> Version:
+    """Give the version the alias. `champion` moves on when a better version of a dataset is published."""
+    target = _existing(uri)
+    version = find(reference, target)
+    with store.one_line(target):
+        store.connect(target).set_registered_model_alias(version.name, alias, version.version)
+    return find(version.uri, target)
+
+
+def pull(reference: str, to: Path, uri: str | None = None) -> Path:
+    """Copy the published files of a version into the folder `to`, which must be new or empty."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"{to} is not empty; give a new folder")
+    shutil.copytree(download(reference, uri), to, dirs_exist_ok=True)
+    return to
+
+
 def find(reference: str, uri: str | None = None) -> Version:
     """The version meant by `name@alias`, `name/3`, or `name` (its champion), with or without `models:/`."""
     match = re.fullmatch(r"(?:models:/)?(?P<name>[^@/]+)(?:@(?P<alias>[^@/]+)|/(?P<number>\d+))?", reference)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SPOOL = "publish_spool.json"
 DIGEST = "certificate_sha256"  # tag: with the run's id, what a version is recognised by
+TRIAL = "trial"  # tag: a trial of a search has one version, however often it was restarted and sent
 MAX_DESCRIPTION = 5000  # characters, the width of MLflow's column
 
 
@@ -140,7 +141,7 @@ def _send(request: Request, run_dir: Path, uri: str) -> Published:
         folder = run_dir / request.folder
         digest = hashlib.sha256((folder / "certificate.json").read_bytes()).hexdigest()
         run_id = _run(client, request, digest)
-        version = _find(client, request.name, run_id, digest) or _create(client, request, folder, run_id, digest)
+        version = _find(client, request, run_id, digest) or _create(client, request, folder, run_id, digest)
         crowned = champion.crown(client, request.name, str(version.version), request.headline)
     return Published(request.name, str(version.version), f"models:/{request.name}/{version.version}", crowned)
 
@@ -158,9 +159,17 @@ def _run(client: "MlflowClient", request: Request, digest: str) -> str:
     return run_id
 
 
-def _find(client: "MlflowClient", name: str, run_id: str, digest: str) -> "ModelVersion | None":
-    versions = store.every(client.search_model_versions, filter_string=f"name = '{name}'")
-    return next((v for v in versions if v.run_id == run_id and v.tags.get(DIGEST) == digest), None)
+def _find(client: "MlflowClient", request: Request, run_id: str, digest: str) -> "ModelVersion | None":
+    """The version that this publication has made already."""
+
+    def same(v: "ModelVersion") -> bool:
+        trial = request.tags.get(TRIAL)
+        return (v.run_id == run_id and v.tags.get(DIGEST) == digest) or (
+            trial is not None and v.tags.get(TRIAL) == trial
+        )
+
+    versions = store.every(client.search_model_versions, filter_string=f"name = '{request.name}'")
+    return next((v for v in versions if same(v)), None)
 
 
 def _create(client: "MlflowClient", request: Request, folder: Path, run_id: str, digest: str) -> "ModelVersion":

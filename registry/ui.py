@@ -5,9 +5,9 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 
 from certizoo import UserError
+from certizoo.processes import end_group
 from registry import store
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
@@ -62,13 +62,3 @@ def run_group(arguments: list[str]) -> int:
         return 0
     finally:
         end_group(process)
-
-
-def end_group(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:
-    """SIGTERM to the group, SIGKILL to what is left of it."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

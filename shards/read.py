@@ -7,6 +7,7 @@ rank makes the same number of steps, and every sample of the epoch is used. Eval
 import logging
 import math
 import random
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ class Batches:
             num_workers=self.stream.config.workers,
             collate_fn=_as_it_is,
             generator=generator,
+            worker_init_fn=_deaf_to_terminate,
         )
         try:
             for item in loader:
@@ -221,6 +223,12 @@ def eval_loader(
     limit = shard_set.samples if limit is None else min(limit, shard_set.samples)
     own = limit * (rank + 1) // world_size - limit * rank // world_size
     return EvalBatches(EvalStream(shard_set, config, batch_size, rank, world_size, limit), math.ceil(own / batch_size))
+
+
+def _deaf_to_terminate(worker: int) -> None:
+    """A launcher that is asked to stop ends the whole tree; the rank still needs its loaders to finish its step. A
+    loader ends with its rank."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _as_it_is(item: Any) -> Any:

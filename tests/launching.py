@@ -1,10 +1,14 @@
 """The real DeepSpeed launcher on 2 CPU ranks, for the trainers' tests."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,19 +28,22 @@ def environment() -> dict[str, str]:
     return kept | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "2"}
 
 
-def launch(script: Path, *arguments: str, cwd: Path) -> "subprocess.Popen[str]":
-    """`deepspeed SCRIPT ARGUMENTS` with 2 ranks; stdout and stderr in one pipe."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+def launch(script: Path, *arguments: str, cwd: Path) -> "subprocess.Popen[str]":
+    """`deepspeed SCRIPT ARGUMENTS` with 2 ranks; stdout and stderr in one pipe."""
     deepspeed = Path(sys.executable).parent / "deepspeed"
-    command = [sys.executable, str(deepspeed), f"--master_port={port}", str(script), *arguments]
+    command = [sys.executable, str(deepspeed), f"--master_port={free_port()}", str(script), *arguments]
     return subprocess.Popen(
         command, cwd=cwd, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
-def finish(process: "subprocess.Popen[str]", seconds: float = 150) -> tuple[int, str]:
+def finish(process: "subprocess.Popen[str]", seconds: float = 300) -> tuple[int, str]:
     """(exit status, output); the process is ended if it takes longer."""
     try:
         output, _ = process.communicate(timeout=seconds)
@@ -45,3 +52,29 @@ def finish(process: "subprocess.Popen[str]", seconds: float = 150) -> tuple[int,
         output, _ = process.communicate()
         raise AssertionError(f"still running after {seconds} s:\n{output}") from None
     return process.returncode, output
+
+
+def rows(run_dir: Path) -> list[dict[str, float]]:
+    """The whole lines of metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def reach(process: "subprocess.Popen[str]", run_dir: Path, step: int, seconds: float = 300) -> None:
+    """Wait until the run has made a step."""
+    end = time.monotonic() + seconds
+    while not any(row["step"] >= step for row in rows(run_dir)):
+        if process.poll() is not None or time.monotonic() > end:
+            process.kill()
+            raise AssertionError(f"step {step} was not reached:\n{process.communicate()[0]}")
+        time.sleep(0.02)
+
+
+def ranks(process: "subprocess.Popen[str]", script: Path) -> dict[int, psutil.Process]:
+    """The processes of a launched script by rank, without their loaders."""
+    found: dict[int, psutil.Process] = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if str(script) in child.cmdline() and "RANK" in child.environ():
+            found.setdefault(int(child.environ()["RANK"]), child)  # parents come first
+    return found

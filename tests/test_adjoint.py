@@ -51,7 +51,7 @@ def test_no_ascent_beats_the_loss_or_the_radii(parts: str, seed: int) -> None:
             return baked.forward_head(baked.forward_features(z), pre_logits=True)
 
         for f, k in ((lambda z: baked.blocks[0](baked.embed(z)), first), (pooled, len(nodes))):
-            assert (largest_change(f, x.double(), eps_B, steps=40, starts=3) <= radii[k] * (1 + 1e-9)).all()
+            assert (largest_change(f, x.double(), eps_B, steps=40, starts=3) <= radii.e[k] * (1 + 1e-9)).all()
 
 
 @pytest.mark.parametrize("parts", PARTS)
@@ -68,10 +68,28 @@ def test_first_order_is_exact(parts: str) -> None:
         (g,) = torch.autograd.grad((logits.gather(1, y[:, None]).squeeze(1) - logits[:, j]).sum(), z)
         gradients.append(g.flatten(1).norm(dim=1))
     radii = analysis.radii(torch.full((5,), eps, dtype=torch.float64))
-    for rank, j_B in enumerate(analysis.rivals_JB):
-        exact_B = torch.stack(gradients).gather(0, j_B[None]).squeeze(0)
-        torch.testing.assert_close(analysis.adjoints(rank).gradients[0], exact_B)
-        assert (analysis.adjoints(rank).losses(radii).amin(0) <= exact_B * eps * 1.001).all()
+    exact_RB = torch.stack(gradients).gather(0, analysis.rivals_BR.mT)
+    rivals = analysis.rivals(0, 3)
+    torch.testing.assert_close(rivals.lengths[0], exact_RB)
+    assert (rivals.tight(radii, torch.ones_like(exact_RB, dtype=torch.bool)) <= exact_RB * eps * 1.001).all()
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_cheap_bounds_stand_on_both_sides_of_the_dear_one(parts: str) -> None:
+    """first <= tight <= coarse for every pair; and with what order the pairs are asked for, nothing changes."""
+    model = small_model(parts, 1)
+    x, y = labelled(model, 5, 0)
+    analysis = analyse(model, x, y)
+    rivals, everyone = analysis.rivals(0, 3), torch.ones(3, 5, dtype=torch.bool)
+    for eps in (0.01, 0.1, 1.0):
+        radii = analysis.radii(torch.full((5,), eps, dtype=torch.float64))
+        tight = rivals.tight(radii, everyone)
+        assert (rivals.first(radii).amin(0) <= tight).all()
+        assert (tight <= rivals.coarse(radii)).all()
+        few = torch.rand(3, 5) < 0.5
+        again = analyse(model, x, y).rivals(0, 3)
+        for wanted in (few, everyone):
+            torch.testing.assert_close(again.tight(radii, wanted), torch.where(wanted, tight, torch.inf))
 
 
 @pytest.mark.parametrize("parts", PARTS)
@@ -80,7 +98,8 @@ def test_loss_grows_with_eps_and_infinity_is_unknown(parts: str) -> None:
     x, y = labelled(model, 5, 1)
     analysis = analyse(model, x, y)
     grid = [analysis.radii(torch.full((5,), eps, dtype=torch.float64)) for eps in (0.0, 1e-3, 0.01, 0.1, 1.0, 10.0)]
-    losses = torch.stack([analysis.adjoints(0).losses(radii).amin(0) for radii in grid])
+    closest = torch.ones(1, 5, dtype=torch.bool)
+    losses = torch.stack([analysis.rivals(0, 1).tight(radii, closest)[0] for radii in grid])
     assert (losses[1:] >= losses[:-1]).all()
     assert analysis.at(0.0).certified_B.all()
     far = analysis.at(1e9)
@@ -110,22 +129,33 @@ def test_the_jacobian_is_that_of_autograd() -> None:
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_norms_without_matrices_are_those_of_the_matrices(parts: str) -> None:
-    """Lanczos is never below the verified norms of J_k and of the products, and at most 1 / sqrt(1 - delta) above where
-    it was used; in particular for nodes of the first block and for the whole trunk."""
+    """Lanczos is never below the verified norms of J_k and of the products, and at most 8 % above where it
+    was used; in particular for nodes of the first block and for the whole trunk."""
     model = bake(small_model(parts, 1))
     x, _ = labelled(model.float(), 4, 1)
     model.double()
     expansions, z = [], x.double()
-    for _, expand in trunk_of(model)[0]:
+    nodes = trunk_of(model)[0]
+    for _, expand in nodes:
         expansions.append(expand(z))
         z = expansions[-1].y
+
+    def trunk(one: Tensor) -> Tensor:
+        z = one[None]
+        for _, expand in nodes:
+            z = expand(z).y
+        return z.flatten()
+
     exact, found = dense(expansions), random(expansions, x.double())
     assert exact.failure == 0 < found.failure <= 1e-9
+    whole = torch.autograd.functional.jacobian(trunk, x[0].double()).flatten(1)
+    ratio = float(exact.products[-1][0] / torch.linalg.matrix_norm(whole, 2))
+    assert 1 <= ratio < 1.001, "from the image to the pooled token"
     for exact_B, found_B in zip(exact.nodes + exact.products, found.nodes + found.products, strict=True):
         assert (found_B >= exact_B * (1 - 1e-9)).all()
     for node, expansion in enumerate(expansions):
-        if node and (expansion.gain_B >= 1).all():
-            assert (found.products[node] <= exact.products[node] * 1.0541).all()
+        if node and (expansion.gain_B > 1).all():
+            assert (found.products[node] <= exact.products[node] * 1.08).all()
 
 
 def test_best_is_the_union() -> None:
@@ -133,7 +163,7 @@ def test_best_is_the_union() -> None:
     x, y = labelled(model, 12, 3)
     radii = {method: certified_radius(model, x, y, method=method) for method in ("lofast", "adjoint", "best")}
     union = torch.maximum(radii["lofast"], radii["adjoint"])
-    torch.testing.assert_close(radii["best"], union, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(radii["best"], union, rtol=2**-8, atol=1e-6)  # a search ends at 2^-9
     assert (radii["adjoint"] > radii["lofast"] * 1.2).all(), "the adjoint certificate is there to be tighter"
     for eps in (0.02, 0.2):
         both = [certify(model, x, y, eps=eps, method=method).certified_B for method in ("lofast", "adjoint")]

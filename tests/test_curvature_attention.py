@@ -21,7 +21,7 @@ from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.second_order import Beta, Forms, Remainder
-from zoo.attention.spread import K2_MAX, Spread, e1, e2, inner_products, measure, top, weighted_norm
+from zoo.attention.spread import K2_MAX, Spread, e1, e2, measure, top
 from zoo.attention.window import WindowAttention
 from zoo.curvature import expansion_of
 from zoo.norms import SmoothProject
@@ -113,7 +113,7 @@ def test_no_ascent_beats_a_form_of_the_remainder(attacked: Attacked) -> None:
     for name, ratio in found.items():
         assert ratio.min() >= 1, name
     assert found["simple"].median() > found["weighted"].median()
-    assert found["least"].median() < 9, "looser than it was"
+    assert found["least"].median() < 12.5, "looser than it was"
     assert found["least"].min() < 4, "the search is too weak to refute a bound that is this much too small"
 
 
@@ -123,7 +123,7 @@ def test_no_ascent_beats_a_form_of_beta(attacked: Attacked) -> None:
     report("beta", found)
     for name, ratio in found.items():
         assert ratio.min() >= 1, name
-    assert found["least"].median() < 8
+    assert found["least"].median() < 9.7, "looser than it was"
     assert found["least"].min() < 3.5
 
 
@@ -296,35 +296,6 @@ def test_top_is_never_below_the_largest_eigenvalue() -> None:
             assert (top(symmetric) >= largest).all()
             assert (top(symmetric) <= largest * n ** (1 / 32) * (1 + 1e-9)).all()
     assert (top(torch.zeros(3, 4, 4).double()) == 0).all()
-
-
-def test_rows_below_one_another_have_the_norm_of_their_matrix() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(3, 4, 6, 5, generator=generator).double()
-    w = torch.rand(2, 3, 4, 6, generator=generator).double()
-    exact = torch.linalg.matrix_norm(w.sqrt()[..., None] * rows, ord=2)
-    inner = inner_products(rows)
-    for found in (weighted_norm(w, inner), torch.stack([weighted_norm(one, inner) for one in w])):
-        assert (found >= exact).all()
-        assert (found <= exact * 6 ** (1 / 64) * (1 + 1e-9)).all()
-    shared = inner[:, :1]
-    torch.testing.assert_close(weighted_norm(w, shared), weighted_norm(w, shared.expand(-1, 4, -1, -1)))
-
-
-def test_heads_together_are_never_dearer_than_each_alone(attacked: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For large widths every head is measured by itself: those forms hold too, never much below the joint ones."""
-    joint = [(Remainder(spread_of(case), case.g), Beta(spread_of(case))) for case, _, _ in attacked]
-    monkeypatch.setattr("zoo.attention.spread.JOINT_LIMIT", 0)
-    for (case, dip, most), (remainder, beta) in zip(attacked, joint, strict=True):
-        spread = spread_of(case)
-        assert not spread.joins
-        for apart, together, best in (
-            (Remainder(spread, case.g).forms(), remainder.forms(), dip),
-            (Beta(spread).forms(), beta.forms(), most),
-        ):
-            for name, form in apart.items():
-                assert (form(case.r_B) >= best).all(), name
-                assert (form(case.r_B) >= together[name](case.r_B) * (1 - 0.06)).all(), name
 
 
 # traps ----------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from certizoo import UserError
 from trainers.settings import HingeConfig
 from zoo.hinge import gram_norm, hinge
 
-CAPS = {"q": 0.5, "k": 0.6, "v": 0.7, "o": 0.4, "mlp": 0.8}
+CAPS = {"q": 0.5, "k": 0.6, "v": 0.7, "o": 0.4, "mlp": 0.8, "patch": 0.8}
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def model() -> Any:
 
 def norms(model: Any) -> list[tuple[str, torch.Tensor]]:
     """Whole matrices, all heads together."""
-    found: list[tuple[str, torch.Tensor]] = []
+    found = [("patch", model.patch_embed.proj.weight.flatten(1))]
     for block in model.blocks:
         found += zip("qkv", block.attn.qkv.weight.chunk(3), strict=True)
         found += [("o", block.attn.proj.weight), ("mlp", block.mlp.fc1.weight), ("mlp", block.mlp.fc2.weight)]
@@ -77,7 +77,7 @@ def test_free_branches_slack_and_norms_below_their_caps_cost_nothing(model: Any)
 
 def test_descent_brings_the_norms_under_their_caps(model: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(300):
+    for _ in range(500):
         optimizer.zero_grad()
         hinge(model, CAPS).backward()
         optimizer.step()
@@ -94,7 +94,7 @@ def test_caps_shrink_geometrically_while_the_training_goes_through_tighten() -> 
     config = HingeConfig(weight=1.0, q=0.5, slack=4.0, tighten=(0.25, 0.75))
     assert [config.slack_at(t) for t in (0.0, 0.25, 0.5, 0.75, 1.0)] == pytest.approx([4, 4, 2, 1, 1])
     assert HingeConfig(weight=1.0, q=0.5).slack_at(0.0) == 1
-    assert config.caps == {"q": 0.5, "k": None, "v": None, "o": None, "mlp": None}
+    assert config.caps == {"q": 0.5, "k": None, "v": None, "o": None, "mlp": None, "patch": None}
     assert config.active
     assert not HingeConfig().active
 

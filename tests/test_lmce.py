@@ -26,7 +26,7 @@ def probe_of(model: nn.Module, progress: float = 1.0, **settings: float) -> Prob
     def attack(images: Tensor, labels: Tensor) -> Tensor:
         raise AssertionError("no attack here")
 
-    return Probe(through, attack, ObjectiveConfig("lmce", **settings), progress)
+    return Probe(through, attack, model, ObjectiveConfig("lmce", **settings), progress)
 
 
 def batch(size: int = 6) -> tuple[Tensor, Tensor]:

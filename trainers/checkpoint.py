@@ -1,24 +1,20 @@
 """Checkpoints that survive being killed while they are written.
 
-    run_dir/checkpoints/step00000500/{DeepSpeed's files, complete.json}
+    run_dir/checkpoints/step00000500/{DeepSpeed's files, ema.safetensors, complete.json}
 
-`complete.json` is written last and names every file with its size; a folder without it, or with a file that is
-shorter, does not count. No random state is stored: each step derives its own from (seed, step, rank).
+A checkpoint is written aside (trainers/saving.py), read again and held against its checksums, given `complete.json`,
+which names every file with its size, and only then renamed; a folder without that mark, or with a file that is shorter,
+does not count. No random state is stored: each step derives its own from (seed, step, rank).
 """
 
 import json
 import logging
-import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from certizoo import UserError
-from certizoo.files import write_whole
-
-if TYPE_CHECKING:  # DeepSpeed takes seconds to import; reading a checkpoint's mark does not need it
-    from trainers.engine import Engine
 
 log = logging.getLogger(__name__)
 MARK = "complete.json"
@@ -39,20 +35,36 @@ class Position:
     epoch: int = 0
     batch_in_epoch: int = 0
 
+    def after_step(self, steps_per_epoch: int) -> "Position":
+        """One step further."""
+        batch = self.batch_in_epoch + 1
+        ends = batch == steps_per_epoch
+        return Position(self.step + 1, self.epoch + ends, 0 if ends else batch)
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Between two epochs."""
+        return self.step > 0 and self.batch_in_epoch == 0
+
 
 @dataclass(frozen=True)
 class Saved:
-    """What `complete.json` tells."""
+    """What `complete.json` tells. `world_size` None: any number of ranks can load it (trainers/reshape.py)."""
 
     tag: str
     position: Position
-    world_size: int
+    world_size: int | None
     run_id: str | None
     fingerprint: dict[str, Any]
 
 
 def folder(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
+
+
+def folders(run_dir: Path) -> list[Path]:
+    """Of all checkpoints, complete or not, by step."""
+    return sorted(folder(run_dir).glob("step*"))
 
 
 def fingerprint(config: Mapping[str, Any], data_digest: str) -> dict[str, Any]:
@@ -70,15 +82,15 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def newest(run_dir: Path) -> Saved | None:
     """The newest complete checkpoint; newer ones that are not complete are named in a warning."""
-    for path in sorted(folder(run_dir).glob("step*"), reverse=True):
-        saved = _read(path)
+    for path in reversed(folders(run_dir)):
+        saved = read(path)
         if saved is not None:
             return saved
         log.warning("%s is not complete (the run was stopped while writing it); using the one before", path)
     return None
 
 
-def _read(path: Path) -> Saved | None:
+def read(path: Path) -> Saved | None:
     try:
         mark = json.loads((path / MARK).read_text())
         whole = all((path / name).stat().st_size == size for name, size in mark["files"].items())
@@ -98,33 +110,12 @@ def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_di
                 f"{run_dir} was trained with {key}={then}, this command says {key}={value}; "
                 "resume with the same settings, or start anew with name=ANOTHER"
             )
-    if saved.world_size != world_size:
+    if saved.world_size not in (None, world_size):
         raise UserError(
             f"{run_dir} was trained by {saved.world_size} ranks, now there are {world_size}; start as many "
-            f"(`deepspeed --num_gpus {saved.world_size} ...`), or start anew with name=ANOTHER"
+            f"(`deepspeed --num_gpus {saved.world_size} ...`), or convert its last epoch's end for any number: "
+            f"`python -m trainers.reshape {run_dir}`"
         )
-
-
-def save(engine: "Engine", run_dir: Path, saved: Saved, keep: int) -> None:
-    """Collective. After it returns, on every rank, the checkpoint is complete and older ones but `keep` are gone."""
-    path = folder(run_dir) / saved.tag
-    if engine.world.rank == 0:
-        (path / MARK).unlink(missing_ok=True)  # a damaged folder of the same step is written over
-    engine.world.barrier()
-    engine.save(folder(run_dir), saved.tag)  # ends with a barrier: all ranks have written
-    if engine.world.rank == 0:
-        files = {str(file.relative_to(path)): file.stat().st_size for file in path.rglob("*") if file.is_file()}
-        record = {key: value for key, value in asdict(saved).items() if key != "tag"} | {"files": files}
-        write_whole(path / MARK, json.dumps(record, indent=1))
-        _prune(run_dir, keep)
-    engine.world.barrier()
-
-
-def _prune(run_dir: Path, keep: int) -> None:
-    complete = [path for path in sorted(folder(run_dir).glob("step*")) if (path / MARK).is_file()]
-    for path in complete[:-keep]:
-        (path / MARK).unlink()  # first: a folder half deleted must not count as complete
-        shutil.rmtree(path)
 
 
 def tag(step: int) -> str:

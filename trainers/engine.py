@@ -1,15 +1,21 @@
-"""The one door to DeepSpeed (ZeRO stages 0-2, https://arxiv.org/abs/1910.02054), and to the process group under it.
+"""The one door to DeepSpeed (ZeRO stages 0-3, https://arxiv.org/abs/1910.02054), and to the process group under it.
 
 Attacks never go through the engine: `torch.autograd.grad` on `engine(x)` fails at stages 0-2 and is silently wrong at
-stage 3. They use `engine.module`, which has whole weights at stages 0-2; only the training pass uses the engine. An
-objective that needs input gradients in its loss takes them inside that one pass (`Engine.through`): the engine hooks
-into what comes out of it, and into the gradients of the weights, neither of which the inner gradient touches.
+stage 3. They use `engine.module`, whose modules gather their weights themselves at stage 3; only the training pass uses
+the engine. An objective that needs input gradients in its loss takes them inside that one pass (`Engine.through`): the
+engine hooks into what comes out of it, and into the gradients of the weights, neither of which the inner gradient
+touches. At stage 3 that is refused (trainers/job.py): the second derivative needs weights when they are gone.
+
+At stage 3 weights exist only while their block runs. Penalties on weights have modules of their own (parts.py); what
+reads all weights gathers them one by one.
 """
 
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,10 +35,12 @@ from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
 from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 
 from certizoo import UserError  # noqa: E402
+from trainers.parts import InFloat32, Measured, recompute_blocks_  # noqa: E402
 from trainers.place import place  # noqa: E402
 from trainers.settings import DeepSpeedConfig, OptimizerConfig, TrainConfig, require  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+KEPT = ContextVar("KEPT", default=False)
 
 
 @dataclass(frozen=True)
@@ -83,8 +91,10 @@ def start(timeout_minutes: float) -> World:
     else:
         # DeepSpeed would compile a shared-memory kernel here, for inference, with a C++ compiler that may not exist.
         deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
-    store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
+    if dist.is_initialized():
+        return World(rank, size, device)
     patience = timedelta(minutes=timeout_minutes)  # a rank that waits longer for the others ends with an error
+    store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
     try:
         dist.init_process_group("nccl" if gpu else "gloo", timeout=patience, store=store, rank=rank, world_size=size)
     except dist.DistNetworkError as error:
@@ -101,7 +111,19 @@ def start(timeout_minutes: float) -> World:
 def stop() -> None:
     """Leave together: a process that exits with a live group may be aborted in its last moment."""
     dist.barrier()
-    dist.destroy_process_group()
+    if not KEPT.get():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Around several runs of one process: `stop` only waits, `start` finds the group again. DeepSpeed keeps the first
+    group of a process for ever. The last `stop` comes after it."""
+    token = KEPT.set(True)
+    try:
+        yield
+    finally:
+        KEPT.reset(token)
 
 
 def ds_config(train: TrainConfig, settings: DeepSpeedConfig, world_size: int) -> dict[str, Any]:
@@ -111,7 +133,14 @@ def ds_config(train: TrainConfig, settings: DeepSpeedConfig, world_size: int) ->
         "train_micro_batch_size_per_gpu": train.micro_batch(world_size),
         "gradient_accumulation_steps": train.accumulation(world_size),
         "gradient_clipping": train.clip_grad,  # left out, 0.19 clips at 1.0
-        "zero_optimization": {"stage": settings.stage},
+        "zero_optimization": {
+            "stage": settings.stage,
+            "stage3_param_persistence_threshold": settings.persistent_below,
+            "stage3_max_live_parameters": settings.live_parameters,
+            "stage3_max_reuse_distance": settings.live_parameters,
+            "offload_optimizer": {"device": "cpu" if settings.offload_optimizer else "none"},
+        },
+        "zero_force_ds_cpu_optimizer": False,  # likewise where the optimiser is offloaded
         "zero_allow_untested_optimizer": True,  # torch's own SGD and AdamW; no kernel is compiled
         "bf16": {"enabled": train.precision == "bf16"},
         "steps_per_print": 2**62,
@@ -137,24 +166,17 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]))
 
 
-class Measured(nn.Module):
-    """What DeepSpeed calls the model: a forward pass is whatever `measure` does with the model, not only its logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, measure: Callable[..., Any], *inputs: Any) -> Any:
-        return measure(self.model, *inputs)
-
-
 class Engine:
     """A model, its optimiser and its partition over ranks. One optimiser step is `accumulation` x (forward, backward,
-    step)."""
+    step).
+
+    Args: owners: the modules that `of_weights` will be asked about.
+    """
 
     def __init__(
         self,
         model: nn.Module,
+        owners: Sequence[nn.Module],
         train: TrainConfig,
         optimizer: OptimizerConfig,
         settings: DeepSpeedConfig,
@@ -162,17 +184,33 @@ class Engine:
     ) -> None:
         require(
             train.precision == "fp32" or settings.stage > 0,
-            "train.precision=bf16 needs deepspeed=zero1 or zero2: stage 0 keeps no float32 weights to hand over",
+            "train.precision=bf16 needs deepspeed=zero1 or higher: stage 0 keeps no float32 weights to hand over",
+        )
+        require(
+            train.attack_precision != "fp32" or train.precision == "fp32" or settings.stage < 3,
+            "train.attack_precision=fp32 with train.precision=bf16 needs a float32 copy of the weights, which "
+            "deepspeed=zero3 has nowhere; use deepspeed=zero2",
         )
         self.world, self.train_config, self.lr = world, train, optimizer.lr
         self.accumulation = train.accumulation(world.size)
         self.micro_batch = train.micro_batch(world.size)
+        require(
+            not train.grad_checkpointing or recompute_blocks_(model) > 0,
+            "train.grad_checkpointing=true recomputes blocks, and this model has none; leave it out",
+        )
+        measured = Measured(model.to(world.device), owners)
         self._engine, *_ = deepspeed.initialize(
-            model=Measured(model.to(world.device)),
+            model=measured,
             optimizer=make_optimizer(model, optimizer),
             config=ds_config(train, settings, world.size),
             dist_init_required=False,
         )
+        self._weights = {weights.owner: weights for weights in measured.weights}
+        for part, owner in measured.parts():  # not as "leaf modules", which reduce gradients in an attack as well
+            for parameter in owner.parameters():
+                deepspeed.zero.register_external_parameter(part, parameter)
+        if train.compile:
+            model.compile()
 
     @property
     def module(self) -> nn.Module:
@@ -189,10 +227,25 @@ class Engine:
         bfloat16 keeps 8 bits, which would round a perturbation of a few 1/255 away."""
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.train_config.precision == "bf16")
 
+    @contextmanager
+    def attacked(self) -> Iterator[nn.Module]:
+        """The model as attacks on the training batch see it: in train.attack_precision."""
+        precision = self.train_config.attack_precision or self.train_config.precision
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            wider = precision == "fp32" and self.train_config.precision == "bf16"
+            yield InFloat32(self.module) if wider else self.module
+
     def through(self, measure: Callable[..., Any], *inputs: Any) -> Any:
         """The training pass: measure(model, *inputs), tensors that the loss may be made of."""
         with self.precision():
             return self._engine(measure, *inputs)
+
+    def of_weights(self, owners: Iterable[nn.Module], measure: Callable[[nn.Module], Tensor]) -> Tensor:
+        """sum_owner measure(owner), a scalar, differentiable in the weights."""
+        total = torch.zeros((), device=self.world.device, requires_grad=True)
+        for owner in owners:
+            total = self._weights[owner](total, measure)
+        return total
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of loss / accumulation."""
@@ -209,22 +262,38 @@ class Engine:
         return bool(self._engine.was_step_applied())
 
     def finite(self) -> bool:
-        """Are all weights finite? They are the same on every rank, and so is the answer."""
-        sums = torch.stack([parameter.detach().double().sum() for parameter in self.module.parameters()])
+        """Collective: are all weights finite? They are the same on every rank, and so is the answer."""
+        sums = torch.stack([weight.double().sum() for _, weight in self.whole_weights()])
         return bool(sums.isfinite().all())
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective: names and weights as the model has them, each whole while it is looked at."""
+        for name, parameter in self.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.detach()
 
     def save(self, folder: Path, tag: str) -> None:
         """Collective: weights, optimiser partitions and counters under `folder/tag`."""
         self._engine.save_checkpoint(str(folder), tag=tag)
 
-    def load(self, folder: Path, tag: str) -> None:
-        """Collective. DeepSpeed unpickles (weights_only=False): callers pass only folders this project wrote."""
+    def load(self, folder: Path, tag: str, any_ranks: bool = False) -> None:
+        """Collective. DeepSpeed unpickles (weights_only=False): callers pass only folders this project wrote.
+        `any_ranks`: it is a universal checkpoint."""
+        self._engine._config.load_universal_checkpoint = any_ranks and self._engine.zero_optimization()
         path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
         require(path is not None, f"{folder / tag} could not be loaded; delete it and resume from the one before")
+
+    def float32_weights(self) -> list[Tensor]:
+        """The weights in the order of `module.parameters()`: the float32 masters (collective) of a bf16 run."""
+        if self.train_config.precision == "fp32":
+            return [parameter.detach() for parameter in self.module.parameters()]
+        masters = [(parameter, safe_get_full_fp32_param(parameter)) for parameter in self.module.parameters()]
+        return [parameter.detach().float() if master is None else master for parameter, master in masters]
 
     def float32_state(self) -> dict[str, Tensor]:
         """Collective: the state dict on the CPU, weights from the float32 masters where the model trains in bf16."""
         state = {key: value.detach().cpu() for key, value in self.module.state_dict().items()}
+        state |= {name: weight.cpu() for name, weight in self.whole_weights()}
         if self.train_config.precision == "bf16":
             for name, parameter in self.module.named_parameters():
                 master = safe_get_full_fp32_param(parameter)

@@ -7,23 +7,34 @@ and know nothing of the launcher's `--local_rank`. Every rank composes the same;
 import logging
 import os
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from certizoo.compose import compose_config
-from certizoo.errors import EXIT_USER_ERROR, one_line_errors
-from trainers.place import place, said_once
+from certizoo.errors import EXIT_USER_ERROR, UserError, one_line_errors
+from trainers.place import GRACE_SECONDS, PEER_GONE, place, said_once
 
-PEER_GONE = ("by peer", "Broken pipe")  # gloo's words for a closed connection
+Work = Callable[[str, Sequence[str]], None]
 
 
-def main(config_name: str, argv: Sequence[str] | None = None) -> None:
-    """Train as `configs/{config_name}.yaml` and the arguments say. Exit status 2: an error of one line."""
+def main(config_name: str, argv: Sequence[str] | None = None, work: Work | None = None) -> None:
+    """Train (or what `work` does) as `configs/{config_name}.yaml` and the arguments say. Exit status 2: an error of one
+    line."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     overrides = launcher_argv(sys.argv[1:] if argv is None else argv)
     with leaving_no_rank_behind():
-        one_line_errors(train)(config_name, overrides)
+        one_line_errors(in_turn)(work or train, config_name, overrides)
+
+
+def in_turn(work: Work, config_name: str, overrides: Sequence[str]) -> None:
+    """`work`; where several ranks of a machine meet the same fault, the launcher ends the others before they speak."""
+    try:
+        work(config_name, overrides)
+    except UserError:
+        time.sleep(GRACE_SECONDS if place()[1] else 0)
+        raise
 
 
 def train(config_name: str, overrides: Sequence[str]) -> None:

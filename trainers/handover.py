@@ -13,15 +13,19 @@ from certify import publication, stage
 from certizoo import UserError, __version__
 from certizoo.commit import git_commit
 from certizoo.files import write_whole
+from trainers.ema import Average
 from trainers.engine import Engine
 from trainers.job import Job, certify_settings
 
 FOLDER, CERTIFICATE = "handover", "certificate"
 
 
-def write(job: Job, engine: Engine, step: int, metrics: dict[str, float]) -> None:
-    """Collective: run_dir/handover/{model.safetensors, config.yaml, metrics.json}, written by rank 0."""
-    state = engine.float32_state()
+def write(job: Job, engine: Engine, average: Average | None, step: int, metrics: dict[str, float]) -> None:
+    """Collective: run_dir/handover/{model.safetensors, config.yaml, metrics.json}, written by rank 0.
+
+    The weights are the average's, where there is one.
+    """
+    state = average.module.state_dict() if average else engine.float32_state()
     if engine.world.rank == 0:
         model = zoo.create_model(**job.model)  # float32, whatever training computed in
         model.load_state_dict(state)
@@ -73,6 +77,7 @@ def _published(job: Job, folder: Path, out: Path, run_id: str | None) -> str:
         run_id=run_id,
         experiment=settings["experiment"],
         uri=settings["uri"],
+        tags=settings["tags"] or {},
     )
 
 

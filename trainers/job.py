@@ -20,10 +20,13 @@ from certizoo import UserError
 from shards import DataConfig, ShardSet, find, steps_per_epoch
 from trainers import checkpoint
 from trainers.place import place
+from trainers.recipe import check_recipe
 from trainers.schedule import ScheduleConfig
 from trainers.settings import (
     DeepSpeedConfig,
     HingeConfig,
+    MasksConfig,
+    MixConfig,
     ObjectiveConfig,
     OptimizerConfig,
     PenaltyConfig,
@@ -33,6 +36,7 @@ from trainers.settings import (
 from zoo.pretrained import check_source
 
 IMAGES_A_GPU, IMAGES_A_CPU_RANK = 128, 8
+SECOND_ORDER = ("lmce",)  # objectives that take input gradients inside `Engine.through`
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,6 +57,8 @@ class Job:
     objective: ObjectiveConfig
     penalty: PenaltyConfig
     hinge: HingeConfig
+    mix: MixConfig
+    masks: MasksConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     train: TrainConfig
@@ -82,7 +88,7 @@ class Job:
 def prepare(config: dict[str, Any]) -> Job:
     """Check a resolved configuration and the data it names. Raises UserError naming the key, file or folder."""
     config = with_batch_size(config, place()[2])
-    data = _typed(DataConfig, config, "data")
+    data = typed(DataConfig, config, "data")
     config = {**config, "model": _model_config(config["model"], data)}
     job = Job(
         config=config,
@@ -92,23 +98,40 @@ def prepare(config: dict[str, Any]) -> Job:
         data=data,
         train_set=find(data, "train"),
         test_set=_test_set(data),
-        attack=_typed(AttackConfig, config, "attack"),
-        objective=_typed(ObjectiveConfig, config, "objective"),
-        penalty=_typed(PenaltyConfig, config, "penalty"),
-        hinge=_typed(HingeConfig, config, "hinge"),
-        optimizer=_typed(OptimizerConfig, config, "optimizer"),
-        schedule=_typed(ScheduleConfig, config, "schedule"),
-        train=_typed(TrainConfig, config, "train"),
-        deepspeed=_typed(DeepSpeedConfig, config, "deepspeed"),
+        attack=typed(AttackConfig, config, "attack"),
+        objective=typed(ObjectiveConfig, config, "objective"),
+        penalty=typed(PenaltyConfig, config, "penalty"),
+        hinge=typed(HingeConfig, config, "hinge"),
+        mix=typed(MixConfig, config, "mix"),
+        masks=typed(MasksConfig, config, "masks"),
+        optimizer=typed(OptimizerConfig, config, "optimizer"),
+        schedule=typed(ScheduleConfig, config, "schedule"),
+        train=typed(TrainConfig, config, "train"),
+        deepspeed=typed(DeepSpeedConfig, config, "deepspeed"),
         saved=_saved(Path(config["run_dir"]), config["resume"]),
     )
     if job.first_weights is not None:
         check_source(job.first_weights)
     world_size = place()[2]
     job.train.accumulation(world_size)  # refuses sizes that do not divide
+    check_recipe(job, world_size)
     require(
         job.train.batch_size <= job.train_set.samples,
         f"train.batch_size={job.train.batch_size} is more than the {job.train_set.samples} training images; lower it",
+    )
+    require(
+        not (job.train.compile and (job.train.grad_checkpointing or job.objective.name in SECOND_ORDER)),
+        "train.compile=true works neither with train.grad_checkpointing nor with second derivatives (objective="
+        f"{job.objective.name}); leave it out",
+    )
+    require(
+        not (job.train.grad_checkpointing and job.masks.ard),
+        "train.grad_checkpointing=true would draw the masks of masks.ard anew in its second pass; set one to false",
+    )
+    require(
+        job.deepspeed.stage < 3 or job.objective.name not in SECOND_ORDER,
+        f"objective={job.objective.name} differentiates an input gradient, for which deepspeed=zero3 no longer has the "
+        "weights; use deepspeed=zero2",
     )
     if job.saved is not None:
         checkpoint.check_same_run(job.saved, job.fingerprint, world_size, job.run_dir)
@@ -128,10 +151,10 @@ def with_batch_size(config: dict[str, Any], world_size: int) -> dict[str, Any]:
 def certify_settings(job: Job) -> CertifySettings:
     """The `certify` keys, typed."""
     keys = {key: value for key, value in job.config["certify"].items() if key != "enabled"}
-    return _typed(CertifySettings, {"certify": keys}, "certify")
+    return typed(CertifySettings, {"certify": keys}, "certify")
 
 
-def _typed(cls: type[T], config: Mapping[str, Any], group: str) -> T:
+def typed(cls: type[T], config: Mapping[str, Any], group: str) -> T:
     """The dataclass from the keys of one group; OmegaConf checks names and types."""
     try:
         schema = OmegaConf.structured(cls)

@@ -1,6 +1,7 @@
 """This process among the others, before and after there is a process group."""
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,9 @@ from contextlib import contextmanager
 from certizoo import UserError
 from certizoo.errors import EXIT_USER_ERROR
 
+PEER_GONE = ("by peer", "Broken pipe")  # gloo's words for a closed connection
 GRACE_SECONDS = 5.0
+PATIENCE_SECONDS = 60.0  # on a busy machine the first rank may be so much later
 
 
 def place() -> tuple[int, int, int]:
@@ -24,12 +27,13 @@ _DEFAULTS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 def said_once() -> Iterator[None]:
     """Around what fails on all ranks alike: one rank of each machine speaks, the others leave without a word.
 
-    They wait a little first: a launcher that sees one rank go ends the rest, perhaps before the message is out.
+    They wait until the launcher ends them, which it does when it sees one rank go, perhaps before the message is out.
     """
     try:
         yield
     except UserError:
         if place()[1] == 0:
             raise
-        time.sleep(GRACE_SECONDS)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a run in its steps takes it for a request (trainers/preempt.py)
+        time.sleep(PATIENCE_SECONDS)
         raise SystemExit(EXIT_USER_ERROR) from None

@@ -4,12 +4,15 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from certizoo import UserError
 from certizoo.files import write_whole
+from registry.system import SystemMetrics
 from registry.track import Tracker
 
 Row = dict[str, float]
@@ -21,6 +24,7 @@ class Report:
 
     def __init__(self, run_dir: Path, total_steps: int, speaks: bool, tracker: Tracker | None = None) -> None:
         self.path, self.total, self.speaks, self.tracker = run_dir / ROWS, total_steps, speaks, tracker
+        self.system = SystemMetrics() if tracker else None
         self.console = Console(highlight=False)
         self._progress = Progress(
             TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -29,11 +33,14 @@ class Report:
         )  # fmt: skip
         self._task = self._progress.add_task("training", total=total_steps, note="")
         self._since = (time.monotonic(), 0)
+        self._began = (time.monotonic(), 0)
+        self._newest: Row = {}
 
     @contextmanager
     def shown(self, first_step: int) -> Iterator["Report"]:
-        """Rows of steps that a resumed run makes again are dropped; MLflow hears how the run ended."""
-        self._since = (time.monotonic(), first_step)
+        """What a resumed run does again is dropped: later steps, and the evaluation of `first_step`. MLflow hears how
+        the run ended."""
+        self._since = self._began = (time.monotonic(), first_step)
         if self.speaks:
             self._drop_rows_after(first_step)
         status = "FAILED"
@@ -42,7 +49,7 @@ class Report:
                 self._progress.update(self._task, completed=first_step)
                 yield self
             status = "FINISHED"
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # a SystemExit: asked to stop, or a fault that another rank reports
             status = "KILLED"
             raise
         finally:
@@ -65,23 +72,43 @@ class Report:
         return (step - before) * batch_size / max(now - then, 1e-9)
 
     def row(self, step: int, epoch: int, metrics: Row) -> None:
-        """One line of metrics.jsonl, one point of every curve."""
+        """One line of metrics.jsonl, one point of every curve; the bar keeps the newest value of each."""
         if not self.speaks:
             return
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, "epoch": epoch, **metrics}) + "\n")
+        self._append(json.dumps({"step": step, "epoch": epoch, **metrics}) + "\n")
         if self.tracker:
-            self.tracker.log(metrics, step)
-        note = "  ".join(f"{key} {value:.4g}" for key, value in metrics.items())
-        self._progress.update(self._task, note=note)
+            self.tracker.log({**metrics, **(self.system.read() if self.system else {})}, step)
+        self._newest |= metrics
+        self._progress.update(self._task, note=f"epoch {epoch + 1}  {_listed(self._newest)}")
         if not self.console.is_terminal or "clean_acc" in metrics:
-            self.say(f"step {step}/{self.total}  epoch {epoch + 1}  {note}")
+            self.say(f"step {step}/{self.total}  epoch {epoch + 1}  {_listed(metrics)}  eta {self._left(step)}")
+
+    def _append(self, line: str) -> None:
+        try:
+            with self.path.open("a") as file:
+                file.write(line)
+        except OSError as error:
+            raise UserError(
+                f"{self.path} could not be written ({error.strerror}); make room, then go on by the same command and "
+                "resume=auto"
+            ) from None
+
+    def _left(self, step: int) -> timedelta:
+        """At the pace since the run began or was resumed."""
+        then, first = self._began
+        pace = (time.monotonic() - then) / max(step - first, 1)
+        return timedelta(seconds=round(pace * (self.total - step)))
 
     def _drop_rows_after(self, step: int) -> None:
         if not self.path.exists():
             return
-        kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
+        lines = self.path.read_text().splitlines()
+        kept = [line for line in lines if _step_of(line) < step or (_step_of(line) == step and "clean_acc" not in line)]
         write_whole(self.path, "".join(line + "\n" for line in kept))
+
+
+def _listed(metrics: Row) -> str:
+    return "  ".join(f"{key} {value:.4g}" for key, value in metrics.items())
 
 
 def _step_of(line: str) -> float:

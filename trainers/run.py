@@ -4,14 +4,15 @@ from dataclasses import dataclass
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 
 import zoo
-from certizoo import UserError
 from certizoo.files import write_whole
 from registry.track import Tracker
 from trainers.engine import Engine, World
 from trainers.job import Job
+from trainers.penalties import Penalty, penalties_on
+from trainers.recipe import check_model
 from trainers.report import Report
 
 
@@ -24,6 +25,14 @@ class Run:
     report: Report
     steps_per_epoch: int
     total_steps: int
+    penalties: dict[str, Penalty]
+
+    def penalties_at(self, progress: float) -> dict[str, Tensor]:
+        """Those on weights, by name, when a share `progress` of the training is done."""
+        return {
+            name: self.engine.of_weights(penalty.owners, penalty.at(progress))
+            for name, penalty in self.penalties.items()
+        }
 
     @property
     def world(self) -> World:
@@ -34,8 +43,10 @@ def assemble(job: Job, world: World) -> Run:
     """The model, the same on every rank, under its engine; rank 0 opens the run folder and the tracking."""
     torch.manual_seed(job.seed)
     model = zoo.create_model(**job.model, pretrained=job.first_weights)
-    check_penalties(job, model)
-    built = Engine(model, job.train, job.optimizer, job.deepspeed, world)
+    check_model(job, model)
+    penalties = penalties_on(job, model)
+    owners = list(dict.fromkeys(owner for penalty in penalties.values() for owner in penalty.owners))
+    built = Engine(model, owners, job.train, job.optimizer, job.deepspeed, world)
     world.barrier()  # all ranks have looked into the run folder; now it may change
     tracker = None
     if world.rank == 0:
@@ -44,7 +55,7 @@ def assemble(job: Job, world: World) -> Run:
         tracker = open_tracker(job)
     total = job.total_steps(world.size)
     report = Report(job.run_dir, total, speaks=world.rank == 0, tracker=tracker)
-    return Run(job, built, report, job.steps_per_epoch(world.size), total)
+    return Run(job, built, report, job.steps_per_epoch(world.size), total, penalties)
 
 
 def open_tracker(job: Job) -> Tracker | None:
@@ -56,22 +67,3 @@ def open_tracker(job: Job) -> Tracker | None:
     run_id = job.saved.run_id if job.saved else None
     tracker.start(settings["experiment"], job.config["name"], job.config, run_id=run_id)
     return tracker
-
-
-def check_penalties(job: Job, model: nn.Module) -> None:
-    """Raise UserError where a penalty has nothing to penalise."""
-    try:
-        with torch.no_grad():
-            penalties_of(job, model, 0.0)
-    except ValueError as error:
-        raise UserError(f"penalty: {error}; use penalty=none hinge=none") from None
-
-
-def penalties_of(job: Job, model: nn.Module, progress: float) -> dict[str, Tensor]:
-    """Those on weights, by name: MSVP and the hinge, as the job weighs them."""
-    found = {}
-    if job.penalty.active:
-        found["msvp"] = zoo.penalty.msvp(model, **vars(job.penalty))
-    if job.hinge.active:
-        found["hinge"] = job.hinge.weight * zoo.hinge.hinge(model, job.hinge.caps, job.hinge.slack_at(progress))
-    return found

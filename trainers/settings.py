@@ -1,5 +1,6 @@
 """The typed parts of the configuration. A wrong value is named, with what would be right."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from certizoo import UserError
@@ -9,6 +10,20 @@ def require(holds: bool, message: str) -> None:
     """Raise UserError with the message unless it holds."""
     if not holds:
         raise UserError(message)
+
+
+def require_least(config: object, group: str, keys: Iterable[str], least: float, mend: str) -> None:
+    """Raise UserError naming the first of these values that is below `least`; None is no value."""
+    for key in keys:
+        value = getattr(config, key)
+        require(value is None or value >= least, f"{group}.{key}={value} does not work; {mend}")
+
+
+def require_shares(config: object, group: str, keys: Iterable[str]) -> None:
+    """Raise UserError naming the first of these values that is not in [0, 1]."""
+    for key in keys:
+        value = getattr(config, key)
+        require(0 <= value <= 1, f"{group}.{key}={value} is a share; set it between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -21,24 +36,32 @@ class TrainConfig:
     micro_batch_size: int | None = None
     clip_grad: float = 1.0
     precision: str = "fp32"
+    attack_precision: str | None = None
+    grad_checkpointing: bool = False
+    compile: bool = False
     eval_images: int = 512
     log_every: int = 10
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     label_smoothing: float = 0.0
+    sam_rho: float = 0.0
+    ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        for key in ("epochs", "batch_size", "max_steps", "micro_batch_size", "log_every", "keep_checkpoints"):
-            value = getattr(self, key)
-            require(value is None or value >= 1, f"train.{key}={value} does not work; set it to at least 1")
-        for key in ("clip_grad", "eval_images", "checkpoint_every", "label_smoothing"):
-            value = getattr(self, key)
-            require(value >= 0, f"train.{key}={value} does not work; set it to 0 (off) or more")
+        counts = ("epochs", "batch_size", "max_steps", "micro_batch_size", "log_every", "keep_checkpoints")
+        require_least(self, "train", counts, 1, "set it to at least 1")
+        switches = ("clip_grad", "eval_images", "checkpoint_every", "label_smoothing", "sam_rho")
+        require_least(self, "train", switches, 0, "set it to 0 (off) or more")
+        require(0 <= self.ema_decay < 1, f"train.ema_decay={self.ema_decay} does not work; 0 (off) or a bit below 1")
         require(self.label_smoothing < 1, f"train.label_smoothing={self.label_smoothing} must stay below 1")
         require(
             self.precision in ("fp32", "bf16"),
             f"train.precision={self.precision} does not exist; use fp32 or bf16 (fp16 breaks attacks: its loss "
             "scaling hides small gradients)",
+        )
+        require(
+            self.attack_precision in (None, "fp32", "bf16"),
+            f"train.attack_precision={self.attack_precision} does not exist; use fp32, bf16, or null (as precision)",
         )
 
     def micro_batch(self, world_size: int) -> int:
@@ -86,8 +109,7 @@ class PenaltyConfig:
     lambda_mlp: float = 0.0
 
     def __post_init__(self) -> None:
-        for key, value in vars(self).items():
-            require(value >= 0, f"penalty.{key}={value} does not work; set it to 0 (off) or more")
+        require_least(self, "penalty", vars(self), 0, "set it to 0 (off) or more")
 
     @property
     def active(self) -> bool:
@@ -108,6 +130,7 @@ class HingeConfig:
     v: float | None = None
     o: float | None = None
     mlp: float | None = None
+    patch: float | None = None
     slack: float = 1.0
     tighten: tuple[float, float] = (0.0, 1.0)
 
@@ -125,7 +148,7 @@ class HingeConfig:
 
     @property
     def caps(self) -> dict[str, float | None]:
-        return {branch: getattr(self, branch) for branch in ("q", "k", "v", "o", "mlp")}
+        return {branch: getattr(self, branch) for branch in ("q", "k", "v", "o", "mlp", "patch")}
 
     def slack_at(self, progress: float) -> float:
         """slack^(1 - s), s in [0, 1] the share of the way from tighten[0] to tighten[1]."""
@@ -136,31 +159,114 @@ class HingeConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """configs/objective. `eps` is an L2 radius in [0,1] pixels, reached after `ramp` (a share) of the training; the two
-    and `random_rivals` (a share of the images) are those of `lmce`."""
+    """configs/objective.
+
+    Attributes:
+        eps: an L2 radius in [0,1] pixels, reached after `ramp` (a share) of the training: lmce, gloro, lmt, local_lip.
+        random_rivals: a share of the images: lmce.
+        beta: the weight of the divergence between clean and attacked: trades, mart.
+    """
 
     name: str
     eps: float = 0.0
     ramp: float = 0.0
     random_rivals: float = 0.0
+    beta: float = 6.0
 
     def __post_init__(self) -> None:
-        require(self.eps >= 0, f"objective.eps={self.eps} does not work; set it to 0 or more")
-        for key in ("ramp", "random_rivals"):
-            value = getattr(self, key)
-            require(0 <= value <= 1, f"objective.{key}={value} is a share; set it between 0 and 1")
+        require_least(self, "objective", ("eps", "beta"), 0, "set it to 0 or more")
+        require_shares(self, "objective", ("ramp", "random_rivals"))
+
+
+@dataclass(frozen=True)
+class MixConfig:
+    """configs/adv_train.yaml, `mix`: alpha of mixup and of CutMix (0 is off), the probability that a batch is mixed at
+    all, and that it is by CutMix where both are on."""
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    prob: float = 1.0
+    switch_prob: float = 0.5
+
+    def __post_init__(self) -> None:
+        require_least(self, "mix", ("mixup", "cutmix"), 0, "set it to 0 (off) or more")
+        require_shares(self, "mix", ("prob", "switch_prob"))
+
+    @property
+    def active(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+
+@dataclass(frozen=True)
+class MasksConfig:
+    """configs/adv_train.yaml, `masks`: ARD and PRM of Mo et al. 2022 in the training's attack, and the share of the
+    training over which they fade."""
+
+    ard: bool = False
+    prm: bool = False
+    warmup: float = 0.25
+
+    def __post_init__(self) -> None:
+        require(0 < self.warmup <= 1, f"masks.warmup={self.warmup} is a share; set it above 0, at most 1")
+
+    @property
+    def active(self) -> bool:
+        return self.ard or self.prm
+
+    def share(self, progress: float) -> float:
+        """max(0, 1 - t / warmup): what is left out when a share t of the training is done."""
+        return max(0.0, 1 - progress / self.warmup)
+
+
+@dataclass(frozen=True)
+class ConstrainConfig:
+    """configs/constrain.yaml, `constrain`: epochs of stages 1 and 3, settings of stage 2 (douglas_rachford.py)."""
+
+    adapt_epochs: int
+    finetune_epochs: int
+    level: float = 0.1
+    eta: float = 1e-2
+    rate: float = 1.2
+    iterations: int = 20
+    passes: int = 20
+    batches: int = 8
+    batch_size: int = 64
+    rows: int = 512
+
+    def __post_init__(self) -> None:
+        counts = ("iterations", "passes", "batches", "batch_size", "rows")
+        require_least(self, "constrain", counts, 1, "use at least 1")
+        require_least(self, "constrain", ("adapt_epochs", "finetune_epochs"), 0, "set it to 0 or more")
+        require(0 < self.level < 1, f"constrain.level={self.level} is a share; set it between 0 and 1")
+        require(0 < self.eta < 1, f"constrain.eta={self.eta} is a share; set it between 0 and 1")
+        require(0 < self.rate < 2, f"constrain.rate={self.rate} does not converge; set it between 0 and 2")
 
 
 @dataclass(frozen=True)
 class DeepSpeedConfig:
-    """configs/deepspeed. `timeout_minutes`: how long a rank waits for the others before it gives the run up."""
+    """configs/deepspeed.
+
+    Attributes:
+        stage: of ZeRO: 0 all on each rank; 1 optimiser state cut over the ranks; 2 gradients too; 3 weights too.
+        timeout_minutes: how long a rank waits for the others before it gives the run up.
+        persistent_below: at stage 3, parameters with at most so many entries stay whole on each rank.
+        live_parameters: at stage 3, entries that may stay gathered because they are needed again soon.
+        offload_optimizer: keep optimiser state, and update the weights, in the memory of the CPU (stages 1-3).
+    """
 
     stage: int
     timeout_minutes: float = 30.0
+    offload_optimizer: bool = False
+    persistent_below: int = 100_000
+    live_parameters: int = 1_000_000_000
 
     def __post_init__(self) -> None:
         require(
-            self.stage in (0, 1, 2),
-            f"deepspeed.stage={self.stage} is not supported yet: weight penalties and attacks need whole weights "
-            "on each rank; use deepspeed=zero2",
+            self.stage in (0, 1, 2, 3),
+            f"deepspeed.stage={self.stage} does not exist; use 0, 1, 2 or 3 (deepspeed=zero0 ... zero3)",
         )
+        require(
+            self.stage > 0 or not self.offload_optimizer,
+            "deepspeed.offload_optimizer=true needs deepspeed=zero1 or higher",
+        )
+        require_least(self, "deepspeed", ("persistent_below", "live_parameters"), 0, "set it to 0 or more")

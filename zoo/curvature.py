@@ -36,6 +36,7 @@ class Expansion:
     remainder: Callable[[Tensor], Bound]
     pull: Callable[[Tensor], Tensor]  # g (C, B, *y) -> J^T g (C, B, *x)
     own_push: Callable[[Tensor], Tensor] | None = None
+    linear: bool = False  # no remainder
 
     def push(self, v: Tensor) -> Tensor:
         """v (C, B, *x) -> J v (C, B, *y)."""
@@ -155,7 +156,7 @@ def linear_expansion(f: Callable[[Tensor], Tensor], layer: Layer) -> Expand:
     def expand(x: Tensor) -> Expansion:
         y, bound = layer(x)
         gain_B = bound(torch.ones(len(x), dtype=x.dtype, device=x.device))
-        return Expansion(y, gain_B, torch.zeros_like, lambda g: torch.zeros_like, pullback(f, x))
+        return Expansion(y, gain_B, torch.zeros_like, lambda g: torch.zeros_like, pullback(f, x), linear=True)
 
     return expand
 
@@ -175,18 +176,21 @@ def composition(parts: Sequence[tuple[Layer, Expand]]) -> Expand:
 
     <g, R(G)> = sum_k <g_k, R_k(G_{k-1})>,            g_{k-1} = J_k^T g_k
     ||R(G)||  <= sum_k ||J_L|| ... ||J_{k+1}|| beta_k(e_{k-1})
+
+    Linear parts at the end have no remainder, and nobody asks how far their inputs move.
     """
 
     def expand(x: Tensor) -> Expansion:
-        bounds, expansions = [], []
-        for k, (layer, expand_part) in enumerate(parts):
-            if k < len(parts) - 1:  # the radius behind the last part is nobody's input
-                bounds.append(layer(x)[1])
+        inputs, expansions = [], list[Expansion]()
+        for _, expand_part in parts:
+            inputs.append(x)
             expansions.append(expand_part(x))
             x = expansions[-1].y
+        bent = 1 + max((k for k, expansion in enumerate(expansions) if not expansion.linear), default=0)
+        bounds = [layer(before)[1] for (layer, _), before in zip(parts[: bent - 1], inputs, strict=False)]
 
         def radii(r: Tensor) -> list[Tensor]:
-            """e_0 .. e_{L-1}: what each part gets."""
+            """e_0, e_1, ...: what each part gets, up to the last one that is not linear."""
             found = [r]
             for bound in bounds:
                 found.append(bound(found[-1]))
@@ -194,8 +198,10 @@ def composition(parts: Sequence[tuple[Layer, Expand]]) -> Expand:
 
         def beta(r: Tensor) -> Tensor:
             total = torch.zeros_like(r)
-            for expansion, e in zip(expansions, radii(r), strict=True):
+            for expansion, e in zip(expansions[:bent], radii(r), strict=True):
                 total = expansion.gain_B * total + expansion.beta(e)
+            for expansion in expansions[bent:]:
+                total = expansion.gain_B * total
             return total
 
         def pull(g: Tensor) -> Tensor:
@@ -210,7 +216,9 @@ def composition(parts: Sequence[tuple[Layer, Expand]]) -> Expand:
 
         def remainder(g: Tensor) -> Bound:
             terms: list[Bound] = []
-            for k in range(len(expansions) - 1, -1, -1):
+            for expansion in reversed(expansions[bent:]):
+                g = expansion.pull(g)
+            for k in range(bent - 1, -1, -1):
                 terms.insert(0, expansions[k].remainder(g))
                 if k:
                     g = expansions[k].pull(g)

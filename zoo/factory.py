@@ -122,12 +122,13 @@ def _vit(options: Options) -> nn.Module:
     )
     kind = _part("block", options.pop("block"), BLOCKS, **own)
     dim, mlp_ratio = options["embed_dim"], options.pop("mlp_ratio")
-    gpsa_layers, locality = options.pop("gpsa_layers"), options.pop("locality_strength")
+    gpsa_layers = options.pop("gpsa_layers")
+    positions = {key: options.pop(key) for key in ("locality_strength", "gating_init")}
 
     def block(index: int, drop_path: float) -> nn.Module:
         attn = attention()
         if index < gpsa_layers:
-            attn = GPSA(attn, locality_strength=locality)
+            attn = GPSA(attn, **positions)
         return kind(
             attn=attn, mlp=mlp(dim, int(dim * mlp_ratio)), norm1=norm1(dim), norm2=norm(dim), drop_path=drop_path
         )

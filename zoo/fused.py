@@ -109,7 +109,9 @@ def exponents(w_HD: Tensor, c_IH: Tensor, floor_I: Tensor, above_I: Tensor) -> T
     Lanczos says where to begin, from below. A Cholesky factorisation proves one e at a time, until it does."""
     form_IDD = (w_HD.mT * c_IH.unsqueeze(1)) @ w_HD
     start_ID = start_vectors(1, w_HD.shape[1]).to(w_HD).expand(len(c_IH), -1)
-    below_I = ritz(lambda v: (v @ w_HD.mT * c_IH) @ w_HD, start_ID, min(KRYLOV, w_HD.shape[1]))
+    size_I = c_IH.abs().amax(1).clamp_min(1e-300)
+    share_IH = c_IH / size_I.unsqueeze(1)  # squares of c may overflow
+    below_I = size_I * ritz(lambda v: (v @ w_HD.mT * share_IH) @ w_HD, start_ID, min(KRYLOV, w_HD.shape[1]))
     e_I = torch.fmax(floor_I, (below_I.clamp_min(0).log() / STEP - 1e-6).ceil())
     open_I = (e_I < above_I).nonzero().squeeze(1)
     while len(open_I):

@@ -1,6 +1,7 @@
 """Hinge on spectral norms: the weights keep their norms below caps, and are free there (MATH-PROOFS.md 6.2).
 
-    L_hinge = sum_W relu( ||W|| - c_W )^2          W = W_Q, W_K, W_V (all heads together), W_O, W_1, W_2 of every layer
+    L_hinge = sum_W relu( ||W|| - c_W )^2          W = W_Q, W_K, W_V (all heads together), W_O, W_1, W_2 of every layer,
+                                                   and the patch embedding
 
 ||W|| comes from Gram iteration (Delattre et al. 2023, https://arxiv.org/abs/2305.16173): with G_0 = W^T W or W W^T,
 whichever is smaller, and G_{k+1} = G_k^2,
@@ -12,9 +13,10 @@ power iteration sees one a step. Like MSVP it steers the training; no certificat
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
+from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from zoo.penalty import HasSpectralTerms
@@ -23,21 +25,29 @@ SQUARINGS = 5  # at most 1.04 times the norm for n = 128; 1.00 where one singula
 
 
 def hinge(model: nn.Module, caps: Mapping[str, float | None], slack: float = 1.0) -> Tensor:
-    """The sum above with caps `slack * caps[branch]`, branches as in `zoo.penalty`; None is no cap. A scalar, float32.
+    """The sum above with caps `slack * caps[branch]`, branches as in `zoo.penalty` and "patch"; None is no cap. A
+    scalar, float32.
 
     Raises ValueError for a model without weights of the capped branches.
     """
     groups: dict[torch.Size, list[tuple[float, Tensor]]] = defaultdict(list)
     for module in model.modules():
-        if isinstance(module, HasSpectralTerms):
-            for branch, weight_HOD, _ in module.spectral_terms():
-                cap = caps.get(branch)
-                if cap is not None:
-                    weight_ND = weight_HOD.flatten(0, 1)
-                    groups[weight_ND.shape].append((slack * cap, weight_ND))
+        for branch, weight_ND in weights(module):
+            cap = caps.get(branch)
+            if cap is not None:
+                groups[weight_ND.shape].append((slack * cap, weight_ND))
     if not groups:
         raise ValueError("the model has no weights of the branches to cap")
     return torch.stack([_excess(terms) for terms in groups.values()]).sum()
+
+
+def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Branches of the module itself, with their matrices (N, D)."""
+    if isinstance(module, HasSpectralTerms):
+        for branch, weight_HOD, _ in module.spectral_terms():
+            yield branch, weight_HOD.flatten(0, 1)
+    elif isinstance(module, PatchEmbed):
+        yield "patch", module.proj.weight.flatten(1)  # perhaps capped: then no parameter
 
 
 def _excess(terms: list[tuple[float, Tensor]]) -> Tensor:

@@ -1,10 +1,26 @@
 """Training objectives by name. Each is a function (probe, images, labels) -> named terms, one of them `loss`."""
 
 from trainers.objectives.clean import clean
+from trainers.objectives.gloro import gloro
 from trainers.objectives.lmce import lmce
+from trainers.objectives.lmt import lmt
+from trainers.objectives.local_lip import local_lip
+from trainers.objectives.mart import mart
 from trainers.objectives.pgd_at import pgd_at
 from trainers.objectives.probe import Objective, Probe, Terms
+from trainers.objectives.trades import trades
 
-OBJECTIVES: dict[str, Objective] = {"clean": clean, "lmce": lmce, "pgd_at": pgd_at}
+OBJECTIVES: dict[str, Objective] = {
+    "clean": clean,
+    "gloro": gloro,
+    "lmce": lmce,
+    "lmt": lmt,
+    "local_lip": local_lip,
+    "mart": mart,
+    "pgd_at": pgd_at,
+    "trades": trades,
+}
+SOFT_LABELS = ("clean", "pgd_at", "trades")  # labels may be probabilities
+LIPSCHITZ = ("gloro", "lmt", "local_lip")  # the model has to have a Lipschitz constant to train for
 
-__all__ = ["OBJECTIVES", "Objective", "Probe", "Terms"]
+__all__ = ["LIPSCHITZ", "OBJECTIVES", "SOFT_LABELS", "Objective", "Probe", "Terms"]

@@ -13,18 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainers.objectives.probe import Probe, Terms, accuracy
+from trainers.objectives.probe import Probe, Terms, accuracy, wide
 
 TINY = 1e-12  # under the root, which has no derivative at 0
 
 
 def lmce(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
     """`acc` is clean accuracy, `slope` the mean of ||grad_x (z_y - z_j)||."""
-    settings = probe.settings
-    logits_BK, slope_B = probe.through(margin_slopes, images_BCHW, labels_B, settings.random_rivals)
-    eps = settings.eps * min(1.0, probe.progress / settings.ramp) if settings.ramp else settings.eps
+    logits_BK, slope_B = probe.through(margin_slopes, images_BCHW, labels_B, probe.settings.random_rivals)
     wrong_BK = 1 - F.one_hot(labels_B, logits_BK.shape[1])
-    loss = probe.cross_entropy(logits_BK.float() + eps * slope_B.float()[:, None] * wrong_BK, labels_B)
+    loss = probe.cross_entropy(wide(logits_BK) + probe.eps * wide(slope_B)[:, None] * wrong_BK, labels_B)
     return {"loss": loss, "acc": accuracy(logits_BK, labels_B), "slope": slope_B.detach().mean()}
 
 

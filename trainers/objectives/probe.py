@@ -1,4 +1,7 @@
-"""What an objective may do with the model. Legend: images_BCHW in [0,1], logits_BK, labels_B."""
+"""What an objective may do with the model. Legend: images_BCHW in [0,1], logits_BK, labels_B.
+
+With mixup or CutMix labels are probabilities labels_BK; objectives in `SOFT_LABELS` take both.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,16 +18,18 @@ Terms = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Probe:
-    """The two ways through the model in a training step, the loss of both, and what the objective is set to.
+    """The ways through the model in a training step, the loss of all, and what the objective is set to.
 
     Attributes:
         through: (measure, *inputs) -> measure(model, *inputs) in train mode, recorded for the optimiser; call it once.
-        attack: (images_BCHW, labels_B) -> adversarial_BCHW; leaves no trace on the model.
+        attack: (images_BCHW, labels_B or probabilities_BK) -> adversarial_BCHW; leaves no trace on the model.
+        predict: images_BCHW -> logits_BK in eval mode, not recorded; leaves no trace on the model.
         progress: the share of the training that is done, in [0, 1).
     """
 
     through: Callable[..., Any]
     attack: Callable[[Tensor, Tensor], Tensor]
+    predict: Callable[[Tensor], Tensor]
     settings: ObjectiveConfig
     progress: float = 0.0
     label_smoothing: float = 0.0
@@ -35,14 +40,26 @@ class Probe:
         return logits_BK
 
     def cross_entropy(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-        """Mean over the batch, in float32 whatever the model computes in."""
-        return F.cross_entropy(logits_BK.float(), labels_B, label_smoothing=self.label_smoothing)
+        """Mean over the batch, in float32 or better whatever the model computes in."""
+        return F.cross_entropy(wide(logits_BK), labels_B, label_smoothing=self.label_smoothing)
+
+    @property
+    def eps(self) -> float:
+        """objective.eps times min(1, t / ramp), t the share of the training that is done."""
+        ramp = self.settings.ramp
+        return self.settings.eps * (min(1.0, self.progress / ramp) if ramp else 1.0)
 
 
 Objective = Callable[[Probe, Tensor, Tensor], Terms]
 
 
+def wide(logits_BK: Tensor) -> Tensor:
+    """In float32, or float64 where they are."""
+    return logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32))
+
+
 def accuracy(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-    """The share of the batch that is right, without gradient."""
+    """The share of the batch that is right, without gradient; of mixed labels the largest counts."""
     with torch.no_grad():
-        return (logits_BK.argmax(dim=1) == labels_B).float().mean()
+        classes_B = labels_B if labels_B.ndim == 1 else labels_B.argmax(dim=1)
+        return (logits_BK.argmax(dim=1) == classes_B).float().mean()

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zoo.attention.spread import K2_MAX, LOGIT_MAX, ROUND, e1, e2, exponential, gram, known, norm, third_cumulant, top
+from zoo.attention.spread import K2_MAX, LOGIT_MAX, ROUND, e1, e2, exponential, known, norm, third_cumulant
 from zoo.spectral import sigma_upper
 
 
@@ -86,7 +86,7 @@ class Core:
         self.p_max_BHN = p.amax(-1)
         self.keys_BH, self.norm_v_B = self.s * norm(keys), norm(values).amax(-1)
         self.own_BHN = self.s * norm(p.sqrt().unsqueeze(-1) * self.keys_BHNNO)  # sd of s k~, largest direction
-        self.nu_BHN = top(gram(p.sqrt().unsqueeze(-1) * self.values_BHNNO)).sqrt()  # the same of v~
+        self.nu_BHN = norm(p.sqrt().unsqueeze(-1) * self.values_BHNNO)  # the same of v~
         self._logits()
         self.sharp_B = self.slope(torch.zeros_like(self.own_BHN)).amax((-2, -1))
         self._scores()

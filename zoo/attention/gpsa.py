@@ -30,17 +30,17 @@ class GPSA(nn.Module):
     """x (B, N, D) -> (B, N, D), N a square number of patches, no class token.
 
     Args: content: the attention whose scores are mixed with positions. locality_strength: how sharply the heads look
-    at their patch at the start (the paper's alpha).
+    at their patch at the start (the paper's alpha). gating_init: the gating parameters at the start (the paper's 1).
     """
 
-    def __init__(self, content: nn.Module, locality_strength: float = 1.0) -> None:
+    def __init__(self, content: nn.Module, locality_strength: float = 1.0, gating_init: float = 1.0) -> None:
         super().__init__()
         if not isinstance(content, SoftmaxAttention):
             raise UserError(f"{type(content).__name__} has no scores to mix with positions; choose a softmax attention")
         self.content = content
         self.locality_strength = locality_strength
         self.pos_proj = nn.Linear(3, content.num_heads)
-        self.gating_param = nn.Parameter(torch.ones(content.num_heads))
+        self.gating_param = nn.Parameter(torch.full((content.num_heads,), float(gating_init)))
 
     def forward(self, x_BND: Tensor) -> Tensor:
         q, k, v = self.content.heads(x_BND)

@@ -53,7 +53,7 @@ def lofast_local(
 def changes(spread: Spread) -> Bound:
     """delta_2."""
     heads = spread.heads
-    by_values, by_inputs = spread.rows(spread.nu_BHN.square()), spread.rows(spread.p_max_BHN)
+    by_values, by_inputs = spread.by_values, spread.by_inputs
     norm_v = heads.norm_v_H.amax()
 
     def bound(r: Tensor) -> Tensor:

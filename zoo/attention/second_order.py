@@ -19,6 +19,7 @@ Letters: B images, C classes, H heads (l), N tokens (i row, k column), D width, 
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,14 +32,12 @@ from zoo.attention.spread import (
     e2,
     exponential,
     grow,
-    inner_products,
     join_heads,
     known,
     measure,
     norm,
     split_heads,
     third_cumulant,
-    weighted_norm,
 )
 from zoo.curvature import Expand, Expansion, curvature
 from zoo.rules import Bound
@@ -106,17 +105,13 @@ class Remainder:
         return lambda r: known(r * (self.spread.weights(r) * outer_CBH).sum(-1))
 
     def _t3_weighted(self) -> Bound:
-        """E1(tau) V(|o|) r sqrt(max_k lambda_max(sum_il p_ilk W_Vl o_il (W_Vl o_il)^T / |o_il|))."""
+        """E1(tau) V(|o|) ||W_V|| r sqrt(max_lk lambda_max(sum_i p_ilk o_il o_il^T / |o_il|))."""
         spread, heads = self.spread, self.spread.heads
         length = self.o.norm(dim=-1)
         level = spread.rows(length)
         o = self.o / length.clamp_min(1e-300).sqrt().unsqueeze(-1)
-        if spread.joins:
-            gram_PZZ = inner_products((o @ heads.v_HOD).flatten(-3, -2).flatten(0, 1).unsqueeze(1))
-            columns_PNZ = spread.p.flatten(1, 2).mT.expand(*o.shape[:2], -1, -1).flatten(0, 1)
-            inputs = weighted_norm(columns_PNZ, gram_PZZ).amax(-1).view(o.shape[:2])
-        else:
-            inputs = norm(spread.p.mT.sqrt().unsqueeze(-1) * o.unsqueeze(-3)).amax((-2, -1)) * heads.norm_v
+        columns = spread.p.mT.sqrt().unsqueeze(-1) * o.unsqueeze(-3)
+        inputs = norm(columns).amax((-2, -1)) * heads.norm_v
         return lambda r: known(exponential(lambda t: e1(t) * inputs * r * grow(level, r), spread.tau(r)))
 
     def forms(self) -> Forms:
@@ -139,7 +134,7 @@ class Beta:
         self.spread = spread
         self.size = spread.values_BHNNO.norm(dim=-1)  # |v~|
         self.change = changes(spread)
-        self.by_values, self.by_inputs = spread.rows(spread.nu_BHN.square()), spread.rows(spread.p_max_BHN)
+        self.by_values, self.by_inputs = spread.by_values, spread.by_inputs
 
     def forms(self) -> Forms:
         return {"simple": self._simple(), "far": self._far(), "weighted": self._weighted()}
@@ -158,13 +153,8 @@ class Beta:
 
     def _far(self) -> Bound:
         """R = (P' - P) X' M - DP[dS of first order] X M: never more than both together."""
-        return lambda r: self.change(r) + known(r * self.linear())
-
-    def linear(self) -> Tensor:
-        """How much of ||J|| comes from the change of P: (B,)."""
-        spread = self.spread
-        by_box = spread.combined(spread.sharp_BHN.amax(-1) * spread.xi_BH, torch.zeros_like(spread.xi_BH))
-        return torch.minimum(spread.heads.norm_o * self.by_values[0], by_box)
+        size_B = linear(self.spread)
+        return lambda r: self.change(r) + known(r * size_B)
 
     def _inputs(self, t: Tensor, r: Tensor) -> Tensor:
         """T1 + T3: E1(tau) ||W_V|| r V(max_k p), and the row means of p v~ Q by Cauchy."""
@@ -200,6 +190,12 @@ class Beta:
         return known(self.spread.heads.norm_o * exponential(form, self.spread.tau(r)))
 
 
+def linear(spread: Spread) -> Tensor:
+    """How much of ||J|| comes from the change of P: (B,)."""
+    by_box = spread.combined(spread.sharp_BHN.amax(-1) * spread.xi_BH, torch.zeros_like(spread.xi_BH))
+    return torch.minimum(spread.heads.norm_o * spread.by_values[0], by_box)
+
+
 def expand_attention(
     module: Callable[[Tensor], Tensor],
     content: DotProductAttention,
@@ -215,15 +211,16 @@ def expand_attention(
         q, k, v = content.projections(x_BND)
         p_BHNN = attend(content.scale * q @ k.mT)
         spread, mixed = Spread(heads, q, k, v, p_BHNN), mix(p_BHNN)
-        of_norm = Beta(spread)
-        beta = least(of_norm.forms())
         norm_p_BH = sigma_upper(mixed)
         carried_B = torch.minimum(norm_p_BH.amax(-1) * plain.norm_v * plain.norm_o, norm_p_BH @ plain.norm_m_H)
 
+        @cache
+        def of_norm() -> Bound:
+            """Dear, and not always asked for."""
+            return least(Beta(spread).forms())
+
         def remainder(g_CBND: Tensor) -> Bound:
-            inner = Remainder(spread, g_CBND).forms()["least"]
-            length_CB = g_CBND.flatten(2).norm(dim=-1)
-            return lambda r: torch.minimum(inner(r), known(length_CB * beta(r)))
+            return Remainder(spread, g_CBND).forms()["least"]
 
         def pull(g_CBND: Tensor) -> Tensor:
             """J^T g = G k W_Q + G^T q W_K + P^T o W_V: through the scores, and along the values."""
@@ -239,7 +236,7 @@ def expand_attention(
             dp = dp - spread.p * dp.sum(-1, keepdim=True)
             return join_heads(dp @ spread.v + mixed @ split_heads(v_CBND, plain.v_HOD), heads.o_HOD)
 
-        return Expansion(module(x_BND), carried_B + of_norm.linear(), beta, remainder, pull, push)
+        return Expansion(module(x_BND), carried_B + linear(spread), lambda r: of_norm()(r), remainder, pull, push)
 
     return expand
 

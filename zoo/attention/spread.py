@@ -20,6 +20,7 @@ Letters: B images, C classes, H heads (l), N tokens (i row, k column), D width, 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,6 @@ from zoo.spectral import sigma_upper
 
 ROUND = 1 + 1e-11
 TINY = 1e-280  # the trace of a matrix that is as good as zero
-JOINT_LIMIT = 128  # H N up to which the rows of all heads are put below one another before their norm is taken
-JOINT_BYTES = 2**26  # memory for those rows at a time
 TAU_MAX = 50.0  # beyond it the forms with exponentials are given up
 LOGIT_MAX = 700.0  # the logit of a probability that underflows, or nearly
 K2_MAX = 0.2721655271  # sqrt(6) / 9, rounded up: sup |D^2 softmax[v, v]| / |v|^2
@@ -52,29 +51,6 @@ def top(a: Tensor) -> Tensor:
 def norm(a: Tensor) -> Tensor:
     """Spectral norm (..., m, n) -> (...)."""
     return top(a @ a.mT if a.shape[-2] <= a.shape[-1] else a.mT @ a).sqrt()
-
-
-def gram(a: Tensor) -> Tensor:
-    """sum_k a_k a_k^T (..., n, m) -> (..., m, m)."""
-    return a.mT @ a
-
-
-def weighted_norm(w: Tensor, gram_ZZ: Tensor) -> Tensor:
-    """Norms of the matrices with rows sqrt(w_z) a_z, from the inner products of the a: w (..., B, I, Z) and
-    (B, I or 1, Z, Z) -> (..., B, I)."""
-    root = w.sqrt()
-    if w.ndim == 3:
-        return top(root.unsqueeze(-1) * gram_ZZ * root.unsqueeze(-2)).sqrt()
-    few = max(1, JOINT_BYTES // (8 * w[0].numel() * w.shape[-1]))
-    parts = root.flatten(0, -4).split(few)
-    return torch.cat([top(part.unsqueeze(-1) * gram_ZZ * part.unsqueeze(-2)).sqrt() for part in parts]).view(
-        w.shape[:-1]
-    )
-
-
-def inner_products(rows: Tensor) -> Tensor:
-    """(..., Z, D) -> (..., Z, Z)."""
-    return rows @ rows.mT
 
 
 def split_heads(x: Tensor, w_HOD: Tensor) -> Tensor:
@@ -168,10 +144,8 @@ class Spread:
     def __init__(self, heads: Heads, q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> None:
         self.heads, self.q, self.p = heads, q, p
         s = abs(heads.s)
-        k = k - k.mean(-2, keepdim=True)
+        self.k = k = k - k.mean(-2, keepdim=True)
         self.v = heads.gain_H[:, None, None] * (v - v.mean(-2, keepdim=True))
-        self.keys_BHNNO = k.unsqueeze(-3) - (p @ k).unsqueeze(-2)  # k~
-        self.values_BHNNO = self.v.unsqueeze(-3) - (p @ self.v).unsqueeze(-2)  # v~
         self.beta_BHND = s * torch.stack([q_l @ k_l for q_l, k_l in zip(q.unbind(1), heads.k_HOD, strict=True)], 1)
         self.beta_BHN = self.beta_BHND.norm(dim=-1)
         self.p_max_BHN, self.p2_BHN = p.amax(-1), p.square().sum(-1)
@@ -186,13 +160,16 @@ class Spread:
         self.sd_BHN = heads.norm_q_H[:, None] * self.own_row(p) + self.sharp_BHN.sqrt() * self.beta_BHN
         self.nu_BHN = norm(p.unsqueeze(-1).sqrt() * self.values_BHNNO)  # sd of v, largest direction
         self.tau1_B, self.tau2_B = self._tau()
-        self.joins = p.shape[1] * p.shape[-1] <= JOINT_LIMIT
-        if self.joins:  # of the rows s k~_ilk W_Ql of a token i, (l, k) below one another, and of all beta_il
-            keys = s * torch.stack(
-                [k_l @ q_l for k_l, q_l in zip(self.keys_BHNNO.unbind(1), heads.q_HOD, strict=True)], 2
-            )
-            self.keys_BNZZ = inner_products(keys.flatten(2, 3))
-            self.beta_B1ZZ = inner_products(self.beta_BHND.flatten(1, 2).unsqueeze(1))
+
+    @property
+    def keys_BHNNO(self) -> Tensor:
+        """k~, too large to be kept."""
+        return self.k.unsqueeze(-3) - (self.p @ self.k).unsqueeze(-2)
+
+    @property
+    def values_BHNNO(self) -> Tensor:
+        """v~."""
+        return self.v.unsqueeze(-3) - (self.p @ self.v).unsqueeze(-2)
 
     # the softmax of a row ---------------------------------------------------------------------------------------------
 
@@ -274,9 +251,7 @@ class Spread:
         return abs(self.heads.s) * norm(w.sqrt().unsqueeze(-1) * self.keys_BHNNO)
 
     def own_norm(self, w: Tensor) -> Tensor:
-        """max_i of what eta_i does to all delta_ilk through its queries: of the heads together, or by ||W_Q|| (...)."""
-        if self.joins:
-            return weighted_norm(w.transpose(-3, -2).flatten(-2), self.keys_BNZZ).amax(-1)
+        """max_i of what eta_i does to all delta_ilk through its queries, by ||W_Q|| (...)."""
         return self.own_row(w).amax((-2, -1)) * self.heads.norm_q
 
     def nu(self, w: Tensor) -> Tensor:
@@ -289,11 +264,7 @@ class Spread:
 
     def cross_rows(self, w_HN: Tensor) -> Tensor:
         """sqrt lambda_max(sum_il w_il beta_il beta_il^T) (...)."""
-        if self.joins:
-            return weighted_norm(w_HN.flatten(-2).unsqueeze(-2), self.beta_B1ZZ).squeeze(-1)
-        moment = gram(w_HN.sqrt().unsqueeze(-1) * self.q)
-        k_HOD = self.heads.k_HOD
-        return abs(self.heads.s) * top((k_HOD.mT @ moment @ k_HOD).sum(-3)).sqrt()
+        return norm((w_HN.sqrt().unsqueeze(-1) * self.beta_BHND).flatten(-3, -2))
 
     def quadratic(self, w_HN: Tensor) -> Tensor:
         """T for weights w_il p_ilk: from |Q_ilk| <= ||A_l|| |eta_i| |eta_k|, or the shared budget of the heads."""
@@ -306,6 +277,16 @@ class Spread:
         """Level of the weights w_il p_ilk: sqrt(sum_il w_il Var_il(delta))."""
         own = self.own_norm(w_HN.unsqueeze(-1) * self.p)
         return own + self.cross_rows(w_HN * self.sharp_BHN), self.quadratic(w_HN)
+
+    @cached_property
+    def by_values(self) -> Pair:
+        """Level of the weights nu^2 p."""
+        return self.rows(self.nu_BHN.square())
+
+    @cached_property
+    def by_inputs(self) -> Pair:
+        """Level of the weights max_k(p) p."""
+        return self.rows(self.p_max_BHN)
 
     def entries(self, z: Tensor, nu: Tensor) -> Pair:
         """Level of the weights p_ilk z_ilk, z >= 0, with their `nu`."""

@@ -1,0 +1,127 @@
+"""What an adversarial training step costs beyond its arithmetic: the trainer's step with PGD-2 and with PGD-10 against
+the least that it can be,
+
+    K x (forward + backward to the images) + forward + backward to the weights,
+
+of the same model in the same run, without DeepSpeed, attack, penalty and optimiser. Step and least take turns and the
+ratio is taken pair by pair, so that a machine whose speed drifts slows both. On a CPU the seconds are those that the
+process had of it: what else runs there does not count.
+
+    python -m benchmarks.bench_train_step [--model spec_vit_ti] [--batch 8] [--pairs 9] [--steps 2 10]
+
+    # an H100 or H200:
+    python -m benchmarks.bench_train_step --model spec_vit_b --batch 128 --precision bf16 --peak-tflops 989
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import shards.__main__
+import zoo
+from attacks.loop import probing
+from benchmarks.record import record
+from certizoo.compose import compose_config
+from trainers import engine
+from trainers.job import prepare
+from trainers.run import Run, assemble
+from trainers.step import train_step
+
+SIZE, CLASSES = 224, 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="spec_vit_ti")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--steps", type=int, nargs="+", default=(2, 10), help="of the attack")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--peak-tflops", type=float, help="of the device in this precision: MFU is reported")
+    options = parser.parse_args()
+    world = engine.start(5)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(options.batch, 3, SIZE, SIZE, generator=generator).to(world.device)
+    labels = torch.randint(CLASSES, (options.batch,), generator=generator).to(world.device)
+    with tempfile.TemporaryDirectory() as folder:
+        shards.__main__.main(["digits", folder])  # the trainer wants shards; the images are those above
+        results = {
+            f"pgd_{steps}": measured(options, steps, run_of(options, steps, folder, world), images, labels)
+            for steps in options.steps
+        }
+    chosen = {key: getattr(options, key) for key in ("model", "batch", "pairs", "precision")}
+    record(f"train_step_{world.device.type}", chosen | results)
+    engine.stop()
+
+
+def run_of(options: argparse.Namespace, steps: int, folder: str, world: engine.World) -> Run:
+    """The recipe as it is trained, with MSVP, clipping and AdamW."""
+    overrides = (
+        f"+model={options.model}", "data=digits", f"data.root={folder}", f"+model.img_size={SIZE}", "+model.in_chans=3",
+        f"+model.num_classes={CLASSES}", "penalty=msvp", "attack=pgd_linf", f"attack.steps={steps}", "hinge=none",
+        f"train.batch_size={options.batch}", f"train.precision={options.precision}", f"name=pgd{steps}",
+        f"run_dir={folder}/runs/{steps}", "registry.enabled=false", "certify.enabled=false",
+    )  # fmt: skip
+    return assemble(prepare(compose_config("adv_train", overrides)), world)
+
+
+def measured(options: argparse.Namespace, steps: int, run: Run, images: Tensor, labels: Tensor) -> dict[str, object]:
+    """Seconds of a step and of the least, and the quartiles of their ratio."""
+    bare: nn.Module = zoo.create_model(**run.job.model).to(images.device).train()
+    bare = bare.bfloat16() if options.precision == "bf16" else bare
+    seconds = time.perf_counter if images.is_cuda else time.process_time
+
+    def least() -> float:
+        start = seconds()
+        with run.engine.precision():
+            passes(bare, steps, images, labels)
+        return since(start)
+
+    def step() -> float:
+        start = seconds()
+        train_step(run, iter([(images, labels)]), 0, 1e-5)
+        return since(start)
+
+    def since(start: float) -> float:
+        if images.is_cuda:
+            torch.cuda.synchronize()
+        return seconds() - start
+
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), run.engine.precision():
+        bare(images)
+    forward_flops = counter.get_total_flops()
+    step(), least()  # warm-up
+    pairs = [(step(), least()) if i % 2 else (least(), step())[::-1] for i in range(options.pairs)]
+    ratios = sorted(first / second for first, second in pairs)
+    seconds_step = statistics.median(first for first, _ in pairs)
+    rate = (2 * steps + 3) * forward_flops / seconds_step / 1e12  # a backward pass to images or to weights: a forward's
+    return {
+        "seconds_step": seconds_step,
+        "seconds_least": statistics.median(second for _, second in pairs),
+        "ratio_median": statistics.median(ratios),
+        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+        "images_per_second": len(images) / seconds_step,
+        "tflops_per_second": rate,
+        "mfu": rate / options.peak_tflops if options.peak_tflops else None,
+    }
+
+
+def passes(model: nn.Module, steps: int, images: Tensor, labels: Tensor) -> None:
+    """The arithmetic of one step, and nothing else."""
+    x = images.requires_grad_()
+    with probing(model):
+        for _ in range(steps):
+            torch.autograd.grad(F.cross_entropy(model(x).float(), labels), x)
+    model.zero_grad()
+    F.cross_entropy(model(images.detach()).float(), labels).backward()
+    images.requires_grad_(False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The masks of Mo et al. 2022 (https://arxiv.org/abs/2210.07540), in the attack of adversarial training only.
+
+    ARD  attention random dropping: the attack's gradient leaves out attention branches, x + F(x) -> x + [F(x)]
+    PRM  perturbation random masking: delta -> M delta before each gradient, M = 0 on a random share of the patches
+
+Each branch is left out, and each patch masked, with the share 1 - t / warmup, t the share of the training that is done:
+from all at the start to none after `warmup`. ([.]: without gradient. Their code drops the MLP's branch as well: both
+have one drop-path module there; the paper speaks of the attention.)
+
+Letters: B images, C channels, H x W pixels, P patch size.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from attacks.loop import Disturb
+from certizoo import UserError
+from trainers.settings import MasksConfig
+
+
+def check_masks(config: MasksConfig, model: nn.Module) -> None:
+    """Raise UserError for a model without attention to drop or patches to mask."""
+    if config.ard and not attentions(model):
+        raise UserError(f"masks.ard=true: {type(model).__name__} has no attention to drop; set masks.ard=false")
+    if config.prm and not hasattr(model, "patch_embed"):
+        raise UserError(f"masks.prm=true: {type(model).__name__} has no patches to mask; set masks.prm=false")
+
+
+def attentions(model: nn.Module) -> list[nn.Module]:
+    """The attention of every block."""
+    return [module for name, module in model.named_modules() if name.endswith(".attn")]
+
+
+@contextmanager
+def masked(model: nn.Module, config: MasksConfig, progress: float, generator: Generator) -> Iterator[Disturb | None]:
+    """Within it ARD is on; yields what PRM does to the attack's points (None: nothing). Draws come from `generator`."""
+    share = config.share(progress)
+    with ExitStack() as stack:
+        if config.ard and share:
+
+            def drop(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+                return output.detach() if torch.rand((), generator=generator) < share else output
+
+            for attention in attentions(model):
+                stack.enter_context(attention.register_forward_hook(drop))
+
+        def mask(images_BCHW: Tensor, x_BCHW: Tensor) -> Tensor:
+            embed: Any = model.get_submodule("patch_embed")
+            return torch.lerp(images_BCHW, x_BCHW, patches(x_BCHW, embed.patch_size[0], share, generator))
+
+        yield mask if config.prm and share else None
+
+
+def patches(x_BCHW: Tensor, size: int, share: float, generator: Generator) -> Tensor:
+    """M (1, 1, H, W): 0 on a share of the patches, rounded down, the same for all images; 1 elsewhere."""
+    rows, columns = (side // size for side in x_BCHW.shape[2:])
+    kept = torch.ones(rows * columns)
+    kept[torch.randperm(rows * columns, generator=generator)[: int(share * rows * columns)]] = 0
+    grid_HW = kept.view(rows, columns).repeat_interleave(size, 0).repeat_interleave(size, 1)
+    return grid_HW[None, None].to(x_BCHW)

@@ -1,0 +1,36 @@
+"""GloRo (Leino et al. 2021, https://arxiv.org/abs/2102.08452, section 3): one more class, bottom, for "not robust".
+
+    z_bot = max_{k != j} ( z_k + eps_t K_jk ),     j = argmax z,     K_jk = ||w_j - w_k|| L,     L = CE( (z, z_bot), y )
+
+w are the rows of the head and L the Lipschitz constant up to it, an estimate here (zoo/reach.py); eps_t is
+objective.eps, reached after `ramp`. Where z_bot < z_j the image would be certified, were L a bound.
+
+Letters: B images, K classes, F units of the last hidden layer.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainers.objectives.probe import Probe, Terms, accuracy, wide
+from zoo.convnet import ConvNet
+from zoo.reach import reach
+
+
+def gloro(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
+    """`acc` is clean accuracy, `robust` the share that is right and not bottom. For models that `zoo.reach` knows."""
+    logits_BK, bottom_B = probe.through(with_bottom, images_BCHW, probe.eps)
+    loss = F.cross_entropy(wide(torch.cat([logits_BK, bottom_B[:, None]], dim=1)), labels_B)
+    with torch.no_grad():
+        largest_B, predicted_B = logits_BK.max(dim=1)
+        robust = ((predicted_B == labels_B) & (bottom_B < largest_B)).float().mean()
+    return {"loss": loss, "acc": accuracy(logits_BK, labels_B), "robust": robust}
+
+
+def with_bottom(model: ConvNet, images_BCHW: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """logits_BK and z_bot (B,)."""
+    logits_BK, radius_B, _ = reach(model, images_BCHW, eps, local=False)
+    predicted_B = logits_BK.argmax(dim=1)
+    head_KF = model.head.weight
+    growth_BK = (head_KF[predicted_B][:, None] - head_KF).norm(dim=2) * radius_B[:, None]
+    return logits_BK, (logits_BK + growth_BK).scatter(1, predicted_B[:, None], -torch.inf).amax(dim=1)

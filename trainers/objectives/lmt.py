@@ -1,0 +1,33 @@
+"""Lipschitz-margin training (Tsuzuku et al. 2018, https://arxiv.org/abs/1802.04034, Algorithm 1):
+
+    L = CE( z_k + sqrt(2) eps_t L_f 1[k != y],  y ),     L_f the product of the layers' norms, pixels to logits
+
+Every wrong logit gets what no margin can lose in the ball. L_f is an estimate here (zoo/reach.py); eps_t is
+objective.eps, reached after `ramp`.
+
+Letters: B images, K classes, z logits.
+"""
+
+import math
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainers.objectives.probe import Probe, Terms, accuracy, wide
+from zoo.convnet import ConvNet
+from zoo.reach import reach
+from zoo.spectral import sigma_estimate
+
+
+def lmt(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
+    """`acc` is clean accuracy, `growth` is sqrt(2) eps L_f. For models that `zoo.reach` knows."""
+    logits_BK, growth_B = probe.through(margin_growth, images_BCHW, probe.eps)
+    wrong_BK = 1 - F.one_hot(labels_B, logits_BK.shape[1])
+    loss = probe.cross_entropy(wide(logits_BK) + wide(growth_B)[:, None] * wrong_BK, labels_B)
+    return {"loss": loss, "acc": accuracy(logits_BK, labels_B), "growth": growth_B.detach().mean()}
+
+
+def margin_growth(model: ConvNet, images_BCHW: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """logits_BK and sqrt(2) eps L_f (B,), the same for all images."""
+    logits_BK, radius_B, _ = reach(model, images_BCHW, eps, local=False)
+    return logits_BK, math.sqrt(2) * radius_B * sigma_estimate(model.head.weight)

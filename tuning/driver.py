@@ -1,0 +1,219 @@
+"""The one door to Ray (https://docs.ray.io): trials as Tune functions, schedulers, searchers, restart and resume.
+
+A trial reports its evaluations, each with the checkpoint written after it; what is certified comes with its last
+report. Schedulers compare the attacked accuracy (`pgd_acc`) at equal epochs; searchers go by the objectives.
+"""
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "1")  # or a killed driver forgets its last ten seconds
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 gives a trial what other programs leave
+os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the board is our own
+os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # TensorBoard files: MLflow has the curves
+
+import ray
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, PopulationBasedTraining, TrialScheduler
+from ray.tune.search import BasicVariantGenerator, Searcher
+
+from certizoo import UserError
+from tuning import objectives
+from tuning import trial as training
+from tuning.live import Board
+from tuning.search import Search
+from tuning.spaces import Parameter, Space
+
+EARLY = {"time_attr": "epoch", "metric": "pgd_acc", "mode": "max"}  # what schedulers compare, known at each epoch's end
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where this session's trials send their results; `session` differs from one start of the driver to the next."""
+
+    uri: str
+    session: str
+
+
+@contextmanager
+def cluster() -> Iterator[int]:
+    """Join the cluster of this machine, or start one of its own; gives the number of nodes."""
+    quiet = logging.CRITICAL  # less would be a page of traceback for what the board says in a line
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=quiet, ignore_reinit_error=True)
+    try:
+        yield sum(node["Alive"] for node in ray.nodes())
+    finally:
+        ray.shutdown()
+
+
+def at_once(search: Search) -> int:
+    """How many trials may run together."""
+    have = ray.cluster_resources()
+    room = [have.get(name, 0) // share for name, share in search.resources.items() if share > 0]
+    if not room or min(room) < 1:
+        offered = ", ".join(f"{name}={have.get(name, 0):g}" for name in ("CPU", "GPU"))
+        raise UserError(f"no trial fits: --resources-per-trial {dict(search.resources)}, the cluster has {offered}")
+    return int(min(min(room), search.max_concurrent or search.num_samples))
+
+
+def run(search: Search, around: Surroundings, board: Board, resume: bool) -> None:
+    """All trials, to the end of the search; the board hears of each. A resumed search keeps its finished trials."""
+    watch = Watch(board)
+    function = tune.with_parameters(trial, search=search, around=around)
+    analysis = tune.run(
+        tune.with_resources(function, dict(search.resources)),
+        name=search.name,
+        storage_path=search.storage,
+        config={key: domain(parameter) for key, parameter in search.parameters.parameters.items()},
+        num_samples=search.num_samples,
+        max_concurrent_trials=search.max_concurrent,
+        search_alg=searcher(search),
+        scheduler=scheduler(search),
+        max_failures=search.max_failures,
+        checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
+        trial_name_creator=trial_id,
+        trial_dirname_creator=trial_id,
+        callbacks=[watch],
+        raise_on_failed_trial=False,
+        resume="AUTO+ERRORED" if resume else None,
+        verbose=0,
+    )
+    for ended in analysis.trials:  # those of an earlier session too
+        watch.on_trial_result(0, [], ended, ended.last_result)
+        if ended.status == "TERMINATED":
+            board.ended(ended.trial_id)
+
+
+def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
+    """One trial, on a worker: train, report, and hand the certificate's figures back."""
+    name = tune.get_context().get_trial_id()
+    folder = search.folder / "trials" / name
+    refused = folder / f"refused-{around.session}"
+    if refused.is_file():  # Tune tries again whatever failed; the trainer's own refusal is final
+        raise training.Refused(refused.read_text())
+    run_dir = folder / f"run-{1 + len(list(folder.glob('run-*.log')))}"
+    inner, values = search.certified_run(run_dir), search.parameters.values(point)
+    saved = tune.get_checkpoint()
+    if saved:
+        with saved.as_directory() as kept:
+            training.adopt(Path(kept), inner, values)
+    overrides = search.trial_overrides(name, point, run_dir, around.uri)
+    row: dict[str, float] = {}
+    try:
+        for found in training.train(search.script, overrides, search.ranks, inner, run_dir.with_suffix(".log")):
+            row = found.row | {"epoch": found.row["epoch"] + 1}
+            if row["epoch"] < search.epochs:  # the last one waits for its certificate
+                report(row | objectives.early(search.objectives, row), found, inner)
+    except training.Refused as refusal:
+        refused.write_text(str(refusal))
+        raise
+    certificate = training.certificate(inner)
+    last = training.evaluations(inner)[-1]
+    figures = {objective.key: objective.value(certificate) for objective in search.objectives}
+    facts = {"clean_acc": certificate["clean"], "certified": 1, "run_dir": str(inner)}
+    tune.report(last | {"epoch": search.epochs} | facts | figures)
+
+
+def report(row: dict[str, float], found: training.Progress, run_dir: Path) -> None:
+    """A row with its checkpoint; without one, if the trainer has dropped it already."""
+    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".") as scratch:  # one file system: files are linked
+        try:
+            kept = training.snapshot(found, run_dir, Path(scratch) / "checkpoint")
+        except FileNotFoundError:
+            tune.report(row)
+            return
+        tune.report(row, checkpoint=tune.Checkpoint.from_directory(str(kept)))
+
+
+def domain(parameter: Parameter) -> Any:
+    """The parameter in Tune's words; raw values (`Space.values` gives them their meaning)."""
+    match parameter.kind:
+        case "log_uniform":
+            return tune.loguniform(parameter.raw_low, parameter.high)
+        case "uniform":
+            return tune.uniform(parameter.low, parameter.high)
+        case "integer":
+            return tune.randint(int(parameter.low), int(parameter.high) + 1)
+        case _:
+            return tune.choice(list(parameter.options))
+
+
+def searcher(search: Search) -> Searcher | BasicVariantGenerator:
+    if search.search == "random":
+        return BasicVariantGenerator(random_state=search.seed, max_concurrent=search.max_concurrent or 0)
+    from optuna import logging as optuna_logging
+    from optuna.samplers import TPESampler
+    from ray.tune.search.optuna import OptunaSearch
+
+    optuna_logging.set_verbosity(optuna_logging.ERROR)
+    keys = [objective.key for objective in search.objectives]
+    sampler = TPESampler(seed=search.seed, n_startup_trials=min(10, max(2, search.num_samples // 3)))
+    return OptunaSearch(metric=keys, mode=["max"] * len(keys), sampler=sampler)
+
+
+def scheduler(search: Search) -> TrialScheduler:
+    quarter = max(1, search.epochs // 4)
+    match search.scheduler:
+        case "asha":
+            return ASHAScheduler(**EARLY, max_t=search.epochs, grace_period=quarter, reduction_factor=3)
+        case "pbt":
+            mutations = {key: domain(p) for key, p in mutable(search.parameters).items()}
+            return PopulationBasedTraining(**EARLY, perturbation_interval=quarter, hyperparam_mutations=mutations)
+        case _:
+            return FIFOScheduler()
+
+
+def mutable(space: Space) -> dict[str, Parameter]:
+    """The parameters, none of which may shape the model: weights of one shape fit no other."""
+    shapes = [key for key in space.parameters if key.startswith("model.")]
+    if shapes:
+        raise UserError(
+            f"--scheduler pbt hands weights from trial to trial, and {shapes[0]} changes the model; use asha"
+        )
+    return dict(space.parameters)
+
+
+def trial_id(trial: Any) -> str:
+    return str(trial.trial_id)
+
+
+class Watch(tune.Callback):
+    """Tells the board what Tune tells."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self.board.started(trial.trial_id, trial.config)
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        self.board.reported(trial.trial_id, trial.config, result)
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self.board.ended(trial.trial_id)
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self.board.restarting(trial.trial_id, reason(Path(trial.error_file or "")))
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self.board.failed(trial.trial_id, reason(Path(trial.error_file or "")))
+
+
+def reason(error_file: Path) -> str:
+    """The last line of the tracebacks that Tune keeps of a trial."""
+    try:
+        lines = [line.strip() for line in error_file.read_text().splitlines() if line.strip()]
+    except OSError:
+        lines = []
+    words = ("Failed: ", "Refused: ")
+    return next((lines[-1].split(word)[-1] for word in words if word in lines[-1]), lines[-1]) if lines else "lost"

@@ -1,0 +1,124 @@
+"""What a person sees of a running search: one line a trial, in a table that refreshes, or as plain lines in a log."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from tuning.spaces import Space
+
+COLOURS = {"certified": "green", "failed": "red", "running": "cyan"}
+
+
+@dataclass
+class Line:
+    """A trial as it stands. `figures`: its last report's numbers."""
+
+    state: str = "waiting"
+    values: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    why: str = ""
+
+
+class Board:
+    """Told of every event; shows the table. A context manager: live on a terminal, lines otherwise."""
+
+    def __init__(self, space: Space, metric: Sequence[str], total: int, epochs: int) -> None:
+        self.space, self.metric, self.total, self.epochs = space, metric, total, epochs
+        self.lines: dict[str, Line] = {}
+        self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+        self._live = Live(get_renderable=self.table, console=self.console, refresh_per_second=2)
+
+    def __enter__(self) -> "Board":
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.console.is_terminal:
+            self._live.stop()
+
+    def started(self, trial: str, point: Mapping[str, Any]) -> None:
+        line = self._line(trial, point)
+        line.state = "running"
+
+    def reported(self, trial: str, point: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
+        line = self._line(trial, point)
+        line.figures = dict(figures)
+        line.seconds = float(figures.get("time_total_s") or 0)
+
+    def ended(self, trial: str) -> None:
+        """Of itself, with a certificate, or stopped by the scheduler."""
+        line = self.lines[trial]
+        before, line.state, line.why = line.state, "certified" if line.figures.get("certified") else "stopped early", ""
+        if before == "running":
+            self._say(trial)
+
+    def restarting(self, trial: str, why: str) -> None:
+        """After the loss of its worker, or a failure that trying again may mend."""
+        line = self.lines[trial]
+        line.state, before, line.why = "restarting", line.why, why
+        if why != before:
+            self._say(trial)
+
+    def failed(self, trial: str, why: str) -> None:
+        self.lines[trial].state, self.lines[trial].why = "failed", why
+        self._say(trial)
+
+    def count(self, state: str) -> int:
+        return sum(line.state == state for line in self.lines.values())
+
+    def table(self) -> Table:
+        """The trials, the best first."""
+        done = self.total - sum(line.state in ("waiting", "running", "restarting") for line in self.lines.values())
+        done -= self.total - len(self.lines)
+        table = Table(title=f"{self.space.name}: {done} of {self.total} trials")
+        for column in ("trial", "state", "epoch", *(key.split(".", 1)[-1] for key in self.space.parameters)):
+            table.add_column(column)
+        for column in (*self.shown, "s"):
+            table.add_column(column, justify="right")
+        order = sorted(self.lines.items(), key=lambda item: -float(item[1].figures.get(self.metric[0], -1)))
+        for trial, line in order:
+            table.add_row(*self._cells(trial, line))
+        return table
+
+    @property
+    def shown(self) -> list[str]:
+        """Objectives, and the accuracies that are known while a trial trains."""
+        return list(dict.fromkeys([*self.metric, "clean_acc", "pgd_acc"]))
+
+    def _cells(self, trial: str, line: Line) -> list[str]:
+        colour = COLOURS.get(line.state, "")
+        state = f"[{colour}]{line.state}[/]" if colour else line.state
+        epoch = f"{line.figures.get('epoch', 0):g}/{self.epochs}"
+        values = [f"{line.values[key]:.3g}" if isinstance(line.values[key], float) else str(line.values[key])
+                  for key in self.space.parameters]  # fmt: skip
+        figures = [f"{line.figures[key]:.1%}" if key in line.figures else "" for key in self.shown]
+        return [trial.rsplit("_", 1)[-1], state, epoch, *values, *figures, f"{line.seconds:.0f}"]
+
+    def _line(self, trial: str, point: Mapping[str, Any]) -> Line:
+        line = self.lines.setdefault(trial, Line())
+        line.values = self.space.values(dict(point))
+        return line
+
+    def _say(self, trial: str) -> None:
+        """A line of the log: with what the trial ended, or why it failed."""
+        line = self.lines[trial]
+        values = " ".join(f"{key}={value}" for key, value in line.values.items())
+        figures = " ".join(f"{key} {line.figures[key]:.1%}" for key in self.shown if key in line.figures)
+        text = line.why or figures
+        if line.why or not self.console.is_terminal:
+            self.console.print(f"trial {trial} {line.state}: {text} ({values})", soft_wrap=True, markup=False)
+
+
+def failures(board: Board, log_folder: Path) -> list[str]:
+    """One line for each trial that failed."""
+    failed = [(trial, line.why) for trial, line in board.lines.items() if line.state == "failed"]
+    return [f"trial {trial} failed: {why}; its logs are in {log_folder / trial}" for trial, why in failed]

@@ -1,0 +1,61 @@
+"""What a search goes by: accuracies of the certificate, written NAME or NAME@EPS.
+
+`clean_acc`, `pgd_acc@0.1` (attacked: an upper bound of the robust accuracy), `certified_acc@0.1` (a lower bound).
+While a trial trains nothing is certified of it: a trial that is stopped early counts as certified 0.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from certizoo import UserError
+
+KINDS = {"certified_acc": "certified", "pgd_acc": "pgd"}  # name -> key in certificate.json
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`name` at the L2 radius `eps` as typed ('' for clean_acc). All are maximised."""
+
+    name: str
+    eps: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}@{self.eps}" if self.eps else self.name
+
+    def radius(self, grid: Sequence[float]) -> float:
+        """The radius of `grid` that `eps` abbreviates (0.141 for 36/255); `eps` itself where there is none."""
+        return next((eps for eps in grid if math.isclose(eps, float(self.eps), rel_tol=0.005)), float(self.eps))
+
+    def value(self, certificate: Mapping[str, Any]) -> float:
+        """The accuracy in [0, 1] that certificate.json states."""
+        if not self.eps:
+            return float(certificate["clean"])
+        radius = self.radius(certificate["eps"])
+        return float(certificate["accuracy"][f"{radius:g}"][KINDS[self.name]])
+
+
+def parse(text: str) -> Objective:
+    """`certified_acc@0.141`, `pgd_acc@0.1` or `clean_acc`."""
+    name, _, eps = text.partition("@")
+    if text == "clean_acc":
+        return Objective(name)
+    try:
+        right = name in KINDS and float(eps) > 0
+    except ValueError:
+        right = False
+    if not right:
+        raise UserError(f"metric {text!r}: write certified_acc@EPS, pgd_acc@EPS (EPS an L2 radius) or clean_acc")
+    return Objective(name, eps)
+
+
+def grid_with(grid: Sequence[float], objectives: Sequence[Objective]) -> list[float]:
+    """The radii to certify: those of `grid` and those of the objectives."""
+    return sorted({*grid, *(objective.radius(grid) for objective in objectives if objective.eps)})
+
+
+def early(objectives: Sequence[Objective], row: Mapping[str, float]) -> dict[str, float]:
+    """The objectives of a trial that still trains: clean accuracy is known, nothing is certified or attacked at eps."""
+    return {objective.key: 0.0 if objective.eps else row["clean_acc"] for objective in objectives}

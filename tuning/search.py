@@ -1,0 +1,151 @@
+"""One search as values: what its driver was asked, and what each trial is started with.
+
+STORAGE/NAME/search.json            this, for `--resume`
+STORAGE/NAME/trials/ID/run-1/       a trial's run folder; run-2 after the loss of its node, and so on
+STORAGE/NAME/trials/ID/run-1.log    what the trainer printed
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from certizoo import UserError
+from certizoo.compose import compose_config
+from certizoo.files import write_whole
+from tuning import objectives, spaces
+from tuning.objectives import Objective
+from tuning.spaces import Space
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = "search.json"
+CERTIFIED = {"constrain": "finetune"}  # trainer -> the stage that is certified, a folder in its run folder
+
+
+@dataclass(frozen=True)
+class Search:
+    """`overrides` are the whole fixed part of a trial's command line; `uri` is where trials send their results."""
+
+    name: str
+    space: str
+    storage: str
+    overrides: tuple[str, ...]
+    metric: tuple[str, ...]
+    num_samples: int
+    max_concurrent: int | None
+    resources: Mapping[str, float]
+    scheduler: str
+    search: str
+    seed: int
+    max_failures: int
+    trainer: str
+    epochs: int
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.storage) / self.name
+
+    @property
+    def objectives(self) -> tuple[Objective, ...]:
+        return tuple(objectives.parse(text) for text in self.metric)
+
+    @property
+    def parameters(self) -> Space:
+        return spaces.load(self.space)
+
+    @property
+    def ranks(self) -> int:
+        """One for each GPU of a trial, else one for each CPU."""
+        return max(1, int(self.resources.get("GPU") or self.resources.get("CPU", 1)))
+
+    def certified_run(self, run_dir: Path) -> Path:
+        """Where the run that ends with the certificate lies."""
+        return run_dir / CERTIFIED.get(self.trainer, "")
+
+    @property
+    def script(self) -> Path:
+        return ROOT / "trainers" / f"{self.trainer}.py"
+
+    def save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / SETTINGS, json.dumps(asdict(self), indent=1))
+
+    def trial_overrides(self, trial: str, point: spaces.Point, run_dir: Path, uri: str) -> list[str]:
+        """The command line of a trial. Its version in the registry says which search, space and values made it."""
+        values = self.parameters.values(point)
+        tags = {"space": self.space, "search": self.name, "trial": f"{self.name}/{trial}"}
+        tags |= {f"param.{key}": str(value) for key, value in values.items()}
+        return [
+            *self.overrides,
+            *(f"{key}={value}" for key, value in values.items()),
+            f"name={self.name}-{trial}",
+            f"run_dir={_quoted(str(run_dir))}",
+            "resume=auto",
+            f"registry.uri={_quoted(uri)}",
+            "registry.tags={" + ",".join(f"{key}:{_quoted(text)}" for key, text in tags.items()) + "}",
+        ]
+
+
+def load(folder: Path) -> Search:
+    """The search that was begun in `folder`."""
+    try:
+        content = json.loads((folder / SETTINGS).read_text())
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no search ({SETTINGS} is missing); see --storage and --resume") from None
+    return Search(**content | {key: tuple(content[key]) for key in ("overrides", "metric")})
+
+
+def newest(storage: Path) -> Path:
+    """The search that was begun last."""
+    found = sorted(storage.glob(f"*/{SETTINGS}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise UserError(f"there is no search in {storage} to resume; start one by --space NAME")
+    return found[-1].parent
+
+
+def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], trainer: str) -> tuple[list[str], int]:
+    """(the fixed part of every trial's command line, epochs of a trial), checked by composing it.
+
+    `given`, the person's, come last and win. The objectives' radii join certify.eps, and the first of them decides
+    about the champion. Paths are made absolute: a trial runs elsewhere.
+    """
+    own_model = any(override.lstrip("+").startswith("model=") for override in given)
+    fixed = [*(() if own_model else space.without_model), *space.overrides, *given]
+    wanted = [objectives.parse(text) for text in metric]
+    config = compose_config(trainer, fixed)
+    grid = objectives.grid_with(config["certify"]["eps"], wanted)
+    fixed += [f"certify.eps={grid}", f"data.root={_quoted(str(Path(config['data']['root']).expanduser().absolute()))}"]
+    headline = next((objective for objective in wanted if objective.eps), None)
+    if headline:
+        fixed.append(f"certify.headline_eps={headline.radius(grid)}")
+    config = compose_config(trainer, [*fixed, *(f"{key}={value}" for key, value in _middle(space).items())])
+    if not config["certify"]["enabled"] or not config["registry"]["enabled"]:
+        raise UserError("a search needs certificates and the registry; leave certify.enabled and registry.enabled true")
+    return fixed, int(config["constrain"]["finetune_epochs"] if trainer == "constrain" else config["train"]["epochs"])
+
+
+def find_data(search: Search) -> None:
+    """Make the digits where they are searched and absent; then all that the trainer checks before it begins."""
+    from trainers.job import prepare
+
+    nowhere = f"run_dir={_quoted(str(search.folder / 'none'))}"
+    config = compose_config(search.trainer, [*search.overrides, "resume=auto", nowhere])
+    root = Path(config["data"]["root"])
+    if config["data"]["name"] == "digits" and not (root / "digits.json").is_file():
+        import shards.__main__
+
+        shards.__main__.main(["digits", str(root)])
+    if prepare(config).test_set is None:
+        raise UserError(f"a search needs test images to certify on; put test shards into {root}")
+
+
+def _middle(space: Space) -> dict[str, Any]:
+    """Some point of the space: enough to find a key that does not exist before anything is started."""
+    return space.values({key: p.options[0] if p.options else p.high for key, p in space.parameters.items()})
+
+
+def _quoted(text: str) -> str:
+    """A string for Hydra's grammar."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

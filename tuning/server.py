@@ -1,0 +1,82 @@
+"""Where the trials of a search send their results.
+
+SQLite is written by one process: several trials at once need a server. On one machine it is started here, on the
+loopback and for as long as the search takes; for several machines the person has to name one.
+"""
+
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from certizoo import UserError
+from certizoo.processes import end_group
+from registry import publish, spool, store
+from tuning.guard import end_with_parent
+from tuning.trial import PATIENCE_SECONDS, free_port
+
+HOW = (
+    "start one that all nodes reach (docker compose -f cluster/mlflow/compose.yaml up -d), then "
+    "export MLFLOW_TRACKING_URI=http://USER:PASSWORD@HOST:5000"
+)
+LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+START_SECONDS = 600
+
+
+@contextmanager
+def registry(nodes: int, at_once: int, log: Path) -> Iterator[str]:
+    """The URI for the trials: the person's, or that of a server that is ended with the search."""
+    uri = store.resolve_uri()
+    if nodes > 1 and (uri.startswith(store.SQLITE) or urlsplit(uri).hostname in LOOPBACK):
+        raise UserError(f"{nodes} nodes cannot share {store.public(uri)}; {HOW}")
+    if at_once == 1 or not uri.startswith(store.SQLITE):
+        yield uri
+        return
+    with started(uri, log) as url:
+        yield url
+
+
+@contextmanager
+def started(uri: str, log: Path) -> Iterator[str]:
+    """`python -m registry ui` on a free port of the loopback."""
+    port = free_port()
+    command = [sys.executable, "-m", "registry", "ui", "--uri", uri, "--port", str(port)]
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent,
+            cwd=Path(__file__).resolve().parents[1],
+        )  # fmt: skip
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(url, process, log)
+        yield url
+    finally:
+        end_group(process, PATIENCE_SECONDS)
+
+
+def wait_for(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Until the server answers. Raises UserError where it ended, or takes too long."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+            if answer.status == 200:
+                return
+        time.sleep(0.2)
+    raise UserError(f"the MLflow server for this search did not start; see {log}, or set MLFLOW_TRACKING_URI")
+
+
+def send_what_waits(trials: Path) -> list[Path]:
+    """Send what trials kept while the registry was away; returns the run folders that still wait."""
+    left = []
+    for run_dir in sorted(trials.glob("*/run-*/")):
+        try:
+            if spool.waiting(run_dir):
+                spool.sync(run_dir)
+            publish.sync(run_dir)
+        except store.Away:
+            left.append(run_dir)
+    return left

@@ -1,0 +1,116 @@
+"""Search spaces: `configs/space/NAME.yaml`, keys of the trainer's configuration with a distribution each.
+
+    trainer: adv_train                                     # trainers/NAME.py; this one where it is left out
+    overrides: [penalty=msvp]                              # what every trial of this space needs
+    without_model: [+model=spec_vit_digits, data=digits]   # the trial, where the person names no model
+    parameters:
+      penalty.lambda_q: {log_uniform: [1.0e-6, 1.0e-2], zero: 0.1}
+      model.num_heads: {choice: [1, 2, 4]}
+
+A point of a space maps every key to a raw number; `values` turns it into what the trainer gets.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+
+from certizoo import UserError
+from certizoo.compose import CONFIGS
+
+KINDS = ("log_uniform", "uniform", "integer", "choice")
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One distribution: `log_uniform` and `uniform` on [low, high], `integer` on low..high, `choice` among options.
+
+    zero: the share of draws that mean 0 (log_uniform only). The range is continued below `low` by so much, and what
+    falls there is 0: the limit of small weights, next to them for a searcher that models the logarithm.
+    """
+
+    kind: str
+    low: float = 0.0
+    high: float = 0.0
+    options: tuple[Any, ...] = ()
+    zero: float = 0.0
+
+    @property
+    def raw_low(self) -> float:
+        """low * (low / high)^(zero / (1 - zero)): `zero` of the logarithmic range lies below `low`."""
+        return self.low * (self.low / self.high) ** (self.zero / (1 - self.zero)) if self.zero else self.low
+
+    def draw(self, random: Random) -> Any:
+        """A raw value."""
+        match self.kind:
+            case "log_uniform":
+                return math.exp(random.uniform(math.log(self.raw_low), math.log(self.high)))
+            case "uniform":
+                return random.uniform(self.low, self.high)
+            case "integer":
+                return random.randint(int(self.low), int(self.high))
+            case _:
+                return random.choice(self.options)
+
+    def value(self, raw: Any) -> Any:
+        """What the trainer gets: 0 below `low`; four significant digits, so that a tag says it all."""
+        if self.kind == "choice":
+            return raw
+        if self.kind == "integer":
+            return int(min(max(raw, self.low), self.high))
+        if self.zero and raw < self.low:
+            return 0.0
+        return float(f"{min(max(raw, self.low), self.high):.4g}")
+
+
+@dataclass(frozen=True)
+class Space:
+    """The keys that vary (`parameters`), and the fixed part of the command line around them."""
+
+    name: str
+    trainer: str
+    overrides: tuple[str, ...]
+    without_model: tuple[str, ...]
+    parameters: Mapping[str, Parameter]
+
+    def draw(self, random: Random) -> Point:
+        return {key: parameter.draw(random) for key, parameter in self.parameters.items()}
+
+    def values(self, point: Point) -> dict[str, Any]:
+        """The keys of the trainer's configuration, in the file's order."""
+        return {key: parameter.value(point[key]) for key, parameter in self.parameters.items()}
+
+
+def names(configs: Path = CONFIGS) -> list[str]:
+    return sorted(path.stem for path in (configs / "space").glob("*.yaml"))
+
+
+def load(name: str, configs: Path = CONFIGS) -> Space:
+    """The space `name`. Raises UserError where there is none, or its file says something else than a space."""
+    path = configs / "space" / f"{name}.yaml"
+    if not path.is_file():
+        raise UserError(f"there is no space {name!r}; choose one of {', '.join(names(configs))}")
+    content = yaml.safe_load(path.read_text())
+    parameters = {key: _parameter(f"{path}: {key}", facts) for key, facts in content["parameters"].items()}
+    trainer = str(content.get("trainer", "adv_train"))
+    return Space(name, trainer, tuple(content["overrides"]), tuple(content["without_model"]), parameters)
+
+
+def _parameter(where: str, facts: Mapping[str, Any]) -> Parameter:
+    kinds = [kind for kind in facts if kind in KINDS]
+    if len(kinds) != 1 or set(facts) - {*kinds, "zero"}:
+        raise UserError(f"{where}: give one of {', '.join(KINDS)}, and zero with log_uniform if 0 is allowed")
+    kind, values = kinds[0], tuple(facts[kinds[0]])
+    if kind == "choice" and values:
+        return Parameter(kind, options=values)
+    zero = float(facts.get("zero", 0))
+    if len(values) != 2 or not values[0] < values[1] or (kind == "log_uniform" and values[0] <= 0):
+        raise UserError(f"{where}: {kind} wants [low, high], low < high, and above 0 for log_uniform")
+    if not 0 <= zero < 1 or (zero and kind != "log_uniform"):
+        raise UserError(f"{where}: zero is a share below 1, of log_uniform only")
+    return Parameter(kind, float(values[0]), float(values[1]), zero=zero)

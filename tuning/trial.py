@@ -1,0 +1,157 @@
+"""One trial: the trainer itself under DeepSpeed's launcher, watched through the files of its run folder.
+
+The same script and code path as `deepspeed trainers/adv_train.py ...`. The `deepspeed` command in front of the launcher
+is left out: it forwards no signal on one node, so that ranks would outlive their trial.
+"""
+
+import base64
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from certizoo.errors import EXIT_USER_ERROR
+from certizoo.processes import end_group
+from trainers import checkpoint
+from tuning import guard
+
+Row = dict[str, float]
+ROWS, CERTIFICATE = "metrics.jsonl", "certificate/certificate.json"
+POLL_SECONDS, PATIENCE_SECONDS = 0.2, 20.0
+OF_ANOTHER_GROUP = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+class Failed(Exception):
+    """The trainer ended without a certificate; the message says why."""
+
+
+class Refused(Failed):
+    """The trainer itself said what is wrong: trying again changes nothing."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """An evaluation of the trial and the checkpoint that was written after it."""
+
+    row: Row
+    checkpoint: Path
+
+
+def train(script: Path, overrides: Sequence[str], ranks: int, run_dir: Path, log: Path) -> Iterator[Progress]:
+    """Run the trainer to its end; yields an evaluation whenever there is a new one with its checkpoint.
+
+    Closing the generator ends every process of the trial. Raises Failed, or Refused, with the trainer's own words.
+    """
+    adopted = progress(run_dir)
+    told = adopted.row["step"] if adopted else 0.0
+    with launched(script, overrides, ranks, log) as process:
+        while process.poll() is None:
+            time.sleep(POLL_SECONDS)
+            now = progress(run_dir)
+            if now and now.row["step"] > told:
+                told = now.row["step"]
+                yield now
+    if process.returncode or not (run_dir / CERTIFICATE).is_file():
+        reason = why(log, process.returncode)
+        raise Refused(reason) if process.returncode == EXIT_USER_ERROR else Failed(reason)
+
+
+def certificate(run_dir: Path) -> dict[str, Any]:
+    """What was proved of a finished trial."""
+    content: dict[str, Any] = json.loads((run_dir / CERTIFICATE).read_text())
+    return content
+
+
+@contextmanager
+def launched(script: Path, overrides: Sequence[str], ranks: int, log: Path) -> "Iterator[subprocess.Popen[bytes]]":
+    """The launcher with its ranks in a process group of their own; on leaving, nothing of it is left.
+
+    The kernel ends it too where this process is killed.
+    """
+    hosts = base64.urlsafe_b64encode(json.dumps({"localhost": slots(ranks)}).encode()).decode()
+    command = [sys.executable, "-I", "-S", guard.__file__]
+    command += [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={hosts}"]
+    command += ["--master_addr=127.0.0.1", f"--master_port={free_port()}", str(script), *overrides]
+    environment = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_GROUP}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command, cwd=log.parent, env=environment, stdout=out, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=guard.end_with_parent,
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            end_group(process, PATIENCE_SECONDS)
+
+
+def slots(ranks: int) -> list[str]:
+    """The launcher's names of the ranks' devices: the GPUs that Ray gave to this trial, else numbers."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return gpus[:ranks] if len(gpus) >= ranks and gpus[0] else [str(rank) for rank in range(ranks)]
+
+
+def progress(run_dir: Path) -> Progress | None:
+    """The newest evaluation that has its checkpoint."""
+    marks = sorted((run_dir / "checkpoints").glob(f"step*/{checkpoint.MARK}"), reverse=True)
+    if not marks:
+        return None
+    tag = marks[0].parent.name
+    rows = [row for row in evaluations(run_dir) if checkpoint.tag(int(row["step"])) == tag]
+    return Progress(rows[-1], marks[0].parent) if rows else None
+
+
+def evaluations(run_dir: Path) -> list[Row]:
+    """The rows of metrics.jsonl with accuracies; a line that is being written counts as not there."""
+    rows = []
+    with suppress(FileNotFoundError):
+        for line in (run_dir / ROWS).read_text().splitlines():
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+    return [row for row in rows if "clean_acc" in row]
+
+
+def snapshot(found: Progress, run_dir: Path, to: Path) -> Path:
+    """The checkpoint and the rows so far under `to`, linked: the trainer may drop its own while this is copied."""
+    shutil.copytree(found.checkpoint, to / "checkpoints" / found.checkpoint.name, copy_function=os.link)
+    shutil.copyfile(run_dir / ROWS, to / ROWS)
+    return to
+
+
+def adopt(snapshot_dir: Path, run_dir: Path, changed: dict[str, Any]) -> None:
+    """Begin a run folder with a snapshot, so that `resume=auto` goes on from it.
+
+    changed: keys of the configuration that the search has given other values since (population-based training);
+    the checkpoint's fingerprint is told, any other difference is still refused. It goes on as a run of its own.
+    """
+    shutil.copytree(snapshot_dir, run_dir, dirs_exist_ok=True)
+    for mark in run_dir.glob(f"checkpoints/*/{checkpoint.MARK}"):
+        content = json.loads(mark.read_text())
+        if any(content["fingerprint"].get(key) != value for key, value in changed.items()):
+            content["fingerprint"] |= changed
+            content["run_id"] = None
+        mark.write_text(json.dumps(content))
+
+
+def why(log: Path, status: int) -> str:
+    """The trainer's own error line, else its last words."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = [line for line in lines if line.startswith("error: ")]
+    ours = [line for line in lines if "launch.py" not in line and not line.startswith("_rank_mapping")]
+    reason = (said or ours or ["it said nothing"])[-1].removeprefix("error: ")
+    return f"{reason} (exit status {status}; {log})"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
