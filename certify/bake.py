@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.fold import folded
-from zoo.vit import Normalize
+from zoo.patches import Normalize
 
 LOGIT_TOLERANCE = 1e-3  # float32 logits against float64 ones, relative to 1 + max |logit|
 

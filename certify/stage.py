@@ -11,7 +11,8 @@ OUT/report.html           all of it on one page, with the images nearest to the 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 import shards
 import zoo
@@ -31,7 +31,7 @@ from certify.certificate import SLACK
 from certify.command import command
 from certify.evaluate import DEFAULT_ATTACK, Row
 from certify.page import gallery
-from certify.workers import DTYPES, Prover, in_order
+from certify.workers import DTYPES, Batch, Prover, in_order
 from certizoo import UserError, __version__
 from certizoo.files import write_whole
 from shards import manifest
@@ -92,10 +92,11 @@ def run(
     subject = _subject(handover, test, settings, total)
     rows = _open(out, subject)
     batches = _batches(test, data, settings, total, skip=len(rows))
-    for new in map(prover, batches) if settings.workers == 1 else in_order(handover, settings, batches):
-        _append(out / ROWS, new)
-        rows += new
-        progress(len(rows), total)
+    with closing(_certified(prover, handover, settings, batches)) as certified:
+        for new in certified:
+            _append(out / ROWS, new)
+            rows += new
+            progress(len(rows), total)
     table = pd.DataFrame(rows)
     table.to_parquet(out / "certificates.parquet", index=False)
     summary = _summary(table, subject, prover.config, settings)
@@ -113,6 +114,16 @@ def run(
     return summary
 
 
+def _certified(
+    prover: Prover, handover: Path, settings: Settings, batches: Iterable[Batch]
+) -> Generator[list[Row], None, None]:
+    """The rows of every batch. To be closed: what it started must end when a full disk or Ctrl-C ends its reader."""
+    if settings.workers == 1:
+        yield from map(prover, batches)
+    else:
+        yield from in_order(handover, settings, batches)
+
+
 def _class_names(data: shards.DataConfig) -> list[str] | None:
     """What the manifest calls the labels, where it names them all."""
     listing = manifest.read(Path(data.root).expanduser(), data.name)
@@ -122,7 +133,7 @@ def _class_names(data: shards.DataConfig) -> list[str] | None:
 
 def _batches(
     test: shards.ShardSet, data: shards.DataConfig, settings: Settings, total: int, skip: int
-) -> Iterator[tuple[list[str], Tensor, Tensor]]:
+) -> Iterator[Batch]:
     """Images skip..total in file order."""
     seen = 0
     for keys, images, labels in shards.eval_loader(test, data, batch_size=settings.batch_size, limit=total):

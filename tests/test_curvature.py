@@ -24,9 +24,9 @@ from zoo.fused import eigenvalue_bound
 from zoo.mlp import SLL, ConstrainedMlp, Mlp
 from zoo.monotone import MonotoneGELU
 from zoo.norms import CenterNorm, LayerProject, SmoothProject
+from zoo.patches import Normalize
 from zoo.residual import WeightedResidual
 from zoo.rules import NoRule
-from zoo.vit import Normalize
 
 N, D = 4, 8
 MODULES, INPUTS, GRADIENTS = 10, 10, 2

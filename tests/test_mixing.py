@@ -19,7 +19,7 @@ from tests.ascent import largest_change
 from zoo.attention import variants
 from zoo.attention.conv_mixing import ConvMixing, _norm
 from zoo.attention.dot_product import DotProductAttention
-from zoo.attention.gpsa import GPSA
+from zoo.attention.gpsa import FEW, GPSA
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.attention.window import WindowAttention
 from zoo.rules import NoRule, layer_of, residual_layer_of
@@ -146,9 +146,10 @@ def plain_gpsa(module: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("n", [1, 9, 16])
+@pytest.mark.parametrize("n", [1, 9, 64, 81])  # up to FEW weights are written out, beyond on the fused kernel
 @pytest.mark.parametrize("variant", SOFTMAX)
 def test_gpsa_equals_the_equation_written_out(variant: str, n: int, dtype: torch.dtype, tolerance: float) -> None:
+    assert 64 <= FEW < 81
     module = randomised(GPSA(variants()[variant](D, H)), dtype=dtype)
     assert_same_function(module, lambda x: plain_gpsa(module, x), tokens(2, n, D, dtype=dtype), tolerance)
 

@@ -29,9 +29,9 @@ from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.spread import K2_MAX
 from zoo.mlp import SLL, Mlp
 from zoo.norms import CenterNorm, LayerProject, SmoothProject
+from zoo.patches import Normalize
 from zoo.residual import WeightedResidual
 from zoo.rules import classifier_of, layer_of, residual_layer_of, steps_of
-from zoo.vit import Normalize
 
 D = 6
 

@@ -27,9 +27,9 @@ from zoo.convnet import ReLUx
 from zoo.mlp import SLL, ConstrainedMlp, Mlp
 from zoo.monotone import MonotoneGELU
 from zoo.norms import CenterNorm, LayerProject, SmoothProject
+from zoo.patches import Normalize
 from zoo.residual import WeightedResidual
 from zoo.rules import NoRule, layer_of, residual_layer_of, rule_types
-from zoo.vit import Normalize
 
 N, D, H = 5, 12, 3
 MODULES, INPUTS = 10, 20

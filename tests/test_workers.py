@@ -83,10 +83,13 @@ def test_ctrl_c_is_one_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(stage, "_append", interrupted)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as held:  # with its traceback, so that no frame of the stage is collected
         main(
             [f"handover={handover}", f"out={tmp_path}", "data=digits", f"data.root={digits}", "images=20", "workers=2"]
         )
+    for worker in active_children():
+        worker.join(20)
+    assert not active_children(), held
     error = capsys.readouterr().err
     assert error.startswith("error: stopped")
     assert error.count("\n") == 1

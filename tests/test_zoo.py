@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from timm.layers import PatchEmbed
 from torch import Tensor
 
 import zoo
@@ -17,6 +18,7 @@ from zoo.attention.dot_product import DotProductAttention
 from zoo.mlp import SLL
 from zoo.norms import LayerProject, SmoothProject
 from zoo.overview import tiny_options
+from zoo.patches import by_products_
 
 
 def small(name: str) -> Any:
@@ -41,6 +43,23 @@ def test_standard_vit_equals_timms_with_the_same_weights() -> None:
     x = torch.rand(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(ours(x), theirs(ours.normalize(x)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("chans", "dim", "patch", "size"), [(3, 5, 4, (8, 12)), (1, 8, 2, (6, 6)), (2, 3, 1, (1, 4))])
+def test_the_product_with_patches_is_the_convolution(chans: int, dim: int, patch: int, size: tuple[int, int]) -> None:
+    """Values, memory order behind PatchEmbed, and gradients; the weights stay the parameters that timm made."""
+    torch.manual_seed(0)
+    embed: Any = PatchEmbed(size, patch, chans, dim).double()
+    conv, x = embed.proj, torch.rand(2, chans, *size, dtype=torch.float64, requires_grad=True)
+    expected, weights = embed(x), dict(embed.named_parameters())
+    by_products_(embed)
+    found = embed(x)
+    assert found.is_contiguous()
+    assert all(weight is weights[name] for name, weight in embed.named_parameters())
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    inputs, side = (x, conv.weight, conv.bias), torch.rand_like(expected)
+    for mine, theirs in zip(*(torch.autograd.grad(y, inputs, side) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_unknown_names_and_options_say_what_exists() -> None:

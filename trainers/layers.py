@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from trainers.douglas_rachford import Rows
 from zoo.attention.l2 import L2Attention
 from zoo.convnet import ReLUx, conv_norm
+from zoo.patches import PatchProjection
 from zoo.spectral import sigma_upper
 
 
@@ -24,7 +25,7 @@ def constrainable(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, nn.Conv2d) and not parametrize.is_parametrized(module)
+        if type(module) in (nn.Linear, nn.Conv2d, PatchProjection) and not parametrize.is_parametrized(module)
     ]
 
 

@@ -36,8 +36,9 @@ from zoo.attention.window import WindowAttention
 from zoo.block import PreNormBlock
 from zoo.fold import folded
 from zoo.mlp import Mlp
+from zoo.patches import Normalize, PatchProjection
 from zoo.swin import Swin
-from zoo.vit import Normalize, ViT
+from zoo.vit import ViT
 
 State = dict[str, Tensor]
 
@@ -45,10 +46,10 @@ TABLES = ("relative_position_index", "attn_mask", "rel_indices")  # of indices: 
 HEAD = "head."
 # Everything in a timm ViT, ConViT or Swin, by exact type: whatever is not here has no counterpart there.
 TIMM_PARTS = {
-    ViT, PreNormBlock, DotProductAttention, GPSA, Mlp, Normalize, PatchEmbed,
+    ViT, PreNormBlock, DotProductAttention, GPSA, Mlp, Normalize, PatchEmbed, PatchProjection,
     Swin, SwinTransformerStage, SwinTransformerBlock, WindowAttention, PatchMerging,
     ClassifierHead, SelectAdaptivePool2d, FastAdaptiveAvgPool,
-    nn.Linear, nn.Conv2d, nn.LayerNorm, nn.GELU, nn.Dropout, DropPath, nn.Identity, nn.Sequential,
+    nn.Linear, nn.LayerNorm, nn.GELU, nn.Dropout, DropPath, nn.Identity, nn.Sequential,
 }  # fmt: skip
 BIAS_IS_OPTIONAL = (".qkv", ".reduction")
 

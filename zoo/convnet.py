@@ -18,9 +18,9 @@ from certizoo import UserError
 from zoo.activations import Hinge, elementwise
 from zoo.curvature import Expand, Node, curvature, linear, nodes_of, trunk_nodes
 from zoo.init import orthogonal_init_
+from zoo.patches import Normalize
 from zoo.rules import Bound, Layer, NoRule, chain, classifier_rule, layer_of, rule, unit_slope
 from zoo.spectral import U, sigma_upper
-from zoo.vit import Normalize
 
 ConvSize = tuple[int, int, int, int]  # channels out, kernel size, stride, zero padding
 

@@ -32,8 +32,8 @@ from zoo.curvature import (
     trunk_nodes,
 )
 from zoo.init import finish_init_, trunc_normal_init_
+from zoo.patches import Normalize, by_products_, patches_norm
 from zoo.rules import Bound, Layer, NoRule, Step, chain, classifier_rule, expect, layer_of, local_rule, residual, rule
-from zoo.vit import Normalize, patches_norm
 
 
 class Swin(swin_transformer.SwinTransformer):
@@ -76,6 +76,7 @@ class Swin(swin_transformer.SwinTransformer):
             weight_init="skip",
             **options,
         )
+        by_products_(self.patch_embed)
         ours: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
             swin_transformer.WindowAttention: lambda old: WindowAttention(
                 attention(old.dim, old.num_heads), old.window_size

@@ -16,40 +16,11 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.cap import cap_
-from zoo.curvature import Expand, Expansion, Node, expansion_of, linear, linear_expansion, nodes_of, trunk_nodes
+from zoo.curvature import Expand, Expansion, Node, expansion_of, linear_expansion, nodes_of, trunk_nodes
 from zoo.init import finish_init_, trunc_normal_init_
 from zoo.lipschitz import constrain_
-from zoo.rules import Bound, Layer, NoRule, Step, chain, classifier_rule, expect, layer_of, rule
-from zoo.spectral import sigma_upper
-
-
-class Normalize(nn.Module):
-    """(x - mean) / std per channel, inside the model: every eps is a radius in [0,1] pixel space. BCHW -> BCHW."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
-        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        return (x_BCHW - self.mean) / self.std
-
-
-@rule(Normalize)
-def normalize(module: Normalize) -> Layer:
-    """Diagonal: 1 / min std."""
-
-    def layer(x: Tensor) -> tuple[Tensor, Bound]:
-        gain = (1 / module.std.double()).abs().max()
-        return module(x), lambda r: gain * r
-
-    return layer
-
-
-linear(Normalize)
+from zoo.patches import Normalize, by_products_, patches_norm
+from zoo.rules import Bound, Layer, Step, chain, classifier_rule, expect, layer_of
 
 
 class ViT(nn.Module):
@@ -98,6 +69,7 @@ class ViT(nn.Module):
         self.num_classes, self.embed_dim, self.global_pool = num_classes, embed_dim, global_pool
         self.normalize = Normalize(mean, std)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, bias=bias)
+        by_products_(self.patch_embed)
         has_cls = global_pool == "cls"
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if has_cls else None
         self.cls_after = cls_after
@@ -156,18 +128,6 @@ class ViT(nn.Module):
         self.num_classes = num_classes
         bias = self.head.bias is not None
         self.head = nn.Linear(self.embed_dim, num_classes, bias=bias).to(self.pos_embed)
-
-
-def patches_norm(normalize: nn.Module, patch_embed: nn.Module) -> Tensor:
-    """Patches do not overlap: normalisation and projection are one matrix on patches, W diag(1 / std)."""
-    expect(normalize, Normalize)
-    expect(patch_embed, PatchEmbed)
-    conv = patch_embed.get_submodule("proj")
-    expect(conv, nn.Conv2d)
-    assert isinstance(conv, nn.Conv2d)
-    if conv.stride != conv.kernel_size or conv.padding != (0, 0) or conv.dilation != (1, 1) or conv.groups != 1:
-        raise NoRule(conv, "the patch embedding needs stride = kernel size, no padding, dilation or groups")
-    return sigma_upper((conv.weight.detach().double() / normalize.get_buffer("std").double()).flatten(1))
 
 
 def _embedding(module: ViT) -> Layer:
