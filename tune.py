@@ -21,6 +21,7 @@ if "CERTIZOO_HOME" in os.environ:  # `ray submit` copies this file to the home f
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
+from registry import credentials, store
 from tuning import objectives, search, spaces
 from tuning.search import Search
 
@@ -101,11 +102,11 @@ def main_search(args: argparse.Namespace, defaults: dict[str, Any]) -> int:
         at_once = driver.at_once(asked)
         asked.save()
         with server.registry(nodes, at_once, asked.folder / "registry.log") as uri:
-            say(f"search {asked.name}: {asked.num_samples} trials, {at_once} at once; registry {uri}")
+            say(f"search {asked.name}: {asked.num_samples} trials, {at_once} at once; registry {store.public(uri)}")
             board = Board(asked.parameters, asked.metric, asked.num_samples, asked.epochs)
             with board:
-                driver.run(asked, driver.Surroundings(uri, uuid.uuid4().hex), board, resume)
-    waiting = server.send_what_waits(asked.folder / "trials")
+                driver.run(asked, driver.Surroundings(credentials.environment(uri), uuid.uuid4().hex), board, resume)
+    waiting = server.send_what_waits(asked.folder / "trials", store.resolve_uri())
     page = closing.write(asked, board)
     if not board.console.is_terminal:  # there the live table stands already
         board.console.print(board.table())

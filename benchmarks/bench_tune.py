@@ -1,63 +1,97 @@
-"""What a trial costs beyond its own training: its start, and what lies between two trials.
+"""What a trial costs beyond its own training: its start, its reports, and what lies between two trials.
 
 Three trials of `tune.py --space msvp` on the digits, one after the other. Of a trial:
 
     gap       from the last report of the trial before to the start of this one's function (Tune, a new worker)
     start     from there to the trainer's first line in its run folder (launcher, imports, data, model)
     work      from there to the end: training, certificates, publication
-    overhead = gap + start, as a share of a trial of 2 minutes; at most 0.15 is wanted
+    reports   CPU seconds during work of all processes of the search that are not the trainer's: driver, Ray, the worker
+              that watches the run folder and copies checkpoints. Beside the trainer: so much they could cost
+    overhead = gap + start + reports, as a share of a trial of 2 minutes; at most 0.15 is wanted
 
-The reports themselves cost a trial nothing but a neighbour's share of the cores: another process watches its files.
+`load` is the machine's before the search: near 0 where nothing else ran.
 
     python -m benchmarks.bench_tune
 """
 
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
+import psutil  # type: ignore[import-untyped]
 
 from benchmarks.record import record
 
-TRIAL_SECONDS, TARGET, TRIALS = 120.0, 0.15, 3
+TRIAL_SECONDS, TARGET, TRIALS, SAMPLE_SECONDS = 120.0, 0.15, 3, 1.0
 ROOT = Path(__file__).resolve().parents[1]
+TRAINER = "adv_train.py"  # in the command lines of launcher, ranks and loaders
+Samples = list[tuple[float, float]]
 
 
-def search(folder: Path) -> tuple[float, pd.DataFrame]:
-    """(seconds of the whole command, results.csv) of a search in `folder`."""
+def search(folder: Path) -> tuple[Samples, pd.DataFrame]:
+    """(samples of (time, CPU seconds beside the trainers), results.csv) of a search in `folder`."""
     command = [sys.executable, str(ROOT / "tune.py"), "--space", "msvp", "--name", "cost", "--scheduler", "none"]
     command += ["--num-samples", str(TRIALS), "--max-concurrent", "1"]
-    begun = time.time()
-    subprocess.run(command, cwd=folder, check=True)
+    process = subprocess.Popen(command, cwd=folder)
+    samples = list(watch(process))
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
     rows = pd.read_csv(folder / "runs" / "tune" / "cost" / "results.csv")
-    return time.time() - begun, rows.sort_values("ended").reset_index(drop=True)
+    return samples, rows.sort_values("ended").reset_index(drop=True)
 
 
-def parts(rows: pd.DataFrame) -> pd.DataFrame:
-    """gap, start and work of each trial in seconds; the first has no gap."""
+def watch(process: "subprocess.Popen[bytes]") -> Iterator[tuple[float, float]]:
+    """Until the search ends: the time, and the CPU seconds so far of its processes other than the trainers'."""
+    used: dict[int, float] = {}
+    while process.poll() is None:
+        try:
+            for each in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
+                if not any(word.endswith(TRAINER) for word in each.cmdline()):
+                    times = each.cpu_times()
+                    used[each.pid] = times.user + times.system
+        except psutil.Error:  # it ended meanwhile
+            pass
+        yield time.time(), sum(used.values())
+        time.sleep(SAMPLE_SECONDS)
+
+
+def parts(rows: pd.DataFrame, samples: Samples) -> pd.DataFrame:
+    """gap, start, work and reports of each trial in seconds; the first has no gap."""
     function = rows["ended"] - rows["seconds"]
     trainer = rows["run_dir"].map(lambda folder: (Path(folder) / "config.yaml").stat().st_mtime)
+    times, used = np.array(samples).T
     return pd.DataFrame(
-        {"gap": function - rows["ended"].shift(), "start": trainer - function, "work": rows["ended"] - trainer}
+        {
+            "gap": function - rows["ended"].shift(),
+            "start": trainer - function,
+            "work": rows["ended"] - trainer,
+            "reports": np.interp(rows["ended"], times, used) - np.interp(trainer, times, used),
+        }
     )
 
 
 def main() -> None:
+    load, begun = os.getloadavg()[0], time.time()
     with tempfile.TemporaryDirectory() as scratch:
-        whole, rows = search(Path(scratch))
-        found = parts(rows)
-    gap, start = (statistics.median(found[part].dropna()) for part in ("gap", "start"))
+        samples, rows = search(Path(scratch))
+        whole, found = time.time() - begun, parts(rows, samples)
+    gap, start, reports = (statistics.median(found[part].dropna()) for part in ("gap", "start", "reports"))
     record(
-        "tune",
+        "tune_cpu",
         {
-            "trials": found.round(1).to_dict("records"),
+            "load": round(load, 1),
+            "trials": found.round(1).astype(object).where(found.notna(), None).to_dict("records"),
             "gap_s": round(gap, 1),
             "start_s": round(start, 1),
-            "overhead_of_a_2_minute_trial": round((gap + start) / TRIAL_SECONDS, 3),
+            "reports_cpu_s": round(reports, 1),
+            "overhead_of_a_2_minute_trial": round((gap + start + reports) / TRIAL_SECONDS, 3),
             "target": TARGET,
             "whole_command_s": round(whole, 1),
         },

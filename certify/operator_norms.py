@@ -10,8 +10,9 @@ measured of a long chain.
 Letters: B images, K nodes; S products at once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -63,40 +64,46 @@ def factor(first: Expansion) -> Tensor:
 
 
 def random(expansions: Sequence[Expansion], images_BCHW: Tensor) -> Norms:
-    """Lanczos for the nodes that can expand, and for products up to some of them, all products at once."""
+    """Lanczos for the nodes that can expand, and for products up to some of them, those with outputs of one shape at
+    once."""
     wide = [k for k, expansion in enumerate(expansions) if k and bool((expansion.gain_B > 1).any())]
     ends = wide[::-1][:: -(-len(wide) // PRODUCTS) or 1][::-1]  # evenly, the last one included
-    start_BX = lanczos.starts(images_BCHW, images_BCHW.shape[1:])
-    of_ends: Iterable[Tensor] = lanczos.norms(_gram(expansions, ends), start_BX, len(ends)) if ends else ()
-    found = iter(of_ends)
+    found: dict[int, Tensor] = {}
+    for _, group in groupby(ends, key=lambda k: expansions[k].y.shape):
+        found |= _products(expansions, list(group), images_BCHW)
     nodes, products = [expansions[0].gain_B], [expansions[0].gain_B]
     for k, expansion in enumerate(expansions[1:], start=1):
         nodes.append(expansion.gain_B)
         if k in wide:
-            own_BX = lanczos.starts(images_BCHW, expansions[k - 1].y.shape[1:])
-            nodes[-1] = torch.fmin(nodes[-1], lanczos.norms(_gram([expansion], [0]), own_BX, 1)[0])
+            nodes[-1] = torch.fmin(nodes[-1], _products([expansion], [0], images_BCHW)[0])
         products.append(nodes[-1] * products[-1])
         if k in ends:
-            products[-1] = torch.fmin(products[-1], next(found))
+            products[-1] = torch.fmin(products[-1], found[k])
     return Norms(nodes, products, (len(wide) + len(ends)) * lanczos.FAILURE)
 
 
+def _products(chain: Sequence[Expansion], ends: Sequence[int], images_BCHW: Tensor) -> dict[int, Tensor]:
+    """||P_k|| (B,) of the chain for every k of `ends`, whose outputs have one shape."""
+    start_BX = lanczos.starts(images_BCHW, chain[ends[0]].y.shape[1:])
+    return dict(zip(ends, lanczos.norms(_gram(chain, ends), start_BX, len(ends)), strict=True))
+
+
 def _gram(chain: Sequence[Expansion], ends: Sequence[int]) -> lanczos.Map:
-    """v (S, B, ...) -> P_s^T P_s v_s with P_s = J_{ends[s]} ... J_0 of the chain: there and back again, the vectors of
-    shorter products leaving early and joining late."""
+    """v (S, B, *y) -> P_s P_s^T v_s with P_s = J_{ends[s]} ... J_0 of the chain: there and back again, the vectors of
+    shorter products joining late and leaving early. Tokens have fewer entries than the pixels at the other end."""
 
     def gram(v: Tensor) -> Tensor:
-        ended = []
-        for k in range(ends[-1] + 1):
-            v = chain[k].push(v)
-            if k in ends:
-                ended.append(v[:1])
-                v = v[1:]
+        waiting, ended, u = list(v.split(1)), [], v[:0]
         for k in range(ends[-1], -1, -1):
             if k in ends:
-                v = torch.cat([ended.pop(), v.view(-1, *chain[k].y.shape)])
-            v = chain[k].pull(v)
-        return v
+                u = torch.cat([waiting.pop(), u.view(-1, *chain[k].y.shape)])
+            u = chain[k].pull(u)
+        for k in range(ends[-1] + 1):
+            u = chain[k].push(u)
+            if k in ends:
+                ended.append(u[:1])
+                u = u[1:]
+        return torch.cat(ended)
 
     return gram
 

@@ -34,7 +34,7 @@ from certify.page import gallery
 from certify.workers import DTYPES, Batch, Prover, in_order
 from certizoo import UserError, __version__
 from certizoo.files import write_whole
-from shards import manifest
+from shards.sets import listing_of
 
 ROWS, CERTIFICATE, REPORT = "certificates.jsonl", "certificate.json", "report.html"
 Summary = dict[str, Any]
@@ -126,7 +126,7 @@ def _certified(
 
 def _class_names(data: shards.DataConfig) -> list[str] | None:
     """What the manifest calls the labels, where it names them all."""
-    listing = manifest.read(Path(data.root).expanduser(), data.name)
+    listing = listing_of(data)
     names = listing.class_names if listing else None
     return names if names and len(names) == data.num_classes else None
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from registry import store
+from registry import credentials, store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -39,13 +39,13 @@ def clean_name(name: str) -> str:
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """`{"train": {"epochs": 3}}` -> `{"train.epochs": "3"}`, values cut to MLflow's limit."""
+    """`{"train": {"epochs": 3}}` -> `{"train.epochs": "3"}`, values cut to MLflow's limit, without passwords."""
     flat: dict[str, str] = {}
     for key, value in params.items():
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
-            text = str(value)
+            text = credentials.without(str(value))
             flat[clean_name(f"{prefix}{key}")] = text if len(text) <= MAX_PARAM else text[: MAX_PARAM - 3] + "..."
     return flat
 

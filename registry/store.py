@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from certizoo import UserError
+from registry import credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -124,7 +125,7 @@ def is_refusal(error: Exception) -> bool:
 def reason(error: Exception) -> str:
     """Why, in a few words: of a failed connection the system's own, else the first line of the message."""
     system = re.search(r"\[Errno -?\d+\] [\w ]+|[Rr]ead timed out|[Cc]onnect timeout", str(error))
-    return system[0] if system else next(iter(str(error).splitlines()), type(error).__name__)[:300]
+    return system[0] if system else credentials.without(next(iter(str(error).splitlines()), type(error).__name__))[:300]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import sys
 
 from certizoo import UserError
 from certizoo.processes import end_group
-from registry import store
+from registry import credentials, store
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
@@ -25,11 +25,11 @@ def serve(uri: str | None, host: str, port: int) -> int:
         sys.stderr.write(f"warning: {host} is open to the network, and the server asks for no password\n")
     sys.stdout.write(f"http://{host}:{port}/#/models  (Ctrl-C ends)\n")
     sys.stdout.flush()
-    return run_group(command(target, host, port))
+    return run_group(command(target, host, port), {credentials.BACKEND: target})
 
 
 def command(uri: str, host: str, port: int) -> list[str]:
-    """The `mlflow server` command for a resolved URI.
+    """The `mlflow server` command for a resolved URI, which goes by environment: it may hold a password.
 
     On the loopback, clients are on this machine: experiments made through the server keep their files where
     experiments made without it do, so that either way reads both. Clients elsewhere need the server's proxy.
@@ -38,7 +38,7 @@ def command(uri: str, host: str, port: int) -> list[str]:
     assert root is not None
     shared = ["--default-artifact-root", root.as_uri()] if host in LOOPBACK else []
     address = ["--host", host, "--port", str(port), "--workers", "2"]
-    stores = ["--backend-store-uri", uri, "--artifacts-destination", root.as_uri(), *shared]
+    stores = ["--artifacts-destination", root.as_uri(), *shared]
     return [sys.executable, "-m", "mlflow", "server", *address, *stores]
 
 
@@ -51,10 +51,10 @@ def check_free(host: str, port: int) -> None:
             raise UserError(f"{host}:{port} cannot be used ({error.strerror}); choose another --port") from None
 
 
-def run_group(arguments: list[str]) -> int:
+def run_group(arguments: list[str], variables: dict[str, str]) -> int:
     """Run a command in a process group of its own, and end the whole group with it."""
-    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # GenAI jobs: three more processes
-    process = subprocess.Popen(arguments, start_new_session=True, env=environment)
+    no_jobs = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # of GenAI: three more processes
+    process = subprocess.Popen(arguments, start_new_session=True, env=os.environ | variables | no_jobs)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return process.wait()

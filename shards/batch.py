@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from shards.augment import augmentation, mix
 from shards.config import DataConfig
@@ -84,6 +85,7 @@ def batches(items: Iterable[Sample | SampleError], view: View, size: int, *, pat
 
 
 def _collated(samples: list[Sample], images: list[Pixels], faults: list[str]) -> Batch:
-    images_BCHW = np.ascontiguousarray(np.stack(images).transpose(0, 3, 1, 2))
+    images_CHW = (np.require(image_HWC.transpose(2, 0, 1), requirements=["C", "W"]) for image_HWC in images)
+    images_BCHW = default_collate([torch.from_numpy(image) for image in images_CHW])  # in shared memory at once
     labels_B = torch.tensor([sample.label for sample in samples], dtype=torch.int64)
-    return Batch([sample.key for sample in samples], torch.from_numpy(images_BCHW), labels_B, faults)
+    return Batch([sample.key for sample in samples], images_BCHW, labels_B, faults)

@@ -7,6 +7,7 @@ number of labels that occur. The writer adds `class_names`. `{name}.json` goes b
 import hashlib
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 from certizoo import UserError
 from certizoo.files import write_whole
 from shards.decode import decode
-from shards.tar import SampleError, walk
+from shards.tar import SampleError, Shard, opened, walk
 
 log = logging.getLogger(__name__)
 GENERAL = "manifest.json"
@@ -52,15 +53,17 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest as read from `path`."""
+    """A manifest as read from `where`; `general` unless it is of one set. `mend`: what to do about other shards."""
 
-    path: Path
+    where: str
     files: dict[str, ShardInfo]
-    class_names: list[str] | None = None
+    class_names: list[str] | None
+    general: bool
+    mend: str
 
     def covers(self, paths: Iterable[Path]) -> bool:
         """False for the general manifest of a folder that names none of the shards: it is of other sets."""
-        return self.path.name != GENERAL or any(path.name in self.files for path in paths)
+        return not self.general or any(path.name in self.files for path in paths)
 
 
 def read(root: Path, name: str) -> Manifest | None:
@@ -68,21 +71,31 @@ def read(root: Path, name: str) -> Manifest | None:
     for path in (root / f"{name}.json", root / GENERAL):
         if path.is_file():
             try:
-                content = json.loads(path.read_text())
-                infos = [_info(entry) for entry in content["files"]]
-                return Manifest(path, {info.file: info for info in infos}, content.get("class_names"))
-            except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-                raise UserError(
-                    f"{path}: not a manifest of shards ({type(error).__name__}: {error}); {mend(path)}"
-                ) from None
+                content = path.read_bytes()
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read ({error.strerror}); {mend(path)}") from None
+            return parse(content, str(path), general=path.name == GENERAL, mend=mend(path))
     return None
 
 
+def parse(content: bytes, where: str, *, general: bool, mend: str) -> Manifest:
+    """The manifest that `where` holds. Raises `UserError` if it is malformed."""
+    try:
+        listing = json.loads(content)
+        infos = [_info(entry) for entry in listing["files"]]
+        return Manifest(where, {info.file: info for info in infos}, listing.get("class_names"), general, mend)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise UserError(f"{where}: not a manifest of shards ({type(error).__name__}: {error}); {mend}") from None
+
+
 def _info(entry: dict[str, Any]) -> ShardInfo:
+    file = str(entry["file"])
+    if Path(file).name != file or file == "..":
+        raise ValueError(f"{file!r} is not a file of its folder")
     histogram = entry.get("label_histogram")
     counts = {int(label): int(count) for label, count in histogram.items()} if histogram else None
     sha256 = str(entry["sha256"]) if entry.get("sha256") else None
-    return ShardInfo(str(entry["file"]), int(entry["samples"]), int(entry["bytes"]), sha256, counts)
+    return ShardInfo(file, int(entry["samples"]), int(entry["bytes"]), sha256, counts)
 
 
 def save(path: Path, infos: Iterable[ShardInfo], class_names: list[str] | None = None) -> None:
@@ -97,23 +110,32 @@ def save(path: Path, infos: Iterable[ShardInfo], class_names: list[str] | None =
 
 def check(path: Path, manifest: Manifest, *, hashed: bool) -> ShardInfo:
     """What the manifest says of the shard `path`. Raises `UserError` if the file is another one."""
-    remedy = mend(manifest.path)
-    info = manifest.files.get(path.name)
-    if info is None:
-        raise UserError(f"{path} is not in {manifest.path}; {remedy}")
-    if not path.is_file():
-        raise UserError(f"{path} is missing, though {manifest.path} names it; {remedy}")
-    size = path.stat().st_size
-    if size != info.bytes:
-        raise UserError(f"{path} holds {size} bytes, {manifest.path} says {info.bytes}; {remedy}")
+    info = expected(path.name, str(path), manifest)
+    hold(str(path), path.stat().st_size if path.is_file() else None, info, manifest)
     if hashed and info.sha256 and sha256_of(path) != info.sha256:
-        raise UserError(f"{path}: its sha256 is not the one in {manifest.path}; {remedy}")
-    if info.samples < 1 or (info.histogram and sum(info.histogram.values()) != info.samples):
-        raise UserError(f"{manifest.path}: the numbers of samples of {path.name} do not add up; {remedy}")
+        raise UserError(f"{path}: its sha256 is not the one in {manifest.where}; {manifest.mend}")
     return info
 
 
-def scan(path: Path, num_classes: int | None = None, *, lenient: bool = False, decoded: bool = False) -> ShardInfo:
+def expected(name: str, where: str, manifest: Manifest) -> ShardInfo:
+    """What the manifest says of the shard `name`, which people call `where`. Raises `UserError` if that cannot be."""
+    info = manifest.files.get(name)
+    if info is None:
+        raise UserError(f"{where} is not in {manifest.where}; {manifest.mend}")
+    if min(info.samples, info.bytes) < 1 or (info.histogram and sum(info.histogram.values()) != info.samples):
+        raise UserError(f"{manifest.where}: the numbers of samples of {name} do not add up; {manifest.mend}")
+    return info
+
+
+def hold(where: str, size: int | None, info: ShardInfo, manifest: Manifest) -> None:
+    """Raise `UserError` unless there is a file (`size` is not None) of the manifest's size."""
+    if size is None:
+        raise UserError(f"{where} is missing, though {manifest.where} names it; {manifest.mend}")
+    if size != info.bytes:
+        raise UserError(f"{where} holds {size} bytes, {manifest.where} says {info.bytes}; {manifest.mend}")
+
+
+def scan(path: Shard, num_classes: int | None = None, *, lenient: bool = False, decoded: bool = False) -> ShardInfo:
     """Count the samples and labels of a shard by walking it; images are decoded only if `decoded`.
 
     Raises `UserError` for a damaged tar, and for a faulty sample unless `lenient` (then it is logged and counted
@@ -121,20 +143,22 @@ def scan(path: Path, num_classes: int | None = None, *, lenient: bool = False, d
     """
     histogram: Counter[int] = Counter()
     samples = 0
-    for entry in walk(path):
-        samples += 1
-        try:
-            label, extension = entry.label(num_classes), entry.image_extension
-            if decoded:
-                decode(entry.read(extension), entry.where)
-            histogram[label] += 1
-        except SampleError as error:
-            if not lenient:
-                raise
-            log.warning("will be skipped: %s", error)
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        for entry in walk(path, file):
+            samples += 1
+            try:
+                label, extension = entry.label(num_classes), entry.image_extension
+                if decoded:
+                    decode(entry.read(extension), entry.where)
+                histogram[label] += 1
+            except SampleError as error:
+                if not lenient:
+                    raise
+                log.warning("will be skipped: %s", error)
     if not samples:
         raise UserError(f"{path} holds no samples; remove it or write it again")
-    return ShardInfo(path.name, samples, path.stat().st_size, None, dict(histogram))
+    return ShardInfo(path.name, samples, size, None, dict(histogram))
 
 
 def sha256_of(path: Path) -> str:

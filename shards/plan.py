@@ -6,19 +6,20 @@ empty where shards are few.)
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from typing import BinaryIO, NamedTuple
 
 from certizoo import UserError
 from shards.sets import ShardSet
-from shards.tar import Entry, walk
+from shards.tar import Entry, Shard, opened, walk
 
 
 class Segment(NamedTuple):
     """Samples start..stop of a shard that holds `total`."""
 
-    path: Path
+    path: Shard
     start: int
     stop: int
     total: int
@@ -36,7 +37,7 @@ def share(start: int, stop: int, first: int, last: int, parts: int) -> tuple[int
     return (low, high) if high > low else (start, stop)
 
 
-def segments(paths: Iterable[Path], counts: Iterable[int], start: int, stop: int) -> list[Segment]:
+def segments(paths: Iterable[Shard], counts: Iterable[int], start: int, stop: int) -> list[Segment]:
     """Where samples start..stop of the line of shards lie."""
     found, offset = [], 0
     for path, count in zip(paths, counts, strict=True):
@@ -49,15 +50,36 @@ def segments(paths: Iterable[Path], counts: Iterable[int], start: int, stop: int
 
 def entries(source: Iterable[Segment]) -> Iterator[Entry]:
     """The samples of segments, unread. Raises `UserError` where a shard no longer holds what it did."""
-    for segment in source:
+    for segment, file in _opened_ahead(list(source)):
         seen = 0
-        for seen, entry in enumerate(walk(segment.path), start=1):
-            if segment.start < seen <= segment.stop:
-                yield entry
-            if seen == segment.stop < segment.total:
-                break
+        with file:
+            for seen, entry in enumerate(walk(segment.path, file), start=1):
+                if segment.start < seen <= segment.stop:
+                    yield entry
+                if seen == segment.stop < segment.total:
+                    break
         if seen < segment.stop or (segment.stop == segment.total < seen):
             raise UserError(
                 f"{segment.path} holds {seen} samples where {segment.total} were announced; "
                 "write the shards again, or run `python -m shards index` on their folder"
             )
+
+
+def _opened_ahead(source: Sequence[Segment]) -> Iterator[tuple[Segment, BinaryIO]]:
+    """Each segment with its file. The next shard is opened, perhaps fetched, while this one is read."""
+    coming: Future[BinaryIO] | None = None
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            for segment, after in pairwise([*source, None]):
+                assert segment is not None
+                file = coming.result() if coming else opened(segment.path)
+                coming = pool.submit(opened, after.path) if after else None
+                yield segment, file
+        finally:
+            if coming is not None and not coming.cancel():
+                coming.add_done_callback(_close)
+
+
+def _close(coming: Future[BinaryIO]) -> None:
+    if coming.exception() is None:
+        coming.result().close()

@@ -4,13 +4,16 @@ import fnmatch
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from certizoo import UserError
-from shards import manifest
+from shards import manifest, remote
 from shards.config import DataConfig
 from shards.manifest import Manifest, ShardInfo
+from shards.remote import RemoteShard, Source, read_manifest, source_of
+from shards.tar import Shard
 
 log = logging.getLogger(__name__)
 HASHED_BYTES = 256 * 2**20  # `verify=auto` hashes sets up to this size: about a second
@@ -30,7 +33,7 @@ class ShardSet:
     sha256 over the list of (file, bytes, sha256 or null).
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[Shard, ...]
     counts: tuple[int, ...]
     num_classes: int
     histogram: tuple[int, ...]
@@ -49,26 +52,51 @@ def find(config: DataConfig, split: str) -> ShardSet:
     """
     if split not in ("train", "test"):
         raise UserError(f"data split {split!r} does not exist; use train or test")
-    root, pattern = Path(config.root).expanduser(), getattr(config, split)
-    listing = manifest.read(root, config.name)
-    paths = _matching(root, pattern, listing)
-    if not paths:
-        raise UserError(f"no shards {root / pattern} for data.{split}; {_how(config, split)}")
-    lenient = split == "train" and config.on_corrupt == "skip"
-    infos = _checked(paths, listing, config, lenient=lenient)
+    pattern = getattr(config, split)
+    if not pattern or Path(pattern).name != pattern:
+        raise UserError(f"data shards {pattern!r}: not a glob of file names; give the folder as data.root")
+    source = source_of(config)
+    paths: Sequence[Shard]
+    paths, infos = _local(config, split) if source is None else _remote(source, config, split)
     return ShardSet(
         paths=tuple(paths),
         counts=tuple(info.samples for info in infos),
         num_classes=config.num_classes,
-        histogram=_histogram(infos, config.num_classes, root),
+        histogram=_histogram(paths, infos, config.num_classes),
         digest=_digest(infos),
     )
 
 
+def listing_of(config: DataConfig) -> Manifest | None:
+    """The manifest, wherever the shards are; None for a folder without one."""
+    source = source_of(config)
+    return read_manifest(source, config.name) if source else manifest.read(_folder(config), config.name)
+
+
+def _folder(config: DataConfig) -> Path:
+    return Path(config.root).expanduser()
+
+
+def _local(config: DataConfig, split: str) -> tuple[list[Path], list[ShardInfo]]:
+    root, pattern = _folder(config), getattr(config, split)
+    listing = manifest.read(root, config.name)
+    paths = _matching(root, pattern, listing)
+    if not paths:
+        raise UserError(f"no shards {root / pattern} for data.{split}; {_how(config, split)}")
+    return paths, _checked(paths, listing, config, split)
+
+
+def _remote(source: Source, config: DataConfig, split: str) -> tuple[list[RemoteShard], list[ShardInfo]]:
+    listing = read_manifest(source, config.name)
+    names = sorted(fnmatch.filter(listing.files, getattr(config, split)))
+    if not names:
+        raise UserError(f"no shards {getattr(config, split)} in {listing.where} for data.{split}; give another glob")
+    shards = remote.check(names, source, listing, config)
+    return shards, [_with_labels(shard, shard.info, listing, config, split) for shard in shards]
+
+
 def _matching(root: Path, pattern: str, listing: Manifest | None) -> list[Path]:
     """Files that match, and shards that should because the manifest names them."""
-    if not pattern or Path(pattern).name != pattern:
-        raise UserError(f"data shards {pattern!r}: not a glob of file names; give the folder as data.root")
     found = set(root.glob(pattern))
     if listing is not None:
         found |= {root / file for file in listing.files if fnmatch.fnmatch(file, pattern)}
@@ -80,41 +108,40 @@ def _how(config: DataConfig, split: str) -> str:
     return f"make them with `{command}`, or say where they are: data.root=FOLDER data.{split}=GLOB"
 
 
-def _checked(paths: list[Path], listing: Manifest | None, config: DataConfig, *, lenient: bool) -> list[ShardInfo]:
+def _checked(paths: list[Path], listing: Manifest | None, config: DataConfig, split: str) -> list[ShardInfo]:
     if listing is None or not listing.covers(paths):
         log.info("no manifest in %s: walking %d shards", config.root, len(paths))
-        return [_scanned(path, config, lenient) for path in paths]
+        return [_scanned(path, config, split) for path in paths]
     size = sum(path.stat().st_size for path in paths if path.is_file())
     hashed = config.verify == "sha256" or (config.verify == "auto" and size <= HASHED_BYTES)
     infos = [manifest.check(path, listing, hashed=hashed) for path in paths]
-    return [
-        info if info.histogram else _counted(path, info, listing, _scanned(path, config, lenient))
-        for path, info in zip(paths, infos, strict=True)
-    ]
+    return [_with_labels(path, info, listing, config, split) for path, info in zip(paths, infos, strict=True)]
 
 
-def _scanned(path: Path, config: DataConfig, lenient: bool) -> ShardInfo:
+def _scanned(path: Shard, config: DataConfig, split: str) -> ShardInfo:
+    lenient = split == "train" and config.on_corrupt == "skip"
     return manifest.scan(path, config.num_classes, lenient=lenient)
 
 
-def _counted(path: Path, listed: ShardInfo, listing: Manifest, scanned: ShardInfo) -> ShardInfo:
+def _with_labels(path: Shard, listed: ShardInfo, listing: Manifest, config: DataConfig, split: str) -> ShardInfo:
     """A manifest without labels: take them from the walk, and hold the number of samples against it."""
+    if listed.histogram:
+        return listed
+    scanned = _scanned(path, config, split)
     if scanned.samples != listed.samples:
         raise UserError(
-            f"{path} holds {scanned.samples} samples, {listing.path} says {listed.samples}; "
-            + manifest.mend(listing.path)
+            f"{path} holds {scanned.samples} samples, {listing.where} says {listed.samples}; {listing.mend}"
         )
     return ShardInfo(listed.file, listed.samples, listed.bytes, listed.sha256, scanned.histogram)
 
 
-def _histogram(infos: list[ShardInfo], num_classes: int, root: Path) -> tuple[int, ...]:
+def _histogram(paths: Sequence[Shard], infos: list[ShardInfo], num_classes: int) -> tuple[int, ...]:
     counts = [0] * num_classes
-    for info in infos:
+    for path, info in zip(paths, infos, strict=True):
         for label, count in (info.histogram or {}).items():
             if not 0 <= label < num_classes:
                 raise UserError(
-                    f"{root / info.file}: label {label} is not one of 0..{num_classes - 1}; "
-                    "mend the label or data.num_classes"
+                    f"{path}: label {label} is not one of 0..{num_classes - 1}; mend the label or data.num_classes"
                 )
             counts[label] += count
     return tuple(counts)

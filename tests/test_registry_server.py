@@ -41,12 +41,12 @@ def registry_ui(folder: Path, port: int) -> Iterator[str]:
         yield url
     finally:
         server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 0
+        assert server.wait(100) == 0
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=1)
 
 
-def wait_for(url: str, server: "subprocess.Popen[str]", seconds: float = 60) -> None:
+def wait_for(url: str, server: "subprocess.Popen[str]", seconds: float = 200) -> None:
     for _ in range(int(seconds * 5)):
         with suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
             if answer.status == 200:

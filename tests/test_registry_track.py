@@ -85,6 +85,10 @@ def test_uri_argument_comes_before_the_environment(uri: str, monkeypatch: pytest
 def test_passwords_are_not_written_down() -> None:
     assert store.public("https://me:secret@host:5000/x") == "https://host:5000/x"
     assert store.public("postgresql://me:secret@host/db") == "postgresql://host/db"
+    away = Exception("API request to http://me:se@cret@h:5000/api/2.0/x failed with exception 503 of me@h")
+    assert store.reason(away) == "API request to http://h:5000/api/2.0/x failed with exception 503 of me@h"
+    params = records.flatten({"registry": {"uri": "http://me:secret@h:5000"}, "data": {"root": "s3://bucket/a@b"}})
+    assert params == {"registry.uri": "http://h:5000", "data.root": "s3://bucket/a@b"}
 
 
 def test_resume_goes_on_in_the_same_run_and_keeps_changed_params(uri: str, tmp_path: Path) -> None:

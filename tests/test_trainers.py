@@ -122,6 +122,7 @@ def test_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "resume=yes": "resume=auto",
         "data.root=nowhere": "nowhere",
         "certify.eps=[]": "certify",
+        "registry.uri='http://me:secret@host'": "MLFLOW_TRACKING_URI",
     }
     for override, word in wrong.items():
         with pytest.raises(UserError, match=word):

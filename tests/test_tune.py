@@ -10,6 +10,7 @@ import time
 import tomllib
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,7 @@ import yaml
 import tune
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
+from registry import credentials
 from tests.launching import ROOT
 from trainers import checkpoint
 from tuning import closing, objectives, search, spaces, trial
@@ -42,7 +44,7 @@ def test_every_space_composes_whatever_is_drawn(name: str) -> None:
     wanted, random = asked("--space", name), Random(0)
     for _ in range(5):
         point = wanted.parameters.draw(random)
-        overrides = wanted.trial_overrides("0001", point, Path("/r u'n"), "http://h:1")
+        overrides = wanted.trial_overrides("0001", point, Path("/r u'n"))
         config = compose_config(wanted.trainer, overrides)
         values = wanted.parameters.values(point)
         assert config["registry"]["tags"]["trial"] == f"{wanted.name}/0001"
@@ -67,7 +69,7 @@ def test_every_space_makes_models_that_have_a_certificate(name: str) -> None:
 
     wanted = asked("--space", name)
     point = wanted.parameters.draw(Random(1))
-    config = compose_config(wanted.trainer, wanted.trial_overrides("1", point, Path("r"), "u"))
+    config = compose_config(wanted.trainer, wanted.trial_overrides("1", point, Path("r")))
     shape = {"num_classes": 10, "img_size": 8, "in_chans": 1}
     model = zoo.create_model(**(shape | config["model"])).eval()
     images = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -151,6 +153,7 @@ def test_what_the_person_writes_wins_and_a_model_of_their_own_replaces_the_digit
         ([], "add --space NAME"),
         (["--space", "msvp", "--", "train.epcohs=3"], "did you mean train.epochs"),
         (["--space", "msvp", "--", "certify.enabled=false"], "a search needs certificates"),
+        (["--space", "msvp", "--", "registry.uri=http://me:secret@h:1"], "by MLFLOW_TRACKING_URI"),
         (["--space", "msvp", "--scheduler", "pbt", "--search", "optuna"], "leave --search away"),
     ],
 )
@@ -223,6 +226,33 @@ def test_progress_is_an_evaluation_with_the_checkpoint_after_it(tmp_path: Path) 
     assert (kept / "checkpoints" / checkpoint.tag(24) / "weights").read_text() == "24"
 
 
+def test_a_trial_is_told_of_the_registry_by_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ps` shows a command line, and the configuration goes to MLflow. (All of it: test_tune_password_slow.py.)"""
+    from tuning import driver
+
+    begun: list[trial.Command] = []
+
+    def train(command: trial.Command, run_dir: Path, log: Path) -> None:
+        begun.append(command)
+        raise trial.Failed("seen")
+
+    monkeypatch.setattr(trial, "train", train)
+    monkeypatch.setattr(driver.tune, "get_context", lambda: SimpleNamespace(get_trial_id=lambda: "0001"))
+    monkeypatch.setattr(driver.tune, "get_checkpoint", lambda: None)
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "h0rse")
+    around = driver.Surroundings(credentials.environment("http://anna:c0rrect@h:5000"), "session")
+    wanted = asked("--space", "msvp", "--storage", str(tmp_path), "--name", "x")
+    (tmp_path / "x" / "trials" / "0001").mkdir(parents=True)
+    with pytest.raises(trial.Failed):
+        driver.trial(wanted.parameters.draw(Random(0)), wanted, around)
+    (command,) = begun
+    given = {"MLFLOW_TRACKING_URI": "http://anna:c0rrect@h:5000", "MLFLOW_TRACKING_PASSWORD": "h0rse"}
+    assert command.variables == given
+    config = compose_config(wanted.trainer, command.overrides)
+    shown = [*command.overrides, json.dumps(config), repr(command), repr(around)]
+    assert not [text for text in shown if "c0rrect" in text or "h0rse" in text]
+
+
 @pytest.mark.parametrize("way", ["leave", "kill the worker", "kill as Ray does"])
 def test_no_rank_outlives_its_trial(tmp_path: Path, way: str) -> None:
     """The real launcher with 2 ranks that would sleep for ten minutes. Ray kills the children of a worker that ends."""
@@ -232,7 +262,7 @@ def test_no_rank_outlives_its_trial(tmp_path: Path, way: str) -> None:
     )
     code = (
         "import time; from pathlib import Path; from tuning import trial\n"
-        f"with trial.launched(Path('{script}'), [], 2, Path('{tmp_path}/run-1.log')) as child:\n"
+        f"with trial.launched(trial.Command(Path('{script}'), [], 2), Path('{tmp_path}/run-1.log')) as child:\n"
         f"    Path('{tmp_path}/child').write_text(str(child.pid))\n"
         f"    while len(list(Path('{tmp_path}').glob('rank?'))) < 2: time.sleep(0.1)\n"
         f"    Path('{tmp_path}/up').touch(); time.sleep({0 if way == 'leave' else 600})\n"

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -19,6 +20,7 @@ from certizoo.processes import end_group
 from registry import browse, publish, spool, store
 from tests.launching import ROOT
 from tests.registry_writer import STEPS
+from tests.tuning_runs import alive
 from tuning import server
 from tuning.trial import PATIENCE_SECONDS, free_port
 
@@ -56,14 +58,15 @@ def database() -> Iterator[str]:
 
 
 def start(uri: str, port: int, log: Path) -> "subprocess.Popen[bytes]":
-    """The project's own server command on the database."""
-    command = [sys.executable, "-m", "registry", "ui", "--uri", uri, "--port", str(port)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    """The project's own server command on the database, whose password is for no command line."""
+    command = [sys.executable, "-m", "registry", "ui", "--port", str(port)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": uri}
     with log.open("ab") as out:
         process = subprocess.Popen(
             command, cwd=log.parent, env=environment, stdout=out, stderr=out, start_new_session=True
         )
     server.wait_for(f"http://127.0.0.1:{port}", process, log)
+    assert not alive(urlsplit(uri).password or "?"), "a command line shows the password"
     return process
 
 

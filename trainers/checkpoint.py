@@ -22,6 +22,7 @@ MARK = "complete.json"
 # What may change between a run and its continuation: nothing that the weights depend on.
 FREE = (
     "name", "run_dir", "resume", "certify", "registry", "data.root", "data.test", "data.verify",
+    "data.cache", "data.cache_gb", "data.timeout",
     "train.eval_images", "train.log_every", "train.checkpoint_every", "train.keep_checkpoints",
     "deepspeed.timeout_minutes",
 )  # fmt: skip

@@ -17,6 +17,7 @@ import zoo
 from attacks import AttackConfig
 from certify.stage import Settings as CertifySettings
 from certizoo import UserError
+from registry import store
 from shards import DataConfig, ShardSet, find, steps_per_epoch
 from trainers import checkpoint
 from trainers.place import place
@@ -88,6 +89,7 @@ class Job:
 def prepare(config: dict[str, Any]) -> Job:
     """Check a resolved configuration and the data it names. Raises UserError naming the key, file or folder."""
     config = with_batch_size(config, place()[2])
+    _refuse_password(config["registry"]["uri"])
     data = typed(DataConfig, config, "data")
     config = {**config, "model": _model_config(config["model"], data)}
     job = Job(
@@ -138,6 +140,11 @@ def prepare(config: dict[str, Any]) -> Job:
     if job.config["certify"]["enabled"]:
         certify_settings(job)
     return job
+
+
+def _refuse_password(uri: str | None) -> None:
+    if uri and store.public(uri) != uri:
+        raise UserError("registry.uri holds a password, which the run's files show; put it into MLFLOW_TRACKING_URI")
 
 
 def with_batch_size(config: dict[str, Any], world_size: int) -> dict[str, Any]:

@@ -7,9 +7,9 @@ report. Schedulers compare the attacked accuracy (`pgd_acc`) at equal epochs; se
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,9 @@ EARLY = {"time_attr": "epoch", "metric": "pgd_acc", "mode": "max"}  # what sched
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where this session's trials send their results; `session` differs from one start of the driver to the next."""
+    """`registry`: variables by which this session's trials find MLflow; `session` differs from start to start."""
 
-    uri: str
+    registry: Mapping[str, str] = field(repr=False)  # a password may be among them
     session: str
 
 
@@ -105,10 +105,11 @@ def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
     if saved:
         with saved.as_directory() as kept:
             training.adopt(Path(kept), inner, values)
-    overrides = search.trial_overrides(name, point, run_dir, around.uri)
+    overrides = search.trial_overrides(name, point, run_dir)
+    command = training.Command(search.script, overrides, search.ranks, around.registry)
     row: dict[str, float] = {}
     try:
-        for found in training.train(search.script, overrides, search.ranks, inner, run_dir.with_suffix(".log")):
+        for found in training.train(command, inner, run_dir.with_suffix(".log")):
             row = found.row | {"epoch": found.row["epoch"] + 1}
             if row["epoch"] < search.epochs:  # the last one waits for its certificate
                 report(row | objectives.early(search.objectives, row), found, inner)

@@ -25,7 +25,7 @@ CERTIFIED = {"constrain": "finetune"}  # trainer -> the stage that is certified,
 
 @dataclass(frozen=True)
 class Search:
-    """`overrides` are the whole fixed part of a trial's command line; `uri` is where trials send their results."""
+    """`overrides` are the whole fixed part of a trial's command line."""
 
     name: str
     space: str
@@ -71,8 +71,11 @@ class Search:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / SETTINGS, json.dumps(asdict(self), indent=1))
 
-    def trial_overrides(self, trial: str, point: spaces.Point, run_dir: Path, uri: str) -> list[str]:
-        """The command line of a trial. Its version in the registry says which search, space and values made it."""
+    def trial_overrides(self, trial: str, point: spaces.Point, run_dir: Path) -> list[str]:
+        """The command line of a trial. Its version in the registry says which search, space and values made it.
+
+        Where the registry is stands in the environment (`registry/credentials.py`).
+        """
         values = self.parameters.values(point)
         tags = {"space": self.space, "search": self.name, "trial": f"{self.name}/{trial}"}
         tags |= {f"param.{key}": str(value) for key, value in values.items()}
@@ -82,7 +85,6 @@ class Search:
             f"name={self.name}-{trial}",
             f"run_dir={_quoted(str(run_dir))}",
             "resume=auto",
-            f"registry.uri={_quoted(uri)}",
             "registry.tags={" + ",".join(f"{key}:{_quoted(text)}" for key, text in tags.items()) + "}",
         ]
 
@@ -115,13 +117,15 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
     wanted = [objectives.parse(text) for text in metric]
     config = compose_config(trainer, fixed)
     grid = objectives.grid_with(config["certify"]["eps"], wanted)
-    fixed += [f"certify.eps={grid}", f"data.root={_quoted(str(Path(config['data']['root']).expanduser().absolute()))}"]
+    fixed += [f"certify.eps={grid}", f"data.root={_quoted(_anywhere(config['data']['root']))}"]
     headline = next((objective for objective in wanted if objective.eps), None)
     if headline:
         fixed.append(f"certify.headline_eps={headline.radius(grid)}")
     config = compose_config(trainer, [*fixed, *(f"{key}={value}" for key, value in _middle(space).items())])
     if not config["certify"]["enabled"] or not config["registry"]["enabled"]:
         raise UserError("a search needs certificates and the registry; leave certify.enabled and registry.enabled true")
+    if config["registry"]["uri"]:
+        raise UserError("name the registry of a search by MLFLOW_TRACKING_URI instead of registry.uri")
     return fixed, int(config["constrain"]["finetune_epochs"] if trainer == "constrain" else config["train"]["epochs"])
 
 
@@ -143,6 +147,11 @@ def find_data(search: Search) -> None:
 def _middle(space: Space) -> dict[str, Any]:
     """Some point of the space: enough to find a key that does not exist before anything is started."""
     return space.values({key: p.options[0] if p.options else p.high for key, p in space.parameters.items()})
+
+
+def _anywhere(root: str) -> str:
+    """data.root, as it reads from every folder: a URL and a command are as they stand (shards/remote.py)."""
+    return root if "://" in root or root.startswith("pipe:") else str(Path(root).expanduser().absolute())
 
 
 def _quoted(text: str) -> str:

@@ -69,14 +69,17 @@ def wait_for(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
     raise UserError(f"the MLflow server for this search did not start; see {log}, or set MLFLOW_TRACKING_URI")
 
 
-def send_what_waits(trials: Path) -> list[Path]:
-    """Send what trials kept while the registry was away; returns the run folders that still wait."""
+def send_what_waits(trials: Path, uri: str) -> list[Path]:
+    """Send what trials kept while the registry was away to `uri`; returns the run folders that still wait.
+
+    The spools may name the server of this search, which is gone by now: `uri` is the store behind it.
+    """
     left = []
     for run_dir in sorted(trials.glob("*/run-*/")):
         try:
             if spool.waiting(run_dir):
-                spool.sync(run_dir)
-            publish.sync(run_dir)
+                spool.sync(run_dir, uri)
+            publish.sync(run_dir, uri)
         except store.Away:
             left.append(run_dir)
     return left

@@ -12,9 +12,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,16 @@ class Refused(Failed):
 
 
 @dataclass(frozen=True)
+class Command:
+    """The trainer as it is started. `variables` join its environment: what no command line may show."""
+
+    script: Path
+    overrides: Sequence[str]
+    ranks: int
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
 class Progress:
     """An evaluation of the trial and the checkpoint that was written after it."""
 
@@ -45,14 +55,14 @@ class Progress:
     checkpoint: Path
 
 
-def train(script: Path, overrides: Sequence[str], ranks: int, run_dir: Path, log: Path) -> Iterator[Progress]:
+def train(command: Command, run_dir: Path, log: Path) -> Iterator[Progress]:
     """Run the trainer to its end; yields an evaluation whenever there is a new one with its checkpoint.
 
     Closing the generator ends every process of the trial. Raises Failed, or Refused, with the trainer's own words.
     """
     adopted = progress(run_dir)
     told = adopted.row["step"] if adopted else 0.0
-    with launched(script, overrides, ranks, log) as process:
+    with launched(command, log) as process:
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
             now = progress(run_dir)
@@ -71,21 +81,23 @@ def certificate(run_dir: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def launched(script: Path, overrides: Sequence[str], ranks: int, log: Path) -> "Iterator[subprocess.Popen[bytes]]":
+def launched(command: Command, log: Path) -> "Iterator[subprocess.Popen[bytes]]":
     """The launcher with its ranks in a process group of their own; on leaving, nothing of it is left.
 
     The kernel ends it too where this process is killed.
     """
-    hosts = base64.urlsafe_b64encode(json.dumps({"localhost": slots(ranks)}).encode()).decode()
-    command = [sys.executable, "-I", "-S", guard.__file__]
-    command += [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={hosts}"]
-    command += ["--master_addr=127.0.0.1", f"--master_port={free_port()}", str(script), *overrides]
-    environment = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_GROUP}
+    hosts = base64.urlsafe_b64encode(json.dumps({"localhost": slots(command.ranks)}).encode()).decode()
+    words = [sys.executable, "-I", "-S", guard.__file__]
+    words += [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={hosts}"]
+    words += ["--master_addr=127.0.0.1", f"--master_port={free_port()}", str(command.script), *command.overrides]
+    environment = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_GROUP} | dict(
+        command.variables
+    )
     environment.setdefault("OMP_NUM_THREADS", "1")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         process = subprocess.Popen(
-            command, cwd=log.parent, env=environment, stdout=out, stderr=subprocess.STDOUT,
+            words, cwd=log.parent, env=environment, stdout=out, stderr=subprocess.STDOUT,
             start_new_session=True, preexec_fn=guard.end_with_parent,
         )  # fmt: skip
         try:

@@ -45,7 +45,7 @@ linear(Normalize)
 class PatchProjection(nn.Conv2d):
     """The convolution whose stride is its kernel, as one product with the patches: (B, C, H, W) -> (B, D, Y, X).
 
-    Weights as `nn.Conv2d` has them. On a CPU the gradient for the image, which every attack step takes, costs a fifth
+    Weights as `nn.Conv2d` has them. On a CPU the gradient for the image, which every attack step takes, costs a sixth
     to a half of what it costs through the convolution.
     """
 

@@ -13,5 +13,6 @@ admin_password = $ADMIN_PASSWORD
 authorization_function = mlflow.server.auth:authenticate_request_basic_auth
 END
 export MLFLOW_AUTH_CONFIG_PATH=/tmp/basic_auth.ini
+export MLFLOW_BACKEND_STORE_URI="$STORE"  # by environment: `ps` shows a command line to everybody
 exec mlflow server --app-name basic-auth --host 0.0.0.0 --port 5000 --workers 4 \
-  --backend-store-uri "$STORE" --artifacts-destination /artifacts
+  --artifacts-destination /artifacts

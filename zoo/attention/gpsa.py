@@ -4,7 +4,7 @@
 
 r_ij = (dx, dy, dx^2 + dy^2) is the offset of patch j from patch i on their square grid. The second part is the same for
 every image, and W_pos r is a function of dx plus one of dy, so that R is the Kronecker product of two small matrices,
-R = Ry (x) Rx. Of few tokens (1 - g) P + g R is written out and meets v once, which is 1.6 times as fast at 16 tokens.
+R = Ry (x) Rx. Of few tokens (1 - g) P + g R is written out and meets v once, which is 1.7 times as fast at 16 tokens.
 Of more the first part runs on the fused kernel, and the second takes 2 N sqrt(N) products per channel instead of N^2.
 
 Letters: B images, N tokens, D width, H heads, O = D / H, Y = X = sqrt(N) sides of the grid.

@@ -206,6 +206,7 @@ def expand_attention(
     """The expansion of `content`, or of attention around it; arguments as in `lofast_local`. Where P = mix of a
     softmax, the remainder sees the values `gain_H`-fold, and J the mixed P."""
     heads, plain = measure(content, gain_H), measure(content)
+    qkv_HOD = torch.cat([heads.q_HOD, heads.k_HOD, plain.v_HOD])  # 3 H heads: one product instead of three
 
     def expand(x_BND: Tensor) -> Expansion:
         q, k, v = content.projections(x_BND)
@@ -226,15 +227,14 @@ def expand_attention(
             """J^T g = G k W_Q + G^T q W_K + P^T o W_V: through the scores, and along the values."""
             o = split_heads(g_CBND, heads.o_HOD)
             pull_s = heads.s * spread.p * centred(spread, o)
-            scores = join_heads(pull_s @ k, heads.q_HOD) + join_heads(pull_s.mT @ q, heads.k_HOD)
-            return scores + join_heads(mixed.mT @ o, plain.v_HOD)
+            return join_heads(torch.cat([pull_s @ k, pull_s.mT @ q, mixed.mT @ o], dim=-3), qkv_HOD)
 
         def push(v_CBND: Tensor) -> Tensor:
             """J v: what the scores do to the values, and the values themselves."""
-            ds = split_heads(v_CBND, heads.q_HOD) @ k.mT + q @ split_heads(v_CBND, heads.k_HOD).mT
-            dp = heads.s * spread.p * ds
+            dq, dk, dv = split_heads(v_CBND, qkv_HOD).chunk(3, dim=-3)
+            dp = heads.s * spread.p * (dq @ k.mT + q @ dk.mT)
             dp = dp - spread.p * dp.sum(-1, keepdim=True)
-            return join_heads(dp @ spread.v + mixed @ split_heads(v_CBND, plain.v_HOD), heads.o_HOD)
+            return join_heads(dp @ spread.v + mixed @ dv, heads.o_HOD)
 
         return Expansion(module(x_BND), carried_B + linear(spread), lambda r: of_norm()(r), remainder, pull, push)
 

@@ -1,0 +1,130 @@
+"""What the training loader costs beyond decoding: images a second out of `shards.train_loader` (tar, shuffle, JPEG,
+random resized crop and mirror, collation, transport to the step's process) against the least that the same loader
+processes could do with the same JPEGs, which they hold in memory and whose pixels they drop:
+
+    decode         Pillow's decoder and nothing else
+    decode + view  that and the same crops, resized and mirrored, each drawn from the same seed
+
+All three take turns in one run and ratios are taken round by round. Time is the CPU's, of this process and of its
+loader processes, since what else the machine runs then does not count; that of the wall is given beside it.
+
+    python -m benchmarks.bench_loader FOLDER [--train 'imagenet1k-sample-*.tar'] [--workers 0 1] [--rounds 9]
+"""
+
+import argparse
+import io
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from PIL import Image
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import shards
+from benchmarks.record import record
+from shards import DataConfig, ShardSet
+from shards.batch import train_view
+from shards.plan import entries, segments
+from shards.tar import Sample
+
+Seconds = tuple[float, float]  # of the CPU, of the wall
+EPOCH, SEED = 0, 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root")
+    parser.add_argument("--train", default="imagenet1k-sample-*.tar", help="the shards")
+    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--augment", default="inception")
+    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--workers", type=int, nargs="+", default=(0, 1))
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    data = DataConfig(
+        "imagenet", options.root, options.train, options.train, 1000, options.img_size, augment=options.augment
+    )
+    found = shards.find(data, "train")
+    samples = [entry.load(data.num_classes) for entry in entries(segments(found.paths, found.counts, 0, found.samples))]
+    results = {
+        f"workers_{workers}": measured(replace(data, workers=workers), found, samples, options)
+        for workers in options.workers
+    }
+    kilobytes = statistics.mean(len(sample.image) for sample in samples) / 1e3
+    about = {"images": len(samples), "mean_kilobytes": kilobytes, "pillow": Image.__version__}
+    chosen = {key: getattr(options, key) for key in ("train", "img_size", "augment", "batch", "rounds")}
+    record("loader_cpu", chosen | about | results)
+
+
+def measured(
+    data: DataConfig, found: ShardSet, samples: list[Sample], options: argparse.Namespace
+) -> dict[str, object]:
+    view = train_view(data, SEED, EPOCH)
+    ways: dict[str, Callable[[], Iterable[object]]] = {
+        "loader": lambda: shards.train_loader(found, data, batch_size=options.batch, epoch=EPOCH, seed=SEED),
+        "decode": lambda: bare(samples, decode_only, data.workers, options.batch),
+        "decode_view": lambda: bare(samples, view, data.workers, options.batch),
+    }
+    turns: list[dict[str, Seconds]] = []
+    for turn in range(options.rounds + 1):
+        order = [*ways][turn % 3 :] + [*ways][: turn % 3]
+        turns.append({name: seconds(ways[name]) for name in order})
+    turns = turns[1:]  # the first warms up
+    rates = {name: len(samples) / statistics.median(turn[name][0] for turn in turns) for name in ways}
+    walls = {name: len(samples) / statistics.median(turn[name][1] for turn in turns) for name in ways}
+    return {
+        "images_per_cpu_second": rates,
+        "images_per_wall_second": walls,
+        "loader_over_decode_view": quartiles(turn["decode_view"][0] / turn["loader"][0] for turn in turns),
+        "loader_over_decode": quartiles(turn["decode"][0] / turn["loader"][0] for turn in turns),
+        "decode_view_over_decode": quartiles(turn["decode"][0] / turn["decode_view"][0] for turn in turns),
+    }
+
+
+def quartiles(ratios: Iterable[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {"median": middle, "low": low, "high": high}
+
+
+def seconds(make: Callable[[], Iterable[object]]) -> Seconds:
+    """Of one epoch, loader processes included: they have ended and been waited for when it has."""
+    cpu, wall = cpu_seconds(), time.perf_counter()
+    for _ in make():
+        pass
+    return cpu_seconds() - cpu, time.perf_counter() - wall
+
+
+def cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def decode_only(sample: Sample) -> None:
+    Image.open(io.BytesIO(sample.image)).load()
+
+
+@dataclass(eq=False)
+class Bare(IterableDataset):
+    """`act` on every sample; out of the loader process comes a number a batch."""
+
+    samples: list[Sample]
+    act: Callable[[Sample], object]
+    batch: int
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        for start in range(worker * self.batch, len(self.samples), workers * self.batch):
+            for sample in self.samples[start : start + self.batch]:
+                self.act(sample)
+            yield start
+
+
+def bare(samples: list[Sample], act: Callable[[Sample], object], workers: int, batch: int) -> Iterable[object]:
+    return DataLoader(Bare(samples, act, batch), batch_size=None, num_workers=workers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""A folder of shards on the local disk, of bounded size, that all processes of a machine share.
+
+A shard comes under another name and takes its own once it is whole and verified. Who fetches it holds its lock,
+so that it comes once; locks are the kernel's and end with their process. Only names that end in SUFFIX are ever
+removed, the least recently opened first; whoever still reads a removed one keeps it until he closes it.
+"""
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from certizoo import UserError
+from certizoo.files import whole_file
+
+SUFFIX = ".cached"
+PART = ".part"  # what `whole_file` adds
+
+
+@dataclass(frozen=True)
+class Cache:
+    """`folder` (made if absent), at most `limit` bytes."""
+
+    folder: Path
+    limit: int
+
+    def open(self, name: str, size: int, fill: Callable[[BinaryIO], None]) -> BinaryIO:
+        """The file `name` of `size` bytes, written by `fill` unless it is here. Raises `UserError`."""
+        path = self.folder / (name + SUFFIX)
+        try:
+            self._lock(path.name).parent.mkdir(parents=True, exist_ok=True)
+            if (file := _opened(path, size)) is not None:
+                return file
+            with _locked(self._lock(path.name)):
+                return _opened(path, size) or self._filled(path, size, fill)
+        except OSError as error:
+            raise UserError(
+                f"data.cache={self.folder} cannot be used ({error.strerror or error}); choose a folder on a local disk"
+            ) from None
+
+    def _filled(self, path: Path, size: int, fill: Callable[[BinaryIO], None]) -> BinaryIO:
+        with whole_file(path) as part:
+            file = self._reserved(part, size)
+            try:
+                fill(file)
+                file.flush()
+                file.seek(0)
+            except BaseException:
+                file.close()
+                raise
+        return file
+
+    def _reserved(self, part: Path, size: int) -> BinaryIO:
+        """An empty file that owns its `size` bytes of the disk, so that the others count them at once."""
+        with _locked(self._lock("room")):
+            self._drop_abandoned()
+            while self._used() + size > self.limit and self._evict():
+                pass
+            file = part.open("w+b")
+            while True:
+                try:
+                    os.posix_fallocate(file.fileno(), 0, size)
+                    return file
+                except OSError as error:
+                    if self._evict():
+                        continue
+                    file.close()
+                    raise UserError(
+                        f"no space for {size / 1e6:.0f} MB in data.cache={self.folder} ({error.strerror}); free "
+                        "space, choose another folder, or read without one: data.cache=null"
+                    ) from None
+
+    def _used(self) -> int:
+        return sum(size for _, size, _ in self._files(""))
+
+    def _evict(self) -> bool:
+        """Remove the least recently opened file; False if there is none."""
+        for _, _, path in sorted(self._files(SUFFIX)):
+            path.unlink(missing_ok=True)
+            return True
+        return False
+
+    def _drop_abandoned(self) -> None:
+        """Halves that a killed process left: nobody holds their lock."""
+        for _, _, part in self._files(SUFFIX + PART):
+            with _locked(self._lock(part.name.removesuffix(PART)), wait=False) as free:
+                if free:
+                    part.unlink(missing_ok=True)
+
+    def _files(self, ending: str) -> Iterator[tuple[float, int, Path]]:
+        """(last use, bytes, path) of the files of this cache, whole ones and halves, whose name ends so."""
+        for path in self.folder.iterdir():
+            if path.name.endswith((SUFFIX, SUFFIX + PART)) and path.name.endswith(ending):
+                with suppress(FileNotFoundError):
+                    found = path.stat()
+                    yield found.st_mtime, found.st_size, path
+
+    def _lock(self, name: str) -> Path:
+        return self.folder / ".locks" / name
+
+
+def _opened(path: Path, size: int) -> BinaryIO | None:
+    """The file if it is here; its time of change becomes that of its last use."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return None
+    if os.fstat(file.fileno()).st_size != size:
+        file.close()
+        return None
+    with suppress(PermissionError):  # another user's file
+        os.utime(file.fileno())
+    return file
+
+
+@contextmanager
+def _locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock; False at once if another has it and we do not wait."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # not only by closing: a process forked meanwhile has the file too

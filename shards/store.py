@@ -1,0 +1,98 @@
+"""Shards in object stores and on web servers; the one door to fsspec.
+
+Passwords and keys come from where the libraries look for them (environment, ~/.aws, ~/.netrc, fsspec's own
+configuration), never from `data.root`, which is written into every run's config.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+
+from certizoo import UserError
+
+CHUNK = 8 * 2**20  # bytes asked for at once
+AT_ONCE = 16  # questions to a web server, which has no listing
+# protocol -> the package that fsspec needs for it
+PACKAGES = {
+    "s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs",
+    "http": "aiohttp", "https": "aiohttp", "file": "fsspec",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Store:
+    """The folder `url`. `timeout`: seconds to wait for a connection or for the next bytes (http, https, s3)."""
+
+    url: str
+    timeout: int
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        web = parts.scheme in ("http", "https")
+        if parts.scheme not in PACKAGES or "::" in self.url:
+            raise UserError(f"data.root={self.url}: no such protocol; use a folder, pipe:, or one of {list(PACKAGES)}")
+        if parts.password is not None or (web and parts.username is not None):
+            raise UserError(
+                f"data.root={parts.scheme}://... holds a name or password; give them by environment or ~/.netrc"
+            )
+        if parts.scheme == "file" and not self.url.startswith("file:///"):
+            raise UserError(f"data.root={self.url} is no absolute path; use file:///FOLDER")
+        if parts.scheme != "file" and (parts.query or parts.fragment or not parts.netloc):
+            raise UserError(f"data.root={self.url} is no folder; use {parts.scheme}://HOST_OR_BUCKET/FOLDER")
+
+    def where(self, name: str) -> str:
+        return f"{self.url.rstrip('/')}/{name}"
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The bytes of a file, in order. Raises whatever the library raises."""
+        # A web server sends one stream: not every one knows ranges. With a size, fsspec asks for none beforehand.
+        how = {"block_size": 0, "size": 1} if self._web else {"cache_type": "none"}
+        with self._files().open(self.where(name), "rb", **how) as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+
+    def sizes(self, names: Sequence[str]) -> dict[str, int | None]:
+        """Bytes (None: not said) of those of the files that are there."""
+        if self._web:
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                return {name: size for one in pool.map(self._asked, names) for name, size in one.items()}
+        files = self._files()
+        files.invalidate_cache()
+        listed = {Path(entry["name"]).name: entry["size"] for entry in files.ls(self.url, detail=True)}
+        return {name: int(listed[name]) for name in names if name in listed}
+
+    def _asked(self, name: str) -> dict[str, int | None]:
+        try:
+            return {name: self._files().info(self.where(name))["size"]}
+        except FileNotFoundError as error:  # what fsspec makes of every failure
+            if getattr(error.__cause__, "status", None) in (404, 410):
+                return {}
+            raise error.__cause__ or error from None
+
+    @property
+    def _web(self) -> bool:
+        return self.url.startswith("http")
+
+    def _files(self) -> Any:
+        """fsspec's file system. Made anew in each process and thread: its connections outlive neither."""
+        protocol = self.url.partition(":")[0]
+        try:
+            return fsspec.filesystem(protocol, **self._options(protocol))
+        except ImportError:
+            package = PACKAGES[protocol]
+            raise UserError(f"data.root={self.url} needs {package}, which is absent; pip install {package}") from None
+
+    def _options(self, protocol: str) -> dict[str, Any]:
+        if self._web:
+            from aiohttp import ClientTimeout
+
+            patience = ClientTimeout(total=None, connect=self.timeout, sock_read=self.timeout)
+            return {"client_kwargs": {"timeout": patience, "trust_env": True}}
+        if protocol == "s3":
+            return {"config_kwargs": {"connect_timeout": self.timeout, "read_timeout": self.timeout}}
+        return {}

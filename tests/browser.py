@@ -1,0 +1,74 @@
+"""Pictures of web pages by a headless Chromium, through its DevTools (https://chromedevtools.github.io/devtools-protocol)."""
+
+import asyncio
+import base64
+import json
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from certizoo.processes import end_group
+
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
+SIZE = {"width": 1440, "height": 810, "deviceScaleFactor": 1, "mobile": False}
+START_SECONDS, PAGE_SECONDS = 120.0, 240.0
+
+
+@contextmanager
+def chromium(profile: Path) -> Iterator[str]:
+    """A browser with a fresh profile; gives the address of its DevTools."""
+    command = ["chromium", *FLAGS, "--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        file, deadline = profile / "DevToolsActivePort", time.monotonic() + START_SECONDS
+        while not file.is_file() or not file.read_text().count("\n"):
+            assert process.poll() is None, "Chromium ended"
+            assert time.monotonic() < deadline, "Chromium did not start"
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{file.read_text().splitlines()[0]}"
+    finally:
+        end_group(process)
+
+
+def picture(devtools: str, url: str, words: str, seen: Mapping[str, Any]) -> bytes:
+    """The page as PNG, once it shows `words`. `seen`: what its localStorage says of earlier visits."""
+    return asyncio.run(_picture(devtools, url, words, seen))
+
+
+async def _picture(devtools: str, url: str, words: str, seen: Mapping[str, Any]) -> bytes:
+    async with aiohttp.ClientSession() as session, session.put(f"{devtools}/json/new") as answer:
+        tab = await answer.json(content_type=None)
+        async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+            remember = "".join(
+                f"localStorage.setItem({json.dumps(key)}, {json.dumps(json.dumps(value))});"
+                for key, value in seen.items()
+            )
+            await _call(socket, "Page.addScriptToEvaluateOnNewDocument", source=remember)
+            await _call(socket, "Emulation.setDeviceMetricsOverride", **SIZE)
+            await _call(socket, "Page.enable")
+            await _call(socket, "Page.bringToFront")  # a page behind another one is not drawn
+            await _call(socket, "Page.navigate", url=url)
+            text, deadline = "", time.monotonic() + PAGE_SECONDS
+            while words not in text:
+                assert time.monotonic() < deadline, f"{url} does not show {words!r}, but:\n{text[:3000]}"
+                await asyncio.sleep(0.5)
+                shown = await _call(socket, "Runtime.evaluate", expression="document.body?.innerText ?? ''")
+                text = shown["result"].get("value", "")
+            await asyncio.sleep(3)  # what moves comes to rest
+            shot = await _call(socket, "Page.captureScreenshot", format="png")
+            return base64.b64decode(shot["data"])
+
+
+async def _call(socket: aiohttp.ClientWebSocketResponse, method: str, **params: Any) -> dict[str, Any]:
+    """One command and its answer; what the browser tells besides is passed over."""
+    await socket.send_json({"id": 1, "method": method, "params": params})
+    while True:
+        said = await socket.receive_json(timeout=PAGE_SECONDS)
+        if "id" in said:
+            assert "result" in said, said
+            return dict(said["result"])

@@ -1,0 +1,68 @@
+"""A web server of a folder on loopback, which counts what it is asked for and misbehaves where told."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class Server(ThreadingHTTPServer):
+    """`fault` of a name: how its bytes are sent; `times`: how often before it is sent well."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+        self.gets: Counter[str] = Counter()
+        self.fault: dict[str, str] = {}
+        self.times = 10**9
+        self.delay = 0.0
+        self.over = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(SimpleHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        name = self.path.lstrip("/")
+        self.server.gets[name] += 1
+        fault = self.server.fault.get(name)
+        if fault is None or self.server.gets[name] > self.server.times:
+            time.sleep(self.server.delay)
+            super().do_GET()
+            return
+        content = (Path(self.directory) / name).read_bytes()
+        self.send_response(200)
+        if fault != "long":
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if fault == "silent":
+            self.server.over.wait(60)
+        elif fault == "cut":
+            self.wfile.write(content[: len(content) // 2])
+        elif fault == "bit":
+            self.wfile.write(bytes([content[0] ^ 1]) + content[1:])
+        elif fault == "long":
+            self.wfile.write(content + b"\0")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Not into the tests' output."""
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    server = Server(folder)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.over.set()
+        server.shutdown()
+        server.server_close()
