@@ -121,8 +121,10 @@ def test_linear_model_oracle(norm: str) -> None:
     expected = weight.sign() if norm == "linf" else weight / weight.norm()
     for attack in (pgd, fgsm):
         steps = 1 if attack is fgsm else 20
-        x = attack(model, images, labels, norm=norm, eps=0.1, steps=steps, step_size=0.1)
-        assert torch.allclose(x.flatten(), 0.5 - 0.1 * expected, atol=1e-5)
+        start = Generator().manual_seed(0)
+        x = attack(model, images, labels, norm=norm, eps=0.1, steps=steps, step_size=0.1, generator=start)
+        # The worst iterate is kept, and near the optimum the loss is flat: to float32 many iterates are equal.
+        assert torch.allclose(x.flatten(), 0.5 - 0.1 * expected, atol=2e-4)
 
 
 def test_margin_sees_through_saturated_logits() -> None:
