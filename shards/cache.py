@@ -8,7 +8,7 @@ removed, the least recently opened first; whoever still reads a removed one keep
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -22,7 +22,7 @@ PART = ".part"  # what `whole_file` adds
 
 @dataclass(frozen=True)
 class Cache:
-    """`folder` (made if absent), at most `limit` bytes."""
+    """`folder` (made if absent), at most `limit` bytes, unless what comes at this moment is more by itself."""
 
     folder: Path
     limit: int
@@ -42,15 +42,18 @@ class Cache:
             ) from None
 
     def _filled(self, path: Path, size: int, fill: Callable[[BinaryIO], None]) -> BinaryIO:
-        with whole_file(path) as part:
+        with ExitStack() as room, whole_file(path) as part:
             file = self._reserved(part, size)
             try:
                 fill(file)
                 file.flush()
+                os.fsync(file.fileno())
                 file.seek(0)
             except BaseException:
                 file.close()
                 raise
+            # Until it has its own name: whoever adds up the files meanwhile would see it under neither.
+            room.enter_context(_locked(self._lock("room")))
         return file
 
     def _reserved(self, part: Path, size: int) -> BinaryIO:

@@ -121,7 +121,7 @@ def test_a_bf16_model_attacked_in_float32() -> None:
 
 @pytest.mark.parametrize("name", ["dp_vit_ti", "l2_vit_ti", "scsa_vit_ti", "ln_vit_ti", "dp_convit_ti", "dp_swin_t"])
 def test_training_and_attack_run_on_the_fused_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call an attention and pass, whichever the variant; no scores are written out (by GPSA those of FEW tokens)."""
+    """One call an attention and pass, whichever the variant; no scores are written out (GPSA: of FEW tokens)."""
     monkeypatch.setattr("zoo.attention.gpsa.FEW", 0)
     model = zoo.create_model(name, **(SWIN if "swin" in name else SIZE | {"patch_size": 2}))
     calls: list[int] = []
