@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
 
 from certizoo import UserError
 from registry import credentials
@@ -71,8 +70,7 @@ def artifact_root(uri: str) -> Path | None:
 
 def public(uri: str) -> str:
     """The URI without user name and password: fit for a message or a file."""
-    parts = urlsplit(uri)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
+    return credentials.without(uri)
 
 
 def recorded_uri(uri: str | None, recorded: str) -> str:

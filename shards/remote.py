@@ -48,12 +48,15 @@ class Source(Protocol):
         """Bytes (None: not said) of those of the files that are there; None if the place cannot be asked."""
 
 
+def is_remote(root: str) -> bool:
+    """Whether `data.root` is no folder, but a URL or a command, which reads the same from every folder."""
+    return root.startswith(PREFIX) or "://" in root
+
+
 def source_of(config: DataConfig) -> Source | None:
     """None for a folder of this machine, which a cache makes a place like any other."""
-    if config.root.startswith(PREFIX):
-        return Pipe(config.root, config.timeout)
-    if "://" in config.root:
-        return Store(config.root, config.timeout)
+    if is_remote(config.root):
+        return (Pipe if config.root.startswith(PREFIX) else Store)(config.root, config.timeout)
     if config.cache:
         return Store(f"file://{Path(config.root).expanduser().absolute()}", config.timeout)
     return None

@@ -150,8 +150,10 @@ def _middle(space: Space) -> dict[str, Any]:
 
 
 def _anywhere(root: str) -> str:
-    """data.root, as it reads from every folder: a URL and a command are as they stand (shards/remote.py)."""
-    return root if "://" in root or root.startswith("pipe:") else str(Path(root).expanduser().absolute())
+    """data.root, as it reads from every folder."""
+    from shards.remote import is_remote
+
+    return root if is_remote(root) else str(Path(root).expanduser().absolute())
 
 
 def _quoted(text: str) -> str:

@@ -90,9 +90,8 @@ def launched(command: Command, log: Path) -> "Iterator[subprocess.Popen[bytes]]"
     words = [sys.executable, "-I", "-S", guard.__file__]
     words += [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={hosts}"]
     words += ["--master_addr=127.0.0.1", f"--master_port={free_port()}", str(command.script), *command.overrides]
-    environment = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_GROUP} | dict(
-        command.variables
-    )
+    own = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_GROUP}
+    environment = {**own, **command.variables}
     environment.setdefault("OMP_NUM_THREADS", "1")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
