@@ -7,11 +7,12 @@ asked from the largest down; an image that passed one is not asked for a smaller
 for one eps, 4 tokens.
 
     python -m benchmarks.bench_certify                                # random weights, labels as predicted: all correct
-    python -m benchmarks.bench_certify --handover RUN/handover --shards FOLDER   # a trained model and its test images
+    python -m benchmarks.bench_certify --handover RUN/handover ... --shards FOLDER   # trained models and test images
 """
 
 import argparse
 import time
+from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -85,25 +86,26 @@ def measure(model: Any, images_BCHW: Tensor, labels_B: Tensor, workers: int) -> 
     }
 
 
-def subjects(arguments: argparse.Namespace) -> list[tuple[str, int | None, Any, Tensor, Tensor]]:
-    """(name, tokens where the model is the one of the target, model, images, labels)."""
-    if arguments.handover:
-        model, config = zoo.handover.load(arguments.handover)
+def subjects(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Any, Tensor, Tensor]]:
+    """(name, tokens, model, images, labels)."""
+    model: Any
+    for handover in arguments.handover:
+        model, config = zoo.handover.load(handover)
         data = shards.DataConfig(**config["data"] | {"root": str(arguments.shards)})
         loader = shards.eval_loader(
             shards.find(data, "test"), data, batch_size=arguments.images, limit=arguments.images
         )
         _, images, labels = next(iter(loader))
-        return [(config["model"]["name"], None, model.eval(), images, labels)]
-    found: list[tuple[str, int | None, Any, Tensor, Tensor]] = []
-    for tokens, patch in ((4, 16), (16, 8)):
+        tokens = model.patch_embed.num_patches
+        yield f"{config['model']['name']}, {tokens} tokens, trained", tokens, model.eval(), images, labels
+    for patch in () if arguments.handover else (16, 8):
         torch.manual_seed(0)
         model = zoo.create_model("lofast_vit_c10_smooth", patch_size=patch).eval()
         images = torch.rand(arguments.images, 3, 32, 32)
         with torch.no_grad():
             labels = model(images).argmax(-1)
-        found.append((f"lofast_vit_c10_smooth, {tokens} tokens, random weights", tokens, model, images, labels))
-    return found
+        tokens = model.patch_embed.num_patches
+        yield f"lofast_vit_c10_smooth, {tokens} tokens, random weights", tokens, model, images, labels
 
 
 def main() -> None:
@@ -111,13 +113,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--handover", type=Path)
+    parser.add_argument("--handover", type=Path, nargs="+", default=[])
     parser.add_argument("--shards", type=Path)
     arguments = parser.parse_args()
     rows = {}
     for name, tokens, model, images, labels in subjects(arguments):
         rows[name] = measure(model, images, labels, arguments.workers)
-        if tokens:
+        if tokens in TARGETS:
             rows[name]["target"] = TARGETS[tokens]
         print(name, {key: round(value, 4) for key, value in rows[name].items()})
     record(

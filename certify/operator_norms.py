@@ -94,12 +94,13 @@ def _gram(chain: Sequence[Expansion], ends: Sequence[int]) -> lanczos.Map:
 
     def gram(v: Tensor) -> Tensor:
         waiting, ended, u = list(v.split(1)), [], v[:0]
-        for k in range(ends[-1], -1, -1):
+        for k in range(ends[-1], 0, -1):
             if k in ends:
                 u = torch.cat([waiting.pop(), u.view(-1, *chain[k].y.shape)])
             u = chain[k].pull(u)
+        u = torch.cat([*waiting, u.view(-1, *chain[0].y.shape)])
         for k in range(ends[-1] + 1):
-            u = chain[k].push(u)
+            u = chain[k].push(u) if k else chain[0].gram(u)
             if k in ends:
                 ended.append(u[:1])
                 u = u[1:]

@@ -11,6 +11,7 @@ import zoo
 from certify.adjoint import Adjoint
 from certify.bake import bake
 from tests.ascent import ascend
+from zoo.curvature import trunk_of
 from zoo.factory import model_options
 from zoo.overview import rules_refusal, tiny_options
 
@@ -34,6 +35,19 @@ def test_every_model_is_covered_or_named() -> None:
     for first, names in MODELS.items():
         refused = rules_refusal(first, "adjoint")
         assert {REFUSED.get(name, "") for name in names} == {refused}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
+def test_grams_are_there_and_back_again(name: str) -> None:
+    """J J^T of the embedding is a short cut."""
+    options = model_options(name, **tiny_options(name))
+    torch.manual_seed(0)
+    model = bake(zoo.create_model(name, **tiny_options(name)).eval())
+    x = torch.rand(2, options["in_chans"], options["img_size"], options["img_size"], dtype=torch.float64)
+    with torch.no_grad():
+        embedding = trunk_of(model)[0][0][1](x)
+        v = torch.randn(3, *embedding.y.shape, dtype=torch.float64)
+        torch.testing.assert_close(embedding.gram(v), embedding.push(embedding.pull(v)))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])

@@ -9,6 +9,7 @@ from torch import Tensor
 from zoo import lanczos
 
 N, L = 400, 6
+KINDS = ("flat", "isolated", "clustered", "crowded at the top", "low rank", "zero")
 
 
 def spectrum(kind: str) -> Tensor:
@@ -29,7 +30,7 @@ def found(values_N: Tensor, start_LN: Tensor) -> Tensor:
     return lanczos.norms(lambda v: v * values_N.square(), start_LN, 1)[0]
 
 
-@pytest.mark.parametrize("kind", ["flat", "isolated", "clustered", "crowded at the top", "low rank", "zero"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_bound_is_above_the_norm_and_close_to_it(kind: str) -> None:
     values_N = spectrum(kind)
     start_LN = torch.randn(L, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -42,7 +43,7 @@ def test_the_couplings_are_those_of_the_characteristic_polynomial() -> None:
     """|p(M) v| = b_1 ... b_k, on which the bound stands."""
     values_N = spectrum("flat")
     start_LN = torch.randn(1, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    theta_LK, b_LK = lanczos.tridiagonal(lambda v: v * values_N, start_LN, 8)
+    theta_LK, b_LK = next(lanczos.tridiagonal(lambda v: v * values_N, start_LN, (8,)))
     v_N = start_LN[0] / start_LN[0].norm()
     for theta in theta_LK[0]:
         v_N = (values_N - theta) * v_N
@@ -68,3 +69,27 @@ def test_ritz_values_are_never_above() -> None:
     values_N = spectrum("crowded at the top")
     start_LN = torch.randn(L, N, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     assert (lanczos.ritz(lambda v: v * values_N, start_LN, 12) <= values_N.amax() * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_basis_is_orthonormal_and_the_recurrence_holds(kind: str) -> None:
+    """M v_k = b_{k-1} v_{k-1} + a_k v_k + b_k v_{k+1} up to a share of ||M|| that SLACK is far above, when the space is
+    exhausted too."""
+    squares_N = spectrum(kind).square()
+    start_LN = torch.randn(L, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    basis = list[Tensor]()
+
+    def apply(v: Tensor) -> Tensor:
+        basis.append(v)
+        return v * squares_N
+
+    *_, (_, b_LK) = lanczos.tridiagonal(apply, start_LN, lanczos.STEPS)
+    v_LKN = torch.stack(basis, 1)
+    assert v_LKN.shape[1] == lanczos.STEPS[-1]
+    eye = torch.eye(v_LKN.shape[1]).double()
+    torch.testing.assert_close(v_LKN @ v_LKN.mT, eye.expand(L, -1, -1), atol=1e-13, rtol=0)
+    rest = v_LKN * squares_N
+    rest = rest - (rest * v_LKN).sum(-1, keepdim=True) * v_LKN
+    rest[:, 1:] -= b_LK[:, :-1, None] * v_LKN[:, :-1]
+    rest[:, :-1] -= b_LK[:, :-1, None] * v_LKN[:, 1:]
+    assert (rest[:, :-1].norm(dim=-1) <= 1e-12 * squares_N.amax()).all()

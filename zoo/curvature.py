@@ -28,7 +28,8 @@ from zoo.rules import Bound, Layer, NoRule, Step, classifier_of, layer_of, local
 
 @dataclass(frozen=True)
 class Expansion:
-    """f around one clean batch. A rule gives J v too where that is cheaper than transposing J^T g."""
+    """f around one clean batch. A rule gives J v too where that is cheaper than transposing J^T g, and J J^T v where it
+    is cheaper than both."""
 
     y: Tensor
     gain_B: Tensor
@@ -36,6 +37,7 @@ class Expansion:
     remainder: Callable[[Tensor], Bound]
     pull: Callable[[Tensor], Tensor]  # g (C, B, *y) -> J^T g (C, B, *x)
     own_push: Callable[[Tensor], Tensor] | None = None
+    own_gram: Callable[[Tensor], Tensor] | None = None
     linear: bool = False  # no remainder
 
     def push(self, v: Tensor) -> Tensor:
@@ -44,6 +46,10 @@ class Expansion:
             return self.own_push(v)
         g = self.y.new_zeros(len(v), *self.y.shape)  # any point will do: J^T g is linear in g
         return torch.func.vjp(self.pull, g)[1](v)[0]
+
+    def gram(self, v: Tensor) -> Tensor:
+        """v (C, B, *y) -> J J^T v."""
+        return self.push(self.pull(v)) if self.own_gram is None else self.own_gram(v)
 
 
 Expand = Callable[[Tensor], Expansion]

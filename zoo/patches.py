@@ -3,6 +3,8 @@
 Letters: B images, C channels, D width; an image of Y x X patches of P x Q pixels.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from timm.layers import PatchEmbed
@@ -67,10 +69,22 @@ def by_products_(patch_embed: PatchEmbed) -> None:
 
 
 def patches_norm(normalize: nn.Module, patch_embed: nn.Module) -> Tensor:
+    """||J|| of normalisation and projection."""
+    return sigma_upper(_matrix(normalize, patch_embed))
+
+
+def patches_gram(normalize: nn.Module, patch_embed: nn.Module) -> Callable[[Tensor], Tensor]:
+    """J J^T of the same: v (..., D) of every patch."""
+    matrix_DI = _matrix(normalize, patch_embed)
+    gram_DD = matrix_DI @ matrix_DI.mT
+    return lambda v: v @ gram_DD
+
+
+def _matrix(normalize: nn.Module, patch_embed: nn.Module) -> Tensor:
     """Patches do not overlap: normalisation and projection are one matrix on patches, W diag(1 / std)."""
     expect(normalize, Normalize)
     expect(patch_embed, PatchEmbed)
     projection = patch_embed.get_submodule("proj")
     expect(projection, PatchProjection)
     weight_DCPQ = projection.get_parameter("weight").detach().double()
-    return sigma_upper((weight_DCPQ / normalize.get_buffer("std").double()).flatten(1))
+    return (weight_DCPQ / normalize.get_buffer("std").double()).flatten(1)

@@ -7,6 +7,7 @@ Letters: B images, C channels, H x W the grid of tokens, h x w a window, K windo
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import timm.layers
@@ -32,7 +33,7 @@ from zoo.curvature import (
     trunk_nodes,
 )
 from zoo.init import finish_init_, trunc_normal_init_
-from zoo.patches import Normalize, by_products_, patches_norm
+from zoo.patches import Normalize, by_products_, patches_gram, patches_norm
 from zoo.rules import Bound, Layer, NoRule, Step, chain, classifier_rule, expect, layer_of, local_rule, residual, rule
 
 
@@ -287,8 +288,12 @@ def swin_nodes(module: Swin) -> tuple[list[Node], nn.Linear]:
     """The same chain with its second order: embedding and pooling are affine."""
     embedding, pooling = _embedding(module), _pooling(module)
     parts = (module.patch_embed.norm, module.layers, module.norm)
+    expand, gram = (
+        linear_expansion(lambda x: embedding(x)[0], embedding),
+        patches_gram(module.normalize, module.patch_embed),
+    )
     chained = [
-        (embedding, linear_expansion(lambda x: embedding(x)[0], embedding)),
+        (embedding, lambda x: replace(expand(x), own_gram=gram)),
         *(node for part in parts for node in nodes_of(part)),
         (pooling, linear_expansion(lambda x: pooling(x)[0], pooling)),
     ]

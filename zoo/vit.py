@@ -13,13 +13,14 @@ from dataclasses import replace
 import torch
 from timm.layers import PatchEmbed, trunc_normal_
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from certizoo import UserError
 from zoo.cap import cap_
 from zoo.curvature import Expand, Expansion, Node, expansion_of, linear_expansion, nodes_of, trunk_nodes
 from zoo.init import finish_init_, trunc_normal_init_
 from zoo.lipschitz import constrain_
-from zoo.patches import Normalize, by_products_, patches_norm
+from zoo.patches import Normalize, by_products_, patches_gram, patches_norm
 from zoo.rules import Bound, Layer, Step, chain, classifier_rule, expect, layer_of
 
 
@@ -177,7 +178,7 @@ def vit_nodes(module: ViT) -> tuple[list[Node], nn.Linear]:
         joins: Layer = lambda x_BND: (module.add_cls_token(x_BND), lambda r: r)  # noqa: E731
         blocks.insert(module.cls_after, [(joins, linear_expansion(module.add_cls_token, joins))])
     chained = [
-        (embedding, linear_expansion(module.embed, embedding)),
+        (embedding, _embedding_expansion(module, embedding)),
         *(node for block in blocks for node in block),
         *nodes_of(module.norm),
         (pooling, linear_expansion(module.pool, pooling)),
@@ -185,6 +186,20 @@ def vit_nodes(module: ViT) -> tuple[list[Node], nn.Linear]:
     if type(module.fc_norm) is not nn.Identity:
         chained.append((_fc_norm(module), _fc_norm_expansion(module)))
     return chained, module.head
+
+
+def _embedding_expansion(module: ViT, embedding: Layer) -> Expand:
+    """A class token in front is constant: its row of J is 0."""
+    constant = int(module.cls_token is not None and module.cls_after == 0)
+    expand, gram_of_patches = (
+        linear_expansion(module.embed, embedding),
+        patches_gram(module.normalize, module.patch_embed),
+    )
+
+    def gram(v_CBND: Tensor) -> Tensor:
+        return pad(gram_of_patches(v_CBND[..., constant:, :]), (0, 0, constant, 0))
+
+    return lambda x: replace(expand(x), own_gram=gram)
 
 
 def _fc_norm_expansion(module: ViT) -> Expand:
