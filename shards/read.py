@@ -152,8 +152,11 @@ class Batches:
             ) from None
 
 
+@dataclass(frozen=True)
 class TrainBatches(Batches):
-    """Iterates over (images_BCHW float32 in [0, 1], labels_B int64)."""
+    """Iterates over (images_BCHW float32 in [0, 1], labels_B int64), on `device`."""
+
+    device: torch.device
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         faults: set[str] = set()
@@ -161,7 +164,7 @@ class TrainBatches(Batches):
         for batch in self.received():
             self.note(batch.faults, faults)
             served += 1
-            yield _unit(batch.images_BCHW), batch.labels_B
+            yield _unit(batch.images_BCHW.to(self.device)), batch.labels_B.to(self.device)
         if served != self.steps:
             raise UserError(f"{self.stream.config.name}: {served} batches instead of {self.steps}; report this")
 
@@ -200,14 +203,17 @@ def train_loader(
     rank: int = 0,
     world_size: int = 1,
     skip_batches: int = 0,
+    device: torch.device | str = "cpu",
 ) -> TrainBatches:
-    """`steps_per_epoch` batches of one epoch on every rank, less the first `skip_batches`.
+    """`steps_per_epoch` batches of one epoch on every rank, less the first `skip_batches`. Images travel to the device
+    as bytes.
 
     The batches are those of (seed, epoch, rank, world_size, config.workers): a run that skips k goes on exactly
     where one that stopped after k would have. The global random generators are left as they are.
     """
     steps = max(steps_per_epoch(shard_set, batch_size, world_size) - skip_batches, 0)
-    return TrainBatches(TrainStream(shard_set, config, batch_size, rank, world_size, epoch, seed, skip_batches), steps)
+    stream = TrainStream(shard_set, config, batch_size, rank, world_size, epoch, seed, skip_batches)
+    return TrainBatches(stream, steps, torch.device(device))
 
 
 def eval_loader(

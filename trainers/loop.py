@@ -135,17 +135,19 @@ def checked_step(run: Run, batches: Iterator[Batch], position: Position, lr: flo
 def micro_batches(run: Run, position: Position) -> Iterator[Batch]:
     """The rest of the epoch, exactly as an undisturbed run would see it."""
     job, world = run.job, run.world
-    loader = train_loader(
-        job.train_set,
-        job.data,
-        batch_size=run.engine.micro_batch,
-        epoch=position.epoch,
-        seed=job.seed,
-        rank=world.rank,
-        world_size=world.size,
-        skip_batches=position.batch_in_epoch * run.engine.accumulation,
+    return iter(
+        train_loader(
+            job.train_set,
+            job.data,
+            batch_size=run.engine.micro_batch,
+            epoch=position.epoch,
+            seed=job.seed,
+            rank=world.rank,
+            world_size=world.size,
+            skip_batches=position.batch_in_epoch * run.engine.accumulation,
+            device=world.device,
+        )
     )
-    return ((images.to(world.device), labels.to(world.device)) for images, labels in loader)
 
 
 def measure(session: Session, step: int, epoch: int) -> dict[str, float]:
