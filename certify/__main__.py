@@ -100,7 +100,7 @@ def _data(config: dict[str, Any], handover: Path) -> DataConfig:
 
 
 def _settings(config: dict[str, Any]) -> stage.Settings:
-    keys = ("method", "images", "headline_eps", "batch_size", "served_dtype", "workers")
+    keys = ("method", "images", "headline_eps", "batch_size", "served_dtype", "workers", "device")
     return stage.Settings(
         eps=tuple(config["eps"]), attack=AttackConfig(**config["attack"]), **{key: config[key] for key in keys}
     )

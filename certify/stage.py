@@ -31,7 +31,7 @@ from certify.certificate import SLACK
 from certify.command import command
 from certify.evaluate import DEFAULT_ATTACK, Row
 from certify.page import gallery
-from certify.workers import DTYPES, Batch, Prover, in_order
+from certify.workers import DEVICES, DTYPES, Batch, Prover, in_order
 from certizoo import UserError, __version__
 from certizoo.files import write_whole
 from shards.sets import listing_of
@@ -58,6 +58,7 @@ class Settings:
     attack: AttackConfig = DEFAULT_ATTACK
     served_dtype: str | None = None  # 'float32', 'bfloat16': of the model that is served; None: of the float64 function
     workers: int = 1  # processes that share the images; the rows do not depend on it
+    device: str = "cpu"  # or 'cuda': every process takes the next GPU
 
     def __post_init__(self) -> None:
         if not self.eps or any(not eps > 0 for eps in self.eps):
@@ -70,6 +71,8 @@ class Settings:
             )
         if self.workers < 1:
             raise UserError(f"certify.workers={self.workers}: give a whole number above 0, such as that of the cores")
+        if self.device not in DEVICES:
+            raise UserError(f"certify.device={self.device}: choose one of {', '.join(DEVICES)}")
         if not any(f"{eps:g}" == f"{self.headline_eps:g}" for eps in self.eps):
             raise UserError(f"certify.headline_eps={self.headline_eps:g} is not among certify.eps; add it there")
 

@@ -1,7 +1,8 @@
 """The image list over several processes: batches are dealt out in order and come back in order.
 
 Every process loads the hand-over and measures its weights once, and computes a batch as one process alone would, with
-one thread. So rows do not depend on how many there are, beyond the rounding of sums.
+one thread, or on a GPU, of which each takes the next. So rows do not depend on how many there are, beyond the rounding
+of sums.
 """
 
 import signal
@@ -26,9 +27,12 @@ from certify.served_adjoint import ServedAdjoint
 from certizoo import UserError
 
 if TYPE_CHECKING:
+    from multiprocessing.queues import SimpleQueue
+
     from certify.stage import Settings
 
 SPAWN = get_context("spawn")  # a fork would share the parent's threads and locks
+DEVICES = ("cpu", "cuda")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COARSE = 0.25  # LOGIT_TOLERANCE of bfloat16, whose rounding is part of the certificate
 Batch = tuple[list[str], Tensor, Tensor]
@@ -45,11 +49,23 @@ class InType(nn.Module):
         return self.model(x_BCHW.to(self.dtype)).float()
 
 
-class Prover:
-    """A hand-over and its certifier: a batch in, its rows out."""
+def device_of(worker: int, name: str) -> torch.device:
+    """The device of one of the processes. Raises UserError where there is none of that name."""
+    if name == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        raise UserError("device=cuda: torch finds no GPU on this machine; use device=cpu")
+    return torch.device("cuda", worker % gpus)
 
-    def __init__(self, handover: Path, settings: "Settings") -> None:
+
+class Prover:
+    """A hand-over and its certifier, on one device: a batch in, its rows out."""
+
+    def __init__(self, handover: Path, settings: "Settings", worker: int = 0) -> None:
+        self.device = device_of(worker, settings.device)
         self.model, self.config = zoo.handover.load(handover)
+        self.model.to(self.device)
         self.settings = settings
         self.certifier: Certifier
         if settings.served_dtype is None:
@@ -60,7 +76,7 @@ class Prover:
 
     def __call__(self, batch: Batch) -> list[Row]:
         """The rows of `certify.evaluate`, and how far the served logits of each image are from the certified ones."""
-        keys, images, labels = batch
+        keys, images, labels = batch[0], batch[1].to(self.device), batch[2].to(self.device)
         tolerance = COARSE if self.settings.served_dtype == "bfloat16" else LOGIT_TOLERANCE
         differences = logit_differences(self.model, self.certifier.baked, images, tolerance).tolist()
         rows = rows_of(
@@ -79,7 +95,10 @@ class Prover:
 
 def in_order(handover: Path, settings: "Settings", batches: Iterable[Batch]) -> Iterator[list[Row]]:
     """The rows of every batch by `settings.workers` processes. Raises UserError where one of them is killed."""
-    pool = ProcessPoolExecutor(settings.workers, SPAWN, initializer=_start, initargs=(handover, settings))
+    numbers = SPAWN.SimpleQueue()
+    for worker in range(settings.workers):
+        numbers.put(worker)
+    pool = ProcessPoolExecutor(settings.workers, SPAWN, initializer=_start, initargs=(handover, settings, numbers))
     others = active_children()
     waiting: deque[Future[list[Row]]] = deque()
     try:
@@ -96,19 +115,19 @@ def in_order(handover: Path, settings: "Settings", batches: Iterable[Batch]) -> 
         ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for worker in active_children():  # those that are in the middle of a batch nobody waits for
-            if worker not in others and isinstance(worker, SPAWN.Process):
-                worker.terminate()
+        for process in active_children():  # those that are in the middle of a batch nobody waits for
+            if process not in others and isinstance(process, SPAWN.Process):
+                process.terminate()
 
 
 _prover: Prover | None = None  # of this process, where it is a worker
 
 
-def _start(handover: Path, settings: "Settings") -> None:
+def _start(handover: Path, settings: "Settings", numbers: "SimpleQueue[int]") -> None:
     global _prover
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     torch.set_num_threads(1)
-    _prover = Prover(handover, settings)
+    _prover = Prover(handover, settings, numbers.get())
 
 
 def _rows(keys: list[str], images: np.ndarray, labels: np.ndarray) -> list[Row]:

@@ -15,6 +15,7 @@ import torch
 import zoo
 from certify import stage
 from certify.__main__ import main
+from certify.workers import device_of
 from certizoo import UserError
 from tests.test_stage import CONFIG, SETTINGS, data, digits
 
@@ -98,6 +99,22 @@ def test_ctrl_c_is_one_line(
 def test_no_worker_is_no_answer() -> None:
     with pytest.raises(UserError, match="workers"):
         replace(FEW, workers=0)
+
+
+def test_every_worker_has_a_gpu_of_its_own_while_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [str(device_of(worker, "cuda")) for worker in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert device_of(5, "cpu").type == "cpu"
+
+
+def test_no_gpu_and_no_device_of_that_name_are_one_line(
+    handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match="use device=cpu"):
+        stage.run(handover, data(digits), replace(FEW, device="cuda"), tmp_path)
+    with pytest.raises(UserError, match="choose one of cpu, cuda"):
+        replace(FEW, device="tpu")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
