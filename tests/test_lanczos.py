@@ -93,3 +93,21 @@ def test_the_basis_is_orthonormal_and_the_recurrence_holds(kind: str) -> None:
     rest[:, 1:] -= b_LK[:, :-1, None] * v_LKN[:, :-1]
     rest[:, :-1] -= b_LK[:, :-1, None] * v_LKN[:, 1:]
     assert (rest[:, :-1].norm(dim=-1) <= 1e-12 * squares_N.amax()).all()
+
+
+def test_neighbours_that_need_more_steps_change_nothing() -> None:
+    """Every vector stops where it would stop alone."""
+    squares_LN = torch.stack([spectrum(kind).square() for kind in KINDS])
+    start_LN = torch.randn(len(KINDS), N, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    together_L = lanczos.norms(lambda v: v * squares_LN, start_LN, 1)[0]
+    steps = set[int]()
+    for square_N, start_N, bound in zip(squares_LN, start_LN, together_L, strict=True):
+        calls = list[int]()
+
+        def apply(v: Tensor, square_N: Tensor = square_N, calls: list[int] = calls) -> Tensor:
+            calls.append(1)
+            return v * square_N
+
+        torch.testing.assert_close(lanczos.norms(apply, start_N[None], 1)[0, 0], bound, rtol=1e-12, atol=1e-14)
+        steps.add(len(calls))
+    assert min(steps) < max(steps), "all of them stop alike: nothing was tried"
