@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_training_may_skip_faulty_samples_in_equal_steps(
     with caplog.at_level(logging.WARNING):
         found = shards.find(data, "train")
         for rank in range(2):
-            how = {"batch_size": 8, "epoch": 0, "seed": 0, "rank": rank, "world_size": 2}
+            how: dict[str, Any] = {"batch_size": 8, "epoch": 0, "seed": 0, "rank": rank, "world_size": 2}
             batches = list(shards.train_loader(found, data, **how))
             assert len(batches) == shards.steps_per_epoch(found, 8, 2)
             assert all(len(labels) == 8 for _, labels in batches)

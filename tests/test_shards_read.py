@@ -54,7 +54,7 @@ def toy(root: Path) -> ShardSet:
     return shards.find(config(root), "train")
 
 
-def trained(toy: ShardSet, data: DataConfig, batch_size: int = 8, **how: int) -> list[list[int]]:
+def trained(toy: ShardSet, data: DataConfig, batch_size: int = 8, **how: Any) -> list[list[int]]:
     how = {"epoch": 0, "seed": 0, **how}
     return [numbers(images) for images, _ in shards.train_loader(toy, data, batch_size=batch_size, **how)]
 
@@ -99,7 +99,7 @@ def test_training_plan(toy: ShardSet, root: Path, world_size: int, workers: int,
     steps = shards.steps_per_epoch(toy, batch_size, world_size)
     seen: set[str] = set()
     for rank in range(world_size):
-        how = {"batch_size": batch_size, "epoch": 0, "seed": 0, "rank": rank, "world_size": world_size}
+        how: dict[str, Any] = {"batch_size": batch_size, "epoch": 0, "seed": 0, "rank": rank, "world_size": world_size}
         whole = in_turn(shards.train_loader(toy, config(root), **how), workers)
         assert [len(keys) for keys in whole] == [batch_size] * steps
         seen |= {key for keys in whole for key in keys}
@@ -122,7 +122,7 @@ def test_ranks_cover_the_epoch_in_equal_steps(toy: ShardSet, root: Path, world_s
 def test_skipping_goes_on_exactly(toy: ShardSet, root: Path, skip: int) -> None:
     data = config(root, augment="flip_crop")
     for workers in (0, 2) if skip in (1, 7) else (0,):
-        how = {"batch_size": 8, "epoch": 3, "seed": 5, "rank": 1, "world_size": 2}
+        how: dict[str, Any] = {"batch_size": 8, "epoch": 3, "seed": 5, "rank": 1, "world_size": 2}
         chosen = replace(data, workers=workers)
         whole = list(shards.train_loader(toy, chosen, **how))
         rest = list(shards.train_loader(toy, chosen, skip_batches=skip, **how))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def refusal(act: Callable[[], object]) -> str:
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def trained(data: DataConfig, **how: int) -> Batches:
+def trained(data: DataConfig, **how: Any) -> Batches:
     found = shards.find(data, "train")
     return list(shards.train_loader(found, data, batch_size=8, epoch=1, seed=3, rank=1, world_size=2, **how))
 
