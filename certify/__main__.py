@@ -100,10 +100,8 @@ def _data(config: dict[str, Any], handover: Path) -> DataConfig:
 
 
 def _settings(config: dict[str, Any]) -> stage.Settings:
-    keys = ("method", "images", "headline_eps", "batch_size", "served_dtype", "workers", "device")
-    return stage.Settings(
-        eps=tuple(config["eps"]), attack=AttackConfig(**config["attack"]), **{key: config[key] for key in keys}
-    )
+    chosen = {field.name: config[field.name] for field in fields(stage.Settings)}
+    return stage.Settings(**chosen | {"eps": tuple(config["eps"]), "attack": AttackConfig(**config["attack"])})
 
 
 if __name__ == "__main__":

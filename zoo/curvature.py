@@ -156,13 +156,16 @@ def sequential(module: nn.Sequential) -> list[Node]:
 linear(nn.Linear, nn.Identity, nn.Dropout, nn.Flatten)
 
 
-def linear_expansion(f: Callable[[Tensor], Tensor], layer: Layer) -> Expand:
-    """An affine map whose norm is what its first-order rule says of r = 1."""
+def linear_expansion(
+    f: Callable[[Tensor], Tensor], layer: Layer, gram: Callable[[Tensor], Tensor] | None = None
+) -> Expand:
+    """An affine map whose norm is what its first-order rule says of r = 1; `gram` as in `Expansion`."""
 
     def expand(x: Tensor) -> Expansion:
         y, bound = layer(x)
         gain_B = bound(torch.ones(len(x), dtype=x.dtype, device=x.device))
-        return Expansion(y, gain_B, torch.zeros_like, lambda g: torch.zeros_like, pullback(f, x), linear=True)
+        pull = pullback(f, x)
+        return Expansion(y, gain_B, torch.zeros_like, lambda g: torch.zeros_like, pull, own_gram=gram, linear=True)
 
     return expand
 

@@ -125,8 +125,8 @@ def norms(gram: Map, start_BX: Tensor, count: int) -> Tensor:
     n = start_BX[0].numel()
     found_L = start.new_full((count * len(start_BX),), torch.inf)  # an image's own, whatever its neighbours need
     for theta_LK, b_LK in tridiagonal(apply, start.flatten(2).flatten(0, 1), sorted({min(n, k) for k in STEPS})):
-        open_L = ~(found_L <= CLOSE**2 * theta_LK[:, -1])
-        found_L = torch.where(open_L, upper(theta_LK, b_LK, n), found_L)
-        if bool((found_L <= CLOSE**2 * theta_LK[:, -1]).all()):
+        enough_L = CLOSE**2 * theta_LK[:, -1]
+        found_L = torch.where(found_L <= enough_L, found_L, upper(theta_LK, b_LK, n))
+        if bool((found_L <= enough_L).all()):
             break
     return (found_L.clamp_min(0).sqrt() * SLACK).view(count, -1)

@@ -7,7 +7,6 @@ Letters: B images, C channels, H x W the grid of tokens, h x w a window, K windo
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import timm.layers
@@ -288,12 +287,9 @@ def swin_nodes(module: Swin) -> tuple[list[Node], nn.Linear]:
     """The same chain with its second order: embedding and pooling are affine."""
     embedding, pooling = _embedding(module), _pooling(module)
     parts = (module.patch_embed.norm, module.layers, module.norm)
-    expand, gram = (
-        linear_expansion(lambda x: embedding(x)[0], embedding),
-        patches_gram(module.normalize, module.patch_embed),
-    )
+    gram = patches_gram(module.normalize, module.patch_embed)
     chained = [
-        (embedding, lambda x: replace(expand(x), own_gram=gram)),
+        (embedding, linear_expansion(lambda x: embedding(x)[0], embedding, gram)),
         *(node for part in parts for node in nodes_of(part)),
         (pooling, linear_expansion(lambda x: pooling(x)[0], pooling)),
     ]

@@ -178,7 +178,7 @@ def vit_nodes(module: ViT) -> tuple[list[Node], nn.Linear]:
         joins: Layer = lambda x_BND: (module.add_cls_token(x_BND), lambda r: r)  # noqa: E731
         blocks.insert(module.cls_after, [(joins, linear_expansion(module.add_cls_token, joins))])
     chained = [
-        (embedding, _embedding_expansion(module, embedding)),
+        (embedding, linear_expansion(module.embed, embedding, _embedding_gram(module))),
         *(node for block in blocks for node in block),
         *nodes_of(module.norm),
         (pooling, linear_expansion(module.pool, pooling)),
@@ -188,18 +188,15 @@ def vit_nodes(module: ViT) -> tuple[list[Node], nn.Linear]:
     return chained, module.head
 
 
-def _embedding_expansion(module: ViT, embedding: Layer) -> Expand:
-    """A class token in front is constant: its row of J is 0."""
+def _embedding_gram(module: ViT) -> Callable[[Tensor], Tensor]:
+    """J J^T of the embedding. A class token in front is constant: its row of J is 0."""
     constant = int(module.cls_token is not None and module.cls_after == 0)
-    expand, gram_of_patches = (
-        linear_expansion(module.embed, embedding),
-        patches_gram(module.normalize, module.patch_embed),
-    )
+    gram_of_patches = patches_gram(module.normalize, module.patch_embed)
 
     def gram(v_CBND: Tensor) -> Tensor:
         return pad(gram_of_patches(v_CBND[..., constant:, :]), (0, 0, constant, 0))
 
-    return lambda x: replace(expand(x), own_gram=gram)
+    return gram
 
 
 def _fc_norm_expansion(module: ViT) -> Expand:
