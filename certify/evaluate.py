@@ -8,7 +8,6 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
 import torch
@@ -18,10 +17,10 @@ from attacks import AttackConfig
 from certify.api import certifier, radius_of
 from certify.breakdown import columns
 from certify.certificate import Certificate, Certifier, Explained
+from certify.records import Row
 
 CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
 DEFAULT_ATTACK = AttackConfig(norm="l2", steps=40, loss="margin")
-Row = dict[str, Any]
 
 
 class UnsoundCertificate(Exception):

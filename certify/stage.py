@@ -9,12 +9,11 @@ OUT/report.html           all of it on one page, with the images nearest to the 
 """
 
 import hashlib
-import json
-import os
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,17 @@ import torch
 import shards
 import zoo
 from attacks import AttackConfig
-from certify import page, report
+from certify import images, page, records, report
 from certify.breakdown import averaged
 from certify.card import card
 from certify.certificate import SLACK
 from certify.command import command
-from certify.evaluate import DEFAULT_ATTACK, Row
+from certify.evaluate import DEFAULT_ATTACK
 from certify.page import gallery
-from certify.workers import DEVICES, DTYPES, Batch, Prover, in_order
+from certify.prover import DEVICES, DTYPES, Prover
+from certify.workers import in_order
 from certizoo import UserError, __version__
 from certizoo.files import write_whole
-from shards.sets import listing_of
 
 ROWS, CERTIFICATE, REPORT = "certificates.jsonl", "certificate.json", "report.html"
 Summary = dict[str, Any]
@@ -93,11 +92,12 @@ def run(
     test = shards.find(data, "test")
     total = min(test.samples, settings.images or test.samples)
     subject = _subject(handover, test, settings, total)
-    rows = _open(out, subject)
-    batches = _batches(test, data, settings, total, skip=len(rows))
-    with closing(_certified(prover, handover, settings, batches)) as certified:
+    rows = records.resume(out / ROWS, subject)
+    listed = images.batches(test, data, settings.batch_size, total, skip=len(rows))
+    make = partial(Prover, handover, settings)
+    with closing(in_order(prover, make, settings.workers, listed)) as certified:
         for new in certified:
-            _append(out / ROWS, new)
+            records.append(out / ROWS, new)
             rows += new
             progress(len(rows), total)
     table = pd.DataFrame(rows)
@@ -106,44 +106,15 @@ def run(
     report.curve(table, settings.method, settings.eps, out / "curve.png")
     (out / "card.md").write_text(card(summary))
     shown = [row for side in gallery.chosen(table, settings.method, settings.headline_eps) for row in side]
-    pictures = gallery.pictures(_batches(test, data, settings, total, skip=0), shown) if shown else {}
+    pictures = gallery.pictures(images.batches(test, data, settings.batch_size, total), shown) if shown else {}
     circumstances = page.Circumstances(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         command=command(handover, prover.config, data, settings),
-        class_names=_class_names(data),
+        class_names=images.class_names(data),
     )
     write_whole(out / REPORT, page.report(summary, table, pictures, circumstances))
-    _write_json(out / CERTIFICATE, summary)
+    records.write_json(out / CERTIFICATE, summary)
     return summary
-
-
-def _certified(
-    prover: Prover, handover: Path, settings: Settings, batches: Iterable[Batch]
-) -> Generator[list[Row], None, None]:
-    """The rows of every batch. To be closed: what it started must end when a full disk or Ctrl-C ends its reader."""
-    if settings.workers == 1:
-        yield from map(prover, batches)
-    else:
-        yield from in_order(handover, settings, batches)
-
-
-def _class_names(data: shards.DataConfig) -> list[str] | None:
-    """What the manifest calls the labels, where it names them all."""
-    listing = listing_of(data)
-    names = listing.class_names if listing else None
-    return names if names and len(names) == data.num_classes else None
-
-
-def _batches(
-    test: shards.ShardSet, data: shards.DataConfig, settings: Settings, total: int, skip: int
-) -> Iterator[Batch]:
-    """Images skip..total in file order."""
-    seen = 0
-    for keys, images, labels in shards.eval_loader(test, data, batch_size=settings.batch_size, limit=total):
-        start = max(0, skip - seen)
-        seen += len(keys)
-        if start < len(keys):
-            yield keys[start:], images[start:], labels[start:]
 
 
 def _subject(handover: Path, test: shards.ShardSet, settings: Settings, total: int) -> Summary:
@@ -162,40 +133,8 @@ def _subject(handover: Path, test: shards.ShardSet, settings: Settings, total: i
     }
 
 
-def _open(out: Path, subject: Summary) -> list[Row]:
-    """Rows of an earlier start with the same subject; a last line that was cut off is dropped."""
-    out.mkdir(parents=True, exist_ok=True)
-    note = out / "subject.json"
-    if note.exists():
-        before = json.loads(note.read_text())
-        changed = sorted(key for key in subject if before.get(key) != subject[key])
-        if changed:
-            raise UserError(
-                f"{out} holds certificates with another {changed[0]}; remove that folder or choose another out=DIR"
-            )
-    _write_json(note, subject)
-    path = out / ROWS
-    if not path.exists():
-        return []
-    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    path.write_text("".join(whole))
-    return [json.loads(line) for line in whole]
-
-
-def _append(path: Path, rows: list[Row]) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_json(path: Path, content: Summary) -> None:
-    write_whole(path, json.dumps(content, indent=2) + "\n")
-
-
 def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: Settings) -> Summary:
     """certificate.json: accuracies in [0,1] over the same images."""
-    keys = "\n".join(table["key"].astype(str))
     per_eps = {
         f"{eps:g}": {
             "certified": float((table[f"certified.{eps:g}"] == "certified").mean()),
@@ -227,7 +166,7 @@ def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: S
             "largest_logit_difference_served_to_float64": float(table["served_difference"].max()),
             "torch": torch.__version__,
         },
-        "image_list_sha256": hashlib.sha256(keys.encode()).hexdigest(),
+        "image_list_sha256": images.digest(table["key"].astype(str)),
         "clean": float(table["correct"].mean()),
         "accuracy": per_eps,
         "median_radius": float(table[f"radius.{settings.method}"].median()),

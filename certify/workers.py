@@ -7,111 +7,59 @@ of sums.
 
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import zoo
-from certify.api import certifier
-from certify.bake import LOGIT_TOLERANCE, logit_differences
-from certify.certificate import Certifier
-from certify.evaluate import Row, rows_of
-from certify.served_adjoint import ServedAdjoint
+from certify.records import Row
 from certizoo import UserError
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
 
-    from certify.stage import Settings
-
 SPAWN = get_context("spawn")  # a fork would share the parent's threads and locks
-DEVICES = ("cpu", "cuda")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-COARSE = 0.25  # LOGIT_TOLERANCE of bfloat16, whose rounding is part of the certificate
-Batch = tuple[list[str], Tensor, Tensor]
+Batch = tuple[list[str], Tensor, Tensor]  # keys, images (B, C, H, W), labels (B,)
+Work = Callable[[Batch], list[Row]]
 
 
-class InType(nn.Module):
-    """A model of another type between float32 images and float32 logits."""
+def in_order(
+    own: Work, make: Callable[[int], Work], workers: int, batches: Iterable[Batch]
+) -> Generator[list[Row], None, None]:
+    """The rows of every batch: by `own`, or by `workers` processes where there are more than one.
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.dtype = model, next(model.parameters()).dtype
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        return self.model(x_BCHW.to(self.dtype)).float()
-
-
-def device_of(worker: int, name: str) -> torch.device:
-    """The device of one of the processes. Raises UserError where there is none of that name."""
-    if name == "cpu":
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    if not gpus:
-        raise UserError("device=cuda: torch finds no GPU on this machine; use device=cpu")
-    return torch.device("cuda", worker % gpus)
+    make: what each of them calls with its number to get its own work. The generator is to be closed: what it started
+    must end when a full disk or Ctrl-C ends its reader. Raises UserError where a process is killed.
+    """
+    if workers == 1:
+        yield from map(own, batches)
+    else:
+        yield from _by_processes(make, workers, batches)
 
 
-class Prover:
-    """A hand-over and its certifier, on one device: a batch in, its rows out."""
-
-    def __init__(self, handover: Path, settings: "Settings", worker: int = 0) -> None:
-        self.device = device_of(worker, settings.device)
-        self.model, self.config = zoo.handover.load(handover)
-        self.model.to(self.device)
-        self.settings = settings
-        self.certifier: Certifier
-        if settings.served_dtype is None:
-            self.certifier = certifier(self.model, settings.method)
-        else:
-            dtype = DTYPES[settings.served_dtype]
-            self.certifier, self.model = ServedAdjoint(self.model, dtype), InType(self.model.to(dtype))
-
-    def __call__(self, batch: Batch) -> list[Row]:
-        """The rows of `certify.evaluate`, and how far the served logits of each image are from the certified ones."""
-        keys, images, labels = batch[0], batch[1].to(self.device), batch[2].to(self.device)
-        tolerance = COARSE if self.settings.served_dtype == "bfloat16" else LOGIT_TOLERANCE
-        differences = logit_differences(self.model, self.certifier.baked, images, tolerance).tolist()
-        rows = rows_of(
-            self.certifier,
-            self.model,
-            keys,
-            images,
-            labels,
-            method=self.settings.method,
-            eps_grid=self.settings.eps,
-            attack=self.settings.attack,
-            explain_at=self.settings.headline_eps,
-        )
-        return [{**row, "served_difference": difference} for row, difference in zip(rows, differences, strict=True)]
-
-
-def in_order(handover: Path, settings: "Settings", batches: Iterable[Batch]) -> Iterator[list[Row]]:
-    """The rows of every batch by `settings.workers` processes. Raises UserError where one of them is killed."""
+def _by_processes(make: Callable[[int], Work], workers: int, batches: Iterable[Batch]) -> Iterator[list[Row]]:
     numbers = SPAWN.SimpleQueue()
-    for worker in range(settings.workers):
+    for worker in range(workers):
         numbers.put(worker)
-    pool = ProcessPoolExecutor(settings.workers, SPAWN, initializer=_start, initargs=(handover, settings, numbers))
+    pool = ProcessPoolExecutor(workers, SPAWN, initializer=_start, initargs=(make, numbers))
     others = active_children()
     waiting: deque[Future[list[Row]]] = deque()
     try:
         for keys, images, labels in batches:
             waiting.append(pool.submit(_rows, keys, images.numpy(), labels.numpy()))
-            if len(waiting) > 2 * settings.workers:  # enough for all to be busy, and not all images in memory
+            if len(waiting) > 2 * workers:  # enough for all to be busy, and not all images in memory
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            "a worker of the certify stage was killed, for want of memory perhaps; the same command goes on after the "
-            "last row, with a smaller certify.workers or batch_size if need be"
+            "a worker was killed, for want of memory perhaps; the same command goes on after the last row, with "
+            "fewer workers or a smaller batch_size if need be"
         ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -120,16 +68,16 @@ def in_order(handover: Path, settings: "Settings", batches: Iterable[Batch]) -> 
                 process.terminate()
 
 
-_prover: Prover | None = None  # of this process, where it is a worker
+_work: Work | None = None  # of this process, where it is a worker
 
 
-def _start(handover: Path, settings: "Settings", numbers: "SimpleQueue[int]") -> None:
-    global _prover
+def _start(make: Callable[[int], Work], numbers: "SimpleQueue[int]") -> None:
+    global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     torch.set_num_threads(1)
-    _prover = Prover(handover, settings, numbers.get())
+    _work = make(numbers.get())
 
 
 def _rows(keys: list[str], images: np.ndarray, labels: np.ndarray) -> list[Row]:
-    assert _prover is not None
-    return _prover((keys, torch.from_numpy(images), torch.from_numpy(labels)))
+    assert _work is not None
+    return _work((keys, torch.from_numpy(images), torch.from_numpy(labels)))

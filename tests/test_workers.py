@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import zoo
-from certify import stage
+from certify import records, stage
 from certify.__main__ import main
-from certify.workers import device_of
+from certify.prover import device_of
 from certizoo import UserError
 from tests.test_stage import CONFIG, SETTINGS, data, digits
 
@@ -83,7 +83,7 @@ def test_ctrl_c_is_one_line(
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stage, "_append", interrupted)
+    monkeypatch.setattr(records, "append", interrupted)
     with pytest.raises(SystemExit) as held:  # with its traceback, so that no frame of the stage is collected
         main(
             [f"handover={handover}", f"out={tmp_path}", "data=digits", f"data.root={digits}", "images=20", "workers=2"]

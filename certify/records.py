@@ -1,0 +1,50 @@
+"""Rows on disk: a line an image, written as it is done, that belong to one subject; a second start goes on after the
+last whole line."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from certizoo import UserError
+from certizoo.files import write_whole
+
+SUBJECT = "subject.json"
+Row = dict[str, Any]
+
+
+def resume(path: Path, subject: Mapping[str, Any]) -> list[Row]:
+    """Rows of an earlier start with the same subject; a last line that was cut off is dropped.
+
+    subject: what the rows belong to: any change makes them another result. Raises UserError where `path` holds rows of
+    another one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    note = path.parent / SUBJECT
+    if note.exists():
+        before = json.loads(note.read_text())
+        changed = sorted(key for key in subject if before.get(key) != subject[key])
+        if changed:
+            raise UserError(
+                f"{path.parent} holds results with another {changed[0]}; remove that folder or choose another out=DIR"
+            )
+    write_json(note, subject)
+    if not path.exists():
+        return []
+    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    path.write_text("".join(whole))
+    return [json.loads(line) for line in whole]
+
+
+def append(path: Path, rows: list[Row]) -> None:
+    """On the disk when it returns."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    write_whole(path, json.dumps(content, indent=2) + "\n")
