@@ -1,10 +1,13 @@
-"""Gradient attacks: one loop, two norms. Images in [0,1], logits out; the loop keeps ball and box, never the caller.
+"""Attacks behind one interface: images in [0,1] in, images of the threat model out; logits from the model.
 
-from attacks import pgd, fgsm, AttackConfig
+from attacks import pgd, fgsm, make
 adversarial_BCHW = pgd(model, images_BCHW, labels_B, norm="l2", eps=0.5, steps=20, restarts=2, loss="margin")
+adversarial_BCHW = make({"kind": "pgd", "norm": "l2", "eps": 0.5}).run(model, images_BCHW, labels_B)
 """
 
+from attacks.attack import Attack, Draws
 from attacks.config import AttackConfig
+from attacks.kinds import KINDS, make
 from attacks.loop import fgsm, pgd
 
-__all__ = ["AttackConfig", "fgsm", "pgd"]
+__all__ = ["KINDS", "Attack", "AttackConfig", "Draws", "fgsm", "make", "pgd"]

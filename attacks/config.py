@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
+from attacks.attack import Draws
 from attacks.loop import Disturb, pgd
 from attacks.losses import LOSSES
 from attacks.norms import NORMS
@@ -25,6 +26,7 @@ class AttackConfig:
     random_start: bool = True
     restarts: int = 1
     loss: str = "ce"
+    stop_when_fooled: bool = False  # without keep_worst, as in training, it has no effect
 
     def __post_init__(self) -> None:
         faults = {
@@ -40,20 +42,25 @@ class AttackConfig:
             if mend:
                 raise UserError(f"attack.{key}={getattr(self, key)} does not work; set it to {mend}")
 
+    @property
+    def together(self) -> bool:
+        """False: with a generator an image, the batch does not matter."""
+        return False
+
     def run(
         self,
         model: nn.Module,
         images_BCHW: Tensor,
         labels_B: Tensor,
-        generator: Generator | None = None,
+        draws: Draws = None,
         keep_worst: bool = True,
         disturb: Disturb | None = None,
     ) -> Tensor:
         """adversarial_BCHW, as `attacks.pgd` returns it."""
         return pgd(
             model, images_BCHW, labels_B, norm=self.norm, eps=self.eps, steps=self.steps, step_size=self.step_size,
-            random_start=self.random_start, restarts=self.restarts, loss=self.loss, generator=generator,
-            keep_worst=keep_worst, disturb=disturb,
+            random_start=self.random_start, restarts=self.restarts, loss=self.loss, generator=draws,
+            keep_worst=keep_worst, stop_when_fooled=self.stop_when_fooled and keep_worst, disturb=disturb,
         )  # fmt: skip
 
     def stronger(self, steps: int) -> "AttackConfig":

@@ -10,19 +10,21 @@ Ball and box together: first the ball, then the box, is enough. x_i lies in [0,1
 towards x_i or not at all: |clip(z_i) - x_i| <= |z_i - x_i| for every i, hence ||clip(z) - x||_p <= ||z - x||_p <= eps
 for p = 2 and p = inf. (It need not be the nearest point of the intersection; the threat model does not ask for that.)
 
-Legend: B batch, C channels, H W pixels, K classes.
+Legend: B batch, R those of its images that are still attacked (`rows`), C channels, H W pixels, K classes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
+from attacks.attack import Draws
 from attacks.losses import LOSSES
 from attacks.norms import NORMS, Norm
 
 Disturb = Callable[[Tensor, Tensor], Tensor]
+Rows = Tensor | slice
 
 
 def pgd(
@@ -37,8 +39,9 @@ def pgd(
     random_start: bool = True,
     restarts: int = 1,
     loss: str = "ce",
-    generator: Generator | None = None,
+    generator: Draws = None,
     keep_worst: bool = True,
+    stop_when_fooled: bool = False,
     disturb: Disturb | None = None,
 ) -> Tensor:
     """adversarial_BCHW with ||adversarial - images||_p <= eps and every value in [0,1].
@@ -51,33 +54,42 @@ def pgd(
         norm: "linf" or "l2" (over the whole image); `eps` in [0,1] pixel units.
         step_size: alpha; default 2.5 eps / steps.
         restarts: runs from fresh random starts; more than one needs `random_start`.
-        loss: "ce" or "margin".
-        generator: source of the random starts; with it the attack is a function of its arguments.
+        loss: a name of `attacks.losses.LOSSES`.
+        generator: source of the random starts; with it the attack is a function of its arguments. A sequence of
+            generators, one an image: then the start of an image does not depend on its neighbours either.
         keep_worst: return, image by image, the worst point visited, the clean image included: more steps of the same
             size and more restarts then never help the model. Costs two forwards. False: the last iterate, which is
             what adversarial training uses.
+        stop_when_fooled: an image leaves the batch at its first point that fools, which is what it gets; needs
+            keep_worst. The same images survive, up to the rounding of the model in batches of other sizes.
         disturb: (images_BCHW, x_BCHW) -> a point between the two, from which a step is taken instead of x.
 
     Raises: ValueError for images outside [0,1] (normalised twice?) or arguments that contradict each other.
     """
-    _check(images_BCHW, eps, steps, random_start, restarts, keep_worst)
+    _check(images_BCHW, eps, steps, random_start, restarts, keep_worst, stop_when_fooled, generator)
     alpha = 2.5 * eps / steps if step_size is None else step_size
     threat = _Threat(images_BCHW.detach(), NORMS[norm], eps)
     judge = _Judge(model, labels_B, LOSSES[loss])
     with probing(model):
-        x_BCHW = threat.images_BCHW
-        worst = _Worst(x_BCHW, *judge(x_BCHW)) if keep_worst else None
+        x_RCHW = threat.images_BCHW
+        worst = _Worst(x_RCHW, *judge(x_RCHW)) if keep_worst else None
         for _ in range(restarts):
-            x_BCHW = threat.random(generator) if random_start else threat.images_BCHW
+            rows: Rows = slice(None)
+            x_RCHW = threat.random(generator) if random_start else threat.images_BCHW
             for _ in range(steps):
-                x_BCHW = disturb(threat.images_BCHW, x_BCHW) if disturb else x_BCHW
-                loss_B, fooled_B, grad_BCHW = judge.with_gradient(x_BCHW)
+                if worst and stop_when_fooled:
+                    rows, x_RCHW = worst.unfooled(rows, x_RCHW)
+                    if not len(x_RCHW):
+                        break
+                near, at = threat.of(rows), judge.of(rows)
+                x_RCHW = disturb(near.images_BCHW, x_RCHW) if disturb else x_RCHW
+                loss_R, fooled_R, grad_RCHW = at.with_gradient(x_RCHW)
                 if worst:
-                    worst.see(x_BCHW, loss_B, fooled_B)
-                x_BCHW = threat.step(x_BCHW, grad_BCHW, alpha)
-            if worst:
-                worst.see(x_BCHW, *judge(x_BCHW))
-    return worst.x_BCHW if worst else x_BCHW
+                    worst.see(rows, x_RCHW, loss_R, fooled_R)
+                x_RCHW = near.step(x_RCHW, grad_RCHW, alpha)
+            if worst and len(x_RCHW):
+                worst.see(rows, x_RCHW, *judge.of(rows)(x_RCHW))
+    return worst.x_BCHW if worst else x_RCHW
 
 
 def fgsm(
@@ -92,7 +104,7 @@ def fgsm(
     random_start: bool = False,
     restarts: int = 1,
     loss: str = "ce",
-    generator: Generator | None = None,
+    generator: Draws = None,
     keep_worst: bool = True,
 ) -> Tensor:
     """One step to the surface of the ball: `pgd` with steps=1 and alpha = eps (1.25 eps from a random start)."""
@@ -134,8 +146,14 @@ class _Threat:
     def _inside(self, delta_BCHW: Tensor) -> Tensor:
         return (self.images_BCHW + self.norm.project(delta_BCHW, self.eps)).clamp(0, 1)
 
-    def random(self, generator: Generator | None) -> Tensor:
+    def of(self, rows: Rows) -> "_Threat":
+        return _Threat(self.images_BCHW[rows], self.norm, self.eps)
+
+    def random(self, generator: Draws) -> Tensor:
         """Drawn where the generator lives, so that a CPU generator gives the same start on every device."""
+        if isinstance(generator, Sequence):
+            alone = (self.of(slice(i, i + 1)).random(of_image) for i, of_image in enumerate(generator))
+            return torch.cat([self.images_BCHW[:0], *alone])
         like = self.images_BCHW
         place = generator.device if generator is not None else like.device
         uniform, gaussian = (
@@ -157,6 +175,9 @@ class _Judge:
         self.model, self.targets, self.loss_of = model, labels_B, loss_of
         self.labels_B = labels_B if labels_B.ndim == 1 else labels_B.argmax(dim=1)
         self.dtype = next((parameter.dtype for parameter in model.parameters()), None)
+
+    def of(self, rows: Rows) -> "_Judge":
+        return _Judge(self.model, self.targets[rows], self.loss_of)
 
     def _judged(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         # Under autocast the model casts where it wants to, after normalising in full precision.
@@ -182,20 +203,38 @@ class _Worst:
     """For every image the worst point so far: one that fools beats one that does not, then the higher loss."""
 
     def __init__(self, x_BCHW: Tensor, loss_B: Tensor, fooled_B: Tensor) -> None:
-        self.x_BCHW, self.loss_B, self.fooled_B = x_BCHW, loss_B, fooled_B
+        self.x_BCHW, self.loss_B, self.fooled_B = x_BCHW.clone(), loss_B, fooled_B
 
-    def see(self, x_BCHW: Tensor, loss_B: Tensor, fooled_B: Tensor) -> None:
-        higher_B = (fooled_B == self.fooled_B) & (loss_B > self.loss_B)
-        better_B = (fooled_B & ~self.fooled_B) | higher_B
-        self.x_BCHW = torch.where(better_B[:, None, None, None], x_BCHW, self.x_BCHW)
-        self.loss_B = torch.where(better_B, loss_B, self.loss_B)
-        self.fooled_B = self.fooled_B | fooled_B
+    def see(self, rows: Rows, x_RCHW: Tensor, loss_R: Tensor, fooled_R: Tensor) -> None:
+        higher_R = (fooled_R == self.fooled_B[rows]) & (loss_R > self.loss_B[rows])
+        better_R = (fooled_R & ~self.fooled_B[rows]) | higher_R
+        self.x_BCHW[rows] = torch.where(better_R[:, None, None, None], x_RCHW, self.x_BCHW[rows])
+        self.loss_B[rows] = torch.where(better_R, loss_R, self.loss_B[rows])
+        self.fooled_B[rows] = self.fooled_B[rows] | fooled_R
+
+    def unfooled(self, rows: Rows, x_RCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that nothing has fooled yet, and their points."""
+        open_R = ~self.fooled_B[rows]
+        return torch.arange(len(self.x_BCHW), device=x_RCHW.device)[rows][open_R], x_RCHW[open_R]
 
 
-def _check(images_BCHW: Tensor, eps: float, steps: int, random_start: bool, restarts: int, keep_worst: bool) -> None:
+def _check(
+    images_BCHW: Tensor,
+    eps: float,
+    steps: int,
+    random_start: bool,
+    restarts: int,
+    keep_worst: bool,
+    stop_when_fooled: bool,
+    draws: Draws,
+) -> None:
     if images_BCHW.numel() and not (images_BCHW.min() >= 0 and images_BCHW.max() <= 1):
         raise ValueError("images must lie in [0,1]: normalisation belongs inside the model")
     if eps < 0 or steps < 1 or restarts < 1:
         raise ValueError(f"need eps >= 0, steps >= 1, restarts >= 1; got {eps}, {steps}, {restarts}")
     if restarts > 1 and not (random_start and keep_worst):
         raise ValueError("several restarts need random_start and keep_worst")
+    if stop_when_fooled and not keep_worst:
+        raise ValueError("stop_when_fooled needs keep_worst")
+    if isinstance(draws, Sequence) and len(draws) != len(images_BCHW):
+        raise ValueError(f"{len(draws)} generators for {len(images_BCHW)} images; need one, or one an image")

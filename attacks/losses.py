@@ -1,7 +1,8 @@
 """What an attack climbs, one number an image: higher is worse for the model. Legend: logits_BK, labels_B.
 
 `margin` exists because the gradient of cross-entropy vanishes where the model is sure of itself, and penalties on
-weights that shrink or blow up logits make that look like robustness.
+weights that shrink or blow up logits make that look like robustness. `dlr` is the margin in
+units of the spread of the logits.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from certizoo import UserError
 
 
 def ce(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
@@ -24,4 +27,16 @@ def margin(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
     return others_BK.amax(dim=1) - true_B
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ce": ce, "margin": margin}
+def dlr(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+    """(max_{j != y} z_j - z_y) / (z_(1) - z_(3)), z_(1) >= z_(2) >= ... the sorted logits: blind to their scale.
+
+    The difference of logits ratio of Croce & Hein, https://arxiv.org/abs/2003.01690, eq. 6; at most 1, positive where
+    the image is misclassified. Raises UserError below three classes, where there is no z_(3).
+    """
+    if logits_BK.shape[1] < 3:
+        raise UserError(f"attack.loss=dlr needs three classes or more, the model has {logits_BK.shape[1]}; use margin")
+    top_B3 = logits_BK.topk(3, dim=1).values
+    return margin(logits_BK, labels_B) / (top_B3[:, 0] - top_B3[:, 2] + 1e-12)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ce": ce, "margin": margin, "dlr": dlr}

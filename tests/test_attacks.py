@@ -137,7 +137,7 @@ def test_margin_sees_through_saturated_logits() -> None:
         )
         for loss in LOSSES
     }
-    assert robust["margin"] < 0.5 < robust["ce"]
+    assert max(robust["margin"], robust["dlr"]) < 0.5 < robust["ce"]
 
 
 def test_l2_ascent_survives_gradients_whose_squares_underflow() -> None:
@@ -195,12 +195,93 @@ def test_a_low_precision_model_gets_images_of_its_dtype() -> None:
     assert distance(x, images, "linf").max() <= 8 / 255 + ROUNDING
 
 
+@pytest.mark.parametrize("norm", sorted(NORMS))
+@pytest.mark.parametrize("stop_when_fooled", [False, True])
+def test_with_a_generator_an_image_the_batch_does_not_matter(norm: str, stop_when_fooled: bool) -> None:
+    model, (images, labels) = make_model().double(), make_images(12)
+    images, eps = images.double(), {"linf": 0.02, "l2": 0.15}[norm]
+    attack = AttackConfig(norm, eps, steps=3, restarts=2, loss="margin", stop_when_fooled=stop_when_fooled)
+
+    def attacked(rows: list[int]) -> Tensor:
+        draws = [Generator().manual_seed(100 + row) for row in rows]
+        return attack.run(model, images[rows], labels[rows], draws)
+
+    whole = attacked(list(range(12)))
+    for rows in ([7], [11, 0, 4], list(range(11, -1, -1))):
+        assert torch.allclose(attacked(rows), whole[rows], rtol=0, atol=1e-12)  # the model's rounding, other batches
+    assert not torch.allclose(attacked([3]), whole[[4]])
+
+
+@pytest.mark.parametrize("norm", sorted(NORMS))
+@pytest.mark.parametrize("an_image", [False, True])
+@pytest.mark.parametrize("random_start", [False, True])
+def test_stopping_at_the_first_point_that_fools_changes_no_outcome(
+    norm: str, an_image: bool, random_start: bool
+) -> None:
+    model, (images, labels) = make_model().double(), make_images(64)
+    images, eps = images.double(), {"linf": 0.02, "l2": 0.2}[norm]
+    labels[8:] = own_labels(model, images)[8:]  # some are wrong from the start
+    seen = []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+
+    def attacked(stop: bool) -> Tensor:
+        draws = [Generator().manual_seed(i) for i in range(64)] if an_image else Generator().manual_seed(0)
+        attack = AttackConfig(
+            norm, eps, 6, eps / 4, random_start, 3 if random_start else 1, "margin", stop_when_fooled=stop
+        )
+        return attack.run(model, images, labels, draws)
+
+    whole, passes = attacked(False), sum(seen)
+    seen.clear()
+    stopped, fewer = attacked(True), sum(seen)
+    survives = own_labels(model, whole) == labels
+    assert 0.1 < survives.double().mean() < 0.9
+    assert torch.equal(survives, own_labels(model, stopped) == labels)
+    assert torch.equal(whole[survives], stopped[survives])
+    wrong = own_labels(model, images) != labels
+    assert torch.equal(stopped[wrong], images[wrong]), "what was wrong from the start is given back as it was"
+    assert distance(stopped, images, norm).max() <= eps + ROUNDING
+    assert fewer < 0.9 * passes
+
+
+def test_stopping_on_a_model_that_everything_fools() -> None:
+    model, (images, _) = make_model(), make_images()
+    wrong = (own_labels(model, images) + 1) % 5
+    assert torch.equal(pgd(model, images, wrong, norm="l2", eps=0.1, steps=2, stop_when_fooled=True), images)
+
+
+def test_training_wants_the_last_iterate_and_stops_nowhere() -> None:
+    model, (images, labels) = make_model(), make_images()
+    runs = [
+        AttackConfig("l2", 0.5, 3, stop_when_fooled=stop).run(
+            model, images, labels, Generator().manual_seed(0), keep_worst=False
+        )
+        for stop in (False, True)
+    ]
+    assert torch.equal(*runs)
+
+
+def test_dlr_is_its_equation_and_blind_to_scale_and_shift() -> None:
+    """Croce & Hein 2020, eq. 6, with the authors' minus sign taken in: -(z_y - max_{i != y} z_i)/(z_1 - z_3)."""
+    logits, labels = torch.randn(20, 6, generator=Generator().manual_seed(0), dtype=torch.float64), torch.arange(20) % 6
+    for z, y, found in zip(logits.tolist(), labels.tolist(), LOSSES["dlr"](logits, labels).tolist(), strict=True):
+        first, _, third, *_ = sorted(z, reverse=True)
+        assert found == pytest.approx(-(z[y] - max(z[:y] + z[y + 1 :])) / (first - third), abs=1e-9)
+    assert torch.allclose(LOSSES["dlr"](1e3 * logits + 5, labels), LOSSES["dlr"](logits, labels), atol=1e-9)
+    with pytest.raises(UserError, match="three classes"):
+        LOSSES["dlr"](logits[:, :2], labels % 2)
+
+
 def test_nonsense_is_refused() -> None:
     model, (images, labels) = make_model(), make_images()
     with pytest.raises(ValueError, match="normalisation belongs inside"):
         pgd(model, images * 4 - 2, labels, norm="l2", eps=0.5, steps=1)
     with pytest.raises(ValueError, match="random_start"):
         pgd(model, images, labels, norm="l2", eps=0.5, steps=1, restarts=2, random_start=False)
+    with pytest.raises(ValueError, match="keep_worst"):
+        pgd(model, images, labels, norm="l2", eps=0.5, steps=1, stop_when_fooled=True, keep_worst=False)
+    with pytest.raises(ValueError, match="one an image"):
+        pgd(model, images, labels, norm="l2", eps=0.5, steps=1, generator=[Generator()])
     for wrong in ({"norm": "l3"}, {"eps": -1}, {"eps": float("nan")}, {"steps": 0}, {"step_size": 0.0}, {"loss": "x"}):
         with pytest.raises(UserError, match=f"attack.{next(iter(wrong))}="):
             AttackConfig(**wrong)

@@ -1,0 +1,49 @@
+"""From the options of a protocol file to an attack: {"kind": "pgd", "norm": "l2", "eps": 0.5} -> AttackConfig."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from attacks.attack import Attack
+from attacks.config import AttackConfig
+from certizoo import UserError
+
+KINDS: dict[str, type] = {"pgd": AttackConfig}
+
+
+def make(options: Mapping[str, object]) -> Attack:
+    """The attack of `options["kind"]` with the other options. Raises UserError naming the key and what it may be."""
+    given = dict(options)
+    kind = given.pop("kind", None)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise UserError(f"attack kind {kind!r} does not exist; set kind to one of {', '.join(KINDS)}")
+    cls, types = KINDS[kind], get_type_hints(KINDS[kind])
+    names = {field.name: field for field in fields(cls)}
+    for key, value in given.items():
+        if key not in names:
+            raise UserError(f"{kind} has no option {key!r}; choose among {', '.join(names)}")
+        if not _fits(value, types[key]):
+            raise UserError(f"{kind}: {key}={value!r} does not work; give {_words(types[key])}")
+    for name, field in names.items():
+        if name not in given and field.default is MISSING and field.default_factory is MISSING:
+            raise UserError(f"{kind} needs {name}: {_words(types[name])}")
+    return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+
+
+def _fits(value: object, wanted: Any) -> bool:
+    """Whether a value read from YAML is of the type; whole numbers are numbers, True is not."""
+    if isinstance(wanted, UnionType):
+        return any(_fits(value, choice) for choice in get_args(wanted))
+    if get_origin(wanted) is tuple:
+        return isinstance(value, (list, tuple)) and all(_fits(item, get_args(wanted)[0]) for item in value)
+    if isinstance(value, bool) or wanted is bool:
+        return isinstance(value, bool) and wanted is bool
+    return isinstance(value, (int, float)) if wanted is float else isinstance(value, wanted)
+
+
+def _words(wanted: Any) -> str:
+    names = {float: "a number", int: "a whole number", bool: "true or false", str: "a name", type(None): "null"}
+    if isinstance(wanted, UnionType):
+        return " or ".join(_words(choice) for choice in get_args(wanted))
+    return f"a list of {_words(get_args(wanted)[0])}s" if get_origin(wanted) is tuple else names[wanted]
