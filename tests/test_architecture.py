@@ -1,6 +1,8 @@
 """Who may import whom: data flows one way, and each heavy library has one door."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,11 @@ DOORS = {
     "ray": {"tuning/driver.py"},
     "fsspec": {"shards/store.py"},
 }
+# a process that imports the first should not wait for the second: it takes seconds, and is not used
+SPARED = {
+    "tune, registry, tuning.driver": "torch",
+    "trainers.loop": "torch._inductor.compile_fx",
+}
 FILES = sorted(path for folder in ALLOWED for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -54,6 +61,12 @@ def test_heavy_libraries_have_one_door(library: str) -> None:
     users = {path.relative_to(ROOT).as_posix() for path in FILES if library in imports(path)}
     assert users, f"nobody imports {library}: drop the dependency"
     assert all(any(user == door or user.startswith(f"{door}/") for door in DOORS[library]) for user in users), users
+
+
+@pytest.mark.parametrize("modules", SPARED)
+def test_slow_imports_are_left_to_who_needs_them(modules: str) -> None:
+    code = f"import {modules}, sys; sys.exit({SPARED[modules]!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
 
 
 def test_no_pickle_is_read() -> None:
