@@ -1,6 +1,6 @@
 """Proves, image by image, how robust a model is; measures the attacks beside the proofs; publishes both."""
 
-import certizoo  # noqa: F401  (repairs torchvision before timm imports it)
+import certizoo.compat  # noqa: F401  (repairs torchvision before timm imports it)
 from certify.api import certified_radius, certify
 from certify.certificate import Certificate
 from certify.evaluate import evaluate

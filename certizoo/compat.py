@@ -1,4 +1,4 @@
-"""torchvision wheels from PyPI beside a CPU-only torch.
+"""torchvision wheels from PyPI beside a CPU-only torch: repaired by importing this, before torchvision or timm.
 
 The wheels on PyPI are built for CUDA. Beside a CPU build of torch their C++ library does not load, and
 `import torchvision` (hence `import timm`) then fails because two operators are never defined. The zoo uses
@@ -11,7 +11,7 @@ _keep_alive: list[torch.library.Library] = []
 
 
 def define_missing_torchvision_ops() -> None:
-    """Declare `torchvision::nms` where torchvision's own library will not. Call before the first timm import."""
+    """Declare `torchvision::nms` where torchvision's own library will not."""
     if _keep_alive or torch.cuda.is_available() or torch.version.cuda is not None:
         return
     library = torch.library.Library("torchvision", "FRAGMENT")
@@ -19,3 +19,6 @@ def define_missing_torchvision_ops() -> None:
         if not hasattr(torch.ops.torchvision, op):
             library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _keep_alive.append(library)
+
+
+define_missing_torchvision_ops()

@@ -4,7 +4,8 @@ Reading: `find` (check the shards, once, before any work), `train_loader`, `eval
 Writing: `write`, or `python -m shards digits|folder|torchvision|index`.
 """
 
-from certizoo import UserError  # first: it repairs torchvision before anything here imports it
+import certizoo.compat  # noqa: F401  (repairs torchvision before anything here imports it)
+from certizoo import UserError
 from shards.config import DataConfig
 from shards.read import eval_loader, steps_per_epoch, train_loader
 from shards.sets import ShardSet, find

@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-import certizoo  # noqa: F401  (repairs torchvision before a test module imports timm)
+import certizoo.compat  # noqa: F401  (repairs torchvision before a test module imports timm)
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[1]

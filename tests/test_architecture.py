@@ -1,7 +1,9 @@
 """Who may import whom: data flows one way, and each heavy library has one door."""
 
 import ast
-from collections.abc import Iterator
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,20 +34,28 @@ DOORS = {
 FILES = sorted(path for folder in ALLOWED for path in (ROOT / folder).rglob("*.py"))
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> set[str]:
     """Top-level names of everything imported anywhere in the file, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    found: set[str] = set()
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide where a thing lives"
-            yield (node.module or "").split(".")[0]
+            found.add((node.module or "").split(".")[0])
+    return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_one_way(path: Path) -> None:
     folder = path.relative_to(ROOT).parts[0]
-    siblings = set(imports(path)) & (set(ALLOWED) | {"tests", "benchmarks", "tune"})
+    siblings = imports(path) & (set(ALLOWED) | {"tests", "benchmarks", "tune"})
     assert siblings <= ALLOWED[folder] | {folder, "certizoo"}
 
 
@@ -56,12 +66,16 @@ def test_heavy_libraries_have_one_door(library: str) -> None:
     assert all(any(user == door or user.startswith(f"{door}/") for door in DOORS[library]) for user in users), users
 
 
+def test_searches_and_the_registry_do_not_wait_for_torch() -> None:
+    code = "import registry, sys, tune, tuning.driver; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
+
+
 def test_no_pickle_is_read() -> None:
     """torch.load only with weights_only=True, no pickle module, no unsafe YAML."""
     for path in FILES:
-        tree = ast.parse(path.read_text())
-        assert not {"pickle", "cloudpickle", "joblib", "dill"} & set(imports(path)), path
-        for node in ast.walk(tree):
+        assert not {"pickle", "cloudpickle", "joblib", "dill"} & imports(path), path
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords), path
 

@@ -55,6 +55,11 @@ def test_sharpness_aware_steps_are_those_of_one_plain_process(found: dict[str, A
     assert sharp > plain + 1e-3, "the loss that counts is the one uphill"
 
 
+def test_a_run_that_compiles_nothing_does_not_wait_for_a_compiler(found: dict[str, Any]) -> None:
+    """DeepSpeed would load one (`trainers.engine.uncompiled`), which takes 2 s."""
+    assert not found["loaded inductor"]
+
+
 def test_masks_and_mixing_change_the_steps(found: dict[str, Any]) -> None:
     losses = {found[case]["terms"][0]["loss"] for case in ("pgd_at", "pgd_at-masked", "pgd_at-mixed")}
     assert len(losses) == 3

@@ -253,18 +253,49 @@ def test_a_trial_is_told_of_the_registry_by_environment_alone(tmp_path: Path, mo
     assert not [text for text in shown if "c0rrect" in text or "h0rse" in text]
 
 
+@pytest.mark.parametrize("given", [{}, {"CUDA_VISIBLE_DEVICES": "5"}])
+def test_a_single_rank_is_told_what_the_launcher_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    """Command line and environment; `given`: Ray's, of a trial with a GPU. What deepspeed sets when it is imported, the
+    rank's own import sets."""
+    for key in trial.OF_ANOTHER_GROUP:
+        monkeypatch.setenv(key, "7")
+    for key, value in given.items():
+        monkeypatch.setenv(key, value)
+    script = tmp_path / "tell.py"
+    script.write_text("import json, os, sys\nprint(json.dumps([sys.orig_argv, dict(os.environ)]))\n")
+    command = trial.Command(script, ["a=b", "c='d e'"], 1, {"MLFLOW_TRACKING_URI": "http://u"})
+    with trial.launched(command, tmp_path / "alone.log") as process:
+        assert process.wait(60) == 0
+    monkeypatch.setattr(trial, "alone", trial.by_launcher)
+    with trial.launched(command, tmp_path / "launcher.log") as process:
+        assert process.wait(120) == 0
+    said = [(tmp_path / f"{name}.log").read_text().splitlines() for name in ("alone", "launcher")]
+    (our_words, ours), (words, theirs) = (json.loads(next(line for line in log if line[0:2] == "[[")) for log in said)
+    assert our_words == words
+    assert ours.pop("MASTER_PORT").isdigit()
+    assert theirs.pop("MASTER_PORT").isdigit()
+    assert {key: theirs.get(key) for key in ours} == ours
+    assert set(theirs) - set(ours) <= {"PYTORCH_NVML_BASED_CUDA_CHECK", "_MLFLOW_TELEMETRY_SESSION_ID"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("way", ["leave", "kill the worker", "kill as Ray does"])
-def test_no_rank_outlives_its_trial(tmp_path: Path, way: str) -> None:
-    """The real launcher with 2 ranks that would sleep for ten minutes. Ray kills the children of a worker that ends."""
+def test_no_rank_outlives_its_trial(tmp_path: Path, way: str, ranks: int) -> None:
+    """Ranks that would sleep for ten minutes, as would their loaders. Ray kills the children of a worker that ends."""
     script = tmp_path / "sleeper.py"
     script.write_text(
-        "import os, time\nopen(f'rank{os.environ[\"RANK\"]}', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+        "import os, subprocess, time\n"
+        "loader = subprocess.Popen(['sleep', '600'])\n"
+        "open(f'rank{os.environ[\"RANK\"]}', 'w').write(f'{os.getpid()} {loader.pid}')\n"
+        "time.sleep(600)\n"
     )
     code = (
         "import time; from pathlib import Path; from tuning import trial\n"
-        f"with trial.launched(trial.Command(Path('{script}'), [], 2), Path('{tmp_path}/run-1.log')) as child:\n"
+        f"with trial.launched(trial.Command(Path('{script}'), [], {ranks}), Path('{tmp_path}/run-1.log')) as child:\n"
         f"    Path('{tmp_path}/child').write_text(str(child.pid))\n"
-        f"    while len(list(Path('{tmp_path}').glob('rank?'))) < 2: time.sleep(0.1)\n"
+        f"    while len(list(Path('{tmp_path}').glob('rank?'))) < {ranks}: time.sleep(0.1)\n"
         f"    Path('{tmp_path}/up').touch(); time.sleep({0 if way == 'leave' else 600})\n"
     )
     worker = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
@@ -277,8 +308,8 @@ def test_no_rank_outlives_its_trial(tmp_path: Path, way: str) -> None:
     if way != "leave":
         os.kill(worker.pid, signal.SIGKILL)
     worker.wait(60)
-    pids = [int(path.read_text()) for path in tmp_path.glob("rank?")]
-    assert len(pids) == 2
+    pids = [int(pid) for path in tmp_path.glob("rank?") for pid in path.read_text().split()]
+    assert len(pids) == 2 * ranks
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "ranks are left"
         time.sleep(0.1)

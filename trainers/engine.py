@@ -41,6 +41,24 @@ from trainers.settings import DeepSpeedConfig, OptimizerConfig, TrainConfig, req
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 KEPT = ContextVar("KEPT", default=False)
+DISABLE = "TORCHDYNAMO_DISABLE"
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """`torch.compile` gives functions back as they are: it reads this variable whenever it is called."""
+    before = os.environ.get(DISABLE)
+    os.environ[DISABLE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[DISABLE]
+        if before is not None:
+            os.environ[DISABLE] = before
+
+
+with uncompiled():  # it compiles at import, and every run imports it: 2 s for what no optimiser here calls
+    import deepspeed.runtime.zero.muon.original_muon
 
 
 @dataclass(frozen=True)

@@ -2,5 +2,3 @@
 
 Importing it is cheap; Ray is imported by `tuning/driver.py` alone.
 """
-
-import certizoo  # noqa: F401  (repairs torchvision before timm imports it, in Ray's workers too)

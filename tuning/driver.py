@@ -18,6 +18,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 gives a trial what
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the board is our own
+os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "60")  # before a worker takes the next trial, it ends the last
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # TensorBoard files: MLflow has the curves
 
 import ray
@@ -82,6 +83,7 @@ def run(search: Search, around: Surroundings, board: Board, resume: bool) -> Non
         trial_name_creator=trial_id,
         trial_dirname_creator=trial_id,
         callbacks=[watch],
+        reuse_actors=True,  # a worker's own start takes seconds
         raise_on_failed_trial=False,
         resume="AUTO+ERRORED" if resume else None,
         verbose=0,

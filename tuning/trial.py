@@ -1,7 +1,8 @@
-"""One trial: the trainer itself under DeepSpeed's launcher, watched through the files of its run folder.
+"""One trial: the trainer itself, started as DeepSpeed's launcher does, watched through the files of its run folder.
 
 The same script and code path as `deepspeed trainers/adv_train.py ...`. The `deepspeed` command in front of the launcher
-is left out: it forwards no signal on one node, so that ranks would outlive their trial.
+is left out: it forwards no signal on one node, so that ranks would outlive their trial. A single rank needs no launcher
+either, whose imports take as long as the trainer's own: it gets here what the launcher would give it.
 """
 
 import base64
@@ -26,7 +27,9 @@ from tuning import guard
 Row = dict[str, float]
 ROWS, CERTIFICATE = "metrics.jsonl", "certificate/certificate.json"
 POLL_SECONDS, PATIENCE_SECONDS = 0.2, 20.0
-OF_ANOTHER_GROUP = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+GUARD = (sys.executable, "-I", "-S", guard.__file__)
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "CROSS_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "CROSS_SIZE": "1"}
+OF_ANOTHER_GROUP = {*ALONE, "MASTER_ADDR", "MASTER_PORT"}
 
 
 class Failed(Exception):
@@ -82,21 +85,17 @@ def certificate(run_dir: Path) -> dict[str, Any]:
 
 @contextmanager
 def launched(command: Command, log: Path) -> "Iterator[subprocess.Popen[bytes]]":
-    """The launcher with its ranks in a process group of their own; on leaving, nothing of it is left.
+    """The trainer's ranks in a process group of their own; on leaving, nothing of it is left.
 
     The kernel ends it too where this process is killed.
     """
-    hosts = base64.urlsafe_b64encode(json.dumps({"localhost": slots(command.ranks)}).encode()).decode()
-    words = [sys.executable, "-I", "-S", guard.__file__]
-    words += [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={hosts}"]
-    words += ["--master_addr=127.0.0.1", f"--master_port={free_port()}", str(command.script), *command.overrides]
+    words, variables = alone(command) if command.ranks == 1 else by_launcher(command)
     own = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_GROUP}
-    environment = {**own, **command.variables}
-    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment = {"OMP_NUM_THREADS": "1", **own, **variables, **command.variables}
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         process = subprocess.Popen(
-            words, cwd=log.parent, env=environment, stdout=out, stderr=subprocess.STDOUT,
+            [*GUARD, *words], cwd=log.parent, env=environment, stdout=out, stderr=subprocess.STDOUT,
             start_new_session=True, preexec_fn=guard.end_with_parent,
         )  # fmt: skip
         try:
@@ -105,8 +104,23 @@ def launched(command: Command, log: Path) -> "Iterator[subprocess.Popen[bytes]]"
             end_group(process, PATIENCE_SECONDS)
 
 
+def by_launcher(command: Command) -> tuple[list[str], dict[str, str]]:
+    """(words, environment) of DeepSpeed's launcher, which starts the ranks, tells them who they are and ends them."""
+    hosts = base64.urlsafe_b64encode(json.dumps({"localhost": slots(command.ranks)}).encode()).decode()
+    words = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={hosts}"]
+    words += ["--master_addr=127.0.0.1", f"--master_port={free_port()}", str(command.script), *command.overrides]
+    return words, {}
+
+
+def alone(command: Command) -> tuple[list[str], dict[str, str]]:
+    """(words, environment) of a single rank as the launcher would start it; in its place, a second guard ends it."""
+    words = [*GUARD, sys.executable, "-u", str(command.script), "--local_rank=0", *command.overrides]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return words, {**ALONE, **group, "CUDA_VISIBLE_DEVICES": slots(1)[0]}
+
+
 def slots(ranks: int) -> list[str]:
-    """The launcher's names of the ranks' devices: the GPUs that Ray gave to this trial, else numbers."""
+    """Names of the ranks' devices: the GPUs that Ray gave to this trial, else numbers."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return gpus[:ranks] if len(gpus) >= ranks and gpus[0] else [str(rank) for rank in range(ranks)]
 

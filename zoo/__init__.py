@@ -1,6 +1,6 @@
 """Robust Vision Transformers by name, and what is provable of each of their modules."""
 
-import certizoo  # noqa: F401  (repairs torchvision before timm imports it)
+import certizoo.compat  # noqa: F401  (repairs torchvision before timm imports it)
 from zoo import convert, export, handover, hinge, penalty, rules, spectral
 from zoo.factory import attention_name, create_model, list_models, model_options
 
