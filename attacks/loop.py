@@ -138,13 +138,17 @@ def probing(model: nn.Module) -> Iterator[None]:
 
 
 class _Threat:
-    """What the attacker may return: the only place where points are made, so all of them lie in ball and box."""
+    """What the attacker may return: the only place where points are made, so all of them lie in ball and box.
+
+    In place where the tensor is its own: on a CPU fresh memory of a batch's size costs more than the sum put there.
+    """
 
     def __init__(self, images_BCHW: Tensor, norm: Norm, eps: float) -> None:
         self.images_BCHW, self.norm, self.eps = images_BCHW, norm, eps
 
     def _inside(self, delta_BCHW: Tensor) -> Tensor:
-        return (self.images_BCHW + self.norm.project(delta_BCHW, self.eps)).clamp(0, 1)
+        """`delta_BCHW` is the caller's no more."""
+        return self.norm.project(delta_BCHW, self.eps).add_(self.images_BCHW).clamp_(0, 1)
 
     def of(self, rows: Rows) -> "_Threat":
         return _Threat(self.images_BCHW[rows], self.norm, self.eps)
@@ -156,16 +160,16 @@ class _Threat:
             return torch.cat([self.images_BCHW[:0], *alone])
         like = self.images_BCHW
         place = generator.device if generator is not None else like.device
-        uniform, gaussian = (
-            draw(like.shape, generator=generator, device=place, dtype=like.dtype).to(like.device)
-            for draw in (torch.rand, torch.randn)
-        )
-        return self._inside(self.norm.random(uniform, gaussian, self.eps))
+
+        def draw(numbers: Callable[..., Tensor]) -> Tensor:
+            return numbers(like.shape, generator=generator, device=place, dtype=like.dtype).to(like.device)
+
+        return self._inside(self.norm.random(draw, self.eps))
 
     def step(self, x_BCHW: Tensor, grad_BCHW: Tensor, alpha: float) -> Tensor:
         """A gradient that is not finite moves nothing: even a broken model gets images inside the threat model."""
         ascent_BCHW = self.norm.ascent(grad_BCHW.nan_to_num(0.0, 0.0, 0.0))
-        return self._inside(x_BCHW - self.images_BCHW + alpha * ascent_BCHW)
+        return self._inside((x_BCHW - self.images_BCHW).add_(ascent_BCHW, alpha=alpha))
 
 
 class _Judge:

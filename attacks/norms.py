@@ -3,11 +3,13 @@
 Legend: delta_BCHW perturbation, grad_BCHW gradient of the attack's loss for the image, eps radius in [0,1] pixels.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+Draw = Callable[[Callable[..., Tensor]], Tensor]
 TINY = 1e-30  # below any gradient worth following, above float32's smallest number
 
 
@@ -18,8 +20,8 @@ def _norm_B111(x_BCHW: Tensor) -> Tensor:
 class Norm(Protocol):
     """A norm p: its ball of radius eps around 0 and the direction in which a linear function rises fastest."""
 
-    def random(self, uniform_BCHW: Tensor, gaussian_BCHW: Tensor, eps: float) -> Tensor:
-        """A uniform point of the ball, made of uniform numbers in [0,1) and of normal ones."""
+    def random(self, draw: Draw, eps: float) -> Tensor:
+        """A uniform point of the ball, made of draw(torch.rand)_BCHW or draw(torch.randn)_BCHW or both."""
 
     def ascent(self, grad_BCHW: Tensor) -> Tensor:
         """argmax of <v, grad> over ||v||_p <= 1; zero where the gradient is zero."""
@@ -31,8 +33,8 @@ class Norm(Protocol):
 class Linf:
     """||delta||_inf = max_i |delta_i|."""
 
-    def random(self, uniform_BCHW: Tensor, gaussian_BCHW: Tensor, eps: float) -> Tensor:
-        return (2 * uniform_BCHW - 1) * eps
+    def random(self, draw: Draw, eps: float) -> Tensor:
+        return (2 * draw(torch.rand) - 1) * eps
 
     def ascent(self, grad_BCHW: Tensor) -> Tensor:
         return grad_BCHW.sign()
@@ -44,8 +46,9 @@ class Linf:
 class L2:
     """||delta||_2 = sqrt(sum_i delta_i^2), over all channels and pixels of one image."""
 
-    def random(self, uniform_BCHW: Tensor, gaussian_BCHW: Tensor, eps: float) -> Tensor:
+    def random(self, draw: Draw, eps: float) -> Tensor:
         """Direction g/||g||, radius eps u^(1/d): volume grows as r^d."""
+        uniform_BCHW, gaussian_BCHW = draw(torch.rand), draw(torch.randn)
         dim = gaussian_BCHW[0].numel()
         radius_B111 = eps * uniform_BCHW[:, :1, :1, :1] ** (1.0 / dim)
         return gaussian_BCHW / _norm_B111(gaussian_BCHW).clamp_min(TINY) * radius_B111

@@ -53,6 +53,7 @@ def test_every_result_lies_in_ball_and_box(
     norm: str, loss: str, eps: float, step_size: float, steps: int, random_start: bool, keep_worst: bool, seed: int
 ) -> None:
     images, labels = make_images(seed=seed)
+    as_given = images.clone()
     x = pgd(
         make_model(seed), images, labels, norm=norm, eps=eps, steps=steps, step_size=step_size, loss=loss,
         random_start=random_start, keep_worst=keep_worst, generator=Generator().manual_seed(seed),
@@ -62,6 +63,7 @@ def test_every_result_lies_in_ball_and_box(
     assert x.max() <= 1
     assert x.dtype == images.dtype
     assert not x.requires_grad
+    assert torch.equal(images, as_given), "points are made beside the images, not in them"
 
 
 class Broken(nn.Module):
