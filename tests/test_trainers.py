@@ -1,5 +1,6 @@
 """The parts of the trainers that need no process group: configuration, schedule, checkpoints' marks, reports."""
 
+import copy
 import json
 import os
 import subprocess
@@ -215,13 +216,41 @@ def test_nothing_that_changes_results_is_left_to_deepspeeds_defaults() -> None:
     from trainers.engine import ds_config, make_optimizer
 
     train = TrainConfig(epochs=1, batch_size=64, micro_batch_size=8, clip_grad=0.0)
-    config = ds_config(train, DeepSpeedConfig(stage=2), world_size=2)
+    config = ds_config(train, DeepSpeedConfig(stage=2), world_size=2, weights=1000)
     assert config["gradient_clipping"] == 0.0
     assert config["gradient_accumulation_steps"] == 4
     assert config["zero_optimization"]["stage"] == 2
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     decay = [group["weight_decay"] for group in make_optimizer(model, OptimizerConfig("adamw", 1e-3, 0.1)).param_groups]
     assert decay == [0.1, 0.0]
+
+
+@pytest.mark.parametrize(("weights", "bucket"), [(1000, 1000), (10**10, 5 * 10**8)])
+def test_no_more_is_set_aside_for_gradients_than_there_are_weights(weights: int, bucket: int) -> None:
+    from trainers.engine import ds_config
+
+    config = ds_config(TrainConfig(epochs=1, batch_size=8), DeepSpeedConfig(stage=1), world_size=1, weights=weights)
+    assert config["zero_optimization"]["reduce_bucket_size"] == bucket
+
+
+def test_adamw_is_torchs_plain_one() -> None:
+    from trainers.engine import make_optimizer
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.LayerNorm(40))
+    oracle = copy.deepcopy(model)
+    decay, free = ([p for p in oracle.parameters() if (p.ndim >= 2) is matrix] for matrix in (True, False))
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": free, "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.99), foreach=False, fused=False)
+    ours = make_optimizer(model, OptimizerConfig("adamw", 0.01, 0.1, betas=(0.8, 0.99)))
+    for _ in range(20):
+        for mine, other in zip(model.parameters(), oracle.parameters(), strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        ours.step()
+        plain.step()
+    for mine, other in zip(model.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

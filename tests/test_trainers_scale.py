@@ -142,7 +142,7 @@ def test_training_and_attack_run_on_the_fused_kernel(name: str, monkeypatch: pyt
 def test_clipping_is_always_written(stage: int, clip: float) -> None:
     """Left out, DeepSpeed clips at 1."""
     train = TrainConfig(epochs=1, batch_size=8, clip_grad=clip)
-    config = ds_config(train, DeepSpeedConfig(stage, offload_optimizer=stage > 0), world_size=2)
+    config = ds_config(train, DeepSpeedConfig(stage, offload_optimizer=stage > 0), world_size=2, weights=1000)
     assert config["gradient_clipping"] == clip
     assert config["zero_optimization"]["offload_optimizer"]["device"] == ("cpu" if stage else "none")
 
