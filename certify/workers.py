@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
     from certify.stage import Settings
 
-SPAWN = get_context("spawn")  # a fork would share the parent's threads and locks
+# A fork of this process would share its threads and locks. A server that has only imported what takes long forks in no
+# time; CUDA does not survive a fork, so that workers with a GPU import for themselves.
+CONTEXTS = {"cpu": get_context("forkserver"), "cuda": get_context("spawn")}
+CONTEXTS["cpu"].set_forkserver_preload(["torch._dynamo", "pandas"])  # torchvision imports the first
 DEVICES = ("cpu", "cuda")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COARSE = 0.25  # LOGIT_TOLERANCE of bfloat16, whose rounding is part of the certificate
@@ -95,10 +98,11 @@ class Prover:
 
 def in_order(handover: Path, settings: "Settings", batches: Iterable[Batch]) -> Iterator[list[Row]]:
     """The rows of every batch by `settings.workers` processes. Raises UserError where one of them is killed."""
-    numbers = SPAWN.SimpleQueue()
+    context = CONTEXTS[settings.device]
+    numbers = context.SimpleQueue()
     for worker in range(settings.workers):
         numbers.put(worker)
-    pool = ProcessPoolExecutor(settings.workers, SPAWN, initializer=_start, initargs=(handover, settings, numbers))
+    pool = ProcessPoolExecutor(settings.workers, context, initializer=_start, initargs=(handover, settings, numbers))
     others = active_children()
     waiting: deque[Future[list[Row]]] = deque()
     try:
@@ -116,7 +120,7 @@ def in_order(handover: Path, settings: "Settings", batches: Iterable[Batch]) -> 
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in active_children():  # those that are in the middle of a batch nobody waits for
-            if process not in others and isinstance(process, SPAWN.Process):
+            if process not in others and isinstance(process, context.Process):
                 process.terminate()
 
 
