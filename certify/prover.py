@@ -19,7 +19,6 @@ from certizoo import UserError
 if TYPE_CHECKING:
     from certify.stage import Settings
 
-DEVICES = ("cpu", "cuda")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COARSE = 0.25  # LOGIT_TOLERANCE of bfloat16, whose rounding is part of the certificate
 

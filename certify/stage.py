@@ -30,8 +30,8 @@ from certify.certificate import SLACK
 from certify.command import command
 from certify.evaluate import DEFAULT_ATTACK
 from certify.page import gallery
-from certify.prover import DEVICES, DTYPES, Prover
-from certify.workers import in_order
+from certify.prover import DTYPES, Prover
+from certify.workers import DEVICES, in_order
 from certizoo import UserError, __version__
 from certizoo.files import write_whole
 
@@ -95,7 +95,7 @@ def run(
     rows = records.resume(out / ROWS, subject)
     listed = images.batches(test, data, settings.batch_size, total, skip=len(rows))
     make = partial(Prover, handover, settings)
-    with closing(in_order(prover, make, settings.workers, listed)) as certified:
+    with closing(in_order(prover, make, settings.workers, settings.device, listed)) as certified:
         for new in certified:
             records.append(out / ROWS, new)
             rows += new

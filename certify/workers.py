@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,30 +23,36 @@ from certizoo import UserError
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
 
-SPAWN = get_context("spawn")  # a fork would share the parent's threads and locks
+# A fork of this process would share its threads and locks. A server that has only imported what takes long forks in no
+# time; CUDA does not survive a fork, so that workers with a GPU import for themselves.
+CONTEXTS = {"cpu": get_context("forkserver"), "cuda": get_context("spawn")}
+CONTEXTS["cpu"].set_forkserver_preload(["torch._dynamo", "pandas"])  # torchvision imports the first
+DEVICES = tuple(CONTEXTS)
 Batch = tuple[list[str], Tensor, Tensor]  # keys, images (B, C, H, W), labels (B,)
 Work = Callable[[Batch], list[Row]]
 
 
 def in_order(
-    own: Work, make: Callable[[int], Work], workers: int, batches: Iterable[Batch]
+    own: Work, make: Callable[[int], Work], workers: int, device: str, batches: Iterable[Batch]
 ) -> Generator[list[Row], None, None]:
     """The rows of every batch: by `own`, or by `workers` processes where there are more than one.
 
-    make: what each of them calls with its number to get its own work. The generator is to be closed: what it started
+    make: what each of them calls with its number to get its own work; device: 'cpu' or 'cuda', where they work. The generator is to be closed: what it started
     must end when a full disk or Ctrl-C ends its reader. Raises UserError where a process is killed.
     """
     if workers == 1:
         yield from map(own, batches)
     else:
-        yield from _by_processes(make, workers, batches)
+        yield from _by_processes(make, workers, CONTEXTS[device], batches)
 
 
-def _by_processes(make: Callable[[int], Work], workers: int, batches: Iterable[Batch]) -> Iterator[list[Row]]:
-    numbers = SPAWN.SimpleQueue()
+def _by_processes(
+    make: Callable[[int], Work], workers: int, context: Any, batches: Iterable[Batch]
+) -> Iterator[list[Row]]:
+    numbers = context.SimpleQueue()
     for worker in range(workers):
         numbers.put(worker)
-    pool = ProcessPoolExecutor(workers, SPAWN, initializer=_start, initargs=(make, numbers))
+    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(make, numbers))
     others = active_children()
     waiting: deque[Future[list[Row]]] = deque()
     try:
@@ -64,7 +70,7 @@ def _by_processes(make: Callable[[int], Work], workers: int, batches: Iterable[B
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in active_children():  # those that are in the middle of a batch nobody waits for
-            if process not in others and isinstance(process, SPAWN.Process):
+            if process not in others and isinstance(process, context.Process):
                 process.terminate()
 
 

@@ -37,36 +37,38 @@ def job(*overrides: str) -> Job:
     return prepare(compose_config("adv_train", [*TINY, *overrides]))
 
 
-def run(cwd: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    env = environment() | {"PYTHONPATH": str(ROOT), "COLUMNS": "400"} | variables
-    command = [sys.executable, "-m", "trainers.doctor", *arguments]
-    return subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True, timeout=120)
-
-
 # --- as it is typed --------------------------------------------------------------------------------------------------
 
 
 def test_a_healthy_machine(folder: Path) -> None:
-    done = run(folder, *TINY, "train.epochs=3")
+    env = environment() | {"PYTHONPATH": str(ROOT), "COLUMNS": "400"}
+    command = [sys.executable, "-m", "trainers.doctor", *TINY, "train.epochs=3"]
+    done = subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     for words in ("2 on ", "gloo", f"torch {torch.__version__}", "train: ", "1437 images", "ZeRO 1", "69 in all"):
         assert words in done.stdout, words
     assert sorted(path.name for path in folder.iterdir()) == ["data"], "nothing is written"
 
 
-def test_something_missing_is_exit_status_1(folder: Path) -> None:
-    done = run(folder, *TINY, "data.root=nowhere", "registry.enabled=true", MLFLOW_TRACKING_URI="http://127.0.0.1:9")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "nowhere" in done.stdout
-    assert "is away" in done.stdout
-    assert done.stdout.count("missing") == 2
+def test_something_missing_is_exit_status_1(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("COLUMNS", "400")
+    assert doctor.main([*TINY, "data.root=nowhere", "registry.enabled=true"]) == 1
+    shown = capsys.readouterr().out
+    assert "nowhere" in shown
+    assert "is away" in shown
+    assert shown.count("missing") == 2
 
 
-def test_a_wrong_command_is_exit_status_2(folder: Path) -> None:
-    done = run(folder, "+model=nope")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+def test_a_wrong_command_is_exit_status_2(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["+model=nope"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
 
 
 # --- the machine -----------------------------------------------------------------------------------------------------

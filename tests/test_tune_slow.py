@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import quote
 
@@ -81,6 +82,22 @@ def test_a_failed_trial_says_why_and_stops_no_other(tmp_path: Path) -> None:
     assert all("50" in why and "4" in why for why in failed["why"])
     assert set(rows[rows["state"] == "certified"]["model.num_heads"]) <= {1, 2}
     assert "Traceback" not in output
+
+
+def test_a_trial_that_is_stopped_early_has_ended_when_the_next_begins(tmp_path: Path) -> None:
+    """One at a time, in one worker: the worse of two is stopped after its first epoch."""
+    options = ("--num-samples", "3", "--max-concurrent", "1", "--scheduler", "asha", "--search", "random")
+    status, output = finish(begin(tmp_path, "--space", "recipe", "--name", "early", *options, *SHORT), tmp_path, 1200)
+    assert status == 0, output
+    search = tmp_path / "runs" / "tune" / "early"
+    rows = pd.read_csv(search / "results.csv").sort_values("ended")
+    assert set(rows["state"]) == {"certified", "stopped early"}
+    stopped = set(rows[rows["state"] == "stopped early"]["trial"])
+    assert stopped.isdisjoint(finished(search))
+    logs = [search / "trials" / trial / "run-1.log" for trial in rows["trial"]]
+    for log, following in pairwise(logs):
+        assert log.stat().st_mtime <= (following.with_suffix("") / "config.yaml").stat().st_mtime
+    assert not alive(str(search))
 
 
 def test_resume_after_the_driver_was_killed(tmp_path: Path) -> None:
