@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from attacks.attack import Draws
+from attacks.attention import LOSS_NAMES
 from attacks.loop import Disturb, pgd
-from attacks.losses import LOSSES
 from attacks.norms import NORMS
 from certizoo import UserError
 
@@ -31,7 +31,7 @@ class AttackConfig:
     def __post_init__(self) -> None:
         faults = {
             "norm": self.norm not in NORMS and f"one of {', '.join(NORMS)}",
-            "loss": self.loss not in LOSSES and f"one of {', '.join(LOSSES)}",
+            "loss": self.loss not in LOSS_NAMES and f"one of {', '.join(LOSS_NAMES)}",
             "eps": not self.eps >= 0 and "a number >= 0 in [0,1] pixel units",
             "steps": self.steps < 1 and "at least 1",
             "step_size": self.step_size is not None and not self.step_size > 0 and "above 0, or null for 2.5 eps/steps",

@@ -6,10 +6,19 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from attacks.attack import Attack
+from attacks.auto import AutoAttack
 from attacks.config import AttackConfig
+from attacks.corruption import Corruption
+from attacks.minimal import CarliniWagner, DeepFool
 from certizoo import UserError
 
-KINDS: dict[str, type] = {"pgd": AttackConfig}
+KINDS: dict[str, type] = {
+    "pgd": AttackConfig,
+    "autoattack": AutoAttack,
+    "cw_l2": CarliniWagner,
+    "deepfool": DeepFool,
+    "corruption": Corruption,
+}
 
 
 def make(options: Mapping[str, object]) -> Attack:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.attack import Draws
-from attacks.losses import LOSSES
+from attacks.attention import loss_of
 from attacks.norms import NORMS, Norm
 
 Disturb = Callable[[Tensor, Tensor], Tensor]
@@ -54,7 +54,7 @@ def pgd(
         norm: "linf" or "l2" (over the whole image); `eps` in [0,1] pixel units.
         step_size: alpha; default 2.5 eps / steps.
         restarts: runs from fresh random starts; more than one needs `random_start`.
-        loss: a name of `attacks.losses.LOSSES`.
+        loss: a name of `attacks.losses.LOSSES`, or "attention" (attention.py).
         generator: source of the random starts; with it the attack is a function of its arguments. A sequence of
             generators, one an image: then the start of an image does not depend on its neighbours either.
         keep_worst: return, image by image, the worst point visited, the clean image included: more steps of the same
@@ -67,10 +67,12 @@ def pgd(
     Raises: ValueError for images outside [0,1] (normalised twice?) or arguments that contradict each other.
     """
     _check(images_BCHW, eps, steps, random_start, restarts, keep_worst, stop_when_fooled, generator)
+    if not len(images_BCHW):
+        return images_BCHW.clone()
     alpha = 2.5 * eps / steps if step_size is None else step_size
     threat = _Threat(images_BCHW.detach(), NORMS[norm], eps)
-    judge = _Judge(model, labels_B, LOSSES[loss])
-    with probing(model):
+    with probing(model), loss_of(loss, model) as climbed:
+        judge = _Judge(model, labels_B, climbed)
         x_RCHW = threat.images_BCHW
         worst = _Worst(x_RCHW, *judge(x_RCHW)) if keep_worst else None
         for _ in range(restarts):

@@ -30,8 +30,8 @@ def margin(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
 def dlr(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
     """(max_{j != y} z_j - z_y) / (z_(1) - z_(3)), z_(1) >= z_(2) >= ... the sorted logits: blind to their scale.
 
-    The difference of logits ratio of Croce & Hein, https://arxiv.org/abs/2003.01690, eq. 6; at most 1, positive where
-    the image is misclassified. Raises UserError below three classes, where there is no z_(3).
+    The difference of logits ratio of Croce & Hein, https://arxiv.org/abs/2003.01690; positive where the image is
+    misclassified. Raises UserError below three classes, where there is no z_(3).
     """
     if logits_BK.shape[1] < 3:
         raise UserError(f"attack.loss=dlr needs three classes or more, the model has {logits_BK.shape[1]}; use margin")

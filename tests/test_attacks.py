@@ -264,7 +264,7 @@ def test_training_wants_the_last_iterate_and_stops_nowhere() -> None:
 
 
 def test_dlr_is_its_equation_and_blind_to_scale_and_shift() -> None:
-    """Croce & Hein 2020, eq. 6, with the authors' minus sign taken in: -(z_y - max_{i != y} z_i)/(z_1 - z_3)."""
+    """As Croce & Hein 2020 write it: -(z_y - max_{i != y} z_i)/(z_1 - z_3)."""
     logits, labels = torch.randn(20, 6, generator=Generator().manual_seed(0), dtype=torch.float64), torch.arange(20) % 6
     for z, y, found in zip(logits.tolist(), labels.tolist(), LOSSES["dlr"](logits, labels).tolist(), strict=True):
         first, _, third, *_ = sorted(z, reverse=True)

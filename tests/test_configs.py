@@ -11,7 +11,8 @@ from zoo.attention import variants
 from zoo.overview import tiny_options
 
 MAIN = ("adv_train", "std_train")
-GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "space")  # test_tune.py
+ELSEWHERE = ("space", "protocol")  # test_tune.py, test_protocols.py
+GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name not in ELSEWHERE)
 FILES = [(path.parent.name, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
 GROUP_FILES = [(group, name) for group, name in FILES if group != "experiment"]  # those: tests/test_experiments.py
 

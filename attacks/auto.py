@@ -1,0 +1,107 @@
+"""AutoAttack (Croce & Hein 2020, https://arxiv.org/abs/2003.01690) as its authors wrote it: one door to pyautoattack.
+
+In order, on the images that survived so far: APGD on cross-entropy, APGD on the targeted DLR loss, FAB (targeted) and
+Square, 100 iterations and 5000 queries, with the settings of their version `standard`. Per class there is one target,
+nine at most, as many as the model has other classes. Its draws are for the whole batch of a call (`together`).
+
+Legend: B batch, C channels, H W pixels, K classes.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attacks.attack import Draws
+from attacks.guard import Forward, inside
+from attacks.loop import probing
+from certizoo import UserError
+
+STANDARD = ("apgd-ce", "apgd-t", "fab-t", "square")
+LEAST_CLASSES = {"apgd-ce": 2, "apgd-dlr": 3, "apgd-t": 4, "fab": 2, "fab-t": 2, "square": 2}
+NORMS = {"linf": "Linf", "l2": "L2"}  # the authors' names
+TARGETS = 9
+LEAST_SIDE = 5  # pixels: Square's first step in L2 tiles the image five by five
+
+log = logging.getLogger(__name__)
+log.addHandler(logging.NullHandler())  # the authors' flags are for who asks for this logger
+
+
+@dataclass(frozen=True)
+class AutoAttack:
+    """norm 'linf' or 'l2'; eps in [0,1] pixel units; attacks: a part of LEAST_CLASSES, run in that order.
+
+    Raises: UserError naming the key with a wrong value; `run` for a model with too few classes.
+    """
+
+    norm: str = "linf"
+    eps: float = 8 / 255
+    attacks: tuple[str, ...] = STANDARD
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attacks", tuple(self.attacks))
+        unknown = [name for name in self.attacks if name not in LEAST_CLASSES]
+        if self.norm not in NORMS:
+            raise UserError(f"autoattack: norm={self.norm} does not work; set it to one of {', '.join(NORMS)}")
+        if not self.eps > 0:
+            raise UserError(f"autoattack: eps={self.eps} does not work; set it to a number > 0 in [0,1] pixel units")
+        if unknown or not self.attacks:
+            raise UserError(f"autoattack: attacks={list(self.attacks)}; choose some of {', '.join(LEAST_CLASSES)}")
+
+    @property
+    def together(self) -> bool:
+        """True: one seed for the images of a call."""
+        return True
+
+    def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
+        """adversarial_BCHW; images that nothing fooled come back as they were. `draws` is unused: `seed` is."""
+        if not len(images_BCHW):
+            return images_BCHW.clone()
+        forward, x_BCHW = Forward(model), images_BCHW.detach().float()
+        with probing(model), _global_state(x_BCHW.device):
+            found_BCHW, _ = self._authors(forward, x_BCHW).run_standard_evaluation(
+                x_BCHW, labels_B, batch_size=len(x_BCHW)
+            )
+        return inside(found_BCHW, images_BCHW, self.norm, self.eps)
+
+    def _authors(self, forward: Forward, x_BCHW: Tensor) -> Any:
+        """Their object, set up for as many classes as the model has."""
+        from pyautoattack import AutoAttack as Authors
+
+        with torch.no_grad():
+            classes = forward(x_BCHW[:1]).shape[1]
+        _check(self.attacks, classes, min(x_BCHW.shape[2:]))
+        authors = Authors(forward, norm=NORMS[self.norm], eps=self.eps, seed=self.seed, device=x_BCHW.device)
+        authors.attacks_to_run = list(self.attacks)
+        authors.apgd_targeted.n_target_classes = authors.fab.n_target_classes = min(TARGETS, classes - 1)
+        authors.logger = authors.apgd.logger = authors.apgd_targeted.logger = log
+        return authors
+
+
+def _check(attacks: tuple[str, ...], classes: int, side: int) -> None:
+    for name in attacks:
+        if classes < LEAST_CLASSES[name]:
+            able = [name for name in attacks if classes >= LEAST_CLASSES[name]]
+            raise UserError(
+                f"autoattack: {name} needs {LEAST_CLASSES[name]} classes or more, the model has {classes}; "
+                f"set attacks to {able or ['apgd-ce', 'fab-t', 'square']}"
+            )
+    if "square" in attacks and side < LEAST_SIDE:
+        raise UserError(f"autoattack: square needs images of {LEAST_SIDE} pixels a side or more, these have {side}")
+
+
+@contextmanager
+def _global_state(device: torch.device) -> Iterator[None]:
+    """The authors seed torch's global generators and end a debugger's or coverage tool's trace: both are put back."""
+    trace = sys.gettrace()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            sys.settrace(trace)

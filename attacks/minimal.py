@@ -1,0 +1,158 @@
+"""Minimal-norm attacks: the nearest image that fools, at any distance. The one door to foolbox.
+
+    CW        min_w ||x' - x||_2^2 + c max(0, z_y - max_{j != y} z_j + kappa),  x' = (tanh(w) + 1)/2, by Adam;
+              of the points that fooled the nearest is kept
+    DeepFool  x' <- x' + the step to the nearest boundary of the model linearised at x', until it fools
+
+Carlini & Wagner, https://arxiv.org/abs/1608.04644; Moosavi-Dezfooli et al., https://arxiv.org/abs/1511.04599.
+
+No random part in either, and no image looks at its neighbours: what an image gets is the same in every batch, up to
+the model's rounding. Images that are wrong already, or that nothing fooled, come back as they were.
+
+Legend: B batch, R those of its images that were right, C channels, H W pixels.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attacks.attack import Draws
+from attacks.guard import Forward, boxed, fooled
+from attacks.loop import probing
+from attacks.norms import distance
+from certizoo import UserError
+
+
+@dataclass(frozen=True)
+class CarliniWagner:
+    """L2. The defaults are those of paper 001, section 5.3: c = 1 without a search for a better one, kappa = 0.
+
+    Attributes: threshold: an image that fools from farther than this L2 distance in [0,1] pixel units does not count;
+    None: any distance does.
+    """
+
+    c: float = 1.0
+    confidence: float = 0.0
+    lr: float = 0.01
+    steps: int = 100
+    binary_search_steps: int = 1
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        _positive("cw_l2", self, "c", "lr", "steps", "binary_search_steps")
+        if self.threshold is not None:
+            _positive("cw_l2", self, "threshold")
+        if self.confidence < 0:
+            raise UserError(f"cw_l2: confidence={self.confidence} does not work; give 0 or more")
+
+    @property
+    def norm(self) -> str:
+        """'l2'."""
+        return "l2"
+
+    @property
+    def eps(self) -> float | None:
+        """None: any distance."""
+        return None
+
+    @property
+    def together(self) -> bool:
+        """False."""
+        return False
+
+    def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
+        """adversarial_BCHW; `draws` is unused: nothing is drawn."""
+        from_foolbox = _foolbox().L2CarliniWagnerAttack(
+            initial_const=self.c, confidence=self.confidence, stepsize=self.lr, steps=self.steps,
+            binary_search_steps=self.binary_search_steps,
+            abort_early=False,  # it would look at the sum over the batch
+        )  # fmt: skip
+        return _nearest(from_foolbox, model, images_BCHW, labels_B, self.threshold)
+
+
+@dataclass(frozen=True)
+class DeepFool:
+    """L2; `candidates`: of so many likeliest classes the boundaries are tried; `overshoot`: beyond the boundary."""
+
+    steps: int = 50
+    candidates: int = 10
+    overshoot: float = 0.02
+
+    def __post_init__(self) -> None:
+        _positive("deepfool", self, "steps")
+        if self.candidates < 2 or self.overshoot < 0:
+            raise UserError("deepfool: give candidates of at least 2 and an overshoot of at least 0")
+
+    @property
+    def norm(self) -> str:
+        """'l2'."""
+        return "l2"
+
+    @property
+    def eps(self) -> float | None:
+        """None: any distance."""
+        return None
+
+    @property
+    def together(self) -> bool:
+        """False."""
+        return False
+
+    def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
+        """adversarial_BCHW; `draws` is unused: nothing is drawn."""
+        from_foolbox = _foolbox().L2DeepFoolAttack(
+            steps=self.steps, candidates=self.candidates, overshoot=self.overshoot
+        )
+        return _nearest(from_foolbox, model, images_BCHW, labels_B, None)
+
+
+def _positive(kind: str, attack: object, *keys: str) -> None:
+    for key in keys:
+        if not getattr(attack, key) > 0:
+            raise UserError(f"{kind}: {key}={getattr(attack, key)} does not work; give a number above 0")
+
+
+def _foolbox() -> Any:
+    try:
+        import foolbox.attacks
+    except ImportError as error:  # also where there is no git program
+        raise UserError(f"foolbox does not load ({error}); pip install foolbox, and git") from None
+    return foolbox.attacks
+
+
+def _nearest(
+    from_foolbox: Any, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, threshold: float | None
+) -> Tensor:
+    """What foolbox finds for the images that are right, where it fools within the threshold."""
+    from foolbox import PyTorchModel
+
+    forward, adversarial_BCHW = Forward(model), images_BCHW.detach().clone()
+    with probing(model), _root_logger():
+        right_R = (~fooled(forward, images_BCHW, labels_B)).nonzero().flatten() if len(labels_B) else labels_B
+        if not len(right_R):
+            return adversarial_BCHW
+        images_RCHW, labels_R = adversarial_BCHW[right_R], labels_B[right_R]
+        bounded = PyTorchModel(forward.eval(), bounds=(0, 1), device=images_BCHW.device)
+        with torch.enable_grad():
+            found_RCHW = from_foolbox.run(bounded, images_RCHW.float(), labels_R)
+        found_RCHW = boxed(found_RCHW, images_RCHW)
+        counts_R = fooled(forward, found_RCHW, labels_R)
+    if threshold is not None:
+        counts_R &= distance(found_RCHW, images_RCHW, "l2") <= threshold
+    adversarial_BCHW[right_R] = torch.where(counts_R[:, None, None, None], found_RCHW, images_RCHW)
+    return adversarial_BCHW
+
+
+@contextmanager
+def _root_logger() -> Iterator[None]:
+    """foolbox's DeepFool calls logging.info, which gives the root logger a handler if it has none: it goes again."""
+    handlers = logging.root.handlers[:]
+    try:
+        yield
+    finally:
+        logging.root.handlers[:] = handlers

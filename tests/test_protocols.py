@@ -1,0 +1,70 @@
+"""Every protocol of configs/protocol is attacks that exist, written as a lab note, with the radii of its paper."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from attacks import AttackConfig, make
+from attacks.auto import STANDARD, AutoAttack
+from attacks.minimal import CarliniWagner
+from certizoo.compose import CONFIGS
+
+FILES = sorted((CONFIGS / "protocol").glob("*.yaml"))
+EXPECTED = {
+    "quick", "specformer_std", "specformer_at", "covit", "lofast", "certvit", "robustbench", "robustbench_imagenet",
+}  # fmt: skip
+
+
+def attacks_of(path: Path) -> Mapping[str, Any]:
+    content = yaml.safe_load(path.read_text())
+    assert list(content) == ["attacks"]
+    return {name: make(options) for name, options in content["attacks"].items()}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_protocol_is_attacks(path: Path) -> None:
+    attacks = attacks_of(path)
+    assert attacks
+    assert all(name.replace("_", "").isalnum() for name in attacks), "names become columns and keys of Hydra"
+    for attack in attacks.values():
+        assert attack.norm in ("linf", "l2", "none")
+        assert attack.eps is None or attack.eps > 0
+        assert isinstance(attack.together, bool)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_protocol_is_a_lab_note(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert "[0,1] pixel" in " ".join(path.read_text().replace("#", " ").split()), "units"
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_papers_numbers() -> None:
+    found = {path.stem: attacks_of(path) for path in FILES}
+    assert set(found) == EXPECTED
+    assert found["specformer_std"] == {
+        "fgsm": AttackConfig("linf", 2 / 255, 1, 2 / 255, random_start=False, stop_when_fooled=True),
+        "pgd_2": AttackConfig("linf", 2 / 255, 2, 2 / 255, stop_when_fooled=True),
+    }
+    assert found["specformer_at"] == {
+        "cw_20": AttackConfig("linf", 8 / 255, 20, 2 / 255, loss="margin", stop_when_fooled=True),
+        "pgd_20": AttackConfig("linf", 8 / 255, 20, 2 / 255, stop_when_fooled=True),
+        "pgd_100": AttackConfig("linf", 8 / 255, 100, 2 / 255, stop_when_fooled=True),
+    }
+    assert found["covit"] == {
+        "fgsm": AttackConfig("linf", 2 / 255, 1, 2 / 255, random_start=False, stop_when_fooled=True),
+        "pgd_7_linf": AttackConfig("linf", 2 / 255, 7, 2 / 255, stop_when_fooled=True),
+        "pgd_7_l2": AttackConfig("l2", 2.0, 7, 0.2, stop_when_fooled=True),
+        "pgd_20_l2": AttackConfig("l2", 2.0, 20, 0.2, stop_when_fooled=True),
+        "cw_l2": CarliniWagner(c=1, confidence=0, lr=0.01, steps=100, binary_search_steps=1, threshold=260),
+    }
+    certified = yaml.safe_load((CONFIGS / "certify.yaml").read_text())["eps"]
+    for name, eps in (("quick", certified), ("lofast", [0.02, 0.05, 0.1, 36 / 255]), ("certvit", [1.58, 36 / 255])):
+        wanted = [AttackConfig("l2", radius, 40, loss="margin", stop_when_fooled=True) for radius in eps]
+        assert list(found[name].values()) == wanted
+    assert list(found["robustbench"].values()) == [AutoAttack("linf", 8 / 255, STANDARD), AutoAttack("l2", 0.5)]
+    assert list(found["robustbench_imagenet"].values()) == [AutoAttack("linf", 4 / 255, STANDARD)]
