@@ -34,7 +34,8 @@ log.addHandler(logging.NullHandler())  # the authors' flags are for who asks for
 
 @dataclass(frozen=True)
 class AutoAttack:
-    """norm 'linf' or 'l2'; eps in [0,1] pixel units; attacks: a part of LEAST_CLASSES, run in that order.
+    """norm 'linf' or 'l2'; eps in [0,1] pixel units; attacks: a part of LEAST_CLASSES, run in that order; queries: of
+    Square, for one image.
 
     Raises: UserError naming the key with a wrong value; `run` for a model with too few classes.
     """
@@ -43,6 +44,7 @@ class AutoAttack:
     eps: float = 8 / 255
     attacks: tuple[str, ...] = STANDARD
     seed: int = 0
+    queries: int = 5000
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attacks", tuple(self.attacks))
@@ -51,6 +53,8 @@ class AutoAttack:
             raise UserError(f"autoattack: norm={self.norm} does not work; set it to one of {', '.join(NORMS)}")
         if not self.eps > 0:
             raise UserError(f"autoattack: eps={self.eps} does not work; set it to a number > 0 in [0,1] pixel units")
+        if self.queries < 1:
+            raise UserError(f"autoattack: queries={self.queries} does not work; give at least 1 (the authors': 5000)")
         if unknown or not self.attacks:
             raise UserError(f"autoattack: attacks={list(self.attacks)}; choose some of {', '.join(LEAST_CLASSES)}")
 
@@ -80,6 +84,7 @@ class AutoAttack:
         authors = Authors(forward, norm=NORMS[self.norm], eps=self.eps, seed=self.seed, device=x_BCHW.device)
         authors.attacks_to_run = list(self.attacks)
         authors.apgd_targeted.n_target_classes = authors.fab.n_target_classes = min(TARGETS, classes - 1)
+        authors.square.n_queries = self.queries
         authors.logger = authors.apgd.logger = authors.apgd_targeted.logger = log
         return authors
 

@@ -1,5 +1,6 @@
 """`python -m certify handover=DIR [data=NAME data.root=FOLDER] [eps=[...]] ...`: the keys of configs/certify.yaml.
 
+`python -m certify evaluate handover=DIR protocol=NAME ...`: attacks beside certificates; configs/evaluate.yaml.
 `python -m certify analyse handover=DIR ...`: the figures of the papers for one model; the keys of configs/analyse.yaml.
 """
 
@@ -16,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import zoo
 from attacks import AttackConfig
-from certify import analysis, publication, report, stage
+from certify import analysis, evaluation_report, publication, report, stage, suite
+from certify.evaluate import UnsoundCertificate
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
@@ -25,15 +27,15 @@ from shards import DataConfig
 
 @one_line_errors
 def main(argv: Sequence[str]) -> None:
-    """Certify one hand-over and print its table. Exit status 2: an error of one line."""
+    """Certify, evaluate or analyse one hand-over and print its table. Exit status 2: an error of one line."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    if list(argv[:1]) == ["analyse"]:
-        _analyse(compose_config("analyse", argv[1:]))
-    else:
-        try:
-            _certify(compose_config("certify", argv))
-        except KeyboardInterrupt:
-            raise UserError("stopped; the same command goes on after the last row") from None
+    name = argv[0] if argv and argv[0] in COMMANDS else "certify"
+    try:
+        COMMANDS[name](compose_config(name, argv[1:] if argv[:1] == [name] else argv))
+    except KeyboardInterrupt:
+        raise UserError("stopped; the same command goes on after the last row") from None
+    except UnsoundCertificate as error:
+        raise UserError(str(error)) from None
 
 
 def _certify(config: dict[str, Any]) -> None:
@@ -52,6 +54,25 @@ def _certify(config: dict[str, Any]) -> None:
             handover, out, registered_name=config["publish"], run_id=None, experiment=config["experiment"]
         )
         console.print(f"registered: {line}")
+
+
+def _evaluate(config: dict[str, Any]) -> None:
+    handover, protocol = _handover(config), config["protocol"]
+    out = Path(config["out"]) if config["out"] else _default_out(config, handover, f"evaluation_{protocol['name']}")
+    keys = {field.name: config[field.name] for field in fields(suite.Settings) if field.name in config}
+    settings = suite.Settings(**keys | {"protocol": protocol["name"], "attacks": protocol["attacks"]})
+    console = Console(highlight=False)
+    with _progress("evaluating", console) as progress:
+        summary = suite.run(handover, _data(config, handover), settings, out, progress)
+    console.print(evaluation_report.table(summary))
+    for flag in summary["flags"]:
+        console.print(f"warning: {flag['name']}: {flag['message']}", style="yellow", markup=False, soft_wrap=True)
+    console.print(f"card {out / suite.CARD}, bars {out / suite.BARS}, rows {out / suite.TABLE}", soft_wrap=True)
+    if config["version"]:
+        from registry.annotate import annotate
+
+        version = annotate(config["version"], evaluation_report.tags(summary), evaluation_report.metrics(summary))
+        console.print(f"tags of {version.uri}: attacked_acc.{protocol['name']}.*, flags.{protocol['name']}")
 
 
 def _analyse(config: dict[str, Any]) -> None:
@@ -84,10 +105,10 @@ def _handover(config: dict[str, Any]) -> Path:
     return browse.download(config["version"])
 
 
-def _default_out(config: dict[str, Any], handover: Path) -> Path:
+def _default_out(config: dict[str, Any], handover: Path, name: str = "certificate") -> Path:
     if config["version"]:
-        raise UserError("a published version is certified into a folder of yours; add out=DIR")
-    return handover.parent / "certificate"
+        raise UserError("results of a published version go to a folder of yours; add out=DIR")
+    return handover.parent / name
 
 
 def _data(config: dict[str, Any], handover: Path) -> DataConfig:
@@ -103,6 +124,8 @@ def _settings(config: dict[str, Any]) -> stage.Settings:
     chosen = {field.name: config[field.name] for field in fields(stage.Settings)}
     return stage.Settings(**chosen | {"eps": tuple(config["eps"]), "attack": AttackConfig(**config["attack"])})
 
+
+COMMANDS = {"certify": _certify, "evaluate": _evaluate, "analyse": _analyse}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -20,7 +20,7 @@ from certify.certificate import Certificate, Certifier, Explained
 from certify.records import Row
 
 CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
-DEFAULT_ATTACK = AttackConfig(norm="l2", steps=40, loss="margin")
+DEFAULT_ATTACK = AttackConfig(norm="l2", steps=40, loss="margin", stop_when_fooled=True)
 
 
 class UnsoundCertificate(Exception):

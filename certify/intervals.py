@@ -1,4 +1,4 @@
-"""How far an accuracy of n images can be from that of all images of their kind."""
+"""How far an accuracy of n images can be from that of all images of their kind; numbers as papers write them."""
 
 import math
 
@@ -24,3 +24,11 @@ def interval(share: float, n: int) -> str:
     """Wilson's, in percent: '72.3 to 81.0'."""
     low, high = wilson(share, n)
     return f"{percent(low)} to {percent(high)}"
+
+
+def eps_words(eps: float | None) -> str:
+    """0.0313725 -> '8/255'; 0.5 -> '0.5'; nothing for no radius."""
+    if eps is None:
+        return ""
+    steps = eps * 255
+    return f"{round(steps)}/255" if eps > 0 and abs(steps - round(steps)) < 1e-6 else f"{eps:g}"

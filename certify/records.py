@@ -14,11 +14,12 @@ SUBJECT = "subject.json"
 Row = dict[str, Any]
 
 
-def resume(path: Path, subject: Mapping[str, Any]) -> list[Row]:
-    """Rows of an earlier start with the same subject; a last line that was cut off is dropped.
+def resume(path: Path, subject: Mapping[str, Any], block: int = 1) -> list[Row]:
+    """Rows of an earlier start with the same subject; a last line that was cut off is dropped, and a last block of rows
+    that is not whole.
 
-    subject: what the rows belong to: any change makes them another result. Raises UserError where `path` holds rows of
-    another one.
+    subject: what the rows belong to: any change makes them another result; `images` of it says how many there will be.
+    Raises UserError where `path` holds rows of another one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     note = path.parent / SUBJECT
@@ -33,6 +34,8 @@ def resume(path: Path, subject: Mapping[str, Any]) -> list[Row]:
     if not path.exists():
         return []
     whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    if len(whole) < subject["images"]:
+        whole = whole[: len(whole) // block * block]
     path.write_text("".join(whole))
     return [json.loads(line) for line in whole]
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
-from typing import TYPE_CHECKING, Any
+from multiprocessing.context import ForkServerContext, SpawnContext
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,13 +24,15 @@ from certizoo import UserError
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
 
-# A fork of this process would share its threads and locks. A server that has only imported what takes long forks in no
-# time; CUDA does not survive a fork, so that workers with a GPU import for themselves.
-CONTEXTS = {"cpu": get_context("forkserver"), "cuda": get_context("spawn")}
-CONTEXTS["cpu"].set_forkserver_preload(["torch._dynamo", "pandas"])  # torchvision imports the first
-DEVICES = tuple(CONTEXTS)
 Batch = tuple[list[str], Tensor, Tensor]  # keys, images (B, C, H, W), labels (B,)
 Work = Callable[[Batch], list[Row]]
+Context = ForkServerContext | SpawnContext
+
+# A fork of this process would share its threads and locks. A server that has only imported what takes long forks in no
+# time; CUDA does not survive a fork, so that workers with a GPU import for themselves.
+CONTEXTS: dict[str, Context] = {"cpu": get_context("forkserver"), "cuda": get_context("spawn")}
+CONTEXTS["cpu"].set_forkserver_preload(["torch._dynamo", "pandas"])  # torchvision imports the first
+DEVICES = tuple(CONTEXTS)
 
 
 def in_order(
@@ -37,8 +40,9 @@ def in_order(
 ) -> Generator[list[Row], None, None]:
     """The rows of every batch: by `own`, or by `workers` processes where there are more than one.
 
-    make: what each of them calls with its number to get its own work; device: 'cpu' or 'cuda', where they work. The generator is to be closed: what it started
-    must end when a full disk or Ctrl-C ends its reader. Raises UserError where a process is killed.
+    make: what each of them calls with its number to get its own work; device: 'cpu' or 'cuda', where they work. The
+    generator is to be closed: what it started must end when a full disk or Ctrl-C ends its reader. Raises UserError
+    where a process is killed.
     """
     if workers == 1:
         yield from map(own, batches)
@@ -47,7 +51,7 @@ def in_order(
 
 
 def _by_processes(
-    make: Callable[[int], Work], workers: int, context: Any, batches: Iterable[Batch]
+    make: Callable[[int], Work], workers: int, context: Context, batches: Iterable[Batch]
 ) -> Iterator[list[Row]]:
     numbers = context.SimpleQueue()
     for worker in range(workers):

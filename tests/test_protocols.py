@@ -15,12 +15,14 @@ from certizoo.compose import CONFIGS
 FILES = sorted((CONFIGS / "protocol").glob("*.yaml"))
 EXPECTED = {
     "quick", "specformer_std", "specformer_at", "covit", "lofast", "certvit", "robustbench", "robustbench_imagenet",
+    "nested",
 }  # fmt: skip
 
 
 def attacks_of(path: Path) -> Mapping[str, Any]:
     content = yaml.safe_load(path.read_text())
-    assert list(content) == ["attacks"]
+    assert list(content) == ["name", "attacks"]
+    assert content["name"] == path.stem
     return {name: make(options) for name, options in content["attacks"].items()}
 
 
@@ -66,5 +68,9 @@ def test_the_papers_numbers() -> None:
     for name, eps in (("quick", certified), ("lofast", [0.02, 0.05, 0.1, 36 / 255]), ("certvit", [1.58, 36 / 255])):
         wanted = [AttackConfig("l2", radius, 40, loss="margin", stop_when_fooled=True) for radius in eps]
         assert list(found[name].values()) == wanted
+    assert found["nested"] == {
+        "pgd100": AttackConfig("l2", 36 / 255, 100, loss="margin", stop_when_fooled=True),
+        "autoattack": AutoAttack("l2", 36 / 255, STANDARD),
+    }
     assert list(found["robustbench"].values()) == [AutoAttack("linf", 8 / 255, STANDARD), AutoAttack("l2", 0.5)]
     assert list(found["robustbench_imagenet"].values()) == [AutoAttack("linf", 4 / 255, STANDARD)]

@@ -1,0 +1,176 @@
+"""Checks that warn where an evaluation may flatter: masked gradients, weak attacks, outputs that are no logits.
+
+After the flags of AutoAttack (Croce & Hein 2020, flags_doc.md of its repository), Carlini et al. 2019, "On Evaluating
+Adversarial Robustness", section 5, and TRAPS 18. A flag is a reason to distrust the attacked accuracy, which may then
+be far above the true one; it is no verdict on a certificate, which does not rest on attacks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import pandas as pd
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from attacks import AttackConfig
+from attacks.attack import Attack
+from attacks.auto import AutoAttack
+from attacks.loop import probing
+
+STEPS, MORE_STEPS = 20, 100
+QUERIES = 1000  # of Square: masked gradients lose to it long before its 5000
+CHANCE = 0.1  # how far above chance the accuracy in a ball may be that holds a grey image
+SAME = 1e-5  # between two answers to one image, relative; GPUs sum in varying order
+FULL = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A name to look up here, and what was seen, in words."""
+
+    name: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model as the attacks climb it, some correctly classified images, and the ball they are attacked in."""
+
+    model: nn.Module
+    images_BCHW: Tensor
+    labels_B: Tensor
+    norm: str
+    eps: float
+
+    def survivors(self, attack: Attack) -> Tensor:
+        """Which images keep their label (B,)."""
+        found = attack.run(self.model, self.images_BCHW, self.labels_B, Generator().manual_seed(0))
+        return self.logits(found).argmax(1) == self.labels_B
+
+    def logits(self, images_BCHW: Tensor) -> Tensor:
+        with torch.no_grad(), probing(self.model):
+            logits: Tensor = self.model(images_BCHW)
+        return logits
+
+    def pgd(self, steps: int) -> AttackConfig:
+        return AttackConfig(norm=self.norm, eps=self.eps, steps=steps, loss="margin")
+
+
+def of_model(subject: Subject) -> list[Flag]:
+    """What a model's own behaviour says against attacks on it. No images: no flags."""
+    if not len(subject.labels_B):
+        return []
+    return [Flag(check.__name__, said) for check in CHECKS for said in check(subject)]
+
+
+def random_answers(subject: Subject) -> Iterator[str]:
+    first, second = (subject.logits(subject.images_BCHW) for _ in range(2))
+    difference = float((first - second).abs().max() / (1 + first.abs().max()))
+    if difference > SAME:
+        yield (
+            f"two answers to the same images differ by {difference:.2g}: attacks need the expectation over the model's "
+            "randomness (EOT); use AutoAttack's version 'rand'"
+        )
+
+
+def softmax_outputs(subject: Subject) -> Iterator[str]:
+    logits = subject.logits(subject.images_BCHW)
+    if bool((logits >= 0).all()) and torch.allclose(logits.sum(1), torch.ones(len(logits)).to(logits), atol=1e-4):
+        yield "the outputs are probabilities: their softmax hides gradients; give the attacks logits"
+
+
+def zero_gradients(subject: Subject) -> Iterator[str]:
+    """Of cross-entropy, as the attacks see it."""
+    with probing(subject.model), torch.enable_grad():
+        x_BCHW = subject.images_BCHW.clone().requires_grad_(True)
+        loss = F.cross_entropy(subject.model(x_BCHW), subject.labels_B, reduction="sum")
+        gradient = torch.autograd.grad(loss, x_BCHW, allow_unused=True)[0] if loss.requires_grad else None
+    silent = len(x_BCHW) if gradient is None else int((gradient.flatten(1).abs().amax(1) == 0).sum())
+    if silent:
+        yield (
+            f"the loss has no gradient at {silent} of {len(x_BCHW)} images: saturated or quantised, so that attacks by "
+            "gradient cannot move; believe black-box and transfer attacks only"
+        )
+
+
+def more_steps_raise_accuracy(subject: Subject) -> Iterator[str]:
+    few, more = (int(subject.survivors(subject.pgd(steps)).sum()) for steps in (STEPS, MORE_STEPS))
+    if more > few:
+        yield (
+            f"PGD of {MORE_STEPS} steps leaves {more} of {len(subject.labels_B)} images, of {STEPS} steps only {few}: "
+            "gradients mislead"
+        )
+
+
+def large_ball_leaves_accuracy(subject: Subject) -> Iterator[str]:
+    """With Linf 1/2, or L2 sqrt(n)/2, every image can become grey, and a model can only guess."""
+    image = subject.images_BCHW[0]
+    large = 0.5 if subject.norm == "linf" else 0.5 * image.numel() ** 0.5
+    left = float(subject.survivors(replace(subject.pgd(MORE_STEPS), eps=large)).float().mean())
+    chance = 1 / subject.logits(subject.images_BCHW[:1]).shape[1]
+    if left > chance + CHANCE:
+        yield (
+            f"PGD in a ball that makes every image grey ({subject.norm} {large:g}) leaves {left:.0%}, chance is "
+            f"{chance:.0%}: the attack does not work on this model"
+        )
+
+
+def black_box_beats_white_box(subject: Subject) -> Iterator[str]:
+    white = subject.survivors(subject.pgd(MORE_STEPS))
+    if bool(white.any()):
+        square = AutoAttack(norm=subject.norm, eps=subject.eps, attacks=("square",), queries=QUERIES)
+        broken = int((white & ~subject.survivors(square)).sum())
+        if broken:
+            yield (
+                f"Square, which sees no gradient, breaks {broken} images that PGD of {MORE_STEPS} steps leaves: "
+                "gradients are masked"
+            )
+
+
+def lower_precision(subject: Subject) -> Iterator[str]:
+    dtypes = {parameter.dtype for parameter in subject.model.parameters()}
+    lower = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in FULL)
+    if lower:
+        yield f"attacks climb in {', '.join(lower)}: rounding looks like robustness; attack in float32"
+    elif subject.images_BCHW.is_cuda and torch.get_float32_matmul_precision() != "highest":
+        yield "attacks climb in TF32 matrix products; torch.set_float32_matmul_precision('highest') gives float32"
+
+
+CHECKS: tuple[Callable[[Subject], Iterator[str]], ...] = (
+    random_answers,
+    softmax_outputs,
+    zero_gradients,
+    more_steps_raise_accuracy,
+    large_ball_leaves_accuracy,
+    black_box_beats_white_box,
+    lower_precision,
+)
+
+
+def of_table(table: pd.DataFrame, attacks: Mapping[str, Attack]) -> list[Flag]:
+    """What the outcomes of a protocol say against it: pairs of attacks in one ball that are the wrong way round."""
+    flags = []
+    for one, other in combinations(attacks, 2):
+        for weak, strong in ((one, other), (other, one)):
+            if _should_be_stronger(attacks[strong], attacks[weak]):
+                missed = table.loc[table[f"survives.{strong}"] & ~table[f"survives.{weak}"], "key"]
+                raised = float(table[f"survives.{strong}"].mean()) > float(table[f"survives.{weak}"].mean())
+                if raised or (isinstance(attacks[strong], AutoAttack) and len(missed)):
+                    keys = ", ".join(missed.astype(str).head(3))
+                    said = f"{weak} breaks {len(missed)} images that {strong} does not: {keys}"
+                    flags.append(Flag("weaker_attack_finds_more", said))
+    return flags
+
+
+def _should_be_stronger(strong: Attack, weak: Attack) -> bool:
+    """In one ball: AutoAttack (all of it) than anything; of PGD with one loss, more steps or restarts."""
+    if strong.eps is None or (strong.norm, strong.eps) != (weak.norm, weak.eps):
+        return False
+    if isinstance(strong, AutoAttack):
+        return not isinstance(weak, AutoAttack) and len(strong.attacks) > 1
+    if not isinstance(strong, AttackConfig) or not isinstance(weak, AttackConfig) or strong.loss != weak.loss:
+        return False
+    effort = [(attack.steps, attack.restarts) for attack in (weak, strong)]
+    return effort[0] != effort[1] and all(less <= more for less, more in zip(*effort, strict=True))

@@ -1,0 +1,49 @@
+"""Protocols: the attacks a model is held against, by name, as `configs/protocol/*.yaml` list them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+import zoo
+from attacks.attack import Attack
+from attacks.kinds import make
+from attacks.transfer import Transfer
+from certizoo import UserError
+
+Options = Mapping[str, object]
+
+
+def attack_of(name: str, options: Options, device: torch.device) -> Attack:
+    """The attack of one entry, {kind: ..., its settings}. `kind: transfer` with `source`, the hand-over folder of an
+    undefended model, and `attack`, an entry of its own, finds its points on that model.
+
+    Raises UserError naming the entry.
+    """
+    try:
+        return _transfer(options, device) if options.get("kind") == "transfer" else make(options)
+    except UserError as error:
+        raise UserError(f"protocol.attacks.{name}: {error}") from None
+
+
+def _transfer(options: Options, device: torch.device) -> Attack:
+    source, attack = options.get("source"), options.get("attack")
+    if not source or not isinstance(attack, Mapping) or set(options) != {"kind", "source", "attack"}:
+        raise UserError("a transfer attack has the keys source=FOLDER (the hand-over of another model) and attack")
+    model, _ = zoo.handover.load(Path(str(source)))
+    return Transfer(model.to(device), make(attack))
+
+
+def covering_l2(attack: Attack, pixels: int) -> float | None:
+    """The smallest L2 radius whose ball holds that of the attack; an image certified there survives it.
+
+    ||d||_2 <= sqrt(n) ||d||_inf for n numbers an image. None where the attack keeps to no ball.
+    """
+    if attack.eps is None or attack.norm not in ("l2", "linf"):
+        return None
+    return attack.eps if attack.norm == "l2" else outwards(attack.eps * pixels**0.5)
+
+
+def outwards(radius: float) -> float:
+    """More than the rounding of a product and a root."""
+    return radius * (1 + 1e-12)
