@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 # A fork of this process would share its threads and locks. A server that has only imported what takes long forks in no
 # time; CUDA does not survive a fork, so that workers with a GPU import for themselves.
+CONTEXTS: dict[str, ForkServerContext | SpawnContext]
 CONTEXTS = {"cpu": get_context("forkserver"), "cuda": get_context("spawn")}
 CONTEXTS["cpu"].set_forkserver_preload(["torch._dynamo", "pandas"])  # torchvision imports the first
 DEVICES = ("cpu", "cuda")
