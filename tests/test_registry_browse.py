@@ -1,6 +1,7 @@
 """The commands that browse the registry: order, conditions, comparison, aliases and copies, on a real local store."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,10 @@ Command = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
     """Four versions of two models on two datasets. The radius 36/255 stands in the tags as 0.141176."""
     folder = tmp_path_factory.mktemp("store")
+    shutil.copy(empty_database, folder)
     uri = f"sqlite:///{folder}/mlflow.db"
     facts = [("a", "digits", 0.1), ("a", "digits", 0.9), ("b", "cifar10", 0.05), ("b", "cifar10", 0.3)]
     for index, (name, dataset, certified) in enumerate(facts):

@@ -1,6 +1,7 @@
 """Publishing and browsing on a local store: only with a certificate, once, byte for byte."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +25,8 @@ Publish = Callable[..., Published]
 
 
 @pytest.fixture
-def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def uri(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    shutil.copy(empty_database, tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -109,6 +111,7 @@ def test_mlflow_itself_can_load_a_version_without_pickle(
 
 
 def test_without_certificate_nothing_is_registered(issue: Publish, uri: str, tmp_path: Path) -> None:
+    store.database(uri).unlink()
     folder = handover(tmp_path / "a")
     (folder / "certificate.json").write_text("{torn")
     with pytest.raises(UserError, match="not JSON"):
@@ -172,6 +175,7 @@ def test_a_headline_that_is_no_number_never_beats_one(issue: Publish, tmp_path: 
 
 
 def test_unknown_names_list_what_exists(issue: Publish, uri: str, tmp_path: Path) -> None:
+    store.database(uri).unlink()
     with pytest.raises(UserError, match="no registry at"):
         browse.versions()
     assert not store.database(uri).exists()

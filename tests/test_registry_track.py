@@ -17,14 +17,6 @@ from registry.track import Tracker
 AWAY = "http://127.0.0.1:9"  # the discard port: connection refused
 
 
-@pytest.fixture(scope="module")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tables of a fresh store: making them takes a second, copying them does not."""
-    database = tmp_path_factory.mktemp("empty") / "mlflow.db"
-    store.connect(f"sqlite:///{database}")
-    return database
-
-
 @pytest.fixture
 def uri(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     shutil.copy(empty_database, tmp_path)

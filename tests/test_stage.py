@@ -1,6 +1,7 @@
 """The certify stage on real files: nested accuracies, resume, refusals, publication and back."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,9 @@ def test_senseless_settings_are_refused(changes: dict[str, Any]) -> None:
 
 
 def test_published_version_comes_back_bit_equal(
-    handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    handover: Path, digits: Path, tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shutil.copy(empty_database, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")

@@ -33,6 +33,7 @@ from tuning.live import Board
 from tuning.search import Search
 from tuning.spaces import Parameter, Space
 
+KEPT_OF_A_POPULATION = 8  # checkpoints of a trial: another one may be about to go on from an older one
 EARLY = {"time_attr": "epoch", "metric": "pgd_acc", "mode": "max"}  # what schedulers compare, known at each epoch's end
 
 
@@ -67,7 +68,7 @@ def at_once(search: Search) -> int:
 
 def run(search: Search, around: Surroundings, board: Board, resume: bool) -> None:
     """All trials, to the end of the search; the board hears of each. A resumed search keeps its finished trials."""
-    watch = Watch(board)
+    watch, population = Watch(board), search.scheduler == "pbt"
     function = tune.with_parameters(trial, search=search, around=around)
     analysis = tune.run(
         tune.with_resources(function, dict(search.resources)),
@@ -79,11 +80,11 @@ def run(search: Search, around: Surroundings, board: Board, resume: bool) -> Non
         search_alg=searcher(search),
         scheduler=scheduler(search),
         max_failures=search.max_failures,
-        checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
+        checkpoint_config=tune.CheckpointConfig(num_to_keep=KEPT_OF_A_POPULATION if population else 2),
         trial_name_creator=trial_id,
         trial_dirname_creator=trial_id,
         callbacks=[watch],
-        reuse_actors=True,  # a worker's own start takes seconds
+        reuse_actors=not population,  # it starts in seconds; but who is replaced would first have to end
         raise_on_failed_trial=False,
         resume="AUTO+ERRORED" if resume else None,
         verbose=0,
