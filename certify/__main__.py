@@ -1,6 +1,8 @@
 """`python -m certify handover=DIR [data=NAME data.root=FOLDER] [eps=[...]] ...`: the keys of configs/certify.yaml.
 
 `python -m certify analyse handover=DIR ...`: the figures of the papers for one model; the keys of configs/analyse.yaml.
+
+`python -m certify features handover=DIR [against=DIR2] ...`: features under attack; the keys of configs/features.yaml.
 """
 
 import logging
@@ -16,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import zoo
 from attacks import AttackConfig
-from certify import analysis, publication, report, stage
+from certify import analysis, feature_figures, feature_report, publication, report, stage
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
@@ -29,6 +31,8 @@ def main(argv: Sequence[str]) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     if list(argv[:1]) == ["analyse"]:
         _analyse(compose_config("analyse", argv[1:]))
+    elif list(argv[:1]) == ["features"]:
+        _features(compose_config("features", argv[1:]))
     else:
         try:
             _certify(compose_config("certify", argv))
@@ -64,6 +68,20 @@ def _analyse(config: dict[str, Any]) -> None:
     console.print("largest change of X + F(X) at the first attention, mean over the images", soft_wrap=True)
     console.print(analysis.text(table), markup=False, soft_wrap=True)
     console.print(f"figures and tables in {out / analysis.FOLDER}", soft_wrap=True)
+
+
+def _features(config: dict[str, Any]) -> None:
+    handover = _handover(config)
+    out = Path(config["out"]) if config["out"] else _default_out(config, handover).with_name("features")
+    against = Path(config["against"]) if config["against"] else None
+    chosen = {field.name: config[field.name] for field in fields(feature_report.Settings)}
+    settings = feature_report.Settings(**chosen | {"attack": AttackConfig(**config["attack"])})
+    console = Console(highlight=False)
+    with _progress("attacking", console) as progress:
+        summary = feature_report.run(handover, against, _data(config, handover), settings, out, progress)
+    console.print(feature_figures.closing_table(summary))
+    console.print(summary["note"], soft_wrap=True)
+    console.print(f"figures and tables in {out}", soft_wrap=True)
 
 
 @contextmanager
