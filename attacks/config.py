@@ -29,14 +29,17 @@ class AttackConfig:
     stop_when_fooled: bool = False  # without keep_worst, as in training, it has no effect
 
     def __post_init__(self) -> None:
+        steps, restarts, step_size = self.steps, self.restarts, self.step_size
+        several = _at_least(restarts, 2) and self.random_start
         faults = {
             "norm": self.norm not in NORMS and f"one of {', '.join(NORMS)}",
             "loss": self.loss not in LOSS_NAMES and f"one of {', '.join(LOSS_NAMES)}",
-            "eps": not self.eps >= 0 and "a number >= 0 in [0,1] pixel units",
-            "steps": self.steps < 1 and "at least 1",
-            "step_size": self.step_size is not None and not self.step_size > 0 and "above 0, or null for 2.5 eps/steps",
-            "restarts": (self.restarts < 1 or (self.restarts > 1 and not self.random_start))
-            and "at least 1, and 1 without attack.random_start",
+            "eps": not _at_least(self.eps, 0) and "a number >= 0 in [0,1] pixel units",
+            "steps": not _at_least(steps, 1) and "at least 1",
+            "step_size": step_size is not None
+            and not (_at_least(step_size, 0) and step_size > 0)
+            and "above 0, or null for 2.5 eps/steps",
+            "restarts": not (restarts == 1 or several) and "at least 1, and 1 without attack.random_start",
         }
         for key, mend in faults.items():
             if mend:
@@ -66,3 +69,8 @@ class AttackConfig:
     def stronger(self, steps: int) -> "AttackConfig":
         """At least so many steps, of the default size: what a model trained on a few steps must be measured with."""
         return self if self.steps >= steps else replace(self, steps=steps, step_size=None, random_start=True)
+
+
+def _at_least(value: object, least: float) -> bool:
+    """False for text too, such as 8/255 on a command line."""
+    return isinstance(value, int | float) and value >= least

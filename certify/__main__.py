@@ -2,6 +2,7 @@
 
 `python -m certify evaluate handover=DIR protocol=NAME ...`: attacks beside certificates; configs/evaluate.yaml.
 `python -m certify analyse handover=DIR ...`: the figures of the papers for one model; the keys of configs/analyse.yaml.
+`python -m certify features handover=DIR [against=DIR2] ...`: features under attack; the keys of configs/features.yaml.
 """
 
 import logging
@@ -17,7 +18,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import zoo
 from attacks import AttackConfig
-from certify import analysis, evaluation_report, publication, report, stage, suite
+from certify import (
+    analysis,
+    evaluation_report,
+    feature_figures,
+    feature_report,
+    publication,
+    report,
+    stage,
+    suite,
+)
 from certify.evaluate import UnsoundCertificate
 from certizoo import UserError
 from certizoo.compose import compose_config
@@ -87,6 +97,20 @@ def _analyse(config: dict[str, Any]) -> None:
     console.print(f"figures and tables in {out / analysis.FOLDER}", soft_wrap=True)
 
 
+def _features(config: dict[str, Any]) -> None:
+    handover = _handover(config)
+    out = Path(config["out"]) if config["out"] else _default_out(config, handover, "features")
+    against = Path(config["against"]) if config["against"] else None
+    chosen = {field.name: config[field.name] for field in fields(feature_report.Settings)}
+    settings = feature_report.Settings(**chosen | {"attack": AttackConfig(**config["attack"])})
+    console = Console(highlight=False)
+    with _progress("attacking", console) as progress:
+        summary = feature_report.run(handover, against, _data(config, handover), settings, out, progress)
+    console.print(feature_figures.closing_table(summary))
+    console.print(summary["note"], soft_wrap=True)
+    console.print(f"figures and tables in {out}", soft_wrap=True)
+
+
 @contextmanager
 def _progress(title: str, console: Console) -> Iterator[Callable[[int, int], None]]:
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -125,7 +149,7 @@ def _settings(config: dict[str, Any]) -> stage.Settings:
     return stage.Settings(**chosen | {"eps": tuple(config["eps"]), "attack": AttackConfig(**config["attack"])})
 
 
-COMMANDS = {"certify": _certify, "evaluate": _evaluate, "analyse": _analyse}
+COMMANDS = {"certify": _certify, "evaluate": _evaluate, "analyse": _analyse, "features": _features}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -15,7 +15,7 @@ CHANGE_LABEL = r"$\|F(X') - F(X)\|_F$ (units of the activations)"
 
 
 @contextmanager
-def _canvas(path: Path, panels: int, rows: int = 1) -> Iterator[Sequence[Sequence[Any]]]:
+def canvas(path: Path, panels: int, rows: int = 1) -> Iterator[Sequence[Sequence[Any]]]:
     """Rows of axes side by side; the file is written at the end."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -31,7 +31,7 @@ def _canvas(path: Path, panels: int, rows: int = 1) -> Iterator[Sequence[Sequenc
 def violins(table: pd.DataFrame, path: Path) -> None:
     """sigma_max of each block over the images: Figure 3 of paper 001, for blocks and for their branches."""
     titles = {"block": "block, $I + DF$", "branch": "branch alone, $DF$ (the paper's)"}
-    with _canvas(path, len(titles)) as (row,):
+    with canvas(path, len(titles)) as (row,):
         for axes, (of, title) in zip(row, titles.items(), strict=True):
             chosen = table[table["of"] == of]
             groups = dict(list(chosen.groupby("block", sort=False)))
@@ -52,7 +52,7 @@ def violins(table: pd.DataFrame, path: Path) -> None:
 def against_eps(table: pd.DataFrame, name: str, path: Path) -> None:
     """Mean over the images of every bound against eps, one column for each scale of the input: Figures 1 and 4 of paper
     004. Above all bounds, below those near what PGD finds. Dashed: not a bound."""
-    with _canvas(path, table["input_scale"].nunique(), rows=2) as (whole, near):
+    with canvas(path, table["input_scale"].nunique(), rows=2) as (whole, near):
         for above, below, (_, group) in zip(whole, near, table.groupby("input_scale"), strict=True):
             _lines(above, group, "change")
             above.set_yscale("log")
@@ -69,7 +69,7 @@ def head_parts(table: pd.DataFrame, name: str, path: Path) -> None:
         "delta_21": r"$\|P(X') - P(X)\|_F$ (probability)",
         "delta_22": r"$\|X' W^V W^O\|$ (units of the activations)",
     }
-    with _canvas(path, len(labels)) as (row,):
+    with canvas(path, len(labels)) as (row,):
         for axes, (of, label) in zip(row, labels.items(), strict=True):
             _lines(axes, table[table["of"] == of], "value")
             axes.set(xlabel=EPS_LABEL, ylabel=label)
@@ -95,7 +95,7 @@ def ablation(table: pd.DataFrame, eps: float, path: Path) -> None:
         "perturbed": r"size of the perturbation of W, $\|\Delta W\|_F / \|W\|_F$",
         "scaled": "factor on W",
     }
-    with _canvas(path, len(labels)) as (row,):
+    with canvas(path, len(labels)) as (row,):
         for axes, (kind, label) in zip(row, labels.items(), strict=True):
             for part, group in table[table["change"] == kind].groupby("part", sort=False):
                 spread = group.groupby("size")["relative"]
