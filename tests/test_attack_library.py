@@ -186,8 +186,10 @@ def test_guard_brings_anything_back_and_leaves_what_is_inside(norm: str) -> None
     [
         (mlp, "linf", 0.06),
         (mlp, "l2", 0.35),
-        pytest.param(vit, "linf", 0.2, marks=pytest.mark.slow),
-        pytest.param(vit, "l2", 1.5, marks=pytest.mark.slow),
+        (vit, "linf", 0.4),
+        (vit, "l2", 1.5),
+        pytest.param(mlp, "linf", 0.03, marks=pytest.mark.slow),  # an image comes to Square and its 5000 queries
+        pytest.param(mlp, "l2", 0.2, marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
