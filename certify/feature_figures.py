@@ -69,8 +69,8 @@ def layers(table: pd.DataFrame, path: Path) -> None:
 def closing_table(summary: Row) -> Table:
     """One column a model, for the terminal."""
     attack = summary["settings"]["attack"]
-    title = f"PGD ({attack['norm']} {attack['eps']:.4g}, {attack['steps']} steps)"
-    table = Table(title=f"{summary['images']} images of {summary['dataset']}, clean and attacked by {title}")
+    title = f"PGD-{attack['steps']}, {attack['norm']} {attack['eps']:.4g}"
+    table = Table(title=f"{summary['images']} images of {summary['dataset']}; {title}")
     table.add_column("")
     for row in summary["models"]:
         table.add_column(row["name"], justify="right")
