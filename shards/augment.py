@@ -1,4 +1,4 @@
-"""Augmentations of training, each a function (image, seed) -> pixels_HWC, the same for the same seed.
+"""Augmentations of training, each a function (image_HWC, seed) -> view_HWC, the same for the same seed.
 
 A sample's seed is `mix(run seed, epoch, key)`: its view does not depend on what was drawn before it, on the
 loader's workers, or on whether the epoch was resumed.
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from shards.decode import Pixels, fit, pixels_HWC
+from shards.decode import Pixels, fit
 
-Augment = Callable[[Image.Image, int], Pixels]
+Augment = Callable[[Pixels, int], Pixels]
 RANDAUG = "rand-m9-mstd0.5-inc1"  # timm's name for the recipe of DeiT
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random resized crop
 GRAY = (124, 116, 104)  # mean of ImageNet, fills what RandAugment moves away from
@@ -31,11 +31,11 @@ def mix(*parts: int | str) -> int:
 def augmentation(name: str, size: int) -> Augment:
     """`none`, `flip`, `flip_crop`, `inception` or `randaug` to size x size pixels."""
     if name == "none":
-        return lambda image, seed: pixels_HWC(fit(image, size))
+        return lambda image_HWC, seed: fit(image_HWC, size)
     if name == "flip":
-        return lambda image, seed: flip(pixels_HWC(fit(image, size)), seed)
+        return lambda image_HWC, seed: flip(fit(image_HWC, size), seed)
     if name == "flip_crop":
-        return lambda image, seed: flip_crop(pixels_HWC(fit(image, size)), seed)
+        return lambda image_HWC, seed: flip_crop(fit(image_HWC, size), seed)
     return _inception(size) if name == "inception" else _randaug(size)
 
 
@@ -65,9 +65,11 @@ def _overlap(shift: int) -> tuple[slice, slice]:
 def _inception(size: int) -> Augment:
     """Random resized crop (Szegedy et al., https://arxiv.org/abs/1409.4842) and mirror."""
 
-    def view(image: Image.Image, seed: int) -> Pixels:
+    def view(image_HWC: Pixels, seed: int) -> Pixels:
         draw = random.Random(seed)
-        return flip(resized(image.crop(crop_box(image.width, image.height, draw)), size), draw.getrandbits(1))
+        height, width, _ = image_HWC.shape
+        left, top, right, bottom = crop_box(width, height, draw)
+        return flip(resized(image_HWC[top:bottom, left:right], size), draw.getrandbits(1))
 
     return view
 
@@ -79,9 +81,9 @@ def _randaug(size: int) -> Augment:
     inception = _inception(size)
     rand_augment = rand_augment_transform(RANDAUG, {"translate_const": round(size * 0.45), "img_mean": GRAY})
 
-    def view(image: Image.Image, seed: int) -> Pixels:
+    def view(image_HWC: Pixels, seed: int) -> Pixels:
         with seeded(seed):
-            return pixels_HWC(rand_augment(Image.fromarray(inception(image, seed))))
+            return np.asarray(rand_augment(Image.fromarray(inception(image_HWC, seed))))
 
     return view
 
@@ -101,9 +103,9 @@ def crop_box(width: int, height: int, draw: random.Random) -> tuple[int, int, in
     return left, top, left + w, top + h
 
 
-def resized(image: Image.Image, size: int) -> Pixels:
+def resized(image_HWC: Pixels, size: int) -> Pixels:
     """Pillow's bicubic resizing to size x size, by torch: the same pixels to 2 levels of 255, in half of the time."""
-    image_BCHW = torch.from_numpy(np.array(pixels_HWC(image))).permute(2, 0, 1)[None]
+    image_BCHW = torch.from_numpy(np.array(image_HWC)).permute(2, 0, 1)[None]  # a copy: torch wants to own it
     small_BCHW = torch.nn.functional.interpolate(image_BCHW, (size, size), mode="bicubic", antialias=True)
     return small_BCHW[0].permute(1, 2, 0).numpy()
 

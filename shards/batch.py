@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from shards.augment import augmentation, mix
 from shards.config import DataConfig
-from shards.decode import Pixels, decode, fit, pixels_HWC, with_channels
+from shards.decode import Pixels, fit, pixels
 from shards.tar import Entry, Sample, SampleError
 
 View = Callable[[Sample], Pixels]
@@ -40,16 +40,14 @@ def train_view(config: DataConfig, seed: int, epoch: int) -> View:
     augment = augmentation(config.augment, config.img_size)
 
     def view(sample: Sample) -> Pixels:
-        image = with_channels(decode(sample.image, sample.where), config.channels)
-        return augment(image, mix(seed, epoch, sample.key))
+        return augment(pixels(sample.image, sample.where, config.channels), mix(seed, epoch, sample.key))
 
     return view
 
 
 def eval_view(config: DataConfig) -> View:
     def view(sample: Sample) -> Pixels:
-        image = with_channels(decode(sample.image, sample.where), config.channels)
-        return pixels_HWC(fit(image, config.img_size))
+        return fit(pixels(sample.image, sample.where, config.channels), config.img_size)
 
     return view
 

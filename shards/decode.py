@@ -14,16 +14,43 @@ from torchvision.transforms.v2 import functional as F
 
 from shards.tar import MEND_SAMPLE, SampleError
 
+try:
+    import simplejpeg
+except ImportError:  # the extra `jpeg`
+    simplejpeg = None
+
 MAX_PIXELS = 24_000_000  # 72 MB decoded; the largest photographs of ImageNet are shrunk by the writer
 FORMATS = ("JPEG", "PNG", "WEBP")
 EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "La", "RGBa")
 MODE_OF = {1: "L", 3: "RGB"}
+PLAIN_COLOURS = ("YCbCr", "RGB", "Gray")  # the decoders disagree about CMYK, by 2 levels of 255
 CROP_RATIO = 224 / 256  # centre crop of photographs: the usual protocol of ImageNet
 
 Pixels = NDArray[np.uint8]
 
 # Anything large enough for Pillow's warning is refused here with an error of one line.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+def pixels(data: bytes, where: str, channels: int) -> Pixels:
+    """The image in `data` as (H, W, `channels`). Raises `SampleError` as `decode` does."""
+    soon_HWC = _plain_jpeg(data) if channels == 3 else None
+    return _array(_with_channels(decode(data, where), channels)) if soon_HWC is None else soon_HWC
+
+
+def _plain_jpeg(data: bytes) -> Pixels | None:
+    """What Pillow would make of it, bit by bit, in two thirds of the time. None for anything but a plain, whole JPEG of
+    bounded size, and without simplejpeg: Pillow decides about it."""
+    if simplejpeg is None:
+        return None
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+        if colours not in PLAIN_COLOURS or height * width > MAX_PIXELS:
+            return None
+        image_HWC: Pixels = simplejpeg.decode_jpeg(data, "RGB")
+    except Exception:  # hostile bytes
+        return None
+    return image_HWC
 
 
 def decode(data: bytes, where: str, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -50,25 +77,26 @@ def _fault_of_header(image: Image.Image, max_pixels: int) -> str | None:
     return None
 
 
-def with_channels(image: Image.Image, channels: int) -> Image.Image:
+def _with_channels(image: Image.Image, channels: int) -> Image.Image:
     """Gray (1) or RGB (3)."""
     mode = MODE_OF[channels]
     return image if image.mode == mode else image.convert(mode)
 
 
-def fit(image: Image.Image, size: int) -> Image.Image:
+def _array(image: Image.Image) -> Pixels:
+    array = np.asarray(image)
+    return array if array.ndim == 3 else array[:, :, None]
+
+
+def fit(image_HWC: Pixels, size: int) -> Pixels:
     """The evaluation view, size x size: as it is if it fits, else the centre of the resized image (bicubic).
 
     An image that is larger is resized to short side size / CROP_RATIO and cropped; one that is smaller is
     enlarged to short side `size`, so that nothing of a small image is lost.
     """
-    if image.size == (size, size):
-        return image
+    if image_HWC.shape[:2] == (size, size):
+        return image_HWC
+    image = Image.fromarray(image_HWC.squeeze(2) if image_HWC.shape[2] == 1 else image_HWC)
     short = size if min(image.size) <= size else round(size / CROP_RATIO)
     resized = F.resize(image, [short], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
-    return F.center_crop(resized, [size, size])
-
-
-def pixels_HWC(image: Image.Image) -> Pixels:
-    array = np.asarray(image)
-    return array if array.ndim == 3 else array[:, :, None]
+    return _array(F.center_crop(resized, [size, size]))

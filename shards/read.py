@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from certizoo import UserError
+from certizoo.memory import keep_freed_memory
 from shards.augment import mix
 from shards.batch import Batch, batches, eval_view, loaded, train_view
 from shards.config import DataConfig
@@ -136,7 +137,7 @@ class Batches:
             num_workers=self.stream.config.workers,
             collate_fn=_as_it_is,
             generator=generator,
-            worker_init_fn=_deaf_to_terminate,
+            worker_init_fn=_settle,
         )
         try:
             for item in loader:
@@ -231,9 +232,10 @@ def eval_loader(
     return EvalBatches(EvalStream(shard_set, config, batch_size, rank, world_size, limit), math.ceil(own / batch_size))
 
 
-def _deaf_to_terminate(worker: int) -> None:
-    """A launcher that is asked to stop ends the whole tree; the rank still needs its loaders to finish its step. A
-    loader ends with its rank."""
+def _settle(worker: int) -> None:
+    """A loader process takes memory for each image and each batch, and ends with its rank: a launcher that is asked to
+    stop ends the whole tree, and the rank still needs its loaders to finish its step."""
+    keep_freed_memory()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
