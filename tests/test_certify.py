@@ -69,7 +69,7 @@ def margin_loss(model: Any, y: torch.Tensor) -> Callable[[torch.Tensor], torch.T
     return loss
 
 
-@pytest.mark.parametrize("group", range(10))
+@pytest.mark.parametrize("group", [0, 1, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 10))])
 def test_no_attack_beats_the_certified_radius(group: int) -> None:
     """200 seeded random models (20 in each group), 4 images each: PGD with 100 steps and 5 restarts on the margin of
     the baked function, at the largest radius that is certified for the image."""

@@ -263,6 +263,7 @@ def test_a_single_rank_is_told_what_the_launcher_tells_it(
         monkeypatch.setenv(key, "7")
     for key, value in given.items():
         monkeypatch.setenv(key, value)
+    monkeypatch.delenv("_MLFLOW_TELEMETRY_SESSION_ID", raising=False)  # an import of mlflow in this process set it
     script = tmp_path / "tell.py"
     script.write_text("import json, os, sys\nprint(json.dumps([sys.orig_argv, dict(os.environ)]))\n")
     command = trial.Command(script, ["a=b", "c='d e'"], 1, {"MLFLOW_TRACKING_URI": "http://u"})

@@ -119,7 +119,7 @@ def test_no_gpu_and_no_device_of_that_name_are_one_line(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_served_type_is_certified(handover: Path, digits: Path, tmp_path: Path, dtype: str) -> None:
-    settings = replace(FEW, images=20, batch_size=20, method="adjoint", served_dtype=dtype, eps=(0.001, 0.1))
+    settings = replace(FEW, images=6, batch_size=6, method="adjoint", served_dtype=dtype, eps=(0.001, 0.1))
     numerics = stage.run(handover, data(digits), settings, tmp_path)["numerics"]
     assert numerics["served_dtype"] == dtype
     assert numerics["rounding_of_the_served_model"] == "proved"
