@@ -1,6 +1,6 @@
 """What people read of an evaluation: the table, the card, the bars, the registry's tags."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +9,16 @@ from rich.table import Table
 from certify.intervals import eps_words, interval, percent
 
 Summary = dict[str, Any]
-COLUMNS = ("attack", "norm", "eps", "accuracy %", "certified %", "median L2 found", "s/image")
+COLUMNS = ("attack", "norm", "eps", "accuracy %", "certified %", "median L2", "s/image")
 
 
 def table(summary: Summary) -> Table:
-    """The closing table of a run, for the terminal."""
+    """The closing table of a run, for the terminal; the intervals are in the card."""
     title = f"{summary['model']['name']} on {summary['images']} images of {summary['dataset']}, {summary['protocol']}"
     made = Table(title=title)
     for i, column in enumerate(COLUMNS):
         made.add_column(column, justify="left" if i < 2 else "right")
-    for row in _rows(summary):
+    for row in _rows(summary, lambda of: percent(of["accuracy"])):
         made.add_row(*row)
     return made
 
@@ -29,16 +29,22 @@ def card(summary: Summary) -> str:
         f"- `{name}`: " + ", ".join(f"{key} {value}" for key, value in options.items())
         for name, options in summary["attacks"].items()
     ]
+
+    def with_interval(of: Summary) -> str:
+        return f"{percent(of['accuracy'])} ({interval(of['accuracy'], summary['images'])})"
+
     flags = [f"- **{flag['name']}**: {flag['message']}" for flag in summary["flags"]] or ["None."]
     paragraphs = [
         f"# {summary['model']['name']}: {summary['protocol']}",
         f"{summary['images']} test images of {summary['dataset']} (list sha256 "
         f"`{summary['image_list_sha256'][:16]}`), weights sha256 `{summary['weights_sha256'][:16]}`.",
-        "\n".join(["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|", *map(_line, _rows(summary))]),
+        "\n".join(
+            ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|", *map(_line, _rows(summary, with_interval))]
+        ),
         f"Certified by {summary['method']}." if summary["method"] else "Nothing was certified.",
         "An attacked accuracy is an upper bound of the robust one, a certified accuracy a lower bound, both of these "
         "images; intervals are Wilson's of 95 %. Attacks that succeeded within a certified radius: "
-        f"{summary['found_within_certified_radius']}.",
+        f"{summary['found_within_certified_radius']}. Median L2: of the points that fooled, how far they are.",
         "## Flags",
         "\n".join(flags),
         "## Attacks",
@@ -94,19 +100,14 @@ def tags(summary: Summary) -> dict[str, str]:
     return {key: f"{value:.4f}" for key, value in metrics(summary).items()} | {f"flags.{summary['protocol']}": flags}
 
 
-def _rows(summary: Summary) -> Iterator[list[str]]:
-    n = summary["images"]
-    yield ["clean", "", "", _share({"accuracy": summary["clean"]}, n), "", "", ""]
+def _rows(summary: Summary, share: Callable[[Summary], str]) -> Iterator[list[str]]:
+    yield ["clean", "", "", share({"accuracy": summary["clean"]}), "", "", ""]
     for name, of in summary["accuracy"].items():
         far = "" if of["median_l2"] is None else f"{of['median_l2']:.4g}"
-        proved = "" if of["certified"] is None else _share(of["certified"], n)
-        yield [name, of["norm"], eps_words(of["eps"]), _share(of, n), proved, far, f"{of['seconds_per_image']:.3g}"]
+        proved = "" if of["certified"] is None else share(of["certified"])
+        yield [name, of["norm"], eps_words(of["eps"]), share(of), proved, far, f"{of['seconds_per_image']:.3g}"]
     for of in summary["worst_case"]:
-        yield [f"all {len(of['attacks'])}", of["norm"], eps_words(of["eps"]), _share(of, n), "", "", ""]
-
-
-def _share(of: Summary, n: int) -> str:
-    return f"{percent(of['accuracy'])} ({interval(of['accuracy'], n)})"
+        yield [f"all {len(of['attacks'])}", of["norm"], eps_words(of["eps"]), share(of), "", "", ""]
 
 
 def _line(cells: list[str]) -> str:

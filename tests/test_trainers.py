@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
 from tests.launching import ROOT, TINY, environment
-from trainers import checkpoint
+from trainers import checkpoint, reshape, saving
 from trainers.checkpoint import Position, Saved
 from trainers.entry import launcher_argv
 from trainers.objectives import OBJECTIVES, Probe
@@ -265,6 +265,21 @@ def write_checkpoint(run_dir: Path, step: int, mark: bool = True) -> Path:
     if mark:
         (path / checkpoint.MARK).write_text(json.dumps(record))
     return path
+
+
+def test_a_checkpoint_of_zero_0_is_whole_for_any_number_of_ranks(tmp_path: Path) -> None:
+    """Nothing of it is cut over ranks; its mark lists the files of the copy. (With training: the slow tests.)"""
+    path = write_checkpoint(tmp_path, 22, mark=False)
+    (path / "weights.pt").unlink()
+    torch.save({"weight": torch.ones(3)}, path / "mp_rank_00_model_states.pt")
+    aside = path.parent / "part" / path.name
+    aside.parent.mkdir()
+    path.rename(aside)
+    saving.complete(aside, path, Saved(path.name, Position(22, 1, 0), 2, "run", {"seed": 0}))
+    reshape.main([str(tmp_path)])
+    saved = checkpoint.newest(tmp_path)
+    assert saved is not None
+    assert (saved.tag, saved.world_size) == (path.name, None)
 
 
 def test_the_newest_complete_checkpoint_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

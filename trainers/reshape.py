@@ -65,7 +65,8 @@ def convert(run_dir: Path, saved: Saved) -> None:
     if any(path.glob("*optim_states.pt")):
         to_universal(path, aside)
     else:
-        shutil.copytree(path, aside)  # at ZeRO 0 nothing is cut over ranks
+        # At ZeRO 0 nothing is cut over ranks. Not its mark, which lists all files and comes anew, with another size.
+        shutil.copytree(path, aside, ignore=shutil.ignore_patterns(checkpoint.MARK))
     if (path / AVERAGE).exists():
         shutil.copyfile(path / AVERAGE, aside / AVERAGE)
     saving.verify(aside, 0, 1)
