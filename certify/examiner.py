@@ -48,7 +48,7 @@ class Examiner:
         Raises UnsoundCertificate where an attack fools within a certified radius; its image is in OUT/refuted.
         """
         keys, images, labels = block[0], block[1].to(self.device), block[2].to(self.device)
-        logits = self.model(images)
+        logits = torch.cat([self.model(x) for x in self._split(images)])
         correct = logits.argmax(1) == labels
         others = logits.scatter(1, labels[:, None], -torch.inf).amax(1)
         columns: dict[str, list[object]] = {
