@@ -46,5 +46,5 @@ def test_digits(handover: Path, digits: Path, tmp_path: Path) -> None:
 def test_cifar10(real_data: Path, tmp_path: Path) -> None:
     """The certified model whose weights are kept with its results."""
     images = DataConfig("cifar10", str(real_data), "cifar10-train-*.tar", "cifar10-test-*.tar", 10, 32)
-    settings = suite.Settings("slow", protocol("l2", 36 / 255), method="adjoint", images=60, block=30, workers=2)
+    settings = suite.Settings("slow", protocol("l2", 36 / 255), method="adjoint", images=20, block=10, workers=2)
     check(CERT_C10, images, settings, tmp_path)
