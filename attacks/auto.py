@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class AutoAttack:
     Raises: UserError naming the key with a wrong value; `run` for a model with too few classes.
     """
 
+    together: ClassVar[bool] = True
     norm: str = "linf"
     eps: float = 8 / 255
     attacks: tuple[str, ...] = STANDARD
@@ -57,11 +58,6 @@ class AutoAttack:
             raise UserError(f"autoattack: queries={self.queries} does not work; give at least 1 (the authors': 5000)")
         if unknown or not self.attacks:
             raise UserError(f"autoattack: attacks={list(self.attacks)}; choose some of {', '.join(LEAST_CLASSES)}")
-
-    @property
-    def together(self) -> bool:
-        """True: one seed for the images of a call."""
-        return True
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """adversarial_BCHW; images that nothing fooled come back as they were. `draws` is unused: `seed` is."""

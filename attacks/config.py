@@ -1,6 +1,7 @@
 """An attack as a value: what `configs/attack/*.yaml` hold, checked, and runnable."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ class AttackConfig:
     Raises: UserError naming the key with a wrong value.
     """
 
+    together: ClassVar[bool] = False
     norm: str = "linf"
     eps: float = 4 / 255
     steps: int = 10
@@ -44,11 +46,6 @@ class AttackConfig:
         for key, mend in faults.items():
             if mend:
                 raise UserError(f"attack.{key}={getattr(self, key)} does not work; set it to {mend}")
-
-    @property
-    def together(self) -> bool:
-        """False: with a generator an image, the batch does not matter."""
-        return False
 
     def run(
         self,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -33,6 +34,9 @@ INSTALL = "pip install 'certizoo[corruptions]'"
 class Corruption:
     """One of COMMON, at a severity of 1 to 5. Raises UserError where it is not, or where the library is absent."""
 
+    norm: ClassVar[str] = "none"
+    eps: ClassVar[float | None] = None
+    together: ClassVar[bool] = False
     name: str
     severity: int = 3
 
@@ -43,21 +47,6 @@ class Corruption:
             raise UserError(f"corruption: severity={self.severity} does not work; give 1 to 5")
         if find_spec("imagecorruptions") is None:
             raise UserError(f"corruption: the library of corruptions is not installed; {INSTALL}")
-
-    @property
-    def norm(self) -> str:
-        """'none'."""
-        return "none"
-
-    @property
-    def eps(self) -> float | None:
-        """None: distance is not measured."""
-        return None
-
-    @property
-    def together(self) -> bool:
-        """False: with a generator an image, the batch does not matter."""
-        return False
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """corrupted_BCHW, of 8 bits a channel; the model and the labels are not looked at."""

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ class CarliniWagner:
     None: any distance does.
     """
 
+    norm: ClassVar[str] = "l2"
+    eps: ClassVar[float | None] = None
+    together: ClassVar[bool] = False
     c: float = 1.0
     confidence: float = 0.0
     lr: float = 0.01
@@ -49,21 +52,6 @@ class CarliniWagner:
             _positive("cw_l2", self, "threshold")
         if self.confidence < 0:
             raise UserError(f"cw_l2: confidence={self.confidence} does not work; give 0 or more")
-
-    @property
-    def norm(self) -> str:
-        """'l2'."""
-        return "l2"
-
-    @property
-    def eps(self) -> float | None:
-        """None: any distance."""
-        return None
-
-    @property
-    def together(self) -> bool:
-        """False."""
-        return False
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """adversarial_BCHW; `draws` is unused: nothing is drawn."""
@@ -79,6 +67,9 @@ class CarliniWagner:
 class DeepFool:
     """L2; `candidates`: of so many likeliest classes the boundaries are tried; `overshoot`: beyond the boundary."""
 
+    norm: ClassVar[str] = "l2"
+    eps: ClassVar[float | None] = None
+    together: ClassVar[bool] = False
     steps: int = 50
     candidates: int = 10
     overshoot: float = 0.02
@@ -87,21 +78,6 @@ class DeepFool:
         _positive("deepfool", self, "steps")
         if self.candidates < 2 or self.overshoot < 0:
             raise UserError("deepfool: give candidates of at least 2 and an overshoot of at least 0")
-
-    @property
-    def norm(self) -> str:
-        """'l2'."""
-        return "l2"
-
-    @property
-    def eps(self) -> float | None:
-        """None: any distance."""
-        return None
-
-    @property
-    def together(self) -> bool:
-        """False."""
-        return False
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """adversarial_BCHW; `draws` is unused: nothing is drawn."""

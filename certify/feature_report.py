@@ -22,14 +22,14 @@ from torch import Tensor, nn
 import shards
 import zoo
 from attacks import AttackConfig
-from certify import distance, feature_figures, images, layer_norms, records
+from certify import feature_distance, feature_figures, images, layer_norms, records
 from certify.bake import bake
 from certify.features import Features, clean_and_attacked
 from certify.workers import Batch
 from certizoo import UserError, __version__
 from certizoo.files import write_whole
 
-FEWEST = 2 * distance.FOLDS  # images
+FEWEST = 2 * feature_distance.FOLDS  # images
 DEFAULT_ATTACK = AttackConfig(norm="linf", eps=8 / 255, steps=20, loss="ce")
 NOTE = "the A-distance is an estimate: by one linear classifier, found on some of the images and asked about the others"
 Summary = dict[str, Any]
@@ -114,8 +114,8 @@ def _one(
     norms = layer_norms.sigma_max(subject.baked)
     found = clean_and_attacked(subject.model, listed.batches, settings.attack, settings.seed, step)
     clean_ND, attacked_ND = found.clean_ND.double().numpy(), found.attacked_ND.double().numpy()
-    apart = distance.a_distance(clean_ND, attacked_ND, settings.seed)
-    xy = distance.plane(clean_ND, attacked_ND, settings.perplexity, settings.seed)
+    apart = feature_distance.a_distance(clean_ND, attacked_ND, settings.seed)
+    xy = feature_distance.plane(clean_ND, attacked_ND, settings.perplexity, settings.seed)
     step()
     row = {
         "name": subject.name,
@@ -133,7 +133,7 @@ def _one(
     return row, _points(subject.name, listed, found, xy), norms
 
 
-def _points(name: str, listed: Listed, found: Features, xy: distance.Array) -> pd.DataFrame:
+def _points(name: str, listed: Listed, found: Features, xy: feature_distance.Array) -> pd.DataFrame:
     """One row for each image, clean, then as many attacked."""
     columns = {
         "model": name,

@@ -26,7 +26,7 @@ DOORS = {
     "webdataset": {"shards/read.py", "shards/write.py"},
     "mlflow": {"registry"},
     "hydra": {"certizoo/compose.py"},
-    "sklearn": {"shards", "certify/distance.py"},
+    "sklearn": {"shards", "certify/feature_distance.py"},
     "auto_LiRPA": {"certify/crown.py"},
     "ray": {"tuning/driver.py"},
     "fsspec": {"shards/store.py"},

@@ -14,7 +14,7 @@ from PIL import Image
 import shards.__main__
 import zoo
 from attacks import AttackConfig
-from certify import distance, feature_report, features, images, layer_norms
+from certify import feature_distance, feature_report, features, images, layer_norms
 from certify.__main__ import main
 from certify.bake import bake
 from certizoo import UserError
@@ -47,12 +47,12 @@ def images_of(name: str, count: int = 3) -> torch.Tensor:
 # A-distance -----------------------------------------------------------------------------------------------------------
 
 
-def sample(count: int, width: int, seed: int) -> distance.Array:
+def sample(count: int, width: int, seed: int) -> feature_distance.Array:
     return np.random.default_rng(seed).standard_normal((count, width))
 
 
 def test_one_distribution_is_no_distance_from_itself() -> None:
-    found = [distance.a_distance(sample(200, 8, seed), sample(200, 8, 1000 + seed)) for seed in range(5)]
+    found = [feature_distance.a_distance(sample(200, 8, seed), sample(200, 8, 1000 + seed)) for seed in range(5)]
     assert max(one.value for one in found) < 0.2
     assert [one.interval[0] for one in found] == [0] * 5
 
@@ -60,12 +60,12 @@ def test_one_distribution_is_no_distance_from_itself() -> None:
 def test_the_same_features_are_no_distance_apart() -> None:
     """However easily an image is told from another one: its two versions are held out together."""
     z = sample(60, 100, 0)  # any labels of 96 points in 100 dimensions can be learned by heart
-    assert distance.a_distance(z, z).value == 0
+    assert feature_distance.a_distance(z, z).value == 0
 
 
 def test_separable_features_are_two_apart() -> None:
     z = sample(60, 8, 0)
-    found = distance.a_distance(z, z + 10)
+    found = feature_distance.a_distance(z, z + 10)
     assert (found.error, found.value) == (0, 2)
     assert found.interval[1] == 2
 
@@ -74,31 +74,31 @@ def test_a_known_distance_is_found() -> None:
     """Gaussians 2 apart along one axis: the best classifier errs with probability Phi(-1) = 0.1587."""
     z, other = sample(1500, 4, 0), sample(1500, 4, 1)
     other[:, 0] += 2
-    found = distance.a_distance(z, other)
+    found = feature_distance.a_distance(z, other)
     assert found.error == pytest.approx(0.1587, abs=0.02)
-    assert found.interval[0] < distance.from_error(0.1587) < found.interval[1]
+    assert found.interval[0] < feature_distance.from_error(0.1587) < found.interval[1]
 
 
 def test_neither_order_nor_scale_nor_shift_matter() -> None:
     clean, attacked = sample(100, 6, 0), sample(100, 6, 1) + 0.5
-    found = distance.a_distance(clean, attacked)
+    found = feature_distance.a_distance(clean, attacked)
     assert 0 < found.value < 2
     for seed in range(3):
         order = np.random.default_rng(seed).permutation(100)
-        assert distance.a_distance(clean[order], attacked[order]) == found
+        assert feature_distance.a_distance(clean[order], attacked[order]) == found
     scale = np.array([1e-3, 0.1, 1.0, 3.0, 50.0, 1e4])
-    moved = distance.a_distance(scale * clean + 7 * scale, scale * attacked + 7 * scale)
+    moved = feature_distance.a_distance(scale * clean + 7 * scale, scale * attacked + 7 * scale)
     assert moved.error == pytest.approx(found.error, abs=0.005)
 
 
 @pytest.mark.parametrize(("error", "value"), [(0, 2), (0.25, 1), (0.5, 0), (0.6, 0), (1, 0)])
 def test_it_lies_between_0_and_2(error: float, value: float) -> None:
-    assert distance.from_error(error) == value
+    assert feature_distance.from_error(error) == value
 
 
 def test_the_plane_is_that_of_its_seed() -> None:
     z = sample(20, 5, 0)
-    first, again = (distance.plane(z, z + 8, perplexity=5, seed=1) for _ in range(2))
+    first, again = (feature_distance.plane(z, z + 8, perplexity=5, seed=1) for _ in range(2))
     assert first.shape == (40, 2)
     assert np.array_equal(first, again)
 
