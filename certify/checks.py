@@ -7,6 +7,7 @@ be far above the true one; it is no verdict on a certificate, which does not res
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 
 import pandas as pd
@@ -54,6 +55,11 @@ class Subject:
             logits: Tensor = self.model(images_BCHW)
         return logits
 
+    @cached_property
+    def after_pgd(self) -> Tensor:
+        """The survivors of MORE_STEPS steps, which two checks ask for."""
+        return self.survivors(self.pgd(MORE_STEPS))
+
     def pgd(self, steps: int) -> AttackConfig:
         return AttackConfig(norm=self.norm, eps=self.eps, steps=steps, loss="margin")
 
@@ -96,7 +102,7 @@ def zero_gradients(subject: Subject) -> Iterator[str]:
 
 
 def more_steps_raise_accuracy(subject: Subject) -> Iterator[str]:
-    few, more = (int(subject.survivors(subject.pgd(steps)).sum()) for steps in (STEPS, MORE_STEPS))
+    few, more = (int(left.sum()) for left in (subject.survivors(subject.pgd(STEPS)), subject.after_pgd))
     if more > few:
         yield (
             f"PGD of {MORE_STEPS} steps leaves {more} of {len(subject.labels_B)} images, of {STEPS} steps only {few}: "
@@ -118,7 +124,7 @@ def large_ball_leaves_accuracy(subject: Subject) -> Iterator[str]:
 
 
 def black_box_beats_white_box(subject: Subject) -> Iterator[str]:
-    white = subject.survivors(subject.pgd(MORE_STEPS))
+    white = subject.after_pgd
     if bool(white.any()):
         square = AutoAttack(norm=subject.norm, eps=subject.eps, attacks=("square",), queries=QUERIES)
         broken = int((white & ~subject.survivors(square)).sum())

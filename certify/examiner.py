@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 
 import zoo
 from attacks.attack import Attack
+from attacks.losses import margin
 from attacks.norms import distance
 from certify.api import certifier, radius_of
 from certify.bake import logit_differences
@@ -50,13 +51,12 @@ class Examiner:
         keys, images, labels = block[0], block[1].to(self.device), block[2].to(self.device)
         logits = torch.cat([self.model(x) for x in self._split(images)])
         correct = logits.argmax(1) == labels
-        others = logits.scatter(1, labels[:, None], -torch.inf).amax(1)
         columns: dict[str, list[object]] = {
             "key": list(keys),
             "label": labels.tolist(),
             "prediction": logits.argmax(1).tolist(),
             "correct": correct.tolist(),
-            "margin": (logits.gather(1, labels[:, None]).squeeze(1) - others).tolist(),
+            "margin": (-margin(logits, labels)).tolist(),
         }
         radius_B, certificate = self._certified(images, labels)
         columns |= certificate

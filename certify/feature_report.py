@@ -7,7 +7,6 @@ OUT/sigma_max_weights.csv, .png   of W_Q, W_K, W_V in every attention layer: Fig
 Letters: N images, D width of the features.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -156,8 +155,8 @@ def _subjects(folders: Sequence[Path], data: shards.DataConfig) -> Iterator[Subj
         for key, value in asked.items():
             if options.get(key, value) != value:
                 raise UserError(f"{folder} has {key}={options[key]}, the images of {data.name} need {key}={value}")
-        weights = hashlib.sha256((folder / zoo.handover.WEIGHTS).read_bytes()).hexdigest()
-        yield Subject(f"{options['name']}{' (against)' * place}", model, bake(model), weights)
+        name = f"{options['name']}{' (against)' * place}"
+        yield Subject(name, model, bake(model), zoo.handover.weights_sha256(folder))
 
 
 def _listed(test: shards.ShardSet, data: shards.DataConfig, settings: Settings) -> Listed:

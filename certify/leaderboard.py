@@ -12,7 +12,7 @@ from torch import nn
 
 import zoo
 from attacks.attack import Attack
-from attacks.auto import STANDARD, AutoAttack
+from attacks.auto import AutoAttack
 from certify.intervals import eps_words
 
 THREATS = {"linf": "Linf", "l2": "L2"}
@@ -36,7 +36,7 @@ def entries(summary: Mapping[str, Any], attacks: Mapping[str, Attack]) -> Iterat
     Accuracies are of the images of this evaluation, in percent; RobustBench takes 10,000 of CIFAR, 5,000 of ImageNet.
     """
     for name, attack in attacks.items():
-        if isinstance(attack, AutoAttack) and attack.attacks == STANDARD:
+        if isinstance(attack, AutoAttack) and attack == AutoAttack(attack.norm, attack.eps, seed=attack.seed):
             robust = f"{100 * summary['accuracy'][name]['accuracy']:.2f}"
             yield (
                 THREATS[attack.norm],

@@ -8,7 +8,6 @@ OUT/card.md               the model card of the registry
 OUT/report.html           all of it on one page, with the images nearest to the line
 """
 
-import hashlib
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -119,9 +118,8 @@ def run(
 
 def _subject(handover: Path, test: shards.ShardSet, settings: Settings, total: int) -> Summary:
     """What the rows belong to: any change makes them another result."""
-    weights = hashlib.sha256((handover / zoo.handover.WEIGHTS).read_bytes()).hexdigest()
     return {
-        "weights_sha256": weights,
+        "weights_sha256": zoo.handover.weights_sha256(handover),
         "data_digest": test.digest,
         "images": total,
         "method": settings.method,

@@ -9,7 +9,6 @@ OUT/robustbench_Linf.json, ..._L2.json    entries of RobustBench's model_info, w
 OUT/refuted/             the images of a wrong certificate, if one was caught
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -117,7 +116,7 @@ def run(
 def _subject(handover: Path, test: shards.ShardSet, settings: Settings, total: int) -> Summary:
     """What the rows belong to: any change makes them another result."""
     return {
-        "weights_sha256": hashlib.sha256((handover / zoo.handover.WEIGHTS).read_bytes()).hexdigest(),
+        "weights_sha256": zoo.handover.weights_sha256(handover),
         "data_digest": test.digest,
         "images": total,
         "protocol": settings.protocol,

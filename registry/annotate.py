@@ -18,8 +18,7 @@ def annotate(reference: str, tags: Mapping[str, str], metrics: Mapping[str, floa
         for key, value in tags.items():
             client.set_model_version_tag(version.name, version.version, key, value)
         registered = client.get_model_version(version.name, version.version)
-        model_id = (registered.source or "").removeprefix("models:/")
         if registered.run_id and metrics:
             rows = [[name, value, records.now(), 0] for name, value in metrics.items()]
-            records.log_rows(client, registered.run_id, rows, model_id if model_id.startswith("m-") else None)
+            records.log_rows(client, registered.run_id, rows, browse.logged_model_id(registered))
     return browse.find(version.uri, target)

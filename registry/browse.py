@@ -14,7 +14,7 @@ from registry import package, store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities.model_registry import RegisteredModel
+    from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 PROXIED = "mlflow-artifacts:/"
 
@@ -91,8 +91,8 @@ def download(reference: str, uri: str | None = None) -> Path:
     with store.one_line(target):
         client = store.connect(target)
         registered = client.get_model_version(version.name, version.version)
-        model_id = (registered.source or "").removeprefix("models:/")  # `.model_id` is lost over HTTP
-        if not model_id.startswith("m-"):
+        model_id = logged_model_id(registered)
+        if model_id is None:
             raise UserError(f"{version.uri} was not published by this project: it has no logged model")
         model = client.get_logged_model(model_id)
         kept = cache() / model.model_id
@@ -105,6 +105,12 @@ def download(reference: str, uri: str | None = None) -> Path:
             if not kept.is_dir():
                 shutil.move(got, kept)
     return kept
+
+
+def logged_model_id(registered: "ModelVersion") -> str | None:
+    """Of the logged model behind a version of ours; its `.model_id` is lost over HTTP."""
+    model_id = str(registered.source or "").removeprefix("models:/")
+    return model_id if model_id.startswith("m-") else None
 
 
 def cache() -> Path:

@@ -235,9 +235,10 @@ def test_only_the_whole_autoattack_is_a_leaderboard_entry(whole: Path) -> None:
     attacks: dict[str, Attack] = {
         "aa": AutoAttack(norm="linf", eps=8 / 255),
         "apgd": AutoAttack(norm="linf", eps=8 / 255, attacks=("apgd-ce",)),
+        "hasty": AutoAttack(norm="linf", eps=8 / 255, queries=100),
         "pgd_l2": AttackConfig(norm="l2", eps=0.5),
     }
-    summary["accuracy"] |= {"aa": {"accuracy": 0.4321}, "apgd": {"accuracy": 0.5}}
+    summary["accuracy"] |= {"aa": {"accuracy": 0.4321}, "apgd": {"accuracy": 0.5}, "hasty": {"accuracy": 0.6}}
     ((threat, entry),) = leaderboard.entries(summary, attacks)
     assert threat == "Linf"
     assert entry["eps"] == "8/255"

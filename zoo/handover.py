@@ -1,5 +1,6 @@
 """The hand-over folder: what training passes on. `model.safetensors` (float32) and `config.yaml`; no pickle."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or "name" not in config.get("model", {}):
         raise UserError(f"{folder / CONFIG} names no model; use the file that training wrote beside the weights")
     return config
+
+
+def weights_sha256(folder: Path) -> str:
+    """Of the file with the weights: what a result belongs to."""
+    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
 
 
 def load(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
