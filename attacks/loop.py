@@ -125,18 +125,19 @@ def probing(model: nn.Module) -> Iterator[None]:
 
     Otherwise each backward pass would compute the gradient of every weight too, and dropout would blur the attack.
     """
-    was_training = [(module, module.training) for module in model.modules()]
+    training = [module for module in model.modules() if module.training]
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        model.eval()
+        for module in training:
+            module.training = False
         for parameter in trainable:
             parameter.requires_grad_(False)
         yield
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
-        for module, training in was_training:
-            module.training = training
+        for module in training:
+            module.training = True
 
 
 class _Threat:

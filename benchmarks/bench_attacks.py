@@ -88,10 +88,15 @@ def of_norm(
     def stop() -> Tensor:
         return stopping.run(model, images, labels)
 
-    assert torch.allclose(last(), plain(), atol=1e-5)
-    assert torch.allclose(last(), by_foolbox(), atol=1e-5)
+    assert same(last(), plain())
+    assert same(last(), by_foolbox())
     pairs = {"plain": (last, plain), "worst": (worst, plain), "stop": (stop, worst), "foolbox": (last, by_foolbox)}
     return {name: compared(*ways, options.pairs, len(images)) for name, ways in pairs.items()}
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """The same points; a GPU adds gradients up in another order each time, which turns a few signs near zero."""
+    return float((first - second).abs().mean()) < (0.1 * EPS if first.is_cuda else 1e-6)
 
 
 def plain_pgd(

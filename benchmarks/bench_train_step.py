@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--steps", type=int, nargs="+", default=(2, 10), help="of the attack")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--compile", action="store_true", help="torch.compile, for both")
     parser.add_argument("--peak-tflops", type=float, help="of the device in this precision: MFU is reported")
     options = parser.parse_args()
     world = engine.start(5)
@@ -55,8 +56,9 @@ def main() -> None:
             f"pgd_{steps}": measured(options, steps, run_of(options, steps, folder, world), images, labels)
             for steps in options.steps
         }
-    chosen = {key: getattr(options, key) for key in ("model", "batch", "pairs", "precision")}
-    record(f"train_step_{world.device.type}", chosen | results)
+    chosen = {key: getattr(options, key) for key in ("model", "batch", "pairs", "precision", "compile")}
+    ways = f"_{options.precision}{'_compiled' if options.compile else ''}" if world.device.type == "cuda" else ""
+    record(f"train_step_{world.device.type}{ways}", chosen | results)
     engine.stop()
 
 
@@ -67,6 +69,7 @@ def run_of(options: argparse.Namespace, steps: int, folder: str, world: engine.W
         f"+model.num_classes={CLASSES}", "penalty=msvp", "attack=pgd_linf", f"attack.steps={steps}", "hinge=none",
         f"train.batch_size={options.batch}", f"train.precision={options.precision}", f"name=pgd{steps}",
         f"run_dir={folder}/runs/{steps}", "registry.enabled=false", "certify.enabled=false",
+        f"train.compile={options.compile}",
     )  # fmt: skip
     return assemble(prepare(compose_config("adv_train", overrides)), world)
 
@@ -75,6 +78,11 @@ def measured(options: argparse.Namespace, steps: int, run: Run, images: Tensor, 
     """Seconds of a step and of the least, and the quartiles of their ratio."""
     bare: nn.Module = zoo.create_model(**run.job.model).to(images.device).train()
     bare = bare.bfloat16() if options.precision == "bf16" else bare
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), run.engine.precision():
+        bare(images)
+    forward_flops = counter.get_total_flops()
+    if options.compile:
+        bare.compile()  # not before the count, under which it would give up for good
     seconds = time.perf_counter if images.is_cuda else time.process_time
 
     def least() -> float:
@@ -93,9 +101,6 @@ def measured(options: argparse.Namespace, steps: int, run: Run, images: Tensor, 
             torch.cuda.synchronize()
         return seconds() - start
 
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), run.engine.precision():
-        bare(images)
-    forward_flops = counter.get_total_flops()
     step(), least()  # warm-up
     pairs = [(step(), least()) if i % 2 else (least(), step())[::-1] for i in range(options.pairs)]
     ratios = sorted(first / second for first, second in pairs)

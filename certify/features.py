@@ -35,17 +35,19 @@ def read_by_head(model: Any, images_BCHW: Tensor) -> tuple[Tensor, Tensor]:
 def clean_and_attacked(
     model: nn.Module, batches: Iterable[Batch], attack: AttackConfig, seed: int, progress: Callable[[], None]
 ) -> Features:
-    """Attacks the batches one after the other, with one generator for all. Raises UserError where features are no
-    numbers."""
+    """Attacks the batches one after the other where the model is, with one generator for all; what it found is on the
+    CPU. Raises UserError where features are no numbers."""
+    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for _, images_BCHW, labels_B in batches:
+        images_BCHW, labels_B = images_BCHW.to(device), labels_B.to(device)
         z_BD, logits_BK = read_by_head(model, images_BCHW)
         attacked_z_BD, attacked_logits_BK = read_by_head(model, attack.run(model, images_BCHW, labels_B, generator))
         correct, survives = (logits.argmax(-1) == labels_B for logits in (logits_BK, attacked_logits_BK))
         parts.append((z_BD, attacked_z_BD, correct, survives))
         progress()
-    found = Features(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    found = Features(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
     if not bool(torch.isfinite(found.clean_ND).all() and torch.isfinite(found.attacked_ND).all()):
         raise UserError("the model's features hold NaN or infinite values; take an earlier checkpoint or train again")
     return found

@@ -35,12 +35,14 @@ class InType(nn.Module):
 
 
 def device_of(worker: int, name: str) -> torch.device:
-    """The device of one of the processes. Raises UserError where there is none of that name."""
+    """The device of a process, where float32 is what it says. Raises UserError where there is none of that name."""
     if name == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if not gpus:
         raise UserError("device=cuda: torch finds no GPU on this machine; use device=cpu")
+    torch.backends.cudnn.allow_tf32 = False  # torch's default is to round what convolutions multiply to 10 bits
+    torch.backends.cuda.matmul.allow_tf32 = False
     return torch.device("cuda", worker % gpus)
 
 

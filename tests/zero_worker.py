@@ -200,10 +200,18 @@ def models(job: Job) -> Iterator[tuple[Job, int, dict[str, Job]]]:
             yield other, 3, {name: at(other, 3), f"{name}-recomputed": at(other, 3, grad_checkpointing=True)}
 
 
+def as_on_a_gpu() -> None:
+    """There DeepSpeed's forward turns an autocast off that was on before it; on a CPU it never notices one."""
+    from deepspeed.runtime import engine
+
+    engine.autocast_if_enabled = lambda _: torch.autocast("cpu", enabled=False)
+
+
 def main() -> None:
     *overrides, which, out = launcher_argv(sys.argv[1:])
     from trainers import engine
 
+    as_on_a_gpu()
     job = prepare(compose_config("adv_train", overrides))
     world = engine.start(5)
     found = {}

@@ -11,6 +11,7 @@ reads all weights gathers them one by one.
 """
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -116,8 +117,9 @@ def start(timeout_minutes: float) -> World:
         return World(rank, size, device)
     patience = timedelta(minutes=timeout_minutes)  # a rank that waits longer for the others ends with an error
     store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
+    backend, bound = ("nccl", device) if gpu else ("gloo", None)  # unbound, NCCL guesses the GPU, and says so each time
     try:
-        dist.init_process_group("nccl" if gpu else "gloo", timeout=patience, store=store, rank=rank, world_size=size)
+        dist.init_process_group(backend, timeout=patience, store=store, rank=rank, world_size=size, device_id=bound)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -164,7 +166,8 @@ def ds_config(train: TrainConfig, settings: DeepSpeedConfig, world_size: int, we
         },
         "zero_force_ds_cpu_optimizer": False,  # likewise where the optimiser is offloaded
         "zero_allow_untested_optimizer": True,  # torch's own SGD and AdamW; no kernel is compiled
-        "bf16": {"enabled": train.precision == "bf16"},
+        # Its check for overflow is two kernels a parameter; the norm of the gradient, taken anyway, says the same.
+        "bf16": {"enabled": train.precision == "bf16", "check_grad_overflow": False},
         "steps_per_print": 2**62,
         "wall_clock_breakdown": False,
     }
@@ -222,7 +225,8 @@ class Engine:
             not train.grad_checkpointing or recompute_blocks_(model) > 0,
             "train.grad_checkpointing=true recomputes blocks, and this model has none; leave it out",
         )
-        measured = Measured(model.to(world.device), owners)
+        # Whole at stages 0-2, so that a penalty takes all layers in one batch; at stage 3 gathered one by one.
+        measured = Measured(model.to(world.device), owners if settings.stage == 3 else ())
         weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._engine, *_ = deepspeed.initialize(
             model=measured,
@@ -262,11 +266,17 @@ class Engine:
 
     def through(self, measure: Callable[..., Any], *inputs: Any) -> Any:
         """The training pass: measure(model, *inputs), tensors that the loss may be made of."""
+        return self._engine(self._in_precision, measure, *inputs)
+
+    def _in_precision(self, model: nn.Module, measure: Callable[..., Any], *inputs: Any) -> Any:
+        """Within the engine's forward: on a GPU DeepSpeed turns an autocast off that was on before it."""
         with self.precision():
-            return self._engine(measure, *inputs)
+            return measure(model, *inputs)
 
     def of_weights(self, owners: Iterable[nn.Module], measure: Callable[[nn.Module], Tensor]) -> Tensor:
-        """sum_owner measure(owner), a scalar, differentiable in the weights."""
+        """measure(all owners), a scalar, a sum over owners, differentiable in the weights."""
+        if not self._weights:
+            return measure(nn.ModuleList(owners))
         total = torch.zeros((), device=self.world.device, requires_grad=True)
         for owner in owners:
             total = self._weights[owner](total, measure)
@@ -283,8 +293,9 @@ class Engine:
         self._engine.step()
 
     def updated(self) -> bool:
-        """Did the last `step` change the weights? Not after a gradient that is not finite, at stages 1 and 2."""
-        return bool(self._engine.was_step_applied())
+        """Was the gradient of the last `step` finite? If not, the update was left out or has spoilt the weights."""
+        norm = self._engine.get_global_grad_norm()  # -1 where it is not finite
+        return bool(self._engine.was_step_applied()) and (norm is None or 0 <= float(norm) < math.inf)
 
     def finite(self) -> bool:
         """Collective: are all weights finite? They are the same on every rank, and so is the answer."""
