@@ -74,7 +74,7 @@ TABLES = {
     "table2_deit_ti": DEIT_TI,
     "table2_deit_ti_gpu": replace(
         DEIT_TI,
-        differs="from scratch, not from ImageNet-1k weights; 900 steps of batch 512, 9.2 epochs (40 of batch 64); bf16; "
+        differs="from scratch, not from ImageNet-1k weights; 900 steps of batch 512, 9.2 epochs (40, batch 64); bf16; "
         "PGD-2 of 5/255 in training (PGD-10 of 2/255); AdamW, cosine (SGD); no CutMix and Mixup; CIFAR-10 as JPEG if "
         "the shards are; LipsFormer stands for SCSA in standard blocks; the attacks keep the worst of all points they "
         "visit",
