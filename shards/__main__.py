@@ -25,7 +25,7 @@ def digits(args: argparse.Namespace) -> None:
 
 
 def folder(args: argparse.Namespace) -> None:
-    source = sources.Folder(args.source)
+    source = sources.Folder(args.source, args.only)
     path = write(
         source,
         args.root,
@@ -101,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
     make_folder.add_argument("--split", required=True, choices=("train", "test"))
     make_folder.add_argument("--per-shard", type=int, default=1000)
     make_folder.add_argument("--resize", type=int, help="shrink images whose short side is longer (JPEG 95)")
+    make_folder.add_argument("--only", type=Path, help="text file that names the images to take, one a line")
     make_torchvision.add_argument("--name", help="default: the data set's, in lower case")
     make_torchvision.add_argument("--download-to", type=Path, help="default: ROOT/download")
     make_index.add_argument("--name", help="list NAME-*.tar in NAME.json; default: *.tar in manifest.json")

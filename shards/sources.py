@@ -4,6 +4,7 @@ An image is a path, a PIL image or a uint8 array (HW, HWC). Torchvision data set
 """
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,10 +21,13 @@ TORCHVISION_SETS = ("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST")
 class Folder(Sequence[tuple[Path, int]]):
     """A folder with a subfolder of images a class; labels number the subfolders in alphabetical order.
 
-    Raises `UserError` if there are no images.
+    Args: only: a text file that names an image a line, the official list of a benchmark perhaps; of a path in it the
+        last part counts. The classes stay those of the folder.
+
+    Raises `UserError` if there are no images, or not exactly one of each name in `only`.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, only: Path | None = None) -> None:
         if not root.is_dir():
             raise UserError(f"{root} is not a folder; give the one that holds a subfolder of images a class")
         self.classes = sorted(path.name for path in root.iterdir() if path.is_dir())
@@ -38,12 +42,29 @@ class Folder(Sequence[tuple[Path, int]]):
             raise UserError(f"{root} holds no CLASS/IMAGE of {', '.join(IMAGE_EXTENSIONS)}; give another folder")
         if others:
             log.warning("%s: left out %d files that are not %s", root, others, ", ".join(IMAGE_EXTENSIONS))
+        if only is not None:
+            self.items = _listed(self.items, only)
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]  # the overloads of Sequence add nothing here
         return self.items[index]
+
+
+def _listed(items: list[tuple[Path, int]], only: Path) -> list[tuple[Path, int]]:
+    """Those that the file names."""
+    try:
+        names = {Path(line.strip()).name for line in only.read_text().splitlines() if line.strip()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--only {only} cannot be read ({error}); give a text file, an image a line") from None
+    listed = [item for item in items if item[0].name in names]
+    found = Counter(path.name for path, _ in listed)
+    wrong = sorted(name for name in names if found[name] != 1)
+    if wrong or not names:
+        what = f"{wrong[0]} is there {found[wrong[0]]} times" if wrong else "it names no image"
+        raise UserError(f"--only {only}: {what}; give a list of the folder's files, an image a line")
+    return listed
 
 
 def digits(seed: int = 0, test_fraction: float = 0.2) -> dict[str, list[tuple[NDArray[np.uint8], int]]]:

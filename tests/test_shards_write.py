@@ -94,6 +94,31 @@ def test_a_corrupt_source_leaves_no_shard_under_the_final_name(tmp_path: Path) -
     assert list(root.glob("*.tar*")) == []
 
 
+def test_a_list_of_files_picks_its_images_and_keeps_the_classes(tmp_path: Path) -> None:
+    folder, wanted = tmp_path / "images", tmp_path / "list.txt"
+    for number in range(12):
+        (folder / f"class{number % 3}").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"class{number % 3}" / f"{number}.png")
+    wanted.write_text("val/somewhere/4.png\n\n7.png\n11.png\n")
+    command = ["folder", str(folder), str(tmp_path / "root"), "--name", "toy", "--split", "test", "--only", str(wanted)]
+    main(command)
+    _, images, labels = read_back(config(tmp_path / "root"), "test")
+    assert {(round(float(image.max()) * 255), int(label)) for image, label in zip(images, labels, strict=True)} == {
+        (4, 1), (7, 1), (11, 2),
+    }  # fmt: skip
+    (folder / "class0" / "4.png").write_bytes((folder / "class1" / "4.png").read_bytes())
+    for text, said in (
+        ("4.png\n", "4.png is there 2 times"),
+        ("99.png\n", "99.png is there 0 times"),
+        ("\n", "no image"),
+    ):
+        wanted.write_text(text)
+        with pytest.raises(UserError, match=said):
+            sources.Folder(folder, wanted)
+    with pytest.raises(UserError, match="cannot be read"):
+        sources.Folder(folder, tmp_path / "absent.txt")
+
+
 def test_an_interrupted_set_is_refused(tmp_path: Path) -> None:
     class Interrupted(list):
         def __getitem__(self, index):  # type: ignore[no-untyped-def]

@@ -55,7 +55,8 @@ def gpus() -> Finding:
 def bf16() -> str:
     """On a GPU whether it has it; on a CPU its speed against float32."""
     if torch.cuda.is_available():
-        return "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else "emulated: slow"
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return "yes: train.precision=bf16 takes a fraction of the time of fp32" if native else "emulated: slow"
     ratio = seconds(torch.float32) / seconds(torch.bfloat16)
     return f"yes, {ratio:.2g} times the speed of fp32 (768 x 768 product, {torch.get_num_threads()} threads)"
 

@@ -53,9 +53,8 @@ def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _excess(terms: list[tuple[float, Tensor]]) -> Tensor:
     """sum_k relu( ||W_k|| - c_k )^2 over K weights of one shape, in one batch."""
     norm_K = gram_norm(torch.stack([weight_ND.float() for _, weight_ND in terms]))
-    cap_K = torch.tensor([cap for cap, _ in terms]).to(
-        norm_K, non_blocking=True
-    )  # blocking, it waits for the whole GPU
+    # A blocking copy would wait for all that the GPU has to do.
+    cap_K = torch.tensor([cap for cap, _ in terms]).to(norm_K, non_blocking=True)
     return (norm_K - cap_K).clamp_min(0).square().sum()
 
 

@@ -59,11 +59,12 @@ def msvp(
 
 def _weighted_squares(terms: list[tuple[float, Tensor, Tensor]]) -> Tensor:
     """sum_k lambda_k sum_h sigma^2 over K weights of one shape, in one batch."""
-    lambda_K = torch.tensor([weight for weight, _, _ in terms])  # below: a blocking copy would wait for the whole GPU
+    lambda_K = torch.tensor([weight for weight, _, _ in terms])
     weight_KHOD = torch.stack([weight_HOD.float() for _, weight_HOD, _ in terms])
     power_KHD = torch.stack([power_HD.float() for _, _, power_HD in terms])
     sigma_KH, power_KHD = power_step(weight_KHOD, power_KHD)
     if torch.is_grad_enabled():
         for (_, _, power_HD), moved_HD in zip(terms, power_KHD, strict=True):
             power_HD.copy_(moved_HD)
+    # A blocking copy would wait for all that the GPU has to do.
     return (sigma_KH.square().sum(1) * lambda_K.to(sigma_KH, non_blocking=True)).sum()
