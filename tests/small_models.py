@@ -1,11 +1,13 @@
-"""Two-layer models of each kind on 8 x 8 images, for tests of whole certificates."""
+"""Two-layer models of each kind on 8 x 8 images, for tests of whole certificates; the zoo's models, shrunk."""
 
+import json
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import zoo
+from zoo.overview import tiny_options
 
 SMALL: dict[str, Any] = {"img_size": 8, "in_chans": 1, "num_classes": 4}
 TINY: dict[str, Any] = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
@@ -37,3 +39,12 @@ def labelled(model: Any, count: int, seed: int) -> tuple[Tensor, Tensor]:
     x = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         return x, model(x).argmax(-1)
+
+
+def distinct() -> dict[str, list[str]]:
+    """The names of the zoo by the first of those that are one model once shrunk: the same options, so the same code."""
+    models: dict[str, list[str]] = {}
+    for name in zoo.list_models():
+        options = zoo.model_options(name, **tiny_options(name))
+        models.setdefault(json.dumps(options, sort_keys=True, default=str), []).append(name)
+    return {names[0]: names for names in models.values()}

@@ -1,6 +1,5 @@
 """The adjoint certificate covers the zoo: every model, shrunk with its own parts, is certified and never beaten."""
 
-import json
 from typing import Any
 
 import pytest
@@ -11,22 +10,12 @@ import zoo
 from certify.adjoint import Adjoint
 from certify.bake import bake
 from tests.ascent import ascend
+from tests.small_models import distinct
 from zoo.curvature import trunk_of
 from zoo.factory import model_options
 from zoo.overview import rules_refusal, tiny_options
 
 REFUSED: dict[str, str] = {}  # models that the certificate does not cover, and why
-
-
-def distinct() -> dict[str, list[str]]:
-    """The names by the first of those that are one model once shrunk."""
-    models: dict[str, list[str]] = {}
-    for name in zoo.list_models():
-        options = model_options(name, **tiny_options(name))
-        models.setdefault(json.dumps(options, sort_keys=True, default=str), []).append(name)
-    return {names[0]: names for names in models.values()}
-
-
 MODELS = distinct()
 
 
