@@ -78,6 +78,13 @@ def test_the_attacks_precision_is_its_own(found: dict[str, dict[str, float]], st
     assert training["loss"] != both["loss"]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_broken_gradient_is_noticed(found: dict[str, dict[str, float]], precision: str, stage: int) -> None:
+    """Of one rank, under a finite loss; before it, an update is called one."""
+    assert found[f"broken-{precision}-zero{stage}"] == {"whole": 1.0, "broken": 0.0}
+
+
 def test_missing_data_is_said_once_by_all_ranks(folder: Path) -> None:
     script = ROOT / "trainers" / "adv_train.py"
     status, output = finish(launch(script, *TINY, "name=lost", "data.root=nowhere", cwd=folder))

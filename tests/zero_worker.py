@@ -155,6 +155,29 @@ def attack_trace(job: Job, stage: int) -> dict[str, float]:
     return {"moved": float((adversarial != images).any()), "changed": float(everything(run.engine) != before)}
 
 
+def after_a_broken_gradient(job: Job, stage: int, precision: str) -> dict[str, float]:
+    """The last rank's gradient is no number, though its loss is one: does the engine say that it made an update?"""
+    from trainers.engine import World
+    from trainers.place import place
+    from trainers.run import assemble
+
+    rank, _, size = place()
+    job = replace(at(job, stage, precision=precision), run_dir=job.run_dir / f"broken-{precision}-zero{stage}")
+    engine = assemble(job, World(rank, size, torch.device("cpu"))).engine
+    images = global_batch(0)[0].chunk(size)[rank]
+    answers = []
+    for broken in (False, True):
+        logits = engine.through(nn.Module.__call__, images).float()
+        loss = logits.square().mean()
+        if broken and rank == size - 1:
+            loss = loss + (logits - logits.detach()).abs().sum().sqrt()
+        assert loss.isfinite()
+        engine.backward(loss)
+        engine.step(LR)
+        answers.append(float(engine.updated()))
+    return {"whole": answers[0], "broken": answers[1]}
+
+
 def everything(engine: Any) -> list[Any]:
     """Weights, buffers, gradients, modes, and what the optimiser holds, here compared bit by bit."""
     state = engine.float32_state()
@@ -223,6 +246,9 @@ def main() -> None:
             found[name] = curve.against(expected) | {"beyond bf16": finer}
     if which == "stages":
         found |= {f"attack-zero{stage}": attack_trace(job, stage) for stage in range(4)}
+        for precision in ("fp32", "bf16"):
+            broken = {stage: after_a_broken_gradient(job, stage, precision) for stage in (1, 2, 3)}
+            found |= {f"broken-{precision}-zero{stage}": answers for stage, answers in broken.items()}
     if world.rank == 0:
         Path(out).write_text(json.dumps(found))
     engine.stop()
