@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
@@ -60,6 +60,8 @@ def decode(data: bytes, where: str, *, max_pixels: int = MAX_PIXELS) -> Image.Im
         fault = _fault_of_header(image, max_pixels)
         if fault is None:
             image.load()
+    except UnidentifiedImageError:  # whose message is an address in memory
+        raise SampleError(f"{where}: the image is corrupt (no {', '.join(FORMATS)}); {MEND_SAMPLE}") from None
     except Exception as error:  # hostile bytes make decoders raise anything
         reason = " ".join(str(error).split())[:120]
         raise SampleError(f"{where}: the image is corrupt ({reason}); {MEND_SAMPLE}") from None
