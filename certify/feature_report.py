@@ -25,7 +25,7 @@ from certify import feature_distance, feature_figures, images, layer_norms, reco
 from certify.bake import bake
 from certify.features import Features, clean_and_attacked
 from certify.prover import device_of
-from certify.workers import DEVICES, Batch
+from certify.workers import Batch, require_device
 from certizoo import UserError, __version__
 from certizoo.files import write_whole
 
@@ -53,8 +53,7 @@ class Settings:
                 raise UserError(f"{key}={getattr(self, key)}: give a whole number, at least {least}")
         if not isinstance(self.perplexity, int | float) or not 1 <= self.perplexity < math.inf:
             raise UserError(f"perplexity={self.perplexity}: give a number, at least 1, such as 30")
-        if self.device not in DEVICES:
-            raise UserError(f"device={self.device}: choose one of {', '.join(DEVICES)}")
+        require_device(self.device, "device")
 
 
 class Subject(NamedTuple):
@@ -115,9 +114,8 @@ def _one(
 ) -> tuple[Summary, pd.DataFrame, pd.DataFrame]:
     """What features.json says of a model, its points in the plane, and its norms."""
     norms = layer_norms.sigma_max(subject.baked)
-    found = clean_and_attacked(
-        subject.model.to(device_of(0, settings.device)), listed.batches, settings.attack, settings.seed, step
-    )
+    model = subject.model.to(device_of(0, settings.device))
+    found = clean_and_attacked(model, listed.batches, settings.attack, settings.seed, step)
     clean_ND, attacked_ND = found.clean_ND.double().numpy(), found.attacked_ND.double().numpy()
     apart = feature_distance.a_distance(clean_ND, attacked_ND, settings.seed)
     xy = feature_distance.plane(clean_ND, attacked_ND, settings.perplexity, settings.seed)

@@ -35,14 +35,15 @@ class InType(nn.Module):
 
 
 def device_of(worker: int, name: str) -> torch.device:
-    """The device of a process, where float32 is what it says. Raises UserError where there is none of that name."""
+    """The device of a process; convolutions there keep float32. Raises UserError where there is none of that name."""
     if name == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if not gpus:
         raise UserError("device=cuda: torch finds no GPU on this machine; use device=cpu")
-    torch.backends.cudnn.allow_tf32 = False  # torch's default is to round what convolutions multiply to 10 bits
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = (
+        False  # torch's default rounds what they multiply to 10 bits; matrix products it leaves
+    )
     return torch.device("cuda", worker % gpus)
 
 

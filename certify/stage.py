@@ -30,7 +30,7 @@ from certify.command import command
 from certify.evaluate import DEFAULT_ATTACK
 from certify.page import gallery
 from certify.prover import DTYPES, Prover
-from certify.workers import DEVICES, in_order
+from certify.workers import in_order, require_device
 from certizoo import UserError, __version__
 from certizoo.files import write_whole
 
@@ -69,8 +69,7 @@ class Settings:
             )
         if self.workers < 1:
             raise UserError(f"certify.workers={self.workers}: give a whole number above 0, such as that of the cores")
-        if self.device not in DEVICES:
-            raise UserError(f"certify.device={self.device}: choose one of {', '.join(DEVICES)}")
+        require_device(self.device, "certify.device")
         if not any(f"{eps:g}" == f"{self.headline_eps:g}" for eps in self.eps):
             raise UserError(f"certify.headline_eps={self.headline_eps:g} is not among certify.eps; add it there")
 

@@ -35,6 +35,12 @@ CONTEXTS["cpu"].set_forkserver_preload(["torch._dynamo", "pandas"])  # torchvisi
 DEVICES = tuple(CONTEXTS)
 
 
+def require_device(name: str, key: str) -> None:
+    """Raise UserError, naming the key of the configuration, where `name` is none of DEVICES."""
+    if name not in DEVICES:
+        raise UserError(f"{key}={name}: choose one of {', '.join(DEVICES)}")
+
+
 def in_order(
     own: Work, make: Callable[[int], Work], workers: int, device: str, batches: Iterable[Batch]
 ) -> Generator[list[Row], None, None]:
