@@ -226,7 +226,7 @@ def test_a_published_version_gets_the_figures_as_tags_and_metrics(
         assert float(version.tags[f"attacked_acc.quick.{name}"]) == pytest.approx(of["accuracy"], abs=1e-4)
         assert float(version.tags[f"proved_acc.quick.{name}"]) == pytest.approx(of["certified"]["accuracy"], abs=1e-4)
     assert version.tags["clean_acc"], "the certificate's own tags stay"
-    run = mlflow.MlflowClient().get_run(version.run_id or "")
+    run = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(version.run_id or "")
     assert {f"attacked_acc.quick.{name}" for name in summary["accuracy"]} <= set(run.data.metrics)
 
 
