@@ -24,8 +24,9 @@ from torch import nn
 import zoo
 from benchmarks.record import record
 from zoo.attention import variants
-from zoo.block import PreNormBlock
-from zoo.mlp import Mlp
+from zoo.layers.block import PreNormBlock
+from zoo.layers.init import trunc_normal_init_
+from zoo.layers.mlp import Mlp
 
 WIDTH, HEADS, BATCH, TOKENS = 768, 12, 8, 197
 TARGETS = {"dp": 1.0, "l2": 1.15, "scsa": 1.15, "ln": 1.15, "msvp": 1.03}  # of the time; memory 1.2
@@ -39,7 +40,7 @@ def make_step(name: str) -> Callable[[], None]:
     attention = variants()["dp" if name == "msvp" else name](WIDTH, HEADS)
     norm = partial(nn.LayerNorm, WIDTH, eps=1e-6)
     block = PreNormBlock(attention, Mlp(WIDTH, 4 * WIDTH), norm(), norm())
-    zoo.init.trunc_normal_init_(block)
+    trunc_normal_init_(block)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     block.to(DEVICE, dtype)
     x_BND = torch.randn(BATCH, TOKENS, WIDTH, device=DEVICE, dtype=dtype, requires_grad=True)

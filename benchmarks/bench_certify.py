@@ -1,10 +1,10 @@
 """What the adjoint certificate costs: seconds an image for all eps of the grid, and for the certified radius besides.
 
-Three layers of width 128, 4 or 16 tokens. Processes with one thread each share the images, as `certify.workers` does;
-each measures the weights once, which is not counted. On a machine with other work the seconds say little; cpu_all_eps
-and cpu_radius_besides are the processor time of all processes an image, to be divided by their number. The eps are
-asked from the largest down; an image that passed one is not asked for a smaller one. Paper 004 reports 0.055 s an image
-for one eps, 4 tokens.
+Three layers of width 128, 4 or 16 tokens. Processes with one thread each share the images, as `certify.rows.workers`
+does; each measures the weights once, which is not counted. On a machine with other work the seconds say little;
+cpu_all_eps and cpu_radius_besides are the processor time of all processes an image, to be divided by their number. The
+eps are asked from the largest down; an image that passed one is not asked for a smaller one. Paper 004
+reports 0.055 s an image for one eps, 4 tokens.
 
     python -m benchmarks.bench_certify                                # random weights, labels as predicted: all correct
     python -m benchmarks.bench_certify --handover RUN/handover ... --shards FOLDER   # trained models and test images
@@ -23,10 +23,10 @@ from torch import Tensor
 import shards
 import zoo
 from benchmarks.record import record
-from certify.adjoint import Adjoint
 from certify.api import radius_of
-from certify.certificate import Analysis
-from zoo.fold import folded
+from certify.methods.adjoint import Adjoint
+from certify.methods.certificate import Analysis
+from zoo.layers.fold import folded
 
 EPS = (0.02, 0.05, 0.1, 36 / 255, 0.25)
 TARGETS = {4: 0.02, 16: 0.1}  # seconds an image on 2 cores, all eps

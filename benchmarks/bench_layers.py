@@ -1,5 +1,5 @@
 """Two ways to the same numbers: the patch embedding as a convolution and as one product with the patches
-(zoo/patches.py), and gated positions on the fused kernel and written out (zoo/attention/gpsa.py).
+(zoo/layers/patches.py), and gated positions on the fused kernel and written out (zoo/attention/gpsa.py).
 
 The two take turns, and the ratio is that of the medians of processor time. `image`: forward, and backward to the input
 alone, as an attack does; `all`: forward, and backward to input and weights.
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.record import record
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
-from zoo.patches import PatchProjection
+from zoo.layers.patches import PatchProjection
 
 PATCHES = ((3, 126, 8, 32, 128), (3, 192, 4, 32, 64), (3, 384, 16, 224, 8))  # channels, width, patch, image, batch
 POSITIONS = ((16, 126, 128), (64, 126, 32), (196, 432, 8))  # tokens, width, batch; 9 heads

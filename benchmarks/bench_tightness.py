@@ -19,10 +19,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.record import record
-from tests import test_curvature, test_curvature_attention, test_curvature_variants, test_rules
-from tests.expansions import Instance, tightness
-from zoo.curvature import curvature_types
-from zoo.rules import local, local_rule_types, rule_types
+from tests.tools.expansions import Instance, tightness
+from tests.zoo.attention import test_curvature as test_curvature_attention
+from tests.zoo.attention import test_curvature_variants
+from tests.zoo.bounds import test_curvature, test_rules
+from zoo.bounds.curvature import curvature_types
+from zoo.bounds.rules import local, local_rule_types, rule_types
 
 MODULES = 20  # of each case of second order: 200 inputs
 Row = dict[str, Any]

@@ -28,10 +28,10 @@ import zoo
 from attacks.loop import probing
 from benchmarks.record import record
 from certizoo.compose import compose_config
-from trainers import engine
-from trainers.job import prepare
-from trainers.run import Run, assemble
-from trainers.step import train_step
+from trainers.engine import engine
+from trainers.job.prepare import prepare
+from trainers.steps.run import Run, assemble
+from trainers.steps.step import train_step
 
 SIZE, CLASSES = 224, 1000
 

@@ -18,17 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import zoo
 from attacks import AttackConfig
-from certify import (
-    analysis,
-    evaluation_report,
-    feature_figures,
-    feature_report,
-    publication,
-    report,
-    stage,
-    suite,
-)
-from certify.evaluate import UnsoundCertificate
+from certify.evaluation import report as evaluation_report
+from certify.evaluation import run as evaluation
+from certify.evaluation.settings import Settings as EvaluationSettings
+from certify.methods.certificate import UnsoundCertificate
+from certify.papers import analysis, feature_figures, feature_report
+from certify.stage import register, tables
+from certify.stage import run as stage
+from certify.stage.settings import Settings as StageSettings
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
@@ -54,13 +51,13 @@ def _certify(config: dict[str, Any]) -> None:
     console = Console(highlight=False)
     with _progress("certifying", console) as progress:
         summary = stage.run(handover, _data(config, handover), _settings(config), out, progress)
-    console.print(report.accuracy_table(summary))
+    console.print(tables.accuracy_table(summary))
     console.print(
         f"curve {out / 'curve.png'}, card {out / 'card.md'}, rows {out / 'certificates.parquet'}", soft_wrap=True
     )
     console.print(f"report {out / stage.REPORT}", soft_wrap=True)
     if config["publish"]:
-        line = publication.publish(
+        line = register.publish(
             handover, out, registered_name=config["publish"], run_id=None, experiment=config["experiment"]
         )
         console.print(f"registered: {line}")
@@ -69,15 +66,17 @@ def _certify(config: dict[str, Any]) -> None:
 def _evaluate(config: dict[str, Any]) -> None:
     handover, protocol = _handover(config), config["protocol"]
     out = Path(config["out"]) if config["out"] else _default_out(config, handover, f"evaluation_{protocol['name']}")
-    keys = {field.name: config[field.name] for field in fields(suite.Settings) if field.name in config}
-    settings = suite.Settings(**keys | {"protocol": protocol["name"], "attacks": protocol["attacks"]})
+    keys = {field.name: config[field.name] for field in fields(EvaluationSettings) if field.name in config}
+    settings = EvaluationSettings(**keys | {"protocol": protocol["name"], "attacks": protocol["attacks"]})
     console = Console(highlight=False)
     with _progress("evaluating", console) as progress:
-        summary = suite.run(handover, _data(config, handover), settings, out, progress)
+        summary = evaluation.run(handover, _data(config, handover), settings, out, progress)
     console.print(evaluation_report.table(summary))
     for flag in summary["flags"]:
         console.print(f"warning: {flag['name']}: {flag['message']}", style="yellow", markup=False, soft_wrap=True)
-    console.print(f"card {out / suite.CARD}, bars {out / suite.BARS}, rows {out / suite.TABLE}", soft_wrap=True)
+    console.print(
+        f"card {out / evaluation.CARD}, bars {out / evaluation.BARS}, rows {out / evaluation.TABLE}", soft_wrap=True
+    )
     if config["version"]:
         from registry.annotate import annotate
 
@@ -144,9 +143,9 @@ def _data(config: dict[str, Any], handover: Path) -> DataConfig:
     return DataConfig(**saved["data"])
 
 
-def _settings(config: dict[str, Any]) -> stage.Settings:
-    chosen = {field.name: config[field.name] for field in fields(stage.Settings)}
-    return stage.Settings(**chosen | {"eps": tuple(config["eps"]), "attack": AttackConfig(**config["attack"])})
+def _settings(config: dict[str, Any]) -> StageSettings:
+    chosen = {field.name: config[field.name] for field in fields(StageSettings)}
+    return StageSettings(**chosen | {"eps": tuple(config["eps"]), "attack": AttackConfig(**config["attack"])})
 
 
 COMMANDS = {"certify": _certify, "evaluate": _evaluate, "analyse": _analyse, "features": _features}

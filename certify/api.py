@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from certify.certificate import Analysis, Certificate, Certifier
 from certify.methods import METHODS
+from certify.methods.certificate import Analysis, Certificate, Certifier
 from certizoo import UserError
 
 MAX_EPS = 2.0**10  # far beyond the diameter of any image's box

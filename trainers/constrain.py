@@ -5,7 +5,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the project, not trainers/, is where imports start
-    from trainers.certvit import run
+    from trainers.certvit.run import run
     from trainers.entry import main
 
     main("constrain", work=run)

@@ -41,10 +41,11 @@ def train(config_name: str, overrides: Sequence[str]) -> None:
     """Compose, check, train; then rank 0 certifies and publishes."""
     with said_once():
         config = compose_config(config_name, overrides)
-        from trainers.job import prepare  # after the cheap errors: these imports take seconds
+        from trainers.job.prepare import prepare  # after the cheap errors: these imports take seconds
 
         job = prepare(config)
-    from trainers import handover, loop
+    from trainers.steps import loop
+    from trainers.weights import handover
 
     run_id = loop.train(job)
     if place()[0] == 0:

@@ -34,6 +34,8 @@ def said_once() -> Iterator[None]:
     except UserError:
         if place()[1] == 0:
             raise
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a run in its steps takes it for a request (trainers/preempt.py)
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # a run in its steps takes it for a request (trainers/engine/preempt.py)
         time.sleep(PATIENCE_SECONDS)
         raise SystemExit(EXIT_USER_ERROR) from None

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from certizoo import UserError
 from certizoo.errors import one_line_errors
-from trainers import checkpoint, saving
-from trainers.checkpoint import Saved
-from trainers.saving import PART
+from trainers.job import checkpoint
+from trainers.job.checkpoint import Saved
+from trainers.weights import saving
+from trainers.weights.saving import PART
 
 TOOL = "deepspeed.checkpoint.ds_to_universal"
 ASIDE, AVERAGE = "other_ranks", "ema.safetensors"

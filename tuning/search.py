@@ -131,7 +131,7 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
 
 def find_data(search: Search) -> None:
     """Make the digits where they are searched and absent; then all that the trainer checks before it begins."""
-    from trainers.job import prepare
+    from trainers.job.prepare import prepare
 
     nowhere = f"run_dir={_quoted(str(search.folder / 'none'))}"
     config = compose_config(search.trainer, [*search.overrides, "resume=auto", nowhere])

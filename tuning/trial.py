@@ -21,7 +21,7 @@ from typing import Any
 
 from certizoo.errors import EXIT_USER_ERROR
 from certizoo.processes import end_group
-from trainers import checkpoint
+from trainers.job import checkpoint
 from tuning import guard
 
 Row = dict[str, float]

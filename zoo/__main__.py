@@ -15,9 +15,9 @@ from rich.table import Table
 
 from certizoo import UserError
 from certizoo.errors import one_line_errors
-from zoo import overview
 from zoo.export import FORMATS, export_handover
-from zoo.factory import model_options
+from zoo.models import overview
+from zoo.models.factory import model_options
 
 COMMANDS = ("list", "show", "export")
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from certizoo import UserError
 from certizoo.files import whole_file
 from zoo import handover
-from zoo.convert import to_timm
-from zoo.fold import folded
+from zoo.layers.fold import folded
+from zoo.models.convert import to_timm
 
 Shape = tuple[int, int, int]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from certizoo import UserError
 from certizoo.files import whole_file, write_whole
-from zoo.factory import Options, create_model, model_options, pixel_statistics
+from zoo.models.factory import Options, create_model, model_options, pixel_statistics
 
 WEIGHTS, CONFIG = "model.safetensors", "config.yaml"
 

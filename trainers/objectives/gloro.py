@@ -2,7 +2,7 @@
 
     z_bot = max_{k != j} ( z_k + eps_t K_jk ),     j = argmax z,     K_jk = ||w_j - w_k|| L,     L = CE( (z, z_bot), y )
 
-w are the rows of the head and L the Lipschitz constant up to it, an estimate here (zoo/reach.py); eps_t is
+w are the rows of the head and L the Lipschitz constant up to it, an estimate here (zoo/models/reach.py); eps_t is
 objective.eps, reached after `ramp`. Where z_bot < z_j the image would be certified, were L a bound.
 
 Letters: B images, K classes, F units of the last hidden layer.
@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainers.objectives.probe import Probe, Terms, accuracy, wide
-from zoo.convnet import ConvNet
-from zoo.reach import reach
+from zoo.models.convnet import ConvNet
+from zoo.models.reach import reach
 
 
 def gloro(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `robust` the share that is right and not bottom. For models that `zoo.reach` knows."""
+    """`acc` is clean accuracy, `robust` the share that is right and not bottom. For models in `zoo.models.reach`."""
     logits_BK, bottom_B = probe.through(with_bottom, images_BCHW, probe.eps)
     loss = F.cross_entropy(wide(torch.cat([logits_BK, bottom_B[:, None]], dim=1)), labels_B)
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
     L = CE( z_k + sqrt(2) eps_t L_f 1[k != y],  y ),     L_f the product of the layers' norms, pixels to logits
 
-Every wrong logit gets what no margin can lose in the ball. L_f is an estimate here (zoo/reach.py); eps_t is
+Every wrong logit gets what no margin can lose in the ball. L_f is an estimate here (zoo/models/reach.py); eps_t is
 objective.eps, reached after `ramp`.
 
 Letters: B images, K classes, z logits.
@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainers.objectives.probe import Probe, Terms, accuracy, wide
-from zoo.convnet import ConvNet
-from zoo.reach import reach
+from zoo.models.convnet import ConvNet
+from zoo.models.reach import reach
 from zoo.spectral import sigma_estimate
 
 
 def lmt(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `growth` is sqrt(2) eps L_f. For models that `zoo.reach` knows."""
+    """`acc` is clean accuracy, `growth` is sqrt(2) eps L_f. For models that `zoo.models.reach` knows."""
     logits_BK, growth_B = probe.through(margin_growth, images_BCHW, probe.eps)
     wrong_BK = 1 - F.one_hot(labels_B, logits_BK.shape[1])
     loss = probe.cross_entropy(wide(logits_BK) + wide(growth_B)[:, None] * wrong_BK, labels_B)

@@ -3,8 +3,8 @@
     L = CE( z_k + r ||(w_y - w_k) D||,  y ),     r >= ||h' - h||,   D = diag(entries of h that can change)
 
 h is the last hidden layer and w the rows of the head; r and D belong to the ball of radius eps_t around each image
-(zoo/reach.py; r is an estimate here); eps_t = objective.eps, reached after `ramp`. The paper's loss that widens the
-dead zones of ReLU_theta is left out.
+(zoo/models/reach.py; r is an estimate here); eps_t = objective.eps, reached after `ramp`. The paper's loss that widens
+the dead zones of ReLU_theta is left out.
 
 Letters: B images, K classes, F units of the last hidden layer, z logits.
 """
@@ -12,14 +12,14 @@ Letters: B images, K classes, F units of the last hidden layer, z logits.
 from torch import Tensor
 
 from trainers.objectives.probe import Probe, Terms, accuracy, wide
-from zoo.convnet import ConvNet
-from zoo.reach import reach
+from zoo.models.convnet import ConvNet
+from zoo.models.reach import reach
 
 TINY = 1e-24  # under the root, which has no derivative at 0
 
 
 def local_lip(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `robust` the share whose margins all survive. For models that `zoo.reach` knows."""
+    """`acc` is clean accuracy, `robust` the share whose margins all survive. For models in `zoo.models.reach`."""
     logits_BK, worst_BK = probe.through(worst_logits, images_BCHW, labels_B, probe.eps)
     loss = probe.cross_entropy(wide(worst_BK), labels_B)
     return {"loss": loss, "acc": accuracy(logits_BK, labels_B), "robust": accuracy(worst_BK, labels_B)}

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.attention.softmax import check_heads
-from zoo.curvature import linear
-from zoo.rules import Bound, Layer, NoRule, expect, residual_rule, rule
+from zoo.bounds.curvature import linear
+from zoo.bounds.rules import Bound, Layer, NoRule, expect, residual_rule, rule
 from zoo.spectral import U, sigma_upper
 
 SYMBOL_BYTES = 2**28  # memory for the matrices of a few frequencies at a time

@@ -5,7 +5,7 @@
 The first and the last step are linear. `turn` is the identity, or what a variant does to its projections (`Turn`); the
 core is that of `core_forms.py`. A variant says what its steps are by a function under `@split`, and has by that
 all rules: its own, and those inside windows (window.py) and with gated positions (gpsa.py). The composition is that
-of zoo/curvature.py, with three radii in place of one:
+of zoo/bounds/curvature.py, with three radii in place of one:
 
     <g, R(G)> = <o, R_core> + <J_core^T o, R_turn>,     o = g W_O^T,
     ||R(G)|| <= ||W_O|| ( beta_core + sum_{q,k,v} ||J_core|| beta_turn ).
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from zoo.attention.core_forms import Core, Radii, Score
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.softmax import QKVAttention
-from zoo.curvature import Expand, Expansion
-from zoo.rules import Bound, Layer, NoRule, expect
+from zoo.bounds.curvature import Expand, Expansion
+from zoo.bounds.rules import Bound, Layer, NoRule, expect
 from zoo.spectral import sigma_upper
 
 ThreeBounds = Callable[[Radii], Radii]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.attention.softmax import QKVAttention
-from zoo.rules import Bound, Layer, expect, residual_rule, rule
+from zoo.bounds.rules import Bound, Layer, expect, residual_rule, rule
 from zoo.spectral import sigma_upper
 
 DENSE_LIMIT = 4096  # N D up to which zeta is the norm of the dense (N D, N D) matrix

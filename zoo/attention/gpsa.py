@@ -22,9 +22,9 @@ from zoo.attention.dot_product import SOFTMAX, DotProductAttention, lofast
 from zoo.attention.local import lofast_local
 from zoo.attention.second_order import expand_attention
 from zoo.attention.softmax import QKVAttention, SoftmaxAttention
-from zoo.curvature import Expand, curvature
-from zoo.rules import Layer, expect, local_residual_rule, local_rule, residual_rule, rule
-from zoo.rules import residual as add_identity
+from zoo.bounds.curvature import Expand, curvature
+from zoo.bounds.rules import Layer, expect, local_residual_rule, local_rule, residual_rule, rule
+from zoo.bounds.rules import residual as add_identity
 
 FEW = 64  # tokens of which all N^2 weights are written out; there the two ways take the same time
 

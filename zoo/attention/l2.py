@@ -21,9 +21,9 @@ from zoo.attention.core_expansion import Measured, Split, bounded, least, split
 from zoo.attention.core_forms import Score
 from zoo.attention.lipschitz import SMALLEST
 from zoo.attention.softmax import SoftmaxAttention, check_heads
-from zoo.cap import cap_
-from zoo.curvature import Expand, curvature
-from zoo.rules import Bound, Layer, NoRule, expect, local_rule, rule
+from zoo.bounds.curvature import Expand, curvature
+from zoo.bounds.rules import Bound, Layer, NoRule, expect, local_rule, rule
+from zoo.layers.cap import cap_
 from zoo.spectral import sigma_upper, start_vectors
 
 

@@ -19,8 +19,8 @@ from zoo.attention.core_forms import Radii
 from zoo.attention.lipschitz import global_layer
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.spread import known
-from zoo.curvature import Expand, curvature
-from zoo.rules import Layer, local_rule, rule
+from zoo.bounds.curvature import Expand, curvature
+from zoo.bounds.rules import Layer, local_rule, rule
 
 SMALLEST_C = 1e-12  # 0 / 0 where two of u, v, w vanish
 

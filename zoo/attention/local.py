@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zoo.attention.dot_product import SOFTMAX, DotProductAttention, zeta
 from zoo.attention.spread import Spread, e1, exponential, grow, known, measure
-from zoo.rules import Bound, Layer, local_residual_rule, local_rule
+from zoo.bounds.rules import Bound, Layer, local_residual_rule, local_rule
 from zoo.spectral import sigma_upper
 
 

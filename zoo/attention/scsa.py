@@ -18,9 +18,9 @@ from zoo.attention.core_forms import Radii
 from zoo.attention.lipschitz import global_layer
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.spread import known
-from zoo.curvature import Expand, curvature
-from zoo.norms import bounded_normalisation, normalisation_bend, smooth_expansion
-from zoo.rules import Bound, Layer, local_rule, rule
+from zoo.bounds.curvature import Expand, curvature
+from zoo.bounds.rules import Bound, Layer, local_rule, rule
+from zoo.layers.norms import bounded_normalisation, normalisation_bend, smooth_expansion
 
 
 class ScaledCosineAttention(QKVAttention):
@@ -84,7 +84,7 @@ def scsa(module: ScaledCosineAttention) -> Layer:
 @split(ScaledCosineAttention)
 def scsa_split(module: ScaledCosineAttention) -> Split:
     """MATH-PROOFS section 2.11: the bounded normalisation of radius sqrt(e) on every row, divided by sqrt(e), then the
-    core. Rows join by their maxima, as in zoo/norms.py."""
+    core. Rows join by their maxima, as in zoo/layers/norms.py."""
     root = math.sqrt(module.eps)
     sizes_3 = (1 / root, 1 / root, module.nu / root)
 

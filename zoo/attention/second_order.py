@@ -39,8 +39,8 @@ from zoo.attention.spread import (
     split_heads,
     third_cumulant,
 )
-from zoo.curvature import Expand, Expansion, curvature
-from zoo.rules import Bound
+from zoo.bounds.curvature import Expand, Expansion, curvature
+from zoo.bounds.rules import Bound
 from zoo.spectral import sigma_upper
 
 Forms = dict[str, Bound]  # several bounds of the same thing

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.cap import cap_
+from zoo.layers.cap import cap_
 from zoo.spectral import start_vectors
 
 

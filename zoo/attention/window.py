@@ -21,8 +21,8 @@ from zoo.attention.dot_product import DotProductAttention, lofast
 from zoo.attention.local import lofast_local
 from zoo.attention.second_order import expand_attention
 from zoo.attention.softmax import SoftmaxAttention
-from zoo.curvature import Expand, curvature
-from zoo.rules import Layer, local_rule, rule
+from zoo.bounds.curvature import Expand, curvature
+from zoo.bounds.rules import Layer, local_rule, rule
 
 
 class WindowAttention(nn.Module):

@@ -1,0 +1,59 @@
+"""RobustBench (Croce et al. 2021): the entry of its leaderboard, and the model as its benchmark takes it.
+
+from robustbench import benchmark
+benchmark(load_model("NAME@champion"), dataset="cifar10", threat_model="Linf", eps=8 / 255)
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import zoo
+from attacks.attack import Attack
+from attacks.auto import AutoAttack
+from certify.rows.intervals import eps_words
+
+THREATS = {"linf": "Linf", "l2": "L2"}
+
+
+def load_model(reference: str) -> nn.Module:
+    """images (B, C, H, W) in [0,1] -> logits: of a hand-over folder, or of a published version, NAME@ALIAS."""
+    folder = Path(reference)
+    if not folder.is_dir():
+        from registry import browse
+
+        folder = browse.download(reference)
+    model, _ = zoo.handover.load(folder)
+    return model
+
+
+def entries(summary: Mapping[str, Any], attacks: Mapping[str, Attack]) -> Iterator[tuple[str, dict[str, object]]]:
+    """(threat model, entry) for every AutoAttack of the whole, standard kind: the keys of RobustBench's
+    `model_info/<dataset>/<threat model>/<name>.json`. What only its authors know is to be filled in.
+
+    Accuracies are of the images of this evaluation, in percent; RobustBench takes 10,000 of CIFAR, 5,000 of ImageNet.
+    """
+    for name, attack in attacks.items():
+        if isinstance(attack, AutoAttack) and attack == AutoAttack(attack.norm, attack.eps, seed=attack.seed):
+            robust = f"{100 * summary['accuracy'][name]['accuracy']:.2f}"
+            yield (
+                THREATS[attack.norm],
+                {
+                    "link": "",
+                    "name": summary["model"]["name"],
+                    "authors": "",
+                    "additional_data": False,
+                    "number_forward_passes": 1,
+                    "dataset": summary["dataset"],
+                    "venue": "Unpublished",
+                    "architecture": summary["model"]["name"],
+                    "eps": eps_words(attack.eps),
+                    "clean_acc": f"{100 * summary['clean']:.2f}",
+                    "reported": robust,
+                    "autoattack_acc": robust,
+                    "unreliable": bool(summary["flags"]),
+                    "footnote": f"{summary['images']} images, list sha256 {summary['image_list_sha256']}",
+                },
+            )

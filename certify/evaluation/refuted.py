@@ -1,0 +1,39 @@
+"""A counter-example to a certificate: kept with everything that is needed to look into it."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from certify.methods.certificate import UnsoundCertificate
+
+FOLDER = "refuted"
+
+
+@dataclass(frozen=True)
+class Found:
+    """An image (C, H, W) in [0,1] whose class an attack changed at the L2 distance `l2` <= `radius`, the certified."""
+
+    key: str
+    image_CHW: Tensor
+    adversarial_CHW: Tensor
+    label: int
+    attack: str
+    l2: float
+    radius: float
+
+
+def refuse(found: Found, out: Path) -> None:
+    """Write OUT/refuted/KEY.safetensors (image, adversarial; the rest as metadata) and raise UnsoundCertificate."""
+    path = out / FOLDER / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', found.key).lstrip('.')}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"key": found.key, "label": str(found.label), "attack": found.attack}
+    facts |= {"l2": repr(found.l2), "certified_radius": repr(found.radius)}
+    tensors = {"image": found.image_CHW.cpu().contiguous(), "adversarial": found.adversarial_CHW.cpu().contiguous()}
+    save_file(tensors, path, metadata=facts)
+    raise UnsoundCertificate(
+        f"image {found.key} is certified up to {found.radius:.6g} (L2), but {found.attack} changes its class at "
+        f"{found.l2:.6g}: the certificate is wrong. Both images are in {path}; please report them with the weights"
+    )

@@ -1,0 +1,48 @@
+"""What is asked of the evaluation; wrong values are refused in one line before any work."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from certify.rows.devices import DEVICES, DTYPES
+from certizoo import UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked of the evaluation. Outcomes depend on neither `batch_size` nor `workers` nor `device` beyond the
+    rounding of sums; those of attacks that draw for many images at once (AutoAttack) belong to `block`.
+
+    Attributes:
+        protocol: its name; `attacks`: its entries, {name: {kind: ..., ...}}, eps in [0,1] pixel units.
+        method: how radii are certified; None: not at all.
+        images: the first so many test images; None: all.
+        block: images that are handed out, and written, together; batch_size: of those, how many at a time.
+        seed: of every image's own random numbers.
+        check_images: correct images that the checks for masked gradients look at; 0: no checks.
+        attack_dtype: in which the attacks climb, if not in that of the model ('bfloat16'); a check warns.
+        workers: processes, one thread each or a GPU each with device='cuda'.
+    """
+
+    protocol: str
+    attacks: Mapping[str, Mapping[str, object]] = field(hash=False)
+    method: str | None = "lofast"
+    images: int | None = 500
+    batch_size: int = 50
+    block: int = 50
+    seed: int = 0
+    check_images: int = 32
+    attack_dtype: str | None = None
+    workers: int = 1
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not self.attacks:
+            raise UserError(f"protocol {self.protocol} has no attacks; choose one of configs/protocol")
+        for key, least in {"images": 1, "batch_size": 1, "block": 1, "check_images": 0, "workers": 1}.items():
+            value = getattr(self, key)
+            if value is not None and value < least:
+                raise UserError(f"{key}={value}: give a whole number of at least {least}")
+        for key, choices in {"device": DEVICES, "attack_dtype": (None, *DTYPES)}.items():
+            if getattr(self, key) not in choices:
+                words = ", ".join("null" if choice is None else choice for choice in choices)
+                raise UserError(f"{key}={getattr(self, key)}: choose one of {words}")

@@ -1,0 +1,193 @@
+"""The adjoint certificate: the gradient of each margin weighs the second-order remainder of every layer.
+
+Letters: B images, J classes; X_0 -> X_1 = f_1(X_0) -> ... -> X_K the nodes of the model, m_j = <w_y - w_j, X_K> + a
+constant; J_k = Df_k at the clean X_{k-1}, R_k its remainder, G_k = X'_k - X_k, g_{k,j} the gradient of m_j at X_k.
+
+    m_j(x') >= m_j(x) - min_c [ ||g_{c,j}|| e_c + sum_{k>c} rem_{k,j}(e_{k-1}) ],         ||G_k|| <= e_k
+
+(Theorem 2 of MATH-PROOFS.md section 1; c = K is the LoFAST test of pairs.) The radii, with P_k = J_k ... J_1:
+
+    G_k = P_k (x' - x) + rest,    ||rest|| <= rho_k,
+    e_k = min( lip_k(e_{k-1}),  ||J_k|| e_{k-1} + beta_k(e_{k-1}),  ||P_k|| eps + rho_k ),
+    rho_k = min( ||J_k|| rho_{k-1} + beta_k(e_{k-1}),  e_k + ||P_k|| eps ).
+
+||J_k|| is the norm of I + J_branch, and ||P_k|| that of the product (certify/methods/operator_norms.py).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from certify.methods.backwards import Chain, Radii, Rivals, product
+from certify.methods.bake import bake
+from certify.methods.breakdown import names, shares
+from certify.methods.certificate import (
+    Breakdown,
+    Certificate,
+    Clean,
+    binding_class,
+    checked,
+    clean_of,
+    decide_by,
+    gaps,
+    pair_weights,
+    per_image,
+    same_function,
+)
+from certify.methods.correct import OfCorrect, of_correct
+from certify.methods.operator_norms import operator_norms
+from zoo.bounds.curvature import trunk_of
+from zoo.bounds.rules import Bound
+
+BYTES = 2**31  # memory for the terms of the images that are looked at together, and for those of their rivals
+PAIR = 16  # bytes an entry and token, about
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node around a clean batch."""
+
+    name: str
+    lip: Bound
+    beta: Bound
+    norm_B: Tensor  # ||J_k||
+    prefix_B: Tensor  # ||P_k||
+
+
+class AdjointAnalysis:
+    """The stored terms of a batch of correct images; every eps is answered from them, without a forward pass.
+
+    Rivals are looked at in groups, the closest one first, and the cheap bounds before the dear ones (backwards.py): the
+    test of pairs ||w_y - w_j|| e_K, which is the cut c = K; gradients with beta, which may do; gradients alone, which
+    may show that nothing will do; and only then remainders. An image that is lost is not looked at again.
+    """
+
+    def __init__(
+        self, clean: Clean, steps: Sequence[Step], chain: Chain, head: nn.Linear, failure: float, few: int
+    ) -> None:
+        self.clean, self.steps, self.chain, self.failure = clean, steps, chain, failure
+        self.weight_BJ = pair_weights(head, clean.label_B)
+        self.rivals_BR = clean.margin_BJ.argsort(-1)[:, :-1]  # the label's own margin is infinite
+        self._head, self._few, self._groups = head, few, dict[tuple[int, int], Rivals]()
+
+    def at(self, eps: float | Tensor) -> Certificate:
+        eps_B = per_image(eps, self.clean)
+        loss_BJ, class_B = self.losses(self.radii(eps_B))
+        return decide_by(self.clean, loss_BJ, eps_B, class_B)
+
+    @torch.no_grad()
+    def losses(self, radii: Radii) -> tuple[Tensor, Tensor]:
+        """What every margin can lose at most (B, J), and the class that decides (B,): the one that comes closest to
+        taking over; of an image that is lost, the first that was seen to."""
+        margin_RB = self.clean.margin_BJ.gather(1, self.rivals_BR).mT
+        loss_BJ = known(product(self.weight_BJ, radii.e[-1][:, None]))
+        loss_RB = loss_BJ.gather(1, self.rivals_BR).mT.contiguous()
+        decider_B = torch.full_like(self.clean.label_B, -1)  # a rank, once the image is lost
+        for start, end in groups(len(margin_RB)):
+            margin, loss = margin_RB[start:end], loss_RB[start:end]  # a view: what is found here stays
+            asked = ~(gaps(margin, loss) > 0) & (decider_B < 0)
+            if not bool(asked.any()):
+                continue
+            rivals = self.rivals(start, end)
+            loss[:] = torch.where(asked, torch.minimum(loss, rivals.coarse(radii)), loss)
+            hopeless = asked & ~(gaps(margin, rivals.first(radii).amin(0)) > 0)
+            worst = one_hot(torch.where(hopeless, loss - margin, -torch.inf).argmax(0), len(margin)).mT > 0
+            # Of an image that is lost one remainder is enough, so that the loss grows with eps as that of others does.
+            wanted = asked & torch.where(hopeless.any(0), worst, ~(gaps(margin, loss) > 0))
+            loss[:] = torch.minimum(loss, rivals.tight(radii, wanted))
+            lost = hopeless | (wanted & ~(gaps(margin, loss) > 0))
+            worst_B = start + torch.where(lost & wanted, loss - margin, -torch.inf).argmax(0)
+            decider_B = torch.where(lost.any(0), worst_B, decider_B)
+        loss_BJ = loss_BJ.scatter(1, self.rivals_BR, loss_RB.mT)
+        lost_to_B = self.rivals_BR.gather(1, decider_B.clamp_min(0)[:, None])[:, 0]
+        return loss_BJ, torch.where(decider_B < 0, binding_class(self.clean, loss_BJ), lost_to_B)
+
+    def rivals(self, start: int, end: int) -> Rivals:
+        """Every image's rivals of these ranks, 0 the closest; followed backwards when they are first asked for."""
+        if (start, end) not in self._groups:
+            weight = self._head.weight
+            g_RBD = weight[self.clean.label_B] - weight[self.rivals_BR[:, start:end].mT]
+            self._groups[start, end] = Rivals(self.chain, g_RBD, self._few)
+        return self._groups[start, end]
+
+    def radii(self, eps_B: Tensor) -> Radii:
+        """A bound that is not a number counts as infinite."""
+        radii, betas, rho_B = [eps_B], [], torch.zeros_like(eps_B)
+        for step in self.steps:
+            e_B = radii[-1]
+            beta_B = known(step.beta(e_B))
+            betas.append(beta_B)
+            bound_B = torch.fmin(step.lip(e_B), product(step.norm_B, e_B) + beta_B)
+            linear_B = product(step.prefix_B, eps_B)
+            rho_B = known(product(step.norm_B, rho_B) + beta_B)
+            bound_B = known(torch.fmin(bound_B, linear_B + rho_B))
+            rho_B = torch.fmin(rho_B, bound_B + linear_B)
+            radii.append(bound_B)
+        return Radii(radii, betas)
+
+    @torch.no_grad()
+    def breakdown(self, eps: float | Tensor) -> Breakdown:
+        """The share of every node's remainder, and of the gradient at the image, in the loss of the binding class."""
+        radii = self.radii(per_image(eps, self.clean))
+        _, binding_B = self.losses(radii)
+        weight = self._head.weight
+        g_1BD = (weight[self.clean.label_B] - weight[binding_B])[None]
+        image_B = torch.arange(len(binding_B), device=binding_B.device)
+        _, pairs = Rivals(self.chain, g_1BD, self._few).pairs(torch.zeros_like(image_B), image_B)
+        return shares([step.name for step in self.steps], pairs.lengths, radii.e, pairs.remainders(radii))
+
+
+def groups(ranks: int) -> Iterator[tuple[int, int]]:
+    """The closest rival; the next 8; then 64 at a time."""
+    start, size = 0, 1
+    while start < ranks:
+        yield start, min(ranks, start + size)
+        start, size = start + size, min(8 * size, 64)
+
+
+def known(bound: Tensor) -> Tensor:
+    """Not a number: nothing is known."""
+    return torch.where(torch.isnan(bound), torch.inf, bound)
+
+
+class Adjoint:
+    """The certifier of one model: weights are measured once, here; images by `analyse`; eps by `AdjointAnalysis.at`.
+
+    Raises NoRule for a model with a module that has no rule of first or of second order.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.baked = bake(model)
+        self.nodes, self.head = trunk_of(self.baked)
+        self.names = names(self.baked, [layer for layer, _ in self.nodes])
+
+    @torch.no_grad()
+    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> OfCorrect:
+        """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
+        images, labels = checked(images_BCHW, labels_B, self.head)
+        clean = clean_of(self.baked(images), labels)
+        few = self._few(images) if len(images) else 1
+        return of_correct(clean, few, lambda index_I: self.expand(images[index_I], clean[index_I]))
+
+    def _few(self, images_BCHW: Tensor) -> int:
+        """How many images, or pairs of an image and a rival, fit the memory: of attention, pairs of tokens have a
+        vector each."""
+        y = self.nodes[0][0](images_BCHW[:1])[0]
+        return max(1, BYTES // (PAIR * len(self.nodes) * y.numel() * (y.shape[1] if y.ndim == 3 else 1)))
+
+    def expand(self, images_BCHW: Tensor, clean: Clean) -> AdjointAnalysis:
+        """The terms of these images, float64, all of them correct."""
+        points, lips, expansions = [images_BCHW], [], []
+        for layer, expand in self.nodes:
+            lips.append(layer(points[-1])[1])
+            expansions.append(expand(points[-1]))
+            points.append(expansions[-1].y)
+        same_function(self.head(points[-1]), clean)
+        norms = operator_norms(expansions, images_BCHW)
+        terms = zip(self.names, lips, expansions, norms.nodes, norms.products, strict=True)
+        steps = [Step(name, lip, expanded.beta, norm_B, prefix_B) for name, lip, expanded, norm_B, prefix_B in terms]
+        chain = Chain([expand for _, expand in self.nodes], points, expansions)
+        return AdjointAnalysis(clean, steps, chain, self.head, norms.failure, self._few(images_BCHW))

@@ -1,0 +1,152 @@
+"""Gradients of margins on their way back through the nodes of a chain, and what they make of the remainders.
+
+For one margin, with ||G_k|| <= e_k and ||R_k(G_{k-1})|| <= beta_k, every cut c bounds what the ball can cost:
+
+    first    ||g_c|| e_c                                                  what no remainder can do without
+    coarse   ||g_c|| e_c + sum_{k>c} ||g_k|| beta_k                       gradients alone
+    tight    ||g_c|| e_c + sum_{k>c} min( rem_k(e_{k-1}), ||g_k|| beta_k )
+
+Letters: B images, K nodes, R rivals of every image, P pairs of an image and a rival.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zoo.bounds.curvature import Expand, Expansion
+from zoo.bounds.rules import Bound
+
+BATCHES = 8  # of pairs, that are kept apart
+
+
+def product(factor: Tensor, radius: Tensor) -> Tensor:
+    """factor * radius, where 0 times infinity is 0: a vanishing gradient or map lets nothing through."""
+    return torch.where((factor == 0) | (radius == 0), 0.0, factor * radius)
+
+
+def cuts(first: Tensor, remainders: Tensor) -> Tensor:
+    """first_c + sum_{k>c} rem_k: (K + 1, ...) and (K, ...) -> (K + 1, ...). The cuts share their sums."""
+    behind = torch.cat([remainders.flip(0).cumsum(0).flip(0), torch.zeros_like(first[:1])])
+    return (first + behind).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+@dataclass(frozen=True)
+class Radii:
+    """e_0 .. e_K (B,), and beta_1(e_0) .. beta_K(e_{K-1}) (B,)."""
+
+    e: Sequence[Tensor]
+    beta: Sequence[Tensor]
+
+    def of(self, image_P: Tensor, wanted_P: Tensor | float = 1.0) -> "Radii":
+        """Those of some images, 0 where not wanted: a radius of 0 costs nothing."""
+
+        def some(values: Sequence[Tensor]) -> list[Tensor]:
+            return [product(torch.as_tensor(wanted_P), value_B[image_P]) for value_B in values]
+
+        return Radii(some(self.e), some(self.beta))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The nodes of a model around clean inputs X_0 .. X_{K-1}; X_K is the last."""
+
+    nodes: Sequence[Expand]
+    points: Sequence[Tensor]
+    expansions: Sequence[Expansion]
+
+    def of(self, image_P: Tensor) -> "Chain":
+        """The same around some of the images; one may come more than once."""
+        points = [x[image_P] for x in self.points]
+        return Chain(self.nodes, points, [expand(x) for expand, x in zip(self.nodes, points, strict=False)])
+
+    def lengths(self, g: Tensor) -> Tensor:
+        """g (R, B, ...) at X_K -> ||g_k|| (K + 1, R, B), k = 0 .. K."""
+        found = [_length(g)]
+        for expansion in reversed(self.expansions):
+            g = expansion.pull(g)
+            found.append(_length(g))
+        return torch.stack(found[::-1])
+
+    def remainders(self, g: Tensor) -> list[Bound]:
+        """g (R, B, ...) at X_K -> rem_k of (R, B), k = 1 .. K."""
+        found = []
+        for expansion in reversed(self.expansions):
+            found.append(expansion.remainder(g))
+            g = expansion.pull(g)
+        return found[::-1]
+
+
+def _length(g: Tensor) -> Tensor:
+    """(R, B, ...) -> (R, B)."""
+    return torch.linalg.vector_norm(g.flatten(2), dim=-1)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Some pairs of an image and a rival, with their remainders."""
+
+    image_P: Tensor
+    lengths: Tensor  # (K + 1, P)
+    bounds: Sequence[Bound]  # (1, P) -> (1, P)
+
+    def remainders(self, here: Radii) -> Tensor:
+        """Of radii (P,): (K, P)."""
+        found = [
+            torch.fmin(bound(e_P[None])[0], product(length_P, beta_P))
+            for bound, e_P, length_P, beta_P in zip(self.bounds, here.e, self.lengths[1:], here.beta, strict=False)
+        ]
+        return torch.stack(found)
+
+    def losses(self, here: Radii) -> Tensor:
+        """(P,): the best cut."""
+        return cuts(product(self.lengths, torch.stack(list(here.e))), self.remainders(here)).amin(0)
+
+
+class Rivals:
+    """A few rivals of every image, g_RBD the gradients of their margins at X_K. Remainders are made for the pairs that
+    are asked for, and remembered of at most `few` pairs."""
+
+    def __init__(self, chain: Chain, g_RBD: Tensor, few: int) -> None:
+        self._chain, self._g, self._few = chain, g_RBD, few
+        self.lengths = chain.lengths(g_RBD.view(len(g_RBD), *chain.points[-1].shape))
+        self._held_RB = torch.zeros(g_RBD.shape[:2], dtype=torch.bool, device=g_RBD.device)
+        self._held: list[tuple[Tensor, Pairs]] = []
+
+    def first(self, radii: Radii) -> Tensor:
+        """(K + 1, R, B)."""
+        return product(self.lengths, torch.stack(list(radii.e))[:, None])
+
+    def coarse(self, radii: Radii) -> Tensor:
+        """(R, B)."""
+        return cuts(self.first(radii), product(self.lengths[1:], torch.stack(list(radii.beta))[:, None])).amin(0)
+
+    def tight(self, radii: Radii, wanted_RB: Tensor) -> Tensor:
+        """(R, B), infinite where not wanted."""
+        loss_RB = torch.full_like(self.lengths[0], torch.inf)
+        for rank_P, pairs in self._with(wanted_RB):
+            wanted_P = wanted_RB[rank_P, pairs.image_P]
+            loss_P = pairs.losses(radii.of(pairs.image_P, wanted_P.to(loss_RB)))
+            loss_RB[rank_P, pairs.image_P] = torch.where(wanted_P, loss_P, torch.inf)
+        return loss_RB
+
+    def _with(self, wanted_RB: Tensor) -> Iterable[tuple[Tensor, Pairs]]:
+        """What holds the wanted pairs: batches made before and one of what is new. Too many batches are made again as
+        one; of too many pairs the wanted ones are made a few at a time."""
+        new_RB = wanted_RB & ~self._held_RB
+        if bool(new_RB.any()):
+            together_RB = wanted_RB | self._held_RB
+            if int(together_RB.sum()) > self._few:
+                return (self.pairs(*some.unbind(1)) for some in wanted_RB.nonzero().split(self._few))
+            if len(self._held) == BATCHES:
+                self._held, new_RB = [], together_RB
+            self._held.append(self.pairs(*new_RB.nonzero().unbind(1)))
+            self._held_RB = together_RB
+        return [held for held in self._held if bool(wanted_RB[held[0], held[1].image_P].any())]
+
+    def pairs(self, rank_P: Tensor, image_P: Tensor) -> tuple[Tensor, Pairs]:
+        """These, as new."""
+        chain = self._chain.of(image_P)
+        bounds = chain.remainders(self._g[rank_P, image_P].view(1, *chain.points[-1].shape))
+        return rank_P, Pairs(image_P, self.lengths[:, rank_P, image_P], bounds)

@@ -1,0 +1,78 @@
+"""The union of methods: certified by one is certified. All speak of the same baked function, eps and set of inputs."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import fields
+
+import torch
+from torch import Tensor, nn
+
+from certify.methods import crown
+from certify.methods.adjoint import Adjoint
+from certify.methods.certificate import Analysis, Breakdown, Certificate, Certifier, Clean, Explained
+from certify.methods.lofast import LoFAST
+from zoo.bounds.rules import NoRule
+
+
+class BestAnalysis:
+    """Cheap methods first; a dearer one looks at the batch only when an eps leaves an image of it open."""
+
+    def __init__(self, certifiers: Sequence[Certifier], images_BCHW: Tensor, labels_B: Tensor) -> None:
+        self._certifiers, self._batch = certifiers, (images_BCHW, labels_B)
+        self._made: list[Analysis] = []
+
+    @property
+    def clean(self) -> Clean:
+        return self._analysis(0).clean
+
+    @property
+    def failure(self) -> float:
+        return sum(analysis.failure for analysis in self._made)
+
+    def at(self, eps: float | Tensor) -> Certificate:
+        best = self._analysis(0).at(eps)
+        for k in range(1, len(self._certifiers)):
+            open_B = best.correct_B & ~best.certified_B
+            if not bool(open_B.any()):
+                break
+            other = self._analysis(k).at(torch.where(open_B, best.eps_B, 0.0))  # eps = 0 costs nothing
+            best = _better(best, other, open_B)
+        return best
+
+    def breakdown(self, eps: float | Tensor) -> Breakdown:
+        """That of the tightest method that can tell."""
+        for k in range(len(self._certifiers) - 1, -1, -1):
+            analysis = self._analysis(k)
+            if isinstance(analysis, Explained):
+                return analysis.breakdown(eps)
+        raise AssertionError("LoFAST can tell")
+
+    def _analysis(self, k: int) -> Analysis:
+        """That of method k, made with those in front of it when it is first asked for."""
+        while len(self._made) <= k:
+            self._made.append(self._certifiers[len(self._made)].analyse(*self._batch))
+        return self._made[k]
+
+
+def _better(one: Certificate, other: Certificate, open_B: Tensor) -> Certificate:
+    """Of the open images the certificate that leaves more of its margin."""
+    other_B = open_B & (other.margin_B - other.loss_B > one.margin_B - one.loss_B)
+    chosen = {f.name: torch.where(other_B, getattr(other, f.name), getattr(one, f.name)) for f in fields(Certificate)}
+    return Certificate(**chosen | {"certified_B": one.certified_B | (open_B & other.certified_B)})
+
+
+class Best:
+    """LoFAST, the adjoint certificate where the model has its rules, CROWN where auto_LiRPA is installed. Raises NoRule
+    where LoFAST has none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        first = LoFAST(model)
+        self.baked, self.certifiers = first.baked, list[Certifier]([first])
+        with suppress(NoRule):
+            self.certifiers.append(Adjoint(model))
+        if crown.installed():
+            self.certifiers.append(crown.Crown(model))
+
+    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> BestAnalysis:
+        """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
+        return BestAnalysis(self.certifiers, images_BCHW, labels_B)

@@ -1,0 +1,59 @@
+"""Only correctly classified images are worth a bound, a few at a time: a method looks at those, and the others are
+answered here.
+
+Letters: B images of the batch, I some of the correct ones.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from certify.methods.certificate import Breakdown, Certificate, Clean, Explained, per_image
+
+
+@dataclass(frozen=True)
+class OfCorrect:
+    """An analysis of the whole batch, made of those of its parts: (index_I, analysis of those images)."""
+
+    clean: Clean
+    parts: Sequence[tuple[Tensor, Explained]]
+
+    @property
+    def failure(self) -> float:
+        return max((analysis.failure for _, analysis in self.parts), default=0.0)
+
+    def at(self, eps: float | Tensor) -> Certificate:
+        eps_B = per_image(eps, self.clean)
+        none_B = torch.zeros_like(self.clean.correct_B)
+        whole = Certificate(
+            eps_B=eps_B.clone(),
+            margin_B=self.clean.margin_BJ.amin(-1),
+            loss_B=torch.full_like(eps_B, torch.inf),
+            correct_B=self.clean.correct_B.clone(),
+            certified_B=none_B,
+            unknown_B=none_B.clone(),
+        )
+        for index_I, analysis in self.parts:
+            part = analysis.at(eps_B[index_I])
+            for field in fields(Certificate):
+                getattr(whole, field.name)[index_I] = getattr(part, field.name)
+        return whole
+
+    def breakdown(self, eps: float | Tensor) -> Breakdown:
+        """That of the correct images; not a number for the others. Nothing if there are none."""
+        eps_B = per_image(eps, self.clean)
+        quantity, costs = "share", dict[str, Tensor]()
+        for index_I, analysis in self.parts:
+            part = analysis.breakdown(eps_B[index_I])
+            quantity = part.quantity
+            for name, cost_I in part.costs.items():
+                costs.setdefault(name, torch.full_like(eps_B, torch.nan))[index_I] = cost_I
+        return Breakdown(quantity, costs)
+
+
+def of_correct(clean: Clean, few: int, analyse: Callable[[Tensor], Explained]) -> OfCorrect:
+    """`analyse(index_I)` of the images that are classified correctly, at most `few` at a time."""
+    index = clean.correct_B.nonzero().flatten()
+    return OfCorrect(clean, [(index_I, analyse(index_I)) for index_I in index.split(few) if len(index_I)])

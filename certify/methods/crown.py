@@ -1,0 +1,248 @@
+"""CROWN (Zhang et al. 2018; Xu et al. 2020) by auto_LiRPA, where that is installed: its one door.
+
+    m_j(x') >= min over ||x' - x||_2 <= eps of  <a_j, x'> + b_j  =  <a_j, x> + b_j - eps ||a_j||_2
+
+with the linear lower bounds (a_j, b_j) of m_j = <e_y - e_j, logits> that auto_LiRPA propagates backwards through the
+traced model. The ball is the whole one, without the [0,1] box, as everywhere here; bounds are computed in float64. A
+model that cannot be traced, a bound that fails or overflows, and the absence of auto_LiRPA all give `unknown`.
+
+What is proved rests on auto_LiRPA's code, whose relaxations of exp and softmax are good to about 1e-10 only (constants
+of 1e-12 in denominators, tangents for chords of intervals below 1e-5): hence TOLERANCE. Run with auto_LiRPA 0.7.1.
+
+Letters: B images, J classes, y the label.
+"""
+
+import copy
+import importlib.util
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+from certify.methods.bake import bake
+from certify.methods.certificate import Certificate, Clean, checked, clean_of, decide, per_image
+from zoo.bounds.rules import classifier_of
+from zoo.layers.mlp import SLL
+from zoo.layers.norms import LayerProject, SmoothProject
+
+TOLERANCE = 1e-6  # of 1 + |m_j|: far above what auto_LiRPA neglects, and added to every loss
+INSTALL = (
+    "pip install 'certizoo[crown]' && pip install --no-deps git+https://github.com/Verified-Intelligence/auto_LiRPA"
+)
+Bounds = Callable[[Tensor, Tensor, float], Tensor]  # x (1, C, H, W), rows (J - 1, J), eps -> lower bounds (J - 1,)
+_log = logging.getLogger(__name__)
+
+
+class CrownAnalysis:
+    """Every eps is a computation of its own, image by image; asked again, it is remembered. An image needs none where
+    a larger ball was certified or a smaller one was unknown."""
+
+    failure = 0.0
+
+    def __init__(self, clean: Clean, images_BCHW: Tensor, bounds: Bounds | None) -> None:
+        self.clean, self._images, self._bounds = clean, images_BCHW, bounds
+        self._known: list[dict[float, Tensor]] = [{} for _ in images_BCHW]  # eps -> loss (J,)
+
+    def at(self, eps: float | Tensor) -> Certificate:
+        eps_B = per_image(eps, self.clean)
+        loss_BJ = torch.stack([self._loss(i, e) for i, e in enumerate(eps_B.tolist())])
+        return decide(self.clean, loss_BJ, eps_B)
+
+    def _loss(self, i: int, eps: float) -> Tensor:
+        margin_J, known = self.clean.margin_BJ[i], self._known[i]
+        if eps == 0:
+            return torch.zeros_like(margin_J)
+        if not bool(self.clean.correct_B[i]):
+            return torch.full_like(margin_J, torch.inf)
+        for e, loss_J in known.items():
+            if e >= eps and bool((margin_J > loss_J).all()):  # the larger ball holds the smaller one
+                return loss_J
+            if e <= eps and not bool(torch.isfinite(loss_J).all()):
+                return loss_J
+        known[eps] = self._new_loss(i, eps)
+        return known[eps]
+
+    def _new_loss(self, i: int, eps: float) -> Tensor:
+        margin_J = self.clean.margin_BJ[i]
+        loss_J, rival_J = torch.full_like(margin_J, torch.inf), torch.isfinite(margin_J)
+        loss_J[self.clean.label_B[i]] = 0
+        if self._bounds is None:
+            return loss_J
+        eye_JJ = torch.eye(len(margin_J), dtype=margin_J.dtype, device=margin_J.device)
+        rows_RJ = eye_JJ[self.clean.label_B[i]] - eye_JJ[rival_J]
+        try:
+            lower_R = self._bounds(self._images[i : i + 1], rows_RJ, eps).to(margin_J)
+        except Exception as error:  # of a foreign library: whatever it is, the answer is unknown
+            _log.warning("crown: auto_LiRPA failed at eps %g: %s", eps, _one_line(error))
+            return loss_J
+        loss_R = margin_J[rival_J] - lower_R + TOLERANCE * (1 + margin_J[rival_J].abs())
+        loss_J[rival_J] = torch.where(torch.isfinite(loss_R), loss_R, torch.inf)
+        return loss_J
+
+
+class Crown:
+    """The certifier of one model. Raises NoRule for a model that the other methods refuse as well."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.baked = bake(model)
+        _, self.head = classifier_of(self.baked)
+        self._bounds: Bounds | None = None
+        self._tried = False
+
+    @torch.no_grad()
+    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> CrownAnalysis:
+        """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
+        images, labels = checked(images_BCHW, labels_B, self.head)
+        if not self._tried:
+            self._bounds, self._tried = _bounds_or_none(self.baked, images[:1]), True
+        return CrownAnalysis(clean_of(self.baked(images), labels), images, self._bounds)
+
+
+def installed() -> bool:
+    """Whether there is an auto_LiRPA to ask."""
+    return importlib.util.find_spec("auto_LiRPA") is not None
+
+
+def _bounds_or_none(baked: nn.Module, x_1CHW: Tensor) -> Bounds | None:
+    if not installed():
+        _log.warning("crown answers unknown: auto_LiRPA is not installed; %s", INSTALL)
+        return None
+    try:
+        return _bounds(baked, x_1CHW)
+    except Exception as error:  # an operation that auto_LiRPA does not know, most often
+        _log.warning("crown answers unknown: auto_LiRPA cannot take this model: %s", _one_line(error))
+        return None
+
+
+def _bounds(baked: nn.Module, x_1CHW: Tensor) -> Bounds:
+    """The model traced for one image. Raises where the trace is another function than the model."""
+    import auto_LiRPA
+
+    with _float64(), Plain():
+        bounded = auto_LiRPA.BoundedModule(
+            plain(baked), x_1CHW, bound_opts={"conv_mode": "matrix"}, device=str(x_1CHW.device)
+        )
+    torch.testing.assert_close(bounded(x_1CHW), baked(x_1CHW), rtol=1e-9, atol=1e-9)
+
+    def lower(x: Tensor, rows_RJ: Tensor, eps: float) -> Tensor:
+        ball = auto_LiRPA.PerturbationLpNorm(norm=2, eps=eps)  # no x_L, x_U: the ball alone
+        with _float64():
+            found, _ = bounded.compute_bounds(
+                x=(auto_LiRPA.BoundedTensor(x, ball),), C=rows_RJ[None], method="CROWN", bound_upper=False
+            )
+        return found[0].detach()
+
+    return lower
+
+
+@contextmanager
+def _float64() -> Iterator[None]:
+    """auto_LiRPA makes its identities in the default type, and warns of what we know."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()[:25])}"
+
+
+# the same function in operations that auto_LiRPA knows ----------------------------------------------------------------
+
+
+def plain(baked: nn.Module) -> nn.Module:
+    """A copy without dropout, with the constants of SLL layers worked out, and norms written so that bounds of their
+    squares cannot fall below zero."""
+    model = copy.deepcopy(baked)
+    for name, module in list(model.named_modules()):
+        if type(module) in (nn.Dropout, DropPath):
+            model.set_submodule(name, nn.Identity())
+        if type(module) is SLL:
+            module.register_buffer("up_HD", 2 * (module.weight / module.diagonal_H()).mT)
+        if type(module) in _FORWARDS:
+            module.forward = _FORWARDS[type(module)].__get__(module)
+    return model
+
+
+def _square_norm(x: Tensor) -> Tensor:
+    """|x|^2 per token; the hinge changes nothing but the bounds."""
+    return F.relu((x**2).sum(-1, keepdim=True))
+
+
+def _layer_norm(self: nn.LayerNorm, x: Tensor) -> Tensor:
+    u = x - x.mean(-1, keepdim=True)
+    y = u / (_square_norm(u) / x.shape[-1] + self.eps).sqrt()
+    y = y if self.weight is None else y * self.weight
+    return y if self.bias is None else y + self.bias
+
+
+def _layer_project(self: LayerProject, x: Tensor) -> Tensor:
+    square = self.radius**2
+    return x * (self.radius / (F.relu(_square_norm(x) - square) + square).sqrt())
+
+
+def _smooth_project(self: SmoothProject, x: Tensor) -> Tensor:
+    return x / (1 + _square_norm(x) / self.radius**2).sqrt()
+
+
+def _sll(self: SLL, x: Tensor) -> Tensor:
+    return x - self.act(x @ self.weight + self.bias) @ self.get_buffer("up_HD")
+
+
+_FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.LayerNorm: _layer_norm,
+    LayerProject: _layer_project,
+    SmoothProject: _smooth_project,
+    SLL: _sll,
+}
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, scale: float) -> Tensor:
+    scores = scale * (q @ k.transpose(-2, -1))
+    return torch.softmax(scores if attn_mask is None else scores + attn_mask, -1) @ v
+
+
+class _Gelu(torch.autograd.Function):
+    """Traced as one operation, for which auto_LiRPA has a relaxation."""
+
+    @staticmethod
+    def symbolic(g: Any, x: Any) -> Any:
+        return g.op("custom::Gelu", x)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate != "none":
+        raise NotImplementedError(f"auto_LiRPA has no relaxation of GELU with approximate={approximate!r}")
+    return _Gelu.apply(x)
+
+
+class Plain(torch.overrides.TorchFunctionMode):
+    """Fused and recent operations, while it is active, are the elementary ones they stand for."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _OPERATIONS.get(func, func)(*args, **(kwargs or {}))
+
+
+_OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attention,
+    F.gelu: _gelu,
+    torch.Tensor.mT.__get__: lambda x: x.transpose(-2, -1),  # type: ignore[attr-defined]
+}

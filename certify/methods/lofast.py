@@ -1,0 +1,95 @@
+"""LoFAST certificates: the radius of the perturbation is passed on from layer to layer (paper 004, Theorem 1).
+
+Letters: B images, J classes; y the label, m_j = logit_y - logit_j, W = (w_j) the head, e the radius before the head.
+
+    ||x' - x||_2 <= eps  =>  ||h(x') - h(x)||_2 <= e(eps)  =>  m_j(x') >= m_j(x) - ||w_y - w_j||_2 e(eps)
+
+The last step compares classes in pairs (erratum D9); it is never worse than the paper's sqrt(2) ||W|| e.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from certify.methods.bake import bake
+from certify.methods.breakdown import growth, names
+from certify.methods.certificate import (
+    Breakdown,
+    Certificate,
+    Clean,
+    checked,
+    clean_of,
+    decide,
+    pair_weights,
+    per_image,
+    same_function,
+)
+from certify.methods.correct import OfCorrect, of_correct
+from zoo.bounds.rules import Bound, classifier_of, local, radii, steps_of
+
+
+@dataclass(frozen=True)
+class LoFASTAnalysis:
+    """The stored terms of a batch."""
+
+    clean: Clean
+    weight_BJ: Tensor  # ||w_y - w_j||
+    radius: Bound  # eps -> e(eps)
+    steps: Sequence[tuple[str, Bound]]  # what it is the composition of
+    failure: float = 0.0
+
+    def at(self, eps: float | Tensor) -> Certificate:
+        eps_B = per_image(eps, self.clean)
+        e_B = self.radius(eps_B)
+        e_B = torch.where(torch.isfinite(e_B), e_B, torch.full_like(e_B, torch.inf))
+        return decide(self.clean, torch.where(self.weight_BJ > 0, self.weight_BJ * e_B[:, None], 0.0), eps_B)
+
+    def breakdown(self, eps: float | Tensor) -> Breakdown:
+        """The growth of the radius in every step."""
+        steps, bounds = zip(*self.steps, strict=True)
+        return growth(steps, radii(bounds, per_image(eps, self.clean)))
+
+
+class LoFAST:
+    """The certifier of one model: weights are measured once, here; images by `analyse`; eps by `LoFASTAnalysis.at`.
+
+    Raises NoRule for a model with a module that has no rule.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.baked = bake(model)
+        with self.rules():
+            trunk, self.head = classifier_of(self.baked)
+        self.steps = steps_of(trunk)
+        self.names = names(self.baked, self.steps)
+
+    def rules(self) -> AbstractContextManager[None]:
+        """Which rules the model is built of: the published ones."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> OfCorrect:
+        """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
+        images, labels = checked(images_BCHW, labels_B, self.head)
+        clean = clean_of(self.baked(images), labels)
+        return of_correct(clean, len(images) or 1, lambda index_I: self._bounds(images[index_I], clean[index_I]))
+
+    def _bounds(self, x: Tensor, clean: Clean) -> LoFASTAnalysis:
+        bounds = []
+        for step in self.steps:
+            x, bound = step(x)
+            bounds.append(bound)
+        same_function(self.head(x), clean)
+        weight_BJ = pair_weights(self.head, clean.label_B)
+        steps = list(zip(self.names, bounds, strict=True))
+        return LoFASTAnalysis(clean, weight_BJ, lambda r: radii(bounds, r)[-1], steps)
+
+
+class LocalLoFAST(LoFAST):
+    """The same with the rules of `zoo.bounds.rules.local`: dot-product attention with the softmax where it is."""
+
+    def rules(self) -> AbstractContextManager[None]:
+        return local()

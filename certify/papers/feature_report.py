@@ -1,0 +1,184 @@
+"""Section 6.3 of paper 000 for one model of yours, or for two on the same images.
+
+OUT/features.json                 A-distance, accuracies and largest singular values
+OUT/tsne.csv, .png                features of every image, clean and attacked, in the plane: Figures 2b, 2c
+OUT/sigma_max_weights.csv, .png   of W_Q, W_K, W_V in every attention layer: Figure 2a
+
+Letters: N images, D width of the features.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+import shards
+import zoo
+from attacks import AttackConfig
+from certify.methods.bake import bake
+from certify.papers import feature_distance, feature_figures, layer_norms
+from certify.papers.features import Features, clean_and_attacked
+from certify.rows import images, records
+from certify.rows.devices import device_of, require_device
+from certify.rows.workers import Batch
+from certizoo import UserError, __version__
+from certizoo.files import write_whole
+
+FEWEST = 2 * feature_distance.FOLDS  # images
+DEFAULT_ATTACK = AttackConfig(norm="linf", eps=8 / 255, steps=20, loss="ce")
+NOTE = "the A-distance is an estimate: by one linear classifier, found on some of the images and asked about the others"
+Summary = dict[str, Any]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The keys of configs/features.yaml. The random starts of the attack follow from seed and batch_size."""
+
+    images: int = 500
+    attack: AttackConfig = DEFAULT_ATTACK
+    seed: int = 0
+    perplexity: float = 30
+    batch_size: int = 50
+    device: str = "cpu"  # or 'cuda'
+
+    def __post_init__(self) -> None:
+        for key, least in {"images": FEWEST, "batch_size": 1, "seed": 0}.items():
+            if not isinstance(getattr(self, key), int) or getattr(self, key) < least:
+                raise UserError(f"{key}={getattr(self, key)}: give a whole number, at least {least}")
+        if not isinstance(self.perplexity, int | float) or not 1 <= self.perplexity < math.inf:
+            raise UserError(f"perplexity={self.perplexity}: give a number, at least 1, such as 30")
+        require_device(self.device, "device")
+
+
+class Subject(NamedTuple):
+    """A model of a hand-over, under its name in the figures."""
+
+    name: str
+    model: nn.Module
+    baked: nn.Module
+    weights_sha256: str
+
+
+class Listed(NamedTuple):
+    """The images, which are the same for every model."""
+
+    batches: list[Batch]
+    keys: list[str]
+    labels_N: Tensor
+
+
+def run(
+    handover: Path,
+    against: Path | None,
+    data: shards.DataConfig,
+    settings: Settings,
+    out: Path,
+    progress: Progress = lambda done, total: None,
+) -> Summary:
+    """Writes all of OUT and returns the content of features.json. `progress(done, total)` is called after every step.
+    Raises UserError, before anything is computed, for models or images that do not fit."""
+    subjects = list(_subjects([handover] if against is None else [handover, against], data))
+    test = shards.find(data, "test")
+    listed = _listed(test, data, settings)
+    step = _steps(progress, len(subjects) * (len(listed.batches) + 1))
+    parts = [_one(subject, listed, settings, step) for subject in subjects]
+    rows, points, norms = zip(*parts, strict=True)
+    summary = {
+        "models": list(rows),
+        "note": NOTE,
+        "images": len(listed.keys),
+        "dataset": data.name,
+        "data_digest": test.digest,
+        "image_list_sha256": images.digest(listed.keys),
+        "settings": asdict(settings),
+        "certizoo": __version__,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    _write(pd.concat(points), out / "tsne.csv")
+    feature_figures.planes(pd.concat(points), rows, images.class_names(data), out / "tsne.png")
+    if any(len(table) for table in norms):
+        _write(pd.concat([table for table in norms if len(table)]), out / "sigma_max_weights.csv")
+        feature_figures.layers(pd.concat([table for table in norms if len(table)]), out / "sigma_max_weights.png")
+    records.write_json(out / "features.json", summary)
+    return summary
+
+
+def _one(
+    subject: Subject, listed: Listed, settings: Settings, step: Callable[[], None]
+) -> tuple[Summary, pd.DataFrame, pd.DataFrame]:
+    """What features.json says of a model, its points in the plane, and its norms."""
+    norms = layer_norms.sigma_max(subject.baked)
+    model = subject.model.to(device_of(0, settings.device))
+    found = clean_and_attacked(model, listed.batches, settings.attack, settings.seed, step)
+    clean_ND, attacked_ND = found.clean_ND.double().numpy(), found.attacked_ND.double().numpy()
+    apart = feature_distance.a_distance(clean_ND, attacked_ND, settings.seed)
+    xy = feature_distance.plane(clean_ND, attacked_ND, settings.perplexity, settings.seed)
+    step()
+    row = {
+        "name": subject.name,
+        "weights_sha256": subject.weights_sha256,
+        "width": clean_ND.shape[1],
+        "clean": float(found.clean_correct_N.double().mean()),
+        "attacked": float(found.attacked_correct_N.double().mean()),
+        "a_distance": apart.value,
+        "a_distance_interval": list(apart.interval),
+        "classifier_error": apart.error,
+        "sigma_max": layer_norms.largest(norms),
+        "sigma_max_note": layer_norms.note(norms),
+    }
+    norms.insert(0, "model", subject.name)
+    return row, _points(subject.name, listed, found, xy), norms
+
+
+def _points(name: str, listed: Listed, found: Features, xy: feature_distance.Array) -> pd.DataFrame:
+    """One row for each image, clean, then as many attacked."""
+    columns = {
+        "model": name,
+        "key": listed.keys * 2,
+        "of": np.repeat(["clean", "attacked"], len(listed.keys)),
+        "label": listed.labels_N.repeat(2).numpy(),
+        "correct": torch.cat([found.clean_correct_N, found.attacked_correct_N]).numpy(),
+        "x": xy[:, 0],
+        "y": xy[:, 1],
+    }
+    return pd.DataFrame(columns)
+
+
+def _subjects(folders: Sequence[Path], data: shards.DataConfig) -> Iterator[Subject]:
+    """Refuses a model that does not take the images of `data`."""
+    asked = {"img_size": data.img_size, "in_chans": data.channels, "num_classes": data.num_classes}
+    for place, folder in enumerate(folders):
+        model, config = zoo.handover.load(folder)
+        options = config["model"]
+        for key, value in asked.items():
+            if options.get(key, value) != value:
+                raise UserError(f"{folder} has {key}={options[key]}, the images of {data.name} need {key}={value}")
+        name = f"{options['name']}{' (against)' * place}"
+        yield Subject(name, model, bake(model), zoo.handover.weights_sha256(folder))
+
+
+def _listed(test: shards.ShardSet, data: shards.DataConfig, settings: Settings) -> Listed:
+    total = min(test.samples, settings.images)
+    if total < FEWEST or settings.perplexity >= 2 * total:
+        raise UserError(
+            f"perplexity={settings.perplexity:g} with {total} images: take at least {FEWEST} images and a perplexity "
+            "below twice their number"
+        )
+    batches = list(images.batches(test, data, settings.batch_size, total))
+    return Listed(batches, [key for keys, _, _ in batches for key in keys], torch.cat([batch[2] for batch in batches]))
+
+
+def _steps(progress: Progress, total: int) -> Callable[[], None]:
+    done = iter(range(1, total + 1))
+    return lambda: progress(next(done), total)
+
+
+def _write(table: pd.DataFrame, path: Path) -> None:
+    write_whole(path, table.to_csv(index=False))

@@ -1,0 +1,38 @@
+"""What is asked of the certify stage; wrong values are refused in one line before any work."""
+
+from dataclasses import dataclass
+
+from attacks import AttackConfig
+from certify.rows.devices import DTYPES, require_device
+from certify.stage.rows import DEFAULT_ATTACK
+from certizoo import UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked of the stage. eps are L2 radii in [0,1] pixel space of the image the model takes."""
+
+    method: str = "lofast"
+    images: int | None = 500
+    eps: tuple[float, ...] = (0.02, 0.05, 0.1, 36 / 255)
+    headline_eps: float = 0.1
+    batch_size: int = 50
+    attack: AttackConfig = DEFAULT_ATTACK
+    served_dtype: str | None = None  # 'float32', 'bfloat16': of the model that is served; None: of the float64 function
+    workers: int = 1  # processes that share the images; the rows do not depend on it
+    device: str = "cpu"  # or 'cuda': every process takes the next GPU
+
+    def __post_init__(self) -> None:
+        if not self.eps or any(not eps > 0 for eps in self.eps):
+            raise UserError(f"certify.eps={list(self.eps)}: give L2 radii above 0, such as certify.eps=[0.02,0.1]")
+        if (self.images is not None and self.images < 1) or self.batch_size < 1:
+            raise UserError("certify.rows.images and certify.batch_size: give whole numbers above 0 (images=null: all)")
+        if self.served_dtype is not None and (self.method != "adjoint" or self.served_dtype not in DTYPES):
+            raise UserError(
+                f"certify.served_dtype={self.served_dtype}: null, or one of {', '.join(DTYPES)} with method=adjoint"
+            )
+        if self.workers < 1:
+            raise UserError(f"certify.workers={self.workers}: give a whole number above 0, such as that of the cores")
+        require_device(self.device, "certify.device")
+        if not any(f"{eps:g}" == f"{self.headline_eps:g}" for eps in self.eps):
+            raise UserError(f"certify.headline_eps={self.headline_eps:g} is not among certify.eps; add it there")

@@ -1,0 +1,77 @@
+"""What people read of a certificate: the curve, the table, the registry's tags."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.table import Table
+
+from certify.rows.intervals import percent
+
+Summary = dict[str, Any]
+
+
+def curve(table: pd.DataFrame, method: str, eps_grid: Sequence[float], path: Path) -> None:
+    """Certified accuracy against eps from the radii of all images, with the attacked accuracy at the grid."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    radius = np.where(table["correct"], table[f"radius.{method}"], -1.0)
+    end = 1.25 * max(*eps_grid, float(np.quantile(radius, 0.95)))
+    eps = np.linspace(0, end, 400)
+    certified = 100 * (radius[:, None] >= eps).mean(0)
+    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    axes.plot(eps, certified, label=f"certified ({method})")
+    attacked = [100 * table[f"pgd.{e:g}"].mean() for e in eps_grid]
+    axes.plot(eps_grid, attacked, "x", color="C3", label="attacked (PGD, upper bound)")
+    axes.axhline(100 * table["correct"].mean(), color="grey", linewidth=0.8, linestyle="--", label="clean")
+    axes.set(xlabel="L2 radius eps in [0,1] pixel space", ylabel="accuracy in %", xlim=(0, end), ylim=(0, 100))
+    axes.set_title(f"{len(table)} images")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def accuracy_table(summary: Summary) -> Table:
+    """The closing table of a run, for the terminal."""
+    table = Table(title=f"{summary['model']['name']} on {summary['images']} images of {summary['dataset']}, in %")
+    for column in ("L2 eps", "clean", "PGD", f"certified ({summary['method']})", "unknown"):
+        table.add_column(column, justify="right")
+    for eps, accuracy in summary["accuracy"].items():
+        cells = (summary["clean"], accuracy["pgd"], accuracy["certified"], accuracy["unknown"])
+        table.add_row(eps, *(percent(value) for value in cells))
+    return table
+
+
+def penalty_name(penalty: Summary) -> str:
+    """'msvp' where any lambda is above zero, else 'none'."""
+    return "msvp" if any(value for value in penalty.values() if isinstance(value, int | float)) else "none"
+
+
+def tags(summary: Summary) -> dict[str, str]:
+    """Tags of the registered version: `certified_acc.<eps>`, `clean_acc`, `pgd_acc.<eps>`, `method`, ..."""
+    return {key: f"{value:.4f}" for key, value in metrics(summary).items()} | {
+        "method": summary["method"],
+        "dataset": summary["dataset"],
+        "attention": summary["attention"],
+        "penalty": penalty_name(summary["penalty"]),
+        "git_commit": summary["git_commit"],
+        "norm": "l2",
+        "images": str(summary["images"]),
+        "dtype": summary["numerics"]["served_dtype"],
+        "certizoo": summary["certizoo"],
+    }
+
+
+def metrics(summary: Summary) -> dict[str, float]:
+    """The accuracies as numbers."""
+    values = {"clean_acc": summary["clean"]}
+    for eps, accuracy in summary["accuracy"].items():
+        values[f"certified_acc.{eps}"] = accuracy["certified"]
+        values[f"pgd_acc.{eps}"] = accuracy["pgd"]
+    return values

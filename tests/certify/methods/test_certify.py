@@ -1,0 +1,220 @@
+"""The whole certificate: no attack beats it, it is monotone, and it refuses what it does not know."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from attacks import pgd
+from certify import certified_radius, certify, evaluate
+from certify.api import TOLERANCE, certifier, radius_of
+from certify.methods.bake import bake, logit_difference
+from certify.methods.certificate import UnsoundCertificate
+from certify.methods.correct import OfCorrect
+from certify.methods.lofast import LoFAST
+from certizoo import UserError
+from tests.tools.ascent import ascend
+from zoo.bounds.rules import NoRule
+
+SMALL: dict[str, Any] = {
+    "img_size": 8,
+    "patch_size": 4,
+    "embed_dim": 12,
+    "depth": 2,
+    "num_heads": 3,
+    "num_classes": 4,
+    "in_chans": 1,
+}
+STANDARD_LN: dict[str, Any] = {"norm": {"name": "layernorm", "eps": 0.1}}
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("lofast_vit_c10", {}),
+    ("lofast_vit_c10_smooth", {}),
+    ("spec_vit_digits", {}),
+    ("dp_vit_ti", STANDARD_LN | {"global_pool": "avg"}),
+    ("dp_vit_ti", STANDARD_LN),
+]
+
+
+def random_model(seed: int) -> Any:
+    """A seeded model of one of the families; weights as initialised, then moved and scaled at random."""
+    name, options = FAMILIES[seed % len(FAMILIES)]
+    torch.manual_seed(seed)
+    statistics = {"mean": [0.5], "std": [0.5]}
+    model = zoo.create_model(name, **(SMALL | statistics | options)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1).mul_(float(torch.empty(()).uniform_(0.5, 2)))
+    return model
+
+
+def easy_batch(model: Any, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return x, model(x).argmax(-1)  # its own answers: correct by construction
+
+
+def margin_loss(model: Any, y: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """max_{j != y} logit_j - logit_y: positive where the class has changed."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        logits = model(x)
+        label = y.repeat(len(x) // len(y))[:, None]
+        return logits.scatter(1, label, -torch.inf).amax(1) - logits.gather(1, label).squeeze(1)
+
+    return loss
+
+
+@pytest.mark.parametrize("group", [0, 1, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 10))])
+def test_no_attack_beats_the_certified_radius(group: int) -> None:
+    """200 seeded random models (20 in each group), 4 images each: PGD with 100 steps and 5 restarts on the margin of
+    the baked function, at the largest radius that is certified for the image."""
+    certified = 0
+    for seed in range(20 * group, 20 * group + 20):
+        model = random_model(seed)
+        x, y = easy_batch(model, 4, seed)
+        radius_B = certified_radius(model, x, y)
+        certified += int((radius_B > 1e-4).sum())
+        found_B = ascend(margin_loss(bake(model), y), x.double(), radius_B, steps=100, starts=5)
+        assert (found_B <= 0)[radius_B > 0].all(), f"model {seed}: a certificate was beaten"
+    assert certified >= 20, "too little was certified for the test to mean anything"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_margin_never_falls_by_more_than_the_loss(seed: int) -> None:
+    """Also where nothing is certified: the drop that an attack finds stays below the bound, pair by pair of classes."""
+    model = random_model(seed)
+    x, y = easy_batch(model, 8, seed)
+    baked = bake(model)
+    for eps in (0.05, 0.5, 2.0):
+        analysis: Any = LoFAST(model).analyse(x, y).parts[0][1]
+        loss_BJ = analysis.weight_BJ * analysis.radius(torch.full((8,), eps, dtype=torch.float64))[:, None]
+        adversarial = pgd(baked, x.double(), y, norm="l2", eps=eps, steps=50, loss="margin")
+        with torch.no_grad():
+            before, after = baked(x.double()), baked(adversarial)
+        drop_BJ = (before.gather(1, y[:, None]) - before) - (after.gather(1, y[:, None]) - after)
+        assert (drop_BJ <= loss_BJ + 1e-9).all()
+
+
+def test_bounds_shrink_with_eps_and_radius_is_where_the_proof_ends() -> None:
+    model = random_model(0)
+    x, y = easy_batch(model, 16, 0)
+    analysis = certifier(model, "lofast").analyse(x, y)
+    losses = torch.stack([analysis.at(eps).loss_B - analysis.at(eps).margin_B for eps in (0.0, 1e-4, 1e-2, 0.1, 1.0)])
+    assert (losses.diff(dim=0) >= -1e-12).all()
+    radius_B = radius_of(analysis)
+    assert analysis.at(radius_B).certified_B[radius_B > 0].all()
+    assert not analysis.at(radius_B * (1 + TOLERANCE) + 1e-9).certified_B.any()
+
+
+def test_misclassified_images_get_nothing() -> None:
+    model = random_model(0)
+    x, y = easy_batch(model, 8, 0)
+    wrong = (y + 1) % 4
+    assert not certify(model, x, wrong, eps=0.0).certified_B.any()
+    assert not certify(model, x, wrong, eps=0.0).correct_B.any()
+    assert (certified_radius(model, x, wrong) == 0).all()
+
+
+def test_batching_does_not_matter() -> None:
+    model = random_model(1)
+    x, y = easy_batch(model, 6, 1)
+    together = certified_radius(model, x, y)
+    alone = torch.cat([certified_radius(model, x[i : i + 1], y[i : i + 1]) for i in range(6)])
+    torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-12)
+
+
+def test_an_overflowing_bound_is_unknown_never_certified() -> None:
+    torch.manual_seed(0)
+    model: Any = zoo.create_model("dp_vit_ti", **SMALL).eval()
+    x, y = easy_batch(model, 4, 0)
+    certificate = certify(model, x, y, eps=1e300)
+    assert certificate.unknown_B.all()
+    assert not certificate.certified_B.any()
+    constant = nn.init.zeros_(model.head.weight)  # a constant classifier: margins 0 * inf must not become NaN
+    assert not constant.any()
+    assert not certify(model, x, torch.zeros(4, dtype=torch.long), eps=1e300).certified_B.any()
+
+
+def test_a_nan_is_never_certified() -> None:
+    model = random_model(0)
+    x, y = easy_batch(model, 2, 0)
+    with torch.no_grad():
+        model.head.bias[1] = torch.nan
+    with pytest.raises(UserError, match=r"head\.bias holds NaN"):
+        certify(model, x, y, eps=0.01)
+
+
+def test_bake_folds_without_touching_the_model() -> None:
+    model = random_model(0).train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    baked: Any = bake(model)
+    assert model.training
+    assert not any("parametrizations" in name for name, _ in baked.named_parameters())
+    assert all(parameter.dtype == torch.float64 for parameter in baked.parameters())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    x, _ = easy_batch(model.eval(), 4, 0)
+    assert logit_difference(model, baked, x) < 1e-4
+    with torch.no_grad():
+        baked.head.weight.mul_(2)
+    with pytest.raises(UserError, match="does not reproduce"):
+        logit_difference(model, baked, x)
+
+
+def test_uncertifiable_models_and_methods_are_refused() -> None:
+    model = random_model(0)
+    x, y = easy_batch(model, 2, 0)
+    with pytest.raises(UserError, match="choose one of lofast"):
+        certify(model, x, y, eps=0.1, method="hope")
+    with pytest.raises(ValueError, match="in \\[0,1\\]"):
+        certify(model, x * 255, y, eps=0.1)
+    with pytest.raises(ValueError, match="labels"):
+        certify(model, x, y + 10, eps=0.1)
+    for eps in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="eps"):
+            certify(model, x, y, eps=eps)
+    handle = model.blocks[0].attn.qkv.register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(NoRule, match="hook"):
+        certify(model, x, y, eps=0.1)
+    handle.remove()
+    certify(model, x, y, eps=0.1)
+    replaced, model.blocks[0].attn.proj = model.blocks[0].attn.proj, nn.Sequential(model.blocks[0].attn.proj)
+    with pytest.raises(NoRule, match="Sequential"):
+        certify(model, x, y, eps=0.1)
+    model.blocks[0].attn.proj = replaced
+    model.blocks[0].mlp = nn.Softsign()
+    with pytest.raises(NoRule, match="Softsign"):
+        certify(model, x, y, eps=0.1)
+    with pytest.raises(NoRule, match="Conv2d"):
+        certify(nn.Conv2d(1, 4, 8), x, y, eps=0.1)
+
+
+def test_evaluate_answers_clean_attack_and_proof_together() -> None:
+    model = random_model(2)
+    x, y = easy_batch(model, 6, 2)
+    table = evaluate(model, x, y, eps=(1e-3, 0.1))
+    assert list(table["key"]) == [str(i) for i in range(6)]
+    assert table["correct"].all()
+    np.testing.assert_array_equal(table["radius.lofast"], certified_radius(model, x, y))
+    for eps in ("0.001", "0.1"):
+        assert (table.loc[table[f"certified.{eps}"] == "certified", f"pgd.{eps}"]).all()
+
+
+def test_a_refuted_certificate_stops_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong rule (here: nothing ever moves) certifies what the attack then changes: nothing is reported."""
+    model = random_model(0)
+    x, y = easy_batch(model, 16, 0)
+    honest = LoFAST.analyse
+
+    def wrong(self: LoFAST, *args: torch.Tensor) -> OfCorrect:
+        analysis = honest(self, *args)
+        inner: Any = analysis.parts[0][1]
+        return replace(analysis, parts=[(analysis.parts[0][0], replace(inner, radius=lambda r: 0 * r))])
+
+    monkeypatch.setattr(LoFAST, "analyse", wrong)
+    with pytest.raises(UnsoundCertificate, match="image"):
+        evaluate(model, x, y, eps=(20.0,))

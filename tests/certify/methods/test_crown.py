@@ -1,0 +1,207 @@
+"""The door to auto_LiRPA: the model is traced as the function it is, and what is not a proof is `unknown`."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from certify import certified_radius, certify
+from certify.methods import crown as door
+from certify.methods.bake import bake
+from certify.methods.crown import Crown, Plain, plain
+from tests.certify.methods.test_certify import SMALL, margin_loss
+from tests.tools.ascent import ascend
+from tests.tools.small_models import PARTS, labelled, small_model
+
+GAIN = 2.0  # what the stand-in says every margin can lose per unit of eps
+Answer = Callable[[Tensor, float], Tensor]
+
+
+@dataclass
+class StandIn:
+    """auto_LiRPA as far as it is used: `answer(margins (1, R), eps)` is what it returns; calls are recorded."""
+
+    answer: Answer = field(default=lambda margins_1R, eps: margins_1R - GAIN * eps)
+    calls: list[tuple[float, Tensor]] = field(default_factory=list)
+
+    def PerturbationLpNorm(self, *, norm: float, eps: float) -> SimpleNamespace:
+        assert norm == 2
+        return SimpleNamespace(eps=eps)
+
+    def BoundedTensor(self, x: Tensor, ball: SimpleNamespace) -> SimpleNamespace:
+        assert x.dtype == torch.float64
+        return SimpleNamespace(x=x, eps=ball.eps)
+
+    def BoundedModule(self, model: Any, x: Tensor, *, bound_opts: dict[str, Any], device: str) -> Any:
+        model(x)  # it is traced here
+
+        class Bounded:
+            def __call__(_, z: Tensor) -> Tensor:
+                return model(z)
+
+            def compute_bounds(_, *, x: Sequence[Any], C: Tensor, method: str, bound_upper: bool) -> Any:
+                assert method == "CROWN"
+                assert not bound_upper
+                assert torch.get_default_dtype() == torch.float64
+                self.calls.append((x[0].eps, C))
+                return self.answer((C @ model(x[0].x)[0]).view(1, -1), x[0].eps), None
+
+        return Bounded()
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    module = StandIn()
+    monkeypatch.setitem(sys.modules, "auto_LiRPA", module)
+    monkeypatch.setattr(door, "installed", lambda: True)
+    return module
+
+
+def test_absent_is_unknown_and_says_how_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(door, "installed", lambda: False)
+    model = small_model("standard", 0)
+    x, y = labelled(model, 3, 0)
+    certificate = certify(model, x, y, eps=1e-6, method="crown")
+    assert certificate.unknown_B.all()
+    assert not certificate.certified_B.any()
+    assert (certified_radius(model, x, y, method="crown") == 0).all()
+    first = caplog.messages[0]
+    assert "certizoo[crown]" in first
+    assert "\n" not in first
+
+
+def test_a_certifier_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(door, "installed", lambda: False)
+    model = small_model("standard", 0)
+    crown, (x, y) = Crown(model), labelled(model, 3, 0)
+    for eps in (0.1, 0.2):
+        crown.analyse(x, y).at(eps)
+    assert len(caplog.messages) == 1
+
+
+def test_bounds_of_margins_become_certificates(stand_in: StandIn) -> None:
+    model = small_model("standard", 0)
+    x, y = labelled(model, 4, 0)
+    analysis = Crown(model).analyse(x, y)
+    margin_B = analysis.clean.margin_BJ.amin(1)
+    for share in (0.999, 1.001):
+        certificate = analysis.at(share * margin_B / GAIN)
+        assert (certificate.certified_B == (share < 1)).all()
+        assert not certificate.unknown_B.any()
+    identity = torch.eye(4, dtype=torch.float64)
+    for i, (_, rows) in enumerate(stand_in.calls[:4]):
+        rivals = [j for j in range(4) if j != y[i]]
+        assert torch.equal(rows[0], identity[y[i]] - identity[rivals])
+    wrong = Crown(model).analyse(x, (y + 1) % 4).at(1e-9)
+    assert not (wrong.certified_B | wrong.correct_B).any()
+
+
+def test_a_margin_within_the_tolerance_is_not_certified(stand_in: StandIn) -> None:
+    stand_in.answer = lambda margins_1R, eps: torch.full_like(margins_1R, 0.5e-6)
+    model = small_model("standard", 0)
+    x, y = labelled(model, 2, 0)
+    assert not certify(model, x, y, eps=0.1, method="crown").certified_B.any()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf, torch.inf])
+def test_an_overflow_is_unknown(stand_in: StandIn, bad: float) -> None:
+    """Of one rival: the image is unknown, however good the others are."""
+    stand_in.answer = lambda margins_1R, eps: torch.cat([margins_1R[:, :-1], margins_1R[:, -1:] * 0 + bad], 1)
+    model = small_model("standard", 0)
+    x, y = labelled(model, 3, 0)
+    certificate = certify(model, x, y, eps=1e-6, method="crown")
+    assert certificate.unknown_B.all()
+    assert not certificate.certified_B.any()
+
+
+def test_a_failure_is_unknown_for_that_image(stand_in: StandIn, caplog: pytest.LogCaptureFixture) -> None:
+    def fail_on_the_second(margins_1R: Tensor, eps: float) -> Tensor:
+        if len(stand_in.calls) == 2:
+            raise AssertionError("lower\n>= 0")
+        return margins_1R
+
+    stand_in.answer = fail_on_the_second
+    model = small_model("standard", 0)
+    x, y = labelled(model, 3, 0)
+    certificate = certify(model, x, y, eps=0.1, method="crown")
+    assert certificate.unknown_B.tolist() == [False, True, False]
+    assert certificate.certified_B.tolist() == [True, False, True]
+    assert [m for m in caplog.messages if "failed" in m and "\n" not in m]
+
+
+def test_a_model_that_cannot_be_traced_is_unknown(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("There are unsupported operations")
+
+    model = small_model("standard", 0)
+    x, y = labelled(model, 2, 0)
+    monkeypatch.setattr(stand_in, "BoundedModule", refuse)
+    assert certify(model, x, y, eps=1e-6, method="crown").unknown_B.all()
+    assert "unsupported" in caplog.text
+    monkeypatch.undo()
+
+
+def test_a_trace_of_another_function_is_unknown(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = stand_in.BoundedModule
+    monkeypatch.setattr(
+        stand_in, "BoundedModule", lambda model, x, **options: honest(lambda z: model(z) * (1 + 1e-6), x, **options)
+    )
+    model = small_model("standard", 0)
+    x, y = labelled(model, 2, 0)
+    assert certify(model, x, y, eps=1e-6, method="crown").unknown_B.all()
+
+
+def test_larger_and_smaller_balls_are_not_asked_for_again(stand_in: StandIn) -> None:
+    model = small_model("standard", 0)
+    x, y = labelled(model, 1, 0)
+    analysis = Crown(model).analyse(x, y)
+    limit = float(analysis.clean.margin_BJ.amin()) / GAIN
+    assert analysis.at(limit / 2).certified_B.all()
+    assert analysis.at(limit / 4).certified_B.all()
+    assert analysis.at(0.0).certified_B.all()
+    assert len(stand_in.calls) == 1
+    assert not analysis.at(limit * 2).certified_B.any()
+    assert len(stand_in.calls) == 2
+    radius = certified_radius(model, x, y, method="crown")
+    assert 0.99 * limit <= radius <= limit
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    **{parts: partial(small_model, parts, 1) for parts in PARTS},
+    **{name: partial(zoo.create_model, name, **SMALL) for name in ("l2_vit_ti", "scsa_vit_ti")},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_traced_is_the_same_function(name: str) -> None:
+    """Attention, norms and activations in elementary operations, also far from the clean image."""
+    baked = bake(MODELS[name]())
+    x = torch.rand(5, 1, 8, 8, dtype=torch.float64) * torch.tensor([1e-3, 0.5, 1.0, 5.0, 50.0]).view(-1, 1, 1, 1)
+    with torch.no_grad(), Plain():
+        rewritten = plain(baked)(x)
+    torch.testing.assert_close(rewritten, baked(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("parts", ["smooth", "lofast", "standard"])
+def test_auto_lirpa_itself_is_not_beaten(parts: str) -> None:
+    pytest.importorskip("auto_LiRPA", reason=f"the real one is not installed: {door.INSTALL}")
+    model = small_model(parts, 0)
+    x, y = labelled(model, 2, 0)
+    baked, analysis = bake(model), Crown(model).analyse(x, y)
+    for eps in (0.02, 0.3):
+        certificate = analysis.at(eps)
+        assert not certificate.unknown_B.any()
+        found_B = ascend(margin_loss(baked, y), x.double(), certificate.eps_B, steps=60, starts=3)
+        assert (-found_B >= certificate.margin_B - certificate.loss_B).all()
+    assert analysis.at(0.02).certified_B.any()

@@ -1,0 +1,134 @@
+"""The certificate of the served model: what float32 and bfloat16 really do never exceeds what is reckoned with."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from certify.api import radius_of
+from certify.methods import rounding
+from certify.methods.adjoint import Adjoint
+from certify.methods.bake import bake
+from certify.methods.rounding import UNITS, rounding_of
+from certify.methods.served_adjoint import ServedAdjoint
+from certizoo import UserError
+from tests.certify.methods.test_certify import SMALL, margin_loss
+from tests.tools.ascent import ascend
+from tests.tools.small_models import PARTS, labelled, small_model
+from tests.zoo.bounds.test_rules import norm_with_affine, scaled_
+from zoo.attention.dot_product import DotProductAttention
+from zoo.bounds.rules import NoRule, local
+from zoo.layers.mlp import SLL, Mlp
+from zoo.layers.norms import LayerProject, SmoothProject
+
+N, D, B = 5, 32, 8
+DTYPES = [torch.float32, torch.bfloat16]
+MODULES: dict[str, Any] = {
+    "layernorm": lambda s: norm_with_affine(1.0, D),
+    "smoothproject": lambda s: SmoothProject(D, s),
+    "layerproject": lambda s: LayerProject(D, s),
+    "mlp": lambda s: scaled_(Mlp(D, 2 * D), s),
+    "mlp relu": lambda s: scaled_(Mlp(D, 2 * D, act_layer=nn.ReLU), s),
+    "sll": lambda s: scaled_(SLL(D, 2 * D, nn.Tanh), s),
+    "attention": lambda s: scaled_(DotProductAttention(D, 4), s),
+}
+
+
+def on_ball(x: Tensor, r_B: Tensor) -> Tensor:
+    v = torch.randn_like(x)
+    return x + v * (r_B * torch.rand(len(x)) / v.flatten(1).norm(dim=1)).view(-1, 1, 1)
+
+
+def shares(name: str, dtype: torch.dtype) -> Tensor:
+    """(error found) / bound of many points: module, size of weights, inputs, radius, error of the input."""
+    found = []
+    for seed, scale in enumerate((0.25, 1.0, 2.0)):
+        torch.manual_seed(seed)
+        served = MODULES[name](scale).to(dtype).eval().requires_grad_(False)
+        exact = bake(served)
+        x = torch.randn(B, N, D).double() * 10 ** torch.empty(B, 1, 1).uniform_(-1.5, 1).double()
+        with local(), torch.no_grad():
+            part = rounding_of(exact, UNITS[dtype])(x)
+        for reach, off in ((0.0, 0.0), (1e-3, 1e-6), (0.1, 1e-2), (0.5, 0.0)):
+            r, e = (share * x.flatten(1).norm(dim=1) for share in (reach, off))
+            for _ in range(40):
+                inside = on_ball(x, r)  # x'
+                seen = (inside + (on_ball(x, e) - x)).to(dtype)  # x^: rounding it may leave e, which is then counted
+                true_e = torch.maximum(e, (seen.double() - inside).flatten(1).norm(dim=1))
+                error_B = (served(seen).double() - exact(inside)).flatten(1).norm(dim=1)
+                found.append(error_B / part.error(r, true_e))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_no_point_is_rounded_by_more_than_the_bound(name: str, dtype: torch.dtype) -> None:
+    share = shares(name, dtype)
+    assert not torch.isnan(share).any()
+    assert share.max() <= 1
+    assert share.max() >= 0.02, "too loose to notice a rule that is wrong"
+
+
+@pytest.mark.parametrize("name", ["layernorm", "mlp", "sll", "attention"])
+def test_a_unit_that_is_too_small_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding is really measured here: with hardly any reckoned with, the served modules break the bound."""
+    for unit in DTYPES:
+        monkeypatch.setitem(UNITS, unit, 2.0**-40)
+    monkeypatch.setattr(rounding, "SUMS", 2.0**-60)
+    torch.manual_seed(0)
+    served = MODULES[name](1.0).requires_grad_(False)
+    exact, x = bake(served), torch.randn(B, N, D)
+    with local(), torch.no_grad():
+        part = rounding_of(exact, 2.0**-40)(x.double())
+    zero = torch.zeros(B).double()
+    assert ((served(x).double() - exact(x.double())).flatten(1).norm(dim=1) > part.error(zero, zero)).any()
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_the_served_margin_never_falls_by_more_than_the_loss(parts: str) -> None:
+    """Float32 logits at the points an ascent finds, at every radius; and certified images keep their class."""
+    model = small_model(parts, 0)
+    x, y = labelled(model, 4, 0)
+    analysis, baked = ServedAdjoint(model, torch.float32).analyse(x, y), bake(model)
+    radius_B = radius_of(analysis)
+    assert (radius_B > 0).any()
+    assert (radius_B <= radius_of(Adjoint(model).analyse(x, y)) * (1 + 2e-3)).all()
+    for eps_B in (radius_B, 3 * radius_B + 1e-3):
+        certificate = analysis.at(eps_B)
+        seen: list[Tensor] = []
+
+        def fall(z: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            with torch.no_grad():
+                seen.append(margin_loss(model, y)(z.detach().float()).view(-1, 4).amax(0).double())
+            return margin_loss(baked, y)(z)
+
+        ascend(fall, x.double(), eps_B * (1 - 1e-6), steps=20, starts=3)
+        worst_B = torch.stack(seen).amax(0)
+        kept_B = certificate.certified_B
+        assert (worst_B < 0)[kept_B].all()
+        # that class which decides: its margin falls to no less than margin - loss
+        assert (-worst_B >= certificate.margin_B - certificate.loss_B - 1e-9)[torch.isfinite(certificate.loss_B)].all()
+
+
+def test_a_margin_below_the_rounding_is_not_certified() -> None:
+    """At eps = 0 the float64 function is right by a hair; the served one need not be."""
+    model = small_model("standard", 0)
+    x, y = labelled(model, 6, 0)
+    with torch.no_grad():
+        for _ in range(60):  # until the margin of the first image is 1e-7
+            logits = bake(model)(x[:1].double())[0]
+            rival = logits.scatter(0, y[0], -torch.inf).argmax()
+            model.head.bias[y[0]] -= logits[y[0]] - logits[rival] - 1e-7
+    y = bake(model)(x.double()).argmax(-1)
+    assert Adjoint(model).analyse(x[:1], y[:1]).at(0.0).certified_B.all()
+    assert not ServedAdjoint(model, torch.float32).analyse(x[:1], y[:1]).at(0.0).certified_B.any()
+
+
+def test_what_has_no_bound_is_refused() -> None:
+    with pytest.raises(NoRule) as refused:
+        ServedAdjoint(zoo.create_model("l2_vit_ti", **SMALL), torch.float32)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(UserError, match="float32, bfloat16"):
+        ServedAdjoint(small_model("standard", 0), torch.float16)

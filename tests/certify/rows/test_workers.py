@@ -1,0 +1,134 @@
+"""The certify stage over several processes: the same rows in the same order; a kill or Ctrl-C costs one line."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import active_children
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+import zoo
+from certify.__main__ import main
+from certify.rows import records
+from certify.stage import run as stage
+from certify.stage.prover import device_of
+from certizoo import UserError
+from tests.certify.stage.test_stage import CONFIG, SETTINGS, data, digits
+
+__all__ = ["digits"]
+FEW = replace(SETTINGS, images=50, batch_size=10, eps=(0.01, 0.1))
+
+
+@pytest.fixture(scope="module")
+def handover(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "handover"
+    torch.manual_seed(0)
+    zoo.handover.save(folder, zoo.create_model(**CONFIG), CONFIG, {})
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_worker_survives() -> Iterator[None]:
+    yield
+    for worker in active_children():
+        worker.join(20)
+    assert not active_children()
+
+
+def test_two_processes_write_the_rows_of_one(handover: Path, digits: Path, tmp_path: Path) -> None:
+    one = stage.run(handover, data(digits), FEW, tmp_path / "one")
+    done: list[int] = []
+    two = stage.run(
+        handover, data(digits), replace(FEW, workers=2), tmp_path / "two", progress=lambda now, total: done.append(now)
+    )
+    assert done == [10, 20, 30, 40, 50]
+    one_table, two_table = (
+        pd.read_parquet(tmp_path / name / "certificates.parquet").drop(columns=["seconds", "served_difference"])
+        for name in ("one", "two")
+    )
+    pd.testing.assert_frame_equal(one_table, two_table, rtol=1e-9)
+    for key in ("accuracy", "clean", "image_list_sha256", "weights_sha256"):
+        assert one[key] == two[key]
+
+
+def test_a_start_without_new_rows_says_the_same(handover: Path, digits: Path, tmp_path: Path) -> None:
+    first = stage.run(handover, data(digits), replace(FEW, images=10), tmp_path)
+    assert first["numerics"]["largest_logit_difference_served_to_float64"] > 0
+    assert stage.run(handover, data(digits), replace(FEW, images=10), tmp_path) == first
+
+
+def test_a_killed_worker_is_one_line_and_the_next_start_goes_on(handover: Path, digits: Path, tmp_path: Path) -> None:
+    """A worker is killed from outside after the first batch."""
+
+    def kill(now: int, total: int) -> None:
+        for worker in active_children():
+            os.kill(worker.pid or 0, signal.SIGKILL)
+
+    with pytest.raises(UserError, match="was killed"):
+        stage.run(handover, data(digits), replace(FEW, workers=2), tmp_path, progress=kill)
+    rows = (tmp_path / stage.ROWS).read_text().splitlines()
+    assert 10 <= len(rows) < 50
+    summary = stage.run(handover, data(digits), FEW, tmp_path)
+    keys = [json.loads(line)["key"] for line in (tmp_path / stage.ROWS).read_text().splitlines()]
+    assert len(keys) == len(set(keys)) == summary["images"] == 50
+
+
+def test_ctrl_c_is_one_line(
+    handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(records, "append", interrupted)
+    with pytest.raises(SystemExit) as held:  # with its traceback, so that no frame of the stage is collected
+        main(
+            [f"handover={handover}", f"out={tmp_path}", "data=digits", f"data.root={digits}", "images=20", "workers=2"]
+        )
+    for worker in active_children():
+        worker.join(20)
+    assert not active_children(), held
+    error = capsys.readouterr().err
+    assert error.startswith("error: stopped")
+    assert error.count("\n") == 1
+
+
+def test_no_worker_is_no_answer() -> None:
+    with pytest.raises(UserError, match="workers"):
+        replace(FEW, workers=0)
+
+
+def test_every_worker_has_a_gpu_of_its_own_while_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [str(device_of(worker, "cuda")) for worker in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert device_of(5, "cpu").type == "cpu"
+
+
+def test_no_gpu_and_no_device_of_that_name_are_one_line(
+    handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match="use device=cpu"):
+        stage.run(handover, data(digits), replace(FEW, device="cuda"), tmp_path)
+    with pytest.raises(UserError, match="choose one of cpu, cuda"):
+        replace(FEW, device="tpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_served_type_is_certified(handover: Path, digits: Path, tmp_path: Path, dtype: str) -> None:
+    settings = replace(FEW, images=6, batch_size=6, method="adjoint", served_dtype=dtype, eps=(0.001, 0.1))
+    numerics = stage.run(handover, data(digits), settings, tmp_path)["numerics"]
+    assert numerics["served_dtype"] == dtype
+    assert numerics["rounding_of_the_served_model"] == "proved"
+    with pytest.raises(UserError, match="another served_dtype"):
+        stage.run(handover, data(digits), replace(settings, served_dtype=None), tmp_path)
+
+
+def test_a_served_type_needs_the_adjoint_method() -> None:
+    for changes in ({"method": "lofast"}, {"method": "adjoint", "served_dtype": "float16"}):
+        with pytest.raises(UserError, match="served_dtype"):
+            replace(FEW, **({"served_dtype": "float32"} | changes))  # type: ignore[arg-type]

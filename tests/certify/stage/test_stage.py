@@ -1,0 +1,187 @@
+"""The certify stage on real files: nested accuracies, resume, refusals, publication and back."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import shards.__main__
+import zoo
+from attacks import AttackConfig
+from certify.__main__ import main
+from certify.stage import register as publication
+from certify.stage import run as stage
+from certizoo import UserError
+from registry import browse
+from shards import DataConfig
+from zoo.models import catalog
+
+CONFIG: dict[str, Any] = {"name": "spec_vit_digits", "num_classes": 10, "img_size": 8, "in_chans": 1}
+SETTINGS = stage.Settings(
+    images=60, eps=(0.01, 0.1, 5.0), batch_size=20, attack=AttackConfig(norm="l2", steps=10, loss="margin")
+)
+
+
+def data(root: Path) -> DataConfig:
+    return DataConfig("digits", str(root), "digits-train-*.tar", "digits-test-*.tar", 10, 8, 1)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    shards.__main__.main(["digits", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def handover(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+    """A model trained for a few seconds, so that some images are correct and certified."""
+    torch.manual_seed(0)
+    model = zoo.create_model(**CONFIG).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = data(digits)
+    train = shards.find(config, "train")
+    for epoch in range(8):
+        for images, labels in shards.train_loader(train, config, batch_size=128, epoch=epoch, seed=0):
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    folder = tmp_path_factory.mktemp("run") / "handover"
+    extra = {"data": vars(config), "penalty": {"lambda_q": 1e-4}, "seed": 0, "git_commit": "abc"}
+    zoo.handover.save(folder, model, CONFIG, extra)
+    return folder
+
+
+def test_accuracies_are_nested_image_by_image(handover: Path, digits: Path, tmp_path: Path) -> None:
+    summary = stage.run(handover, data(digits), SETTINGS, tmp_path)
+    rows = pd.read_parquet(tmp_path / "certificates.parquet")
+    assert len(rows) == 60 == rows["key"].nunique()
+    for eps in ("0.01", "0.1", "5"):
+        certified = rows[f"certified.{eps}"] == "certified"
+        assert (certified <= rows[f"pgd.{eps}"]).all()
+        assert (rows[f"pgd.{eps}"] <= rows["correct"]).all()
+        assert (certified == (rows["radius.lofast"] >= float(eps))).all()
+        assert summary["accuracy"][eps]["certified"] == certified.mean()
+    assert summary["clean"] > 0.5
+    assert summary["accuracy"]["0.01"]["certified"] > 0
+    assert summary["accuracy"]["5"]["certified"] == 0
+    for name in ("certificate.json", "curve.png", "card.md"):
+        assert (tmp_path / name).stat().st_size > 0
+    assert "NaN" not in (tmp_path / "certificate.json").read_text()
+
+
+def test_a_start_that_was_cut_off_goes_on(handover: Path, digits: Path, tmp_path: Path) -> None:
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    expected = stage.run(handover, data(digits), SETTINGS, whole)
+    stage.run(handover, data(digits), SETTINGS, again)
+    lines = (again / stage.ROWS).read_text().splitlines(keepends=True)
+    (again / stage.ROWS).write_text("".join(lines[:25]) + lines[25][:40])  # killed in the middle of a line
+    (again / "certificate.json").unlink()
+    done: list[int] = []
+    result = stage.run(handover, data(digits), SETTINGS, again, progress=lambda now, total: done.append(now))
+    assert done == [40, 60], "the first 25 rows are not computed twice"
+    one, two = (
+        pd.read_parquet(f / "certificates.parquet").drop(columns=["seconds", "served_difference"])
+        for f in (whole, again)
+    )
+    pd.testing.assert_frame_equal(one, two, rtol=1e-9)
+    for key in ("accuracy", "clean", "image_list_sha256", "weights_sha256"):
+        assert result[key] == expected[key]
+
+
+def test_rows_of_another_model_or_question_are_not_continued(handover: Path, digits: Path, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, images=20)
+    stage.run(handover, data(digits), settings, tmp_path)
+    with pytest.raises(UserError, match="another eps"):
+        stage.run(handover, data(digits), replace(settings, eps=(0.1,)), tmp_path)
+    other = tmp_path / "other"
+    zoo.handover.save(other, zoo.create_model(**CONFIG), CONFIG, {})
+    with pytest.raises(UserError, match="another weights_sha256"):
+        stage.run(other, data(digits), settings, tmp_path)
+
+
+def test_bad_handovers_are_refused(handover: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.safetensors is missing"):
+        zoo.handover.load(tmp_path)
+    zoo.handover.save(tmp_path, zoo.create_model(**CONFIG), CONFIG | {"depth": 1}, {})
+    with pytest.raises(UserError, match="not a checkpoint of spec_vit_digits"):
+        zoo.handover.load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 truncated")
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        zoo.handover.load(tmp_path)
+
+
+def test_a_handover_outlives_the_defaults_of_its_name(
+    handover: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A later version may change what a name means; what was handed over stays the same function."""
+    before, _ = zoo.handover.load(handover)
+    caps = {"name": "dp", "q_cap": 0.01, "k_cap": 0.01, "v_cap": 0.01, "o_cap": 0.01}
+    monkeypatch.setitem(catalog.SPEC_DIGITS, "attention", caps)
+    monkeypatch.setitem(catalog.SPEC_DIGITS, "depth", 5)
+    after, _ = zoo.handover.load(handover)
+    x = torch.rand(4, 1, 8, 8)
+    assert torch.equal(before(x), after(x))
+
+
+@pytest.mark.parametrize("changes", [{"eps": ()}, {"eps": (0.0,)}, {"headline_eps": 0.3}, {"images": 0}])
+def test_senseless_settings_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"certify\."):
+        replace(SETTINGS, **changes)
+
+
+def test_published_version_comes_back_bit_equal(
+    handover: Path, digits: Path, tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(empty_database, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
+    stage.run(handover, data(digits), replace(SETTINGS, images=20), tmp_path / "out")
+    line = publication.publish(handover, tmp_path / "out", registered_name="digits", run_id=None, experiment="test")
+    assert line == "digits version 1 (champion)"
+    (version,) = browse.versions("digits")
+    for tag in ("certified_acc.0.1", "clean_acc", "pgd_acc.0.1", "method", "dataset", "attention", "git_commit"):
+        assert tag in version.tags, tag
+    assert (version.tags["penalty"], version.tags["attention"], version.tags["dataset"]) == ("msvp", "dp", "digits")
+    served, config = zoo.handover.load(browse.download("digits@champion"))
+    original, _ = zoo.handover.load(handover)
+    x = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(served(x), original(x))
+    assert config["model"] == {"name": "spec_vit_digits"} | zoo.model_options(**CONFIG)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")  # a fresh process would read the variable
+    mlflow.set_registry_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    by_mlflow = mlflow.pyfunc.load_model("models:/digits@champion").predict(x.numpy())
+    assert np.array_equal(by_mlflow, original(x).numpy())
+
+
+def test_the_command(
+    handover: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    main([f"handover={handover}", f"out={out}", "images=20", "eps=[0.1]", "attack.steps=3"])
+    assert "certified (lofast)" in capsys.readouterr().out
+    assert json.loads((out / "certificate.json").read_text())["images"] == 20
+    for argv, words in [
+        ([], "handover=DIR"),
+        ([f"handover={tmp_path}"], "no hand-over"),
+        ([f"handover={handover}", "methd=x"], "method"),
+        ([f"handover={handover}", f"out={out}", "method=hope"], "choose one of lofast"),
+        ([f"handover={handover}", f"out={out}", "data=cifar10", f"data.root={digits}"], "no shards"),
+    ]:
+        with pytest.raises(SystemExit) as exit_:
+            main(argv)
+        error = capsys.readouterr().err
+        assert exit_.value.code == 2
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1
+        assert words in error

@@ -1,0 +1,112 @@
+"""Every experiment is a lab note whose command composes, and says what its file says; the reduced table is complete."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import zoo
+from benchmarks.experiments import ATTACKS, TABLES, markdown, run
+from certizoo import UserError
+from certizoo.compose import CONFIGS, compose_config
+from trainers.job.typed import typed
+from trainers.settings import ConstrainConfig, MasksConfig, MixConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from zoo.models.overview import tiny_options
+
+FILES = sorted((CONFIGS / "experiment").glob("*.yaml"))
+COMMAND = re.compile(r"^#\s+deepspeed .*?trainers/(\w+)\.py (.*\+experiment=.*?)(?:   .*)?$", re.MULTILINE)
+
+
+def commands(path: Path) -> list[tuple[str, list[str]]]:
+    """(entry, overrides) of the commands in the note."""
+    return [(entry, words.split()) for entry, words in COMMAND.findall(path.read_text())]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_command_of_the_note_composes_to_what_the_file_says(path: Path) -> None:
+    assert commands(path), "no command"
+    for entry, overrides in commands(path):
+        assert f"+experiment={path.stem}" in overrides
+        config = compose_config(entry, overrides)
+        assert config["name"].startswith(f"{path.stem}-{config['model']['name']}")
+        assert config["data"]["root"] == "SHARDS"
+        given = [word.partition("=")[0] for word in overrides]
+        check_fields(
+            config, {key: value for key, value in yaml.safe_load(path.read_text()).items() if key not in given}
+        )
+
+
+def check_fields(config: dict[str, Any], said: dict[str, Any]) -> None:
+    """What the file says is what is run, and every part is of its type."""
+    for group, values in said.items():
+        if isinstance(values, dict):
+            assert {key: config[group][key] for key in values} == values, group
+    train = config["train"] | {"batch_size": config["train"]["batch_size"] or 8}
+    typed(TrainConfig, config | {"train": train}, "train")
+    for cls, group in ((ObjectiveConfig, "objective"), (OptimizerConfig, "optimizer"), (MixConfig, "mix")):
+        typed(cls, config, group)
+    typed(MasksConfig, config, "masks")
+    if "constrain" in config:
+        typed(ConstrainConfig, config, "constrain")
+    shape = {"num_classes": config["data"]["num_classes"], "img_size": config["data"]["img_size"]}
+    shape["in_chans"] = config["data"]["channels"]
+    with torch.device("meta"):
+        zoo.create_model(**(shape | config["model"] | tiny_options(config["model"]["name"])))
+        zoo.model_options(**(shape | config["model"]))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_experiment_names_its_source_and_what_was_run(path: Path) -> None:
+    note = " ".join(line.strip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+    assert re.search(r"[Pp]aper 00\d|et al\.", note)
+    assert re.search(r"[Nn]ot run|results", note)
+
+
+def test_a_model_can_be_swapped() -> None:
+    config = compose_config("adv_train", ["+experiment=specformer_cifar10_adv", "model=l2_deit_ti"])
+    assert (config["model"]["name"], config["model"]["patch_size"]) == ("l2_deit_ti", 4)
+    assert config["penalty"]["lambda_q"] == 0
+    assert compose_config("adv_train", ["+experiment=specformer_cifar10_adv"])["penalty"]["lambda_q"] > 0
+
+
+def test_all_protocols_are_there() -> None:
+    names = {path.stem for path in FILES}
+    for table in (7, 8, 9):
+        assert {f"certvit_table{table}_{data}" for data in ("mnist", "cifar10", "cifar100", "tin")} <= names
+    assert len([name for name in names if name.startswith("certvit_") and "table" not in name]) == 14
+    assert {"mo_cifar10", "specformer_imagenet_adv", "lofast_w128", "covit_tiny", *TABLES} <= names
+
+
+# the reduced tables --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_every_row_of_a_table_composes(name: str) -> None:
+    table = TABLES[name]
+    for row in table.rows:
+        config = compose_config("adv_train", [f"+experiment={name}", f"model={row.model}"])
+        assert len(row.published) == len(table.columns)
+        assert config["attack"]["eps"] == pytest.approx(8 / 255)
+        assert (config["penalty"]["lambda_q"] > 0) == row.model.startswith("spec_")
+    assert set(table.columns) - {"clean"} <= set(ATTACKS)
+    assert len({row.model for row in table.rows}) == len(table.rows) == 5
+
+
+def test_the_markdown_has_ours_beside_the_published() -> None:
+    table = TABLES["table2_deit_ti"]
+    rows = [
+        {"method": row.method, "model": row.model, "ours": dict.fromkeys(table.columns, 12.3),
+         "published": dict(zip(table.columns, row.published, strict=True))}
+        for row in table.rows
+    ]  # fmt: skip
+    text = markdown(table, rows)
+    assert text.count("12.3 / ") == 15
+    assert "12.3 / 71.71" in text
+
+
+def test_an_unknown_table_is_one_line() -> None:
+    with pytest.raises(UserError, match="table2_deit_ti"):
+        run("table9", [])

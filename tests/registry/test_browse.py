@@ -1,0 +1,167 @@
+"""The commands that browse the registry: order, conditions, comparison, aliases and copies, on a real local store."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from certizoo import UserError
+from registry import browse, champion
+from registry.__main__ import main
+from registry.publish import publish
+from registry.select import select
+
+Command = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
+    """Four versions of two models on two datasets. The radius 36/255 stands in the tags as 0.141176."""
+    folder = tmp_path_factory.mktemp("store")
+    shutil.copy(empty_database, folder)
+    uri = f"sqlite:///{folder}/mlflow.db"
+    facts = [("a", "digits", 0.1), ("a", "digits", 0.9), ("b", "cifar10", 0.05), ("b", "cifar10", 0.3)]
+    for index, (name, dataset, certified) in enumerate(facts):
+        files = folder / f"run{index}" / "handover"
+        files.mkdir(parents=True)
+        (files / "certificate.json").write_text(json.dumps({"run": index}))
+        tags = {
+            "dataset": dataset,
+            "certified_acc.0.141176": f"{certified:.4f}",
+            "attention": "dp",
+            "trial": f"s/{index}",
+        }
+        publish(
+            files, name=name, loader_module="tests.tools.loader", tags=tags, description=f"card {index}", metrics={},
+            run_id=None, experiment="e", headline="certified_acc.0.141176", uri=uri,
+        )  # fmt: skip
+    return uri
+
+
+@pytest.fixture
+def command(uri: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["registry", *arguments, "--uri", uri])
+        main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def order(uri: str, *where: str, sort: str | None = None) -> list[str]:
+    return [f"{v.name}/{v.version}" for v in select(browse.versions(uri=uri), where, sort)]
+
+
+def test_sort_is_by_number_best_first_and_takes_the_radius_as_people_write_it(uri: str) -> None:
+    assert order(uri, sort="certified_acc.0.141") == ["a/2", "b/2", "a/1", "b/1"]
+    with pytest.raises(UserError, match=r"no version has 'certified_acc\.0\.15'; there are: attention, "):
+        order(uri, sort="certified_acc.0.15")
+
+
+@pytest.mark.parametrize(
+    ("where", "left"),
+    [
+        (["dataset=cifar10"], ["b/2", "b/1"]),
+        (["dataset!=cifar10"], ["a/2", "a/1"]),
+        (["certified_acc.0.141>=0.3"], ["a/2", "b/2"]),
+        (["certified_acc.0.141<=0.3", "dataset=cifar10"], ["b/2", "b/1"]),
+        (["certified_acc.0.141=0.05"], ["b/1"]),
+        (["alias=champion"], ["a/2", "b/2"]),
+        (["nothing=here"], []),
+    ],
+)
+def test_conditions_must_all_hold(uri: str, where: list[str], left: list[str]) -> None:
+    assert order(uri, *where) == left
+
+
+@pytest.mark.parametrize("text", ["dataset", "=x", "certified_acc.0.141>=much"])
+def test_a_condition_that_is_none_says_how_to_write_one(uri: str, text: str) -> None:
+    with pytest.raises(UserError, match=r"KEY=VALUE|is no number"):
+        order(uri, text)
+
+
+def test_list_as_the_readme_writes_it(command: Command) -> None:
+    listed = command("list", "--sort", "certified_acc.0.141", "--where", "dataset=cifar10")
+    assert listed.index("0.3000") < listed.index("0.0500")
+    assert "digits" not in listed
+
+
+def test_show_and_compare(command: Command) -> None:
+    assert "card 1" in command("show", "a/2")
+    compared = command("compare", "a/1", "a/2", "b/2")
+    (row,) = [line for line in compared.splitlines() if line.startswith("│ certified_acc")]
+    assert [float(cell) for cell in row.split("│")[2:-1]] == [0.1, 0.9, 0.3]
+
+
+def test_promote_and_pull(command: Command, uri: str, tmp_path: Path) -> None:
+    assert command("promote", "a/1", "--alias", "served") == "a/1 is @served\n"
+    assert browse.find("a@served", uri).version == "1"
+    command("pull", "a@served", str(tmp_path / "copy"))
+    assert json.loads((tmp_path / "copy" / "certificate.json").read_text()) == {"run": 0}
+    with pytest.raises(SystemExit) as refused:
+        command("pull", "a@served", str(tmp_path / "copy"))
+    assert refused.value.code == 2
+
+
+def test_a_trial_has_one_version_however_often_it_is_sent(uri: str, tmp_path: Path) -> None:
+    """Restarted after its worker was lost, it has another run and another certificate (seconds differ)."""
+    files = tmp_path / "again" / "handover"
+    files.mkdir(parents=True)
+    (files / "certificate.json").write_text('{"run": "again"}')
+    tags = {"dataset": "digits", "certified_acc.0.141176": "0.9000", "trial": "s/1"}
+    sent = publish(
+        files, name="a", loader_module="tests.tools.loader", tags=tags, description="", metrics={}, run_id=None,
+        experiment="e", headline="certified_acc.0.141176", uri=uri,
+    )  # fmt: skip
+    assert sent.version == "2"
+    assert len(browse.versions("a", uri)) == 2
+
+
+class Racing:
+    """A registry where a better version is crowned by another process while the first one still moves its aliases."""
+
+    def __init__(self) -> None:
+        self.tags = {"1": {"dataset": "d", "h": "0.4"}}
+        self.aliases: dict[str, str] = {}
+
+    def search_model_versions(self, **_: object) -> object:
+        return SearchResult([SimpleNamespace(version=v, tags=t) for v, t in self.tags.items()])
+
+    def get_registered_model(self, _: str) -> object:
+        return SimpleNamespace(aliases=dict(self.aliases))
+
+    def set_registered_model_alias(self, _: str, alias: str, version: str) -> None:
+        if version == "1" and "2" not in self.tags:  # the other process: registers and crowns version 2, just before
+            self.tags["2"] = {"dataset": "d", "h": "0.6"}
+            self.aliases |= {"champion": "2", "champion-d": "2"}
+        self.aliases[alias] = version
+
+
+class SearchResult(list[object]):
+    token = None
+
+
+def test_the_champion_is_the_best_though_two_processes_crown_at_once() -> None:
+    client = Racing()
+    assert not champion.crown(client, "m", "1", "h")  # type: ignore[arg-type]
+    assert client.aliases == {"champion": "2", "champion-d": "2"}
+
+
+def test_of_two_equals_that_see_each_other_one_takes_the_alias() -> None:
+    """Both are registered before either is crowned, and a worse version holds the alias."""
+    client = Racing()
+    client.tags = {
+        "1": {"dataset": "d", "h": "0.3"},
+        "2": {"dataset": "d", "h": "0.6"},
+        "3": {"dataset": "d", "h": "0.6"},
+    }
+    client.aliases = {"champion": "1", "champion-d": "1"}
+    assert not champion.crown(client, "m", "3", "h")  # type: ignore[arg-type]
+    assert champion.crown(client, "m", "2", "h")  # type: ignore[arg-type]
+    assert client.aliases == {"champion": "2", "champion-d": "2"}

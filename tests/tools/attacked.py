@@ -1,0 +1,42 @@
+"""Models and images that the tests of attacks share."""
+
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+import zoo
+from tests.tools.small_models import PARTS, SMALL
+
+ROUNDING = 1e-6
+
+
+def mlp(classes: int = 10, side: int = 8, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(side * side, 24), nn.Tanh(), nn.Dropout(0.5), nn.Linear(24, classes))
+
+
+def vit(**options: Any) -> nn.Module:
+    torch.manual_seed(3)
+    model: nn.Module = zoo.create_model("dp_vit_ti", **(SMALL | PARTS["standard"] | {"num_classes": 10} | options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return model
+
+
+@torch.no_grad()
+def own_labels(model: nn.Module, x: Tensor) -> Tensor:
+    logits: Tensor = model.eval()(x)
+    return logits.argmax(1)
+
+
+def images_of(count: int, side: int = 8, seed: int = 1) -> Tensor:
+    images = torch.rand(count, 1, side, side, generator=Generator().manual_seed(seed))
+    images[0] = 0.0  # a corner of the box
+    return images
+
+
+def survivors(model: nn.Module, x: Tensor, labels: Tensor) -> list[bool]:
+    right: list[bool] = (own_labels(model, x) == labels).tolist()
+    return right

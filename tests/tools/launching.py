@@ -1,0 +1,80 @@
+"""The real DeepSpeed launcher on 2 CPU ranks, for the trainers' tests."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A ViT of 30 thousand parameters without caps, with drop-path: enough to need every kind of random stream.
+TINY = (
+    "+model=dp_vit_ti", "+model.embed_dim=32", "+model.depth=2", "+model.num_heads=2", "+model.patch_size=4",
+    "+model.global_pool=avg", "+model.drop_path_rate=0.2", "data=digits", "attack=pgd_l2", "attack.eps=0.2",
+    "attack.steps=2", "penalty=msvp", "optimizer.lr=3e-3", "schedule.warmup_epochs=0.5", "train.batch_size=64",
+    "registry.enabled=false", "certify.enabled=false",
+)  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """CPU ranks with one thread each; nothing of a surrounding process group."""
+    hidden = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {key: value for key, value in os.environ.items() if key not in hidden}
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "2"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch(script: Path, *arguments: str, cwd: Path) -> "subprocess.Popen[str]":
+    """`deepspeed SCRIPT ARGUMENTS` with 2 ranks; stdout and stderr in one pipe."""
+    deepspeed = Path(sys.executable).parent / "deepspeed"
+    command = [sys.executable, str(deepspeed), f"--master_port={free_port()}", str(script), *arguments]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def finish(process: "subprocess.Popen[str]", seconds: float = 300) -> tuple[int, str]:
+    """(exit status, output); the process is ended if it takes longer."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, _ = process.communicate()
+        raise AssertionError(f"still running after {seconds} s:\n{output}") from None
+    return process.returncode, output
+
+
+def rows(run_dir: Path) -> list[dict[str, float]]:
+    """The whole lines of metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def reach(process: "subprocess.Popen[str]", run_dir: Path, step: int, seconds: float = 300) -> None:
+    """Wait until the run has made a step."""
+    end = time.monotonic() + seconds
+    while not any(row["step"] >= step for row in rows(run_dir)):
+        if process.poll() is not None or time.monotonic() > end:
+            process.kill()
+            raise AssertionError(f"step {step} was not reached:\n{process.communicate()[0]}")
+        time.sleep(0.02)
+
+
+def ranks(process: "subprocess.Popen[str]", script: Path) -> dict[int, psutil.Process]:
+    """The processes of a launched script by rank, without their loaders."""
+    found: dict[int, psutil.Process] = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if str(script) in child.cmdline() and "RANK" in child.environ():
+            found.setdefault(int(child.environ()["RANK"]), child)  # parents come first
+    return found

@@ -1,0 +1,46 @@
+"""One of several writers at once: `python -m tests.tools.registry_writer URI FOLDER RUNS PUBLISHED`.
+
+Each run logs what a training logs and some are published; a server that is away is not waited for.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from registry.publish import publish
+from registry.track import Tracker
+
+STEPS = 5
+
+
+def write(uri: str, folder: Path, runs: int, published: int) -> None:
+    """RUNS runs of STEPS metric rows in FOLDER/run-N; the first PUBLISHED of them become versions."""
+    for index in range(runs):
+        run_dir = folder / f"run-{index:03d}"
+        tracker = Tracker(run_dir, uri, flush_seconds=0)
+        run_id = tracker.start("load", f"{folder.name}/{run_dir.name}", {"writer": folder.name, "index": index})
+        for step in range(STEPS):
+            tracker.log({"loss": 1.0 / (1 + step), "clean_acc": step / STEPS}, step)
+        tracker.finish()
+        if index < published:
+            issue(run_dir, uri, tracker.run_id or run_id, certified=(index + 1) / (published + 1))
+        print(run_dir.name, flush=True)
+
+
+def issue(run_dir: Path, uri: str, run_id: str, certified: float) -> None:
+    files = run_dir / "handover"
+    files.mkdir()
+    (files / "model.safetensors").write_bytes(os.urandom(20_000))
+    (files / "certificate.json").write_text(f'{{"run": "{run_dir}"}}')
+    headline = "certified_acc.0.1"
+    facts = {"dataset": "digits", headline: f"{certified:.4f}", "trial": f"load/{run_dir.parent.name}/{run_dir.name}"}
+    publish(
+        files, name="loaded", loader_module="tests.tools.loader", tags=facts, description="card",
+        metrics={headline: certified}, run_id=run_id, experiment="load", headline=headline, uri=uri,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    write(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

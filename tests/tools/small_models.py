@@ -1,0 +1,50 @@
+"""Two-layer models of each kind on 8 x 8 images, for tests of whole certificates; the zoo's models, shrunk."""
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import zoo
+from zoo.models.overview import tiny_options
+
+SMALL: dict[str, Any] = {"img_size": 8, "in_chans": 1, "num_classes": 4}
+TINY: dict[str, Any] = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
+AVG: dict[str, Any] = TINY | {"global_pool": "avg"}
+PARTS: dict[str, dict[str, Any]] = {
+    "smooth": AVG | {"norm": "smoothproject", "attn_norm": "smoothproject", "mlp": "sll_tanh", "block": "normfirst"},
+    "lofast": AVG | {"norm": "layerproject", "attn_norm": "layerproject", "mlp": "sll_relu", "block": "normfirst"},
+    "standard": AVG | {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "prenorm"},
+    "cls": TINY | {"norm": {"name": "layernorm", "eps": 0.1}, "mlp": "gelu", "block": "prenorm", "global_pool": "cls"},
+    "fc_norm": AVG | {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "prenorm", "fc_norm": True},
+}
+
+
+def small_model(parts: str, seed: int) -> Any:
+    """A seeded model in eval mode; its weights are of one of three sizes, by the seed."""
+    torch.manual_seed(seed)
+    model = zoo.create_model("dp_vit_ti", **(SMALL | PARTS[parts]))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim > 1:
+                p.copy_(torch.randn_like(p) * (0.3 + 0.7 * (seed % 3)) * p.shape[-1] ** -0.5)
+            elif "bias" in name:
+                p.copy_(0.1 * torch.randn_like(p))
+    return model.eval()
+
+
+def labelled(model: Any, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Random images and the model's own answers: correct by construction."""
+    x = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return x, model(x).argmax(-1)
+
+
+def distinct() -> dict[str, list[str]]:
+    """The names of the zoo by the first of those that are one model once shrunk: the same options, so the same code."""
+    models: dict[str, list[str]] = {}
+    for name in zoo.list_models():
+        options = zoo.model_options(name, **tiny_options(name))
+        models.setdefault(json.dumps(options, sort_keys=True, default=str), []).append(name)
+    return {names[0]: names for names in models.values()}

@@ -1,0 +1,72 @@
+"""A search as a person starts it, small enough for tests: tune.py in a process of its own, in an empty folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.tools.launching import ROOT, environment
+
+# A trial of a few seconds of work: 4 epochs of digits, a certificate of 40 images.
+SHORT = ("--", "train.epochs=4", "certify.images=40", "train.eval_images=80")
+
+
+def begin(cwd: Path, *arguments: str, uri: str | None = None) -> "subprocess.Popen[str]":
+    """`python tune.py ARGUMENTS` in `cwd`, with the registry at `uri`; its output goes to cwd/tune.log."""
+    env = {key: value for key, value in environment().items() if key not in ("LOCAL_SIZE", "MLFLOW_TRACKING_URI")}
+    env |= {"PYTHONPATH": str(ROOT), "CERTIZOO_CACHE": str(cwd / "cache")}
+    env |= {"MLFLOW_TRACKING_URI": uri} if uri else {}
+    with (cwd / "tune.log").open("a") as log:
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "tune.py"), *arguments], cwd=cwd, env=env, stdout=log, stderr=log, text=True
+        )
+
+
+def finish(process: "subprocess.Popen[str]", cwd: Path, seconds: float) -> tuple[int, str]:
+    """(exit status, what it printed)."""
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait(60)
+        raise AssertionError(f"still running after {seconds} s:\n{(cwd / 'tune.log').read_text()}") from None
+    return status, (cwd / "tune.log").read_text()
+
+
+def runs(search: Path) -> dict[str, list[str]]:
+    """{trial: names of its run folders}."""
+    folders = sorted(path for path in (search / "trials").iterdir() if path.is_dir())
+    return {path.name: sorted(run.name for run in path.glob("run-*") if run.is_dir()) for path in folders}
+
+
+def first_step(run_dir: Path) -> int:
+    """The step that the trainer said it resumed at; 0 where it began."""
+    said = [line for line in run_dir.with_suffix(".log").read_text().splitlines() if line.startswith("resuming ")]
+    return int(said[-1].rsplit(" ", 1)[-1]) if said else 0
+
+
+def finished(search: Path) -> list[str]:
+    """Trials whose last run has its certificate."""
+    return [
+        trial
+        for trial, names in runs(search).items()
+        if names and (search / "trials" / trial / names[-1] / "certificate" / "certificate.json").is_file()
+    ]
+
+
+def certified(run_dir: Path, eps: str) -> float:
+    certificate = json.loads((run_dir / "certificate" / "certificate.json").read_text())
+    return float(certificate["accuracy"][eps]["certified"])
+
+
+def alive(words: str) -> list[int]:
+    """Processes whose command line holds `words`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if words.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,259 @@
+"""Run by test_trainers_zero.py under the launcher: the same training, cut over ranks in many ways.
+
+Writes, for every way, how far it is from one plain PyTorch process with the same global batches: {way: {"loss": the
+largest difference of a loss, "weight": of a weight at the end, "sharded": the share of parameters that no rank holds
+whole}}.
+"""
+# ruff: noqa: E402
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import zoo
+from certizoo.compose import compose_config
+from trainers.entry import launcher_argv
+from trainers.job.job import Job
+from trainers.job.prepare import prepare
+from trainers.settings import HingeConfig, ObjectiveConfig, PenaltyConfig
+
+LR, BATCH = 0.05, 16
+
+
+def global_batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.rand(BATCH, 1, 8, 8, generator=generator), torch.randint(0, 10, (BATCH,), generator=generator)
+
+
+def adversarial_loss(job: Job, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    adversarial = job.attack.run(model, images, labels, keep_worst=False)
+    return F.cross_entropy(model.train()(adversarial), labels)
+
+
+def linearised_loss(job: Job, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Image by image, with the attention written out: the fused kernels have no second derivative."""
+    losses = []
+    with sdpa_kernel(SDPBackend.MATH):
+        for image, label in zip(images, labels.tolist(), strict=True):
+            x = image[None].clone().requires_grad_()
+            logits = model.train()(x)[0]
+            runner_up = max((k for k in range(len(logits)) if k != label), key=lambda k: float(logits[k]))
+            (g,) = torch.autograd.grad(logits[label] - logits[runner_up], x, create_graph=True)
+            wrong = torch.arange(len(logits)) != label
+            losses.append(
+                F.cross_entropy((logits + job.objective.eps * g.norm() * wrong)[None], labels.new_tensor([label]))
+            )
+    return torch.stack(losses).mean()
+
+
+LOSSES = {"pgd_at": adversarial_loss, "lmce": linearised_loss}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A training: its losses, its weights, and the share of them that was sharded at the end."""
+
+    losses: list[float]
+    state: dict[str, Tensor]
+    sharded: float = 0.0
+
+    def against(self, other: "Curve") -> dict[str, float]:
+        return {
+            "loss": max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)),
+            "weight": max((self.state[key] - value).abs().max().item() for key, value in other.state.items()),
+            "sharded": self.sharded,
+        }
+
+
+def oracle(job: Job, steps: int) -> Curve:
+    """One process, the whole batch, no DeepSpeed."""
+    torch.manual_seed(job.seed)
+    model = zoo.create_model(**job.model)
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    free = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decay, "weight_decay": job.optimizer.weight_decay}, {"params": free, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=LR, momentum=job.optimizer.momentum)
+    losses = []
+    for step in range(steps):
+        images, labels = global_batch(step)
+        loss = LOSSES[job.objective.name](job, model, images, labels)
+        if job.penalty.active:
+            loss = loss + zoo.penalty.msvp(model, **vars(job.penalty))
+        if job.hinge.active:
+            loss = loss + job.hinge.weight * zoo.hinge.hinge(model, job.hinge.caps)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), job.train.clip_grad)
+        optimizer.step()
+        losses.append(loss.item())
+    return Curve(losses, {key: value.clone() for key, value in model.state_dict().items()})
+
+
+def trained(job: Job, steps: int, name: str) -> Curve:
+    """By our engine, each rank on its share of the batch."""
+    from trainers.engine.world import World
+    from trainers.place import place
+    from trainers.steps.run import assemble
+    from trainers.steps.step import train_step
+
+    rank, _, size = place()
+    run = assemble(replace(job, run_dir=job.run_dir / name), World(rank, size, torch.device("cpu")))
+    losses = []
+    for step in range(steps):
+        images, labels = (part.chunk(size)[rank] for part in global_batch(step))
+        cuts = (part.split(run.engine.micro_batch) for part in (images, labels))
+        losses.append(train_step(run, iter(zip(*cuts, strict=True)), step, LR)["loss"])
+    gone = [parameter.numel() == 0 for parameter in run.engine.module.parameters()]
+    return Curve(losses, run.engine.float32_state(), sum(gone) / len(gone))
+
+
+def at(job: Job, stage: int, **train: Any) -> Job:
+    return replace(job, train=replace(job.train, **train), deepspeed=replace(job.deepspeed, stage=stage))
+
+
+def modelled(job: Job, name: str, **options: Any) -> Job:
+    """The same training of another model."""
+    shape = {key: job.model[key] for key in ("num_classes", "img_size", "in_chans")}
+    return replace(job, model={"name": name, **zoo.model_options(name, **shape, **options)})
+
+
+SMALL = {"embed_dim": 32, "depth": 2, "num_heads": 2, "patch_size": 4}
+# Weights that are read outside the module that owns them, vectors that move in each pass, blocks in stages, no blocks.
+MODELS: dict[str, dict[str, Any]] = {
+    "l2_vit_ti": SMALL,
+    "spec_vit_digits": {},
+    "dp_convit_ti": SMALL | {"patch_size": 2},
+    "dp_swin_t": {"embed_dim": 16, "depths": (1, 1), "num_heads": (1, 2), "patch_size": 2, "window_size": 2},
+    "conv_4c3f": {},
+}
+
+
+def attack_trace(job: Job, stage: int) -> dict[str, float]:
+    """After a training step: does an attack move images, and what else has it changed?"""
+    from trainers.engine.world import World
+    from trainers.place import place
+    from trainers.steps.run import assemble
+    from trainers.steps.step import make_probe, train_step
+
+    rank, _, size = place()
+    job = replace(at(job, stage), run_dir=job.run_dir / f"attack-zero{stage}")
+    run = assemble(job, World(rank, size, torch.device("cpu")))
+    images, labels = (part.chunk(size)[rank] for part in global_batch(0))
+    train_step(run, iter([(images, labels)]), 0, LR)
+    run.engine.train()
+    before = everything(run.engine)
+    adversarial = make_probe(run, 1).attack(images, labels)
+    return {"moved": float((adversarial != images).any()), "changed": float(everything(run.engine) != before)}
+
+
+def after_a_broken_gradient(job: Job, stage: int, precision: str) -> dict[str, float]:
+    """The last rank's gradient is no number, though its loss is one: does the engine say that it made an update?"""
+    from trainers.engine.world import World
+    from trainers.place import place
+    from trainers.steps.run import assemble
+
+    rank, _, size = place()
+    job = replace(at(job, stage, precision=precision), run_dir=job.run_dir / f"broken-{precision}-zero{stage}")
+    engine = assemble(job, World(rank, size, torch.device("cpu"))).engine
+    images = global_batch(0)[0].chunk(size)[rank]
+    answers = []
+    for broken in (False, True):
+        logits = engine.through(nn.Module.__call__, images).float()
+        loss = logits.square().mean()
+        if broken and rank == size - 1:
+            loss = loss + (logits - logits.detach()).abs().sum().sqrt()
+        assert loss.isfinite()
+        engine.backward(loss)
+        engine.step(LR)
+        answers.append(float(engine.updated()))
+    return {"whole": answers[0], "broken": answers[1]}
+
+
+def everything(engine: Any) -> list[Any]:
+    """Weights, buffers, gradients, modes, and what the optimiser holds, here compared bit by bit."""
+    state = engine.float32_state()
+    optimizer = engine._engine.optimizer
+    held = [value for group in getattr(optimizer, "optimizer", optimizer).state.values() for value in group.values()]
+    return [
+        *((key, value.tolist()) for key, value in state.items()),
+        *((p.requires_grad, p.shape, p.grad is None or p.grad.tolist()) for p in engine.module.parameters()),
+        *(module.training for module in engine.module.modules()),
+        *(value.tolist() for value in held if isinstance(value, Tensor)),
+    ]
+
+
+def ways(job: Job) -> Iterator[tuple[Job, int, dict[str, Job]]]:
+    """(what one process does, steps, the ways to cut it)."""
+    hinged = replace(job, penalty=PenaltyConfig(), hinge=HingeConfig(weight=1.0, q=0.1, o=0.1, mlp=0.1))
+    linearised = replace(job, objective=ObjectiveConfig("lmce", eps=2.0))
+    wider = replace(job, train=replace(job.train, attack_precision="fp32"))
+    offloaded = replace(job, deepspeed=replace(job.deepspeed, offload_optimizer=True))
+    yield job, 20, {f"pgd-zero{stage}": at(job, stage) for stage in range(4)}
+    yield (
+        job,
+        3,
+        {f"accumulated-zero{stage}": at(job, stage, micro_batch_size=2) for stage in range(4)}
+        | {f"bf16-zero{stage}": at(job, stage, precision="bf16") for stage in (1, 2, 3)}
+        | {f"bf16-attacked-in-fp32-zero{stage}": at(wider, stage, precision="bf16") for stage in (1, 2)}
+        | {f"attacked-in-bf16-zero{stage}": at(job, stage, attack_precision="bf16") for stage in (1, 2, 3)}
+        | {f"recomputed-zero{stage}": at(job, stage, grad_checkpointing=True) for stage in range(4)}
+        | {f"offloaded-zero{stage}": at(offloaded, stage) for stage in (1, 2, 3)},
+    )
+    yield hinged, 3, {f"hinge-zero{stage}": at(hinged, stage) for stage in range(4)}
+    yield linearised, 3, {f"lmce-zero{stage}": at(linearised, stage) for stage in range(3)}
+
+
+def models(job: Job) -> Iterator[tuple[Job, int, dict[str, Job]]]:
+    """The same, of other models at stage 3."""
+    for name, options in MODELS.items():
+        other = modelled(job, name, **options)
+        if name.startswith("conv"):  # which has no attention to penalise and no blocks to recompute
+            other = replace(other, penalty=PenaltyConfig())
+            yield other, 3, {name: at(other, 3)}
+        else:
+            yield other, 3, {name: at(other, 3), f"{name}-recomputed": at(other, 3, grad_checkpointing=True)}
+
+
+def as_on_a_gpu() -> None:
+    """There DeepSpeed's forward turns an autocast off that was on before it; on a CPU it never notices one."""
+    from deepspeed.runtime import engine
+
+    engine.autocast_if_enabled = lambda _: torch.autocast("cpu", enabled=False)
+
+
+def main() -> None:
+    *overrides, which, out = launcher_argv(sys.argv[1:])
+    from trainers.engine import engine
+
+    as_on_a_gpu()
+    job = prepare(compose_config("adv_train", overrides))
+    world = engine.start(5)
+    found = {}
+    for plain, steps, cuts in {"stages": ways, "models": models}[which](job):
+        expected = oracle(plain, steps)
+        for name, cut in cuts.items():
+            curve = trained(cut, steps, name)
+            finer = max((value - value.bfloat16()).abs().max().item() for value in curve.state.values())
+            found[name] = curve.against(expected) | {"beyond bf16": finer}
+    if which == "stages":
+        found |= {f"attack-zero{stage}": attack_trace(job, stage) for stage in range(4)}
+        for precision in ("fp32", "bf16"):
+            broken = {stage: after_a_broken_gradient(job, stage, precision) for stage in (1, 2, 3)}
+            found |= {f"broken-{precision}-zero{stage}": answers for stage, answers in broken.items()}
+    if world.rank == 0:
+        Path(out).write_text(json.dumps(found))
+    engine.stop()
+
+
+if __name__ == "__main__":
+    main()

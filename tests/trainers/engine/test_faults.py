@@ -1,0 +1,281 @@
+"""What a fault leaves behind, part by part: signals, a silent rank, damaged checkpoints. Whole runs: *_slow.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+
+from certizoo import UserError
+from tests.tools.launching import ROOT, environment
+from trainers.engine import preempt
+from trainers.job import checkpoint
+from trainers.job.checkpoint import Position, Saved
+from trainers.steps.report import ROWS, Report
+from trainers.weights import saving
+
+
+def python(code: str, cwd: Path, seconds: float = 120) -> "subprocess.CompletedProcess[str]":
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True, timeout=seconds)
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+class Alone:
+    """A world of one rank."""
+
+    rank, size = 0, 1
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def barrier(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("number", preempt.SIGNALS)
+def test_a_signal_becomes_a_request(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with suppress(preempt.Stopped), preempt.listening() as request:
+        assert not request.agreed(Alone())  # type: ignore[arg-type]
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # the cluster's, and the launcher's copy of it
+        assert request.agreed(Alone())  # type: ignore[arg-type]
+        assert request.reason == number.name
+        raise preempt.Stopped
+    assert preempt.Stopped().code == 0
+    assert signal.getsignal(number) == before
+
+
+def test_a_launcher_that_died_counts_as_a_request() -> None:
+    """Also while nobody has taken note of its end (a zombie)."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = psutil.Process(child.pid)
+    assert not preempt.gone(process)
+    child.kill()
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert preempt.gone(process)
+    child.communicate(timeout=10)
+    assert preempt.gone(process)
+
+
+SECOND = """
+import os, signal, time
+from trainers import preempt
+preempt.SAME_REQUEST = 0.5
+with preempt.listening() as request:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1.0)
+    print("one", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("two", flush=True)
+"""
+LATE = """
+import os, signal
+from trainers import preempt
+with preempt.listening():
+    os.kill(os.getpid(), signal.SIGTERM)
+print("on and on")
+"""
+
+
+def test_the_second_signal_ends_the_process(tmp_path: Path) -> None:
+    done = python(SECOND, tmp_path)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "one\n"), done.stderr
+
+
+def test_a_signal_that_nobody_acted_on_is_not_lost(tmp_path: Path) -> None:
+    done = python(LATE, tmp_path)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
+
+
+# --- a rank in which nothing happens ---------------------------------------------------------------------------------
+
+STUCK = """
+import time
+from pathlib import Path
+from trainers.engine.watchdog import Watchdog
+watchdog = Watchdog(3.0, 3, Path("logs/rank3.log"), grace=0.2)
+with watchdog.watching():
+    for _ in range(8):
+        time.sleep(0.6)
+        watchdog.alive()
+    print("lived", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_silence_ends_the_process_with_one_line(tmp_path: Path) -> None:
+    done = python(STUCK, tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == "lived\n", "signs of life keep it going longer than its patience"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: no step in 0.05 minutes (deepspeed.timeout_minutes): rank 3 is stuck")
+    assert "resume=auto" in line
+    assert "Current thread" in (tmp_path / "logs" / "rank3.log").read_text()
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Writes as the engine does; `fault` is what the disk says."""
+
+    world = Alone()
+
+    def __init__(self, run_dir: Path, fault: Exception | None = None) -> None:
+        self.run_dir, self.fault = run_dir, fault
+
+    def save(self, folder: Path, tag: str) -> None:
+        assert folder != checkpoint.folder(self.run_dir), "it is written aside"
+        (folder / tag).mkdir(parents=True)
+        torch.save({"weight": torch.arange(1000.0)}, folder / tag / "states.pt")
+        if self.fault:
+            raise self.fault
+
+
+def write(run_dir: Path, step: int, fault: Exception | None = None, keep: int = 2) -> Path:
+    saved = Saved(checkpoint.tag(step), Position(step), world_size=1, run_id=None, fingerprint={})
+    writer: Any = Writer(run_dir, fault)
+    saving.save(writer, None, run_dir, saved, keep)
+    return checkpoint.folder(run_dir) / saved.tag
+
+
+def steps(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in checkpoint.folder(run_dir).iterdir())
+
+
+def test_the_last_k_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        write(tmp_path, step, keep=3)
+    assert steps(tmp_path) == [checkpoint.tag(step) for step in (3, 4, 5)]
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+def test_a_save_that_fails_is_one_line_and_harms_nothing(tmp_path: Path, fault: Exception) -> None:
+    before = {path: path.read_bytes() for path in write(tmp_path, 1).iterdir()}
+    with pytest.raises(UserError, match=r"could not be written to .*checkpoints .*MB free.* resume=auto"):
+        write(tmp_path, 2, fault)
+    assert steps(tmp_path) == [checkpoint.tag(1)], "what was written aside does not go on filling the disk"
+    assert {path: path.read_bytes() for path in before} == before
+    saved = checkpoint.newest(tmp_path)
+    assert saved is not None
+    assert saved.position.step == 1
+
+
+def test_a_lost_rank_is_not_called_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="by peer"):
+        write(tmp_path, 1, RuntimeError("Connection closed by peer [127.0.0.1]"))
+
+
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
+    aside = checkpoint.folder(tmp_path) / saving.PART / checkpoint.tag(1)
+    aside.mkdir(parents=True)
+    (aside / "states.pt").write_bytes(b"half")
+    assert checkpoint.newest(tmp_path) is None
+    write(tmp_path, 2)
+    assert steps(tmp_path) == [checkpoint.tag(2)]
+
+
+def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    file = write(tmp_path, 1) / "states.pt"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert checkpoint.newest(tmp_path) is None
+    write(tmp_path, 1)
+    assert steps(tmp_path) == [checkpoint.tag(1)]
+    assert checkpoint.newest(tmp_path) is not None
+
+
+def test_one_flipped_bit_is_found_before_it_is_loaded(tmp_path: Path) -> None:
+    file = write(tmp_path, 1) / "states.pt"
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.tensor([500.0, 501.0]).numpy().tobytes())] ^= 1
+    file.write_bytes(bytes(content))
+    saved = checkpoint.newest(tmp_path)
+    assert saved is not None, "its size is right"
+    with pytest.raises(UserError, match=f"{saved.tag} is damaged .*delete it"):
+        saving.load(Writer(tmp_path), None, tmp_path, saved)  # type: ignore[arg-type]
+
+
+def test_ranks_share_the_reading(tmp_path: Path) -> None:
+    """Every file is read by exactly one of three ranks."""
+    for name in "abcde":
+        torch.save(torch.zeros(3), tmp_path / f"{name}.pt")
+    for broken in tmp_path.glob("*.pt"):
+        content, found = broken.read_bytes(), 0
+        broken.write_bytes(content[:50])
+        for rank in range(3):
+            try:
+                saving.verify(tmp_path, rank, 3)
+            except (OSError, zipfile.BadZipFile):
+                found += 1
+        broken.write_bytes(content)
+        assert found == 1
+
+
+def test_what_is_measured_again_is_written_once(tmp_path: Path) -> None:
+    """A run that goes on from an epoch's end evaluates it again: its checkpoint was written before."""
+    lines: list[dict[str, float]] = [{"step": 3, "loss": 1.0}, {"step": 3, "clean_acc": 0.5}, {"step": 4, "loss": 0.9}]
+    (tmp_path / ROWS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with Report(tmp_path, total_steps=9, speaks=True).shown(first_step=3) as report:
+        report.row(3, 0, {"clean_acc": 0.5})
+    written = [json.loads(line) for line in (tmp_path / ROWS).read_text().splitlines()]
+    assert written == [lines[0], {"step": 3, "epoch": 0, "clean_acc": 0.5}]
+
+
+def test_lines_tell_when_the_end_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Report(tmp_path, total_steps=30, speaks=True).shown(first_step=10) as report:
+        report._began = (time.monotonic() - 20, 10)
+        report.row(20, 1, {"loss": 1.0, "images_per_s": 5.0})
+    assert "step 20/30  epoch 2  loss 1  images_per_s 5  eta 0:00:20" in capsys.readouterr().out
+
+
+def test_a_row_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / ROWS).symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"metrics.jsonl could not be written \(No space left on device\)"):
+        Report(tmp_path, total_steps=9, speaks=True).row(1, 0, {"loss": 1.0})
+
+
+LOGGED = """
+import logging
+from pathlib import Path
+from trainers import logs
+logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+logs.to_files(Path("."))
+logging.getLogger("trainers.steps.loop").info("a step")
+logging.getLogger("shards.read").warning("a corrupt image")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_ranks_warn_in_their_files(tmp_path: Path, rank: int) -> None:
+    place = f"import os; os.environ.update(RANK='{rank}', LOCAL_RANK='{rank}', WORLD_SIZE='2')\n"
+    done = python(place + LOGGED, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ("a corrupt image" in done.stderr) == (rank == 0)
+    text = (tmp_path / "logs" / f"rank{rank}.log").read_text()
+    assert "INFO trainers.steps.loop: a step" in text
+    assert "WARNING shards.read: a corrupt image" in text
+
+
+def test_positions_count_epochs() -> None:
+    position, seen = Position(), []
+    for _ in range(6):
+        position = position.after_step(steps_per_epoch=3)
+        seen.append((position.step, position.epoch, position.batch_in_epoch, position.ends_epoch))
+    assert seen == [(1, 0, 1, False), (2, 0, 2, False), (3, 1, 0, True), (4, 1, 1, False), (5, 1, 2, False),
+                    (6, 2, 0, True)]  # fmt: skip
+    assert json.loads(json.dumps(vars(position))) == {"step": 6, "epoch": 2, "batch_in_epoch": 0}

@@ -1,0 +1,165 @@
+"""What makes models larger than a device trainable, in one process: parts, recomputed blocks, precisions, refusals."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shards.__main__
+import zoo
+from attacks import AttackConfig
+from certizoo import UserError
+from certizoo.compose import compose_config
+from trainers.engine.engine import ds_config
+from trainers.engine.parts import InFloat32, Measured, blocks_of, recompute_blocks_
+from trainers.job.prepare import prepare
+from trainers.settings import DeepSpeedConfig, TrainConfig
+
+SMALL: dict[str, Any] = {"img_size": 8, "in_chans": 1, "num_classes": 10}
+SIZE: dict[str, Any] = SMALL | {"patch_size": 4, "global_pool": "avg", "embed_dim": 32, "depth": 2, "num_heads": 2}
+SWIN = SMALL | {"embed_dim": 16, "depths": (1, 1), "num_heads": (1, 2), "patch_size": 2, "window_size": 2}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("digits")
+    shards.__main__.main(["digits", str(folder)])
+    return f"data.root={folder}"
+
+
+def capped() -> nn.Module:
+    """With vectors that move in each pass, dropout of branches, and MSVP's branches."""
+    torch.manual_seed(0)
+    attention = {"name": "dp", "v_cap": 0.3, "o_cap": 0.3}
+    return zoo.create_model("dp_vit_ti", **SIZE, attention=attention, drop_path_rate=0.3).train()
+
+
+def pass_twice(model: nn.Module) -> list[Tensor]:
+    """Gradients and buffers after two passes."""
+    images, labels = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        loss = F.cross_entropy(model(images), labels) + zoo.penalty.msvp(model, 0.1, 0.1, 0.1)
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None] + list(model.buffers())
+
+
+def test_recomputed_blocks_have_the_same_gradients_and_buffers() -> None:
+    """Also where a pass changes its own buffers and draws: the second pass is the first once more."""
+    plain, recomputed = capped(), capped()
+    assert recompute_blocks_(recomputed) == 2
+    for one, other in zip(pass_twice(plain), pass_twice(recomputed), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_recomputed_blocks_keep_their_inputs_only() -> None:
+    """Fewer than a third of the saved numbers, for a second pass through each block."""
+
+    def saved(model: nn.Module) -> int:
+        sizes: dict[int, int] = {}
+        own = {parameter.data_ptr() for parameter in model.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.data_ptr() not in own:
+                sizes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(torch.rand(64, 1, 8, 8)).sum()
+        runs: list[int] = []
+        for block in blocks_of(model):
+            block.get_submodule("mlp").register_forward_hook(lambda *_: runs.append(1))
+        loss.backward()
+        assert len(runs) == (2 if "forward" in vars(blocks_of(model)[0]) else 0)
+        return sum(sizes.values())
+
+    plain, recomputed = capped(), capped()
+    recompute_blocks_(recomputed)
+    assert 3 * saved(recomputed) < saved(plain)
+
+
+def test_a_penalty_in_parts_is_the_penalty() -> None:
+    """Value and gradients; and nothing of a model is saved twice."""
+    model, other = capped(), capped()
+    owners = [module for module in model.modules() if isinstance(module, zoo.penalty.HasSpectralTerms)]
+    owners = [owner for owner in owners if "q" in {branch for branch, *_ in owner.spectral_terms()}]
+    measured = Measured(model, owners)
+    other.load_state_dict(model.state_dict())
+    total = torch.zeros((), requires_grad=True)
+    for weights in measured.weights:
+        total = weights(total, lambda owner: zoo.penalty.msvp(owner, 0.1, 0.2, 0.3))
+    whole = zoo.penalty.msvp(other, 0.1, 0.2, 0.3)
+    assert total.item() == pytest.approx(whole.item(), rel=1e-6)
+    total.backward(), whole.backward()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert (one.grad is None) == (two.grad is None)
+        if one.grad is not None and two.grad is not None:
+            assert torch.allclose(one.grad, two.grad, rtol=1e-5, atol=1e-8)
+    assert list(measured.state_dict()) == [f"model.{key}" for key in model.state_dict()]
+    assert len(list(measured.parameters())) == len(list(model.parameters()))
+
+
+def test_a_bf16_model_attacked_in_float32() -> None:
+    """The logits of the same weights in float32, input gradients without rounding, and the model as it was."""
+    model = zoo.create_model("dp_vit_ti", **SIZE).bfloat16()
+    exact = zoo.create_model("dp_vit_ti", **SIZE)
+    exact.load_state_dict(model.state_dict())
+    images, labels = torch.rand(4, 1, 8, 8), torch.arange(4)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    attack = AttackConfig(norm="l2", eps=0.5, steps=3, random_start=False)
+    wide = InFloat32(model)
+    assert torch.equal(wide(images), exact(images))
+    assert torch.equal(attack.run(wide, images, labels), attack.run(exact, images, labels))
+    for key, value in model.state_dict().items():
+        assert value.dtype == before[key].dtype
+        assert torch.equal(value, before[key])
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["dp_vit_ti", "l2_vit_ti", "scsa_vit_ti", "ln_vit_ti", "dp_convit_ti", "dp_swin_t"])
+def test_training_and_attack_run_on_the_fused_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call an attention and pass, whichever the variant; no scores are written out (GPSA: of FEW tokens)."""
+    monkeypatch.setattr("zoo.attention.gpsa.FEW", 0)
+    model = zoo.create_model(name, **(SWIN if "swin" in name else SIZE | {"patch_size": 2}))
+    calls: list[int] = []
+    kernel: Callable[..., Tensor] = F.scaled_dot_product_attention
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        calls.append(1)
+        return kernel(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    AttackConfig(norm="l2", eps=0.5, steps=3).run(model, torch.rand(2, 1, 8, 8), torch.arange(2), keep_worst=False)
+    model(torch.rand(2, 1, 8, 8)).sum().backward()
+    assert len(calls) == 2 * (3 + 1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("clip", [0.0, 1.0, 5.0])
+def test_clipping_is_always_written(stage: int, clip: float) -> None:
+    """Left out, DeepSpeed clips at 1."""
+    train = TrainConfig(epochs=1, batch_size=8, clip_grad=clip)
+    config = ds_config(train, DeepSpeedConfig(stage, offload_optimizer=stage > 0), world_size=2, weights=1000)
+    assert config["gradient_clipping"] == clip
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == ("cpu" if stage else "none")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["deepspeed=zero3", "objective=lmce"], "deepspeed=zero2"),
+        (["deepspeed=zero0", "deepspeed.offload_optimizer=true"], "deepspeed=zero1"),
+        (["deepspeed=zero3", "deepspeed.persistent_below=-1"], "deepspeed.persistent_below"),
+        (["train.attack_precision=fp16"], "train.attack_precision"),
+        (["train.compile=true", "train.grad_checkpointing=true"], "train.compile"),
+        (["train.compile=true", "objective=lmce"], "train.compile"),
+        (["train.grad_checkpointing=true", "masks.ard=true"], "masks.ard"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(overrides: list[str], words: str, data: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        prepare(compose_config("adv_train", ["+model=spec_vit_digits", "data=digits", data, *overrides]))
+    assert "\n" not in str(caught.value)

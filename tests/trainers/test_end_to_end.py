@@ -1,0 +1,37 @@
+"""The whole path as a user walks it: shards, 2 ranks under the launcher, certificates, the registry, and back."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+import shards.__main__
+import zoo
+from registry import browse
+from tests.tools.launching import ROOT, finish, launch
+
+
+def test_from_shards_to_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make demo`, with a third of its epochs and a quarter of its images; and what it registers, loaded again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shards.__main__.main(["digits", "data/digits"])
+    arguments = ("+model=spec_vit_digits", "data=digits", "name=demo", "train.epochs=12", "certify.images=90")
+    status, output = finish(launch(ROOT / "trainers" / "adv_train.py", *arguments, cwd=tmp_path), seconds=240)
+    assert status == 0, output
+    assert "spec_vit_digits version 1 (champion)" in output
+    certificate = json.loads(Path("runs/demo/certificate/certificate.json").read_text())
+    assert certificate["clean"] > 0.6
+    assert certificate["accuracy"]["0.05"]["certified"] > 0.1, "hardly anything is certified after a short training"
+    rows = pd.read_parquet("runs/demo/certificate/certificates.parquet")
+    assert len(rows) == 90
+    (version,) = browse.versions("spec_vit_digits")
+    assert version.tags["certified_acc.0.1"] == f"{certificate['accuracy']['0.1']['certified']:.4f}"
+    assert version.tags["penalty"] == "msvp"
+    served, _ = zoo.handover.load(browse.download("spec_vit_digits@champion"))
+    trained, _ = zoo.handover.load(Path("runs/demo/handover"))
+    x = torch.rand(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(served(x), trained(x))

@@ -1,0 +1,329 @@
+"""The parts of the trainers that need no process group: configuration, schedule, checkpoints' marks, reports."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from certizoo import UserError
+from certizoo.compose import CONFIGS, compose_config
+from tests.tools.launching import ROOT, TINY, environment
+from trainers import reshape
+from trainers.entry import launcher_argv
+from trainers.job import checkpoint
+from trainers.job.checkpoint import Position, Saved
+from trainers.job.schedule import ScheduleConfig
+from trainers.objectives import OBJECTIVES, Probe
+from trainers.seeds import seed_of
+from trainers.settings import DeepSpeedConfig, ObjectiveConfig, OptimizerConfig, PenaltyConfig, TrainConfig
+from trainers.steps.report import ROWS, Report
+from trainers.weights import saving
+from zoo.models.convnet import ConvNet
+
+RECIPES = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
+
+
+def test_the_launchers_flag_is_dropped_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags in (["--local_rank=3"], ["--local-rank", "3"], ["--local_rank", "3"]):
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        assert launcher_argv([*flags, "+model=x", "seed=1"]) == ["+model=x", "seed=1"]
+        assert os.environ["LOCAL_RANK"] == "3"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert launcher_argv(["--local_rank=3", "a=b"]) == ["a=b"]
+    assert os.environ["LOCAL_RANK"] == "1", "what the launcher put into the environment comes first"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], ["+model=", "spec_vit_b"]),
+        (["model=spec_vit_b"], ["+model=NAME"]),
+        (["+model=spec_vit_c"], ["no model 'spec_vit_c'", "spec_vit_b"]),
+        (["+model=dp_vit_b", "train.epocs=3"], ["train.epocs", "train.epochs"]),
+        (["+model=dp_vit_b", "data=cifar11"], ["no data 'cifar11'", "cifar10"]),
+        (["+model=dp_vit_b", "sede=3"], ["'sede'", "seed"]),
+        (["+model=dp_vit_b", "+seed=3"], ["'seed'", "plus"]),
+        (["+model=dp_vit_b", "nonsense"], ["nonsense"]),
+        (["+model=dp_vit_b", "seed=${nope}"], ["nope"]),
+        (["+model=dp_vit_b", "seed=[1"], ["configuration"]),
+    ],
+)
+def test_a_wrong_command_is_one_line(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        compose_config("adv_train", overrides)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_script_as_typed_says_what_is_missing(tmp_path: Path) -> None:
+    """From any folder, without the launcher; exit status 2 and nothing but the line."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "trainers" / "std_train.py")],
+        cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no model given")
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("entry", ["adv_train", "std_train"])
+def test_every_recipe_composes(entry: str, recipe: str) -> None:
+    config = compose_config(entry, [f"+model={recipe}", "data=digits"])
+    assert config["model"]["name"] == recipe
+    assert config["name"] == f"{recipe}-digits-s0"
+    assert config["run_dir"] == f"runs/{recipe}-digits-s0"
+    own = "lmce" if recipe.startswith("cert_") else "pgd_at"
+    assert config["objective"]["name"] == {"adv_train": own, "std_train": "clean"}[entry]
+
+
+@pytest.mark.parametrize("group", ["attack", "objective", "penalty", "hinge", "deepspeed", "optimizer", "schedule"])
+def test_every_option_of_a_group_is_accepted(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shards.__main__ import main as make_shards
+    from trainers.job.prepare import prepare
+
+    make_shards(["digits", str(tmp_path / "data" / "digits")])
+    monkeypatch.chdir(tmp_path)
+    for path in (CONFIGS / group).glob("*.yaml"):
+        config = compose_config("adv_train", ["+model=dp_vit_ti", "data=digits", f"{group}={path.stem}"])
+        job = prepare(config)
+        assert path.read_text().startswith("# "), f"{path.name} is a lab note"
+        if group == "objective":
+            assert job.objective.name in OBJECTIVES
+
+
+def test_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shards.__main__ import main as make_shards
+    from trainers.job.prepare import prepare
+
+    make_shards(["digits", str(tmp_path / "data" / "digits")])
+    monkeypatch.chdir(tmp_path)
+    wrong = {
+        "+train.foo=1": "train.foo",
+        "train.epochs=abc": "train.epochs",
+        "train.epochs=0": "train.epochs",
+        "train.precision=fp16": "train.precision",
+        "train.batch_size=4096": "1437",
+        "train.micro_batch_size=48": "train.micro_batch_size",
+        "deepspeed.stage=4": "does not exist",
+        "attack.norm=l7": "attack.norm",
+        "optimizer.name=lion": "optimizer.name",
+        "schedule.name=linear": "schedule.name",
+        "resume=yes": "resume=auto",
+        "data.root=nowhere": "nowhere",
+        "certify.eps=[]": "certify",
+        "registry.uri='http://me:secret@host'": "MLFLOW_TRACKING_URI",
+    }
+    for override, word in wrong.items():
+        with pytest.raises(UserError, match=word):
+            prepare(compose_config("adv_train", [*TINY, "certify.enabled=true", override]))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(tmp_path: Path) -> None:
+    """Plain python, a world of one; the learning rate is absurd once the warm-up has grown it."""
+    from shards.__main__ import main as make_shards
+
+    make_shards(["digits", str(tmp_path / "data" / "digits")])
+    wild = ["optimizer=sgd", "optimizer.lr=1e30", "train.clip_grad=0", "train.checkpoint_every=1", "name=wild"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "trainers" / "adv_train.py"), *TINY, *wild],
+        cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "Traceback" not in done.stderr
+    assert "step " in error
+    assert " lr " in error or "weights are no longer finite" in error
+    saved = checkpoint.newest(tmp_path / "runs" / "wild")
+    if saved is not None:
+        file = checkpoint.folder(tmp_path / "runs" / "wild") / saved.tag / "mp_rank_00_model_states.pt"
+        state = torch.load(file, weights_only=False)["module"]
+        assert all(value.isfinite().all() for value in state.values() if value.is_floating_point())
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_batch_arithmetic() -> None:
+    train = TrainConfig(epochs=1, batch_size=64, micro_batch_size=8)
+    assert (train.micro_batch(2), train.accumulation(2)) == (8, 4)
+    assert replace(train, micro_batch_size=None).accumulation(2) == 1
+    with pytest.raises(UserError, match="3 ranks"):
+        train.accumulation(3)
+    with pytest.raises(UserError, match="micro_batch_size"):
+        replace(train, micro_batch_size=5).accumulation(2)
+
+
+def test_cosine_warms_up_and_ends_low() -> None:
+    schedule = ScheduleConfig(name="cosine", warmup_epochs=2, min_lr_ratio=0.1)
+    lr = [schedule.factor(step, total_steps=100, steps_per_epoch=10) for step in range(100)]
+    assert lr[0] == pytest.approx(1 / 20)
+    assert lr[19] == 1.0
+    assert max(lr) == 1.0
+    assert lr[20:] == sorted(lr[20:], reverse=True)
+    assert 0.1 <= lr[-1] < 0.11
+
+
+def test_step_schedule_drops_at_milestones() -> None:
+    schedule = ScheduleConfig(name="step", milestones=[2, 3], gamma=0.1)
+    lr = [schedule.factor(step, total_steps=40, steps_per_epoch=10) for step in range(40)]
+    assert lr == [1.0] * 20 + [0.1] * 10 + [pytest.approx(0.01)] * 10
+
+
+def test_streams_differ_by_every_part() -> None:
+    seeds = {seed_of(seed, use, step, rank) for seed in (0, 1) for use in "ab" for step in (0, 1) for rank in (0, 1)}
+    assert len(seeds) == 16
+    assert seed_of(1, "a") == seed_of(1, "a") < 2**63
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_objectives_use_forward_once_and_attack_where_they_say(name: str) -> None:
+    sizes: dict[str, Any] = {"layers": [(2, 3, 1, 1)], "hidden": [4], "theta": None, "img_size": 2, "in_chans": 3}
+    model = ConvNet(num_classes=3, mean=(0.5,) * 3, std=(0.5,) * 3, **sizes)
+    calls = {"forward": 0, "attack": 0}
+
+    def through(measure: Any, *inputs: Any) -> Any:
+        calls["forward"] += 1
+        return measure(model, *inputs)
+
+    def attack(images: Tensor, labels: Tensor) -> Tensor:
+        calls["attack"] += 1
+        return 1 - images
+
+    probe = Probe(through, attack, model, ObjectiveConfig(name))
+    OBJECTIVES[name](probe, torch.rand(5, 3, 2, 2), torch.zeros(5, dtype=torch.int64))
+    assert calls == {"forward": 1, "attack": int(name in ("mart", "pgd_at", "trades"))}
+
+
+def test_penalty_is_active_when_any_weight_is() -> None:
+    assert not PenaltyConfig().active
+    assert PenaltyConfig(lambda_k=1e-9).active
+
+
+def test_nothing_that_changes_results_is_left_to_deepspeeds_defaults() -> None:
+    from trainers.engine.engine import ds_config, make_optimizer
+
+    train = TrainConfig(epochs=1, batch_size=64, micro_batch_size=8, clip_grad=0.0)
+    config = ds_config(train, DeepSpeedConfig(stage=2), world_size=2, weights=1000)
+    assert config["gradient_clipping"] == 0.0
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["zero_optimization"]["stage"] == 2
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    decay = [group["weight_decay"] for group in make_optimizer(model, OptimizerConfig("adamw", 1e-3, 0.1)).param_groups]
+    assert decay == [0.1, 0.0]
+
+
+@pytest.mark.parametrize(("weights", "bucket"), [(1000, 1000), (10**10, 5 * 10**8)])
+def test_no_more_is_set_aside_for_gradients_than_there_are_weights(weights: int, bucket: int) -> None:
+    from trainers.engine.engine import ds_config
+
+    config = ds_config(TrainConfig(epochs=1, batch_size=8), DeepSpeedConfig(stage=1), world_size=1, weights=weights)
+    assert config["zero_optimization"]["reduce_bucket_size"] == bucket
+
+
+def test_adamw_is_torchs_plain_one() -> None:
+    from trainers.engine.engine import make_optimizer
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.LayerNorm(40))
+    oracle = copy.deepcopy(model)
+    decay, free = ([p for p in oracle.parameters() if (p.ndim >= 2) is matrix] for matrix in (True, False))
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": free, "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.99), foreach=False, fused=False)
+    ours = make_optimizer(model, OptimizerConfig("adamw", 0.01, 0.1, betas=(0.8, 0.99)))
+    for _ in range(20):
+        for mine, other in zip(model.parameters(), oracle.parameters(), strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        ours.step()
+        plain.step()
+    for mine, other in zip(model.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(run_dir: Path, step: int, mark: bool = True) -> Path:
+    path = checkpoint.folder(run_dir) / checkpoint.tag(step)
+    path.mkdir(parents=True)
+    (path / "weights.pt").write_bytes(b"x" * 100)
+    record: dict[str, Any] = {"position": {"step": step, "epoch": 1, "batch_in_epoch": 2}, "world_size": 2}
+    record |= {"run_id": None, "fingerprint": {"seed": 0}, "files": {"weights.pt": 100}}
+    if mark:
+        (path / checkpoint.MARK).write_text(json.dumps(record))
+    return path
+
+
+def test_a_checkpoint_of_zero_0_is_whole_for_any_number_of_ranks(tmp_path: Path) -> None:
+    """Nothing of it is cut over ranks; its mark lists the files of the copy. (With training: the slow tests.)"""
+    path = write_checkpoint(tmp_path, 22, mark=False)
+    (path / "weights.pt").unlink()
+    torch.save({"weight": torch.ones(3)}, path / "mp_rank_00_model_states.pt")
+    aside = path.parent / "part" / path.name
+    aside.parent.mkdir()
+    path.rename(aside)
+    saving.complete(aside, path, Saved(path.name, Position(22, 1, 0), 2, "run", {"seed": 0}))
+    reshape.main([str(tmp_path)])
+    saved = checkpoint.newest(tmp_path)
+    assert saved is not None
+    assert (saved.tag, saved.world_size) == (path.name, None)
+
+
+def test_the_newest_complete_checkpoint_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert checkpoint.newest(tmp_path) is None
+    write_checkpoint(tmp_path, 5)
+    write_checkpoint(tmp_path, 10)
+    saved = checkpoint.newest(tmp_path)
+    assert saved is not None
+    assert saved.position == Position(step=10, epoch=1, batch_in_epoch=2)
+    assert not caplog.records
+
+    (write_checkpoint(tmp_path, 15) / "weights.pt").write_bytes(b"x" * 99)  # shorter than it was
+    write_checkpoint(tmp_path, 20, mark=False)  # killed before the mark
+    (write_checkpoint(tmp_path, 25) / checkpoint.MARK).write_text('{"position": {"st')  # a torn mark
+    saved = checkpoint.newest(tmp_path)
+    assert saved is not None
+    assert saved.tag == "step00000010"
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+
+
+def test_a_difference_is_named(tmp_path: Path) -> None:
+    config = {"train": {"epochs": 3, "log_every": 1}, "name": "a", "certify": {"images": 5}, "attack": {"eps": 0.1}}
+    then = checkpoint.fingerprint(config, "digest")
+    saved = Saved("step1", Position(1), world_size=2, run_id=None, fingerprint=json.loads(json.dumps(then)))
+    free = {**config, "name": "b", "certify": {"images": 9}, "train": {"epochs": 3, "log_every": 9}}
+    checkpoint.check_same_run(saved, checkpoint.fingerprint(free, "digest"), 2, tmp_path)
+    for now, digest, ranks, words in (
+        ({**config, "attack": {"eps": 0.2}}, "digest", 2, "attack.eps=0.1"),
+        (config, "other", 2, "data shards"),
+        (config, "digest", 4, "2 ranks"),
+        ({**config, "new": 1}, "digest", 2, "new=None"),
+    ):
+        with pytest.raises(UserError, match=words):
+            checkpoint.check_same_run(saved, checkpoint.fingerprint(now, digest), ranks, tmp_path)
+
+
+def test_rows_of_repeated_steps_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / ROWS
+    path.write_text("".join(json.dumps({"step": step, "epoch": 0}) + "\n" for step in range(1, 6)) + '{"step": 3, "tor')
+    with Report(tmp_path, total_steps=9, speaks=True).shown(first_step=3) as report:
+        report.row(4, 0, {"loss": 1.0})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    with Report(tmp_path, total_steps=9, speaks=False).shown(first_step=3) as report:
+        report.row(5, 0, {"loss": 1.0})
+    assert len(path.read_text().splitlines()) == 4, "other ranks write nothing"

@@ -1,0 +1,39 @@
+"""The average of the weights is exact at every ZeRO stage that allows it, and refused where weights are cut."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shards.__main__
+from tests.tools.launching import ROOT, TINY, finish, launch
+from tests.tools.workers.ema import VARIANTS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ema")
+    shards.__main__.main(["digits", str(folder / "data" / "digits")])
+    return folder
+
+
+def test_equals_the_average_written_out(folder: Path) -> None:
+    """Float32 against float64, summed over both ranks; in bf16 the average is of the float32 masters."""
+    small = [override for override in TINY if not override.startswith("train.batch_size")]
+    worker = ROOT / "tests" / "tools" / "workers" / "ema.py"
+    status, output = finish(launch(worker, *small, "train.batch_size=16", str(folder / "out.json"), cwd=folder))
+    assert status == 0, output
+    differences = json.loads((folder / "out.json").read_text())
+    assert differences.keys() == VARIANTS.keys()
+    assert max(differences.values()) <= 1e-6, differences
+
+
+def test_refused_where_weights_are_cut(folder: Path) -> None:
+    script = ROOT / "trainers" / "adv_train.py"
+    status, output = finish(launch(script, *TINY, "deepspeed=zero3", "train.ema_decay=0.9", "name=cut", cwd=folder))
+    assert status == 2, output
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "train.ema_decay=0.9" in error
+    assert "deepspeed=zero2" in error

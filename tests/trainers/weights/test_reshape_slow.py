@@ -1,0 +1,91 @@
+"""Trained by two ranks, gone on with by one: the checkpoint loses nothing, and only an epoch's end can be converted."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shards.__main__
+from certizoo import UserError
+from tests.tools.launching import ROOT, TINY, environment, finish, launch, rows
+from trainers import reshape
+from trainers.job import checkpoint
+from trainers.job.checkpoint import MARK
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = ROOT / "trainers" / "adv_train.py"
+STEPS_PER_EPOCH = 22  # 45 micro-batches of 16 on each of 2 ranks, 2 of them a step
+RUN = (*TINY, "train.epochs=2", "train.log_every=1", "train.eval_images=64", "train.micro_batch_size=16",
+       "train.keep_checkpoints=9", "train.checkpoint_every=10", "train.ema_decay=0.9")  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2], ids="zero{}".format)
+def calm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A whole run by two ranks, and its command."""
+    folder = tmp_path_factory.mktemp("reshape")
+    shards.__main__.main(["digits", str(folder / "data" / "digits")])
+    command = [*RUN, f"deepspeed=zero{request.param}"]
+    status, output = finish(launch(SCRIPT, *command, "name=calm", cwd=folder))
+    assert status == 0, output
+    return folder / "runs" / "calm", command
+
+
+def half(calm: Path, name: str) -> Path:
+    """A copy of the run as it was at step 30: past the first epoch, inside the second."""
+    run_dir = calm.with_name(name)
+    shutil.copytree(calm, run_dir)
+    for made_later in ("handover", "pictures"):
+        shutil.rmtree(run_dir / made_later)
+    for path in checkpoint.folders(run_dir):
+        if int(path.name.removeprefix("step")) > 30:
+            shutil.rmtree(path)
+    return run_dir
+
+
+def accuracies(run_dir: Path) -> dict[float, float]:
+    return {row["step"]: row["clean_acc"] for row in rows(run_dir) if "clean_acc" in row}
+
+
+def test_two_ranks_to_one_and_to_two(calm: tuple[Path, list[str]]) -> None:
+    whole, command = calm
+    for name, ranks in (("two", 2), ("one", 1)):
+        run_dir = half(whole, name)
+        reshape.main([str(run_dir)])
+        saved = checkpoint.newest(run_dir)
+        assert saved is not None
+        assert saved.position.step == STEPS_PER_EPOCH
+        assert saved.world_size is None
+        kept = {path.parent.name for path in (run_dir / "checkpoints" / "other_ranks").glob(f"*/{MARK}")}
+        assert kept == {"step00000022", "step00000030"}, "nothing is deleted"
+        more = [*command, f"name={name}", "resume=auto"]
+        if ranks == 2:
+            status, output = finish(launch(SCRIPT, *more, cwd=run_dir.parents[1]))
+        else:
+            done = subprocess.run(
+                [sys.executable, str(SCRIPT), *more],
+                cwd=run_dir.parents[1], env=environment(), text=True, capture_output=True, timeout=300,
+            )  # fmt: skip
+            status, output = done.returncode, done.stdout + done.stderr
+        assert status == 0, output
+        assert f"at step {STEPS_PER_EPOCH}" in output
+        clean = [accuracies(path) for path in (whole, run_dir)]
+        assert clean[0][STEPS_PER_EPOCH] == clean[1][STEPS_PER_EPOCH], "the model that was converted, measured again"
+        if ranks == 2:
+            losses = [[row["loss"] for row in rows(path) if "loss" in row] for path in (whole, run_dir)]
+            assert losses[0] == losses[1], "optimiser, schedule and streams as in the undisturbed run"
+
+
+def test_only_an_epochs_end_can_be_converted(calm: tuple[Path, list[str]]) -> None:
+    run_dir = half(calm[0], "inside")
+    shutil.rmtree(run_dir / "checkpoints" / checkpoint.tag(STEPS_PER_EPOCH))
+    with pytest.raises(UserError, match="no checkpoint of an epoch's end"):
+        reshape.last_epoch(run_dir)
+
+
+def test_zero_3_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
+    with pytest.raises(UserError, match="ZeRO 3, which cannot be converted"):
+        reshape.to_universal(tmp_path, tmp_path / "aside")

@@ -1,0 +1,128 @@
+"""The registry under load: a real MLflow server on a real PostgreSQL, 8 writers, 200 runs, none lost.
+
+PostgreSQL is Debian's, started here on a free port of the loopback, with a password.
+"""
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from certizoo.processes import end_group
+from registry import browse, publish, spool, store
+from tests.tools.launching import ROOT
+from tests.tools.registry_writer import STEPS
+from tests.tools.tuning_runs import alive
+from tuning import server
+from tuning.trial import PATIENCE_SECONDS, free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+WRITERS, RUNS, PUBLISHED = 8, 25, 2
+
+
+@pytest.fixture
+def database() -> Iterator[str]:
+    """The URI of an empty database."""
+    binaries = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    if not binaries or os.geteuid() != 0:
+        pytest.skip(
+            "needs Debian's postgresql (/usr/lib/postgresql/*/bin) and root, who becomes `postgres` to start it"
+        )
+    folder, port, password = Path(tempfile.mkdtemp(prefix="pg")), free_port(), secrets.token_hex(8)
+    (folder / "password").write_text(password)
+    shutil.chown(folder, "postgres")
+    shutil.chown(folder / "password", "postgres")
+
+    def run(program: str, *arguments: str) -> None:
+        command = ["runuser", "-u", "postgres", "--", str(binaries[-1] / program), *arguments]
+        subprocess.run(command, check=True, timeout=120, cwd=folder, stdout=subprocess.DEVNULL)
+
+    data = str(folder / "data")
+    run("initdb", "-D", data, "-A", "scram-sha-256", "--pwfile", str(folder / "password"))
+    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={folder} -c fsync=off"
+    run("pg_ctl", "-D", data, "-w", "-l", str(folder / "log"), "-o", options, "start")
+    try:
+        yield f"postgresql+psycopg://postgres:{password}@127.0.0.1:{port}/postgres"
+    finally:
+        run("pg_ctl", "-D", data, "-m", "immediate", "stop")
+        shutil.rmtree(folder)
+
+
+def start(uri: str, port: int, log: Path) -> "subprocess.Popen[bytes]":
+    """The project's own server command on the database, whose password is for no command line."""
+    command = [sys.executable, "-m", "registry", "ui", "--port", str(port)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": uri}
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command, cwd=log.parent, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
+    server.wait_for(f"http://127.0.0.1:{port}", process, log)
+    assert not alive(urlsplit(uri).password or "?"), "a command line shows the password"
+    return process
+
+
+def write(url: str, folder: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "tests.tools.registry_writer", url, str(folder), str(RUNS), str(PUBLISHED)]
+    with folder.with_suffix(".log").open("w") as log:
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+
+def waits(run_dir: Path) -> bool:
+    return spool.waiting(run_dir) or (run_dir / publish.SPOOL).is_file()
+
+
+@pytest.mark.parametrize("disturbed", [False, True], ids=["server stays", "server stops and starts"])
+def test_no_run_is_lost(database: str, tmp_path: Path, disturbed: bool) -> None:
+    port = free_port()
+    url, serving = f"http://127.0.0.1:{port}", start(database, port, tmp_path / "server.log")
+    begun = time.monotonic()
+    try:
+        writers = [write(url, tmp_path / f"w{n}") for n in range(WRITERS)]
+        if disturbed:
+            while len(list(tmp_path.glob("w*/run-*"))) < WRITERS * RUNS // 4:
+                time.sleep(0.1)
+            end_group(serving, PATIENCE_SECONDS)
+            time.sleep(3)
+            serving = start(database, port, tmp_path / "server.log")
+        for n, writer in enumerate(writers):
+            assert writer.wait(1200) == 0, (tmp_path / f"w{n}.log").read_text()
+        waiting = [path for path in tmp_path.glob("w*/run-*") if waits(path)]
+        for path in waiting:
+            spool.sync(path, url)
+            publish.sync(path, url)
+        print(f"{WRITERS * RUNS} runs in {time.monotonic() - begun:.0f} s, {len(waiting)} of them kept and sent later")
+        assert bool(waiting) == disturbed, "a stop that nobody noticed proves nothing"
+        check(url)
+        for path in waiting[:2]:  # the same results sent once more
+            publish.sync(path, url)
+        assert len(browse.versions("loaded", url)) == WRITERS * PUBLISHED
+    finally:
+        end_group(serving, PATIENCE_SECONDS)
+
+
+def check(url: str) -> None:
+    """All runs, whole and finished; all versions; the champion is the best."""
+    client = store.connect(url)
+    experiment = store.experiment_id(client, "load")
+    found = list(store.every(client.search_runs, experiment_ids=[experiment], max_results=100))
+    names = {(run.data.params["writer"], run.data.params["index"]) for run in found}
+    assert names == {(f"w{n}", str(index)) for n in range(WRITERS) for index in range(RUNS)}
+    assert len(found) == WRITERS * RUNS, "a run is there twice"
+    assert {run.info.status for run in found} == {"FINISHED"}
+    for run in found[:: WRITERS * RUNS // 20]:
+        history = client.get_metric_history(run.info.run_id, "loss")
+        assert sorted(row.step for row in history) == list(range(STEPS))
+    versions = browse.versions("loaded", url)
+    assert len({v.tags["trial"] for v in versions}) == len(versions) == WRITERS * PUBLISHED
+    best = max(float(v.tags["certified_acc.0.1"]) for v in versions)
+    (champion,) = [v for v in versions if "champion" in v.aliases]
+    assert float(champion.tags["certified_acc.0.1"]) == best

@@ -1,0 +1,408 @@
+"""Spaces, objectives, trials and what a search leaves, without a cluster; the real ones run in test_tune_slow.py."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+import tune
+from certizoo import UserError
+from certizoo.compose import CONFIGS, compose_config
+from registry import credentials
+from tests.tools.launching import ROOT
+from trainers.job import checkpoint
+from tuning import closing, objectives, search, spaces, trial
+from tuning.live import Board
+from tuning.spaces import Parameter
+
+NAMES = spaces.names()
+DEFAULTS = compose_config("tune", [])
+
+
+def asked(*arguments: str) -> search.Search:
+    return tune.new_search(tune.parser(DEFAULTS).parse_args(arguments), DEFAULTS)
+
+
+# --- spaces ---
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_space_composes_whatever_is_drawn(name: str) -> None:
+    """All keys exist, all values are of the right kind, and the certificate has the objective's radius."""
+    wanted, random = asked("--space", name), Random(0)
+    for _ in range(5):
+        point = wanted.parameters.draw(random)
+        overrides = wanted.trial_overrides("0001", point, Path("/r u'n"))
+        config = compose_config(wanted.trainer, overrides)
+        values = wanted.parameters.values(point)
+        assert config["registry"]["tags"]["trial"] == f"{wanted.name}/0001"
+        assert {key: config["registry"]["tags"][f"param.{key}"] for key in values} == {
+            k: str(v) for k, v in values.items()
+        }
+        assert config["run_dir"] == "/r u'n"
+        assert 0.1 in config["certify"]["eps"]
+        for key, value in values.items():
+            node = config
+            for part in key.split("."):
+                node = node[part]
+            assert node == value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_space_makes_models_that_have_a_certificate(name: str) -> None:
+    import torch
+
+    import zoo
+    from certify import certify
+
+    wanted = asked("--space", name)
+    point = wanted.parameters.draw(Random(1))
+    config = compose_config(wanted.trainer, wanted.trial_overrides("1", point, Path("r")))
+    shape = {"num_classes": 10, "img_size": 8, "in_chans": 1}
+    model = zoo.create_model(**(shape | config["model"])).eval()
+    images = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    result = certify(model, images, model(images).argmax(1), eps=1e-6, method=config["certify"]["method"])
+    assert result.loss_B.isfinite().all()
+
+
+def test_zero_is_drawn_as_often_as_said_and_the_rest_is_log_uniform() -> None:
+    parameter, random = Parameter("log_uniform", 1e-6, 1e-2, zero=0.1), Random(0)
+    values = [parameter.value(parameter.draw(random)) for _ in range(4000)]
+    zeros = sum(value == 0 for value in values) / len(values)
+    assert abs(zeros - 0.1) < 4 * math.sqrt(0.1 * 0.9 / 4000)
+    above = [value for value in values if value]
+    assert min(above) >= 1e-6
+    assert max(above) <= 1e-2
+    below_middle = sum(value < 1e-4 for value in above) / len(above)
+    assert abs(below_middle - 0.5) < 4 * 0.5 / math.sqrt(len(above))
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ("{log_uniform: [0, 1]}", "above 0"),
+        ("{uniform: [2, 1]}", "low < high"),
+        ("{uniform: [0, 1], zero: 0.1}", "log_uniform only"),
+        ("{log_uniform: [0.1, 1], zero: 1}", "share below 1"),
+        ("{gaussian: [0, 1]}", "give one of"),
+        ("{choice: []}", "wants"),
+    ],
+)
+def test_a_wrong_space_is_named(tmp_path: Path, facts: str, words: str) -> None:
+    (tmp_path / "space").mkdir()
+    text = f"overrides: []\nwithout_model: []\nparameters:\n  a.b: {facts}\n"
+    (tmp_path / "space" / "wrong.yaml").write_text(text)
+    with pytest.raises(UserError, match=words) as error:
+        spaces.load("wrong", tmp_path)
+    assert "a.b" in str(error.value)
+
+
+def test_every_space_is_a_lab_note() -> None:
+    for name in NAMES:
+        text = (CONFIGS / "space" / f"{name}.yaml").read_text()
+        assert f"python tune.py --space {name}" in text
+
+
+# --- objectives ---
+
+
+def test_a_radius_is_found_as_people_write_it_and_added_where_it_is_missing() -> None:
+    grid = [0.05, 0.1, 36 / 255]
+    assert objectives.parse("certified_acc@0.141").radius(grid) == 36 / 255
+    assert objectives.parse("certified_acc@0.1").radius([0.05, 0.1]) == 0.1
+    assert objectives.grid_with(grid, [objectives.parse("pgd_acc@0.3"), objectives.parse("clean_acc")]) == [*grid, 0.3]
+    certificate = {"clean": 0.9, "eps": grid, "accuracy": {"0.141176": {"certified": 0.3, "pgd": 0.6}}}
+    read = [objectives.parse(text).value(certificate) for text in ("clean_acc", "pgd_acc@0.141", "certified_acc@0.141")]
+    assert read == [0.9, 0.6, 0.3]
+
+
+@pytest.mark.parametrize("text", ["accuracy", "certified_acc", "certified_acc@", "pgd_acc@-1", "clean_acc@0.1"])
+def test_a_wrong_metric_says_what_is_right(text: str) -> None:
+    with pytest.raises(UserError, match="certified_acc@EPS"):
+        objectives.parse(text)
+
+
+# --- the command ---
+
+
+def test_what_the_person_writes_wins_and_a_model_of_their_own_replaces_the_digits() -> None:
+    mine = asked("--space", "msvp", "--metric", "certified_acc@0.02", "--", "+model=lofast_vit_c10", "data=cifar10")
+    config = compose_config("adv_train", mine.overrides)
+    assert (config["model"]["name"], config["data"]["name"]) == ("lofast_vit_c10", "cifar10")
+    assert config["certify"]["headline_eps"] == 0.02
+    assert Path(config["data"]["root"]).is_absolute()
+    assert config["penalty"]["lambda_q"] > 0
+    assert mine.epochs == config["train"]["epochs"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "add --space NAME"),
+        (["--space", "msvp", "--", "train.epcohs=3"], "did you mean train.epochs"),
+        (["--space", "msvp", "--", "certify.enabled=false"], "a search needs certificates"),
+        (["--space", "msvp", "--", "registry.uri=http://me:secret@h:1"], "by MLFLOW_TRACKING_URI"),
+        (["--space", "msvp", "--scheduler", "pbt", "--search", "optuna"], "leave --search away"),
+    ],
+)
+def test_errors_come_before_anything_is_started(arguments: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        asked(*arguments)
+
+
+def test_a_search_is_read_back_as_it_was_begun(tmp_path: Path) -> None:
+    begun = asked("--space", "l2", "--storage", str(tmp_path), "--name", "x", "--resources-per-trial", "CPU=2,GPU=1")
+    begun.save()
+    assert search.load(search.newest(tmp_path)) == begun
+    assert begun.ranks == 1
+    with pytest.raises(UserError, match="holds no search"):
+        search.load(tmp_path / "y")
+
+
+def test_help_is_for_people() -> None:
+    shown = subprocess.run(
+        [sys.executable, str(ROOT / "tune.py"), "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert shown.returncode == 0
+    assert all(option in shown.stdout for option in ("--num-samples", "--metric", "--resume", "KEY=VALUE", "msvp"))
+
+
+# --- trials ---
+
+
+def test_an_adopted_checkpoint_is_of_this_trial_and_only_searched_keys_may_differ(tmp_path: Path) -> None:
+    """What a population-based search hands over: another trial's weights, this trial's parameters."""
+    theirs = tmp_path / "theirs"
+    folder = theirs / "checkpoints" / checkpoint.tag(12)
+    folder.mkdir(parents=True)
+    prints = {"penalty.lambda_q": 1e-3, "model.depth": 2}
+    position = {"step": 12, "epoch": 1, "batch_in_epoch": 0}
+    mark = {"position": position, "world_size": 1, "run_id": "theirs", "fingerprint": prints, "files": {}}
+    (folder / checkpoint.MARK).write_text(json.dumps(mark))
+    trial.adopt(theirs, tmp_path / "mine", {"penalty.lambda_q": 5e-4})
+    saved = checkpoint.newest(tmp_path / "mine")
+    assert saved is not None
+    assert (saved.fingerprint, saved.run_id) == ({"penalty.lambda_q": 5e-4, "model.depth": 2}, None)
+    checkpoint.check_same_run(saved, saved.fingerprint, 1, tmp_path)
+    with pytest.raises(UserError, match=r"model\.depth"):
+        checkpoint.check_same_run(saved, saved.fingerprint | {"model.depth": 3}, 1, tmp_path)
+    trial.adopt(theirs, tmp_path / "same", {"penalty.lambda_q": 1e-3})
+    same = checkpoint.newest(tmp_path / "same")
+    assert same is not None
+    assert same.run_id == "theirs", "a restart of the trial itself goes on in its MLflow run"
+
+
+def test_progress_is_an_evaluation_with_the_checkpoint_after_it(tmp_path: Path) -> None:
+    assert trial.progress(tmp_path) is None
+    rows = [
+        {"step": 12, "epoch": 0, "clean_acc": 0.5},
+        {"step": 20, "epoch": 1, "loss": 1.0},
+        {"step": 24, "epoch": 1, "clean_acc": 0.6},
+    ]
+    (tmp_path / trial.ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 30, "cl')
+    assert trial.progress(tmp_path) is None, "no checkpoint yet"
+    for step in (12, 24):
+        folder = tmp_path / "checkpoints" / checkpoint.tag(step)
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(str(step))
+        (folder / checkpoint.MARK).write_text("{}")
+        found = trial.progress(tmp_path)
+        assert found is not None
+        assert (found.row["step"], found.checkpoint) == (step, folder)
+    assert found is not None
+    kept = trial.snapshot(found, tmp_path, tmp_path / "kept")
+    assert (kept / "checkpoints" / checkpoint.tag(24) / "weights").read_text() == "24"
+
+
+def test_a_trial_is_told_of_the_registry_by_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ps` shows a command line, and the configuration goes to MLflow. (All of it: test_tune_password_slow.py.)"""
+    from tuning import driver
+
+    begun: list[trial.Command] = []
+
+    def train(command: trial.Command, run_dir: Path, log: Path) -> None:
+        begun.append(command)
+        raise trial.Failed("seen")
+
+    monkeypatch.setattr(trial, "train", train)
+    monkeypatch.setattr(driver.tune, "get_context", lambda: SimpleNamespace(get_trial_id=lambda: "0001"))
+    monkeypatch.setattr(driver.tune, "get_checkpoint", lambda: None)
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "h0rse")
+    around = driver.Surroundings(credentials.environment("http://anna:c0rrect@h:5000"), "session")
+    wanted = asked("--space", "msvp", "--storage", str(tmp_path), "--name", "x")
+    (tmp_path / "x" / "trials" / "0001").mkdir(parents=True)
+    with pytest.raises(trial.Failed):
+        driver.trial(wanted.parameters.draw(Random(0)), wanted, around)
+    (command,) = begun
+    given = {"MLFLOW_TRACKING_URI": "http://anna:c0rrect@h:5000", "MLFLOW_TRACKING_PASSWORD": "h0rse"}
+    assert command.variables == given
+    config = compose_config(wanted.trainer, command.overrides)
+    shown = [*command.overrides, json.dumps(config), repr(command), repr(around)]
+    assert not [text for text in shown if "c0rrect" in text or "h0rse" in text]
+
+
+@pytest.mark.parametrize("given", [{}, {"CUDA_VISIBLE_DEVICES": "5"}])
+def test_a_single_rank_is_told_what_the_launcher_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    """Command line and environment; `given`: Ray's, of a trial with a GPU. What deepspeed sets when it is imported, the
+    rank's own import sets."""
+    for key in trial.OF_ANOTHER_GROUP:
+        monkeypatch.setenv(key, "7")
+    for key, value in given.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("_MLFLOW_TELEMETRY_SESSION_ID", raising=False)  # an import of mlflow in this process set it
+    script = tmp_path / "tell.py"
+    script.write_text("import json, os, sys\nprint(json.dumps([sys.orig_argv, dict(os.environ)]))\n")
+    command = trial.Command(script, ["a=b", "c='d e'"], 1, {"MLFLOW_TRACKING_URI": "http://u"})
+    with trial.launched(command, tmp_path / "alone.log") as process:
+        assert process.wait(60) == 0
+    monkeypatch.setattr(trial, "alone", trial.by_launcher)
+    with trial.launched(command, tmp_path / "launcher.log") as process:
+        assert process.wait(120) == 0
+    said = [(tmp_path / f"{name}.log").read_text().splitlines() for name in ("alone", "launcher")]
+    (our_words, ours), (words, theirs) = (json.loads(next(line for line in log if line[0:2] == "[[")) for log in said)
+    assert our_words == words
+    assert ours.pop("MASTER_PORT").isdigit()
+    assert theirs.pop("MASTER_PORT").isdigit()
+    assert {key: theirs.get(key) for key in ours} == ours
+    assert set(theirs) - set(ours) <= {"PYTORCH_NVML_BASED_CUDA_CHECK", "_MLFLOW_TELEMETRY_SESSION_ID"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", ["leave", "kill the worker", "kill as Ray does"])
+def test_no_rank_outlives_its_trial(tmp_path: Path, way: str, ranks: int) -> None:
+    """Ranks that would sleep for ten minutes, as would their loaders. Ray kills the children of a worker that ends."""
+    script = tmp_path / "sleeper.py"
+    script.write_text(
+        "import os, subprocess, time\n"
+        "loader = subprocess.Popen(['sleep', '600'])\n"
+        "open(f'rank{os.environ[\"RANK\"]}', 'w').write(f'{os.getpid()} {loader.pid}')\n"
+        "time.sleep(600)\n"
+    )
+    code = (
+        "import time; from pathlib import Path; from tuning import trial\n"
+        f"with trial.launched(trial.Command(Path('{script}'), [], {ranks}), Path('{tmp_path}/run-1.log')) as child:\n"
+        f"    Path('{tmp_path}/child').write_text(str(child.pid))\n"
+        f"    while len(list(Path('{tmp_path}').glob('rank?'))) < {ranks}: time.sleep(0.1)\n"
+        f"    Path('{tmp_path}/up').touch(); time.sleep({0 if way == 'leave' else 600})\n"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "up").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    if way == "kill as Ray does":
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    if way != "leave":
+        os.kill(worker.pid, signal.SIGKILL)
+    worker.wait(60)
+    pids = [int(pid) for path in tmp_path.glob("rank?") for pid in path.read_text().split()]
+    assert len(pids) == 2 * ranks
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "ranks are left"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("x\nerror: step 3: loss is nan\n[launch.py:1] killing\n", "step 3: loss is nan"),
+        ("Killed\n", "Killed"),
+        ("", "nothing"),
+    ],
+)
+def test_a_failed_trial_says_why(tmp_path: Path, log: str, words: str) -> None:
+    (tmp_path / "run-1.log").write_text(log)
+    assert words in trial.why(tmp_path / "run-1.log", 2)
+
+
+# --- what it leaves ---
+
+
+def slow_front(values: np.ndarray) -> list[bool]:
+    """The definition, as loops."""
+    kept = []
+    for mine in values:
+        beaten = any(all(o >= m for o, m in zip(other, mine, strict=True)) and any(other > mine) for other in values)
+        kept.append(not beaten)
+    return kept
+
+
+@pytest.mark.parametrize("objectives_count", [1, 2, 3])
+def test_the_front_is_what_the_definition_says(objectives_count: int) -> None:
+    values = np.random.default_rng(0).integers(0, 5, (60, objectives_count)) / 4
+    assert closing.front(values).tolist() == slow_front(values)
+    assert closing.front(values).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("metric", [("certified_acc@0.1",), ("clean_acc", "pgd_acc@0.1", "certified_acc@0.1")])
+def test_files_of_a_search(tmp_path: Path, name: str, metric: tuple[str, ...]) -> None:
+    arguments = [word for text in metric for word in ("--metric", text)]
+    wanted = asked("--space", name, "--storage", str(tmp_path), "--name", "x", *arguments)
+    wanted.save()
+    board, random = Board(wanted.parameters, wanted.metric, 4, wanted.epochs), Random(0)
+    for index in range(4):
+        point, key = wanted.parameters.draw(random), f"abc_{index:05d}"
+        board.started(key, point)
+        figures = {name: random.random() for name in board.shown}
+        board.reported(key, point, figures | {"epoch": 12, "certified": int(index != 2), "time_total_s": 30.0})
+        board.ended(key)
+    board.failed("abc_00003", "loss is <nan>")
+    page = closing.write(wanted, board).read_text()
+    rows = pd.read_csv(wanted.folder / closing.TABLE)
+    assert list(rows["state"]) == ["certified", "certified", "stopped early", "failed"]
+    assert page.count("data:image/png;base64") == 2
+    assert "loss is &lt;nan&gt;" in page
+    assert "4 of 4 trials" in str(board.table().title)
+
+
+def test_a_search_of_which_nothing_finished_leaves_its_page_too(tmp_path: Path) -> None:
+    wanted = asked("--space", "msvp", "--storage", str(tmp_path), "--name", "x")
+    wanted.save()
+    board = Board(wanted.parameters, wanted.metric, 1, wanted.epochs)
+    board.started("a", wanted.parameters.draw(Random(0)))
+    board.failed("a", "why not")
+    assert "why not" in closing.write(wanted, board).read_text()
+
+
+# --- cluster/ ---
+
+
+def test_ray_accepts_the_cluster_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own schema and defaults, from the project's folder as `ray up cluster/ray.yaml` would."""
+    from ray.autoscaler._private.util import fillout_defaults, validate_config
+
+    monkeypatch.chdir(ROOT)
+    config = yaml.safe_load((ROOT / "cluster" / "ray.yaml").read_text())
+    validate_config(fillout_defaults(config))
+    assert config["provider"] == {"type": "local", "head_ip": "127.0.0.1", "worker_ips": []}
+    version = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("ray=="))
+    assert f'rayVersion: "{version.removeprefix("ray==")}"' in (ROOT / "cluster" / "kuberay.yaml").read_text()
+
+
+def test_the_image_holds_every_package() -> None:
+    lines = (ROOT / "cluster" / "Containerfile").read_text().splitlines()
+    copied = {line.split()[1] for line in lines if line.startswith("COPY ")}
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert {package.split(".")[0] for package in packages} <= copied
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "cluster").rglob("*.yaml")), ids=lambda path: path.name)
+def test_what_listens_beyond_the_loopback_asks_for_a_token_or_a_password(path: Path) -> None:
+    text = path.read_text()
+    assert yaml.safe_load(text)
+    assert any(word in text for word in ("RAY_AUTH_MODE=token", "authOptions: {mode: token}", "ADMIN_PASSWORD:?"))

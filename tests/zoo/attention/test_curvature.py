@@ -1,0 +1,390 @@
+"""The second order of attention, and its local first-order rules, are attacked by ascent, every form by itself.
+
+Letters: B images, C gradients, N tokens, D width, H heads.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from decimal import Decimal, localcontext
+from typing import Any
+
+import pytest
+import torch
+from timm.models.swin_transformer import SwinTransformerBlock
+from torch import Tensor, nn
+
+from tests.tools.ascent import ascend, largest_change
+from tests.tools.expansions import Instance, largest_dip, largest_gain, largest_remainder, report
+from zoo.attention.dot_product import DotProductAttention
+from zoo.attention.gpsa import GPSA
+from zoo.attention.l2 import L2Attention
+from zoo.attention.lipschitz_norm import LipschitzNormAttention
+from zoo.attention.scsa import ScaledCosineAttention
+from zoo.attention.second_order import Beta, Forms, Remainder
+from zoo.attention.spread import K2_MAX, Spread, e1, e2, measure, top
+from zoo.attention.window import WindowAttention
+from zoo.bounds.curvature import expansion_of
+from zoo.bounds.rules import layer_of, local, local_rule_types, residual_layer_of
+from zoo.layers.norms import SmoothProject
+
+N, D, H = 5, 12, 3
+IMAGES = 14
+
+
+def random_(module: nn.Module, scale: float) -> Any:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) * scale * parameter.shape[-1] ** -0.5)
+    return module.double().eval().requires_grad_(False)
+
+
+def trained(steps: int) -> Any:
+    """Each token has to fetch the token whose first half is most like its own: attention gets sharp."""
+    module = DotProductAttention(D, H)
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    itself = torch.eye(N, dtype=torch.bool)
+    for _ in range(steps):
+        x = torch.randn(64, N, D)
+        nearest = (x[..., : D // 2] @ x[..., : D // 2].mT).masked_fill(itself, -math.inf).argmax(-1)
+        optimizer.zero_grad()
+        (module(x) - x.gather(1, nearest[..., None].expand(-1, -1, D))).square().mean().backward()
+        optimizer.step()
+    return module.double().eval().requires_grad_(False)
+
+
+def instance(module: nn.Module, tokens: int = N) -> Instance:
+    """Diffuse to sharp attention, radii from 1e-3 to 0.5 of the input's size."""
+    x = torch.randn(IMAGES, tokens, D).double() * 10 ** torch.empty(IMAGES, 1, 1).uniform_(-1, 0.7).double()
+    r = x.flatten(1).norm(dim=1) * 10 ** torch.empty(IMAGES).uniform_(-3, -0.3).double()
+    return Instance(module, x, torch.randn(1, IMAGES, tokens, D).double(), r)
+
+
+def instances() -> Iterator[Instance]:
+    """210 of them."""
+    torch.manual_seed(0)
+    for i in range(12):
+        yield instance(random_(DotProductAttention(D, H), 2.0 ** (i % 6 - 3)))
+    for steps in (100, 200, 400):
+        yield instance(trained(steps))
+
+
+MIXTURES: dict[type[nn.Module], Callable[[], nn.Module]] = {
+    DotProductAttention: lambda: DotProductAttention(D, H),
+    GPSA: lambda: GPSA(DotProductAttention(D, H)),
+    WindowAttention: lambda: WindowAttention(DotProductAttention(D, H), (2, 2)),
+}
+
+
+def mixtures(kind: type[nn.Module], modules: int = 15) -> Iterator[Instance]:
+    torch.manual_seed(1)
+    for i in range(modules):
+        yield instance(random_(MIXTURES[kind](), 2.0 ** (i % 6 - 3)), tokens=4)
+
+
+def spread_of(case: Instance) -> Spread:
+    module: Any = case.module
+    q, k, v = module.projections(case.x)
+    return Spread(measure(module), q, k, v, (module.scale * q @ k.mT).softmax(-1))
+
+
+Attacked = list[tuple[Instance, Tensor, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def attacked() -> Attacked:
+    """With the largest -<g, R> and ||R|| that ascent finds."""
+    return [(case, largest_dip(case)[0], largest_remainder(case)) for case in instances()]
+
+
+def ratios(pairs: list[tuple[Forms, Tensor, Tensor]]) -> dict[str, Tensor]:
+    """bound / best found of each form, over all instances."""
+    names = pairs[0][0]
+    return {name: torch.cat([forms[name](r).flatten() / positive(best) for forms, r, best in pairs]) for name in names}
+
+
+def positive(best: Tensor) -> Tensor:
+    """G = 0 has 0, which rounding may hide where attention is all but linear."""
+    return best.clamp_min(1e-300)
+
+
+def test_no_ascent_beats_a_form_of_the_remainder(attacked: Attacked) -> None:
+    found = ratios([(Remainder(spread_of(case), case.g).forms(), case.r_B, dip) for case, dip, _ in attacked])
+    report("remainder", found)
+    for name, ratio in found.items():
+        assert ratio.min() >= 1, name
+    assert found["simple"].median() > found["weighted"].median()
+    assert found["least"].median() < 12.5, "looser than it was"
+    assert found["least"].min() < 4, "the search is too weak to refute a bound that is this much too small"
+
+
+def test_no_ascent_beats_a_form_of_beta(attacked: Attacked) -> None:
+    found = ratios([(Beta(spread_of(case)).forms(), case.r_B, most) for case, _, most in attacked])
+    found |= ratios([({"least": expansion_of(case.module)(case.x).beta}, case.r_B, most) for case, _, most in attacked])
+    report("beta", found)
+    for name, ratio in found.items():
+        assert ratio.min() >= 1, name
+    assert found["least"].median() < 9.7, "looser than it was"
+    assert found["least"].min() < 3.5
+
+
+@pytest.mark.parametrize("kind", MIXTURES, ids=lambda kind: kind.__name__)
+def test_no_ascent_beats_attention_of_a_kind(kind: type[nn.Module]) -> None:
+    """210 instances of four tokens each: remainder, beta, and the norm of J."""
+    dips, mosts = [], []
+    for case in mixtures(kind):
+        expansion = case.expansion()
+        dips.append(expansion.remainder(case.g)(case.r_B)[0] / positive(largest_dip(case, starts=3)[0]))
+        mosts.append(expansion.beta(case.r_B) / largest_remainder(case, starts=3))
+        assert (expansion.gain_B >= largest_gain(case) * (1 - 1e-9)).all()
+    report(kind.__name__, {"remainder": torch.cat(dips), "beta": torch.cat(mosts)})
+    assert torch.cat(dips).min() >= 1
+    assert torch.cat(mosts).min() >= 1
+    assert torch.cat(dips).median() < 15
+    assert torch.cat(mosts).median() < 15
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("kind", MIXTURES, ids=lambda kind: kind.__name__)
+def test_no_ascent_beats_the_local_rule(kind: type[nn.Module], residual: bool) -> None:
+    """Nor is the published rule ever better."""
+    found: dict[str, list[Tensor]] = {"published": [], "local": []}
+    for case in mixtures(kind):
+        of = residual_layer_of if residual else layer_of
+        published = of(case.module)(case.x)[1](case.r_B)
+        with local():
+            layer = of(case.module)
+        y, bound = layer(case.x)
+
+        def f(z: Tensor, module: nn.Module = case.module) -> Tensor:
+            return z + module(z) if residual else module(z)
+
+        torch.testing.assert_close(y, f(case.x))
+        assert (bound(case.r_B) <= published * (1 + 1e-9)).all()
+        best = largest_change(f, case.x, case.r_B)
+        found["published"].append(published / best)
+        found["local"].append(bound(case.r_B) / best)
+    report(f"radius of {kind.__name__}", {name: torch.cat(ratio) for name, ratio in found.items()})
+    assert torch.cat(found["local"]).min() >= 1 - 1e-9
+    assert torch.cat(found["local"]).min() < 1.05
+
+
+def test_every_local_rule_and_expansion_has_a_case() -> None:
+    elsewhere = {L2Attention, ScaledCosineAttention, LipschitzNormAttention, SwinTransformerBlock}
+    assert set(local_rule_types()) == set(MIXTURES) | elsewhere  # test_curvature_variants.py
+
+
+def test_a_layer_keeps_the_rules_it_was_built_with() -> None:
+    case = next(instances())
+    outside = layer_of(case.module)
+    with local():
+        inside = layer_of(case.module)
+        assert (outside(case.x)[1](case.r_B) > inside(case.x)[1](case.r_B)).all()
+    assert (outside(case.x)[1](case.r_B) > inside(case.x)[1](case.r_B)).all()
+    torch.testing.assert_close(layer_of(case.module)(case.x)[1](case.r_B), outside(case.x)[1](case.r_B))
+
+
+@pytest.mark.parametrize("kind", MIXTURES, ids=lambda kind: kind.__name__)
+def test_bounds_are_monotone_and_survive_zero_and_infinity(kind: type[nn.Module]) -> None:
+    for case in mixtures(kind, modules=6):
+        expansion = case.expansion()
+        with local():
+            change = layer_of(case.module)(case.x)[1]
+        remainder = expansion.remainder(torch.cat([case.g, 0 * case.g]))
+        for bound in (change, expansion.beta, lambda r: remainder(r.unsqueeze(-2))):  # noqa: B023
+            factors = (0.0, 1e-9, 1e-3, 0.1, 1.0, 1.001, 2.0, 10.0, 1e3, 1e200, math.inf)
+            values = torch.stack([bound(case.r_B * factor) for factor in factors])
+            assert (values[1:] >= values[:-1] * (1 - 1e-12)).all()
+            assert (values[0] == 0).all()
+            assert torch.isfinite(values[-3]).all()
+            assert torch.isinf(values[-1]).all()
+            stacked = bound(torch.stack([case.r_B, 2 * case.r_B]))
+            torch.testing.assert_close(stacked, torch.stack([values[4], values[6]]))
+
+
+def test_a_single_token_has_no_remainder() -> None:
+    """P = 1 whatever the scores."""
+    case = instance(random_(DotProductAttention(D, H), 1.0), tokens=1)
+    expansion = case.expansion()
+    assert (expansion.beta(case.r_B) <= 1e-100).all()
+    assert (expansion.remainder(case.g)(case.r_B) <= 1e-100).all()
+
+
+@pytest.mark.parametrize("kind", MIXTURES, ids=lambda kind: kind.__name__)
+def test_pull_is_the_transpose_of_the_jacobian(kind: type[nn.Module]) -> None:
+    for case in mixtures(kind, modules=4):
+        x = case.x.clone().requires_grad_(True)
+        (expected,) = torch.autograd.grad((case.module(x) * case.g[0]).sum(), x)
+        torch.testing.assert_close(case.expansion().pull(case.g)[0], expected, rtol=1e-9, atol=1e-11)
+
+
+# the facts behind -----------------------------------------------------------------------------------------------------
+
+
+def rows(count: int = 256) -> Tensor:
+    """Scores (B, 4) of all sharpnesses."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(count, 4, generator=generator).double()
+    return scores * torch.logspace(-2, 0.7, count).double()[:, None]
+
+
+def row_spread(scores: Tensor) -> Spread:
+    """A Spread whose P has these rows."""
+    module = random_(DotProductAttention(2, 1), 1.0)
+    zeros = torch.zeros(1, 1, len(scores), 2).double()
+    spread = Spread.__new__(Spread)
+    spread.p = scores.softmax(-1)[None, None]
+    spread.heads, spread.q = measure(module), zeros
+    spread._logits()
+    return spread
+
+
+def test_the_softmax_constants_hold_on_the_ball_and_are_nearly_attained() -> None:
+    """||D softmax|| and ||D^2 softmax[v, v]|| at the worst point of the ball; times 0.95 they are refuted."""
+    scores = rows()
+    r = torch.logspace(-2, 0.5, len(scores)).double().roll(97)
+    spread = row_spread(scores)
+
+    def jacobian(s: Tensor) -> Tensor:
+        p = s.softmax(-1)
+        return torch.linalg.eigvalsh(p.diag_embed() - p.unsqueeze(-1) * p.unsqueeze(-2))[..., -1]
+
+    slope = (ascend(jacobian, scores, r, 60, 6) - 1e-15) / spread.slope(r[None, None])[0, 0]
+    assert slope.max() <= 1 + 1e-9
+    assert slope.max() > 0.95
+
+    generator = torch.Generator().manual_seed(1)
+    v = torch.nn.functional.normalize(torch.randn(len(scores), 400, 4, generator=generator).double(), dim=-1)
+
+    def second(s: Tensor) -> Tensor:
+        p = s.softmax(-1)[:, None]
+        centred = v - (p * v).sum(-1, keepdim=True)
+        variance = (p * centred.square()).sum(-1, keepdim=True)
+        return (p * (centred.square() - variance)).norm(dim=-1).amax(-1)
+
+    curvature = second(scores) / spread.curvature(torch.zeros(1, 1, len(scores)))[0, 0]
+    assert curvature.max() <= 1 + 1e-9
+    third = torch.tensor([[math.log((1 - 3**-0.5) / (1 + 3**-0.5)), 0.0]], dtype=torch.float64)
+    p = third.softmax(-1)
+    direction = torch.tensor([[0.5**0.5, -(0.5**0.5)]], dtype=torch.float64)
+    centred = direction - (p * direction).sum()
+    attained = float((p * (centred.square() - (p * centred.square()).sum())).norm())
+    assert K2_MAX * (1 - 1e-9) < attained <= K2_MAX
+
+
+def test_e1_and_e2_are_rounded_up() -> None:
+    t = torch.cat([torch.zeros(1), torch.logspace(-12, 1.69, 400)]).double()
+    with localcontext() as context:
+        context.prec = 80
+        exact = [Decimal(value) for value in t[1:].tolist()]
+        one = [(z.exp() - 1) / z for z in exact]
+        two = [(z.exp() - 1 - z) / z**2 for z in exact]
+        for form, values in ((e1, one), (e2, two)):
+            for bound, value in zip(form(t)[1:].tolist(), values, strict=True):
+                assert value <= Decimal(bound) <= value * Decimal(1 + 1e-10)
+    assert e1(t)[0] >= 1
+    assert e2(t)[0] >= 0.5
+
+
+def test_top_is_never_below_the_largest_eigenvalue() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 2, 8, 40):
+        factor = torch.randn(50, n, n, generator=generator).double()
+        decades = torch.empty(50, 1, n).uniform_(-8, 8, generator=generator).double()
+        for a in (factor @ factor.mT, factor * 10**decades @ factor.mT / n, torch.eye(n).double().expand(50, n, n)):
+            symmetric = (a @ a.mT) if not torch.allclose(a, a.mT) else a
+            largest = torch.linalg.eigvalsh(symmetric)[..., -1]
+            assert (top(symmetric) >= largest).all()
+            assert (top(symmetric) <= largest * n ** (1 / 32) * (1 + 1e-9)).all()
+    assert (top(torch.zeros(3, 4, 4).double()) == 0).all()
+
+
+# traps ----------------------------------------------------------------------------------------------------------------
+
+
+def score_change(case: Instance) -> Callable[[Tensor], Tensor]:
+    """delta (K B, H, N, N) of z (K B, N, D)."""
+    module: Any = case.module
+    q, k, _ = module.projections(case.x)
+
+    def delta(z: Tensor) -> Tensor:
+        times = len(z) // len(case.x)
+        q_z, k_z, _ = module.projections(z)
+        return module.scale * (q_z @ k_z.mT - (q @ k.mT).repeat(times, 1, 1, 1))
+
+    return delta
+
+
+def test_levels_hold_and_their_parts_are_needed() -> None:
+    """sqrt(sum w delta~^2) <= r U + r^2 T for w = p z; without the queries' or the keys' share it is refuted."""
+    excess: dict[str, list[Tensor]] = {"queries": [], "keys": []}
+    for case in instances():
+        spread, delta = spread_of(case), score_change(case)
+        size = spread.values_BHNNO.norm(dim=-1)
+        weights = ((spread.p_max_BHN[..., None] * spread.p, None), (size * spread.p, size))
+        for w, z in weights:
+
+            def found(x: Tensor, w: Tensor = w, spread: Spread = spread, delta: Any = delta) -> Tensor:
+                times = len(x) // IMAGES
+                change = delta(x)
+                centred = change - (spread.p.repeat(times, 1, 1, 1) * change).sum(-1, keepdim=True)
+                return (w.repeat(times, 1, 1, 1) * centred.square()).sum((-3, -2, -1)).clamp_min(1e-300).sqrt()
+
+            u, t = spread.rows(spread.p_max_BHN) if z is None else spread.entries(z, spread.nu(w))
+            best = ascend(found, case.x, case.r_B, 40, 3)
+            second = case.r_B.square() * t
+            assert (best <= case.r_B * u + second).all()
+            queries = spread.own_norm(w)
+            excess["keys"].append(best / (case.r_B * queries + second))
+            excess["queries"].append(best / (case.r_B * (u - queries) + second))
+    for name, ratio in excess.items():
+        assert torch.cat(ratio).max() > 1.02, f"a level without the share of the {name}"
+
+
+def test_tau_holds_and_is_nearly_attained() -> None:
+    """max_ilk |delta~_ilk| <= tau(r)."""
+    nearest = []
+    for case in instances():
+        spread, delta = spread_of(case), score_change(case)
+
+        def found(x: Tensor, spread: Spread = spread, delta: Any = delta) -> Tensor:
+            change = delta(x)
+            mean = (spread.p.repeat(len(x) // IMAGES, 1, 1, 1) * change).sum(-1, keepdim=True)
+            return (change - mean).abs().flatten(1).amax(1)
+
+        nearest.append(ascend(found, case.x, case.r_B, 40, 6) / spread.tau(case.r_B))
+    assert torch.cat(nearest).max() <= 1
+    assert torch.cat(nearest).max() > 0.98
+
+
+def test_the_second_order_of_the_scores_holds() -> None:
+    """T1: -<G, Q> for the part Q of delta that is quadratic, by the parallelogram of delta(x + G) and delta(x - G)."""
+    nearest = []
+    for case in instances():
+        spread, delta = spread_of(case), score_change(case)
+        inner = Remainder(spread, case.g)
+        weight = spread.p * inner.c[0]
+
+        def found(x: Tensor, case: Instance = case, weight: Tensor = weight, delta: Any = delta) -> Tensor:
+            times = len(x) // IMAGES
+            quadratic = (delta(x) + delta(2 * case.x.repeat(times, 1, 1) - x)) / 2
+            return -(weight.repeat(times, 1, 1, 1) * quadratic).sum((-3, -2, -1))
+
+        nearest.append(ascend(found, case.x, case.r_B, 40, 3) / inner.t1()(case.r_B)[0])
+    assert torch.cat(nearest).max() <= 1
+    assert torch.cat(nearest).max() > 0.4
+
+
+def test_largest_of_capped_tokens_is_no_bound_of_their_sum() -> None:
+    """min(quadratic, linear) does not grow like r^2, so the maximum over tokens bounds one token only: tokens at 0 of
+    a bounded normalisation of radius 1e-3 lose almost all of their change, |R_i| ~ |G_i|, each of them."""
+    tokens = 16
+    module, r = SmoothProject(D, 1e-3), torch.ones(1).double()
+    x = torch.zeros(1, tokens, D).double()
+    one = 2 * float(r)  # ||R|| <= ||f(x + G) - f(x)|| + ||J G|| <= 2 r
+
+    def dip(z: Tensor) -> Tensor:
+        gradient = torch.ones_like(z) / D**0.5  # of length 1 in every token
+        return (gradient * (z - module(z))).flatten(1).sum(1)
+
+    assert ascend(dip, x, r, 20, 3).max() > 1.9 * one
+    assert ascend(dip, x[:, :1], r, 20, 3).max() <= one

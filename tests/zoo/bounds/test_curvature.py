@@ -1,0 +1,323 @@
+"""Every rule of second order is attacked by gradient ascent, on at least 200 instances each.
+
+An instance is a module with random weights, a clean input, a gradient and a radius. The table is enumerated: a rule
+that is entered without a case here, or in test_curvature_attention.py for those in zoo/attention, fails the test.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tools.expansions import Instance, largest_dip, largest_gain, ratios, report, tightness
+from tests.zoo.bounds.test_rules import CASES as FIRST_ORDER
+from tests.zoo.bounds.test_rules import SHAPES, norm_with_affine, scaled_
+from zoo.attention.conv_mixing import ConvMixing
+from zoo.bounds.activations import GELU, SIGMOID, SILU, TANH, TANH_GELU, Smooth, bend_of, hull2
+from zoo.bounds.curvature import curvature_types, expansion_of
+from zoo.bounds.fused import eigenvalue_bound
+from zoo.bounds.monotone import MonotoneGELU
+from zoo.bounds.rules import NoRule
+from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
+from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
+from zoo.layers.patches import Normalize
+from zoo.layers.residual import WeightedResidual
+from zoo.models.convnet import ReLUx
+
+N, D = 4, 8
+MODULES, INPUTS, GRADIENTS = 10, 10, 2
+Make = Callable[[float], nn.Module]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module of a random size; the largest median of bound / best found of remainder and beta that is accepted."""
+
+    make: Make
+    remainder: float
+    beta: float
+    shape: tuple[int, ...] = (N, D)
+
+
+def layer_norm(scale: float) -> nn.Module:
+    return norm_with_affine(scale, D)
+
+
+def mlp(act: Callable[[], nn.Module]) -> Make:
+    return lambda scale: scaled_(Mlp(D, 2 * D, act_layer=act), scale)
+
+
+def sll(scale: float) -> nn.Module:
+    layer = scaled_(SLL(D, 2 * D, nn.Tanh), scale)
+    with torch.no_grad():
+        layer.get_parameter("weight")[:, 0] = 0  # a dead unit
+    return layer
+
+
+CASES: dict[type[nn.Module], list[Case]] = {
+    nn.LayerNorm: [Case(layer_norm, 1.5, 1.3), Case(layer_norm, 1.4, 1.2, (1, D))],
+    SmoothProject: [Case(lambda s: SmoothProject(D, s * D**0.5), 2.0, 1.2, (2, 2, D))],
+    LayerProject: [Case(lambda s: LayerProject(D, s * D**0.5), 1.6, 1.2)],
+    nn.GELU: [Case(lambda s: nn.GELU("tanh" if s > 1 else "none"), 1.05, 1.05)],
+    nn.Tanh: [Case(lambda s: nn.Tanh(), 1.15, 1.1)],
+    nn.Sigmoid: [Case(lambda s: nn.Sigmoid(), 1.2, 1.2)],
+    nn.SiLU: [Case(lambda s: nn.SiLU(), 1.2, 1.2)],
+    nn.Softplus: [Case(lambda s: nn.Softplus(s, threshold=40), 1.2, 1.2)],
+    MonotoneGELU: [Case(lambda s: MonotoneGELU(), 1.2, 1.2)],
+    nn.ReLU: [Case(lambda s: nn.ReLU(), 1.5, 1.1)],
+    ReLUx: [Case(lambda s: scaled_(ReLUx((N, D), 1.0), s), 3.3, 1.2)],
+    Mlp: [
+        Case(mlp(nn.GELU), 1.1, 3.1, (1, D)),
+        Case(mlp(nn.GELU), 1.8, 3.9),  # one form for all tokens, which here have nothing to do with one another
+        Case(mlp(partial(nn.GELU, "tanh")), 1.1, 3.1, (1, D)),
+        Case(mlp(nn.Tanh), 1.25, 3.3, (1, D)),
+        Case(mlp(nn.SiLU), 1.25, 3.3, (1, D)),
+        Case(mlp(partial(nn.Softplus, threshold=40.0)), 1.25, 3.3, (1, D)),
+        Case(mlp(nn.ReLU), 1.9, 2.5),
+        Case(mlp(nn.ReLU), 1.6, 2.5, (1, D)),
+    ],
+    SLL: [
+        Case(sll, 1.2, 2.4, (1, D)),
+        Case(sll, 2.0, 3.0),
+        Case(lambda s: scaled_(SLL(D, 2 * D, nn.ReLU), s), 1.9, 2.2),
+        Case(lambda s: scaled_(SLL(D, 2 * D, MonotoneGELU), s), 1.2, 2.8, (1, D)),
+    ],
+    ConstrainedMlp: [Case(lambda s: scaled_(ConstrainedMlp(D, 2 * D, act=nn.Tanh if s > 1 else nn.ReLU), s), 1.9, 3.1)],
+}
+HERE = [(kind, i) for kind, cases in CASES.items() for i in range(len(cases))]
+LINEAR = (nn.Linear, nn.Identity, nn.Flatten, CenterNorm, WeightedResidual, ConvMixing, nn.Conv2d, Normalize)
+
+
+def instances(case: Case, seed: int, modules: int = MODULES) -> Iterator[Instance]:
+    """Inputs of sizes 0.1 to 10, radii from 0.001 to 0.1 times theirs, for one module in five from 0.1 to 10 times."""
+    torch.manual_seed(seed)
+    for i in range(modules):
+        module = case.make(2.0 ** (i % 4 - 2)).double().eval().requires_grad_(False)
+        size = 10 ** torch.empty(INPUTS).uniform_(-1, 1).double()
+        x = torch.randn(INPUTS, *case.shape).double() * size.view(-1, *(1,) * len(case.shape))
+        exponents = (-1.0, 1.0) if i % 5 == 4 else (-3.0, -1.0)
+        r = x.flatten(1).norm(dim=1) * 10 ** torch.empty(INPUTS).uniform_(*exponents).double()
+        yield Instance(module, x, torch.randn(GRADIENTS, *module(x).shape).double(), r)
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {kind for kind in curvature_types() if not kind.__module__.startswith("zoo.attention")} == set(CASES)
+
+
+@pytest.mark.parametrize(("kind", "i"), HERE, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
+def test_no_ascent_beats_the_rule(kind: type[nn.Module], i: int) -> None:
+    case = CASES[kind][i]
+    found = tightness(instances(case, seed=0))
+    report(f"{kind.__name__} {case.shape}", found)
+    dip, size = found["remainder"], found["beta"]
+    assert len(dip) > 40
+    assert dip.median() <= case.remainder
+    assert size.median() <= case.beta
+    assert dip.min() <= 1 / 0.95, "the search is too weak to refute a remainder that is 5 % too small"
+
+
+@pytest.mark.parametrize(("kind", "i"), HERE, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
+def test_bounds_are_monotone_zero_at_zero_and_survive_infinity(kind: type[nn.Module], i: int) -> None:
+    for instance in instances(CASES[kind][i], seed=1, modules=5):
+        expansion, r_B = instance.expansion(), instance.r_B
+        instance.g[0, 0] = 0  # no gradient: no remainder, even at infinity
+        factors = torch.tensor([0.0, 1e-6, 0.1, 0.5, 1.0, 1.001, 1.5, 3.0, 1e3, 1e9]).double()
+        r_FB = factors[:, None] * r_B
+        remainder = expansion.remainder(instance.g)
+        for values in (expansion.beta(r_FB), remainder(r_FB[:, None, :])):
+            assert (values[1:] >= values[:-1] * (1 - 1e-12)).all()
+            assert (values[0] == 0).all()
+        assert torch.isinf(expansion.beta(torch.full_like(r_B, torch.inf))).all()
+        at_infinity = remainder(torch.full_like(r_B, torch.inf)[None])
+        assert (at_infinity >= remainder(r_FB[-1:])).all()
+        assert at_infinity[0, 0] == 0
+        # Radii of each class, and the same one by one.
+        of_classes = remainder(torch.stack([r_B, 2 * r_B]))
+        torch.testing.assert_close(of_classes[0], remainder(r_B[None])[0], rtol=1e-12, atol=0)
+        torch.testing.assert_close(of_classes[1], remainder(2 * r_B[None])[1], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "i"), HERE, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
+def test_pull_is_the_transposed_jacobian(kind: type[nn.Module], i: int) -> None:
+    for instance in instances(CASES[kind][i], seed=2, modules=2):
+        for g, pulled in zip(instance.g, instance.expansion().pull(instance.g), strict=True):
+            expected = torch.autograd.functional.vjp(instance.module, instance.x, g)[1]
+            torch.testing.assert_close(pulled, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", LINEAR, ids=lambda kind: kind.__name__)
+def test_linear_modules_have_no_remainder(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    make, _ = FIRST_ORDER[kind]
+    module = make(1.5).double().eval().requires_grad_(False)
+    x, v = (torch.randn(3, *SHAPES.get(kind, (5, 12))).double() for _ in range(2))
+    instance = Instance(module, x, torch.randn(2, *module(x).shape).double(), torch.ones(3).double())
+    expansion = instance.expansion()
+    slope = torch.autograd.functional.jvp(module, x, v)[1]
+    torch.testing.assert_close(module(x + v), module(x) + slope)
+    gain = ratios(expansion.gain_B, largest_gain(instance), torch.ones(3))
+    assert gain.max() < 1.2
+    assert (expansion.beta(instance.r_B) == 0).all()
+    assert (expansion.remainder(instance.g)(instance.r_B[None]) == 0).all()
+
+
+# limits ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [SmoothProject, nn.LayerNorm, Mlp], ids=lambda kind: kind.__name__)
+def test_a_small_radius_gives_half_the_hessian(kind: type[nn.Module]) -> None:
+    """One token: remainder / r^2 tends to half the most negative curvature of <g, f>; norms bound its modulus, for the
+    worst g."""
+    torch.manual_seed(0)
+    case = CASES[kind][0]
+    for scale in (0.5, 1.0, 2.0):
+        module = case.make(scale).double().eval().requires_grad_(False)
+        x, g = torch.randn(1, 1, D).double(), torch.randn(200, 1, 1, D).double()
+        radius = 1e-4
+        bound_C = expansion_of(module)(x).remainder(g)(torch.tensor([[radius]]).double())[:, 0] / radius**2
+        half_C = torch.stack([0.5 * _most_negative_curvature(module, x, one) for one in g])
+        assert (bound_C >= half_C * (1 - 1e-6)).all()
+        if kind is Mlp:
+            assert (bound_C <= half_C.clamp_min(0) * 1.02 + 1e-3).all()
+
+
+def _most_negative_curvature(module: nn.Module, x: Tensor, g: Tensor) -> Tensor:
+    hessian = torch.autograd.functional.hessian(lambda z: (g[0] * module(z)).sum(), x).view(D, D)
+    return -torch.linalg.eigvalsh(hessian)[0]
+
+
+def test_the_curvature_of_the_norms_is_exact() -> None:
+    """The largest second derivative over all u, v, c is 2 / (sqrt3 rt^2) R beyond R / sqrt2, 0.8586502 / R at R / 2."""
+    u = torch.zeros(1, 1, D).double()
+    for length, expected in ((2.0, 2 / math.sqrt(3) / (1 + 4)), (0.5, 0.858650104)):
+        u[..., 0] = length
+        best = torch.tensor(0.0).double()
+        for angle in torch.linspace(0, math.pi, 400).double():
+            g = torch.zeros(1, 1, D).double()
+            g[..., 0], g[..., 1] = angle.cos(), angle.sin()
+            best = torch.maximum(best, _most_negative_curvature(SmoothProject(D, 1.0), u, g))
+        assert best == pytest.approx(expected, rel=1e-4)
+        bound = expansion_of(SmoothProject(D, 1.0))(u).remainder(g[None])(torch.tensor([[1e-4]]).double())
+        assert 2 * bound.item() / 1e-8 == pytest.approx(expected, rel=0.2)
+
+
+# planted errors -------------------------------------------------------------------------------------------------------
+
+
+def test_the_maximum_over_tokens_is_refuted_where_the_bound_is_linear() -> None:
+    """LayerProject at the kink: max_i |g_i| (r - k_i)_+ is beaten by sharing r among tokens; so is the lemma on tokens
+    applied to min(quadratic, linear) for SmoothProject (MATH-PROOFS 7.3)."""
+    torch.manual_seed(0)
+    many, radius = 16, 1.0
+    x = torch.nn.functional.normalize(torch.randn(1, many, D).double(), dim=-1) * (radius - 1e-3)
+    instance = Instance(LayerProject(D, radius), x, x[None].clone(), torch.tensor([0.5]).double())
+    expansion, found = instance.expansion(), largest_dip(instance)
+    naive = x.norm(dim=-1).amax() * (0.5 - 1e-3)
+    assert found.item() > 1.5 * naive
+    assert found <= expansion.remainder(instance.g)(instance.r_B[None])
+
+    x = torch.zeros(1, many, D).double()
+    x[..., 0] = 0.5
+    instance = Instance(SmoothProject(D, 1.0), x, torch.zeros(1, 1, many, D).double(), torch.tensor([4.0]).double())
+    instance.g[..., 0] = 1.0
+    capped = min(0.4293251 * 16, 4.0)  # of one token with the whole radius
+    assert largest_dip(instance).item() > 1.2 * capped
+
+
+HULLS = (GELU, TANH_GELU, TANH, SIGMOID, SILU, bend_of(nn.Softplus(0.3)), bend_of(MonotoneGELU()))
+
+
+@pytest.mark.parametrize("act", HULLS)
+def test_hull_of_the_second_derivative_by_dense_sampling(act: Smooth) -> None:
+    torch.manual_seed(0)
+    z, reach = torch.randn(2000).double() * 3, 10 ** torch.empty(2000).uniform_(-4, 1).double()
+    lo, hi = hull2(act, z, reach)
+    points = act.second(z + reach * torch.linspace(-1, 1, 2001).double()[:, None])
+    assert (lo <= points.amin(0)).all()
+    assert (hi >= points.amax(0)).all()
+    assert (points.amin(0) - lo).max() < 1e-4
+    assert (hi - points.amax(0)).max() < 1e-4
+    ends = torch.stack([act.second(z - reach), act.second(z + reach)])
+    assert (ends.amax(0) < points.amax(0) - 1e-3).any(), "the ends alone would do: no test of the extrema"
+    for far in (1e3, torch.inf):
+        lo, hi = hull2(act, z, torch.full_like(z, far))
+        assert (hi - lo).min() >= max(value for _, value in act.extrema) - min(value for _, value in act.extrema)
+
+
+@pytest.mark.parametrize(
+    ("act", "module"),
+    [
+        (GELU, nn.GELU()),
+        (TANH_GELU, nn.GELU("tanh")),
+        (TANH, nn.Tanh()),
+        (SIGMOID, nn.Sigmoid()),
+        (SILU, nn.SiLU()),
+        (bend_of(nn.Softplus(3.0)), nn.Softplus(3.0, threshold=40)),
+        (bend_of(MonotoneGELU()), MonotoneGELU()),
+    ],
+)
+def test_derivatives_are_those_of_the_module(act: Smooth, module: nn.Module) -> None:
+    z = torch.linspace(-12, 12, 8001).double().requires_grad_(True)
+    (slope,) = torch.autograd.grad(module(z).sum(), z, create_graph=True)
+    (second,) = torch.autograd.grad(slope.sum(), z)
+    torch.testing.assert_close(act.slope(z), slope, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(act.second(z), second, rtol=1e-9, atol=1e-11)
+    assert slope.max() - slope.min() <= act.spread
+    assert act.spread - (slope.max() - slope.min()) < 2e-3
+    for at, value in act.extrema:
+        here = act.second(torch.tensor(at).double())
+        assert 0 <= (value - here) * math.copysign(1, value) < 2e-10, "rounded outwards, by less than two units"
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "nonnegative", "negative", "zero", "one token"])
+def test_eigenvalue_bound_is_never_below_and_one_percent_close(kind: str) -> None:
+    torch.manual_seed(0)
+    w_HD = torch.randn(30, D).double()
+    c_PNH = torch.randn(40, 6, 30).double() * 10 ** torch.empty(40, 6, 1).uniform_(-3, 3).double()
+    c_PNH = {
+        "gaussian": c_PNH,
+        "nonnegative": c_PNH.abs(),
+        "negative": -c_PNH.abs(),
+        "zero": 0 * c_PNH,
+        "one token": c_PNH[:, :1],
+    }[kind]
+    bound = eigenvalue_bound(w_HD)(c_PNH)
+    true = torch.linalg.eigvalsh((w_HD.mT * c_PNH[:, :, None]) @ w_HD)[..., -1].amax(1).clamp_min(0)
+    assert (bound >= true).all()
+    assert (bound <= 1.0101 * true + 1e-11 * c_PNH.abs().amax((1, 2)) * w_HD.square().sum()).all()
+    assert (bound[c_PNH.amax((1, 2)) <= 0] == 0).all()
+
+
+def test_eigenvalue_bound_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with memory for three matrices at a time."""
+    torch.manual_seed(0)
+    w_HD, c_PNH = torch.randn(30, D).double(), torch.randn(10, 7, 30).double()
+    whole = eigenvalue_bound(w_HD)(c_PNH)
+    monkeypatch.setattr("zoo.bounds.fused.FORM_BYTES", 3 * 8 * w_HD.numel())
+    torch.testing.assert_close(eigenvalue_bound(w_HD)(c_PNH), whole, rtol=1e-12, atol=0)
+
+
+def test_units_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few pairs at a time give the same."""
+    (instance,) = instances(CASES[Mlp][0], seed=3, modules=1)
+    r = instance.r_B[None] * torch.tensor([1.0, 2.0]).double()[:, None, None]
+    whole = instance.expansion().remainder(instance.g)(r), instance.expansion().beta(r[:, 0])
+    monkeypatch.setattr("zoo.bounds.activations.PAIR_BYTES", 3 * 8 * N * 2 * D)
+    pieces = instance.expansion().remainder(instance.g)(r), instance.expansion().beta(r[:, 0])
+    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=0)
+
+
+def test_an_mlp_with_an_unknown_part_is_refused() -> None:
+    with pytest.raises(NoRule, match="Hardswish"):
+        expansion_of(Mlp(D, D, act_layer=nn.Hardswish))
+    for unsound in (Mlp(D, D, act_layer=nn.Softplus), SLL(D, D, nn.Softplus), nn.Softplus(beta=2.0)):
+        with pytest.raises(NoRule, match="jumps"):
+            expansion_of(unsound)
+    with pytest.raises(NoRule, match="GELU"):
+        expansion_of(SLL(D, D, nn.GELU))
+    with pytest.raises(NoRule, match="LayerNorm"):
+        expansion_of(Mlp(D, D, norm_layer=nn.LayerNorm).requires_grad_(False))

@@ -1,0 +1,113 @@
+"""Norms by Lanczos: above the truth for every spectrum, close to it, and an unlucky start is really what may fail."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from zoo.bounds import lanczos
+
+N, L = 400, 6
+KINDS = ("flat", "isolated", "clustered", "crowded at the top", "low rank", "zero")
+
+
+def spectrum(kind: str) -> Tensor:
+    """Singular values of A."""
+    flat = torch.linspace(0, 1, N).double()
+    return {
+        "flat": flat,
+        "isolated": torch.cat([0.5 * flat[:-1], flat[-1:] * 1.3]),
+        "clustered": 1 + 1e-6 * flat,
+        "crowded at the top": 1 - (1 - flat) ** 4,
+        "low rank": flat * (torch.arange(N) >= N - 5),
+        "zero": 0 * flat,
+    }[kind]
+
+
+def found(values_N: Tensor, start_LN: Tensor) -> Tensor:
+    """Of the diagonal matrix: any other is that one, turned, and starts are as likely in all directions."""
+    return lanczos.norms(lambda v: v * values_N.square(), start_LN, 1)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bound_is_above_the_norm_and_close_to_it(kind: str) -> None:
+    values_N = spectrum(kind)
+    start_LN = torch.randn(L, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    bound_L, norm = found(values_N, start_LN), values_N.amax()
+    assert (bound_L >= norm).all()
+    assert (bound_L <= norm * 1.12 + 1e-12).all()
+
+
+def test_the_couplings_are_those_of_the_characteristic_polynomial() -> None:
+    """|p(M) v| = b_1 ... b_k, on which the bound stands."""
+    values_N = spectrum("flat")
+    start_LN = torch.randn(1, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    theta_LK, b_LK = next(lanczos.tridiagonal(lambda v: v * values_N, start_LN, (8,)))
+    v_N = start_LN[0] / start_LN[0].norm()
+    for theta in theta_LK[0]:
+        v_N = (values_N - theta) * v_N
+    torch.testing.assert_close(v_N.norm(), b_LK[0].prod())
+
+
+def test_the_chance_to_fail_is_that_of_the_start() -> None:
+    """A start that is short of the top eigenvector by just the share s reckoned with is bounded still; and shorter ones
+    are as rare as it is said, for larger s that can be counted."""
+    values_N = spectrum("isolated")
+    start_LN = torch.randn(L, N, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    start_LN = start_LN / start_LN.norm(dim=1, keepdim=True)
+    start_LN[:, -1] = 1.1 * lanczos.FAILURE / math.sqrt(2 * N / math.pi)
+    assert (found(values_N, start_LN) >= values_N.amax()).all()
+    for n in (2, 3, 30):
+        v = torch.randn(10**6, n, generator=torch.Generator().manual_seed(n))
+        short = float((v[:, 0].abs() < 0.01 * v.norm(dim=1)).double().mean())
+        chance = 0.01 * math.sqrt(2 * n / math.pi)
+        assert 0.5 * chance < short < 1.03 * chance
+
+
+def test_ritz_values_are_never_above() -> None:
+    values_N = spectrum("crowded at the top")
+    start_LN = torch.randn(L, N, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    assert (lanczos.ritz(lambda v: v * values_N, start_LN, 12) <= values_N.amax() * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_basis_is_orthonormal_and_the_recurrence_holds(kind: str) -> None:
+    """M v_k = b_{k-1} v_{k-1} + a_k v_k + b_k v_{k+1} up to a share of ||M|| that SLACK is far above, when the space is
+    exhausted too."""
+    squares_N = spectrum(kind).square()
+    start_LN = torch.randn(L, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    basis = list[Tensor]()
+
+    def apply(v: Tensor) -> Tensor:
+        basis.append(v)
+        return v * squares_N
+
+    *_, (_, b_LK) = lanczos.tridiagonal(apply, start_LN, lanczos.STEPS)
+    v_LKN = torch.stack(basis, 1)
+    assert v_LKN.shape[1] == lanczos.STEPS[-1]
+    eye = torch.eye(v_LKN.shape[1]).double()
+    torch.testing.assert_close(v_LKN @ v_LKN.mT, eye.expand(L, -1, -1), atol=1e-13, rtol=0)
+    rest = v_LKN * squares_N
+    rest = rest - (rest * v_LKN).sum(-1, keepdim=True) * v_LKN
+    rest[:, 1:] -= b_LK[:, :-1, None] * v_LKN[:, :-1]
+    rest[:, :-1] -= b_LK[:, :-1, None] * v_LKN[:, 1:]
+    assert (rest[:, :-1].norm(dim=-1) <= 1e-12 * squares_N.amax()).all()
+
+
+def test_neighbours_that_need_more_steps_change_nothing() -> None:
+    """Every vector stops where it would stop alone."""
+    squares_LN = torch.stack([spectrum(kind).square() for kind in KINDS])
+    start_LN = torch.randn(len(KINDS), N, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    together_L = lanczos.norms(lambda v: v * squares_LN, start_LN, 1)[0]
+    steps = set[int]()
+    for square_N, start_N, bound in zip(squares_LN, start_LN, together_L, strict=True):
+        calls = list[int]()
+
+        def apply(v: Tensor, square_N: Tensor = square_N, calls: list[int] = calls) -> Tensor:
+            calls.append(1)
+            return v * square_N
+
+        torch.testing.assert_close(lanczos.norms(apply, start_N[None], 1)[0, 0], bound, rtol=1e-12, atol=1e-14)
+        steps.add(len(calls))
+    assert min(steps) < max(steps), "all of them stop alike: nothing was tried"

@@ -1,0 +1,256 @@
+"""Every rule of the table is attacked by gradient ascent, on at least 200 instances each.
+
+An instance is a module with random weights, a clean input and a radius. The table is enumerated: a rule that is
+entered without a case here fails the test.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from timm.layers import DropPath
+from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, SwinTransformerStage
+from torch import Tensor, nn
+
+from tests.tools.ascent import largest_change
+from zoo import create_model
+from zoo.attention.conv_mixing import ConvMixing
+from zoo.attention.dot_product import DotProductAttention
+from zoo.attention.gpsa import GPSA
+from zoo.attention.l2 import L2Attention
+from zoo.attention.lipschitz_norm import LipschitzNormAttention
+from zoo.attention.scsa import ScaledCosineAttention
+from zoo.attention.window import WindowAttention
+from zoo.bounds.monotone import MonotoneGELU
+from zoo.bounds.rules import NoRule, layer_of, residual_layer_of, rule_types
+from zoo.layers.block import NormFirstBlock, PostNormBlock, PreNormBlock
+from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
+from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
+from zoo.layers.patches import Normalize
+from zoo.layers.residual import WeightedResidual
+from zoo.models.convnet import ReLUx
+
+N, D, H = 5, 12, 3
+MODULES, INPUTS = 10, 20
+Make = Callable[[float], nn.Module]
+
+
+def scaled_(module: nn.Module, scale: float) -> nn.Module:
+    """Random weights of a random size, so that curvature and saturation both occur."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) * scale * parameter.shape[-1] ** -0.5)
+    return module
+
+
+def norm_with_affine(scale: float, dim: int = D) -> nn.LayerNorm:
+    norm = nn.LayerNorm(dim, eps=10.0 ** float(torch.empty(()).uniform_(-6, 0)))
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(dim) * scale)
+        norm.bias.copy_(torch.randn(dim))
+    return norm
+
+
+def pre_norm(scale: float) -> nn.Module:
+    attn, mlp = scaled_(DotProductAttention(D, H), scale), scaled_(Mlp(D, 2 * D), scale)
+    return PreNormBlock(attn, mlp, norm_with_affine(1.0), norm_with_affine(1.0), drop_path=0.1)
+
+
+def norm_first(scale: float) -> nn.Module:
+    attn, mlp = scaled_(DotProductAttention(D, H), scale), scaled_(SLL(D, 2 * D), scale)
+    return NormFirstBlock(attn, mlp, SmoothProject(D, 1.0), LayerProject(D), drop_path=0.1)
+
+
+def post_norm(scale: float) -> nn.Module:
+    attn, mlp = scaled_(DotProductAttention(D, H), scale), scaled_(Mlp(D, 2 * D), scale)
+    residual = nn.Identity if scale > 1 else partial(WeightedResidual, D, init=0.5)
+    return PostNormBlock(attn, mlp, SmoothProject(D), scaled_(CenterNorm(D), 1.0), drop_path=0.1, residual=residual)
+
+
+def conv2d(scale: float) -> nn.Module:
+    kernel, stride, padding = ((3, 1, 1), (4, 2, 1), (3, 2, 0), (1, 1, 0), (4, 3, 2))[int(torch.randint(5, ()))]
+    return scaled_(nn.Conv2d(2, 3, kernel, stride, padding), scale)
+
+
+def swin_stage(scale: float) -> nn.Module:
+    """Merges 5 x 5 tokens to 3 x 3, two by two; a plain and a shifted block with windows of 2 x 2: all of it padded."""
+    model = create_model(
+        "dp_swin_t", img_size=20, window_size=2, embed_dim=D, depths=(1, 2), num_heads=(H, H), norm="smoothproject"
+    )
+    return scaled_(model.get_submodule("layers.1"), scale)
+
+
+def normalize(scale: float) -> nn.Module:
+    return Normalize(tuple(torch.rand(N).tolist()), tuple((scale * torch.rand(N) + 0.05).tolist()))
+
+
+# (module, how close the search must come to the bound for the check to have teeth)
+CASES: dict[type[nn.Module], tuple[Make, float]] = {
+    nn.Linear: (lambda s: scaled_(nn.Linear(D, 7), s), 0.98),
+    nn.Identity: (lambda s: nn.Identity(), 0.99),
+    nn.Dropout: (lambda s: nn.Dropout(0.5), 0.99),
+    nn.Flatten: (lambda s: nn.Flatten(), 0.99),
+    DropPath: (lambda s: DropPath(0.5), 0.99),
+    nn.ReLU: (lambda s: nn.ReLU(), 0.9),
+    nn.Tanh: (lambda s: nn.Tanh(), 0.5),
+    nn.Sigmoid: (lambda s: nn.Sigmoid(), 0.5),
+    nn.SiLU: (lambda s: nn.SiLU(), 0.9),
+    nn.Softplus: (lambda s: nn.Softplus(s, threshold=40), 0.9),
+    MonotoneGELU: (lambda s: MonotoneGELU(), 0.9),
+    nn.GELU: (lambda s: nn.GELU("tanh" if s > 1 else "none"), 0.9),
+    nn.Sequential: (lambda s: nn.Sequential(scaled_(nn.Linear(D, D), s), nn.ReLU()), 0.6),
+    nn.LayerNorm: (norm_with_affine, 0.8),
+    LayerProject: (lambda s: LayerProject(D, s * D**0.5), 0.98),
+    SmoothProject: (lambda s: SmoothProject(D, s * D**0.5), 0.95),
+    Mlp: (lambda s: scaled_(Mlp(D, 2 * D), s), 0.4),
+    SLL: (lambda s: scaled_(SLL(D, 2 * D, nn.Tanh if s > 1 else nn.ReLU), s), 0.9),
+    DotProductAttention: (lambda s: scaled_(DotProductAttention(D, H), s), 0.5),
+    ConvMixing: (lambda s: scaled_(ConvMixing(D, H, kernels=(1, 3, 5)), s), 0.9),
+    L2Attention: (lambda s: scaled_(L2Attention(D, H), s), 0.1),
+    ScaledCosineAttention: (lambda s: scaled_(ScaledCosineAttention(D, H, tau=s, eps=s), s), 0.35),
+    LipschitzNormAttention: (lambda s: scaled_(LipschitzNormAttention(D, H), s), 0.15),
+    GPSA: (lambda s: scaled_(GPSA(DotProductAttention(D, H)), s), 0.9),
+    CenterNorm: (lambda s: scaled_(CenterNorm(D), s), 0.98),
+    WeightedResidual: (lambda s: scaled_(WeightedResidual(D), s), 0.9),
+    ConstrainedMlp: (lambda s: scaled_(ConstrainedMlp(D, 2 * D), s), 0.7),
+    nn.Conv2d: (conv2d, 0.9),
+    ReLUx: (lambda s: scaled_(ReLUx((N, D), 1.0), s), 0.9),
+    WindowAttention: (lambda s: scaled_(WindowAttention(DotProductAttention(D, H), (2, 2)), s), 0.9),
+    SwinTransformerBlock: (lambda s: swin_stage(s).get_submodule("blocks.1"), 0.7),
+    SwinTransformerStage: (swin_stage, 0.3),
+    PatchMerging: (lambda s: swin_stage(s).get_submodule("downsample"), 0.9),
+    PreNormBlock: (pre_norm, 0.1),
+    PostNormBlock: (post_norm, 0.6),
+    NormFirstBlock: (norm_first, 0.3),
+    Normalize: (normalize, 0.9),
+}
+# Inputs that are not (N, D).
+SHAPES: dict[type[nn.Module], tuple[int, ...]] = {
+    Normalize: (N, 2, 6),
+    nn.Conv2d: (2, 6, 7),
+    GPSA: (4, D),
+    WindowAttention: (4, D),
+    SwinTransformerBlock: (3, 3, 2 * D),
+    SwinTransformerStage: (5, 5, D),
+    PatchMerging: (5, 5, D),
+}
+
+
+def instances(make: Make, shape: tuple[int, ...], seed: int) -> list[tuple[nn.Module, Tensor, Tensor]]:
+    """MODULES modules, each with INPUTS inputs of sizes 0.01 to 10 and radii of 1e-3 to 10 times theirs."""
+    torch.manual_seed(seed)
+    cases = []
+    for i in range(MODULES):
+        module = make(2.0 ** (i % 5 - 2)).double().eval().requires_grad_(False)
+        x = torch.randn(INPUTS, *shape, dtype=torch.float64) * 10 ** torch.empty(INPUTS).uniform_(-2, 1).view(
+            -1, *(1,) * len(shape)
+        )
+        r = x.flatten(1).norm(dim=1) * 10 ** torch.empty(INPUTS).uniform_(-3, 1)
+        cases.append((module, x, r.double()))
+    return cases
+
+
+def reached(cases: list[tuple[nn.Module, Tensor, Tensor]], residual: bool = False) -> Tensor:
+    """(largest change found) / bound of every instance; above 1 is a counter-example."""
+    ratios = []
+    for module, x, r in cases:
+        with torch.no_grad():
+            y, bound = (residual_layer_of if residual else layer_of)(module)(x)
+
+        def f(z: Tensor, module: nn.Module = module) -> Tensor:
+            return z + module(z) if residual else module(z)
+
+        torch.testing.assert_close(y, f(x))
+        ratios.append(largest_change(f, x, r) / bound(r))
+    return torch.cat(ratios)
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(rule_types()) == set(CASES)
+
+
+@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
+def test_no_ascent_beats_the_rule(kind: type[nn.Module]) -> None:
+    make, teeth = CASES[kind]
+    shape = SHAPES.get(kind, (N, D))
+    ratio = reached(instances(make, shape, seed=0)).max()
+    assert ratio <= 1 + 1e-9
+    assert ratio >= teeth, "the search is too weak to refute a bound that is this much too small"
+
+
+@pytest.mark.parametrize("kind", [DotProductAttention, GPSA, ConvMixing, Mlp], ids=lambda kind: kind.__name__)
+def test_no_ascent_beats_the_residual_rule(kind: type[nn.Module]) -> None:
+    ratio = reached(instances(CASES[kind][0], SHAPES.get(kind, (N, D)), seed=1), residual=True).max()
+    assert 0.5 <= ratio <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
+def test_bounds_are_monotone_nonnegative_and_survive_infinity(kind: type[nn.Module]) -> None:
+    make, _ = CASES[kind]
+    shape = SHAPES.get(kind, (N, D))
+    for module, x, r in instances(make, shape, seed=2)[:3]:
+        _, bound = layer_of(module)(x)
+        values = torch.stack([bound(r * factor) for factor in (0.0, 1e-6, 0.1, 0.5, 1.0, 1.001, 2.0, 1e3)])
+        assert (values[1:] >= values[:-1] * (1 - 1e-12)).all()
+        assert (values[0] == 0).all()
+        infinite = bound(torch.full_like(r, torch.inf))
+        assert (infinite >= values[-1]).all(), "an infinite radius must not come back as NaN or small"
+
+
+def test_the_paper_constants_that_are_wrong_are_caught() -> None:
+    """GELU slope 1.12 (trap D3), and the SLL layer with GELU (D14d): the search refutes both."""
+    x = torch.full((1, 1, 1), 1.4142, dtype=torch.float64)
+    r = torch.tensor([0.05], dtype=torch.float64)
+    assert largest_change(nn.GELU(), x, r) > 1.12 * r
+    torch.manual_seed(0)
+    changes = []
+    for _ in range(20):
+        layer = scaled_(SLL(D, 4 * D, nn.GELU), 3.0).double().requires_grad_(False)
+        changes.append(
+            largest_change(layer, torch.randn(20, 1, D, dtype=torch.float64), torch.full((20,), 0.05).double())
+        )
+    assert torch.cat(changes).max() > 0.05 * 1.001
+    with pytest.raises(NoRule, match="GELU"):
+        layer_of(SLL(D, D, nn.GELU))
+
+
+def test_attention_with_erratum_d8_as_printed_is_caught() -> None:
+    """Eq. 25 with W_K W_Q^T in its second term, instead of W_Q W_K^T, under-estimates the change of the logits."""
+    torch.manual_seed(0)
+    violations = 0
+    for _ in range(50):
+        w_q, w_k, x = (torch.randn(s, dtype=torch.float64) for s in ((D, 2), (D, 2), (N, D)))
+        a = w_q @ w_k.mT
+        eye = torch.eye(N, dtype=torch.float64)
+        first = torch.stack([torch.kron(eye[i : i + 1], x @ a.mT) for i in range(N)]).flatten(0, 1)
+        true_second = torch.cat([torch.kron(eye, (x[i] @ a)[None]) for i in range(N)])
+        printed_second = torch.cat([torch.kron(eye, (x[i] @ a.mT)[None]) for i in range(N)])
+        true = torch.linalg.matrix_norm(first + true_second, 2)
+        printed = torch.linalg.matrix_norm(first + printed_second, 2)
+        xi = torch.linalg.matrix_norm(a @ x.mT, 2) + torch.linalg.matrix_norm(x @ a, 2)
+        assert true <= xi * (1 + 1e-12)
+        violations += bool(printed < true * (1 - 1e-9))
+    assert violations > 0
+
+
+class Subclass(nn.Linear):
+    """Inherits nothing from the proof of nn.Linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("module", [nn.Conv3d(3, 3, 1), Subclass(3, 3), nn.Softmax(-1)], ids=lambda m: type(m).__name__)
+def test_unknown_modules_are_refused_by_name(module: nn.Module) -> None:
+    with pytest.raises(NoRule, match=type(module).__name__):
+        layer_of(module)
+
+
+def test_altered_modules_are_refused() -> None:
+    hooked, patched = nn.Linear(3, 3), nn.Linear(3, 3)
+    hooked.register_forward_hook(lambda module, args, output: 2 * output)
+    patched.__dict__["forward"] = lambda x: 2 * x
+    for module in (hooked, patched):
+        with pytest.raises(NoRule, match="hook or a patched forward"):
+            layer_of(module)

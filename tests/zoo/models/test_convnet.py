@@ -1,0 +1,240 @@
+"""The conv nets of paper 003: its parameter counts, its layers written out, and the norm of a convolution."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from certify import certified_radius
+from certify.methods.bake import bake
+from certizoo import UserError
+from tests.tools.ascent import ascend, largest_change
+from zoo.bounds.rules import NoRule, layer_of
+from zoo.models.convnet import ConvNet, ReLUx, conv_norm
+
+# Paper 003, Table 1.
+PUBLISHED = {
+    "conv_4c3f_mnist": (1973536, (1, 28), 10),
+    "conv_4c3f": (2528096, (3, 32), 10),
+    "conv_6c2f": (2360672, (3, 32), 10),
+    "conv_8c2f": (2436864, (3, 32), 100),
+    "conv_8c2f_tin": (5257984, (3, 64), 200),
+}
+TINY: dict[str, Any] = {
+    "layers": [(3, 3, 1, 1), (4, 4, 2, 1), (4, 3, 2, 0)],
+    "hidden": [7],
+    "theta": 0.7,
+    "img_size": 9,
+    "num_classes": 4,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_ones(name: str) -> None:
+    count, (chans, size), classes = PUBLISHED[name]
+    with torch.device("meta"):
+        model = zoo.create_model(name)
+        assert sum(p.numel() for p in model.parameters()) == count
+        assert model(torch.empty(2, chans, size, size)).shape == (2, classes)
+    assert not any(key.endswith("bias") for key in model.state_dict())
+
+
+def tiny(seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    return zoo.create_model("conv_4c3f", **(TINY | options)).eval()
+
+
+def slow_conv(x_CHW: Tensor, w_OCkk: Tensor, stride: int, padding: int) -> Tensor:
+    """sum_{c, a, b} W[o, c, a, b] x[c, i s + a - p, j s + b - p], zero outside the image."""
+    chans_out, chans, k, _ = w_OCkk.shape
+    size = x_CHW.shape[1]
+    n = (size + 2 * padding - k) // stride + 1
+    y = torch.zeros(chans_out, n, n, dtype=torch.float64)
+    for o, i, j, c, a, b in product(range(chans_out), range(n), range(n), range(chans), range(k), range(k)):
+        row, column = i * stride + a - padding, j * stride + b - padding
+        if 0 <= row < size and 0 <= column < size:
+            y[o, i, j] += w_OCkk[o, c, a, b] * x_CHW[c, row, column]
+    return y
+
+
+def test_the_model_equals_its_layers_written_out() -> None:
+    """Normalise, convolve, cut off at 0 and theta, flatten, linear: one image, slow loops, float64."""
+    model = tiny(img_size=7).double().requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, ReLUx):
+            module.theta.uniform_(0.1, 1.0)
+    x = torch.rand(1, 3, 7, 7, dtype=torch.float64)
+    mean, std = model.normalize.mean, model.normalize.std
+    h = (x[0] - mean) / std
+    for (_, _, stride, padding), conv, act in zip(TINY["layers"], model.convs[::2], model.convs[1::2], strict=True):
+        y = slow_conv(h, conv.weight, stride, padding)
+        h = torch.where(y < 0, torch.zeros_like(y), torch.where(y > act.theta, act.theta, y))
+    _, fc, act = model.fcs
+    y = fc.weight @ h.flatten()
+    h = torch.where(y < 0, torch.zeros_like(y), torch.where(y > act.theta, act.theta, y))
+    torch.testing.assert_close(model(x)[0], model.head.weight @ h)
+
+
+def test_thresholds_follow_the_image_size_and_learn() -> None:
+    thetas = [tuple(m.theta.shape) for m in tiny(img_size=12).modules() if isinstance(m, ReLUx)]
+    assert thetas == [(3, 12, 12), (4, 6, 6), (4, 2, 2), (7,)]
+    assert not any(isinstance(m, ReLUx) for m in tiny(theta=None).modules())
+    act = ReLUx((3,), 0.5)
+    x = torch.tensor([[-1.0, 0.2, 0.9]], requires_grad=True)
+    y = act(x)
+    assert torch.equal(y, torch.tensor([[0.0, 0.2, 0.5]]))
+    g_x, g_theta = torch.autograd.grad(y.sum(), (x, act.theta))
+    assert g_x.tolist() == [[0.0, 1.0, 0.0]]
+    assert g_theta.tolist() == [0.0, 0.0, 1.0]
+
+
+def test_timms_methods() -> None:
+    model = tiny()
+    x = torch.rand(2, 3, 9, 9)
+    features = model.forward_features(x)
+    assert features.shape == (2, 4, 1, 1)
+    assert torch.equal(model.forward_head(features), model(x))
+    assert model.forward_head(features, pre_logits=True).shape == (2, 7)
+    model.reset_classifier(6)
+    assert model(x).shape == (2, 6)
+    with pytest.raises(UserError, match="pooling"):
+        model.reset_classifier(6, "avg")
+    with pytest.raises(UserError, match="too small"):
+        tiny(img_size=4)
+
+
+# the norm of a convolution -------------------------------------------------------------------------------------------
+
+
+def dense(conv: nn.Conv2d, height: int, width: int) -> Tensor:
+    """The matrix of the linear part of a convolution on images of one size."""
+    pixels = torch.eye(conv.in_channels * height * width, dtype=torch.float64)
+    images = pixels.view(-1, conv.in_channels, height, width)
+    with torch.no_grad():
+        return (conv(images) - conv(torch.zeros_like(images))).flatten(1)
+
+
+GEOMETRY = [
+    (k, s, p, n)
+    for k, s, p, n in product((1, 2, 3, 4, 5), (1, 2, 3), (0, 1, 2), ((5, 8), (10, 10)))
+    if n[0] + 2 * p >= k
+]
+
+
+def test_the_norm_is_never_below_the_exact_one() -> None:
+    """Every kernel, stride and padding, images that are not square; tight where the image is much larger than the
+    kernel, and exact where patches do not overlap."""
+    torch.manual_seed(0)
+    ratios = []
+    for k, s, p, (height, width) in GEOMETRY:
+        conv = nn.Conv2d(2, 3, k, s, p).double()
+        exact = torch.linalg.matrix_norm(dense(conv, height, width), 2)
+        size = conv(torch.zeros(1, 2, height, width, dtype=torch.float64)).shape[2:]
+        ratio = float(conv_norm(conv.weight, (s, s), (size[0], size[1])) / exact)
+        assert ratio >= 1, (k, s, p, height, width)
+        if k <= s and p == 0:
+            assert ratio <= 1 + 1e-8
+        ratios.append(ratio)
+    assert sorted(ratios)[len(ratios) // 2] < 1.1
+
+
+def test_a_filter_that_passes_one_frequency_has_the_known_norm() -> None:
+    """A box filter of 3 x 3 ones: its symbol is 9 at frequency 0. The circulant reaches it, at any image size."""
+    box = torch.ones(1, 1, 3, 3)
+    for n in (3, 8, 31):
+        assert float(conv_norm(box, (1, 1), (n, n))) == pytest.approx(9, rel=1e-8)
+        assert float(conv_norm(box, (1, 1), (n, n))) >= 9
+
+
+def test_a_rectangular_stride() -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 3, (3, 5), (2, 1), (1, 2)).double()
+    exact = torch.linalg.matrix_norm(dense(conv, 9, 7), 2)
+    bound = float(conv_norm(conv.weight, (2, 1), (5, 7)))
+    assert float(exact) <= bound <= 1.2 * float(exact)
+
+
+def test_a_large_grid_in_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(40, 30, 3)
+    calls = []
+
+    def counted(matrices: Tensor) -> Tensor:
+        calls.append(len(matrices))
+        return torch.linalg.matrix_norm(matrices, 2)
+
+    monkeypatch.setattr("zoo.models.convnet.sigma_upper", counted)
+    norm = conv_norm(conv.weight, (1, 1), (60, 60))
+    assert len(calls) > 1
+    assert sum(calls) == 62 * 32
+    symbols = torch.fft.fft2(conv.weight.detach().double(), (62, 62)).permute(2, 3, 0, 1)
+    torch.testing.assert_close(norm, torch.linalg.matrix_norm(symbols, 2).max(), rtol=1e-9, atol=0)
+
+
+def test_every_image_size_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[int, int]] = []
+
+    def counted(weight: Tensor, stride: tuple[int, int], size: tuple[int, int]) -> Tensor:
+        measured.append(size)
+        return conv_norm(weight, stride, size)
+
+    monkeypatch.setattr("zoo.models.convnet.conv_norm", counted)
+    layer = layer_of(nn.Conv2d(2, 3, 3).double().requires_grad_(False))
+    for size in (8, 8, 6, 8):
+        layer(torch.rand(2, 2, size, size, dtype=torch.float64))
+    assert measured == [(6, 6), (4, 4)]
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.Conv2d(4, 4, 3, dilation=2),
+        nn.Conv2d(4, 4, 3, padding="same"),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+    ],
+    ids=["groups", "dilation", "same", "circular"],
+)
+def test_convolutions_without_a_proof_are_refused(conv: nn.Conv2d) -> None:
+    with pytest.raises(NoRule, match="Conv2d"):
+        layer_of(conv)
+
+
+# certificates --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("theta", [None, 0.7])
+def test_no_attack_beats_the_certified_radius(theta: float | None) -> None:
+    certified = 0
+    for seed in range(10):
+        model = tiny(seed, theta=theta, hidden=[7, 5])
+        x = torch.rand(16, 3, 9, 9)
+        with torch.no_grad():
+            label = model(x).argmax(-1)
+        radius_B = certified_radius(model, x, label)
+        certified += int((radius_B > 1e-5).sum())
+        baked = bake(model)
+
+        def loss(z: Tensor, baked: nn.Module = baked, label: Tensor = label) -> Tensor:
+            logits, own = baked(z), label[:, None].repeat(len(z) // len(label), 1)
+            return logits.scatter(1, own, -torch.inf).amax(1) - logits.gather(1, own).squeeze(1)
+
+        found_B = ascend(loss, x.double(), radius_B, steps=40, starts=2)
+        assert (found_B <= 0)[radius_B > 0].all()
+    assert certified >= 80, "too little was certified for the test to mean anything"
+
+
+def test_no_ascent_beats_the_trunk() -> None:
+    """The chain of rules against the change of the last hidden layer, from the normalised image on."""
+    for seed in range(5):
+        model = bake(tiny(seed))
+        assert isinstance(model, ConvNet)
+        trunk = nn.Sequential(model.normalize, model.convs, model.fcs)
+        x, r = torch.rand(20, 3, 9, 9, dtype=torch.float64), torch.full((20,), 0.1, dtype=torch.float64)
+        y, bound = layer_of(trunk)(x)
+        torch.testing.assert_close(y, trunk(x))
+        ratio = float((largest_change(trunk, x, r) / bound(r)).max())
+        assert 0.02 < ratio <= 1

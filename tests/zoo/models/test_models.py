@@ -1,0 +1,345 @@
+"""Every model of the registry: it equals its slow oracle, trains, round-trips, and has its published size.
+
+All models are enumerated, each with its own parts at a tiny size (`tiny_options`); true sizes are built without memory
+for their weights.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import zoo
+import zoo.attention
+from certizoo.compose import compose_config
+from tests.tools import oracles
+from tests.tools.launching import ROOT, environment
+from tests.tools.small_models import distinct
+from trainers.steps.report import ROWS
+from zoo.layers.fold import folded
+from zoo.models.overview import tiny_options
+
+MODELS = zoo.list_models()
+SHRUNK = distinct()  # small, l2_vit_s and l2_vit_b are one model
+
+
+def tiny(name: str, seed: int = 0, **overrides: Any) -> Any:
+    """The model with its own parts, shrunk."""
+    torch.manual_seed(seed)
+    return zoo.create_model(name, **tiny_options(name) | overrides)
+
+
+def images(name: str, batch: int = 2, **overrides: Any) -> Tensor:
+    options = zoo.model_options(name, **tiny_options(name) | overrides)
+    shape = (batch, options["in_chans"], options["img_size"], options["img_size"])
+    return torch.rand(shape, generator=torch.Generator().manual_seed(1))
+
+
+def stirred(model: Any) -> Any:
+    """Every parameter moved: biases, affine weights, gates, tables and thresholds are no longer 0 or 1."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+# --- the published definitions ---------------------------------------------------------------------------------------
+
+# Parts that no name of the registry has, or none in every place.
+PARTS: list[tuple[str, dict[str, Any]]] = [
+    ("scsa_vit_ti", {"norm": "centernorm", "block": "postnorm", "residual": {"name": "weighted", "bound": 0.1}}),
+    ("scsa_convit_ti", {"attention": {"name": "scsa", "tau": 3.0, "nu": 0.5, "eps": 0.7}, "residual": "weighted"}),
+    ("l2_vit_ti", {"attention": {"name": "l2", "tied": False}, "norm": "smoothproject"}),
+    ("l2_swin_t", {"attention": {"name": "l2", "tied": False}, "window_size": 4, "img_size": 16}),
+    ("dp_vit_ti", {"attention": {"name": "dp", "scale": 0.3}, "attn_norm": {"name": "layerproject", "radius": 0.5}}),
+    ("dp_vit_ti", {"bias": False, "qkv_bias": False, "mlp": "sll_tanh", "block": "normfirst"}),
+    ("dp_convit_ti", {"global_pool": "avg", "fc_norm": True}),
+    ("lofast_vit_c10", {"mlp": "aol_relu", "patch_cap": None, "patch_constraint": "orthogonal"}),
+    ("lofast_vit_c10", {"mlp": "orthogonal_tanh", "patch_cap": None, "patch_constraint": "aol"}),
+    ("lofast_vit_c10", {"mlp": "capped_relu", "global_pool": "cls"}),
+]
+
+
+@pytest.mark.parametrize(("name", "own"), [*((name, {}) for name in SHRUNK), *PARTS], ids=str)
+def test_every_model_equals_its_slow_definition(name: str, own: dict[str, Any]) -> None:
+    """In float64, all weights non-trivial. The oracle is written from the papers and shares no code with the zoo."""
+    model = stirred(tiny(name, **own).double()).eval()
+    x = images(name, **own).double()
+    options = zoo.model_options(name, **tiny_options(name) | own)
+    with torch.no_grad():
+        expected = oracles.logits(options, folded(model).state_dict(), x)
+        actual = model(x)
+    assert expected.std() > 1e-3, "the weights are too dull to tell one model from another"
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_oracles_tell_variants_apart() -> None:
+    """The comparison above means something: with another variant's equation it fails for the same weights."""
+    name, x = "dp_vit_ti", images("dp_vit_ti").double()
+    state = stirred(tiny(name).double()).state_dict()
+    options = zoo.model_options(name, **tiny_options(name))
+    changes: list[dict[str, Any]] = [
+        {"attention": "scsa"}, {"attention": "ln"}, {"attention": {"name": "dp", "scale": 0.36}},
+        {"norm": {"name": "layernorm", "eps": 1e-2}}, {"norm": "centernorm"}, {"block": "postnorm"},
+    ]  # fmt: skip
+    with torch.no_grad():
+        right = oracles.logits(options, state, x)
+        for change in changes:
+            assert not torch.allclose(right, oracles.logits(options | change, state, x), rtol=1e-6), change
+
+
+# --- training and keeping --------------------------------------------------------------------------------------------
+
+# Their gradient is zero by the equation: a softmax drops what it adds to a whole row.
+WITHOUT_EFFECT = ("pos_proj.bias",)
+
+
+def train(model: Any, x: Tensor, steps: int, lr: float = 1e-3) -> list[float]:
+    """The loss before and after each of some steps on the same images."""
+    labels = torch.arange(len(x)) % model.num_classes
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
+    losses = []
+    for _ in range(steps):
+        loss = F.cross_entropy(model.train()(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return [*losses, float(F.cross_entropy(model(x), labels).detach())]
+
+
+@pytest.mark.parametrize("name", SHRUNK)
+def test_every_model_trains(name: str) -> None:
+    """One step on 2 images moves every parameter with finite gradients; a few more lower the loss."""
+    still: dict[str, Any] = {"drop_path_rate": 0.0} if "drop_path_rate" in zoo.model_options(name) else {}
+    model, x = tiny(name, **still), images(name)
+    if zoo.model_options(name).get("theta"):  # signals strong enough to reach the thresholds of every layer
+        with torch.no_grad():
+            for key, value in model.named_parameters():
+                value.mul_(4 if key.endswith("weight") else 0.5)
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    first = train(model, x, 1)
+    for key, value in model.named_parameters():
+        assert value.requires_grad, key
+        assert value.grad is not None, f"{key} has no part in the logits"
+        assert value.grad.isfinite().all(), key
+        assert not torch.equal(value, before[key]) or key.endswith(WITHOUT_EFFECT), f"{key} does not move"
+    losses = first + train(model, x, 4)
+    assert all(torch.tensor(losses).isfinite())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", SHRUNK)
+def test_every_model_round_trips(name: str, tmp_path: Path) -> None:
+    """Saved weights in another instance: the same logits, bit for bit."""
+    model, x = stirred(tiny(name)).eval(), images(name)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    other = tiny(name, seed=7).eval()
+    with torch.no_grad():
+        assert not torch.equal(other(x), model(x))
+        other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+        assert torch.equal(other(x), model(x))
+
+
+@pytest.mark.parametrize("name", SHRUNK)
+def test_every_model_has_timms_methods_and_one_return_type(name: str) -> None:
+    model, x = tiny(name).eval(), images(name, 3)
+    logits = model(x)
+    assert logits.shape == (3, 5)
+    features = model.forward_features(x)
+    torch.testing.assert_close(model.forward_head(features), logits, rtol=0, atol=0)
+    pooled = model.forward_head(features, pre_logits=True)
+    assert pooled.shape[0] == 3
+    assert pooled.ndim == 2
+    assert type(model.train()(x)) is type(logits)
+    model.reset_classifier(7)
+    assert model.eval()(x).shape == (3, 7)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_timm_creates_the_same_model(name: str) -> None:
+    ours = tiny(name).state_dict()
+    torch.manual_seed(0)
+    theirs = timm.create_model(name, **tiny_options(name)).state_dict()
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert torch.equal(value, theirs[key]), key
+
+
+# --- true sizes ------------------------------------------------------------------------------------------------------
+
+COUNTS = {
+    # Paper 003, Table 1. The ViTs: no other depth and MLP ratio gives its counts.
+    "l2_certvit_mnist": 1_094_528,
+    "l2_certvit_c10": 4_086_912,
+    "l2_certvit_c100": 4_916_736,
+    "l2_certvit_tin": 9_060_864,
+    "conv_4c3f_mnist": 1_973_536,
+    "conv_4c3f": 2_528_096,
+    "conv_6c2f": 2_360_672,
+    "conv_8c2f": 2_436_864,
+    "conv_8c2f_tin": 5_257_984,
+    # The cards of the published models.
+    "dp_vit_b": 86_567_656,
+    "dp_swin_t": 28_288_354,
+}
+TIMMS = {
+    **{
+        f"dp_vit_{s}": f"vit_{t}_patch16_224"
+        for s, t in (("ti", "tiny"), ("s", "small"), ("b", "base"), ("l", "large"))
+    },
+    **{f"dp_vit_{s}_p8": f"vit_{t}_patch8_224" for s, t in (("s", "small"), ("b", "base"))},
+    **{f"dp_vit_{s}_p32": f"vit_{t}_patch32_224" for s, t in (("s", "small"), ("b", "base"), ("l", "large"))},
+    **{f"dp_deit_{s}": f"deit_{t}_patch16_224" for s, t in (("ti", "tiny"), ("s", "small"), ("b", "base"))},
+    **{f"dp_convit_{s}": f"convit_{t}" for s, t in (("ti", "tiny"), ("s", "small"), ("b", "base"))},
+    **{
+        f"dp_swin_{s}": f"swin_{t}_patch4_window7_224"
+        for s, t in (("t", "tiny"), ("s", "small"), ("b", "base"), ("l", "large"))
+    },
+}
+
+
+def count(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def kinds(model: Any) -> set[str]:
+    return {type(module).__name__ for module in model.modules()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_true_size_is_the_published_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built without memory for its weights; and what the tests above used was the same model, shrunk."""
+    # There is nothing to draw, and pretending to takes most of a second a model.
+    monkeypatch.setattr("timm.layers.weight_init._trunc_normal_", lambda tensor, *_: tensor)
+    with torch.device("meta"):
+        model, small = zoo.create_model(name), zoo.create_model(name, **tiny_options(name))
+        theirs = timm.create_model(TIMMS[name], num_classes=1000) if name in TIMMS else None
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+    assert count(model) == COUNTS.get(name, count(model))
+    if theirs is not None:
+        assert count(model) == count(theirs)
+    assert kinds(small) == kinds(model)
+    assert count(small) < 60_000
+
+
+def test_no_model_is_left_out() -> None:
+    assert sorted(name for names in SHRUNK.values() for name in names) == MODELS
+
+
+def test_published_sizes_belong_to_models() -> None:
+    assert set(COUNTS) | set(TIMMS) <= set(MODELS)
+
+
+def test_sizes_of_paper_000() -> None:
+    """Appendix F.2: ViT-S 8 blocks, 8 heads, width 768; DeiT-Ti 12, 3, 192; ConViT-Ti 10 layers, 4 heads of 48."""
+    for variant in ("dp", "l2", "scsa", "ln", "spec"):
+        vit_s, deit, convit = (
+            zoo.model_options(f"{variant}_{size}") for size in ("vit_s_w768", "deit_ti", "convit_ti")
+        )
+        assert (vit_s["depth"], vit_s["num_heads"], vit_s["embed_dim"]) == (8, 8, 768)
+        assert (deit["depth"], deit["num_heads"], deit["embed_dim"]) == (12, 3, 192)
+        assert (convit["gpsa_layers"], convit["num_heads"], convit["embed_dim"] // convit["num_heads"]) == (10, 4, 48)
+
+
+TRUE_SIZES = ("dp_vit_ti", "ln_vit_s_w768", "scsa_deit_s", "l2_convit_ti", "dp_swin_t", "l2_swin_t", "covit_l2",
+              "l2_certvit_tin", "lofast_vit_w384_l12", "conv_8c2f_tin", "lips_vit_ti")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRUE_SIZES)
+def test_true_sizes_train(name: str) -> None:
+    options = zoo.model_options(name)
+    torch.manual_seed(0)
+    losses = train(zoo.create_model(name), torch.rand(2, options["in_chans"], *(options["img_size"],) * 2), 2, lr=1e-4)
+    assert all(torch.tensor(losses).isfinite())
+    assert losses[-1] < losses[0]
+
+
+# --- a new attention -------------------------------------------------------------------------------------------------
+
+CLASS = '''
+"""Mean mixing: F(X) = 1 1^T X W / N."""
+
+from torch import Tensor, nn
+
+
+class MeanMixing(nn.Module):
+    """x (B, N, D) -> (B, N, D)."""
+
+    def __init__(self, dim: int, num_heads: int, gain: float = 1.0) -> None:
+        super().__init__()
+        self.gain, self.proj = gain, nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.proj(x).mean(1, keepdim=True).expand_as(x)
+
+
+VARIANTS = {"mean": MeanMixing}
+'''
+YAML = """
+# @package _global_
+# Mean mixing: the least that a token can know of the others.
+model:
+  attention: {name: mean, gain: 0.5}
+"""
+SMALL_RUN = (
+    "name=mean", "+model.embed_dim=32", "+model.depth=2", "+model.num_heads=2", "+model.patch_size=4", "data=digits",
+    "optimizer.lr=3e-3", "train.batch_size=64", "train.max_steps=30", "train.log_every=1", "train.eval_images=0",
+    "registry.enabled=false", "certify.enabled=false",
+)  # fmt: skip
+# What a checkout with the two files does by itself.
+SCRIPT = f"""
+import sys
+sys.path[0] = {str(ROOT)!r}
+import zoo.attention
+zoo.attention.__path__.append("variants")
+from trainers.entry import main
+main("std_train")
+"""
+
+
+@pytest.fixture
+def mean_mixing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with one attention file and one YAML file, found beside the zoo's own."""
+    for name, text in (("variants/mean_mixing.py", CLASS), ("configs/attention/mean.yaml", YAML), ("train.py", SCRIPT)):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(zoo.attention, "__path__", [*zoo.attention.__path__, str(tmp_path / "variants")])
+    yield tmp_path
+    sys.modules.pop("zoo.attention.mean_mixing", None)
+    vars(zoo.attention).pop("mean_mixing", None)
+
+
+def test_a_new_attention_is_one_class_and_one_yaml(mean_mixing: Path) -> None:
+    """With nothing else edited it has names, options, a recipe, and trains in the real training loop."""
+    from shards.__main__ import main as make_shards
+
+    assert {"mean_vit_ti", "mean_vit_b"} <= set(zoo.list_models()) - set(MODELS)
+    losses = train(tiny("mean_vit_ti"), images("mean_vit_ti"), 5)
+    assert losses[-1] < losses[0]
+    searchpath = f"hydra.searchpath=[file://{mean_mixing / 'configs'}]"
+    words = ["+model=dp_vit_ti", "+attention=mean", searchpath, *SMALL_RUN]
+    model: Any = zoo.create_model(**compose_config("std_train", words)["model"])
+    assert {type(block.attn).__name__ for block in model.blocks} == {"MeanMixing"}
+    assert model.blocks[0].attn.gain == 0.5
+    make_shards(["digits", str(mean_mixing / "data" / "digits")])
+    done = subprocess.run(
+        [sys.executable, "train.py", *words],
+        cwd=mean_mixing, env=environment(), text=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (mean_mixing / "runs" / "mean" / ROWS).read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])

@@ -1,0 +1,7 @@
+"""`python -m trainers.doctor +model=NAME data=NAME ...`: what this machine can do, and whether the run fits."""
+
+import sys
+
+from trainers.doctor.findings import main
+
+raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""What this machine can do, and what a configuration will need on it:
+
+    python -m trainers.doctor
+    python -m trainers.doctor +model=spec_vit_b data=cifar10 deepspeed=zero2
+
+The overrides are those of trainers/adv_train.py. Nothing is trained or written. Exit status 1 where something needed is
+missing, 2 for a wrong command. Ranks: WORLD_SIZE, else as many as the launcher would start: one a GPU, or LOCAL_SIZE.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from certizoo import UserError
+from certizoo.compose import compose_config
+from certizoo.errors import one_line_errors
+from trainers.doctor.machine import Finding, disk, machine, registry, size
+from trainers.doctor.outlook import Need, outlook
+from trainers.job.job import Job
+from trainers.job.prepare import prepare
+from trainers.place import place
+
+STATUS_MISSING = 1
+SHM_A_LOADER = 256 * 2**20  # bytes of shared memory that a loader process should have for its batches
+MARKS = {None: "", True: "[green]ok[/]", False: "[red]missing[/]"}
+
+
+@one_line_errors
+def main(argv: Sequence[str]) -> int:
+    """Print the table; returns the exit status."""
+    os.environ.setdefault("WORLD_SIZE", str(ranks_here()))
+    findings = list(machine(place()[2]))
+    findings += configured(argv) if argv else [registry(None), disk(Path("runs"), 0)]
+    Console(highlight=False).print(table(findings))
+    return STATUS_MISSING if any(finding.fits is False for finding in findings) else 0
+
+
+def table(findings: Sequence[Finding]) -> Table:
+    """As people read it."""
+    shown = Table(title="doctor", title_justify="left", show_header=False)
+    for finding in findings:
+        mend = f"\n[red]{finding.mend}[/]" if finding.fits is False and finding.mend else ""
+        shown.add_row(finding.what, finding.found + mend, MARKS[finding.fits])
+    return shown
+
+
+def ranks_here() -> int:
+    """What the `deepspeed` launcher starts on this machine, which share its memory."""
+    return torch.cuda.device_count() or int(os.environ.get("LOCAL_SIZE", "1"))
+
+
+def configured(argv: Sequence[str]) -> list[Finding]:
+    """What a run with these overrides needs, and whether it is there."""
+    config = compose_config("adv_train", argv)
+    settings: dict[str, Any] = config["registry"]
+    found = [registry(settings["uri"])] if settings["enabled"] else []
+    libraries = psutil.Process().memory_info().rss
+    try:
+        job = prepare(config)
+    except UserError as error:
+        return [*found, Finding("configuration", str(error), False)]
+    need = outlook(job, place()[2])
+    return [*found, *data(job, need), *memory(job, need, libraries), disk(job.run_dir, need.disk), *loaders(job)]
+
+
+def data(job: Job, need: Need) -> Iterator[Finding]:
+    """Shards, and the steps they make."""
+    sets = {"train": job.train_set, "test": job.test_set}
+    found = [f"{name}: {len(each.paths)} shards, {each.samples} images" for name, each in sets.items() if each]
+    yield Finding("data", ", ".join(found), True)
+    batch = f"{job.train.batch_size} images a step ({job.train.micro_batch(place()[2])} a rank at once)"
+    yield Finding("steps", f"{need.steps_per_epoch} an epoch, {need.total_steps} in all; {batch}")
+
+
+def memory(job: Job, need: Need, libraries: int) -> Iterator[Finding]:
+    """Of a rank, against what is free for it."""
+    average = f", average {size(need.average)}" if need.average else ""
+    held = f"weights {size(need.weights)}, gradients {size(need.gradients)}, optimiser {size(need.states)}{average}"
+    yield Finding("model", f"{need.parameters / 1e6:.2f} M parameters")
+    yield Finding(f"ZeRO {job.deepspeed.stage}", f"a rank holds {held}")
+    yield Finding("activations", f"about {size(need.activations)} a rank (an estimate)")
+    if torch.cuda.is_available():
+        needed = need.a_rank - (need.states if job.deepspeed.offload_optimizer else 0)
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        needed, free = need.a_rank + libraries, psutil.virtual_memory().available // min(place()[2], ranks_here())
+    text = f"about {size(needed)} a rank (an estimate; libraries on a CPU {size(libraries)}); {size(free)} free a rank"
+    mend = "a smaller train.micro_batch_size, train.grad_checkpointing=true, train.precision=bf16 or deepspeed=zero2"
+    yield Finding("memory", text, needed <= free, mend)
+    kept = f"{job.train.keep_checkpoints} kept, one being written, and the hand-over"
+    yield Finding("checkpoints", f"{size(need.checkpoint)} each; {kept}: {size(need.disk)}")
+
+
+def loaders(job: Job) -> Iterator[Finding]:
+    """Shared memory for the loader processes."""
+    if job.data.workers and Path("/dev/shm").is_dir():
+        free, wanted = shutil.disk_usage("/dev/shm").free, job.data.workers * ranks_here() * SHM_A_LOADER
+        text = f"{size(free)} free for {job.data.workers} loaders a rank"
+        yield Finding("/dev/shm", text, free >= wanted, "fewer data.workers, or a larger /dev/shm (docker: --shm-size)")

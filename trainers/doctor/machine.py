@@ -1,0 +1,124 @@
+"""What this machine can do, a `Finding` at a time (trainers/doctor/findings.py prints them)."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from packaging.requirements import Requirement
+
+from certizoo import UserError
+from registry import store
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the doctor's table. `fits` None: nothing to judge. `mend` is shown where it does not fit."""
+
+    what: str
+    found: str
+    fits: bool | None = None
+    mend: str = ""
+
+
+def machine(ranks: int) -> Iterator[Finding]:
+    """What holds for every run."""
+    cores = len(os.sched_getaffinity(0))
+    threads = os.environ.get("OMP_NUM_THREADS", "not set: torch takes all cores on each rank")
+    yield Finding("ranks", f"{ranks} on {cores} cores; OMP_NUM_THREADS {threads}")
+    yield gpus()
+    yield Finding("bf16", bf16())
+    yield from requirements()
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    yield Finding("C++ compiler", compiler or "none: only train.compile=true needs one")
+    launcher = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    yield Finding("launcher", launcher or "no `deepspeed` command", launcher is not None, "make install")
+    hosts = [tool for tool in ("ssh", "pdsh") if shutil.which(tool)]
+    yield Finding("several machines", f"{', '.join(hosts) or 'no ssh'} (a hostfile needs ssh, and pdsh by default)")
+
+
+def gpus() -> Finding:
+    """Names and free memory; without one, ranks talk by gloo."""
+    if not torch.cuda.is_available():
+        return Finding("GPUs", "none: ranks compute on the CPU and talk by gloo", torch.distributed.is_gloo_available())
+    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+    names = {torch.cuda.get_device_name(index) for index in range(len(free))}
+    text = f"{len(free)} x {', '.join(names)}, {size(min(free))} free"
+    return Finding("GPUs", text, torch.distributed.is_nccl_available(), "install a torch with NCCL")
+
+
+def bf16() -> str:
+    """On a GPU whether it has it; on a CPU its speed against float32."""
+    if torch.cuda.is_available():
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return "yes: train.precision=bf16 takes a fraction of the time of fp32" if native else "emulated: slow"
+    ratio = seconds(torch.float32) / seconds(torch.bfloat16)
+    return f"yes, {ratio:.2g} times the speed of fp32 (768 x 768 product, {torch.get_num_threads()} threads)"
+
+
+def seconds(dtype: torch.dtype) -> float:
+    """Of three products of matrices, warm."""
+    a = torch.ones(768, 768, dtype=dtype)
+    a @ a
+    begin = time.perf_counter()
+    for _ in range(3):
+        a @ a
+    return time.perf_counter() - begin
+
+
+def requirements() -> Iterator[Finding]:
+    """Installed versions against what the project asks for, extras left out."""
+    try:
+        wanted = [Requirement(text) for text in metadata.requires("certizoo") or []]
+    except metadata.PackageNotFoundError:
+        yield Finding("versions", "the project is not installed", False, "make install")
+        return
+    shown, wrong = [], []
+    for requirement in (r for r in wanted if r.marker is None or r.marker.evaluate()):
+        version = version_of(requirement.name)
+        shown.append(f"{requirement.name} {version}")
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"'{requirement}'")
+    text = f"Python {sys.version.split()[0]}, " + ", ".join(shown)
+    yield Finding("versions", text, not wrong, f"pip install {' '.join(wrong)}")
+
+
+def version_of(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def registry(uri: str | None) -> Finding:
+    """Does MLflow answer? A SQLite file that is not there yet is created by the first run, not here."""
+    uri = store.resolve_uri(uri)
+    if uri.startswith(store.SQLITE) and not store.database(uri).exists():
+        return Finding("registry", f"{store.public(uri)} will be created", True)
+    try:
+        with store.one_line(uri):
+            store.connect(uri).search_experiments(max_results=1)
+    except UserError as error:
+        return Finding("registry", str(error), False, "start it, or registry.enabled=false")
+    return Finding("registry", f"{store.public(uri)} answers", True)
+
+
+def disk(folder: Path, needed: int) -> Finding:
+    """Free space where the run folder will be."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    return Finding("disk", f"{size(free)} free at {there}", free >= needed, "make room, or run_dir=ELSEWHERE")
+
+
+def size(count: float) -> str:
+    """123 -> '123 B', 3e9 -> '2.8 GiB'."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -1,0 +1,100 @@
+"""What a run will need, before it begins: memory on each rank, disk, steps.
+
+Bytes per rank of P parameters on N ranks, ZeRO stage s (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054,
+section 5; b = 4 in float32, 2 in bf16; k = 2 states a weight for AdamW, 1 for SGD with momentum, 0 without):
+
+    weights     b P            / N from s = 3         masters   4 P    / N; there from s = 1, also in float32
+    gradients   b P            / N from s = 2         states    4 k P  / N from s = 1
+
+Activations are measured, not derived: what autograd keeps of a forward pass of one image and of two on this CPU, and a
+straight line through both. It is an estimate: other kernels keep other things, and temporary memory is not in it.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import zoo
+from trainers.engine.parts import recompute_blocks_
+from trainers.job.job import Job
+
+
+@dataclass(frozen=True)
+class Need:
+    """In bytes, but for parameters and steps. `average`: of the weights, if it is kept; `disk`: all that is written."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    states: int
+    average: int
+    activations: int
+    checkpoint: int
+    disk: int
+    steps_per_epoch: int
+    total_steps: int
+
+    @property
+    def a_rank(self) -> int:
+        """On one rank."""
+        return self.weights + self.gradients + self.states + self.average + self.activations
+
+
+def outlook(job: Job, ranks: int) -> Need:
+    """Of a job on so many ranks. Builds the model and runs it on two images."""
+    model = zoo.create_model(**job.model)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    stage, narrow = job.deepspeed.stage, 2 if job.train.precision == "bf16" else 4
+    optimiser = 4 * count * states_a_weight(job) + (4 * count if stage else 0)
+    average = 4 * count if job.train.ema_decay else 0
+    checkpoint = narrow * count + optimiser + average
+    return Need(
+        parameters=count,
+        weights=share(narrow * count, ranks, stage >= 3),
+        gradients=share(narrow * count, ranks, stage >= 2),
+        states=share(optimiser, ranks, stage >= 1),
+        average=average,
+        activations=activations(job, model, job.train.micro_batch(ranks)),
+        checkpoint=checkpoint,
+        disk=checkpoint * (job.train.keep_checkpoints + 1) + 4 * count,  # one is written aside; and the hand-over
+        steps_per_epoch=job.steps_per_epoch(ranks),
+        total_steps=job.total_steps(ranks),
+    )
+
+
+def share(size: int, ranks: int, cut: bool) -> int:
+    """A rank's part."""
+    return -(-size // ranks) if cut else size
+
+
+def states_a_weight(job: Job) -> int:
+    """k above."""
+    return 2 if job.optimizer.name == "adamw" else int(job.optimizer.momentum > 0)
+
+
+def activations(job: Job, model: nn.Module, micro_batch: int) -> int:
+    """Bytes that autograd keeps of one forward pass of a micro-batch, beside the parameters."""
+    if job.train.grad_checkpointing:
+        recompute_blocks_(model)
+    one, two = (kept(job, model, images) for images in (1, 2))
+    return one + (micro_batch - 1) * (two - one)
+
+
+def kept(job: Job, model: nn.Module, images: int) -> int:
+    """Measured, each storage counted once."""
+    x_BCHW = torch.rand(images, job.data.channels, job.data.img_size, job.data.img_size)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    sizes: dict[int, tuple[int, Tensor]] = {}  # the tensor is kept, or its address would be used again
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    narrow: AbstractContextManager[object] = torch.autocast("cpu", torch.bfloat16, job.train.precision == "bf16")
+    with narrow, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.train()(x_BCHW)
+    return sum(size for size, _ in sizes.values())

@@ -1,0 +1,301 @@
+"""The one door to DeepSpeed (ZeRO stages 0-3, https://arxiv.org/abs/1910.02054), and to the process group under it.
+
+Attacks never go through the engine: `torch.autograd.grad` on `engine(x)` fails at stages 0-2 and is silently wrong at
+stage 3. They use `engine.module`, whose modules gather their weights themselves at stage 3; only the training pass uses
+the engine. An objective that needs input gradients in its loss takes them inside that one pass (`Engine.through`): the
+engine hooks into what comes out of it, and into the gradients of the weights, neither of which the inner gradient
+touches. At stage 3 that is refused (trainers/job/job.py): the second derivative needs weights when they are gone.
+
+At stage 3 weights exist only while their block runs. Penalties on weights have modules of their own (parts.py); what
+reads all weights gathers them one by one.
+"""
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on every rank that it found none
+warnings.filterwarnings("ignore", "`?torch.distributed", FutureWarning)  # old names that DeepSpeed calls, on each rank
+
+import deepspeed  # noqa: E402
+import deepspeed.ops  # noqa: E402
+from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
+from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
+
+from certizoo import UserError  # noqa: E402
+from certizoo.memory import keep_freed_memory  # noqa: E402
+from trainers.engine.parts import InFloat32, Measured, recompute_blocks_  # noqa: E402
+from trainers.engine.world import World  # noqa: E402
+from trainers.place import place  # noqa: E402
+from trainers.settings import DeepSpeedConfig, OptimizerConfig, TrainConfig, require  # noqa: E402
+
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+KEPT = ContextVar("KEPT", default=False)
+BUCKET = 500_000_000  # gradients that are summed over ranks at once, at most
+DISABLE = "TORCHDYNAMO_DISABLE"
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """`torch.compile` gives functions back as they are: it reads this variable whenever it is called."""
+    before = os.environ.get(DISABLE)
+    os.environ[DISABLE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[DISABLE]
+        if before is not None:
+            os.environ[DISABLE] = before
+
+
+with uncompiled():  # it compiles at import, and every run imports it: 2 s for what no optimiser here calls
+    import deepspeed.runtime.zero.muon.original_muon
+
+
+def start(timeout_minutes: float) -> World:
+    """Join the process group: NCCL on GPUs, gloo otherwise. Without a launcher: a world of one."""
+    rank, local, size = place()
+    os.environ.setdefault("LOCAL_RANK", str(local))  # DeepSpeed insists
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+        # DeepSpeed would compile a shared-memory kernel here, for inference, with a C++ compiler that may not exist.
+        deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
+    if dist.is_initialized():
+        return World(rank, size, device)
+    patience = timedelta(minutes=timeout_minutes)  # a rank that waits longer for the others ends with an error
+    store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
+    backend, bound = ("nccl", device) if gpu else ("gloo", None)  # unbound, NCCL guesses the GPU, and says so each time
+    try:
+        dist.init_process_group(backend, timeout=patience, store=store, rank=rank, world_size=size, device_id=bound)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ["MASTER_PORT"]
+        raise UserError(
+            f"port {port} is taken, by another run perhaps; choose one: deepspeed --master_port=29501 ..."
+        ) from None
+    deepspeed.init_distributed(timeout=patience, auto_mpi_discovery=False, verbose=False)
+    return World(rank, size, device)
+
+
+def stop() -> None:
+    """Leave together: a process that exits with a live group may be aborted in its last moment."""
+    dist.barrier()
+    if not KEPT.get():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Around several runs of one process: `stop` only waits, `start` finds the group again. DeepSpeed keeps the first
+    group of a process for ever. The last `stop` comes after it."""
+    token = KEPT.set(True)
+    try:
+        yield
+    finally:
+        KEPT.reset(token)
+
+
+def ds_config(train: TrainConfig, settings: DeepSpeedConfig, world_size: int, weights: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration for so many weights, nothing left to its defaults that changes results."""
+    return {
+        "train_batch_size": train.batch_size,
+        "train_micro_batch_size_per_gpu": train.micro_batch(world_size),
+        "gradient_accumulation_steps": train.accumulation(world_size),
+        "gradient_clipping": train.clip_grad,  # left out, 0.19 clips at 1.0
+        "zero_optimization": {
+            "stage": settings.stage,
+            "reduce_bucket_size": min(weights, BUCKET),  # it is allocated, whatever the model needs of it
+            "stage3_param_persistence_threshold": settings.persistent_below,
+            "stage3_max_live_parameters": settings.live_parameters,
+            "stage3_max_reuse_distance": settings.live_parameters,
+            "offload_optimizer": {"device": "cpu" if settings.offload_optimizer else "none"},
+        },
+        "zero_force_ds_cpu_optimizer": False,  # likewise where the optimiser is offloaded
+        "zero_allow_untested_optimizer": True,  # torch's own SGD and AdamW; no kernel is compiled
+        # Its check for overflow is two kernels a parameter; the norm of the gradient, taken anyway, says the same.
+        "bf16": {"enabled": train.precision == "bf16", "check_grad_overflow": False},
+        "steps_per_print": 2**62,
+        "wall_clock_breakdown": False,
+    }
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW or SGD; weight decay only for parameters with at least two axes that the model does not exempt."""
+    exempt = set(getattr(model, "no_weight_decay", set)())
+    decay: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (free if parameter.ndim < 2 or name in exempt else decay).append(parameter)
+    groups = [
+        {"params": decay, "weight_decay": config.weight_decay},
+        {"params": free, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    # On a CPU the plain kernels go through memory fifteen times, the fused one once.
+    fused = all(parameter.device.type == "cpu" for parameter in decay + free)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
+
+
+class Engine:
+    """A model, its optimiser and its partition over ranks. One optimiser step is `accumulation` x (forward, backward,
+    step).
+
+    Args: owners: the modules that `of_weights` will be asked about.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owners: Sequence[nn.Module],
+        train: TrainConfig,
+        optimizer: OptimizerConfig,
+        settings: DeepSpeedConfig,
+        world: World,
+    ) -> None:
+        require(
+            train.precision == "fp32" or settings.stage > 0,
+            "train.precision=bf16 needs deepspeed=zero1 or higher: stage 0 keeps no float32 weights to hand over",
+        )
+        require(
+            train.attack_precision != "fp32" or train.precision == "fp32" or settings.stage < 3,
+            "train.attack_precision=fp32 with train.precision=bf16 needs a float32 copy of the weights, which "
+            "deepspeed=zero3 has nowhere; use deepspeed=zero2",
+        )
+        self.world, self.train_config, self.lr = world, train, optimizer.lr
+        self.accumulation = train.accumulation(world.size)
+        self.micro_batch = train.micro_batch(world.size)
+        require(
+            not train.grad_checkpointing or recompute_blocks_(model) > 0,
+            "train.grad_checkpointing=true recomputes blocks, and this model has none; leave it out",
+        )
+        # Whole at stages 0-2, so that a penalty takes all layers in one batch; at stage 3 gathered one by one.
+        measured = Measured(model.to(world.device), owners if settings.stage == 3 else ())
+        weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self._engine, *_ = deepspeed.initialize(
+            model=measured,
+            optimizer=make_optimizer(model, optimizer),
+            config=ds_config(train, settings, world.size, weights),
+            dist_init_required=False,
+        )
+        self._weights = {weights.owner: weights for weights in measured.weights}
+        for part, owner in measured.parts():  # not as "leaf modules", which reduce gradients in an attack as well
+            for parameter in owner.parameters():
+                deepspeed.zero.register_external_parameter(part, parameter)
+        if train.compile:
+            model.compile()
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, for attacks, penalties and evaluation."""
+        module: nn.Module = self._engine.module.model
+        return module
+
+    def train(self) -> None:
+        """Dropout and drop-path on."""
+        self._engine.train()
+
+    def precision(self) -> torch.autocast:
+        """Around every forward. In bf16 the weights are bfloat16, but images and what normalises them are float32:
+        bfloat16 keeps 8 bits, which would round a perturbation of a few 1/255 away."""
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.train_config.precision == "bf16")
+
+    @contextmanager
+    def attacked(self) -> Iterator[nn.Module]:
+        """The model as attacks on the training batch see it: in train.attack_precision."""
+        precision = self.train_config.attack_precision or self.train_config.precision
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            wider = precision == "fp32" and self.train_config.precision == "bf16"
+            yield InFloat32(self.module) if wider else self.module
+
+    def through(self, measure: Callable[..., Any], *inputs: Any) -> Any:
+        """The training pass: measure(model, *inputs), tensors that the loss may be made of."""
+        return self._engine(self._in_precision, measure, *inputs)
+
+    def _in_precision(self, model: nn.Module, measure: Callable[..., Any], *inputs: Any) -> Any:
+        """Within the engine's forward: on a GPU DeepSpeed turns an autocast off that was on before it."""
+        with self.precision():
+            return measure(model, *inputs)
+
+    def of_weights(self, owners: Iterable[nn.Module], measure: Callable[[nn.Module], Tensor]) -> Tensor:
+        """measure(all owners), a scalar, a sum over owners, differentiable in the weights."""
+        if not self._weights:
+            return measure(nn.ModuleList(owners))
+        total = torch.zeros((), device=self.world.device, requires_grad=True)
+        for owner in owners:
+            total = self._weights[owner](total, measure)
+        return total
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of loss / accumulation."""
+        self._engine.backward(loss)
+
+    def step(self, lr: float) -> None:
+        """Count a micro-batch; after the last one of an optimiser step, clip, update with `lr`, clear gradients."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.step()
+
+    def updated(self) -> bool:
+        """Was the gradient of the last `step` finite? If not, the update was left out or has spoilt the weights."""
+        norm = self._engine.get_global_grad_norm()  # -1 where it is not finite
+        return bool(self._engine.was_step_applied()) and (norm is None or 0 <= float(norm) < math.inf)
+
+    def finite(self) -> bool:
+        """Collective: are all weights finite? They are the same on every rank, and so is the answer."""
+        sums = torch.stack([weight.double().sum() for _, weight in self.whole_weights()])
+        return bool(sums.isfinite().all())
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective: names and weights as the model has them, each whole while it is looked at."""
+        for name, parameter in self.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.detach()
+
+    def save(self, folder: Path, tag: str) -> None:
+        """Collective: weights, optimiser partitions and counters under `folder/tag`."""
+        self._engine.save_checkpoint(str(folder), tag=tag)
+
+    def load(self, folder: Path, tag: str, any_ranks: bool = False) -> None:
+        """Collective. DeepSpeed unpickles (weights_only=False): callers pass only folders this project wrote.
+        `any_ranks`: it is a universal checkpoint."""
+        self._engine._config.load_universal_checkpoint = any_ranks and self._engine.zero_optimization()
+        path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
+        require(path is not None, f"{folder / tag} could not be loaded; delete it and resume from the one before")
+
+    def float32_weights(self) -> list[Tensor]:
+        """The weights in the order of `module.parameters()`: the float32 masters (collective) of a bf16 run."""
+        if self.train_config.precision == "fp32":
+            return [parameter.detach() for parameter in self.module.parameters()]
+        masters = [(parameter, safe_get_full_fp32_param(parameter)) for parameter in self.module.parameters()]
+        return [parameter.detach().float() if master is None else master for parameter, master in masters]
+
+    def float32_state(self) -> dict[str, Tensor]:
+        """Collective: the state dict on the CPU, weights from the float32 masters where the model trains in bf16."""
+        state = {key: value.detach().cpu() for key, value in self.module.state_dict().items()}
+        state |= {name: weight.cpu() for name, weight in self.whole_weights()}
+        if self.train_config.precision == "bf16":
+            for name, parameter in self.module.named_parameters():
+                master = safe_get_full_fp32_param(parameter)
+                if master is not None:
+                    state[name] = master.detach().cpu()
+        return {key: value.float() if value.is_floating_point() else value for key, value in state.items()}

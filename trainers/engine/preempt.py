@@ -1,0 +1,88 @@
+"""Asked to stop: SIGTERM (clusters, launchers) or SIGUSR1 (Slurm's warning) ends a run at a step's end, resumable.
+
+    signal -> a flag on this rank -> after each step all ranks ask each other -> checkpoint -> exit status 0
+
+One signal suffices, on any rank. The `deepspeed` launcher passes SIGTERM on to one rank after the other, waits up to
+30 s for each to leave, and itself exits with 1 whatever the ranks do; the outer `deepspeed` command passes nothing on
+and leaves its ranks running: they notice that it is gone. SIGUSR1 would kill both commands, unless they start with it
+ignored: `#SBATCH --signal=USR1@120`, `trap '' USR1`, `srun deepspeed ...` ends with 0.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from trainers.engine.world import World
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SAME_REQUEST = 5.0  # seconds: a cluster signals every process, and the launcher passes its own signal on
+
+
+class Stopped(SystemExit):
+    """The run was asked to stop, and did, with a checkpoint. Exit status 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class Request:
+    """Was this run asked to stop, and by what? A second signal ends the process at once."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.signum: int | None = None
+        self._at = 0.0
+        self._launcher = launcher()
+
+    def note(self, signum: int, frame: FrameType | None) -> None:
+        """The signals' handler."""
+        if self.reason is None:
+            self.reason, self.signum, self._at = signal.Signals(signum).name, signum, time.monotonic()
+        elif time.monotonic() - self._at > SAME_REQUEST:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+
+    def agreed(self, world: World) -> bool:
+        """Collective: was any rank asked?"""
+        if self.reason is None and any(map(gone, self._launcher)):
+            self.reason = "the end of its launcher"
+        return bool(world.sums(torch.tensor([float(self.reason is not None)])).item())
+
+
+@contextmanager
+def listening() -> Iterator[Request]:
+    """Signals make a `Request` instead of ending the process; one that nobody acted on ends it afterwards."""
+    request = Request()
+    before = {number: signal.signal(number, request.note) for number in SIGNALS}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if request.signum is not None:
+        os.kill(os.getpid(), request.signum)
+
+
+def launcher() -> list[psutil.Process]:
+    """DeepSpeed's processes above this one: `deepspeed.launcher.launch`, and the `deepspeed` command above that."""
+    found: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        for process in psutil.Process().parents()[:2]:
+            if not any("deepspeed" in word for word in process.cmdline()[:4]):
+                break
+            found.append(process)
+    return found
+
+
+def gone(process: psutil.Process) -> bool:
+    """Ended, whether or not its parent has taken note."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

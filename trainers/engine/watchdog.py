@@ -1,0 +1,78 @@
+"""A run in which nothing happens any more ends by itself: a loader that hangs, a rank that is stopped, a lost network.
+
+Each rank has a thread that expects a sign of life after every step. Where none came for `patience` seconds it says in
+one line where the rank stands, puts all stacks into the rank's log, and ends the process; the launcher ends the others.
+A rank that only waits for the others lets them speak first.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from trainers.place import GRACE_SECONDS
+
+HERE = str(Path(__file__).resolve().parents[2])
+WAITING = ("/torch/distributed/", "/deepspeed/")  # where a rank waits for the others
+STATUS = 1
+
+
+class Watchdog:
+    """`alive` after every step; `patience` and `grace` in seconds."""
+
+    def __init__(self, patience: float, rank: int, log: Path, grace: float = GRACE_SECONDS) -> None:
+        self.patience, self.rank, self.log, self.grace = patience, rank, log, grace
+        self._done = threading.Event()
+        self._main = threading.main_thread().ident
+        self.alive()
+
+    def alive(self) -> None:
+        """A step was made."""
+        self._last = time.monotonic()
+
+    @contextmanager
+    def watching(self) -> Iterator["Watchdog"]:
+        """While it lasts, silence ends the process."""
+        self.alive()
+        threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+        try:
+            yield self
+        finally:
+            self._done.set()
+
+    def _watch(self) -> None:
+        while not self._done.wait(min(self.patience / 10, 5.0)):
+            silent = time.monotonic() - self._last
+            if silent > self.patience + self.grace * self._waits_for_others():
+                self._end()
+
+    def _waits_for_others(self) -> bool:
+        return any(words in frame.filename for frame in self._stack() for words in WAITING)
+
+    def _stack(self) -> traceback.StackSummary:
+        frame: FrameType | None = sys._current_frames().get(self._main or 0)
+        return traceback.extract_stack(frame)
+
+    def _end(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a") as file:
+            faulthandler.dump_traceback(file)
+        what = "waits for another rank that does not answer" if self._waits_for_others() else "is stuck"
+        sys.stderr.write(
+            f"error: no step in {self.patience / 60:.3g} minutes (deepspeed.timeout_minutes): rank {self.rank} {what} "
+            f"at {self._where()}, its stacks are in {self.log}; go on by the same command and resume=auto\n"
+        )
+        sys.stderr.flush()
+        os._exit(STATUS)
+
+    def _where(self) -> str:
+        """The innermost line of this project that the rank is in."""
+        own = [frame for frame in self._stack() if frame.filename.startswith(HERE) and ".venv" not in frame.filename]
+        inner = own[-1] if own else self._stack()[-1]
+        return f"{os.path.relpath(inner.filename, HERE)}:{inner.lineno} ({inner.name})"

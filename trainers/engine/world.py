@@ -1,0 +1,45 @@
+"""The ranks of a run and what they do together; `engine.start` makes it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of this run and what they do together. Every method is collective: all ranks call it."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Elementwise sum over ranks; a number that is not finite on one rank is not finite on all."""
+        values = values.to(self.device, torch.float64)
+        dist.all_reduce(values)
+        return values
+
+    def means(self, terms: Mapping[str, Tensor | float]) -> dict[str, float]:
+        """Mean over ranks of named numbers; the names must be the same everywhere."""
+        mine = torch.stack(
+            [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in terms.values()]
+        )
+        return dict(zip(terms, (self.sums(mine) / self.size).tolist(), strict=True))
+
+    def same_buffers(self, module: nn.Module) -> None:
+        """Rank 0's buffers everywhere. Batch statistics differ by rank, and a checkpoint keeps only rank 0's."""
+        buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        if self.size == 1 or not buffers:
+            return
+        together = torch.cat([buffer.detach().double().flatten() for buffer in buffers])
+        dist.broadcast(together, src=0)
+        parts = together.split([buffer.numel() for buffer in buffers])
+        with torch.no_grad():
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+    def barrier(self) -> None:
+        dist.barrier()

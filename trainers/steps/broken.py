@@ -1,0 +1,44 @@
+"""A loss or gradient that is not a number: run_dir/nan_batch.json tells which images every rank had in that step."""
+
+import json
+import math
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+
+from certizoo.files import write_whole
+from shards import train_loader
+from trainers.job.checkpoint import Position
+from trainers.steps.run import Run
+
+FILE = "nan_batch.json"
+
+
+def note(run: Run, position: Position, own: dict[str, float]) -> None:
+    """Collective. `own`: this rank's terms of the step that began at `position`.
+
+    The file: step, epoch, and for each rank its terms, whether they are finite, and the keys of its micro-batches.
+    """
+    mine = {"finite": all(map(math.isfinite, own.values())), "terms": own, "keys": keys_of(run, position)}
+    ranks: list[Any] = [None] * run.world.size
+    dist.all_gather_object(ranks, mine)
+    if run.world.rank == 0:
+        record = {"step": position.step, "epoch": position.epoch, "ranks": ranks}
+        write_whole(run.job.run_dir / FILE, json.dumps(record, indent=1))
+
+
+def keys_of(run: Run, position: Position) -> list[list[str]]:
+    """The keys of this rank's samples in that step, read again: a list a micro-batch."""
+    count = run.engine.accumulation
+    loader = train_loader(
+        run.job.train_set,
+        run.job.data,
+        batch_size=run.engine.micro_batch,
+        epoch=position.epoch,
+        seed=run.job.seed,
+        rank=run.world.rank,
+        world_size=run.world.size,
+        skip_batches=position.batch_in_epoch * count,
+    )
+    return [batch.keys for batch in islice(loader.received(), count)]

@@ -1,0 +1,191 @@
+"""Training, in the order things happen.
+
+    process group -> model -> ZeRO engine -> average of the weights -> resume -> for every step:
+        for every micro-batch: attack on the bare module, forward through the engine, objective, backward
+        with the last micro-batch: + MSVP; all ranks agree that the numbers are finite; clip and update
+        average of the weights; a sign of life; all ranks agree whether somebody asked to stop
+        at an epoch's end, when due, when asked to stop: a checkpoint; at an epoch's end: evaluate
+    -> hand-over -> leave the process group
+
+A step is one update of the weights: `accumulation` micro-batches on each rank (trainers/steps/step.py).
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+
+from certizoo import UserError
+from shards import train_loader
+from trainers.engine import engine, logs
+from trainers.engine.preempt import Request, Stopped, listening
+from trainers.engine.watchdog import Watchdog
+from trainers.job import checkpoint
+from trainers.job.checkpoint import Position, Saved
+from trainers.job.job import Job
+from trainers.place import said_once
+from trainers.steps import broken, pictures
+from trainers.steps.monitor import evaluate, monitor_batches
+from trainers.steps.run import Run, assemble
+from trainers.steps.step import Batch, NonFinite, train_step
+from trainers.weights import handover, saving
+from trainers.weights.ema import Average
+
+SLACK = 1.0  # minutes by which collectives are more patient than the watchdog, which says more
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run, the average of its weights, and what guards it."""
+
+    run: Run
+    average: Average | None
+    request: Request
+    watchdog: Watchdog
+
+    @property
+    def module(self) -> nn.Module:
+        """What is evaluated and handed over."""
+        return self.average.module if self.average else self.run.engine.module
+
+    def alive(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches, each a sign of life."""
+        for batch in batches:
+            self.watchdog.alive()
+            yield batch
+
+
+def train(job: Job) -> str | None:
+    """Run the job to its hand-over, on every rank. Returns rank 0's tracking id; the process group is gone then.
+
+    Raises Stopped where the run was asked to stop.
+    """
+    world = engine.start(job.deepspeed.timeout_minutes + SLACK)
+    with said_once():
+        run = assemble(job, world)
+        average = Average(job, run.engine) if job.train.ema_decay else None
+    logs.to_files(job.run_dir)
+    watchdog = Watchdog(job.deepspeed.timeout_minutes * 60, world.rank, logs.path_of(job.run_dir, world.rank))
+    position = resume(run, average)
+    with run.report.shown(position.step), watchdog.watching():
+        with listening() as request:
+            session = Session(run, average, request, watchdog)
+            metrics = measure(session, position.step, position.epoch - 1) if position.ends_epoch else None
+            while position.step < run.total_steps:
+                position, metrics = train_epoch(session, position)
+        metrics = metrics or measure(session, position.step, position.epoch)
+        handover.write(job, run.engine, average, position.step, metrics)
+        if world.rank == 0:
+            pictures.draw(job, job.run_dir / handover.FOLDER, world.device)
+        if run.report.tracker:
+            run.report.tracker.log_artifacts(job.run_dir / handover.FOLDER, handover.FOLDER)
+            run.report.tracker.log_artifacts(job.run_dir / pictures.FOLDER, pictures.FOLDER)
+    engine.stop()
+    return run.report.tracker.run_id if run.report.tracker else None
+
+
+def resume(run: Run, average: Average | None) -> Position:
+    """Where the run goes on: after its newest complete checkpoint, if it has one."""
+    saved = run.job.saved
+    if saved is None:
+        return Position()
+    saving.load(run.engine, average, run.job.run_dir, saved)
+    run.report.say(f"resuming {run.job.run_dir} at step {saved.position.step}")
+    log.info("resuming at %s", saved.position)
+    return saved.position
+
+
+def train_epoch(session: Session, position: Position) -> tuple[Position, dict[str, float]]:
+    """From `position` to the end of its epoch or of the run. Returns where it stopped, and the evaluation there."""
+    run, job = session.run, session.run.job
+    batches = session.alive(micro_batches(run, position))
+    while True:
+        step, epoch = position.step, position.epoch
+        lr = job.optimizer.lr * job.schedule.factor(step, run.total_steps, run.steps_per_epoch)
+        terms = checked_step(run, batches, position, lr)
+        if session.average:
+            session.average.update(run.engine, step + 1)
+        position = position.after_step(run.steps_per_epoch)
+        run.report.advance(position.step)
+        if position.step % job.train.log_every == 0 or position.step == run.total_steps:
+            speed = run.report.images_per_second(position.step, job.train.batch_size)
+            run.report.row(position.step, epoch, {**terms, "lr": lr, "images_per_s": speed})
+        ends = position.ends_epoch or position.step == run.total_steps
+        due = job.train.checkpoint_every and position.step % job.train.checkpoint_every == 0
+        asked = session.request.agreed(run.world)
+        if ends or due or asked:
+            keep(session, position)
+        if asked:
+            leave(session, position)
+        if ends:
+            return position, measure(session, position.step, epoch)
+
+
+def checked_step(run: Run, batches: Iterator[Batch], position: Position, lr: float) -> dict[str, float]:
+    """`train_step`; a batch that breaks it is put down."""
+    try:
+        return train_step(run, batches, position.step, lr)
+    except NonFinite as error:
+        broken.note(run, position, error.own)
+        with said_once():
+            raise UserError(f"{error}; its images: {run.job.run_dir / broken.FILE}") from None
+
+
+def micro_batches(run: Run, position: Position) -> Iterator[Batch]:
+    """The rest of the epoch, exactly as an undisturbed run would see it."""
+    job, world = run.job, run.world
+    return iter(
+        train_loader(
+            job.train_set,
+            job.data,
+            batch_size=run.engine.micro_batch,
+            epoch=position.epoch,
+            seed=job.seed,
+            rank=world.rank,
+            world_size=world.size,
+            skip_batches=position.batch_in_epoch * run.engine.accumulation,
+            device=world.device,
+        )
+    )
+
+
+def measure(session: Session, step: int, epoch: int) -> dict[str, float]:
+    """Clean and robust accuracy on train.eval_images test images; nothing without test shards."""
+    run, job, world = session.run, session.run.job, session.run.world
+    if job.test_set is None or job.train.eval_images == 0:
+        return {}
+    with run.engine.precision():  # a monitor; the hand-over is attacked and certified in float32
+        batches = session.alive(monitor_batches(job, run.engine.micro_batch, world))
+        metrics = evaluate(session.module, batches, job.attack, job.seed, world)
+    run.report.row(step, epoch, metrics)
+    return metrics
+
+
+def keep(session: Session, position: Position) -> None:
+    """A checkpoint, of finite weights only: the newest one must be worth resuming."""
+    run = session.run
+    with said_once():
+        if not run.engine.finite():
+            raise UserError(
+                f"step {position.step}: weights are no longer finite; no checkpoint was written, earlier ones are in "
+                f"{checkpoint.folder(run.job.run_dir)}; train again with a lower optimizer.lr and another name=..."
+            )
+    run_id = run.report.tracker.run_id if run.report.tracker else None
+    saved = Saved(checkpoint.tag(position.step), position, run.world.size, run_id, run.job.fingerprint)
+    saving.save(run.engine, session.average, run.job.run_dir, saved, run.job.train.keep_checkpoints)
+    log.info("checkpoint %s", saved.tag)
+
+
+def leave(session: Session, position: Position) -> None:
+    """All ranks: stopped as asked, the checkpoint is written. Raises Stopped."""
+    why = session.request.reason or "another rank"
+    session.run.report.say(
+        f"stopped by {why} after step {position.step}/{session.run.total_steps}; the checkpoint is in "
+        f"{checkpoint.folder(session.run.job.run_dir)}: go on by the same command and resume=auto"
+    )
+    log.info("stopped by %s after step %d", why, position.step)
+    raise Stopped

@@ -1,0 +1,58 @@
+"""Clean and robust accuracy on the first test images, counted over all ranks. Legend: images_BCHW, labels_B."""
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice, repeat
+
+import torch
+from torch import Generator, Tensor, nn
+
+from attacks import AttackConfig
+from shards import eval_loader
+from trainers.engine.world import World
+from trainers.job.job import Job
+from trainers.seeds import seed_of
+
+Batch = tuple[list[str], Tensor, Tensor]
+LEAST_STEPS = 10  # a model trained on few attack steps may only look robust to few (catastrophic overfitting)
+
+
+def evaluate(
+    module: nn.Module,
+    batches: Iterable[Batch],
+    attack: AttackConfig,
+    seed: int,
+    world: World,
+) -> dict[str, float]:
+    """{"clean_acc", "pgd_acc", "eval_images"}; the attack takes at least 10 steps. Collective; leaves eval mode on."""
+    attack, module = attack.stronger(LEAST_STEPS), module.eval()
+    counts_3 = torch.zeros(3, dtype=torch.float64, device=world.device)
+    for index, (keys, images_BCHW, labels_B) in enumerate(batches):
+        images_BCHW, labels_B = images_BCHW.to(world.device), labels_B.to(world.device)
+        generator = Generator().manual_seed(seed_of(seed, "evaluate", world.rank, index))
+        adversarial_BCHW = attack.run(module, images_BCHW, labels_B, generator)
+        right = [correct(module, x_BCHW, labels_B).sum() for x_BCHW in (images_BCHW, adversarial_BCHW)]
+        if keys:  # a batch without keys only keeps the ranks in step
+            counts_3 += torch.stack([torch.tensor(len(keys), device=world.device), *right])
+    images, clean, robust = world.sums(counts_3).tolist()
+    return {"clean_acc": clean / images, "pgd_acc": robust / images, "eval_images": images}
+
+
+@torch.no_grad()
+def correct(module: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
+    """correct_B; logits that are not finite are wrong, whatever argmax makes of them."""
+    logits_BK: Tensor = module(images_BCHW)
+    return (logits_BK.argmax(dim=1) == labels_B) & logits_BK.isfinite().all(dim=1)
+
+
+def monitor_batches(job: Job, micro_batch: int, world: World) -> Iterator[Batch]:
+    """This rank's of the first train.eval_images test images. As many batches on every rank, the last ones perhaps
+    without a key: at ZeRO 3 ranks gather weights together."""
+    assert job.test_set is not None, "callers ask only where there are test shards"
+    limit = min(job.train.eval_images, job.test_set.samples)
+    loader = eval_loader(
+        job.test_set, job.data, batch_size=micro_batch, limit=limit, rank=world.rank, world_size=world.size
+    )
+    blank_BCHW = torch.zeros(1, job.data.channels, job.data.img_size, job.data.img_size)
+    blank: Batch = ([], blank_BCHW, torch.zeros(1, dtype=torch.int64))
+    return islice(chain(loader, repeat(blank)), math.ceil(limit / world.size / micro_batch))

@@ -1,0 +1,105 @@
+"""Two pictures at a run's end, in run_dir/pictures and among the run's MLflow artifacts. No display is needed.
+
+    adversarial.png   test images: clean, attacked, and their difference times 10 around gray
+    sigma_max.png     the spectral norm of every weight matrix that attention and MLPs apply, layer by layer
+
+Legend: x_BCHW images in [0, 1], labels_B; weight_ND a matrix (all heads together).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from torch import Generator, Tensor, nn
+
+import zoo
+from shards import eval_loader
+from trainers.job.job import Job
+from trainers.seeds import seed_of
+from trainers.steps.monitor import LEAST_STEPS
+from zoo.penalty import HasSpectralTerms
+
+FOLDER = "pictures"
+IMAGES, GAIN = 8, 10
+ITERATIONS = 50  # of the power iteration: an estimate from below, for the eye
+
+
+def draw(job: Job, handover: Path, device: torch.device) -> Path:
+    """Both pictures of a hand-over, of its float32 weights. Returns their folder."""
+    model, _ = zoo.handover.load(handover)
+    model.to(device)
+    folder = job.run_dir / FOLDER
+    folder.mkdir(exist_ok=True)
+    if job.test_set is not None:
+        adversarial(job, model, device, folder / "adversarial.png")
+    norms = sigma_max(model)
+    if norms:
+        plot_norms(norms, folder / "sigma_max.png")
+    return folder
+
+
+@contextmanager
+def _axes(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[Sequence[Sequence[Any]]]:
+    """A grid of axes; the file is written at the end."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    try:
+        yield axes.tolist()
+        figure.savefig(path, dpi=110)
+    finally:
+        plt.close(figure)
+
+
+def adversarial(job: Job, model: nn.Module, device: torch.device, path: Path) -> None:
+    """The first test images under the run's attack, with what the model says of both."""
+    attack = job.attack.stronger(LEAST_STEPS)
+    _, x_BCHW, labels_B = next(iter(eval_loader(job.test_set, job.data, batch_size=IMAGES, limit=IMAGES)))  # type: ignore[arg-type]
+    x_BCHW, labels_B = x_BCHW.to(device), labels_B.to(device)
+    generator = Generator().manual_seed(seed_of(job.seed, "pictures"))
+    attacked_BCHW = attack.run(model, x_BCHW, labels_B, generator)
+    with torch.no_grad():
+        said = [model(images_BCHW).argmax(dim=1).tolist() for images_BCHW in (x_BCHW, attacked_BCHW)]
+    rows = (x_BCHW, attacked_BCHW, difference(x_BCHW, attacked_BCHW))
+    with _axes(path, 3, len(x_BCHW), (1.3 * len(x_BCHW), 4.6)) as axes:
+        for column, label in enumerate(labels_B.tolist()):
+            titles = (f"is {label}: {said[0][column]}", f"attacked: {said[1][column]}", f"difference x{GAIN}")
+            for row, images_BCHW in enumerate(rows):
+                place = axes[row][column]
+                pixels_HWC = images_BCHW[column].permute(1, 2, 0).numpy(force=True)
+                place.imshow(pixels_HWC, cmap="gray", vmin=0, vmax=1)  # the map is for one channel
+                place.set_title(titles[row], fontsize=7)
+                place.axis("off")
+
+
+def difference(x_BCHW: Tensor, attacked_BCHW: Tensor) -> Tensor:
+    """1/2 + GAIN (x' - x), cut to [0, 1]."""
+    return (0.5 + GAIN * (attacked_BCHW - x_BCHW)).clamp(0, 1)
+
+
+@torch.no_grad()
+def sigma_max(model: nn.Module) -> dict[str, list[float]]:
+    """{branch: its norms in the order of layers}, branches as in `zoo.penalty`; estimates."""
+    norms: dict[str, list[float]] = defaultdict(list)
+    for module in model.modules():
+        if isinstance(module, HasSpectralTerms):
+            for branch, weight_HOD, _ in module.spectral_terms():
+                weight_ND = weight_HOD.flatten(0, 1).float()
+                norms[branch].append(float(zoo.spectral.sigma_estimate(weight_ND, ITERATIONS)))
+    return dict(norms)
+
+
+def plot_norms(norms: dict[str, list[float]], path: Path) -> None:
+    """A line a branch."""
+    with _axes(path, 1, 1, (6.4, 4.2)) as ((place,),):
+        for branch, values in norms.items():
+            place.plot(range(1, len(values) + 1), values, "o-", label=branch)
+        place.set(xlabel="matrix, in the order of the layers", ylabel=r"$\sigma_{max}$ of the weights (estimate)")
+        place.set_ylim(bottom=0)
+        place.grid(alpha=0.3)
+        place.legend()

@@ -1,0 +1,70 @@
+"""A job brought to life: the model under its engine, the run folder open, MLflow told."""
+
+from dataclasses import dataclass
+
+import torch
+import yaml
+from torch import Tensor
+
+import zoo
+from certizoo.files import write_whole
+from registry.track import Tracker
+from trainers.engine.engine import Engine
+from trainers.engine.world import World
+from trainers.job.job import Job
+from trainers.job.recipe import check_model
+from trainers.steps.penalties import Penalty, penalties_on
+from trainers.steps.report import Report
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job with its engine and its audience."""
+
+    job: Job
+    engine: Engine
+    report: Report
+    steps_per_epoch: int
+    total_steps: int
+    penalties: dict[str, Penalty]
+
+    def penalties_at(self, progress: float) -> dict[str, Tensor]:
+        """Those on weights, by name, when a share `progress` of the training is done."""
+        return {
+            name: self.engine.of_weights(penalty.owners, penalty.at(progress))
+            for name, penalty in self.penalties.items()
+        }
+
+    @property
+    def world(self) -> World:
+        return self.engine.world
+
+
+def assemble(job: Job, world: World) -> Run:
+    """The model, the same on every rank, under its engine; rank 0 opens the run folder and the tracking."""
+    torch.manual_seed(job.seed)
+    model = zoo.create_model(**job.model, pretrained=job.first_weights)
+    check_model(job, model)
+    penalties = penalties_on(job, model)
+    owners = list(dict.fromkeys(owner for penalty in penalties.values() for owner in penalty.owners))
+    built = Engine(model, owners, job.train, job.optimizer, job.deepspeed, world)
+    world.barrier()  # all ranks have looked into the run folder; now it may change
+    tracker = None
+    if world.rank == 0:
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        write_whole(job.run_dir / "config.yaml", yaml.safe_dump(job.config, sort_keys=False))
+        tracker = open_tracker(job)
+    total = job.total_steps(world.size)
+    report = Report(job.run_dir, total, speaks=world.rank == 0, tracker=tracker)
+    return Run(job, built, report, job.steps_per_epoch(world.size), total, penalties)
+
+
+def open_tracker(job: Job) -> Tracker | None:
+    """MLflow, unless registry.enabled=false; a resumed run goes on in its old MLflow run."""
+    settings = job.config["registry"]
+    if not settings["enabled"]:
+        return None
+    tracker = Tracker(job.run_dir, uri=settings["uri"])
+    run_id = job.saved.run_id if job.saved else None
+    tracker.start(settings["experiment"], job.config["name"], job.config, run_id=run_id)
+    return tracker

@@ -1,0 +1,118 @@
+"""One optimiser step: objective and backward for every micro-batch; penalty, check and update with the last one.
+
+Legend: images_BCHW in [0,1], labels_B (mixed: labels_BK), logits_BK.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from attacks.loop import probing
+from certizoo import UserError
+from trainers.job import checkpoint
+from trainers.objectives import OBJECTIVES, Probe, Terms
+from trainers.seeds import seed_of
+from trainers.steps.run import Run
+from trainers.techniques.masks import masked
+from trainers.techniques.mix import mixed
+from trainers.techniques.sam import ascended
+
+Batch = tuple[Tensor, Tensor]
+
+
+class NonFinite(UserError):
+    """On all ranks alike: a term or a gradient is not a number. `own`: this rank's terms, summed over micro-batches."""
+
+    def __init__(self, message: str, own: dict[str, float]) -> None:
+        super().__init__(message)
+        self.own = own
+
+
+def train_step(run: Run, batches: Iterator[Batch], step: int, lr: float) -> dict[str, float]:
+    """One update. Returns the objective's terms, averaged over its images on all ranks."""
+    core, count = run.engine, run.engine.accumulation
+    core.train()
+    probe = make_probe(run, step)
+    sums: Terms = {}
+    for index in range(count):
+        last = index == count - 1
+        batch = mixed_batch(run, next(batches), step, index)
+        with sharpness(run, probe, batch):
+            terms = OBJECTIVES[run.job.objective.name](probe, *batch)
+            if last:
+                terms = with_penalties(terms, run.penalties_at(probe.progress), count)
+            core.backward(terms["loss"])
+        for name, value in terms.items():
+            sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach()
+        if last:
+            means = run.world.means({name: value / count for name, value in sums.items()})
+            refuse_non_finite(run, means, step, lr, sums)
+        core.step(lr)
+    if not core.updated():  # ZeRO would go on without a word, step after step
+        refuse_non_finite(run, {"gradient": math.nan}, step, lr, sums)
+    run.world.same_buffers(core.module)
+    return means
+
+
+def make_probe(run: Run, step: int) -> Probe:
+    """The objective's view of the model. Dropout and attack draw from streams of (seed, step, rank)."""
+    job, core, rank, progress = run.job, run.engine, run.world.rank, step / run.total_steps
+    torch.manual_seed(seed_of(job.seed, "dropout", step, rank))
+    # Drawn where the images are: drawing a batch at 224 on a CPU takes longer than a GPU's whole step.
+    generator = Generator(run.world.device).manual_seed(seed_of(job.seed, "attack", step, rank))
+    few = Generator().manual_seed(seed_of(job.seed, "masks", step, rank))
+
+    def attack(images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
+        # The last iterate is what adversarial training follows; several restarts need a choice between them.
+        worst = job.attack.restarts > 1
+        with core.attacked() as module, masked(core.module, job.masks, progress, few) as disturb:
+            return job.attack.run(module, images_BCHW, labels_B, generator, keep_worst=worst, disturb=disturb)
+
+    def predict(images_BCHW: Tensor) -> Tensor:
+        with core.precision(), probing(core.module), torch.no_grad():
+            logits_BK: Tensor = core.module(images_BCHW)
+            return logits_BK
+
+    return Probe(core.through, attack, predict, job.objective, progress, job.train.label_smoothing)
+
+
+def mixed_batch(run: Run, batch: Batch, step: int, index: int) -> Batch:
+    """Mixup and CutMix, as the job says. The draws are those of (seed, step, rank, micro-batch)."""
+    seed = seed_of(run.job.seed, "mix", step, run.world.rank, index)
+    return mixed(run.job.mix, *batch, run.job.data.num_classes, seed)
+
+
+def sharpness(run: Run, probe: Probe, batch: Batch) -> AbstractContextManager[None]:
+    """With train.sam_rho the weights are uphill of where they were, within it; without, as they are."""
+    core, rho = run.engine, run.job.train.sam_rho
+    if not rho:
+        return nullcontext()
+
+    def plain(measure: Any, *inputs: Any) -> Any:
+        with core.precision():
+            return measure(core.module, *inputs)
+
+    loss = OBJECTIVES[run.job.objective.name](replace(probe, through=plain), *batch)["loss"]
+    return ascended(core.module, loss, rho)
+
+
+def with_penalties(terms: Terms, penalties: Terms, accumulation: int) -> Terms:
+    """loss + accumulation * penalty: `backward` and the means divide by `accumulation`, so it counts once a step."""
+    scaled = {name: penalty * accumulation for name, penalty in penalties.items()}
+    return {**terms, **scaled, "loss": sum(scaled.values(), terms["loss"])}
+
+
+def refuse_non_finite(run: Run, means: dict[str, float], step: int, lr: float, own: Terms) -> None:
+    """Before the update: the numbers were summed over ranks, so all ranks stop or none does."""
+    broken = [name for name in sorted(means, key=lambda name: name == "loss") if not math.isfinite(means[name])]
+    if broken:
+        raise NonFinite(
+            f"step {step}: {broken[0]} is {means[broken[0]]} at lr {lr:.3g}; checkpoints before it are in "
+            f"{checkpoint.folder(run.job.run_dir)}; train again with a lower optimizer.lr and another name=...",
+            {name: value.item() for name, value in own.items()},
+        )

@@ -1,0 +1,63 @@
+"""The exponential moving average of the weights, which `train.ema_decay` > 0 evaluates and hands over.
+
+    e_0 = w_0,   e_t = d_t e_{t-1} + (1 - d_t) w_t,   d_t = min(decay, (1 + t) / (10 + t))
+
+w_t: float32 weights after step t. d_t grows to the decay, so that a short run is not ruled by its first weights (the
+`num_updates` of TensorFlow's ExponentialMovingAverage; averaging helps adversarial training: Gowal et al. 2020,
+https://arxiv.org/abs/2010.03593). Buffers are not averaged: they are the model's. Each rank holds the whole average,
+updated alike; one safetensors file of a checkpoint keeps it.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+import zoo
+from certizoo import UserError
+from certizoo.files import whole_file
+from trainers.engine.engine import Engine
+from trainers.job.job import Job
+from trainers.settings import require
+
+FILE = "ema.safetensors"
+
+
+class Average:
+    """`module` has the averaged weights: a model of its own, never trained."""
+
+    def __init__(self, job: Job, engine: Engine) -> None:
+        require(
+            job.deepspeed.stage < 3,
+            f"train.ema_decay={job.train.ema_decay} needs whole weights on each rank; use deepspeed=zero2, or "
+            "train.ema_decay=0",
+        )
+        self.decay = job.train.ema_decay
+        self.module: nn.Module = zoo.create_model(**job.model).requires_grad_(False)
+        self.module.load_state_dict(engine.float32_state())
+        self.module.to(engine.world.device)
+
+    @torch.no_grad()
+    def update(self, engine: Engine, step: int) -> None:
+        """e_t from e_{t-1}; `step` is t, from 1. Collective where the model trains in bf16."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        get_ema_multi_avg_fn(decay)(list(self.module.parameters()), engine.float32_weights(), step)
+        for mine, its in zip(self.module.buffers(), engine.module.buffers(), strict=True):
+            mine.copy_(its)
+
+    def save(self, folder: Path) -> None:
+        """One rank: folder/ema.safetensors."""
+        with whole_file(folder / FILE) as part:
+            save_file({key: value.cpu().contiguous() for key, value in self.module.state_dict().items()}, part)
+
+    def load(self, folder: Path) -> None:
+        """Every rank. Raises UserError where the file is damaged."""
+        try:
+            self.module.load_state_dict(load_file(folder / FILE))
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{folder / FILE} could not be read ({error}); delete {folder} and resume from the one before"
+            ) from None

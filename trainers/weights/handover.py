@@ -1,0 +1,97 @@
+"""What training leaves behind: float32 weights and the resolved configuration; then certification and register."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import zoo
+from certify.stage import register
+from certify.stage import run as stage
+from certizoo import UserError, __version__
+from certizoo.commit import git_commit
+from certizoo.files import write_whole
+from trainers.engine.engine import Engine
+from trainers.job.job import Job, certify_settings
+from trainers.weights.ema import Average
+
+FOLDER, CERTIFICATE = "handover", "certificate"
+
+
+def write(job: Job, engine: Engine, average: Average | None, step: int, metrics: dict[str, float]) -> None:
+    """Collective: run_dir/handover/{model.safetensors, config.yaml, metrics.json}, written by rank 0.
+
+    The weights are the average's, where there is one.
+    """
+    state = average.module.state_dict() if average else engine.float32_state()
+    if engine.world.rank == 0:
+        model = zoo.create_model(**job.model)  # float32, whatever training computed in
+        model.load_state_dict(state)
+        extra = {key: value for key, value in job.config.items() if key != "model"}
+        extra |= {"git_commit": git_commit(), "certizoo": __version__, "ranks": engine.world.size, "steps": step}
+        folder = job.run_dir / FOLDER
+        zoo.handover.save(folder, model, job.model, extra)
+        write_whole(folder / "metrics.json", json.dumps({"step": step, **metrics}, indent=1))
+    engine.world.barrier()
+
+
+def certify_and_publish(job: Job, run_id: str | None) -> None:
+    """Rank 0, after the process group is gone: certificates, a registered version, and a table of both."""
+    console = Console(highlight=False)
+    folder, out = job.run_dir / FOLDER, job.run_dir / CERTIFICATE
+    summary: dict[str, Any] = {}
+    published = "no (registry.enabled=false)"
+    if not job.config["certify"]["enabled"]:
+        published = "no: certify.enabled=false, and nothing is registered without a certificate"
+    elif job.test_set is None:
+        published = "no: there are no test shards to certify on"
+    else:
+        summary = _certified(job, folder, out, console)
+        if job.config["registry"]["enabled"]:
+            published = _published(job, folder, out, run_id)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    console.print(closing_table(job, metrics, summary, published))
+
+
+def _certified(job: Job, folder: Path, out: Path, console: Console) -> dict[str, Any]:
+    try:
+        with Progress(*Progress.get_default_columns(), console=console) as bar:
+            task = bar.add_task("certifying", total=None)
+
+            def progress(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            return stage.run(folder, job.data, certify_settings(job), out, progress)
+    except UserError as error:
+        raise UserError(f"training is done and safe in {folder}, but it could not be certified: {error}") from None
+
+
+def _published(job: Job, folder: Path, out: Path, run_id: str | None) -> str:
+    settings = job.config["registry"]
+    return register.publish(
+        folder,
+        out,
+        registered_name=settings["model_name"],
+        run_id=run_id,
+        experiment=settings["experiment"],
+        uri=settings["uri"],
+        tags=settings["tags"] or {},
+    )
+
+
+def closing_table(job: Job, metrics: dict[str, float], summary: dict[str, Any], published: str) -> Table:
+    """Accuracies on test images, and where things are."""
+    table = Table(title=job.config["name"], show_header=False)
+    for key in ("clean_acc", "pgd_acc"):
+        if key in metrics:
+            table.add_row(f"{key} (end of training)", f"{metrics[key]:.1%}")
+    for eps, accuracy in summary.get("accuracy", {}).items():
+        table.add_row(f"L2 {eps}: certified / under PGD", f"{accuracy['certified']:.1%} / {accuracy['pgd']:.1%}")
+    table.add_row("weights", str(job.run_dir / FOLDER))
+    if summary:
+        table.add_row("certificate", str(job.run_dir / CERTIFICATE))
+    table.add_row("registered", published)
+    return table

@@ -1,0 +1,123 @@
+"""x -> W_2 sigma(W_1 x + b_1) as one rule of second order, and the largest eigenvalues it needs, proved and batched.
+
+    -<g, R(G)> = -sum over tokens and units of w_h R_h,   w = W_2^T g,   d_h = <a_h, eta> with a_h the rows of W_1
+
+with the bounds of `activations.py` in terms of sum_h c_h d_h^2 = eta^T W_1^T diag(c) W_1 eta. MATH-PROOFS section 2.3.
+
+Letters: B images, C classes, P pairs, N tokens, D width, H hidden units, I items (pair, token), d the number D.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from zoo.bounds.activations import Bend, Form, Top, units_beta, units_remainder
+from zoo.bounds.curvature import Expand, Expansion
+from zoo.bounds.lanczos import ritz
+from zoo.spectral import U, sigma_upper, start_vectors
+
+STEP = math.log(1.01)  # eigenvalues are rounded up to powers of 1.01
+SPAN = 700  # and never taken below 1.01^-700 = 1/1000 of their cheap bound
+KRYLOV = 12  # vectors of the estimate that the proof starts from
+FORM_BYTES = 2**28  # memory for the matrices of a few items
+
+
+def fused(
+    module: nn.Module,
+    bend: Bend,
+    units: Callable[[Tensor], Tensor],
+    w_1_HD: Tensor,
+    w_2_DH: Tensor,
+    scales_H: Tensor | None = None,
+    skip: float = 0.0,
+    gain: float | None = None,
+) -> Expand:
+    """skip x + W_2 sigma(units(x)) with units(x) = W_1 x + b_1; `module` is the whole map, constants included, `gain` a
+    bound of ||J|| where there is a better one than here.
+
+    With any scaling S > 0 of the units, ||R|| <= ||W_2 S^{-1}|| |S R_sigma|, and J = W_2 D W_1 has
+    ||J||^2 <= ||W_2 S^{-1}||^2 lambda_max(W_1^T (S D)^2 W_1).
+    """
+    s_H = torch.ones_like(w_1_HD[:, 0]) if scales_H is None else scales_H
+    lengths_H = torch.linalg.vector_norm(w_1_HD, dim=1)
+    form = Form(lengths_H, s_H, sigma_upper(s_H[:, None] * w_1_HD), eigenvalue_bound(w_1_HD))
+    outer = sigma_upper(w_2_DH / s_H)
+
+    def expand(x: Tensor) -> Expansion:
+        z = units(x)
+        z_BNH, slope = z.flatten(1, -2), bend.slope(z)
+        beta = units_beta(bend, form, z_BNH)
+        if gain is None:
+            gain_B = skip + outer * form.top((s_H * slope.flatten(1, -2)).square().amax(1, keepdim=True)).sqrt()
+        else:
+            gain_B = x.new_full((len(x),), gain)
+        return Expansion(
+            module(x),
+            gain_B,
+            lambda r: outer * beta(r),
+            lambda g: units_remainder(bend, form, z_BNH, g.flatten(2, -2) @ w_2_DH),
+            lambda g: skip * g + (g @ w_2_DH * slope) @ w_1_HD,
+            lambda v: skip * v + (v @ w_1_HD.mT * slope) @ w_2_DH.mT,
+        )
+
+    return expand
+
+
+def eigenvalue_bound(w_HD: Tensor) -> Top:
+    """c (P, N, H) -> (P,), never below max_n lambda_max(W^T diag(c_n) W), nor below 0; nondecreasing in c.
+
+    Cheap for every token: min(||W||^2 max c^+, sum_h c_h^+ |a_h|^2). The token where this is largest is solved first;
+    of the others only those are looked at whose cheap bound exceeds what was found (MATH-PROOFS section 2.3).
+
+    Rounding: a matrix computed from (c, W) is off by gamma_(H+2) max|c| ||W||_F^2, and a Cholesky factorisation of
+    theta I - S that runs to completion proves lambda_max(S) <= theta + gamma_(d+2) tr(theta I - S) (Rump; MATH-PROOFS
+    section 3). 4 (H + d + d^2) u max|c| ||W||_F^2 is above both as theta <= ||W||_F^2 max|c|.
+    """
+    lengths2_H = w_HD.square().sum(1)
+    norm2 = sigma_upper(w_HD).square() * (1 + 4 * U)
+    hidden, width = w_HD.shape
+    slack = 4 * (hidden + width + width**2) * U * lengths2_H.sum()
+    few = max(1, FORM_BYTES // (8 * w_HD.numel()))
+
+    def top(c_PNH: Tensor) -> Tensor:
+        positive = c_PNH.clamp_min(0)
+        cheap_PN = torch.minimum(norm2 * positive.amax(-1), positive @ lengths2_H * (1 + 4 * hidden * U))
+        above_PN = (cheap_PN.log() / STEP).ceil()  # exponents of 1.01; -inf for 0
+        found_P = above_PN.amax(1) - SPAN
+        pairs = torch.arange(len(c_PNH), device=c_PNH.device)
+        first = above_PN.argmax(1)
+        for p in pairs.split(few):
+            exact_P = exponents(w_HD, c_PNH[p, first[p]], found_P[p], above_PN[p, first[p]])
+            found_P = found_P.scatter(0, p, exact_P)
+        above_PN[pairs, first] = -torch.inf
+        rest = (above_PN > found_P[:, None]).nonzero()
+        for item in rest.split(few) if len(rest) else ():
+            p, n = item.unbind(1)
+            exact_I = exponents(w_HD, c_PNH[p, n], found_P[p], above_PN[p, n])
+            found_P = found_P.scatter_reduce(0, p, exact_I, "amax")
+        proved_P = (found_P * STEP).exp() * (1 + 1e-12) + slack * c_PNH.abs().amax((1, 2))
+        return torch.where(torch.isneginf(found_P), 0.0, proved_P)  # no positive c: not even rounding
+
+    return top
+
+
+def exponents(w_HD: Tensor, c_IH: Tensor, floor_I: Tensor, above_I: Tensor) -> Tensor:
+    """The least whole e_i >= floor_i with 1.01^e_i >= lambda_max(W^T diag(c_i) W), where 1.01^above_i is known to be.
+
+    Lanczos says where to begin, from below. A Cholesky factorisation proves one e at a time, until it does."""
+    form_IDD = (w_HD.mT * c_IH.unsqueeze(1)) @ w_HD
+    start_ID = start_vectors(1, w_HD.shape[1]).to(w_HD).expand(len(c_IH), -1)
+    size_I = c_IH.abs().amax(1).clamp_min(1e-300)
+    share_IH = c_IH / size_I.unsqueeze(1)  # squares of c may overflow
+    below_I = size_I * ritz(lambda v: (v @ w_HD.mT * share_IH) @ w_HD, start_ID, min(KRYLOV, w_HD.shape[1]))
+    e_I = torch.fmax(floor_I, (below_I.clamp_min(0).log() / STEP - 1e-6).ceil())
+    open_I = (e_I < above_I).nonzero().squeeze(1)
+    while len(open_I):
+        shifted = -form_IDD[open_I]
+        shifted.diagonal(dim1=-2, dim2=-1).add_((e_I[open_I] * STEP).exp().unsqueeze(1))
+        open_I = open_I[torch.linalg.cholesky_ex(shifted).info != 0]
+        e_I[open_I] += 1
+        open_I = open_I[e_I[open_I] < above_I[open_I]]
+    return torch.fmax(floor_I, torch.fmin(e_I, above_I))

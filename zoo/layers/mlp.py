@@ -1,0 +1,154 @@
+"""Token-wise networks: timm's MLP, and two 1-Lipschitz residual layers (SLL, constrained MLP), with their rules."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import timm.layers
+import torch
+from torch import Tensor, nn
+
+from zoo.bounds.activations import bend_of
+from zoo.bounds.curvature import Expand, curvature
+from zoo.bounds.fused import fused
+from zoo.bounds.monotone import MonotoneGELU
+from zoo.bounds.rules import Bound, Layer, NoRule, chain, expect, layer_of, rule
+from zoo.layers.constrained import constrain_
+from zoo.spectral import start_vectors
+
+
+class Mlp(timm.layers.Mlp):
+    """timm's fc2(act(fc1 x)), with the vectors of the MSVP penalty's power iteration kept beside the weights."""
+
+    power_fc1_1D: Tensor
+    power_fc2_1D: Tensor
+
+    def __init__(self, dim: int, hidden: int, **options: Any) -> None:
+        super().__init__(dim, hidden, **options)
+        self.register_buffer("power_fc1_1D", start_vectors(1, dim))
+        self.register_buffer("power_fc2_1D", start_vectors(1, hidden))
+
+    def spectral_terms(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """For `zoo.penalty`."""
+        yield "mlp", self.fc1.weight[None], self.power_fc1_1D
+        yield "mlp", self.fc2.weight[None], self.power_fc2_1D
+
+
+class SLL(nn.Module):
+    """SDP-based Lipschitz Layer, 1-Lipschitz, residual included:
+
+        y = x - 2 W T^{-1} sigma(W^T x + b),    T_ii = sum_j |W^T W|_ij q_j / q_i.
+
+    W (d, H), b (H,), q = exp(log_q) (H,); x (..., d) -> (..., d). Source: Araujo et al. 2023, Theorem 3. Only
+    activations with slopes in [0, 1] keep the promise; GELU does not (trap D14d).
+    """
+
+    def __init__(self, dim: int, hidden: int, act: type[nn.Module] = nn.ReLU) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, hidden))
+        self.bias = nn.Parameter(torch.zeros(hidden))
+        self.log_q = nn.Parameter(torch.zeros(hidden))
+        self.act = act()
+        nn.init.xavier_normal_(self.weight)
+
+    def diagonal_H(self) -> Tensor:
+        """T. An all-zero column of W has T_ii = 0 and no effect: the clamp only keeps 0 / 0 out."""
+        q = self.log_q.exp()
+        return (((self.weight.mT @ self.weight).abs() * q).sum(1) / q).clamp_min(1e-12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(x @ self.weight + self.bias)
+        return x - 2 * (hidden / self.diagonal_H()) @ self.weight.mT
+
+
+class ConstrainedMlp(nn.Module):
+    """An MLP that brings its own residual and is 1-Lipschitz where act has slopes in [0, 1]:
+
+        y = (x + f(x)) / 2,    f(x) = W_2 act(W_1 x + b_1) + b_2,    ||W_1|| <= 1, ||W_2|| <= 1.
+
+    x (..., d) -> (..., d). Args: constraint: how the norms are kept, 'aol', 'orthogonal' or 'cap' (constrained.py).
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, constraint: str = "aol", act: type[nn.Module] = nn.ReLU, bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.constraint = constraint
+        self.fc1, self.act, self.fc2 = nn.Linear(dim, hidden, bias=bias), act(), nn.Linear(hidden, dim, bias=bias)
+
+    def finish_init(self) -> None:
+        """Put the constraints on; called by the model after its weights have their initial values."""
+        constrain_(self.fc1, self.constraint)
+        constrain_(self.fc2, self.constraint)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.fc2(self.act(self.fc1(x)))) / 2
+
+
+ONE_LIPSCHITZ_ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softplus, MonotoneGELU)
+
+
+@rule(SLL)
+def sll(module: SLL) -> Layer:
+    """0 <= W T^{-1} W^T <= I (T - W^T W is diagonally dominant after scaling by q), so slopes in [0, 1] give
+    ||I - 2 W T^{-1} D W^T|| <= 1. Rounding of T is covered by the certificate's final slack."""
+    if type(module.act) not in ONE_LIPSCHITZ_ACTIVATIONS:
+        raise NoRule(module, f"SLL is not 1-Lipschitz with {type(module.act).__name__} (slopes leave [0, 1])")
+    layer_of(module.act)  # refuses a softplus that jumps
+    return lambda x: (module(x), lambda r: r)
+
+
+@rule(Mlp)
+def mlp(module: Mlp) -> Layer:
+    """fc2(sigma(fc1 x)): the product of the three constants."""
+    parts = (module.fc1, module.act, module.drop1, module.norm, module.fc2, module.drop2)
+    return chain(layer_of(part) for part in parts)
+
+
+@rule(ConstrainedMlp)
+def constrained_mlp(module: ConstrainedMlp) -> Layer:
+    """(1 + ||W_2|| slope ||W_1||) / 2, measured: the constraints are not trusted."""
+    branch = chain(layer_of(part) for part in (module.fc1, module.act, module.fc2))
+
+    def layer(x: Tensor) -> tuple[Tensor, Bound]:
+        y, bound = branch(x)
+        return (x + y) / 2, lambda r: (r + bound(r)) / 2
+
+    return layer
+
+
+# second order ---------------------------------------------------------------------------------------------------------
+
+
+@curvature(Mlp)
+def mlp_curvature(module: Mlp) -> Expand:
+    """One fused rule for W_2 sigma(W_1 x + b_1) + b_2 (MATH-PROOFS section 2.3, ReLU 2.4)."""
+    for part, kind in ((module.drop1, nn.Dropout), (module.norm, nn.Identity), (module.drop2, nn.Dropout)):
+        expect(part, kind)
+    w_1_HD, w_2_DH = _weights(module.fc1, module.fc2)
+    return fused(module, bend_of(module.act), module.fc1, w_1_HD, w_2_DH)
+
+
+def _weights(fc1: nn.Module, fc2: nn.Module) -> tuple[Tensor, Tensor]:
+    expect(fc1, nn.Linear)
+    expect(fc2, nn.Linear)
+    return fc1.get_parameter("weight").detach().double(), fc2.get_parameter("weight").detach().double()
+
+
+@curvature(SLL)
+def sll_curvature(module: SLL) -> Expand:
+    """The fused rule with W_1 = W^T and W_2 = -2 W T^{-1}, its units scaled by S = T^{-1/2}: ||W_2 S^{-1}|| <= 2 and
+    ||S W_1|| <= 1. J = I + W_2 D W_1 with 0 <= D <= I has norm <= 1, as the rule of first order says (section 2.7)."""
+    w_DH, t_H = module.weight.detach().double(), module.diagonal_H().detach().double()
+
+    def units(x: Tensor) -> Tensor:
+        return x @ w_DH + module.bias.double()
+
+    scales_H = t_H.rsqrt()
+    return fused(module, bend_of(module.act), units, w_DH.mT, -2 * w_DH / t_H, scales_H, skip=1.0, gain=1.0)
+
+
+@curvature(ConstrainedMlp)
+def constrained_mlp_curvature(module: ConstrainedMlp) -> Expand:
+    """(x + f(x)) / 2: the fused rule with W_2 / 2, and ||J|| <= 1/2 + ||J_f / 2||."""
+    w_1_HD, w_2_DH = _weights(module.fc1, module.fc2)
+    return fused(module, bend_of(module.act), module.fc1, w_1_HD, w_2_DH / 2, skip=0.5)

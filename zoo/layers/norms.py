@@ -1,0 +1,302 @@
+"""Normalisation layers and their sensitivity rules.
+
+Letters: u one token (d,), rho = ||u||, R the radius of the ball, r the radius of the input, N tokens.
+All norms act per token. A joint bound over tokens is the maximum of the per-token bounds psi_i(r) because
+psi_i(r) / r is nondecreasing (MATH-PROOFS.md section 1, tokenwise lemma); at second order psi_i(r) / r^2 must be.
+
+Second order: projections are gradients of convex functions with Hessians between 0 and I. So R(G) = (A - J) G with
+0 <= A, J <= I for the mean A of the Hessians on the way, and ||R(G)|| <= ||G|| besides everything else.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from certizoo import UserError
+from zoo.bounds.activations import hinges
+from zoo.bounds.curvature import Expand, Expansion, curvature, linear
+from zoo.bounds.rules import Bound, Layer, rule, scaled
+from zoo.spectral import sigma_upper
+
+
+class LayerProject(nn.Module):
+    """LayerProject(x, R) = x R / max(||x||_2, R) per token: projection on the ball of radius R, 1-Lipschitz.
+
+    Source: eq. 29 of "Fine-grained Local Sensitivity Analysis" (LoFAST), R = sqrt(d) there for the MLP, 1 in front of
+    the attention. x (..., d) -> (..., d).
+    """
+
+    def __init__(self, dim: int, radius: float | None = None) -> None:
+        super().__init__()
+        self.radius = math.sqrt(dim) if radius is None else radius
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * (self.radius / norm.clamp_min(self.radius))
+
+    def extra_repr(self) -> str:
+        return f"radius={self.radius:g}"
+
+
+class SmoothProject(nn.Module):
+    """N_R(x) = x / sqrt(1 + ||x||_2^2 / R^2) per token: the smooth sister of `LayerProject`, 1-Lipschitz.
+
+    Source: MATH.md section 2 ("bounded normalisation"). x (..., d) -> (..., d), ||N_R(x)|| < R.
+    """
+
+    def __init__(self, dim: int, radius: float | None = None) -> None:
+        super().__init__()
+        self.radius = math.sqrt(dim) if radius is None else radius
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(1 + x.square().sum(-1, keepdim=True) / self.radius**2)
+
+    def extra_repr(self) -> str:
+        return f"radius={self.radius:g}"
+
+
+class CenterNorm(nn.Module):
+    """gamma * d / (d - 1) (x - mean(x)) + beta per token: LayerNorm without the division by the deviation.
+
+    Source: LipsFormer (Qi et al. 2023). With gamma = 1 its norm is d / (d - 1), not 1. x (..., d) -> (..., d).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        if dim < 2:
+            raise UserError(f"CenterNorm needs 2 channels or more, got {dim}; take another norm")
+        self.gain = dim / (dim - 1)
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (self.gain * (x - x.mean(-1, keepdim=True))) + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}"
+
+
+def _chord(t: Tensor) -> Tensor:
+    """2 sin(theta / 2) for theta = arcsin t, t in [0, 1]: t sqrt(2 / (1 + sqrt(1 - t^2)))."""
+    return t * (2 / (1 + (1 - t.square()).clamp_min(0).sqrt())).sqrt()
+
+
+def _max_over_tokens(bound_BN: Tensor, r: Tensor) -> Tensor:
+    return torch.minimum(bound_BN.amax(-1), r)
+
+
+@rule(LayerProject)
+def layer_project(module: LayerProject) -> Layer:
+    """Projection on a convex set never expands: r. Where the whole ball of x stays outside the sphere
+    (rho - r >= R) both images lie on it, at an angle of at most arcsin(r / rho): R chord(r / rho)."""
+
+    def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
+        rho_BN = torch.linalg.vector_norm(x_BND, dim=-1).flatten(1)
+
+        def bound(r: Tensor) -> Tensor:
+            r_B1 = r.unsqueeze(-1)
+            on_sphere = rho_BN - r_B1 >= module.radius * (1 + 1e-12)
+            t = (r_B1 / rho_BN).clamp(0, 1)
+            return _max_over_tokens(torch.where(on_sphere, module.radius * _chord(t), r_B1), r)
+
+        return module(x_BND), bound
+
+    return layer
+
+
+def bounded_normalisation(u_BND: Tensor, radius: float) -> Bound:
+    """N_R(u) = R (first d coordinates of (u, R) / ||(u, R)||). With rt^2 = ||u||^2 + R^2 and x = r / rt the two unit
+    vectors lie at an angle of at most arcsin x: min(r, R chord(x)) for x < 1, and 2 R x beyond."""
+    rt_BN = (u_BND.square().sum(-1) + radius**2).sqrt().flatten(1)
+
+    def bound(r: Tensor) -> Tensor:
+        r_B1 = r.unsqueeze(-1)
+        x = r_B1 / rt_BN
+        far = torch.where(torch.isfinite(x), 2 * radius * x, torch.full_like(x, math.inf))
+        return _max_over_tokens(torch.where(x < 1, radius * _chord(x.clamp(max=1)), far), r)
+
+    return bound
+
+
+@rule(SmoothProject)
+def smooth_project(module: SmoothProject) -> Layer:
+    """MATH.md section 2, lip of the bounded normalisation."""
+    return lambda x: (module(x), bounded_normalisation(x, module.radius))
+
+
+@rule(nn.LayerNorm)
+def layer_norm(module: nn.LayerNorm) -> Layer:
+    """LayerNorm is local-Lipschitz: with u = x - mean(x) (a projection) and R^2 = d eps_ln it is
+    gamma / sqrt(eps_ln) N_R(u) + b, so the bound is max|gamma| / sqrt(eps_ln) times that of N_R."""
+    (dim,) = module.normalized_shape
+    gamma = 1.0 if module.weight is None else float(module.weight.detach().abs().max())
+    gain = gamma / math.sqrt(module.eps)
+
+    def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
+        centred = x_BND - x_BND.mean(-1, keepdim=True)
+        inner = bounded_normalisation(centred, math.sqrt(dim * module.eps))
+        return module(x_BND), lambda r: gain * inner(r)
+
+    return layer
+
+
+@rule(CenterNorm)
+def center_norm(module: CenterNorm) -> Layer:
+    """Affine: the norm of diag(gamma) d / (d - 1) (I - 1 1^T / d), exact."""
+    gamma = module.weight.detach().double()
+    eye = torch.eye(len(gamma), dtype=gamma.dtype, device=gamma.device)
+    return scaled(module, sigma_upper(gamma[:, None] * module.gain * (eye - 1 / len(gamma))))
+
+
+# second order ---------------------------------------------------------------------------------------------------------
+
+linear(CenterNorm)
+
+
+def _weighed(g: Tensor, c: Tensor) -> Tensor:
+    """g c with 0 infinity = 0."""
+    return torch.where(g == 0, g, g * c)
+
+
+def normalisation_bend(rt_BN: Tensor, radius: float) -> Bound:
+    """c(r) of each token, (..., B) -> (..., B, N); see `smooth_expansion`."""
+
+    def bend(r: Tensor) -> Tensor:
+        r_B1 = r.unsqueeze(-1)
+        x = (r_B1 / rt_BN).clamp(max=1)
+        near = radius / math.sqrt(3) * x.square() / (1 - x)
+        return torch.minimum(near, 0.42932510 / radius * r_B1.square())
+
+    return bend
+
+
+def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
+    """N_R around u. How far one token leaves its linearisation:
+
+        c(r) = min( R / sqrt3  x^2 / (1 - x),  0.42932510 r^2 / R ),      x = r / rt,  rt^2 = ||u||^2 + R^2.
+
+    N_R(u) is R times v -> v / ||v|| at v = (u, R), without its last coordinate. The second derivative of the latter has
+    norm 2 / (sqrt3 ||v||^2), and ||v + t G|| >= rt (1 - t x) on the way, int_0^1 (1 - t) x^2 / (1 - t x)^2 dt =
+    -x - log(1 - x) <= x^2 / (2 (1 - x)). The second bound is half the largest second derivative of N_R anywhere, at
+    ||u|| = R / 2. c(r) / r^2 is nondecreasing, so tokens join by the maximum. J = R / rt (I - u u^T / rt^2).
+    MATH-PROOFS section 2.5.
+    """
+    rt_BN1 = (u_BND.square().sum(-1, keepdim=True) + radius**2).sqrt()
+    rt_BN = rt_BN1.flatten(1)
+
+    bend = normalisation_bend(rt_BN, radius)
+
+    def remainder(g: Tensor) -> Bound:
+        g_CBN = torch.linalg.vector_norm(g, dim=-1).flatten(2)
+        whole_CB = torch.linalg.vector_norm(g_CBN, dim=-1)
+        return lambda r: torch.minimum(_weighed(g_CBN, bend(r)).amax(-1), _weighed(whole_CB, r))
+
+    def times_j(g: Tensor) -> Tensor:
+        """J is symmetric."""
+        return radius / rt_BN1 * (g - u_BND * ((u_BND * g).sum(-1, keepdim=True) / rt_BN1.square()))
+
+    return Expansion(
+        u_BND * (radius / rt_BN1),
+        radius / rt_BN.amin(1),
+        lambda r: torch.minimum(bend(r).amax(-1), r),
+        remainder,
+        times_j,
+        times_j,
+    )
+
+
+@curvature(SmoothProject)
+def smooth_project_curvature(module: SmoothProject) -> Expand:
+    """The bounded normalisation itself."""
+    return lambda x: replace(smooth_expansion(x, module.radius), y=module(x))
+
+
+@curvature(nn.LayerNorm)
+def layer_norm_curvature(module: nn.LayerNorm) -> Expand:
+    """gamma / sqrt(eps_ln) N_R(u) + b with u = x - mean(x), R^2 = d eps_ln: N_R between two linear maps. Its R(G) has
+    mean 0 like u, so g counts less its mean: g_core = (gamma g - mean(gamma g)) / sqrt(eps_ln)."""
+    (dim,) = module.normalized_shape
+    gamma = torch.ones(dim) if module.weight is None else module.weight.detach()
+    scale = 1 / math.sqrt(module.eps)
+    outer = scale * float(gamma.abs().max())
+
+    def expand(x: Tensor) -> Expansion:
+        core = smooth_expansion(x - x.mean(-1, keepdim=True), math.sqrt(dim * module.eps))
+
+        def outwards(v: Tensor) -> Tensor:
+            return scale * gamma.to(v) * v
+
+        def inwards(g: Tensor) -> Tensor:
+            g = outwards(g)
+            return g - g.mean(-1, keepdim=True)
+
+        return Expansion(
+            module(x),
+            outer * core.gain_B,
+            lambda r: outer * core.beta(r),
+            lambda g: core.remainder(inwards(g)),
+            lambda g: core.pull(inwards(g)),
+            lambda v: outwards(core.push(v - v.mean(-1, keepdim=True))),
+        )
+
+    return expand
+
+
+@curvature(LayerProject)
+def layer_project_curvature(module: LayerProject) -> Expand:
+    """One token leaves its linearisation by at most q(r) + (r - k)_+, where k = |rho - R| is the distance to the sphere
+    (x = r / rho):
+
+        rho <= R                q = 0
+        rho > R, r <= k         q = R x^2 / (sqrt3 (1 - x)),  and no second term
+        rho > R, r > k          q = r^2 / (sqrt3 R)
+
+    On the way x + t G the Jacobian is I inside the ball, outside it turns with second derivative 2 R / (sqrt3 ||y||^2)
+    at y, and jumps by the normal's n n^T at the sphere. Entering at t_1 and leaving at t_2, the jumps sum to at most
+    (1 - t_1) ||G|| <= r - k. q(r) / r^2 is nondecreasing: tokens join by the maximum. The second term grows linearly,
+    and there the maximum over tokens would be false: `hinges` shares r among them. MATH-PROOFS section 2.6.
+    """
+    radius = module.radius
+
+    def expand(x: Tensor) -> Expansion:
+        rho_BN = torch.linalg.vector_norm(x, dim=-1).flatten(1)
+        k_BN = (rho_BN - radius).abs()
+        outside_BN = rho_BN > radius
+
+        def smooth(r: Tensor) -> Tensor:
+            r_B1 = r.unsqueeze(-1)
+            clear = radius * (r_B1 / rho_BN).square() / (math.sqrt(3) * (1 - r_B1 / rho_BN))
+            q = torch.where(r_B1 <= k_BN, clear, r_B1.square() / (math.sqrt(3) * radius))
+            return torch.where(outside_BN, q, torch.zeros_like(q))
+
+        def remainder(g: Tensor) -> Bound:
+            g_CBN = torch.linalg.vector_norm(g, dim=-1).flatten(2)
+            whole_CB = torch.linalg.vector_norm(g_CBN, dim=-1)
+
+            def bound(r: Tensor) -> Tensor:
+                finite = r.clamp(max=1e100).expand(torch.broadcast_shapes(r.shape, whole_CB.shape))
+                square = finite.square()[..., None]
+                q_CBN = g_CBN * smooth(finite)
+                reach, v, k = torch.broadcast_tensors(finite[..., None], g_CBN, k_BN)
+                v, k, reach = v.unsqueeze(-2), k.unsqueeze(-2), reach.unsqueeze(-2)
+                shared = hinges(v, k, reach, finite, lambda c: (q_CBN + square * c.squeeze(-2)).amax(-1))
+                return torch.minimum(torch.where(torch.isinf(r), _weighed(shared, r), shared), _weighed(whole_CB, r))
+
+            return bound
+
+        def beta(r: Tensor) -> Tensor:
+            """Here (q(r) + (r - k)_+) / r is nondecreasing, and the maximum over tokens is right."""
+            token = smooth(r) + (r.unsqueeze(-1) - k_BN).clamp_min(0)
+            return torch.minimum(token.amax(-1), r)
+
+        def times_j(g: Tensor) -> Tensor:
+            """J is symmetric."""
+            rho = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            n = x / rho.clamp_min(radius)
+            return torch.where(rho > radius, radius / rho * (g - n * (n * g).sum(-1, keepdim=True)), g)
+
+        return Expansion(module(x), (radius / rho_BN).clamp(max=1).amax(1), beta, remainder, times_j, times_j)
+
+    return expand

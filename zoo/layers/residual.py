@@ -1,0 +1,71 @@
+"""Weighted residual connections (LipsFormer, Qi et al. 2023): x + alpha * F(x), alpha learnable per channel.
+
+    y = clamp(alpha, 0, bound) * x                                  (a factor in front of a branch; channels last)
+
+The paper keeps alpha in a small range; the released code starts at 1 / L (L blocks) and has no bound. Here the bound is
+part of the function, so that a proof can use it. A plain clamp gives an alpha outside no gradient, and it never comes
+back; `bound * sigmoid` saturates and pulls towards bound / 2 under weight decay; the straight-through clamp lets alpha
+drift away. So only the part of the gradient is dropped that would lead further out: projected gradient descent.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certizoo import UserError
+from zoo.bounds.curvature import linear
+from zoo.bounds.rules import Layer, rule, scaled
+
+
+class _Projected(torch.autograd.Function):
+    """clamp(alpha, 0, bound); a descent step -g that leads out of the range counts as 0, one that leads back passes."""
+
+    @staticmethod
+    def forward(alpha: Tensor, bound: float) -> Tensor:
+        return alpha.clamp(0, bound)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        alpha, ctx.bound = inputs
+        ctx.save_for_backward(alpha)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (alpha,), (g,) = ctx.saved_tensors, grads
+        outwards = ((alpha >= ctx.bound) & (g < 0)) | ((alpha <= 0) & (g > 0))
+        return g.masked_fill(outwards, 0), None
+
+
+class WeightedResidual(nn.Module):
+    """x (..., D) -> (..., D), each channel times its alpha in [0, bound].
+
+    Args: init: the first value of every alpha, in [0, bound] (the paper: 1 / number of blocks).
+    """
+
+    def __init__(self, dim: int, init: float = 1 / 12, bound: float = 1.0) -> None:
+        super().__init__()
+        if not 0 <= init <= bound:
+            raise UserError(f"residual init {init:g} is not in [0, bound = {bound:g}]; change one of them")
+        self.init, self.bound = init, bound
+        self.alpha_D = nn.Parameter(torch.full((dim,), init))
+
+    def weights_D(self) -> Tensor:
+        """The alpha that counts."""
+        alpha: Tensor = _Projected.apply(self.alpha_D, self.bound)
+        return alpha
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weights_D()
+
+    def extra_repr(self) -> str:
+        return f"{len(self.alpha_D)}, init={self.init:g}, bound={self.bound:g}"
+
+
+@rule(WeightedResidual)
+def weighted_residual(module: WeightedResidual) -> Layer:
+    """Diagonal: max alpha."""
+    return scaled(module, module.weights_D().detach().double().max())
+
+
+linear(WeightedResidual)

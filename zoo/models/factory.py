@@ -1,0 +1,223 @@
+"""Models by name: `create_model`, `list_models`, and the same names in timm's registry.
+
+`catalog.py` says what each name stands for; here it is built. Everything is resolved here: the model classes receive
+ready-made parts.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import timm.models
+from torch import nn
+
+from certizoo import UserError
+from zoo import attention as attention_files
+from zoo.attention.gpsa import GPSA
+from zoo.bounds.monotone import MonotoneGELU
+from zoo.layers.block import NormFirstBlock, PostNormBlock, PreNormBlock
+from zoo.layers.init import orthogonal_init_, spectral_init_, trunc_normal_init_
+from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
+from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
+from zoo.layers.residual import WeightedResidual
+from zoo.models import catalog
+from zoo.models.catalog import Options
+from zoo.models.convnet import ConvNet
+from zoo.models.pretrained import load_pretrained
+from zoo.models.swin import Swin
+from zoo.models.vit import ViT
+
+Parts = Mapping[str, Callable[..., Any]]
+
+NORMS: Parts = {
+    "layernorm": partial(nn.LayerNorm, eps=1e-6),
+    "layerproject": LayerProject,
+    "smoothproject": SmoothProject,
+    "centernorm": CenterNorm,
+}
+MLPS: Parts = {
+    "gelu": Mlp,
+    "silu": partial(Mlp, act_layer=nn.SiLU),
+    "softplus": partial(Mlp, act_layer=partial(nn.Softplus, threshold=40.0)),
+    "sll_relu": SLL,
+    "sll_tanh": partial(SLL, act=nn.Tanh),
+    "sll_gelu": partial(SLL, act=MonotoneGELU),
+    "aol_relu": partial(ConstrainedMlp, constraint="aol"),
+    "aol_tanh": partial(ConstrainedMlp, constraint="aol", act=nn.Tanh),
+    "orthogonal_relu": partial(ConstrainedMlp, constraint="orthogonal"),
+    "orthogonal_tanh": partial(ConstrainedMlp, constraint="orthogonal", act=nn.Tanh),
+    "capped_relu": partial(ConstrainedMlp, constraint="cap"),
+    "capped_tanh": partial(ConstrainedMlp, constraint="cap", act=nn.Tanh),
+}
+BLOCKS: Parts = {"prenorm": PreNormBlock, "normfirst": NormFirstBlock, "postnorm": PostNormBlock}
+RESIDUALS: Parts = {"weighted": WeightedResidual}
+INITS: dict[str, Callable[[nn.Module], None]] = {
+    "trunc_normal": trunc_normal_init_,
+    "spectral": spectral_init_,
+    "orthogonal": orthogonal_init_,
+}
+
+IMAGENET_STATISTICS = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+GRAY_STATISTICS = {"mean": (0.5,), "std": (0.5,)}
+
+
+def list_models() -> list[str]:
+    """All model names, sorted."""
+    return sorted(catalog.models())
+
+
+def attention_name(name: str, **overrides: Any) -> str:
+    """The attention variant of a model: 'dp', ...; 'none' for convolutional nets."""
+    attention = model_options(name, **overrides).get("attention", "none")
+    return attention if isinstance(attention, str) else str(attention["name"])
+
+
+def create_model(name: str, *, pretrained: str | None = None, **overrides: Any) -> nn.Module:
+    """A model by name: images (B, C, H, W) in [0,1] -> logits (B, num_classes).
+
+    pretrained: weights to start from, a full timm tag or a file (`zoo.models.pretrained`); no option of the model.
+    Overrides: any option of the model (num_classes, img_size, in_chans, embed_dim, depth, attention, norm, ...).
+    `attention`, `norm`, `attn_norm`, `mlp` and `residual` are a name or a mapping {name: ..., option: value}.
+    Raises UserError for an unknown name or option.
+    """
+    options = model_options(name, **overrides)
+    options |= pixel_statistics(options)
+    model = BACKBONES[options.pop("backbone")](options)
+    if pretrained is not None:
+        load_pretrained(model, pretrained)
+    return model
+
+
+def model_options(name: str, **overrides: Any) -> Options:
+    """Every option of a model, overrides in place: what has to be kept for the model to be made again as it is, even if
+    its defaults change in a later version. Raises UserError as `create_model` does."""
+    models = catalog.models()
+    if name not in models:
+        raise UserError(f"no model {name!r}; {_suggest(name, models)}")
+    options = models[name]
+    if unknown := sorted(set(overrides) - set(options)):
+        raise UserError(f"model {name} has no option {unknown[0]!r}; {_suggest(unknown[0], options)}")
+    return options | overrides
+
+
+def pixel_statistics(options: Options) -> dict[str, tuple[float, ...]]:
+    """mean and std of the pixels that a model with these options normalises by."""
+    default = IMAGENET_STATISTICS if options["in_chans"] == 3 else GRAY_STATISTICS
+    return {key: tuple(options[key] or default[key]) for key in ("mean", "std")}
+
+
+def _vit(options: Options) -> nn.Module:
+    """ViT, DeiT, ConViT, and the Lipschitz ViTs of papers 003 and 004."""
+    attention = _attention(options)
+    norm = _part("norm", options.pop("norm"), NORMS)
+    attn_norm = options.pop("attn_norm")
+    norm1 = norm if attn_norm is None else _part("attn_norm", attn_norm, NORMS)
+    mlp = _part("mlp", options.pop("mlp"), MLPS, bias=options["bias"])
+    residual = options.pop("residual")
+    own = (
+        {} if residual is None else {"residual": partial(_part("residual", residual, RESIDUALS), options["embed_dim"])}
+    )
+    kind = _part("block", options.pop("block"), BLOCKS, **own)
+    dim, mlp_ratio = options["embed_dim"], options.pop("mlp_ratio")
+    gpsa_layers = options.pop("gpsa_layers")
+    positions = {key: options.pop(key) for key in ("locality_strength", "gating_init")}
+
+    def block(index: int, drop_path: float) -> nn.Module:
+        attn = attention()
+        if index < gpsa_layers:
+            attn = GPSA(attn, **positions)
+        return kind(
+            attn=attn, mlp=mlp(dim, int(dim * mlp_ratio)), norm1=norm1(dim), norm2=norm(dim), drop_path=drop_path
+        )
+
+    init = _choice("init", options.pop("init"), INITS)
+    return ViT(block=block, norm=norm, init=init, cls_after=gpsa_layers, **options)
+
+
+def _swin(options: Options) -> nn.Module:
+    """Swin: its stages differ in width and heads, so that the parts receive both there."""
+    variants, qkv_bias = attention_files.variants(), options.pop("qkv_bias")
+    return Swin(
+        attention=_part("attention", options.pop("attention"), variants, qkv_bias=qkv_bias),
+        mlp=_part("mlp", options.pop("mlp"), MLPS),
+        norm=_part("norm", options.pop("norm"), NORMS),
+        init=_choice("init", options.pop("init"), INITS),
+        **options,
+    )
+
+
+def _convnet(options: Options) -> nn.Module:
+    """The conv nets of paper 003."""
+    return ConvNet(init=_choice("init", options.pop("init"), INITS), **options)
+
+
+BACKBONES: dict[str, Callable[[Options], nn.Module]] = {"convnet": _convnet, "vit": _vit, "swin": _swin}
+
+
+def _attention(options: Options) -> Callable[[], nn.Module]:
+    """The attention of one layer, with the model's width and biases."""
+    kind = _part(
+        "attention",
+        options.pop("attention"),
+        attention_files.variants(),
+        qkv_bias=options.pop("qkv_bias"),
+        proj_bias=options["bias"],
+    )
+    return partial(kind, options["embed_dim"], options.pop("num_heads"))
+
+
+def _part(kind: str, choice: str | Options, table: Parts, **common: Any) -> Callable[..., nn.Module]:
+    """A constructor with its own options already bound, and those of the model that it knows."""
+    own: dict[str, Any] = {"name": choice} if isinstance(choice, str) else dict(choice)
+    name = str(own.pop("name", None))
+    make = _choice(kind, name, table)
+    accepted = _accepted(make)
+    if unknown := sorted(set(own) - accepted):
+        raise UserError(f"{kind} {name} has no option {unknown[0]!r}; {_suggest(unknown[0], accepted)}")
+    return partial(make, **{key: value for key, value in common.items() if key in accepted} | own)
+
+
+def _choice(kind: str, name: str, table: Mapping[str, Any]) -> Any:
+    if name not in table:
+        raise UserError(f"no {kind} {name!r}; {_suggest(name, table)}")
+    return table[name]
+
+
+def _accepted(make: Callable[..., Any]) -> set[str]:
+    """The option names of a constructor, those that it hands on to its base class (**options) included."""
+    target = make.func if isinstance(make, partial) else make
+    names: set[str] = set()
+    for base in target.__mro__ if isinstance(target, type) else (target,):
+        parameters = inspect.signature(base).parameters.values()
+        names |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return names
+
+
+def _suggest(wrong: str, known: Iterable[str]) -> str:
+    close = get_close_matches(wrong, known, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(sorted(known))}"
+
+
+def _register_with_timm() -> None:
+    """Make every name a timm entry point of this module, so that `timm.create_model(name)` gives the same model."""
+    this = sys.modules[__name__]
+    for name in list_models():
+
+        def entry(pretrained: bool = False, _name: str = name, **options: Any) -> nn.Module:
+            if pretrained:
+                raise UserError(f"{_name} has no published weights; certified checkpoints are in the registry")
+            for key in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
+                options.pop(key, None)
+            return create_model(_name, **options)
+
+        entry.__name__, entry.__qualname__, entry.__module__ = name, name, __name__
+        setattr(this, name, entry)
+        timm.models.register_model(entry)
+
+
+_register_with_timm()

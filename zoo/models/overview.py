@@ -1,0 +1,267 @@
+"""What is in the zoo: sizes, cost and provability of every model, and the tree of its layers.
+
+Nothing here allocates the weights of a full-size model: sizes and cost come from the `meta` device, and the rules are
+tried on the same parts at a tiny size.
+
+Letters: B images, C channels, H x W pixels.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.tree import Tree
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from certizoo import UserError
+from zoo.bounds import curvature, rules
+from zoo.layers.fold import folded
+from zoo.models.catalog import Options
+from zoo.models.factory import attention_name, create_model, list_models, model_options
+
+COUNTED = (
+    "GMACs: 10^9 multiply-adds of all matrix products and convolutions for one image, those inside the attention "
+    "included (model cards that leave out fused attention show less: 16.9 instead of 17.6 for a ViT-B/16).\n"
+    "tokens: after the patch embedding, class token included; Swin: in its first stage.   "
+    "lofast, adjoint: yes, if every part has a proven rule; `python -m zoo show NAME` says what is missing."
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One row of the overview. `lofast` and `adjoint` are '' where the certificate applies, else the reason why not."""
+
+    name: str
+    attention: str
+    backbone: str
+    parameters: int
+    macs: int
+    tokens: int | None
+    image: str
+    lofast: str
+    adjoint: str
+
+    def record(self) -> dict[str, Any]:
+        """For CSV and JSON."""
+        found = asdict(self)
+        for method in RULES:
+            found |= {method: not found[method], f"{method}_reason": found[method]}
+        return found
+
+
+def facts(name: str, **overrides: Any) -> Facts:
+    """What `python -m zoo` says of one model. Raises UserError as `create_model` does."""
+    options = model_options(name, **overrides)
+    model = on_meta(name, **overrides)
+    with FlopCounterMode(display=False) as counter:
+        _forward(model, options)
+    return Facts(
+        name=name,
+        attention=attention_name(name, **overrides) if "attention" in options else "-",
+        backbone="convit" if options.get("gpsa_layers") else str(options["backbone"]),
+        parameters=sum(p.numel() for p in model.parameters()),
+        macs=counter.get_total_flops() // 2,
+        tokens=_tokens(model),
+        image="x".join(str(n) for n in (options["in_chans"], options["img_size"], options["img_size"])),
+        lofast=lofast_refusal(name, **overrides),
+        adjoint=rules_refusal(name, "adjoint", **overrides),
+    )
+
+
+def matching(pattern: str) -> list[str]:
+    """The names that fit a pattern such as 'l2_*'. Raises UserError if none does."""
+    names = list_models()
+    if found := [name for name in names if fnmatchcase(name, pattern)]:
+        return found
+    near = get_close_matches(pattern, names, n=3) or [name for name in names if pattern.strip("*") in name][:3]
+    mend = f"did you mean {' or '.join(near)}?" if near else "'*' lists them all"
+    raise UserError(f"no model fits {pattern!r}; {mend}")
+
+
+def table(rows: Iterable[Facts]) -> Table:
+    """The overview for people; COUNTED says what its figures count."""
+    numbers = ("M parameters", "GMACs", "tokens")
+    result = Table("name", "attention", "backbone", caption=COUNTED, caption_justify="left")
+    for column in numbers:
+        result.add_column(column, justify="right")
+    for column in ("image", *RULES):
+        result.add_column(column)
+    for row in rows:
+        result.add_row(
+            row.name, row.attention, row.backbone, f"{row.parameters / 1e6:.2f}", f"{row.macs / 1e9:.3g}",
+            "-" if row.tokens is None else str(row.tokens), row.image, "-" if row.lofast else "yes",
+            "-" if row.adjoint else "yes",
+        )  # fmt: skip
+    return result
+
+
+# sizes and cost ------------------------------------------------------------------------------------------------------
+
+
+def on_meta(name: str, **overrides: Any) -> nn.Module:
+    """The model as it is served (eval mode, parametrisations folded), without memory for its weights."""
+    with torch.device("meta"):
+        return folded(create_model(name, **overrides))
+
+
+def _forward(model: nn.Module, options: Options) -> None:
+    size = options["img_size"]
+    with torch.no_grad():
+        model(torch.empty(1, options["in_chans"], size, size, device="meta"))
+
+
+def _tokens(model: nn.Module) -> int | None:
+    """None for models without patches."""
+    patches = getattr(getattr(model, "patch_embed", None), "num_patches", None)
+    return None if patches is None else patches + (getattr(model, "cls_token", None) is not None)
+
+
+# provability ---------------------------------------------------------------------------------------------------------
+
+
+def tiny_options(name: str) -> Options:
+    """Overrides that make a model of every name tiny and keep its parts: all kinds of blocks, norms and attention."""
+    options = model_options(name)
+    return {"num_classes": 5} | TINY[options["backbone"]](options)
+
+
+def _tiny_vit(options: Options) -> Options:
+    """3 x 3 patches, two layers (ConViT: one with gated positions, one without)."""
+    tiny = {"img_size": 12, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    return tiny | {"gpsa_layers": min(options["gpsa_layers"], 1)}
+
+
+def _tiny_swin(options: Options) -> Options:
+    """Two stages: 4 windows of 3 x 3 patches, plain and shifted, then one window that is the whole grid."""
+    return {
+        "img_size": 12,
+        "patch_size": 2,
+        "window_size": 3,
+        "embed_dim": 12,
+        "depths": (2, 1),
+        "num_heads": (2, 3),
+    }
+
+
+def _tiny_convnet(options: Options) -> Options:
+    """Every convolution with an eighth of its channels, on the smallest image that all of them can reduce."""
+    layers = tuple((channels // 8, *rest) for channels, *rest in options["layers"])
+    return {"img_size": 22, "layers": layers, "hidden": (8,) * len(options["hidden"])}
+
+
+TINY: dict[str, Callable[[Options], Options]] = {"vit": _tiny_vit, "swin": _tiny_swin, "convnet": _tiny_convnet}
+
+
+def lofast_refusal(name: str, **overrides: Any) -> str:
+    """Whether LoFAST applies; see `rules_refusal`."""
+    return rules_refusal(name, "lofast", **overrides)
+
+
+def rules_refusal(name: str, method: str, **overrides: Any) -> str:
+    """'' where the rules of a method, 'lofast' or 'adjoint', cover the model, else the reason why not: they are really
+    tried, on the same parts, tiny."""
+    options = overrides | tiny_options(name)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        model = folded(create_model(name, **options)).double().requires_grad_(False)
+    size = options["img_size"]
+    try:
+        x = torch.full((1, model_options(name, **options)["in_chans"], size, size), 0.5, dtype=torch.float64)
+        RULES[method](model, x)
+    except rules.NoRule as error:
+        return str(error)
+    return ""
+
+
+def _lofast_rules(model: nn.Module, x_BCHW: Tensor) -> None:
+    trunk, _ = rules.classifier_of(model)
+    trunk(x_BCHW)
+
+
+def _adjoint_rules(model: nn.Module, x_BCHW: Tensor) -> None:
+    for layer, expand in curvature.trunk_of(model)[0]:
+        layer(x_BCHW)
+        x_BCHW = expand(x_BCHW).y
+
+
+RULES: dict[str, Callable[[nn.Module, Tensor], None]] = {"lofast": _lofast_rules, "adjoint": _adjoint_rules}
+
+
+# the tree of layers --------------------------------------------------------------------------------------------------
+
+
+def layer_tree(name: str, **overrides: Any) -> Tree:
+    """Every module with its type, options, parameters and output shape for one image; equal neighbours once."""
+    options = model_options(name, **overrides)
+    model = on_meta(name, **overrides)
+    shapes = _output_shapes(model, options)
+    root = Tree(_label(name, model, shapes), highlight=True)
+    _grow(root, model, shapes)
+    return root
+
+
+def rule_table(name: str, **overrides: Any) -> Table:
+    """Every type of module in the model, and whether it has a proven rule of its own."""
+    model = on_meta(name, **overrides)
+    parts = [module for module in model.modules() if module is not model]
+    proved = set(rules.rule_types())
+    weights = Counter[type[nn.Module]]()
+    for module in parts:
+        weights[type(module)] += sum(p.numel() for p in module.parameters(recurse=False))
+    caption = "A module without a rule of its own may be covered by that of the module around it."
+    result = Table("module type", "modules", "own parameters", "rule", caption=caption, caption_justify="left")
+    for kind, count in Counter(type(module) for module in parts).items():
+        rule = "yes" if kind in proved else "-"
+        result.add_row(f"{kind.__module__}.{kind.__qualname__}", str(count), f"{weights[kind]:,}", rule)
+    return result
+
+
+def _output_shapes(model: nn.Module, options: Options) -> dict[nn.Module, str]:
+    """Of the modules that return one tensor."""
+    shapes: dict[nn.Module, str] = {}
+
+    def note(module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            shapes[module] = str(tuple(output.shape))
+
+    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    _forward(model, options)
+    for hook in hooks:
+        hook.remove()
+    return shapes
+
+
+def _grow(tree: Tree, module: nn.Module, shapes: dict[nn.Module, str]) -> None:
+    children = list(_collapsed(module))
+    if children:  # the weights of a leaf can be seen from its options
+        for key, weight in module.named_parameters(recurse=False):
+            tree.add(f"{key} {tuple(weight.shape)}")
+    for key, child in children:
+        _grow(tree.add(_label(key, child, shapes)), child, shapes)
+
+
+def _collapsed(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children, of numbered neighbours with one structure only the first: '0-11 (12x)'."""
+    for _, group in groupby(module.named_children(), key=_structure):
+        (first, child), *others = group
+        yield (f"{first}-{others[-1][0]} ({len(others) + 1}x)" if others else first), child
+
+
+def _structure(item: tuple[str, nn.Module]) -> tuple[str, str, list[torch.Size]]:
+    """What neighbours share to be shown once; the rate of stochastic depth grows from block to block."""
+    key, module = item
+    text = re.sub(r"drop_prob=[\d.]+", "", repr(module))
+    return "" if key.isdigit() else key, text, [p.shape for p in module.parameters()]
+
+
+def _label(key: str, module: nn.Module, shapes: dict[nn.Module, str]) -> str:
+    count = sum(p.numel() for p in module.parameters())
+    shape = f" -> {shapes[module]}" if module in shapes else ""
+    return f"{key}: {type(module).__name__}({module.extra_repr()})" + (f" {count:,}" if count else "") + shape

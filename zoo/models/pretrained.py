@@ -1,0 +1,140 @@
+"""Pretrained weights for our models: from timm by a full tag, or from a local file."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from certizoo import UserError
+from zoo.attention.softmax import SoftmaxAttention
+from zoo.models import convert
+
+log = logging.getLogger(__name__)
+
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
+WRAPPERS = ("model", "state_dict")  # keys under which published files keep the state dict
+EXAMPLE = "vit_base_patch16_224.augreg2_in21k_ft_in1k"
+Statistics = dict[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A state dict and what its source tells besides: pixel mean and std, heads of every attention; {} and [] if it
+    does not."""
+
+    state: Mapping[str, Tensor]
+    statistics: Statistics
+    num_heads: list[int]
+
+
+def load_pretrained(model: nn.Module, source: str | Path) -> None:
+    """Give `model` the weights of `source`, and say in one line of the log what was adapted (see `convert.from_timm`).
+
+    Args:
+        source: a full timm tag ("vit_base_patch16_224.augreg2_in21k_ft_in1k"), fetched over the network; or a file,
+            .safetensors or one that torch.load reads without running code (.pth, .pt, .bin).
+
+    The pixel statistics become the source's where it tells them: tags and our own exports do, other files do not and
+    leave the model's. Raises UserError where the weights cannot be had or do not fit.
+    """
+    check_source(source)
+    weights = _from_file(Path(source)) if _is_file(source) else _from_tag(str(source))
+    heads = [module.num_heads for module in model.modules() if isinstance(module, SoftmaxAttention)]
+    if weights.num_heads and weights.num_heads != heads:
+        raise UserError(
+            f"{source} has heads {weights.num_heads}, the model has {heads}; set num_heads, or take another tag"
+        )
+    try:
+        state = convert.from_timm(weights.state, model)
+        adapted = convert.adaptations(weights.state, model)
+    except UserError as error:
+        raise UserError(f"{source} does not fit: {error}") from None
+    for name, values in weights.statistics.items():
+        key = f"normalize.{name}"
+        state[key] = torch.tensor(values).view_as(state[key]).to(state[key])
+    model.load_state_dict(state)
+    log.log(
+        logging.WARNING if adapted else logging.INFO, "%s", "; ".join([f"pretrained weights of {source}", *adapted])
+    )
+
+
+def _is_file(source: str | Path) -> bool:
+    return isinstance(source, Path) or source.endswith(SUFFIXES) or Path(source).is_file()
+
+
+def check_source(source: str | Path) -> None:
+    """Raise UserError where there can be no such weights: no file of the right kind, no full tag. Fetches nothing."""
+    if not _is_file(source):
+        _check_tag(str(source))
+        return
+    path = Path(source)
+    if not path.is_file():
+        raise UserError(f"there is no file {path}; give a file of weights, or a full timm tag such as {EXAMPLE}")
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path} is no file of weights; give one that ends in {', '.join(SUFFIXES)}")
+
+
+def _from_file(path: Path) -> Weights:
+    return _safetensors(path) if path.suffix == ".safetensors" else _torch(path)
+
+
+def _safetensors(path: Path) -> Weights:
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
+            told = file.metadata() or {}
+        statistics = {key: tuple(json.loads(told[key])) for key in ("mean", "std") if key in told}
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); copy it again") from None
+    return Weights(state, statistics, [])
+
+
+def _torch(path: Path) -> Weights:
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged or foreign file makes the reader raise anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"{path} cannot be read as plain weights ({reason}); save its state dict as .safetensors"
+        ) from None
+    for wrapper in WRAPPERS:
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            content = content[wrapper]
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise UserError(f"{path} holds no state dict; save one, names with tensors, as .safetensors")
+    return Weights(content, {}, [])
+
+
+def _from_tag(tag: str) -> Weights:
+    try:
+        theirs = timm.create_model(tag, pretrained=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"{tag} could not be fetched ({reason}); connect to the network, or give a local file of these weights"
+        ) from None
+    config = theirs.pretrained_cfg
+    heads = [
+        module.num_heads for module in theirs.modules() if hasattr(module, "num_heads") and hasattr(module, "proj")
+    ]
+    return Weights(theirs.state_dict(), {"mean": config["mean"], "std": config["std"]}, heads)
+
+
+def _check_tag(tag: str) -> None:
+    """Raise UserError unless this is a full tag, architecture.weights: a bare architecture may change its weights."""
+    tags = timm.list_pretrained()
+    if tag in tags and "." in tag:
+        return
+    architecture = tag.partition(".")[0]
+    near = [known for known in tags if known.startswith(f"{architecture}.")]
+    near = near or get_close_matches(tag, tags, n=3, cutoff=0.5) or [EXAMPLE]
+    what = f"timm has no weights {tag!r}" if "." in tag else f"{tag!r} does not say which weights"
+    raise UserError(f"{what}; give a full tag such as {', '.join(near[:4])}, or a file ({', '.join(SUFFIXES)})")

@@ -1,0 +1,308 @@
+"""The Swin Transformer (Liu et al. 2021) with injected attention, norm and MLP, and its sensitivity rules.
+
+A subclass of timm's model: its windows, shifts, masks and merging of patches are used as they are, and the keys of its
+state dict, apart from the attention's (`attn.content`), stay timm's. Only the parts are ours.
+
+Letters: B images, C channels, H x W the grid of tokens, h x w a window, K windows of an image, N = h w, D width.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import timm.layers
+import torch
+import torch.nn.functional as F
+from timm.models import swin_transformer
+from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, SwinTransformerStage
+from torch import Tensor, nn
+
+from certizoo import UserError
+from zoo.attention.core_expansion import bounded
+from zoo.attention.window import WindowAttention, masked, masked_local, measured
+from zoo.bounds.curvature import (
+    Expand,
+    Expansion,
+    Node,
+    composition,
+    expansion_of,
+    linear_expansion,
+    nodes,
+    nodes_of,
+    residual_expansion,
+    trunk_nodes,
+)
+from zoo.bounds.rules import (
+    Bound,
+    Layer,
+    NoRule,
+    Step,
+    chain,
+    classifier_rule,
+    expect,
+    layer_of,
+    local_rule,
+    residual,
+    rule,
+)
+from zoo.layers.init import finish_init_, trunc_normal_init_
+from zoo.layers.patches import Normalize, by_products_, patches_gram, patches_norm
+
+
+class Swin(swin_transformer.SwinTransformer):
+    """Images (B, C, H, W) in [0,1] -> logits (B, num_classes); methods and tokens (B, H', W', D) as in timm.
+
+    Args:
+        attention: width, num_heads -> the attention inside a window.
+        mlp: width, hidden width -> the MLP of a block.
+        norm: width -> a norm.
+        embed_dim, num_heads, depths: width of the first stage (twice as wide in each next one), heads and blocks per
+            stage. The other options are timm's.
+    """
+
+    def __init__(
+        self,
+        *,
+        attention: Callable[[int, int], nn.Module],
+        mlp: Callable[[int, int], nn.Module],
+        norm: Callable[[int], nn.Module],
+        img_size: int,
+        patch_size: int,
+        embed_dim: int,
+        depths: Sequence[int],
+        num_heads: Sequence[int],
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        init: Callable[[nn.Module], None] = trunc_normal_init_,
+        **options: Any,
+    ) -> None:
+        if img_size % patch_size:
+            raise UserError(f"img_size {img_size} is not a multiple of patch_size {patch_size}; change one of them")
+        if len(depths) != len(num_heads):
+            raise UserError(f"depths has {len(depths)} stages and num_heads {len(num_heads)}; give both one per stage")
+        super().__init__(
+            img_size=img_size,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            depths=tuple(depths),
+            num_heads=tuple(num_heads),
+            weight_init="skip",
+            **options,
+        )
+        by_products_(self.patch_embed)
+        ours: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
+            swin_transformer.WindowAttention: lambda old: WindowAttention(
+                attention(old.dim, old.num_heads), old.window_size
+            ),
+            timm.layers.Mlp: lambda old: mlp(old.fc1.in_features, old.fc1.out_features),
+            nn.LayerNorm: lambda old: norm(old.normalized_shape[0]),
+        }
+        for name, old in list(self.named_modules()):
+            if type(old) in ours:
+                self.set_submodule(name, ours[type(old)](old))
+        self.normalize = Normalize(mean, std)
+        init(self)
+        finish_init_(self)
+
+    def forward_features(self, x_BCHW: Tensor) -> Tensor:
+        """Tokens before pooling: (B, C, H, W) -> (B, H', W', D)."""
+        return super().forward_features(self.normalize(x_BCHW))
+
+    def forward_intermediates(self, x_BCHW: Tensor, *args: Any, **options: Any) -> Any:
+        """As in timm."""
+        return super().forward_intermediates(self.normalize(x_BCHW), *args, **options)
+
+
+Attend = Callable[[WindowAttention, Tensor | None], Layer]  # a rule of windows, with what it adds to their scores
+
+
+@rule(SwinTransformerBlock)
+def swin_block(module: SwinTransformerBlock) -> Layer:
+    """Each half is r + branch(norm(r)), as in the blocks of a ViT."""
+    return chain(_halves(module, masked))
+
+
+@local_rule(SwinTransformerBlock)
+def local_swin_block(module: SwinTransformerBlock) -> Layer:
+    """The same with local constants."""
+    return chain(_halves(module, masked_local))
+
+
+def _halves(module: SwinTransformerBlock, attend: Attend) -> list[Layer]:
+    attention = chain([layer_of(module.norm1), _in_windows(module, attend), layer_of(module.drop_path1)])
+    mlp = chain([layer_of(module.norm2), layer_of(module.mlp), layer_of(module.drop_path2)])
+    return [residual(attention), residual(mlp)]
+
+
+def _in_windows(module: SwinTransformerBlock, attend: Attend = masked) -> Layer:
+    """Shift, windows, attention, and back. Windows do not see each other, and psi(r) / r is nondecreasing for the bound
+    psi of one window: that of the image is the largest of theirs (MATH-PROOFS.md section 1, tokenwise lemma). Shifts
+    and partitions move tokens only; padding adds constants, cropping drops tokens."""
+    _refuse_other_windows(module)
+    attention = attend(module.attn, module.attn_mask)
+
+    def layer(x_BHWD: Tensor) -> tuple[Tensor, Bound]:
+        y_BND, bound = attention(_windows(module, x_BHWD))
+        return _images(module, y_BND, x_BHWD.shape), _largest(bound, len(x_BHWD), len(y_BND))
+
+    return Step(layer, (module.attn,))
+
+
+def _refuse_other_windows(module: SwinTransformerBlock) -> None:
+    expect(module.attn, WindowAttention)
+    if module.dynamic_mask:
+        raise NoRule(module, "its mask depends on the size of the image; create the model for one size")
+
+
+def _windows(module: SwinTransformerBlock, x_BHWD: Tensor) -> Tensor:
+    """Images, shifted and filled up with zeros, cut into windows (B K, N, D). Its transpose is `_images`."""
+    (height, width), shift = module.window_size, module.shift_size
+    shifted = torch.roll(x_BHWD, (-shift[0], -shift[1]), dims=(1, 2))
+    padded = F.pad(shifted, (0, 0, 0, -x_BHWD.shape[2] % width, 0, -x_BHWD.shape[1] % height))
+    return swin_transformer.window_partition(padded, module.window_size).flatten(1, 2)
+
+
+def _images(module: SwinTransformerBlock, y_BND: Tensor, shape: torch.Size) -> Tensor:
+    """And back to (B, H, W, D) of this shape, without what was filled up."""
+    (height, width), (_, rows, columns, _) = module.window_size, shape
+    padded = (rows + -rows % height, columns + -columns % width)
+    y_BHWD = swin_transformer.window_reverse(y_BND, module.window_size, *padded)[:, :rows, :columns]
+    return torch.roll(y_BHWD, module.shift_size, dims=(1, 2))
+
+
+def _largest(bound: Bound, images: int, windows: int) -> Bound:
+    """Of each image the largest bound of its windows: (..., B) -> (..., B)."""
+
+    def largest(r: Tensor) -> Tensor:
+        r_BK = r.unsqueeze(-1).expand(*r.shape, windows // images)
+        return bound(r_BK.flatten(-2)).unflatten(-1, (images, -1)).amax(-1)
+
+    return largest
+
+
+@rule(PatchMerging)
+def patch_merging(module: PatchMerging) -> Layer:
+    """Four neighbours become one token, then two layers."""
+    expect(module.reduction, nn.Linear)
+    return chain([_merging(module), layer_of(module.norm), layer_of(module.reduction)])
+
+
+def _merge(x_BHWD: Tensor) -> Tensor:
+    """(B, H, W, D) -> (B, H / 2, W / 2, 4 D): a permutation, with zeros for neighbours beyond an odd edge."""
+    rows, columns = x_BHWD.shape[1:3]
+    padded = F.pad(x_BHWD, (0, 0, 0, columns % 2, 0, rows % 2))
+    return padded.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
+
+
+def _merging(module: PatchMerging) -> Layer:
+    return Step(lambda x_BHWD: (_merge(x_BHWD), lambda r: r), (module,))
+
+
+@rule(SwinTransformerStage)
+def swin_stage(module: SwinTransformerStage) -> Layer:
+    """Merging of patches, then blocks."""
+    return chain([layer_of(module.downsample), layer_of(module.blocks)])
+
+
+def _embedding(module: Swin) -> Layer:
+    """Patches before their norm, (B, C, H, W) -> (B, H', W', D)."""
+    norm = patches_norm(module.normalize, module.patch_embed)
+
+    def layer(x_BCHW: Tensor) -> tuple[Tensor, Bound]:
+        return module.patch_embed.proj(module.normalize(x_BCHW)).movedim(1, -1), lambda r: norm * r
+
+    return Step(layer, (module.patch_embed.proj,))
+
+
+def _pooling(module: Swin) -> Layer:
+    """Mean of H W tokens: 1 / sqrt(H W)."""
+    expect(module.head, timm.layers.ClassifierHead)
+    if module.head.global_pool.pool_type != "avg":
+        raise NoRule(module.head, "the pooling has to be the mean, 'avg'")
+
+    def layer(x_BHWD: Tensor) -> tuple[Tensor, Bound]:
+        gain = x_BHWD[0, ..., 0].numel() ** -0.5
+        return module.forward_head(x_BHWD, pre_logits=True), lambda r: gain * r
+
+    return Step(layer, ("pool",))
+
+
+@classifier_rule(Swin)
+def swin(module: Swin) -> tuple[Layer, nn.Linear]:
+    """Everything up to the pooled token, and the linear head."""
+    parts = (module.patch_embed.norm, module.layers, module.norm)
+    return chain([_embedding(module), *map(layer_of, parts), _pooling(module)]), module.head.fc
+
+
+# second order ---------------------------------------------------------------------------------------------------------
+
+
+@nodes(SwinTransformerBlock)
+def swin_block_nodes(module: SwinTransformerBlock) -> list[Node]:
+    """Two halves."""
+    attention, mlp = _halves(module, masked_local)
+    windows = (_in_windows(module, masked_local), _expand_in_windows(module))
+    branches = [
+        [_step(module.norm1), windows, _step(module.drop_path1)],
+        [_step(module.norm2), _step(module.mlp), _step(module.drop_path2)],
+    ]
+    return [
+        (layer, residual_expansion(composition(parts))) for layer, parts in zip((attention, mlp), branches, strict=True)
+    ]
+
+
+def _step(module: nn.Module) -> Node:
+    return layer_of(module), expansion_of(module)
+
+
+def _expand_in_windows(module: SwinTransformerBlock) -> Expand:
+    """Windows share r: with steep bounds sum_w psi_w(r_w) <= max_w psi_w(r), and the same of squares of beta; with
+    others that would be false (MATH-PROOFS section 1, trap). The cap ||g|| beta is put on behind the maximum."""
+    _refuse_other_windows(module)
+    expand_window = measured(module.attn, module.attn_mask).expand
+
+    def expand(x_BHWD: Tensor) -> Expansion:
+        inner = expand_window(_windows(module, x_BHWD))
+        images, windows, shape = len(x_BHWD), len(inner.y), x_BHWD.shape
+
+        def inwards(g: Tensor) -> Tensor:
+            return _windows(module, g.flatten(0, 1)).unflatten(0, (len(g), -1))
+
+        def pull(g: Tensor) -> Tensor:
+            return _images(module, inner.pull(inwards(g)).flatten(0, 1), shape).unflatten(0, (len(g), -1))
+
+        return Expansion(
+            _images(module, inner.y, shape),
+            inner.gain_B.view(images, -1).amax(-1),
+            _largest(inner.beta, images, windows),
+            lambda g: _largest(inner.remainder(inwards(g)), images, windows),
+            pull,
+        )
+
+    return bounded(expand, _in_windows(module, masked_local))
+
+
+@nodes(PatchMerging)
+def patch_merging_nodes(module: PatchMerging) -> list[Node]:
+    """The permutation, and the two layers."""
+    merging = _merging(module)
+    return [(merging, linear_expansion(_merge, merging)), *nodes_of(module.norm), *nodes_of(module.reduction)]
+
+
+@nodes(SwinTransformerStage)
+def swin_stage_nodes(module: SwinTransformerStage) -> list[Node]:
+    """Merging of patches, then blocks."""
+    return [*nodes_of(module.downsample), *nodes_of(module.blocks)]
+
+
+@trunk_nodes(Swin)
+def swin_nodes(module: Swin) -> tuple[list[Node], nn.Linear]:
+    """The same chain with its second order: embedding and pooling are affine."""
+    embedding, pooling = _embedding(module), _pooling(module)
+    parts = (module.patch_embed.norm, module.layers, module.norm)
+    gram = patches_gram(module.normalize, module.patch_embed)
+    chained = [
+        (embedding, linear_expansion(lambda x: embedding(x)[0], embedding, gram)),
+        *(node for part in parts for node in nodes_of(part)),
+        (pooling, linear_expansion(lambda x: pooling(x)[0], pooling)),
+    ]
+    return chained, module.head.fc

@@ -1,0 +1,216 @@
+"""The Vision Transformer (Dosovitskiy et al. 2021) with injected attention, norm and MLP, and its sensitivity rule.
+
+    images in [0,1] -> normalise -> patches -> (class token) + positions -> blocks -> norm -> pool -> head
+
+ConViT (d'Ascoli et al. 2021) is the same with the class token put in front after its convolutional blocks.
+
+Letters: B images, C channels, N tokens, D width.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from timm.layers import PatchEmbed, trunc_normal_
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from certizoo import UserError
+from zoo.bounds.curvature import Expand, Expansion, Node, expansion_of, linear_expansion, nodes_of, trunk_nodes
+from zoo.bounds.rules import Bound, Layer, Step, chain, classifier_rule, expect, layer_of
+from zoo.layers.cap import cap_
+from zoo.layers.constrained import constrain_
+from zoo.layers.init import finish_init_, trunc_normal_init_
+from zoo.layers.patches import Normalize, by_products_, patches_gram, patches_norm
+
+
+class ViT(nn.Module):
+    """Images (B, C, H, W) in [0,1] -> logits (B, num_classes); methods named as in timm.
+
+    Args:
+        block: index, drop_path -> one block; the model does not know what is in it.
+        norm: embed_dim -> the norm before pooling, or after it if `fc_norm`.
+        global_pool: 'avg' (mean of all tokens) or 'cls' (a class token).
+        cls_after: the number of blocks after which the class token joins; it has a position only if that is 0.
+        bias: whether the patch embedding and the head have one.
+        init: gives the weights their initial values.
+        patch_cap: cap on the spectral norm of the patch embedding (None: free).
+        patch_constraint: keeps that norm at 1 instead, 'aol' or 'orthogonal' (None: not).
+    """
+
+    def __init__(
+        self,
+        *,
+        block: Callable[[int, float], nn.Module],
+        norm: Callable[[int], nn.Module],
+        img_size: int,
+        patch_size: int,
+        in_chans: int,
+        num_classes: int,
+        embed_dim: int,
+        depth: int,
+        global_pool: str,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        cls_after: int = 0,
+        fc_norm: bool = False,
+        bias: bool = True,
+        drop_path_rate: float = 0.0,
+        init: Callable[[nn.Module], None] = trunc_normal_init_,
+        patch_cap: float | None = None,
+        patch_constraint: str | None = None,
+    ) -> None:
+        super().__init__()
+        if img_size % patch_size:
+            raise UserError(f"img_size {img_size} is not a multiple of patch_size {patch_size}; change one of them")
+        if global_pool not in ("avg", "cls"):
+            raise UserError(f"global_pool is {global_pool!r}; choose 'avg' or 'cls'")
+        if patch_cap is not None and patch_constraint is not None:
+            raise UserError("patch_cap and patch_constraint both bound the patch embedding; set one of them to null")
+        self.num_classes, self.embed_dim, self.global_pool = num_classes, embed_dim, global_pool
+        self.normalize = Normalize(mean, std)
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, bias=bias)
+        by_products_(self.patch_embed)
+        has_cls = global_pool == "cls"
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if has_cls else None
+        self.cls_after = cls_after
+        positions = self.patch_embed.num_patches + (has_cls and cls_after == 0)
+        self.pos_embed = nn.Parameter(torch.empty(1, positions, embed_dim))
+        trunc_normal_(self.pos_embed, std=0.02)
+        drop = torch.linspace(0, drop_path_rate, depth, device="cpu").tolist()
+        self.blocks = nn.Sequential(*(block(i, drop[i]) for i in range(depth)))
+        last_norm = norm(embed_dim)
+        self.norm: nn.Module = nn.Identity() if fc_norm else last_norm
+        self.fc_norm: nn.Module = last_norm if fc_norm else nn.Identity()
+        self.head = nn.Linear(embed_dim, num_classes, bias=bias)
+        init(self)
+        cap_(self.patch_embed.proj, [patch_cap])
+        if patch_constraint is not None:
+            constrain_(self.patch_embed.proj, patch_constraint)
+        finish_init_(self)
+
+    def embed(self, x_BCHW: Tensor) -> Tensor:
+        """Normalised patches with positions (and a class token that has one): (B, C, H, W) -> (B, N, D)."""
+        x_BND = self.patch_embed(self.normalize(x_BCHW))
+        if self.cls_after == 0:
+            x_BND = self.add_cls_token(x_BND)
+        return x_BND + self.pos_embed
+
+    def add_cls_token(self, x_BND: Tensor) -> Tensor:
+        """The class token in front, in models that have one."""
+        if self.cls_token is None:
+            return x_BND
+        return torch.cat([self.cls_token.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
+
+    def forward_features(self, x_BCHW: Tensor) -> Tensor:
+        """Tokens before pooling: (B, C, H, W) -> (B, N, D)."""
+        x_BND = self.embed(x_BCHW)
+        if self.cls_after == 0:
+            return self.norm(self.blocks(x_BND))
+        x_BND = self.add_cls_token(self.blocks[: self.cls_after](x_BND))
+        return self.norm(self.blocks[self.cls_after :](x_BND))
+
+    def pool(self, x_BND: Tensor) -> Tensor:
+        """(B, N, D) -> (B, D)."""
+        return x_BND.mean(1) if self.global_pool == "avg" else x_BND[:, 0]
+
+    def forward_head(self, x_BND: Tensor, pre_logits: bool = False) -> Tensor:
+        """(B, N, D) -> logits (B, num_classes), or the pooled token (B, D)."""
+        pooled_BD = self.fc_norm(self.pool(x_BND))
+        return pooled_BD if pre_logits else self.head(pooled_BD)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x_BCHW))
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A fresh linear head; `global_pool` may change only between values that need the same tokens."""
+        if global_pool is not None and global_pool != self.global_pool:
+            raise UserError("the pooling decides whether there is a class token; create a new model instead")
+        self.num_classes = num_classes
+        bias = self.head.bias is not None
+        self.head = nn.Linear(self.embed_dim, num_classes, bias=bias).to(self.pos_embed)
+
+
+def _embedding(module: ViT) -> Layer:
+    """Positions and class token are constant."""
+    expect(module.patch_embed.norm, nn.Identity)
+    norm = patches_norm(module.normalize, module.patch_embed)
+    return Step(lambda x: (module.embed(x), lambda r: norm * r), (module.patch_embed,))
+
+
+def _pooling(module: ViT) -> Layer:
+    """Mean of N tokens: 1 / sqrt(N). One token: 1."""
+
+    def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
+        gain = x_BND.shape[1] ** -0.5 if module.global_pool == "avg" else 1.0
+        return module.pool(x_BND), lambda r: gain * r
+
+    return Step(layer, ("pool",))
+
+
+def _fc_norm(module: ViT) -> Layer:
+    """The norm of the pooled token, which rules for tokens take as one of one."""
+    norm = layer_of(module.fc_norm)
+
+    def layer(x_BD: Tensor) -> tuple[Tensor, Bound]:
+        y_B1D, bound = norm(x_BD.unsqueeze(1))
+        return y_B1D.squeeze(1), bound
+
+    return Step(layer, (module.fc_norm,))
+
+
+@classifier_rule(ViT)
+def vit(module: ViT) -> tuple[Layer, nn.Linear]:
+    """Everything up to the pooled token, and the linear head (for pairwise margins)."""
+    blocks = [layer_of(block) for block in module.blocks]
+    if module.cls_after:  # a constant joins: the change of the tokens stays what it is
+        blocks.insert(module.cls_after, lambda x_BND: (module.add_cls_token(x_BND), lambda r: r))
+    trunk = chain([_embedding(module), *blocks, layer_of(module.norm), _pooling(module), _fc_norm(module)])
+    return trunk, module.head
+
+
+@trunk_nodes(ViT)
+def vit_nodes(module: ViT) -> tuple[list[Node], nn.Linear]:
+    """The same chain with its second order: embedding, class token and pooling are affine."""
+    embedding, pooling = _embedding(module), _pooling(module)
+    blocks = [nodes_of(block) for block in module.blocks]
+    if module.cls_after:
+        joins: Layer = lambda x_BND: (module.add_cls_token(x_BND), lambda r: r)  # noqa: E731
+        blocks.insert(module.cls_after, [(joins, linear_expansion(module.add_cls_token, joins))])
+    chained = [
+        (embedding, linear_expansion(module.embed, embedding, _embedding_gram(module))),
+        *(node for block in blocks for node in block),
+        *nodes_of(module.norm),
+        (pooling, linear_expansion(module.pool, pooling)),
+    ]
+    if type(module.fc_norm) is not nn.Identity:
+        chained.append((_fc_norm(module), _fc_norm_expansion(module)))
+    return chained, module.head
+
+
+def _embedding_gram(module: ViT) -> Callable[[Tensor], Tensor]:
+    """J J^T of the embedding. A class token in front is constant: its row of J is 0."""
+    constant = int(module.cls_token is not None and module.cls_after == 0)
+    gram_of_patches = patches_gram(module.normalize, module.patch_embed)
+
+    def gram(v_CBND: Tensor) -> Tensor:
+        return pad(gram_of_patches(v_CBND[..., constant:, :]), (0, 0, constant, 0))
+
+    return gram
+
+
+def _fc_norm_expansion(module: ViT) -> Expand:
+    """The second order of `_fc_norm`."""
+    expand_token = expansion_of(module.fc_norm)
+
+    def expand(x_BD: Tensor) -> Expansion:
+        of_token = expand_token(x_BD.unsqueeze(1))
+        return replace(
+            of_token,
+            y=of_token.y.squeeze(1),
+            remainder=lambda g_CBD: of_token.remainder(g_CBD.unsqueeze(-2)),
+            pull=lambda g_CBD: of_token.pull(g_CBD.unsqueeze(-2)).squeeze(-2),
+            own_push=lambda v_CBD: of_token.push(v_CBD.unsqueeze(-2)).squeeze(-2),
+        )
+
+    return expand
