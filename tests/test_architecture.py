@@ -1,16 +1,18 @@
-"""Who may import whom: data flows one way, and each heavy library has one door."""
+"""Who may import whom, down to the rooms: data flows one way, no circles, and each heavy library has one door."""
 
 import ast
+import shutil
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 # folder -> the project's folders that it may import besides itself and `certizoo`
-ALLOWED: dict[str, set[str]] = {
+FOLDERS: dict[str, set[str]] = {
     "certizoo": set(),
     "zoo": set(),
     "shards": set(),
@@ -19,6 +21,60 @@ ALLOWED: dict[str, set[str]] = {
     "certify": {"zoo", "shards", "attacks", "registry"},
     "trainers": {"zoo", "shards", "attacks", "registry", "certify"},
     "tuning": {"zoo", "shards", "attacks", "registry", "certify", "trainers"},
+}
+# room (a sub-folder, or a file that stands beside sub-folders) -> the rooms of its own folder that it may import
+_JOB = {"trainers/job", "trainers/objectives", "trainers/techniques"}
+_BASE = {"trainers/settings.py", "trainers/place.py", "trainers/seeds.py"}
+_RUN = _BASE | _JOB | {"trainers/engine", "trainers/weights"}
+_LAYERS = {"zoo/spectral.py", "zoo/bounds", "zoo/layers", "zoo/attention"}
+ROOMS: dict[str, set[str]] = {
+    "certify/methods": set(),
+    "certify/rows": set(),
+    "certify/served.py": set(),  # published versions name it
+    "certify/api.py": {"certify/methods"},
+    "certify/papers": {"certify/methods", "certify/rows"},
+    "certify/stage/page": {"certify/rows"},
+    "certify/stage": {"certify/api.py", "certify/methods", "certify/rows", "certify/stage/page"},
+    "certify/evaluation": {"certify/api.py", "certify/methods", "certify/rows"},
+    "certify/__init__.py": {"certify/api.py", "certify/methods", "certify/stage"},
+    "certify/__main__.py": {"certify/methods", "certify/stage", "certify/evaluation", "certify/papers"},
+    "trainers/__init__.py": set(),
+    "trainers/settings.py": set(),
+    "trainers/place.py": set(),
+    "trainers/seeds.py": set(),
+    "trainers/engine": _BASE,
+    "trainers/objectives": _BASE,
+    "trainers/techniques": _BASE,
+    "trainers/job": _BASE | {"trainers/objectives", "trainers/techniques"},
+    "trainers/weights": _BASE | _JOB | {"trainers/engine"},
+    "trainers/doctor": _BASE | _JOB | {"trainers/engine"},
+    "trainers/steps": _RUN,
+    "trainers/certvit": _RUN | {"trainers/steps"},
+    "trainers/entry.py": _RUN | {"trainers/steps"},
+    "trainers/adv_train.py": {"trainers/entry.py"},
+    "trainers/std_train.py": {"trainers/entry.py"},
+    "trainers/constrain.py": {"trainers/entry.py", "trainers/certvit"},
+    "trainers/reshape.py": {"trainers/job", "trainers/weights"},
+    "zoo/spectral.py": set(),
+    "zoo/penalty.py": {"zoo/spectral.py"},
+    "zoo/hinge.py": {"zoo/spectral.py", "zoo/penalty.py"},
+    "zoo/bounds": {"zoo/spectral.py"},
+    "zoo/layers": {"zoo/spectral.py", "zoo/bounds"},
+    "zoo/attention": {"zoo/spectral.py", "zoo/bounds", "zoo/layers"},
+    "zoo/models": _LAYERS,
+    "zoo/handover.py": _LAYERS | {"zoo/models"},
+    "zoo/export.py": _LAYERS | {"zoo/models", "zoo/handover.py"},
+    "zoo/__main__.py": _LAYERS | {"zoo/models", "zoo/handover.py", "zoo/export.py"},
+    "zoo/__init__.py": _LAYERS | {"zoo/models", "zoo/handover.py", "zoo/export.py", "zoo/penalty.py", "zoo/hinge.py"},
+}
+# folder -> the only rooms and files of certify that it may import
+OF_CERTIFY = {"trainers": {"certify/stage", "certify/papers/published.py"}}
+FILES_A_ROOM = 12  # besides __init__ and __main__
+# rooms of more files: how many, and why
+CROWDED = {
+    "zoo/attention": (14, "one file a variant, beside what is shared by softmax attention"),
+    "registry": (14, "small doors to one library, a verb each; none is opened with another"),
+    "shards": (15, "a reader is a chain of small steps, one a file"),
 }
 # library -> the only files or folders that may import it
 DOORS = {
@@ -35,7 +91,14 @@ DOORS = {
     "imagecorruptions": {"attacks/corruption.py"},
     "simplejpeg": {"shards/decode.py"},
 }
-FILES = sorted(path for folder in ALLOWED for path in (ROOT / folder).rglob("*.py"))
+
+
+def files_of(root: Path) -> list[Path]:
+    """Every Python file of the product below `root`, relative to it."""
+    return sorted(path.relative_to(root) for folder in FOLDERS for path in (root / folder).rglob("*.py"))
+
+
+FILES = files_of(ROOT)
 
 
 @cache
@@ -44,28 +107,135 @@ def parsed(path: Path) -> ast.Module:
 
 
 @cache
-def imports(path: Path) -> set[str]:
-    """Top-level names of everything imported anywhere in the file, also inside functions."""
+def imported(path: Path) -> frozenset[str]:
+    """Dotted names of everything imported anywhere in the file: inside functions and under TYPE_CHECKING too."""
     found: set[str] = set()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide where a thing lives"
-            found.add((node.module or "").split(".")[0])
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(found)
+
+
+def libraries(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imported(path)}
+
+
+def file_of(name: str, files: set[Path]) -> Path | None:
+    """The project's file behind a dotted name, which may end in a name inside that file."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = Path(*parts[:end])
+        for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+            if candidate in files:
+                return candidate
+    return None
+
+
+def room_of(file: Path) -> str:
+    """Its sub-folder; the file itself where it stands beside sub-folders; its folder where there are none."""
+    divided = any(room.startswith(f"{file.parts[0]}/") for room in ROOMS)
+    return file.as_posix() if divided and len(file.parts) == 2 else file.parent.as_posix()
+
+
+def faults(root: Path) -> list[str]:
+    """Every import in the tree below `root` that goes against FOLDERS, ROOMS or OF_CERTIFY."""
+    listed = files_of(root)
+    files, found = set(listed), []
+    for file in listed:
+        folder, room = file.parts[0], room_of(file)
+        outside = libraries(root / file) & {"tests", "benchmarks", "tune"}
+        found += [f"{file} imports {name}, which is not of the product" for name in outside]
+        for target in {file_of(name, files) for name in imported(root / file)} - {None, file}:
+            assert target is not None
+            other, its_room = target.parts[0], room_of(target)
+            if other not in (folder, "certizoo") and other not in FOLDERS[folder]:
+                found.append(f"{file} imports {target}: {folder} may not import {other}")
+            if other == folder and its_room != room and its_room not in ROOMS[room]:
+                found.append(f"{file} imports {target}: {room} may not import {its_room}")
+            if other == "certify" and folder in OF_CERTIFY and not {its_room, target.as_posix()} & OF_CERTIFY[folder]:
+                found.append(f"{file} imports {target}, which is none of {sorted(OF_CERTIFY[folder])}")
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path: Path) -> None:
-    folder = path.relative_to(ROOT).parts[0]
-    siblings = imports(path) & (set(ALLOWED) | {"tests", "benchmarks", "tune"})
-    assert siblings <= ALLOWED[folder] | {folder, "certizoo"}
+def crowds(root: Path) -> list[str]:
+    """Every folder below `root` with more files than FILES_A_ROOM, or than its line in CROWDED allows."""
+    found = []
+    for room in sorted({file.parent for file in files_of(root)}):
+        count = len([path for path in (root / room).glob("*.py") if not path.stem.startswith("__")])
+        allowed, _ = CROWDED.get(room.as_posix(), (FILES_A_ROOM, ""))
+        if count > allowed:
+            found.append(f"{room} has {count} files, {allowed} are allowed: divide it, or say in CROWDED why not")
+    return found
+
+
+def test_imports_go_one_way() -> None:
+    assert faults(ROOT) == []
+
+
+def test_every_room_is_in_the_table_and_the_table_has_no_circle() -> None:
+    assert {room_of(file) for file in FILES if len(file.parts) > 1} - set(FOLDERS) == set(ROOMS)
+    for graph in (FOLDERS, ROOMS):
+        assert list(TopologicalSorter(graph).static_order())
+
+
+def test_rooms_are_small() -> None:
+    assert crowds(ROOT) == []
+
+
+def test_crowded_rooms_are_as_crowded_as_the_table_says() -> None:
+    for room, (count, reason) in CROWDED.items():
+        files = [path for path in (ROOT / room).glob("*.py") if not path.stem.startswith("__")]
+        assert len(files) == count > FILES_A_ROOM, room
+        assert reason
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The product's files, to plant faults in."""
+    root = tmp_path_factory.mktemp("tree")
+    for file in FILES:
+        (root / file.parent).mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, root / file)
+    return root
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if not room.endswith(".py")])
+def test_an_upward_import_planted_in_a_room_is_seen(room: str, copied: Path) -> None:
+    above = next(other for other in ROOMS if room in ROOMS[other])
+    target = above.removesuffix(".py").replace("/", ".")
+    for statement in (
+        f"import {target}\n",
+        f"def f() -> None:\n    import {target}\n",
+        f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import {target}\n",
+        "import tuning\n",
+    ):
+        planted = copied / room / f"planted_{abs(hash(statement))}.py"
+        planted.write_text(statement)
+        assert any(planted.name in fault for fault in faults(copied)), statement
+        planted.unlink()
+    assert faults(copied) == []
+
+
+@pytest.mark.parametrize("room", sorted({file.parent.as_posix() for file in FILES}))
+def test_a_file_too_many_is_seen(room: str, copied: Path) -> None:
+    files = [path for path in (copied / room).glob("*.py") if not path.stem.startswith("__")]
+    allowed, _ = CROWDED.get(room, (FILES_A_ROOM, ""))
+    planted = [copied / room / f"planted_{i}.py" for i in range(allowed + 1 - len(files))]
+    for path in planted[:-1]:
+        path.touch()
+    assert crowds(copied) == []
+    planted[-1].touch()
+    assert [fault for fault in crowds(copied) if fault.startswith(f"{room} ")]
+    for path in planted:
+        path.unlink()
 
 
 @pytest.mark.parametrize("library", DOORS)
 def test_heavy_libraries_have_one_door(library: str) -> None:
-    users = {path.relative_to(ROOT).as_posix() for path in FILES if library in imports(path)}
+    users = {file.as_posix() for file in FILES if library in libraries(ROOT / file)}
     assert users, f"nobody imports {library}: drop the dependency"
     assert all(any(user == door or user.startswith(f"{door}/") for door in DOORS[library]) for user in users), users
 
@@ -77,8 +247,8 @@ def test_searches_and_the_registry_do_not_wait_for_torch() -> None:
 
 def test_no_pickle_is_read() -> None:
     """torch.load only with weights_only=True, no pickle module, no unsafe YAML."""
-    for path in FILES:
-        assert not {"pickle", "cloudpickle", "joblib", "dill"} & imports(path), path
+    for path in (ROOT / file for file in FILES):
+        assert not {"pickle", "cloudpickle", "joblib", "dill"} & libraries(path), path
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords), path

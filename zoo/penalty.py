@@ -10,7 +10,7 @@ continues with the same ones. The penalty reads the modules; `forward` knows not
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -68,3 +68,8 @@ def _weighted_squares(terms: list[tuple[float, Tensor, Tensor]]) -> Tensor:
             power_HD.copy_(moved_HD)
     # A blocking copy would wait for all that the GPU has to do.
     return (sigma_KH.square().sum(1) * lambda_K.to(sigma_KH, non_blocking=True)).sum()
+
+
+def name_of(lambdas: Mapping[str, object]) -> str:
+    """'msvp' where any lambda of a configuration is above zero, else 'none'."""
+    return "msvp" if any(value for value in lambdas.values() if isinstance(value, int | float)) else "none"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from certify.rows.intervals import interval, percent
-from certify.stage.tables import penalty_name
+from zoo import penalty
 
 Summary = dict[str, Any]
 
@@ -28,7 +28,7 @@ def _about(summary: Summary) -> str:
     n, clean = summary["images"], summary["clean"]
     return (
         f"{summary['attention']} attention, trained on {summary['dataset']} (penalty: "
-        f"{penalty_name(summary['penalty'])}). Clean accuracy {percent(clean)} % ({interval(clean, n)}) on {n} test "
+        f"{penalty.name_of(summary['penalty'])}). Clean accuracy {percent(clean)} % ({interval(clean, n)}) on {n} test "
         f"images (list sha256 `{summary['image_list_sha256'][:16]}`); median certified radius "
         f"{summary['median_radius']:.4f}."
     )

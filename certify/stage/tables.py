@@ -9,6 +9,7 @@ import pandas as pd
 from rich.table import Table
 
 from certify.rows.intervals import percent
+from zoo import penalty
 
 Summary = dict[str, Any]
 
@@ -48,18 +49,13 @@ def accuracy_table(summary: Summary) -> Table:
     return table
 
 
-def penalty_name(penalty: Summary) -> str:
-    """'msvp' where any lambda is above zero, else 'none'."""
-    return "msvp" if any(value for value in penalty.values() if isinstance(value, int | float)) else "none"
-
-
 def tags(summary: Summary) -> dict[str, str]:
     """Tags of the registered version: `certified_acc.<eps>`, `clean_acc`, `pgd_acc.<eps>`, `method`, ..."""
     return {key: f"{value:.4f}" for key, value in metrics(summary).items()} | {
         "method": summary["method"],
         "dataset": summary["dataset"],
         "attention": summary["attention"],
-        "penalty": penalty_name(summary["penalty"]),
+        "penalty": penalty.name_of(summary["penalty"]),
         "git_commit": summary["git_commit"],
         "norm": "l2",
         "images": str(summary["images"]),

@@ -1,0 +1,1 @@
+"""CertViT: adapt, constrain layer by layer, fine-tune (run.py)."""

@@ -1,0 +1,1 @@
+"""DeepSpeed and what a process needs around it: signals, a watchdog, logs."""

@@ -1,0 +1,1 @@
+"""One run as values: from a resolved configuration to a `Job`, everything wrong refused before work (prepare.py)."""

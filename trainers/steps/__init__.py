@@ -1,0 +1,1 @@
+"""The training loop (loop.py), one step of it (step.py), and what watches it."""

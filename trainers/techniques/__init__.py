@@ -1,0 +1,1 @@
+"""What may be added to any objective: masks of the attack, mixed labels, SAM."""

@@ -1,0 +1,1 @@
+"""Weights that outlive a process: checkpoints, their average, the hand-over."""

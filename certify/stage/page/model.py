@@ -6,7 +6,7 @@ from typing import Any
 
 from certify.rows.intervals import percent
 from certify.stage.page.html import Element, data, el
-from certify.stage.tables import penalty_name
+from zoo import penalty
 
 Summary = dict[str, Any]
 SIDE_FILES = ("certificate.json", "certificates.parquet", "card.md", "curve.png")
@@ -67,7 +67,7 @@ def facts(summary: Summary, circumstances: Circumstances) -> list[Element]:
     attack, numerics, model = summary["attack"], summary["numerics"], summary["model"]
     difference = numerics["largest_logit_difference_served_to_float64"]
     found = {
-        "model": f"{model['name']}, {summary['attention']} attention, penalty {penalty_name(summary['penalty'])}",
+        "model": f"{model['name']}, {summary['attention']} attention, penalty {penalty.name_of(summary['penalty'])}",
         "dataset": f"{summary['dataset']}, its first {summary['images']} test images",
         "shards": f"sha256 {summary['data_digest']}",
         "image list": f"sha256 {summary['image_list_sha256']}",
