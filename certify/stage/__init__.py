@@ -1,1 +1,1 @@
-"""The certify stage, `python -m certify`: hand-over in, `certificate.json`, curve, card, report and version out (run.py)."""
+"""The certify stage, `python -m certify`: hand-over in; certificate, curve, card, report, version out (run.py)."""
