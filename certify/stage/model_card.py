@@ -1,20 +1,17 @@
 """The model card of the registry, Markdown; a paragraph is one line, since the registry shows every line break."""
 
-from typing import Any
-
 from certify.rows.intervals import interval, percent
+from certify.rows.summary import Summary
 from zoo import penalty
 
-Summary = dict[str, Any]
 
-
-def card(summary: Summary) -> str:
+def model_card(summary: Summary) -> str:
     """What the model is, what is proved of it, how it was trained, how it is used, and what is not claimed."""
     paragraphs = [
         f"# {summary['model']['name']}",
         _about(summary),
         _table(summary),
-        "On one page, with curve, histograms and the images nearest to the line: [report.html](report.html).",
+        "On one page, with curve, histograms and the borderline images: [report.html](report.html).",
         *_proof(summary),
         *_model(summary),
         _use(summary),
@@ -82,7 +79,7 @@ def _model(summary: Summary) -> list[str]:
         name, cost = max(breakdown["steps"].items(), key=lambda item: item[1])
         what = f"radius times {cost:.3g}" if breakdown["quantity"] == "growth" else f"{percent(cost)} % of the loss"
         found.append(
-            f"**Dearest step.** `{name}`: {what} at eps {breakdown['eps']:g}, of {len(breakdown['steps'])} steps."
+            f"**Costliest step.** `{name}`: {what} at eps {breakdown['eps']:g}, of {len(breakdown['steps'])} steps."
         )
     return found
 

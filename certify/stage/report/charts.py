@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from certify.stage.page.html import Element, el
+from certify.stage.report.html import Element, el
 
 WIDTH, HEIGHT = 640, 320
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 14, 44

@@ -1,15 +1,13 @@
 """Accuracies: the headline, the grid of eps with intervals, and the curve."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 
 from certify.rows.intervals import interval, percent, wilson
-from certify.stage.page.charts import Axes, legend, picture
-from certify.stage.page.html import Element, el, table
+from certify.rows.summary import Summary
+from certify.stage.report.charts import Axes, legend, picture
+from certify.stage.report.html import Element, el, table
 
-Summary = dict[str, Any]
 CURVE_POINTS = 240
 
 

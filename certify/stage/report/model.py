@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from certify.rows.intervals import percent
-from certify.stage.page.html import Element, data, el
+from certify.rows.summary import Summary
+from certify.stage.report.html import Element, data, el
 from zoo import penalty
 
-Summary = dict[str, Any]
 SIDE_FILES = ("certificate.json", "certificates.parquet", "card.md", "curve.png")
 MEANINGS = {
     "growth": "By how much each step widens the radius that reaches it, e_k / e_(k-1). The product of all is the "
@@ -35,14 +34,14 @@ def costs(breakdown: Summary | None) -> list[Element]:
     steps, quantity, eps = breakdown["steps"], breakdown["quantity"], breakdown["eps"]
     if not steps:
         return [el("p", f"No image has a finite loss at eps {eps:g}.", class_="dim")]
-    dearest = max(steps, key=lambda name: steps[name])
+    costliest = max(steps, key=lambda name: steps[name])
     head = el("tr", el("th", "step", scope="col"), el("th", quantity, scope="col"), el("td", aria_hidden="true"))
     meaning = (
         f"{MEANINGS[quantity]} the {breakdown['images']} correctly classified images with a finite loss at eps {eps:g}."
     )
     return [
         el("p", meaning),
-        el("p", "Dearest: ", el("b", data(dearest)), f", {cost_text(steps[dearest], quantity)}."),
+        el("p", "Costliest: ", el("b", data(costliest)), f", {cost_text(steps[costliest], quantity)}."),
         el(
             "table",
             el("caption", "The steps in the order of the model."),

@@ -1,4 +1,4 @@
-"""One process of the certify stage: a model, its certifier and a device; a batch in, its rows out."""
+"""What one process of the certify stage does: certify and attack the images of a batch, on its own device."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from certify.methods.served_adjoint import ServedAdjoint
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.records import Row
 from certify.rows.workers import Batch
-from certify.stage.rows import rows_of
+from certify.stage.outcomes import rows_of
 from certify.stage.settings import Settings
 
 COARSE = 0.25  # LOGIT_TOLERANCE of bfloat16, whose rounding is part of the certificate
 
 
-class Prover:
-    """A hand-over and its certifier, on one device: a batch in, its rows out."""
+class CertifyBatch:
+    """A hand-over and its certifier, on one device: called with a batch, it returns its rows."""
 
     def __init__(self, handover: Path, settings: Settings, worker: int = 0) -> None:
         self.device = device_of(worker, settings.device)
@@ -32,7 +32,7 @@ class Prover:
             self.certifier, self.model = ServedAdjoint(self.model, dtype), InType(self.model.to(dtype))
 
     def __call__(self, batch: Batch) -> list[Row]:
-        """The rows of `certify.stage.rows`, and how far the served logits of each image are from the certified ones."""
+        """The rows of `outcomes.rows_of`, and how far the served logits of each image are from the certified ones."""
         keys, images, labels = batch[0], batch[1].to(self.device), batch[2].to(self.device)
         tolerance = COARSE if self.settings.served_dtype == "bfloat16" else LOGIT_TOLERANCE
         differences = logit_differences(self.model, self.certifier.baked, images, tolerance).tolist()

@@ -9,11 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from certify.stage.page.accuracy import curve, grid, tiles
-from certify.stage.page.html import data, document, el
-from certify.stage.page.images import histograms, nearest
-from certify.stage.page.model import Circumstances, costs, facts
-from certify.stage.page.style import CSS
+from certify.stage.report.accuracy import curve, grid, tiles
+from certify.stage.report.html import data, document, el
+from certify.stage.report.images import borderline, histograms
+from certify.stage.report.model import Circumstances, costs, facts
+from certify.stage.report.style import CSS
 
 __all__ = ["Circumstances", "report"]
 
@@ -34,8 +34,8 @@ def report(
         grid(summary),
         el("h2", "Margins and certified radii"),
         *histograms(summary, rows),
-        el("h2", f"Images nearest to the line at eps {summary['headline_eps']:g}"),
-        *nearest(summary, rows, pictures, circumstances.class_names),
+        el("h2", f"Borderline images at eps {summary['headline_eps']:g}"),
+        *borderline(summary, rows, pictures, circumstances.class_names),
         el("h2", "Which step costs most"),
         *costs(summary["breakdown"]),
         el("h2", "What was certified, and how"),

@@ -1,4 +1,4 @@
-"""The command that makes a certificate again."""
+"""The command that makes a certificate again, as its report names it."""
 
 import json
 import shlex

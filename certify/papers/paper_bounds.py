@@ -192,17 +192,17 @@ def product(model: nn.Module, images_BCHW: Tensor) -> Tensor:
     Residual branches count as 1 + Lip, GELU as 1.12890... (the paper's 1.12 is below its largest slope, trap D3), L2
     attention with the corrected constant. Normalisations and the patch embedding, which the paper's code leaves out
     (D2), are in it: a norm is replaced by c I with c its global constant, max|gamma| / sqrt(eps) for a LayerNorm; then
-    every rule is linear in r, and the chain of rules is the product. Infinite for dot-product attention.
+    every rule is proportional to r, and the chain of rules is the product. Infinite for dot-product attention.
     """
-    linear = bake(model)
-    if any(isinstance(module, DotProductAttention) for module in linear.modules()):
+    stand_in = bake(model)
+    if any(isinstance(module, DotProductAttention) for module in stand_in.modules()):
         return torch.tensor(math.inf, dtype=torch.float64)
-    for name, module in list(linear.named_modules()):
+    for name, module in list(stand_in.named_modules()):
         if isinstance(module, nn.LayerNorm):
-            linear.set_submodule(name, _constant(module))
+            stand_in.set_submodule(name, _constant(module))
         elif isinstance(module, LayerProject | SmoothProject):
-            linear.set_submodule(name, nn.Identity())
-    trunk, head = classifier_of(linear)
+            stand_in.set_submodule(name, nn.Identity())
+    trunk, head = classifier_of(stand_in)
     _, bound = trunk(images_BCHW[:1].double())
     return bound(torch.ones(1, dtype=torch.float64)).squeeze() * sigma_upper(head.weight)
 

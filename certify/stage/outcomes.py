@@ -1,4 +1,4 @@
-"""Clean, attacked and certified on the same images, one row per image.
+"""The outcomes of the certify stage: clean, attacked and certified on the same images, one row per image.
 
 For every eps the three must be nested: an image that is certified survives every attack, one that survives is correct.
 A certified image that an attack changes would refute the certificate, so it stops everything.
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from attacks import AttackConfig
-from certify.api import certifier, radius_of
+from certify.api import certifier as certifier_of
+from certify.api import radius_of
 from certify.methods.breakdown import columns
 from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate
 from certify.rows.records import Row
@@ -45,13 +46,14 @@ def evaluate(
     Raises NoRule, UserError for an unknown method, UnsoundCertificate.
     """
     names = [str(i) for i in range(len(labels_B))] if keys is None else keys
-    prover, served = certifier(model, method), copy.deepcopy(model).eval()
-    rows = rows_of(prover, served, names, images_BCHW, labels_B, method=method, eps_grid=eps, attack=attack)
-    return pd.DataFrame(rows)
+    certifier, served = certifier_of(model, method), copy.deepcopy(model).eval()
+    return pd.DataFrame(
+        rows_of(certifier, served, names, images_BCHW, labels_B, method=method, eps_grid=eps, attack=attack)
+    )
 
 
 def rows_of(
-    prover: Certifier,
+    certifier: Certifier,
     served: nn.Module,
     keys: Sequence[str],
     images_BCHW: Tensor,
@@ -64,12 +66,13 @@ def rows_of(
 ) -> list[Row]:
     """Rows {key, label, prediction, correct, margin, radius.<method>, certified.<eps>, pgd.<eps>, seconds, failure}.
 
-    served: the model as it is served (float32), which the attack sees; images (B, C, H, W) in [0,1]. `attack` is run
-    at every eps of the grid in L2. With `explain_at`, an eps, also what every step of the model costs there, where the
-    method can tell: `growth.<step>` or `share.<step>` (certificate.Breakdown). Raises UnsoundCertificate.
+    certifier: that of `method`; served: the model as it is served (float32), which the attack sees; images
+    (B, C, H, W) in [0,1]. `attack` is run at every eps of the grid in L2. With `explain_at`, an eps, also what every
+    step of the model costs there, where the method can tell: `growth.<step>` or `share.<step>`
+    (certificate.Breakdown). Raises UnsoundCertificate.
     """
     start = time.perf_counter()
-    analysis = prover.analyse(images_BCHW, labels_B)
+    analysis = certifier.analyse(images_BCHW, labels_B)
     radius_B = radius_of(analysis)
     # Within its radius an image is certified: it is asked again only beyond, to tell `unknown` from `not certified`.
     statuses = {eps: status(analysis.at(torch.where(radius_B >= eps, 0.0, eps))) for eps in eps_grid}

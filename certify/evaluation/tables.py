@@ -1,4 +1,4 @@
-"""What people read of an evaluation: the table, the card, the bars, the registry's tags."""
+"""What people read of an evaluation: the table of the terminal, the card, the bars, the registry's tags."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 from rich.table import Table
 
 from certify.rows.intervals import eps_words, interval, percent
+from certify.rows.summary import Summary
 
-Summary = dict[str, Any]
 COLUMNS = ("attack", "norm", "eps", "accuracy %", "certified %", "median L2", "s/image")
 
 

@@ -26,12 +26,10 @@ from certify.__main__ import main
 from certify.methods.adjoint import Adjoint
 from certify.methods.breakdown import FIRST_ORDER, IN_FRONT, averaged, columns, names, shares
 from certify.methods.lofast import LoFAST
-from certify.stage import page
-from certify.stage import register as publication
+from certify.stage import register, report, reproduce
 from certify.stage import run as stage
-from certify.stage.command import command
-from certify.stage.page import gallery
-from certify.stage.page.charts import histogram
+from certify.stage.report import gallery
+from certify.stage.report.charts import histogram
 from certizoo.compose import compose_config
 from tests.certify.methods.test_certify import SMALL
 from tests.certify.stage.test_stage import data, digits, handover  # noqa: F401  (fixtures)
@@ -95,8 +93,8 @@ def rows(out: Path) -> pd.DataFrame:
 def rendered(summary: dict[str, Any], rows: pd.DataFrame, class_names: list[str] | None = None) -> str:
     """The page with one grey picture for every image."""
     grey = gallery.data_uri(torch.full((1, 8, 8), 0.5))
-    circumstances = page.Circumstances("2000-01-01", "python -m certify", class_names)
-    return page.report(summary, rows, dict.fromkeys(range(len(rows)), grey), circumstances)
+    circumstances = report.Circumstances("2000-01-01", "python -m certify", class_names)
+    return report.report(summary, rows, dict.fromkeys(range(len(rows)), grey), circumstances)
 
 
 def test_every_number_is_the_certificates(out: Path, summary: dict[str, Any]) -> None:
@@ -365,7 +363,7 @@ def test_the_command_on_the_page_asks_for_the_same(out: Path, handover: Path, di
     for key in ("method", "images", "headline_eps", "batch_size"):
         assert config[key] == getattr(SETTINGS, key)
     assert tuple(config["eps"]) == SETTINGS.eps
-    elsewhere = command(handover, {}, data(digits), SETTINGS)
+    elsewhere = reproduce.command(handover, {}, data(digits), SETTINGS)
     assert f"data=digits data.root={digits}" in elsewhere
 
 
@@ -380,7 +378,7 @@ def test_it_is_published_linked_and_named(
     assert "[report.html](report.html)" in text
     assert len(text) < 5000, "MLflow's column"
     assert f"{100 * summary['accuracy']['0.05']['certified']:.1f} (" in text
-    collected = publication._collect([handover, out], tmp_path / "published")
+    collected = register._collect([handover, out], tmp_path / "published")
     assert (collected / "report.html").read_bytes() == (out / "report.html").read_bytes()
     main([f"handover={handover}", f"out={tmp_path / 'out'}", "images=4", "eps=[0.1]", "attack.steps=1"])
     assert str(tmp_path / "out" / "report.html") in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Images: histograms of margins and radii, and those that are nearest to the line, one by one."""
+"""Images: histograms of margins and radii, and the borderline images one by one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from certify.stage.page import gallery
-from certify.stage.page.charts import histogram, legend
-from certify.stage.page.html import Element, data, el
+from certify.rows.summary import Summary
+from certify.stage.report import gallery
+from certify.stage.report.charts import histogram, legend
+from certify.stage.report.html import Element, data, el
 
-Summary = dict[str, Any]
 KINDS = {"certified": "certified", "not certified": "open", "unknown": "unknown", "misclassified": "wrong"}  # -> CSS
 
 
@@ -45,10 +45,10 @@ def _histogram(title: str, label: str, values: np.ndarray, kind: np.ndarray, mar
     ]
 
 
-def nearest(
+def borderline(
     summary: Summary, rows: pd.DataFrame, pictures: Mapping[int, str], names: Sequence[str] | None
 ) -> list[Element]:
-    """The weakest certified images, and the strongest of those that are classified correctly without a proof."""
+    """The weakest of the certified images, and the strongest of those that are classified correctly without a proof."""
     parts = []
     sides = gallery.chosen(rows, summary["method"], summary["headline_eps"])
     for title, chosen in zip(("Weakest certified", "Strongest not certified"), sides, strict=True):

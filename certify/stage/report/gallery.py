@@ -1,4 +1,4 @@
-"""The images that a report shows: those that are nearest to the line between certified and not, on both sides."""
+"""The images that a report shows: the borderline ones, nearly not certified and nearly certified."""
 
 import base64
 import io
@@ -17,7 +17,7 @@ SHRUNK = 128  # larger ones are shrunk to this, in JPEG
 def chosen(table: pd.DataFrame, method: str, eps: float) -> tuple[list[int], list[int]]:
     """Rows of the weakest certified images and of the strongest among the correct ones that are not certified.
 
-    Ordered by certified radius, then by margin, the nearest to the line first.
+    Ordered by certified radius, then by margin, the closest to changing sides first.
     """
     order = [f"radius.{method}", "margin"]
     certified = table[f"certified.{eps:g}"] == "certified"

@@ -1,4 +1,5 @@
-"""One process of the evaluation: what a model answers to clean images and to every attack, beside what is proved.
+"""What one process of the evaluation does: the answers of a model to a block of images, clean and under every attack,
+beside what is proved of them.
 
 Letters: B images of a block, I those of them that are classified correctly. An image that is not has no robustness to
 lose: it counts as broken by every attack.
@@ -27,8 +28,9 @@ from certify.rows.records import Row
 from certify.rows.workers import Batch
 
 
-class Examiner:
-    """A hand-over, its certifier and the attacks of a protocol, on one device: a block in, its rows out."""
+class EvaluateBlock:
+    """A hand-over, its certifier and the attacks of a protocol, on one device: called with a block, it
+    returns its rows."""
 
     def __init__(self, handover: Path, settings: Settings, out: Path, worker: int = 0) -> None:
         self.settings, self.out, self.device = settings, out, device_of(worker, settings.device)
@@ -124,5 +126,5 @@ def generator(seed: int, key: str) -> Generator:
 
 
 def in_dtype(model: nn.Module, dtype: str | None) -> nn.Module:
-    """The model that the attacks climb; what they find is judged by the model itself."""
+    """The model that is attacked; what the attacks find is judged by the model itself."""
     return model if dtype is None else InType(deepcopy(model).to(DTYPES[dtype]))
