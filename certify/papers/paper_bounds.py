@@ -52,7 +52,7 @@ class Heads:
 
     def change_of_p(self, r: Tensor, slope_BH: Tensor) -> Tensor:
         """s r (slope + r ||W_Q W_K^T||), delta_21 of section 5.1: (..., B, H). The softmax counts as 1-Lipschitz,
-        eq. 20; it is 1/2-Lipschitz (trap D5): sound, twice too large."""
+        eq. 20; it is 1/2-Lipschitz: sound, twice too large."""
         r_1 = r.unsqueeze(-1)
         return self.scale * r_1 * (slope_BH + sigma_upper(self.w_q.mT @ self.w_k) * r_1)
 
@@ -83,8 +83,8 @@ def naive_eq_12_as_printed(module: DotProductAttention, x_BND: Tensor) -> Bound:
 
 
 def lofast_theorem_1(module: DotProductAttention, x_BND: Tensor) -> Bound:
-    """zeta r + delta_2^(2)(r): paper 004, Theorem 1 with eq. 28. zeta, eq. 15, has I_d where the paper prints I_n (trap
-    D7: otherwise the sizes do not fit). The rule of `zoo.attention.dot_product` has half of delta_2 (D5)."""
+    """zeta r + delta_2^(2)(r): paper 004, Theorem 1 with eq. 28. zeta, eq. 15, has I_d where the paper prints I_n
+    (otherwise the sizes do not fit). The rule of `zoo.attention.dot_product` has half of delta_2: see `change_of_p`."""
     heads = Heads(module, x_BND)
     zeta_B = zeta(heads.p_BHNN, heads.m_HDD, heads.norm_m_H, residual=True)
     return lambda r: zeta_B * r + heads.second(r)
@@ -97,7 +97,7 @@ def score_norm(heads: Heads) -> Tensor:
 
 
 def score_norm_eq_25_as_printed(heads: Heads) -> Tensor:
-    """Eq. 25 has K W_Q^T in the second term. Fault: the transpose of what belongs there (trap D8)."""
+    """Eq. 25 has K W_Q^T in the second term. Fault: the transpose of what belongs there."""
     return _score_norm(heads, heads.k @ heads.w_q)
 
 
@@ -119,7 +119,7 @@ def specformer(module: DotProductAttention, x_BND: Tensor) -> Bound:
         Lip_l = N (N + 1) (||X||_F + r)^2 [ ||W_V|| ||W_Q|| ||W_K|| + ||W_V|| ],   Lip = ||W_O|| sqrt( sum_l Lip_l^2 ).
 
     Condition: ||X||_F + r >= 1, or the bound is not a number. From eq. 36 to 37 the P_ij ||W_V|| that stands alone is
-    multiplied by (B + r)^2 as well, which makes it smaller otherwise (trap D12). The theorem is of one head, without
+    multiplied by (B + r)^2 as well, which makes it smaller otherwise. The theorem is of one head, without
     W_O, and drops the scale, so that it holds for |s| <= 1 (a larger one is put back). A bias of Q is a row of W_Q for
     one more entry of every token, which is 1: ||X||_F^2 grows by N.
     """
@@ -163,13 +163,13 @@ def l2_eq_40(module: L2Attention, x_BND: Tensor) -> Bound:
 
 
 def l2_eq_40_as_printed(module: L2Attention, x_BND: Tensor) -> Bound:
-    """The same with ||W_Q^h||^2 under the root. Fault: A_h forgotten, so that a large W_Q breaks it (trap D14c)."""
+    """The same with ||W_Q^h||^2 under the root. Fault: A_h forgotten, so that a large W_Q breaks it."""
     return _l2(module, x_BND, 2)
 
 
 def ln_eq_41_as_printed(module: LipschitzNormAttention, x_BND: Tensor) -> Bound:
     """Lip = 11 ||W_O|| sqrt( sum_h ||W_Q^h||^2 ||W_K^h||^2 ): paper 000, eq. 41. Fault: there is no W_V in it, and with
-    one token the layer is x W_V W_O (trap D14b)."""
+    one token the layer is x W_V W_O."""
     w_q, w_k, _ = module.head_weights_3HOD().detach().double()
     return _slope(11 * sigma_upper(module.proj.weight) * (sigma_upper(w_q) * sigma_upper(w_k)).norm())
 
@@ -189,9 +189,9 @@ def scsa_eq_42(module: ScaledCosineAttention, x_BND: Tensor) -> Bound:
 def product(model: nn.Module, images_BCHW: Tensor) -> Tensor:
     """The product of the layers' Lipschitz constants, from pixels to logits: paper 003, eq. 2 and section 3.6. Scalar.
 
-    Residual branches count as 1 + Lip, GELU as 1.12890... (the paper's 1.12 is below its largest slope, trap D3), L2
-    attention with the corrected constant. Normalisations and the patch embedding, which the paper's code leaves out
-    (D2), are in it: a norm is replaced by c I with c its global constant, max|gamma| / sqrt(eps) for a LayerNorm; then
+    Residual branches count as 1 + Lip, GELU as 1.12890... (the paper's 1.12 is below its largest slope), L2
+    attention with the corrected constant. Normalisations and the patch embedding, which the paper's code leaves out,
+    are in it: a norm is replaced by c I with c its global constant, max|gamma| / sqrt(eps) for a LayerNorm; then
     every rule is proportional to r, and the chain of rules is the product. Infinite for dot-product attention.
     """
     stand_in = bake(model)

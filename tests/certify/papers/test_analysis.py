@@ -118,7 +118,7 @@ def test_the_corrected_eq_40_holds_where_the_printed_one_fails() -> None:
 
 
 def test_specformer_says_nothing_outside_its_condition() -> None:
-    """Trap D12: X = 0, eps 0.01; the formula would say less than what happens."""
+    """X = 0, eps 0.01; the formula would say less than what happens."""
     torch.manual_seed(0)
     module: Any = DOT(8, 1, qkv_bias=False, proj_bias=False).double().requires_grad_(False)
     module.qkv.weight[16:].mul_(30)  # W_V
