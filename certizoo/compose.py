@@ -57,7 +57,7 @@ def _free_of_plus(override: str) -> str:
 
 
 def _check_parts(config: DictConfig, config_name: str, overrides: Sequence[str], configs: Path) -> None:
-    """A model where one is wanted, and no part that nothing reads. (Below its first word a key is checked by its reader.)"""
+    """A model where one is wanted, and no part that nothing reads. The keys inside a part are its reader's to check."""
     known = _parts(config_name, configs)
     for word in overrides:
         part = re.split(r"[.=@]", word.lstrip("+"))[0]
@@ -81,7 +81,8 @@ def _one_line(error: Exception, config_name: str, overrides: Sequence[str], conf
     if found := re.search(r"An item is already at '([^']+)'", text):
         return f"config key {found[1]!r} exists already; write it without the plus sign"
     if found := re.search(r"Error parsing override '([^'=]+)'\s+missing EQUAL", text):
-        return f"{found[1]!r} sets nothing; write KEY=VALUE, or +model=NAME"
+        mend = f"+model={found[1]}" if found[1] in _names("model", configs) else "KEY=VALUE"
+        return f"{found[1]!r} sets nothing; write {mend}"
     return f"configuration: {' '.join(text.split('See https')[0].split())}"
 
 
