@@ -15,6 +15,7 @@ from certify.methods.certificate import UnsoundCertificate
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
+from certizoo.nearest import unknown
 
 
 @one_line_errors
@@ -22,6 +23,8 @@ def main(argv: Sequence[str]) -> None:
     """Run one command. Exit status 2: an error of one line."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     name = argv[0] if argv and argv[0] in COMMANDS else "certify"
+    if argv and argv[0].isidentifier() and argv[0] not in COMMANDS:
+        raise unknown("command", argv[0], COMMANDS)
     try:
         COMMANDS[name](compose_config(name, argv[1:] if argv[:1] == [name] else argv))
     except KeyboardInterrupt:
