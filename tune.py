@@ -33,7 +33,7 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
         epilog="Anything after -- goes to the trainer, in Hydra's words: python tune.py --space l2 -- train.epochs=30",
     )  # fmt: skip
     add = top.add_argument
-    add("--space", metavar="NAME", choices=spaces.names(), help=f"what is searched: {', '.join(spaces.names())}")
+    add("--space", metavar="NAME", help=f"what is searched: {', '.join(spaces.names())}")
     add("--num-samples", type=_whole, metavar="N", help="trials (default: %(default)s)")
     add("--max-concurrent", type=_whole, metavar="N", help="trials at once (default: as many as the resources take)")
     add("--resources-per-trial", type=_resources, metavar="CPU=N,GPU=N",

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from attacks.attack import Draws
 from certizoo import UserError
+from certizoo.nearest import choices
 
 COMMON = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
@@ -42,7 +43,7 @@ class Corruption:
 
     def __post_init__(self) -> None:
         if self.name not in COMMON:
-            raise UserError(f"corruption: name={self.name} does not exist; choose one of {', '.join(COMMON)}")
+            raise UserError(f"corruption: name={self.name} does not exist; {choices(self.name, COMMON)}")
         if self.severity not in range(1, 6):
             raise UserError(f"corruption: severity={self.severity} does not work; give 1 to 5")
         if find_spec("imagecorruptions") is None:

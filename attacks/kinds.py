@@ -11,6 +11,7 @@ from attacks.config import AttackConfig
 from attacks.corruption import Corruption
 from attacks.minimal import CarliniWagner, DeepFool
 from certizoo import UserError
+from certizoo.nearest import choices, unknown
 
 KINDS: dict[str, type] = {
     "pgd": AttackConfig,
@@ -26,12 +27,12 @@ def make(options: Mapping[str, object]) -> Attack:
     given = dict(options)
     kind = given.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise UserError(f"attack kind {kind!r} does not exist; set kind to one of {', '.join(KINDS)}")
+        raise unknown("attack kind", str(kind), KINDS)
     cls, types = KINDS[kind], get_type_hints(KINDS[kind])
     names = {field.name: field for field in fields(cls)}
     for key, value in given.items():
         if key not in names:
-            raise UserError(f"{kind} has no option {key!r}; choose among {', '.join(names)}")
+            raise UserError(f"{kind} has no option {key!r}; {choices(key, names)}")
         if not _fits(value, types[key]):
             raise UserError(f"{kind}: {key}={value!r} does not work; give {_words(types[key])}")
     for name, field in names.items():

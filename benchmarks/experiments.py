@@ -25,6 +25,7 @@ from benchmarks.record import RESULTS, record
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
+from certizoo.nearest import unknown
 from shards import DataConfig, eval_loader, find
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +86,7 @@ TABLES = {
 def run(name: str, overrides: Sequence[str]) -> None:
     """Train what is missing, measure every row, write both files."""
     if name not in TABLES:
-        raise UserError(f"no table {name!r}; choose one of {', '.join(TABLES)}")
+        raise unknown("table", name, TABLES)
     table, started = TABLES[name], time.monotonic()
     rows = [measured(name, row, table.columns, overrides) for row in table.rows]
     minutes = round((time.monotonic() - started) / 60, 1)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from certify.methods import METHODS
 from certify.methods.certificate import Analysis, Certificate, Certifier
-from certizoo import UserError
+from certizoo.nearest import unknown
 
 MAX_EPS = 2.0**10  # far beyond the diameter of any image's box
 FIRST_EPS = 0.05  # where the search for a radius starts
@@ -21,7 +21,7 @@ MAX_TRIALS = 60  # a radius below 8^-20 of FIRST_EPS counts as 0
 def certifier(model: nn.Module, method: str) -> Certifier:
     """The certifier of a method; raises UserError for an unknown one and NoRule for an uncertifiable model."""
     if method not in METHODS:
-        raise UserError(f"no certification method {method!r}; choose one of {', '.join(METHODS)}")
+        raise unknown("certification method", method, METHODS)
     return METHODS[method](model)
 
 

@@ -6,31 +6,48 @@ flags, so the entry files compose for themselves.
 
 import re
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from certizoo.errors import UserError
+from certizoo.names import unwritten
+from certizoo.nearest import unknown
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+WITH_PLUS = ("model", "attention", "experiment")  # groups of which the main files choose none
 
 
 def compose_config(config_name: str, overrides: Sequence[str], configs: Path = CONFIGS) -> dict[str, Any]:
     """The resolved configuration. Raises UserError where a key, a group or the model is wrong or missing."""
     try:
-        with initialize_config_dir(str(configs), version_base="1.3"):
-            config = compose(config_name, overrides=[_free_of_plus(override) for override in overrides])
-        _check_model(config, configs)
+        config = _composed(config_name, [_free_of_plus(override) for override in overrides], configs)
+        _check_parts(config, config_name, overrides, configs)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_one_line(error, config_name, configs)) from None
+        raise UserError(_one_line(error, config_name, overrides, configs)) from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _composed(config_name: str, overrides: Sequence[str], configs: Path) -> DictConfig:
+    """As Hydra composes it. A model that needs no recipe is handed to Hydra when Hydra has found none, wherever it was
+    chosen: on the command line or by an experiment."""
+    while True:
+        try:
+            with initialize_config_dir(str(configs), version_base="1.3"):
+                return compose(config_name, overrides=list(overrides))
+        except MissingConfigException as error:
+            group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+            if group != "model" or name not in unwritten(configs):
+                raise
+            ConfigStore.instance().store(name, unwritten(configs)[name], group, package="_global_")
 
 
 def _free_of_plus(override: str) -> str:
@@ -39,33 +56,58 @@ def _free_of_plus(override: str) -> str:
     return re.sub(r"^\+?(?=model\.)", "++", override)
 
 
-def _check_model(config: DictConfig, configs: Path) -> None:
+def _check_parts(config: DictConfig, config_name: str, overrides: Sequence[str], configs: Path) -> None:
+    """A model where one is wanted, and no part that nothing reads. The keys inside a part are its reader's to check."""
+    known = _parts(config_name, configs)
+    for word in overrides:
+        part = re.split(r"[.=@]", word.lstrip("+"))[0]
+        if word.startswith("+") and part in config and part not in known:
+            raise unknown("config key", part, known, f"configs/{config_name}.yaml")
     if OmegaConf.is_missing(config, "model"):
-        raise UserError(f"no model given; add +model=NAME, {_suggest('', _names(configs / 'model'))}")
+        raise UserError("no model given; add +model=NAME, such as +model=spec_vit_b (all: python -m zoo)")
 
 
-def _names(group: Path) -> list[str]:
-    return sorted(path.stem for path in group.glob("*.yaml"))
-
-
-def _one_line(error: Exception, config_name: str, configs: Path) -> str:
+def _one_line(error: Exception, config_name: str, overrides: Sequence[str], configs: Path) -> str:
     """Hydra's message, cut to what is wrong and the mend."""
     text = str(error)
-    if isinstance(error, MissingConfigException) and (found := re.search(r"Could not find '([^']+)'", text)):
-        group, _, name = found[1].rpartition("/")
-        return f"there is no {group} {name!r}; {_suggest(name, _names(configs / group))}"
-    if "Could not override 'model'" in text:
-        return f"write +model=NAME, with a plus sign; {_suggest('', _names(configs / 'model'))}"
-    if found := re.search(r"Could not override '([^']+)'", text):
-        return f"there is no config key {found[1]!r}; {_suggest(found[1], _keys(config_name, configs))}"
+    if isinstance(error, MissingConfigException) and (found := re.search(r"Could not (?:find|load) '([^']+)'", text)):
+        group, _, name = found[1].partition("/")
+        return str(unknown(group, name, _names(group, configs), _listed(group)))
+    if found := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
+        key = found[1]
+        if key in WITH_PLUS and "model" in _parts(config_name, configs):
+            return f"write +{key}=NAME, with a plus sign (all: {_listed(key)})"
+        return str(unknown("config key", key, _keys(config_name, overrides, configs), f"configs/{config_name}.yaml"))
     if found := re.search(r"An item is already at '([^']+)'", text):
         return f"config key {found[1]!r} exists already; write it without the plus sign"
+    if found := re.search(r"Error parsing override '([^'=]+)'\s+missing EQUAL", text):
+        mend = f"+model={found[1]}" if found[1] in _names("model", configs) else "KEY=VALUE"
+        return f"{found[1]!r} sets nothing; write {mend}"
     return f"configuration: {' '.join(text.split('See https')[0].split())}"
 
 
-def _keys(config_name: str, configs: Path) -> list[str]:
-    with initialize_config_dir(str(configs), version_base="1.3"):
-        config = OmegaConf.to_container(compose(config_name), resolve=False)
+def _names(group: str, configs: Path) -> list[str]:
+    files = {path.stem for path in (configs / group).glob("*.yaml")}
+    return sorted(files | set(unwritten(configs)) if group == "model" else files)
+
+
+def _listed(group: str) -> str:
+    return "python -m zoo" if group == "model" else f"configs/{group}"
+
+
+@cache
+def _parts(config_name: str, configs: Path) -> list[str]:
+    """The first words of all keys."""
+    return [key for key in _keys(config_name, (), configs) if "." not in key]
+
+
+def _keys(config_name: str, overrides: Sequence[str], configs: Path) -> list[str]:
+    """Every key, those of the groups that the overrides choose included."""
+    groups = [word for word in overrides if (configs / word.partition("=")[0].lstrip("+")).is_dir()]
+    try:
+        config = _composed(config_name, groups, configs)
+    except HydraException:  # another fault beside the one that is reported
+        config = _composed(config_name, (), configs)
 
     def flat(node: Any, prefix: str) -> Iterator[str]:
         for key, value in node.items():
@@ -73,12 +115,4 @@ def _keys(config_name: str, configs: Path) -> list[str]:
             if isinstance(value, dict):
                 yield from flat(value, f"{prefix}{key}.")
 
-    return sorted(flat(config, ""))
-
-
-def _suggest(wrong: str, choices: Sequence[str]) -> str:
-    close = get_close_matches(wrong, choices, n=3) if wrong else []
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    group = [choice for choice in choices if choice.startswith(wrong.rpartition(".")[0] + ".")] or choices
-    return f"choose one of {', '.join(group)}"
+    return sorted(flat(OmegaConf.to_container(config, resolve=False), ""))

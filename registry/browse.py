@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certizoo import UserError
+from certizoo.nearest import choices, unknown
 from registry import package, store
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def versions(name: str | None = None, uri: str | None = None) -> list[Version]:
         client = store.connect(target)
         models = {model.name: model for model in store.every(client.search_registered_models)}
         if name is not None and name not in models:
-            raise UserError(f"no model {name!r} in {store.public(target)}; it has: {', '.join(models) or 'none'}")
+            where = f"no model {name!r} in {store.public(target)}"
+            raise UserError(f"{where}; {choices(name, models, 'python -m registry list')}")
         return [v for model in models.values() if name in (None, model.name) for v in _versions(client, model)]
 
 
@@ -75,8 +77,8 @@ def find(reference: str, uri: str | None = None) -> Version:
     for version in known:
         if version.version == number or (number is None and alias in version.aliases):
             return version
-    have = ", ".join("@".join([f"{name}/{v.version}", *v.aliases]) for v in known) or "no versions"
-    raise UserError(f"no version {reference!r}; there are: {have}")
+    have = [word for v in known for word in (f"{name}/{v.version}", *(f"{name}@{alias}" for alias in v.aliases))]
+    raise unknown("version", reference, have, f"python -m registry list {name}")
 
 
 def download(reference: str, uri: str | None = None) -> Path:

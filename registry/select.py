@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from certizoo import UserError
+from certizoo.nearest import choices
 from registry.browse import Version
 
 
@@ -18,7 +19,7 @@ def select(found: Iterable[Version], where: Sequence[str] = (), sort: str | None
         return kept
     if not any(fact(version, sort) for version in kept) and kept:
         have = sorted({key for version in kept for key in version.tags})
-        raise UserError(f"no version has {sort!r}; there are: {', '.join(have)}")
+        raise UserError(f"no version has {sort!r}; {choices(sort, have)}")
     return sorted(kept, key=lambda version: _order(fact(version, sort)))
 
 

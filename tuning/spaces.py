@@ -21,6 +21,7 @@ import yaml
 
 from certizoo import UserError
 from certizoo.compose import CONFIGS
+from certizoo.nearest import unknown
 
 KINDS = ("log_uniform", "uniform", "integer", "choice")
 Point = dict[str, Any]
@@ -94,7 +95,7 @@ def load(name: str, configs: Path = CONFIGS) -> Space:
     """The space `name`. Raises UserError where there is none, or its file says something else than a space."""
     path = configs / "space" / f"{name}.yaml"
     if not path.is_file():
-        raise UserError(f"there is no space {name!r}; choose one of {', '.join(names(configs))}")
+        raise unknown("space", name, names(configs), "configs/space")
     content = yaml.safe_load(path.read_text())
     parameters = {key: _parameter(f"{path}: {key}", facts) for key, facts in content["parameters"].items()}
     trainer = str(content.get("trainer", "adv_train"))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from certizoo.files import whole_file
+from certizoo.nearest import unknown
 from zoo import handover
 from zoo.layers.fold import folded
 from zoo.models.convert import to_timm
@@ -34,7 +35,7 @@ def export(model: nn.Module, path: Path, format: str, image: Shape) -> None:
     Raises UserError where the model has no such form or a package is missing.
     """
     if format not in FORMATS:
-        raise UserError(f"there is no export format {format!r}; choose one of {', '.join(FORMATS)}")
+        raise unknown("export format", format, FORMATS)
     plain = folded(model).cpu().requires_grad_(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as part:

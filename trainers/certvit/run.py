@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import zoo
-from certify.papers import published
+from certify.papers import paper_bounds as published
 from certizoo.compose import compose_config
 from certizoo.files import whole_file, write_whole
 from shards import train_loader

@@ -3,6 +3,7 @@
 from torch import nn
 
 from certizoo import UserError
+from certizoo.nearest import choices
 from trainers.job.job import Job
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, SOFT_LABELS
 from trainers.settings import require
@@ -13,7 +14,7 @@ from zoo.models.reach import check_reach
 def check_recipe(job: Job, world_size: int) -> None:
     """Raise UserError for settings that contradict each other."""
     name, mixing = job.objective.name, job.mix.active
-    require(name in OBJECTIVES, f"objective.name={name} does not exist; use one of {', '.join(OBJECTIVES)}")
+    require(name in OBJECTIVES, f"objective.name={name} does not exist; {choices(name, OBJECTIVES)}")
     blur = "mix.mixup and mix.cutmix" if mixing else "train.label_smoothing" if job.train.label_smoothing else ""
     require(
         not blur or name in SOFT_LABELS,

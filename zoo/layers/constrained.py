@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from certizoo import UserError
+from certizoo.nearest import unknown
 from zoo.layers.cap import cap_
 
 
@@ -73,5 +73,5 @@ CONSTRAINTS: dict[str, Callable[[nn.Module], None]] = {
 def constrain_(module: nn.Module, kind: str) -> None:
     """Keep ||module.weight|| <= 1 from now on, starting orthogonal or nearly so: 'aol', 'orthogonal' or 'cap'."""
     if kind not in CONSTRAINTS:
-        raise UserError(f"no constraint {kind!r}; choose one of {', '.join(CONSTRAINTS)}")
+        raise unknown("constraint", kind, CONSTRAINTS)
     CONSTRAINTS[kind](module)

@@ -6,8 +6,7 @@ ready-made parts.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ import timm.models
 from torch import nn
 
 from certizoo import UserError
+from certizoo.nearest import choices, unknown
 from zoo import attention as attention_files
 from zoo.attention.gpsa import GPSA
 from zoo.bounds.monotone import MonotoneGELU
@@ -85,7 +85,7 @@ def create_model(name: str, *, pretrained: str | None = None, **overrides: Any) 
     """
     options = model_options(name, **overrides)
     options |= pixel_statistics(options)
-    model = BACKBONES[options.pop("backbone")](options)
+    model = _choice("backbone", options.pop("backbone"), BACKBONES)(options)
     if pretrained is not None:
         load_pretrained(model, pretrained)
     return model
@@ -96,10 +96,12 @@ def model_options(name: str, **overrides: Any) -> Options:
     its defaults change in a later version. Raises UserError as `create_model` does."""
     models = catalog.models()
     if name not in models:
-        raise UserError(f"no model {name!r}; {_suggest(name, models)}")
+        raise unknown("model", name, models, "python -m zoo")
     options = models[name]
-    if unknown := sorted(set(overrides) - set(options)):
-        raise UserError(f"model {name} has no option {unknown[0]!r}; {_suggest(unknown[0], options)}")
+    for wrong in sorted(set(overrides) - set(options)):
+        raise UserError(
+            f"model {name} has no option {wrong!r}; {choices(wrong, options, f'python -m zoo show {name}')}"
+        )
     return options | overrides
 
 
@@ -175,14 +177,14 @@ def _part(kind: str, choice: str | Options, table: Parts, **common: Any) -> Call
     name = str(own.pop("name", None))
     make = _choice(kind, name, table)
     accepted = _accepted(make)
-    if unknown := sorted(set(own) - accepted):
-        raise UserError(f"{kind} {name} has no option {unknown[0]!r}; {_suggest(unknown[0], accepted)}")
+    for wrong in sorted(set(own) - accepted):
+        raise UserError(f"{kind} {name} has no option {wrong!r}; {choices(wrong, sorted(accepted))}")
     return partial(make, **{key: value for key, value in common.items() if key in accepted} | own)
 
 
 def _choice(kind: str, name: str, table: Mapping[str, Any]) -> Any:
     if name not in table:
-        raise UserError(f"no {kind} {name!r}; {_suggest(name, table)}")
+        raise unknown(kind, name, table)
     return table[name]
 
 
@@ -196,11 +198,6 @@ def _accepted(make: Callable[..., Any]) -> set[str]:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return names
-
-
-def _suggest(wrong: str, known: Iterable[str]) -> str:
-    close = get_close_matches(wrong, known, n=3)
-    return f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(sorted(known))}"
 
 
 def _register_with_timm() -> None:

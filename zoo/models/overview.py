@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from certizoo import UserError
+from certizoo.nearest import choices
 from zoo.bounds import curvature, rules
 from zoo.layers.fold import folded
 from zoo.models.catalog import Options
@@ -81,9 +81,7 @@ def matching(pattern: str) -> list[str]:
     names = list_models()
     if found := [name for name in names if fnmatchcase(name, pattern)]:
         return found
-    near = get_close_matches(pattern, names, n=3) or [name for name in names if pattern.strip("*") in name][:3]
-    mend = f"did you mean {' or '.join(near)}?" if near else "'*' lists them all"
-    raise UserError(f"no model fits {pattern!r}; {mend}")
+    raise UserError(f"no model fits {pattern!r}; {choices(pattern.strip('*'), names, 'python -m zoo')}")
 
 
 def table(rows: Iterable[Facts]) -> Table:

@@ -4,7 +4,6 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from certizoo import UserError
+from certizoo.nearest import nearest
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.models import convert
 
@@ -135,6 +135,6 @@ def _check_tag(tag: str) -> None:
         return
     architecture = tag.partition(".")[0]
     near = [known for known in tags if known.startswith(f"{architecture}.")]
-    near = near or get_close_matches(tag, tags, n=3, cutoff=0.5) or [EXAMPLE]
+    near = near or nearest(tag, tags)
     what = f"timm has no weights {tag!r}" if "." in tag else f"{tag!r} does not say which weights"
     raise UserError(f"{what}; give a full tag such as {', '.join(near[:4])}, or a file ({', '.join(SUFFIXES)})")

@@ -15,8 +15,8 @@ import torch
 import zoo
 from certify.__main__ import main
 from certify.rows import records
+from certify.rows.devices import device_of
 from certify.stage import run as stage
-from certify.stage.prover import device_of
 from certizoo import UserError
 from tests.certify.stage.test_stage import CONFIG, SETTINGS, data, digits
 

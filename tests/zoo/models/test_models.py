@@ -4,10 +4,6 @@ All models are enumerated, each with its own parts at a tiny size (`tiny_options
 for their weights.
 """
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +16,8 @@ from torch import Tensor
 
 import zoo
 import zoo.attention
-from certizoo.compose import compose_config
 from tests.tools import oracles
-from tests.tools.launching import ROOT, environment
 from tests.tools.small_models import distinct
-from trainers.steps.report import ROWS
 from zoo.layers.fold import folded
 from zoo.models.overview import tiny_options
 
@@ -264,82 +257,3 @@ def test_true_sizes_train(name: str) -> None:
     losses = train(zoo.create_model(name), torch.rand(2, options["in_chans"], *(options["img_size"],) * 2), 2, lr=1e-4)
     assert all(torch.tensor(losses).isfinite())
     assert losses[-1] < losses[0]
-
-
-# --- a new attention -------------------------------------------------------------------------------------------------
-
-CLASS = '''
-"""Mean mixing: F(X) = 1 1^T X W / N."""
-
-from torch import Tensor, nn
-
-
-class MeanMixing(nn.Module):
-    """x (B, N, D) -> (B, N, D)."""
-
-    def __init__(self, dim: int, num_heads: int, gain: float = 1.0) -> None:
-        super().__init__()
-        self.gain, self.proj = gain, nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gain * self.proj(x).mean(1, keepdim=True).expand_as(x)
-
-
-VARIANTS = {"mean": MeanMixing}
-'''
-YAML = """
-# @package _global_
-# Mean mixing: the least that a token can know of the others.
-model:
-  attention: {name: mean, gain: 0.5}
-"""
-SMALL_RUN = (
-    "name=mean", "+model.embed_dim=32", "+model.depth=2", "+model.num_heads=2", "+model.patch_size=4", "data=digits",
-    "optimizer.lr=3e-3", "train.batch_size=64", "train.max_steps=30", "train.log_every=1", "train.eval_images=0",
-    "registry.enabled=false", "certify.enabled=false",
-)  # fmt: skip
-# What a checkout with the two files does by itself.
-SCRIPT = f"""
-import sys
-sys.path[0] = {str(ROOT)!r}
-import zoo.attention
-zoo.attention.__path__.append("variants")
-from trainers.entry import main
-main("std_train")
-"""
-
-
-@pytest.fixture
-def mean_mixing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with one attention file and one YAML file, found beside the zoo's own."""
-    for name, text in (("variants/mean_mixing.py", CLASS), ("configs/attention/mean.yaml", YAML), ("train.py", SCRIPT)):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.setattr(zoo.attention, "__path__", [*zoo.attention.__path__, str(tmp_path / "variants")])
-    yield tmp_path
-    sys.modules.pop("zoo.attention.mean_mixing", None)
-    vars(zoo.attention).pop("mean_mixing", None)
-
-
-def test_a_new_attention_is_one_class_and_one_yaml(mean_mixing: Path) -> None:
-    """With nothing else edited it has names, options, a recipe, and trains in the real training loop."""
-    from shards.__main__ import main as make_shards
-
-    assert {"mean_vit_ti", "mean_vit_b"} <= set(zoo.list_models()) - set(MODELS)
-    losses = train(tiny("mean_vit_ti"), images("mean_vit_ti"), 5)
-    assert losses[-1] < losses[0]
-    searchpath = f"hydra.searchpath=[file://{mean_mixing / 'configs'}]"
-    words = ["+model=dp_vit_ti", "+attention=mean", searchpath, *SMALL_RUN]
-    model: Any = zoo.create_model(**compose_config("std_train", words)["model"])
-    assert {type(block.attn).__name__ for block in model.blocks} == {"MeanMixing"}
-    assert model.blocks[0].attn.gain == 0.5
-    make_shards(["digits", str(mean_mixing / "data" / "digits")])
-    done = subprocess.run(
-        [sys.executable, "train.py", *words],
-        cwd=mean_mixing, env=environment(), text=True, capture_output=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (mean_mixing / "runs" / "mean" / ROWS).read_text().splitlines()]
-    losses = [row["loss"] for row in rows if "loss" in row]
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])

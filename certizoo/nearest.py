@@ -1,0 +1,41 @@
+"""A name that does not exist is answered with the three that look most like it, and where all of them are listed."""
+
+from collections.abc import Collection, Iterable
+from difflib import SequenceMatcher
+
+from certizoo.errors import UserError
+
+SHOWN = 3
+FEW = 12  # so many names are listed whole where there is nowhere else to look
+
+
+def nearest(wrong: str, known: Iterable[str]) -> list[str]:
+    """The SHOWN names most like `wrong`, best first. `lr` alone finds the key `optimizer.lr` too."""
+    matcher = SequenceMatcher(b=_plain(wrong), autojunk=False)
+
+    def likeness(name: str) -> float:
+        ratios = []
+        for word in (name,) if "." in wrong else (name, name.rpartition(".")[2]):
+            matcher.set_seq1(_plain(word))
+            ratios.append(matcher.ratio())
+        return max(ratios)
+
+    return sorted(known, key=lambda name: (-likeness(name), name))[:SHOWN]
+
+
+def choices(wrong: str, known: Collection[str], listed: str | None = None) -> str:
+    """The mend of a message: 'nearest: a, b, c (all: WHERE)'. WHERE is `listed`, a command or a folder; else the names
+    themselves if they are few."""
+    if len(known) <= SHOWN:
+        return f"choose one of {', '.join(known)}" if known else "there is none"
+    everything = listed or (", ".join(known) if len(known) <= FEW else None)
+    return f"nearest: {', '.join(nearest(wrong, known))}" + (f" (all: {everything})" if everything else "")
+
+
+def unknown(kind: str, wrong: str, known: Collection[str], listed: str | None = None) -> UserError:
+    """The error of a name that is none of `known`: no model 'x'; nearest: a, b, c (all: python -m zoo)."""
+    return UserError(f"no {kind} {wrong!r}; {choices(wrong, known, listed)}")
+
+
+def _plain(name: str) -> str:
+    return name.casefold().replace("-", "_")
