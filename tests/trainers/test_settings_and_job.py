@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -91,11 +92,12 @@ def test_every_recipe_composes(entry: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("group", ["attack", "objective", "penalty", "hinge", "deepspeed", "optimizer", "schedule"])
-def test_every_option_of_a_group_is_accepted(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shards.__main__ import main as make_shards
+def test_every_option_of_a_group_is_accepted(
+    group: str, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from trainers.job.prepare import prepare
 
-    make_shards(["digits", str(tmp_path / "data" / "digits")])
+    shutil.copytree(digits, tmp_path / "data" / "digits")
     monkeypatch.chdir(tmp_path)
     for path in (CONFIGS / group).glob("*.yaml"):
         config = compose_config("adv_train", ["+model=dp_vit_ti", "data=digits", f"{group}={path.stem}"])
@@ -105,11 +107,10 @@ def test_every_option_of_a_group_is_accepted(group: str, tmp_path: Path, monkeyp
             assert job.objective.name in OBJECTIVES
 
 
-def test_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shards.__main__ import main as make_shards
+def test_refused_before_any_work(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainers.job.prepare import prepare
 
-    make_shards(["digits", str(tmp_path / "data" / "digits")])
+    shutil.copytree(digits, tmp_path / "data" / "digits")
     monkeypatch.chdir(tmp_path)
     wrong = {
         "+train.foo=1": "train.foo",
@@ -133,11 +134,10 @@ def test_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(tmp_path: Path) -> None:
+def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(digits: Path, tmp_path: Path) -> None:
     """Plain python, a world of one; the learning rate is absurd once the warm-up has grown it."""
-    from shards.__main__ import main as make_shards
 
-    make_shards(["digits", str(tmp_path / "data" / "digits")])
+    shutil.copytree(digits, tmp_path / "data" / "digits")
     wild = ["optimizer=sgd", "optimizer.lr=1e30", "train.clip_grad=0", "train.checkpoint_every=1", "name=wild"]
     done = subprocess.run(
         [sys.executable, str(ROOT / "trainers" / "adv_train.py"), *TINY, *wild],

@@ -1,6 +1,7 @@
 """What makes models larger than a device trainable, in one process: parts, recomputed blocks, precisions, refusals."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import shards.__main__
 import zoo
 from attacks import AttackConfig
 from certizoo import UserError
@@ -24,10 +24,8 @@ SWIN = SMALL | {"embed_dim": 16, "depths": (1, 1), "num_heads": (1, 2), "patch_s
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("digits")
-    shards.__main__.main(["digits", str(folder)])
-    return f"data.root={folder}"
+def data(digits: Path) -> str:
+    return f"data.root={digits}"
 
 
 def capped() -> nn.Module:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import shards.__main__
 from certizoo import UserError
 from certizoo.compose import compose_config
 from tests.tools.launching import ROOT, TINY, finish, launch
@@ -15,13 +14,6 @@ from tests.tools.workers.objectives import CONV, cases
 from trainers.objectives import OBJECTIVES
 
 EXACT = ("+model.drop_path_rate=0", "penalty=none", "optimizer=sgd", "optimizer.weight_decay=0")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("objectives")
-    shards.__main__.main(["digits", str(folder / "data" / "digits")])
-    return folder
 
 
 @pytest.fixture(scope="module")
