@@ -1,5 +1,5 @@
-"""A new attention is one file of code and one YAML. Put into a copy of the tree, with nothing else changed there, it has
-its models, recipes, training and certificates in fresh processes."""
+"""A new attention is one file of code and one YAML. Put into a copy of the tree, with nothing else changed there, it
+has its models, recipes, training and certificates in fresh processes."""
 
 import json
 import shutil
