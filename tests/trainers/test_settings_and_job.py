@@ -112,7 +112,7 @@ def test_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     make_shards(["digits", str(tmp_path / "data" / "digits")])
     monkeypatch.chdir(tmp_path)
     wrong = {
-        "+train.foo=1": "train.foo",
+        "+train.epoch=1": "nearest: train.epochs, ",
         "train.epochs=abc": "train.epochs",
         "train.epochs=0": "train.epochs",
         "train.precision=fp16": "train.precision",
