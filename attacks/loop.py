@@ -150,7 +150,7 @@ class _Threat:
         self.images_BCHW, self.norm, self.eps = images_BCHW, norm, eps
 
     def _inside(self, delta_BCHW: Tensor) -> Tensor:
-        """`delta_BCHW` is the caller's no more."""
+        """Takes `delta_BCHW` over and may write into it."""
         return self.norm.project(delta_BCHW, self.eps).add_(self.images_BCHW).clamp_(0, 1)
 
     def of(self, rows: Rows) -> "_Threat":

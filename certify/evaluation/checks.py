@@ -1,7 +1,7 @@
 """Checks that warn where an evaluation may flatter: masked gradients, weak attacks, outputs that are no logits.
 
-After the flags of AutoAttack (Croce & Hein 2020, flags_doc.md of its repository), Carlini et al. 2019, "On Evaluating
-Adversarial Robustness", section 5, and TRAPS 18. A flag is a reason to distrust the attacked accuracy, which may then
+After the flags of AutoAttack (Croce & Hein 2020, flags_doc.md of its repository) and Carlini et al. 2019,
+"On Evaluating Adversarial Robustness", section 5. A flag is a reason to distrust the attacked accuracy, which may then
 be far above the true one; it is no verdict on a certificate, which does not rest on attacks.
 """
 
@@ -36,8 +36,8 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The model as the attacks climb it, some correctly classified images, and the ball they are attacked in."""
+class Case:
+    """The model under attack, some correctly classified images, and the ball they are attacked in."""
 
     model: nn.Module
     images_BCHW: Tensor
@@ -64,15 +64,15 @@ class Subject:
         return AttackConfig(norm=self.norm, eps=self.eps, steps=steps, loss="margin")
 
 
-def of_model(subject: Subject) -> list[Flag]:
+def of_model(case: Case) -> list[Flag]:
     """What a model's own behaviour says against attacks on it. No images: no flags."""
-    if not len(subject.labels_B):
+    if not len(case.labels_B):
         return []
-    return [Flag(check.__name__, said) for check in CHECKS for said in check(subject)]
+    return [Flag(check.__name__, said) for check in CHECKS for said in check(case)]
 
 
-def random_answers(subject: Subject) -> Iterator[str]:
-    first, second = (subject.logits(subject.images_BCHW) for _ in range(2))
+def random_answers(case: Case) -> Iterator[str]:
+    first, second = (case.logits(case.images_BCHW) for _ in range(2))
     difference = float((first - second).abs().max() / (1 + first.abs().max()))
     if difference > SAME:
         yield (
@@ -81,17 +81,17 @@ def random_answers(subject: Subject) -> Iterator[str]:
         )
 
 
-def softmax_outputs(subject: Subject) -> Iterator[str]:
-    logits = subject.logits(subject.images_BCHW)
+def softmax_outputs(case: Case) -> Iterator[str]:
+    logits = case.logits(case.images_BCHW)
     if bool((logits >= 0).all()) and torch.allclose(logits.sum(1), torch.ones(len(logits)).to(logits), atol=1e-4):
         yield "the outputs are probabilities: their softmax hides gradients; give the attacks logits"
 
 
-def zero_gradients(subject: Subject) -> Iterator[str]:
+def zero_gradients(case: Case) -> Iterator[str]:
     """Of cross-entropy, as the attacks see it."""
-    with probing(subject.model), torch.enable_grad():
-        x_BCHW = subject.images_BCHW.clone().requires_grad_(True)
-        loss = F.cross_entropy(subject.model(x_BCHW), subject.labels_B, reduction="sum")
+    with probing(case.model), torch.enable_grad():
+        x_BCHW = case.images_BCHW.clone().requires_grad_(True)
+        loss = F.cross_entropy(case.model(x_BCHW), case.labels_B, reduction="sum")
         gradient = torch.autograd.grad(loss, x_BCHW, allow_unused=True)[0] if loss.requires_grad else None
     silent = len(x_BCHW) if gradient is None else int((gradient.flatten(1).abs().amax(1) == 0).sum())
     if silent:
@@ -101,33 +101,33 @@ def zero_gradients(subject: Subject) -> Iterator[str]:
         )
 
 
-def more_steps_raise_accuracy(subject: Subject) -> Iterator[str]:
-    few, more = (int(left.sum()) for left in (subject.survivors(subject.pgd(STEPS)), subject.after_pgd))
+def more_steps_raise_accuracy(case: Case) -> Iterator[str]:
+    few, more = (int(left.sum()) for left in (case.survivors(case.pgd(STEPS)), case.after_pgd))
     if more > few:
         yield (
-            f"PGD of {MORE_STEPS} steps leaves {more} of {len(subject.labels_B)} images, of {STEPS} steps only {few}: "
+            f"PGD of {MORE_STEPS} steps leaves {more} of {len(case.labels_B)} images, of {STEPS} steps only {few}: "
             "gradients mislead"
         )
 
 
-def large_ball_leaves_accuracy(subject: Subject) -> Iterator[str]:
+def large_ball_leaves_accuracy(case: Case) -> Iterator[str]:
     """With Linf 1/2, or L2 sqrt(n)/2, every image can become grey, and a model can only guess."""
-    image = subject.images_BCHW[0]
-    large = 0.5 if subject.norm == "linf" else 0.5 * image.numel() ** 0.5
-    left = float(subject.survivors(replace(subject.pgd(MORE_STEPS), eps=large)).float().mean())
-    chance = 1 / subject.logits(subject.images_BCHW[:1]).shape[1]
+    image = case.images_BCHW[0]
+    large = 0.5 if case.norm == "linf" else 0.5 * image.numel() ** 0.5
+    left = float(case.survivors(replace(case.pgd(MORE_STEPS), eps=large)).float().mean())
+    chance = 1 / case.logits(case.images_BCHW[:1]).shape[1]
     if left > chance + CHANCE:
         yield (
-            f"PGD in a ball that makes every image grey ({subject.norm} {large:g}) leaves {left:.0%}, chance is "
+            f"PGD in a ball that makes every image grey ({case.norm} {large:g}) leaves {left:.0%}, chance is "
             f"{chance:.0%}: the attack does not work on this model"
         )
 
 
-def black_box_beats_white_box(subject: Subject) -> Iterator[str]:
-    white = subject.after_pgd
+def black_box_beats_white_box(case: Case) -> Iterator[str]:
+    white = case.after_pgd
     if bool(white.any()):
-        square = AutoAttack(norm=subject.norm, eps=subject.eps, attacks=("square",), queries=QUERIES)
-        broken = int((white & ~subject.survivors(square)).sum())
+        square = AutoAttack(norm=case.norm, eps=case.eps, attacks=("square",), queries=QUERIES)
+        broken = int((white & ~case.survivors(square)).sum())
         if broken:
             yield (
                 f"Square, which sees no gradient, breaks {broken} images that PGD of {MORE_STEPS} steps leaves: "
@@ -135,16 +135,16 @@ def black_box_beats_white_box(subject: Subject) -> Iterator[str]:
             )
 
 
-def lower_precision(subject: Subject) -> Iterator[str]:
-    dtypes = {parameter.dtype for parameter in subject.model.parameters()}
+def lower_precision(case: Case) -> Iterator[str]:
+    dtypes = {parameter.dtype for parameter in case.model.parameters()}
     lower = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in FULL)
     if lower:
-        yield f"attacks climb in {', '.join(lower)}: rounding looks like robustness; attack in float32"
-    elif subject.images_BCHW.is_cuda and torch.get_float32_matmul_precision() != "highest":
-        yield "attacks climb in TF32 matrix products; torch.set_float32_matmul_precision('highest') gives float32"
+        yield f"attacks compute in {', '.join(lower)}: rounding looks like robustness; attack in float32"
+    elif case.images_BCHW.is_cuda and torch.get_float32_matmul_precision() != "highest":
+        yield "attacks compute in TF32 matrix products; torch.set_float32_matmul_precision('highest') gives float32"
 
 
-CHECKS: tuple[Callable[[Subject], Iterator[str]], ...] = (
+CHECKS: tuple[Callable[[Case], Iterator[str]], ...] = (
     random_answers,
     softmax_outputs,
     zero_gradients,

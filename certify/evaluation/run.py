@@ -10,100 +10,79 @@ OUT/refuted/             the images of a wrong certificate, if one was caught
 """
 
 import json
-from collections.abc import Callable, Iterable
-from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 import shards
-import zoo
-from certify.evaluation import accuracies, checks, leaderboard, report
-from certify.evaluation.examiner import Examiner
+from certify.evaluation import accuracies, checks, leaderboard, tables
+from certify.evaluation.evaluate_block import EvaluateBlock
 from certify.evaluation.settings import Settings
-from certify.rows import images, records
-from certify.rows.workers import Batch, in_order
-from certizoo import __version__
+from certify.rows import images, records, runner
+from certify.rows.progress import Progress, silent
+from certify.rows.summary import Summary, image_facts, model_facts, subject_of
 
 ROWS, EVALUATION, CHECKS = "evaluation.jsonl", "evaluation.json", "checks.json"
-TABLE, CARD, BARS = "evaluation.parquet", "evaluation.md", "evaluation.png"
+TABLE, CSV, CARD, BARS = "evaluation.parquet", "evaluation.csv", "evaluation.md", "evaluation.png"
 DEFAULT_BALL = ("linf", 8 / 255)  # of the checks, where no attack has a ball
-Summary = dict[str, Any]
 
 
-def run(
-    handover: Path,
-    data: shards.DataConfig,
-    settings: Settings,
-    out: Path,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Summary:
+def run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress = silent) -> Summary:
     """Evaluate the model in `handover` on the test images; returns the content of evaluation.json.
 
     Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings.
     Raises UnsoundCertificate, with the image kept, where an attack succeeds within a certified radius.
     """
-    examiner = Examiner(handover, settings, out)  # refuses what cannot be done before anything is written
-    test = shards.find(data, "test")
-    total = min(test.samples, settings.images or test.samples)
-    subject = _subject(handover, test, settings, total)
-    rows = records.resume(out / ROWS, subject, settings.block)
-    flags = _flags(examiner, settings, images.batches(test, data, settings.block, total), out / CHECKS)
-    listed = images.batches(test, data, settings.block, total, skip=len(rows))
-    make = partial(Examiner, handover, settings, out)
-    with closing(in_order(examiner, make, settings.workers, settings.device, listed)) as examined:
-        for new in examined:
-            records.append(out / ROWS, new)
-            rows += new
-            progress(len(rows), total)
-    table = pd.DataFrame(rows)
-    summary = _summary(table, subject, examiner, flags)
+    make = partial(EvaluateBlock, handover, settings, out)
+    own = make()  # refuses what cannot be done before anything is written
+    listed = images.image_list(data, settings.images, settings.block)
+    subject = subject_of(handover, listed, **_asked(settings))
+    rows = runner.resume(out / ROWS, subject, listed, settings.block)
+    flags = _flags(own, listed, settings.check_images, out / CHECKS)
+    table = rows.complete(own, make, settings.workers, settings.device, progress)
+    summary = _summary(table, subject, own, flags)
     table.to_parquet(out / TABLE, index=False)
-    table.to_csv(out / "evaluation.csv", index=False)
-    for threat, entry in leaderboard.entries(summary, examiner.attacks):
+    table.to_csv(out / CSV, index=False)
+    for threat, entry in leaderboard.entries(summary, own.attacks):
         records.write_json(out / f"robustbench_{threat}.json", entry)
-    report.bars(summary, out / BARS)
-    (out / CARD).write_text(report.card(summary))
+    tables.bars(summary, out / BARS)
+    (out / CARD).write_text(tables.card(summary))
     records.write_json(out / EVALUATION, summary)
     return summary
 
 
-def _subject(handover: Path, test: shards.ShardSet, settings: Settings, total: int) -> Summary:
-    """What the rows belong to: any change makes them another result."""
+def _asked(settings: Settings) -> Summary:
+    """What decides the rows besides weights and images."""
     return {
-        "weights_sha256": zoo.handover.weights_sha256(handover),
-        "data_digest": test.digest,
-        "images": total,
         "protocol": settings.protocol,
         "attacks": {name: dict(options) for name, options in settings.attacks.items()},
         "method": settings.method,
         "block": settings.block,
         "seed": settings.seed,
         "attack_dtype": settings.attack_dtype,
-        "certizoo": __version__,
     }
 
 
-def _flags(examiner: Examiner, settings: Settings, blocks: Iterable[Batch], path: Path) -> list[checks.Flag]:
-    """Of the first correct images, in the ball of the protocol's first attack that has one; kept for a second start."""
+def _flags(own: EvaluateBlock, listed: images.ImageList, count: int, path: Path) -> list[checks.Flag]:
+    """Of the first `count` correct images, in the ball of the protocol's first attack that has one; kept for a second
+    start."""
     if not path.exists():
-        ball = next(((attack.norm, attack.eps) for attack in examiner.attacks.values() if attack.eps), DEFAULT_BALL)
-        correct = _correct(examiner, blocks, settings.check_images)
-        flags = checks.of_model(checks.Subject(examiner.attacked, *correct, *ball))
-        records.write_json(path, {"images": settings.check_images, "flags": [vars(flag) for flag in flags]})
+        ball = next(((attack.norm, attack.eps) for attack in own.attacks.values() if attack.eps), DEFAULT_BALL)
+        correct = _correct(own, listed, count)
+        flags = checks.of_model(checks.Case(own.attacked, *correct, *ball))
+        records.write_json(path, {"images": count, "flags": [vars(flag) for flag in flags]})
     return [checks.Flag(**flag) for flag in json.loads(path.read_text())["flags"]]
 
 
-def _correct(examiner: Examiner, blocks: Iterable[Batch], count: int) -> tuple[Tensor, Tensor]:
+def _correct(own: EvaluateBlock, listed: images.ImageList, count: int) -> tuple[Tensor, Tensor]:
     """The first `count` images that the model classifies correctly, and their labels."""
     found: list[tuple[Tensor, Tensor]] = []
-    for _, images_BCHW, labels in blocks:
-        x, y = images_BCHW.to(examiner.device), labels.to(examiner.device)
-        correct = examiner.model(x).argmax(1) == y
+    for _, images_BCHW, labels in listed.batches():
+        x, y = images_BCHW.to(own.device), labels.to(own.device)
+        correct = own.model(x).argmax(1) == y
         found.append((x[correct], y[correct]))
         if sum(len(part) for _, part in found) >= count:
             break
@@ -111,21 +90,16 @@ def _correct(examiner: Examiner, blocks: Iterable[Batch], count: int) -> tuple[T
     return x, y
 
 
-def _summary(table: pd.DataFrame, subject: Summary, examiner: Examiner, flags: list[checks.Flag]) -> Summary:
+def _summary(table: pd.DataFrame, subject: Summary, own: EvaluateBlock, flags: list[checks.Flag]) -> Summary:
     """evaluation.json: accuracies in [0,1] over the same images."""
-    config, attacks, method = examiner.config, examiner.attacks, examiner.settings.method
+    attacks, method = own.attacks, own.settings.method
     return {
         **subject,
-        "model": config["model"],
-        "attention": zoo.attention_name(**config["model"]),
-        "dataset": config.get("data", {}).get("name", "unknown"),
-        "git_commit": config.get("git_commit", "unknown"),
-        "image_list_sha256": images.digest(table["key"].astype(str)),
+        **model_facts(own.config),
         "torch": torch.__version__,
-        "clean": float(table["correct"].mean()),
+        **image_facts(table, method),
         "accuracy": accuracies.by_attack(table, attacks),
         "worst_case": accuracies.by_ball(table, attacks),
-        "median_radius": float(table[f"radius.{method}"].median()) if method else None,
         "found_within_certified_radius": accuracies.within_radius(table, attacks, method),
         "flags": [vars(flag) for flag in [*flags, *checks.of_table(table, attacks)]],
     }

@@ -19,7 +19,7 @@ class Settings:
         block: images that are handed out, and written, together; batch_size: of those, how many at a time.
         seed: of every image's own random numbers.
         check_images: correct images that the checks for masked gradients look at; 0: no checks.
-        attack_dtype: in which the attacks climb, if not in that of the model ('bfloat16'); a check warns.
+        attack_dtype: in which the attacks compute, if not in that of the model ('bfloat16'); a check warns.
         workers: processes, one thread each or a GPU each with device='cuda'.
     """
 

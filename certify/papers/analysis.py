@@ -5,7 +5,6 @@ certificate.
 """
 
 import copy
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +18,11 @@ from torch import Tensor, nn
 import shards
 import zoo
 from certify.methods.bake import bake
-from certify.papers import figures, jacobian, published
+from certify.papers import figures, jacobian, paper_bounds
 from certify.papers.ascent import largest, largest_change
+from certify.rows.images import image_list
+from certify.rows.progress import Progress, counting, silent
+from certify.rows.records import write_csv, write_json
 from certizoo import UserError
 from certizoo.files import write_whole
 from zoo.attention.dot_product import DotProductAttention
@@ -34,20 +36,20 @@ FOLDER = "analysis"
 PGD = "PGD (lower bound)"
 LOFAST, LOFAST_LOCAL = "lofast", "lofast_local"
 UNSOUND = " as printed (unsound)"
-PUBLISHED: dict[type[nn.Module], dict[str, Callable[[Any, Tensor], Bound]]] = {
+PAPER_BOUNDS: dict[type[nn.Module], dict[str, Callable[[Any, Tensor], Bound]]] = {
     DotProductAttention: {
-        "Theorem 1 of paper 004": published.lofast_theorem_1,
-        "naive (eq. 12 for zeta)": published.naive,
-        "SpecFormer, Theorem 4.3": published.specformer,
+        "Theorem 1 of paper 004": paper_bounds.lofast_theorem_1,
+        "naive (eq. 12 for zeta)": paper_bounds.naive,
+        "SpecFormer, Theorem 4.3": paper_bounds.specformer,
     },
-    L2Attention: {"eq. 40, corrected": published.l2_eq_40, f"eq. 40{UNSOUND}": published.l2_eq_40_as_printed},
-    LipschitzNormAttention: {f"eq. 41{UNSOUND}": published.ln_eq_41_as_printed},
-    ScaledCosineAttention: {"eq. 42": published.scsa_eq_42},
+    L2Attention: {"eq. 40, corrected": paper_bounds.l2_eq_40, f"eq. 40{UNSOUND}": paper_bounds.l2_eq_40_as_printed},
+    LipschitzNormAttention: {f"eq. 41{UNSOUND}": paper_bounds.ln_eq_41_as_printed},
+    ScaledCosineAttention: {"eq. 42": paper_bounds.scsa_eq_42},
 }
 TABLE_3 = {PGD: PGD, LOFAST: "LoFAST upper bound", "SpecFormer, Theorem 4.3": "SpecFormer upper bound"}
 SCORE_NORM_LIMIT = 2**22  # entries of the (N^2, N D) matrix of Lemma 2
 SIZES, FACTORS = (0.25, 0.5, 1.0, 2.0), (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
-Progress = Callable[[], None]
+Step = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def _positive(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
-def jacobians(parts: Sequence[jacobian.Part], progress: Progress = lambda: None) -> pd.DataFrame:
+def jacobians(parts: Sequence[jacobian.Part], step: Step = lambda: None) -> pd.DataFrame:
     """sigma_max of every block, and of its branch F = block - identity, image by image."""
     records = []
     for part in parts:
@@ -87,7 +89,7 @@ def jacobians(parts: Sequence[jacobian.Part], progress: Progress = lambda: None)
                 {"block": part.name, "of": of, "image": i, "sigma_max": sigma, "measure": measure}
                 for i, sigma in enumerate(sigma_B.tolist())
             ]
-        progress()
+        step()
     return pd.DataFrame(records)
 
 
@@ -108,7 +110,7 @@ def upper_bounds(module: nn.Module, x_BND: Tensor) -> Iterator[tuple[str, Bound]
     else:
         yield LOFAST, ours
         yield LOFAST_LOCAL, sharper
-    for name, bound in PUBLISHED.get(type(module), {}).items():
+    for name, bound in PAPER_BOUNDS.get(type(module), {}).items():
         yield name, bound(module, x_BND)
 
 
@@ -117,7 +119,7 @@ def bounds(
     x_BND: Tensor,
     eps_grid: Sequence[float],
     scales: Sequence[float] = (1.0,),
-    progress: Progress = lambda: None,
+    step: Step = lambda: None,
 ) -> pd.DataFrame:
     """Largest change of X + F(X) over ||X' - X||_F <= eps: the upper bounds, and what ascent finds. Figures 1 (right)
     and 4 and Table 3 of paper 004."""
@@ -136,19 +138,19 @@ def bounds(
                 for name, change_B in values.items()
                 for i, (length, change) in enumerate(zip(length_B.tolist(), change_B.tolist(), strict=True))
             ]
-            progress()
+            step()
     return pd.DataFrame(records)
 
 
 def head_parts(
-    module: DotProductAttention, x_BND: Tensor, eps_grid: Sequence[float], progress: Progress = lambda: None
+    module: DotProductAttention, x_BND: Tensor, eps_grid: Sequence[float], step: Step = lambda: None
 ) -> pd.DataFrame:
     """Delta_21 = ||P(X') - P(X)||_F and Delta_22 = ||X' M|| of the first head, section 5.1 of paper 004: Figure 1."""
-    heads = published.Heads(module, x_BND)
+    heads = paper_bounds.Heads(module, x_BND)
     m_DD = heads.m_HDD[0]
     slopes = {"delta_21^(2), xi (eq. 26)": heads.xi()}
     if x_BND.shape[1] ** 3 * x_BND.shape[2] <= SCORE_NORM_LIMIT:
-        slopes["delta_21^(1), ||M(X)|| (Lemma 2)"] = published.score_norm(heads)
+        slopes["delta_21^(1), ||M(X)|| (Lemma 2)"] = paper_bounds.score_norm(heads)
     norm_x_B = torch.linalg.matrix_norm(x_BND, 2)
     records = []
     for eps in eps_grid:
@@ -166,7 +168,7 @@ def head_parts(
             for of, name, value_B in table
             for i, value in enumerate(value_B.tolist())
         ]
-        progress()
+        step()
     return pd.DataFrame(records)
 
 
@@ -183,7 +185,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def ablation(
-    module: nn.Module, x_1ND: Tensor, eps: float, samples: int = 10, progress: Progress = lambda: None
+    module: nn.Module, x_1ND: Tensor, eps: float, samples: int = 10, step: Step = lambda: None
 ) -> pd.DataFrame:
     """The lofast bound at eps after a change of one of W_Q, W_K, W_V, W_O, X, relative to the unchanged one.
 
@@ -203,7 +205,7 @@ def ablation(
             value = float(residual_layer_of(changed)(x)[1](eps_1))
             record = {"part": name, "change": kind, "size": size, "sample": sample, "bound": value}
             records.append(record | {"relative": value / whole})
-        progress()
+        step()
     return pd.DataFrame(records)
 
 
@@ -229,7 +231,7 @@ def text(table: pd.DataFrame) -> str:
 def product_bound(model: nn.Module, images_BCHW: Tensor) -> float | None:
     """Paper 003's product of constants, or None where a part has no rule."""
     try:
-        return float(published.product(model, images_BCHW))
+        return float(paper_bounds.product(model, images_BCHW))
     except NoRule:
         return None
 
@@ -239,7 +241,7 @@ def run(
     data: shards.DataConfig,
     settings: Settings,
     out: Path,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = silent,
 ) -> pd.DataFrame:
     """All tables and figures of one hand-over, into OUT/analysis; returns Table 3. `progress(done, total)` is called
     after every step. Raises UserError for a model without transformer blocks."""
@@ -251,30 +253,23 @@ def run(
     dot_product = type(attention.module) is DotProductAttention
     scales = tuple(dict.fromkeys((*settings.input_scales, 1.0)))
     names = (*weights_of(attention.module), "X")
-    total = len(parts) + len(settings.eps) * (len(scales) + dot_product) + len(names)
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
+    step = counting(progress, len(parts) + len(settings.eps) * (len(scales) + dot_product) + len(names))
     folder = out / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     sigma = jacobians(parts, step)
-    _write(sigma, folder / "sigma_max.csv")
+    write_csv(folder / "sigma_max.csv", sigma)
     figures.violins(sigma, folder / "sigma_max.png")
     changes = bounds(attention.module, attention.x, settings.eps, sorted(scales), step)
-    _write(changes, folder / "bounds.csv")
+    write_csv(folder / "bounds.csv", changes)
     figures.against_eps(changes, attention.name, folder / "bounds.png")
     if isinstance(attention.module, DotProductAttention):
         heads = head_parts(attention.module, attention.x, settings.eps, step)
-        _write(heads, folder / "head_parts.csv")
+        write_csv(folder / "head_parts.csv", heads)
         figures.head_parts(heads, attention.name, folder / "head_parts.png")
     product = product_bound(model, images)
     _ablate(attention, settings, folder, step)
     table = table_3(changes)
-    _write(table.reset_index(), folder / "table_3.csv")
+    write_csv(folder / "table_3.csv", table.reset_index())
     write_whole(folder / "table_3.txt", text(table) + "\n")
     note = {
         "model": config["model"]["name"],
@@ -282,24 +277,19 @@ def run(
         "settings": asdict(settings),
         "product_of_lipschitz_constants": "infinite" if product == math.inf else product,
     }
-    write_whole(folder / "analysis.json", json.dumps(note, indent=2) + "\n")
+    write_json(folder / "analysis.json", note)
     return table
 
 
-def _ablate(attention: jacobian.Part, settings: Settings, folder: Path, step: Progress) -> None:
+def _ablate(attention: jacobian.Part, settings: Settings, folder: Path, step: Step) -> None:
     """Not where there is no rule whose bound could change."""
     try:
         table = ablation(attention.module, attention.x[:1], settings.ablation_eps, settings.samples, step)
     except NoRule:
         return
-    _write(table, folder / "ablation.csv")
+    write_csv(folder / "ablation.csv", table)
     figures.ablation(table, settings.ablation_eps, folder / "ablation.png")
 
 
 def _images(data: shards.DataConfig, count: int) -> Tensor:
-    loader = shards.eval_loader(shards.find(data, "test"), data, batch_size=count, limit=count)
-    return torch.cat([images for _, images, _ in loader])
-
-
-def _write(table: pd.DataFrame, path: Path) -> None:
-    write_whole(path, table.to_csv(index=False))
+    return torch.cat([images for _, images, _ in image_list(data, count, count).batches()])

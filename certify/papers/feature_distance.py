@@ -1,4 +1,5 @@
-"""How far apart two samples of features are: the proxy A-distance, and both in one plane. scikit-learn's door here.
+"""How far apart two samples of features are: the proxy A-distance, and both in one plane. By
+scikit-learn, which only this file of the package imports.
 
     d_A = 2 (1 - 2 err),     err = error on held-out images of a linear classifier that tells clean from attacked
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -24,17 +24,17 @@ from attacks import AttackConfig
 from certify.methods.bake import bake
 from certify.papers import feature_distance, feature_figures, layer_norms
 from certify.papers.features import Features, clean_and_attacked
-from certify.rows import images, records
+from certify.rows import images
 from certify.rows.devices import device_of, require_device
+from certify.rows.progress import Progress, counting, silent
+from certify.rows.records import write_csv, write_json
+from certify.rows.summary import Summary
 from certify.rows.workers import Batch
 from certizoo import UserError, __version__
-from certizoo.files import write_whole
 
 FEWEST = 2 * feature_distance.FOLDS  # images
 DEFAULT_ATTACK = AttackConfig(norm="linf", eps=8 / 255, steps=20, loss="ce")
 NOTE = "the A-distance is an estimate: by one linear classifier, found on some of the images and asked about the others"
-Summary = dict[str, Any]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Settings:
         require_device(self.device, "device")
 
 
-class Subject(NamedTuple):
-    """A model of a hand-over, under its name in the figures."""
+class LoadedModel(NamedTuple):
+    """The model of a hand-over, with its name in the figures."""
 
     name: str
     model: nn.Module
@@ -66,7 +66,7 @@ class Subject(NamedTuple):
     weights_sha256: str
 
 
-class Listed(NamedTuple):
+class LoadedImages(NamedTuple):
     """The images, which are the same for every model."""
 
     batches: list[Batch]
@@ -80,50 +80,50 @@ def run(
     data: shards.DataConfig,
     settings: Settings,
     out: Path,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = silent,
 ) -> Summary:
     """Writes all of OUT and returns the content of features.json. `progress(done, total)` is called after every step.
     Raises UserError, before anything is computed, for models or images that do not fit."""
-    subjects = list(_subjects([handover] if against is None else [handover, against], data))
-    test = shards.find(data, "test")
-    listed = _listed(test, data, settings)
-    step = _steps(progress, len(subjects) * (len(listed.batches) + 1))
-    parts = [_one(subject, listed, settings, step) for subject in subjects]
+    models = list(_models([handover] if against is None else [handover, against], data))
+    listed = images.image_list(data, settings.images, settings.batch_size)
+    loaded = _loaded(listed, settings)
+    step = counting(progress, len(models) * (len(loaded.batches) + 1))
+    parts = [_one(model, loaded, settings, step) for model in models]
     rows, points, norms = zip(*parts, strict=True)
     summary = {
         "models": list(rows),
         "note": NOTE,
-        "images": len(listed.keys),
+        "images": len(loaded.keys),
         "dataset": data.name,
-        "data_digest": test.digest,
-        "image_list_sha256": images.digest(listed.keys),
+        "data_digest": listed.test.digest,
+        "image_list_sha256": images.digest(loaded.keys),
         "settings": asdict(settings),
         "certizoo": __version__,
     }
     out.mkdir(parents=True, exist_ok=True)
-    _write(pd.concat(points), out / "tsne.csv")
+    write_csv(out / "tsne.csv", pd.concat(points))
     feature_figures.planes(pd.concat(points), rows, images.class_names(data), out / "tsne.png")
     if any(len(table) for table in norms):
-        _write(pd.concat([table for table in norms if len(table)]), out / "sigma_max_weights.csv")
+        write_csv(out / "sigma_max_weights.csv", pd.concat([table for table in norms if len(table)]))
         feature_figures.layers(pd.concat([table for table in norms if len(table)]), out / "sigma_max_weights.png")
-    records.write_json(out / "features.json", summary)
+    write_json(out / "features.json", summary)
     return summary
 
 
 def _one(
-    subject: Subject, listed: Listed, settings: Settings, step: Callable[[], None]
+    loaded: LoadedModel, listed: LoadedImages, settings: Settings, step: Callable[[], None]
 ) -> tuple[Summary, pd.DataFrame, pd.DataFrame]:
     """What features.json says of a model, its points in the plane, and its norms."""
-    norms = layer_norms.sigma_max(subject.baked)
-    model = subject.model.to(device_of(0, settings.device))
+    norms = layer_norms.sigma_max(loaded.baked)
+    model = loaded.model.to(device_of(0, settings.device))
     found = clean_and_attacked(model, listed.batches, settings.attack, settings.seed, step)
     clean_ND, attacked_ND = found.clean_ND.double().numpy(), found.attacked_ND.double().numpy()
     apart = feature_distance.a_distance(clean_ND, attacked_ND, settings.seed)
     xy = feature_distance.plane(clean_ND, attacked_ND, settings.perplexity, settings.seed)
     step()
     row = {
-        "name": subject.name,
-        "weights_sha256": subject.weights_sha256,
+        "name": loaded.name,
+        "weights_sha256": loaded.weights_sha256,
         "width": clean_ND.shape[1],
         "clean": float(found.clean_correct_N.double().mean()),
         "attacked": float(found.attacked_correct_N.double().mean()),
@@ -133,11 +133,11 @@ def _one(
         "sigma_max": layer_norms.largest(norms),
         "sigma_max_note": layer_norms.note(norms),
     }
-    norms.insert(0, "model", subject.name)
-    return row, _points(subject.name, listed, found, xy), norms
+    norms.insert(0, "model", loaded.name)
+    return row, _points(loaded.name, listed, found, xy), norms
 
 
-def _points(name: str, listed: Listed, found: Features, xy: feature_distance.Array) -> pd.DataFrame:
+def _points(name: str, listed: LoadedImages, found: Features, xy: feature_distance.Array) -> pd.DataFrame:
     """One row for each image, clean, then as many attacked."""
     columns = {
         "model": name,
@@ -151,7 +151,7 @@ def _points(name: str, listed: Listed, found: Features, xy: feature_distance.Arr
     return pd.DataFrame(columns)
 
 
-def _subjects(folders: Sequence[Path], data: shards.DataConfig) -> Iterator[Subject]:
+def _models(folders: Sequence[Path], data: shards.DataConfig) -> Iterator[LoadedModel]:
     """Refuses a model that does not take the images of `data`."""
     asked = {"img_size": data.img_size, "in_chans": data.channels, "num_classes": data.num_classes}
     for place, folder in enumerate(folders):
@@ -161,24 +161,15 @@ def _subjects(folders: Sequence[Path], data: shards.DataConfig) -> Iterator[Subj
             if options.get(key, value) != value:
                 raise UserError(f"{folder} has {key}={options[key]}, the images of {data.name} need {key}={value}")
         name = f"{options['name']}{' (against)' * place}"
-        yield Subject(name, model, bake(model), zoo.handover.weights_sha256(folder))
+        yield LoadedModel(name, model, bake(model), zoo.handover.weights_sha256(folder))
 
 
-def _listed(test: shards.ShardSet, data: shards.DataConfig, settings: Settings) -> Listed:
-    total = min(test.samples, settings.images)
-    if total < FEWEST or settings.perplexity >= 2 * total:
+def _loaded(listed: images.ImageList, settings: Settings) -> LoadedImages:
+    if listed.total < FEWEST or settings.perplexity >= 2 * listed.total:
         raise UserError(
-            f"perplexity={settings.perplexity:g} with {total} images: take at least {FEWEST} images and a perplexity "
-            "below twice their number"
+            f"perplexity={settings.perplexity:g} with {listed.total} images: take at least {FEWEST} images and a "
+            "perplexity below twice their number"
         )
-    batches = list(images.batches(test, data, settings.batch_size, total))
-    return Listed(batches, [key for keys, _, _ in batches for key in keys], torch.cat([batch[2] for batch in batches]))
-
-
-def _steps(progress: Progress, total: int) -> Callable[[], None]:
-    done = iter(range(1, total + 1))
-    return lambda: progress(next(done), total)
-
-
-def _write(table: pd.DataFrame, path: Path) -> None:
-    write_whole(path, table.to_csv(index=False))
+    batches = list(listed.batches())
+    keys = [key for some, _, _ in batches for key in some]
+    return LoadedImages(batches, keys, torch.cat([labels for _, _, labels in batches]))

@@ -1,1 +1,1 @@
-"""What every long command of this package stands on: the image list, rows on disk, processes, devices, intervals."""
+"""What every long command stands on: the image list, one resumable runner, rows on disk, processes, intervals."""

@@ -1,4 +1,4 @@
-"""Where a process computes, and in which type: the CPU or its GPU; float64, float32 or bfloat16."""
+"""Where a process computes, the CPU or a GPU of its own, and in which type a served model computes."""
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ def device_of(worker: int, name: str) -> torch.device:
     gpus = torch.cuda.device_count()
     if not gpus:
         raise UserError("device=cuda: torch finds no GPU on this machine; use device=cpu")
-    torch.backends.cudnn.allow_tf32 = (
-        False  # torch's default rounds what they multiply to 10 bits; matrix products it leaves
-    )
+    # torch's default rounds the factors of convolutions to 10 bits; those of matrix products it leaves alone.
+    torch.backends.cudnn.allow_tf32 = False
     return torch.device("cuda", worker % gpus)

@@ -1,11 +1,13 @@
-"""Rows on disk: a line an image, written as it is done, that belong to one subject; a second start goes on after the
-last whole line."""
+"""Rows on disk: a line for each image, written as soon as it is computed, all of one subject (`summary.subject_of`); a
+second start goes on after the last whole line."""
 
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from certizoo import UserError
 from certizoo.files import write_whole
@@ -15,11 +17,10 @@ Row = dict[str, Any]
 
 
 def resume(path: Path, subject: Mapping[str, Any], block: int = 1) -> list[Row]:
-    """Rows of an earlier start with the same subject; a last line that was cut off is dropped, and a last block of rows
-    that is not whole.
+    """Rows of an earlier start with the same subject, kept in the folder's `subject.json`; a last line that was cut off
+    is dropped, and a last block of rows that is not whole. `subject["images"]` says how many rows there will be.
 
-    subject: what the rows belong to: any change makes them another result; `images` of it says how many there will be.
-    Raises UserError where `path` holds rows of another one.
+    Raises UserError where the folder holds the rows of another subject.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     note = path.parent / SUBJECT
@@ -51,3 +52,8 @@ def append(path: Path, rows: list[Row]) -> None:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Whole or not at all."""
     write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_csv(path: Path, table: pd.DataFrame) -> None:
+    """Whole or not at all."""
+    write_whole(path, table.to_csv(index=False))

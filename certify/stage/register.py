@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from certify.stage import tables
-from certify.stage.run import CERTIFICATE
+from certify.stage.run import CARD, CERTIFICATE
 from registry.publish import publish as publish_version
 
 
@@ -35,7 +35,7 @@ def publish(
         name=registered_name,
         loader_module="certify.served",
         tags={**tags, **tables.tags(summary)},
-        description=(out / "card.md").read_text(),
+        description=(out / CARD).read_text(),
         metrics=tables.metrics(summary),
         run_id=run_id,
         experiment=experiment,

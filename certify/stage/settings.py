@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from attacks import AttackConfig
 from certify.rows.devices import DTYPES, require_device
-from certify.stage.rows import DEFAULT_ATTACK
+from certify.stage.outcomes import DEFAULT_ATTACK
 from certizoo import UserError
 
 
@@ -26,7 +26,7 @@ class Settings:
         if not self.eps or any(not eps > 0 for eps in self.eps):
             raise UserError(f"certify.eps={list(self.eps)}: give L2 radii above 0, such as certify.eps=[0.02,0.1]")
         if (self.images is not None and self.images < 1) or self.batch_size < 1:
-            raise UserError("certify.rows.images and certify.batch_size: give whole numbers above 0 (images=null: all)")
+            raise UserError("certify.images and certify.batch_size: give whole numbers above 0 (images=null: all)")
         if self.served_dtype is not None and (self.method != "adjoint" or self.served_dtype not in DTYPES):
             raise UserError(
                 f"certify.served_dtype={self.served_dtype}: null, or one of {', '.join(DTYPES)} with method=adjoint"

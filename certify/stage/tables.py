@@ -1,17 +1,15 @@
-"""What people read of a certificate: the curve, the table, the registry's tags."""
+"""What people read of a certificate: the curve, the table of the terminal, the registry's tags."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from rich.table import Table
 
 from certify.rows.intervals import percent
+from certify.rows.summary import Summary
 from zoo import penalty
-
-Summary = dict[str, Any]
 
 
 def curve(table: pd.DataFrame, method: str, eps_grid: Sequence[float], path: Path) -> None:
@@ -38,15 +36,15 @@ def curve(table: pd.DataFrame, method: str, eps_grid: Sequence[float], path: Pat
     plt.close(figure)
 
 
-def accuracy_table(summary: Summary) -> Table:
+def table(summary: Summary) -> Table:
     """The closing table of a run, for the terminal."""
-    table = Table(title=f"{summary['model']['name']} on {summary['images']} images of {summary['dataset']}, in %")
+    made = Table(title=f"{summary['model']['name']} on {summary['images']} images of {summary['dataset']}, in %")
     for column in ("L2 eps", "clean", "PGD", f"certified ({summary['method']})", "unknown"):
-        table.add_column(column, justify="right")
+        made.add_column(column, justify="right")
     for eps, accuracy in summary["accuracy"].items():
         cells = (summary["clean"], accuracy["pgd"], accuracy["certified"], accuracy["unknown"])
-        table.add_row(eps, *(percent(value) for value in cells))
-    return table
+        made.add_row(eps, *(percent(value) for value in cells))
+    return made
 
 
 def tags(summary: Summary) -> dict[str, str]:

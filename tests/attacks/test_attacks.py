@@ -12,6 +12,8 @@ from attacks.norms import NORMS, distance
 from certizoo import UserError
 
 ROUNDING = 1e-6  # float32: a few ulps of a value below 1, for Linf; sqrt(192) of them stay below for L2
+# float64, batches of other sizes: a BLAS cuts its sums by their shapes, so a point is off by some 1e-16 a step.
+OTHER_BATCH = 1e-10
 
 
 def make_model(seed: int = 0, scale: float = 1.0) -> nn.Sequential:
@@ -210,7 +212,7 @@ def test_with_a_generator_an_image_the_batch_does_not_matter(norm: str, stop_whe
 
     whole = attacked(list(range(12)))
     for rows in ([7], [11, 0, 4], list(range(11, -1, -1))):
-        assert torch.allclose(attacked(rows), whole[rows], rtol=0, atol=1e-12)  # the model's rounding, other batches
+        assert torch.allclose(attacked(rows), whole[rows], rtol=0, atol=OTHER_BATCH)
     assert not torch.allclose(attacked([3]), whole[[4]])
 
 
@@ -238,8 +240,9 @@ def test_stopping_at_the_first_point_that_fools_changes_no_outcome(
     stopped, fewer = attacked(True), sum(seen)
     survives = own_labels(model, whole) == labels
     assert 0.1 < survives.double().mean() < 0.9
+    assert LOSSES["margin"](model(whole), labels).abs().min() > OTHER_BATCH, "a decision that rounding could turn"
     assert torch.equal(survives, own_labels(model, stopped) == labels)
-    assert torch.equal(whole[survives], stopped[survives])
+    assert torch.allclose(whole[survives], stopped[survives], rtol=0, atol=OTHER_BATCH)
     wrong = own_labels(model, images) != labels
     assert torch.equal(stopped[wrong], images[wrong]), "what was wrong from the start is given back as it was"
     assert distance(stopped, images, norm).max() <= eps + ROUNDING

@@ -11,7 +11,7 @@ from attacks import AttackConfig
 from attacks.attack import Attack
 from attacks.auto import AutoAttack
 from certify.evaluation import checks
-from certify.evaluation.examiner import in_dtype
+from certify.evaluation.evaluate_block import in_dtype
 
 CLASSES, SIDE = 4, 6
 
@@ -39,11 +39,11 @@ def samples(n: int) -> tuple[Tensor, Tensor]:
     return (patterns[labels] + noise).clamp(0, 1), labels
 
 
-def subject(model: nn.Module) -> checks.Subject:
+def case(model: nn.Module) -> checks.Case:
     """Images that it gets right, in the ball the checks attack them in."""
     images, labels = samples(24)
     right = model(images).argmax(1) == labels
-    return checks.Subject(model, images[right], labels[right], "linf", 0.03)
+    return checks.Case(model, images[right], labels[right], "linf", 0.03)
 
 
 class Wrapped(nn.Module):
@@ -60,11 +60,11 @@ def quantised(x: Tensor) -> Tensor:
 
 
 def names(model: nn.Module) -> set[str]:
-    return {flag.name for flag in checks.of_model(subject(model))}
+    return {flag.name for flag in checks.of_model(case(model))}
 
 
 def test_a_plain_model_is_not_flagged(plain: nn.Module) -> None:
-    assert len(subject(plain).labels_B) >= 20
+    assert len(case(plain).labels_B) >= 20
     assert names(plain) == set()
 
 
@@ -80,7 +80,7 @@ def test_square_beats_an_attack_without_gradients(plain: nn.Module) -> None:
     images, labels = samples(24)
     stairs = Wrapped(plain, quantised, before=True)
     right = stairs(images).argmax(1) == labels
-    asked = checks.Subject(stairs, images[right], labels[right], "linf", 0.3)
+    asked = checks.Case(stairs, images[right], labels[right], "linf", 0.3)
     assert list(checks.black_box_beats_white_box(asked))
 
 
@@ -101,14 +101,14 @@ class Trap(nn.Module):
 
 
 def test_steps_that_are_caught_on_the_way_are_flagged() -> None:
-    grey = checks.Subject(Trap(), torch.full((24, 3, 4, 4), 0.5), torch.zeros(24, dtype=torch.long), "linf", 0.03)
+    grey = checks.Case(Trap(), torch.full((24, 3, 4, 4), 0.5), torch.zeros(24, dtype=torch.long), "linf", 0.03)
     (said,) = checks.more_steps_raise_accuracy(grey)
     assert "leaves 24 of 24 images" in said
 
 
 def test_no_images_no_flags(plain: nn.Module) -> None:
     images, labels = samples(2)
-    assert checks.of_model(checks.Subject(plain, images[:0], labels[:0], "l2", 0.5)) == []
+    assert checks.of_model(checks.Case(plain, images[:0], labels[:0], "l2", 0.5)) == []
 
 
 def test_every_check_says_why_it_is_there() -> None:

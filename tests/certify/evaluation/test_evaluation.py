@@ -21,24 +21,23 @@ from attacks.kinds import KINDS
 from attacks.norms import distance
 from certify import api
 from certify.__main__ import main
-from certify.evaluation import examiner, leaderboard
-from certify.evaluation import run as suite
+from certify.evaluation import evaluate_block, leaderboard
+from certify.evaluation import run as evaluation
 from certify.methods.certificate import UnsoundCertificate
-from certify.stage import register as publication
+from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError
 from registry import browse
 from tests.certify.stage.test_stage import SETTINGS as FEW
-from tests.certify.stage.test_stage import data, digits, handover
+from tests.certify.stage.test_stage import data
 
-__all__ = ["digits", "handover"]
 PGD: Mapping[str, Mapping[str, object]] = {
     "pgd_l2": {"kind": "pgd", "norm": "l2", "eps": 0.1, "steps": 10, "loss": "margin"},
     "pgd_ce": {"kind": "pgd", "norm": "l2", "eps": 0.1, "steps": 3},
     "pgd_linf": {"kind": "pgd", "norm": "linf", "eps": 8 / 255, "steps": 5},
 }
 ATTACKS = {**PGD, "noise": {"kind": "noise"}}
-SETTINGS = suite.Settings("test", ATTACKS, images=40, block=20, batch_size=20, check_images=0)
+SETTINGS = evaluation.Settings("test", ATTACKS, images=40, block=20, batch_size=20, check_images=0)
 TIMES = ("seconds.certify", *(f"seconds.{name}" for name in ATTACKS))
 
 
@@ -63,18 +62,18 @@ def _noise_is_a_kind() -> Iterator[None]:
 
 
 def rows(out: Path) -> pd.DataFrame:
-    return pd.read_parquet(out / suite.TABLE).drop(columns=list(TIMES))
+    return pd.read_parquet(out / evaluation.TABLE).drop(columns=list(TIMES))
 
 
 @pytest.fixture(scope="module")
 def whole(handover: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole")
-    suite.run(handover, data(digits), SETTINGS, out)
+    evaluation.run(handover, data(digits), SETTINGS, out)
     return out
 
 
 def test_certified_survives_and_survivors_are_correct(whole: Path) -> None:
-    table, summary = pd.read_parquet(whole / suite.TABLE), json.loads((whole / suite.EVALUATION).read_text())
+    table, summary = pd.read_parquet(whole / evaluation.TABLE), json.loads((whole / evaluation.EVALUATION).read_text())
     assert len(table) == 40 == table["key"].nunique()
     for name, of in summary["accuracy"].items():
         assert (table[f"certified.{name}"] <= table[f"survives.{name}"]).all()
@@ -88,23 +87,23 @@ def test_certified_survives_and_survivors_are_correct(whole: Path) -> None:
     assert 0 < summary["accuracy"]["pgd_l2"]["certified"]["accuracy"] < summary["clean"], "nothing to compare"
     assert summary["worst_case"][0]["attacks"] == ["pgd_l2", "pgd_ce"]
     assert summary["worst_case"][0]["accuracy"] <= min(summary["accuracy"][k]["accuracy"] for k in ("pgd_l2", "pgd_ce"))
-    for name in (suite.CARD, suite.BARS, "evaluation.csv"):
+    for name in (evaluation.CARD, evaluation.BARS, "evaluation.csv"):
         assert (whole / name).stat().st_size > 0
 
 
 def test_a_linf_ball_is_certified_by_the_l2_ball_around_it(whole: Path) -> None:
-    table = pd.read_parquet(whole / suite.TABLE)
+    table = pd.read_parquet(whole / evaluation.TABLE)
     assert (table["certified.pgd_linf"] == (table["radius.lofast"] >= 8 / 255 * 8 * (1 + 1e-12))).all()
 
 
 def test_outcomes_do_not_depend_on_the_batch(handover: Path, digits: Path, whole: Path, tmp_path: Path) -> None:
-    suite.run(handover, data(digits), replace(SETTINGS, batch_size=7), tmp_path)
+    evaluation.run(handover, data(digits), replace(SETTINGS, batch_size=7), tmp_path)
     pd.testing.assert_frame_equal(rows(tmp_path), rows(whole), rtol=1e-4)
 
 
 def test_outcomes_do_not_depend_on_the_workers(handover: Path, digits: Path, whole: Path, tmp_path: Path) -> None:
-    suite.run(handover, data(digits), replace(SETTINGS, attacks=PGD, workers=2), tmp_path)
-    two = pd.read_parquet(tmp_path / suite.TABLE).filter(regex="^(?!seconds)")
+    evaluation.run(handover, data(digits), replace(SETTINGS, attacks=PGD, workers=2), tmp_path)
+    two = pd.read_parquet(tmp_path / evaluation.TABLE).filter(regex="^(?!seconds)")
     pd.testing.assert_frame_equal(two, rows(whole)[list(two.columns)], rtol=1e-4)
 
 
@@ -112,35 +111,35 @@ def test_images_keep_their_random_numbers_in_other_blocks(
     handover: Path, digits: Path, whole: Path, tmp_path: Path
 ) -> None:
     """But for attacks that draw for all of a block."""
-    suite.run(handover, data(digits), replace(SETTINGS, block=13), tmp_path)
-    table = pd.read_parquet(tmp_path / suite.TABLE)
+    evaluation.run(handover, data(digits), replace(SETTINGS, block=13), tmp_path)
+    table = pd.read_parquet(tmp_path / evaluation.TABLE)
     for column in ("survives.pgd_l2", "l2.pgd_l2", "survives.pgd_linf", "l2.pgd_linf"):
         pd.testing.assert_series_equal(table[column], rows(whole)[column], rtol=1e-4)
-    suite.run(handover, data(digits), replace(SETTINGS, seed=1), tmp_path / "seed")
-    other = pd.read_parquet(tmp_path / "seed" / suite.TABLE)
+    evaluation.run(handover, data(digits), replace(SETTINGS, seed=1), tmp_path / "seed")
+    other = pd.read_parquet(tmp_path / "seed" / evaluation.TABLE)
     assert not table["l2.noise"].equals(rows(whole)["l2.noise"])
     assert not other["l2.pgd_linf"].equals(table["l2.pgd_linf"]), "the seed decides nothing"
 
 
 def test_a_start_that_was_cut_off_goes_on_at_a_block(handover: Path, digits: Path, whole: Path, tmp_path: Path) -> None:
-    suite.run(handover, data(digits), SETTINGS, tmp_path)
-    lines = (tmp_path / suite.ROWS).read_text().splitlines(keepends=True)
-    (tmp_path / suite.ROWS).write_text("".join(lines[:25]) + lines[25][:40])  # killed in the middle of a line
+    evaluation.run(handover, data(digits), SETTINGS, tmp_path)
+    lines = (tmp_path / evaluation.ROWS).read_text().splitlines(keepends=True)
+    (tmp_path / evaluation.ROWS).write_text("".join(lines[:25]) + lines[25][:40])  # killed in the middle of a line
     done: list[int] = []
-    suite.run(handover, data(digits), SETTINGS, tmp_path, progress=lambda now, total: done.append(now))
+    evaluation.run(handover, data(digits), SETTINGS, tmp_path, progress=lambda now, total: done.append(now))
     assert done == [40]
     pd.testing.assert_frame_equal(rows(tmp_path), rows(whole), rtol=1e-9)
     with pytest.raises(UserError, match="another seed"):
-        suite.run(handover, data(digits), replace(SETTINGS, seed=7), tmp_path)
+        evaluation.run(handover, data(digits), replace(SETTINGS, seed=7), tmp_path)
 
 
 def test_an_unsound_certificate_is_caught_with_its_image(
     handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Planted: radii 20 times too large."""
-    monkeypatch.setattr(examiner, "radius_of", lambda analysis: 20 * api.radius_of(analysis))
+    monkeypatch.setattr(evaluate_block, "radius_of", lambda analysis: 20 * api.radius_of(analysis))
     with pytest.raises(UnsoundCertificate, match="certificate is wrong"):
-        suite.run(handover, data(digits), SETTINGS, tmp_path)
+        evaluation.run(handover, data(digits), SETTINGS, tmp_path)
     (path,) = (tmp_path / "refuted").iterdir()
     model = leaderboard.load_model(str(handover))
     with safe_open(path, "pt") as file:
@@ -165,8 +164,8 @@ def test_the_command_prints_a_table_and_the_warnings(
     out = capsys.readouterr().out
     assert "quick" in out
     assert "clean" in out
-    assert "certified.quick" not in (tmp_path / suite.ROWS).read_text()
-    summary = json.loads((tmp_path / suite.EVALUATION).read_text())
+    assert "certified.quick" not in (tmp_path / evaluation.ROWS).read_text()
+    summary = json.loads((tmp_path / evaluation.EVALUATION).read_text())
     assert summary["method"] is None
     assert all(of["certified"] is None for of in summary["accuracy"].values())
     assert out.count("warning:") == len(summary["flags"])
@@ -192,7 +191,7 @@ def test_senseless_settings_are_refused(changes: dict[str, Any], said: str) -> N
 )
 def test_a_wrong_entry_is_named(handover: Path, digits: Path, tmp_path: Path, options: dict[str, object]) -> None:
     with pytest.raises(UserError, match=r"protocol\.attacks\.mine"):
-        suite.run(handover, data(digits), replace(SETTINGS, attacks={"mine": options}), tmp_path)
+        evaluation.run(handover, data(digits), replace(SETTINGS, attacks={"mine": options}), tmp_path)
     assert not any(tmp_path.iterdir())
 
 
@@ -207,8 +206,8 @@ def test_transfer_finds_its_points_on_the_other_model(handover: Path, digits: Pa
         "same": {"kind": "transfer", "source": str(handover), "attack": attack},
         "other": {"kind": "transfer", "source": str(tmp_path / "other"), "attack": attack},
     }
-    suite.run(handover, data(digits), replace(SETTINGS, attacks=attacks, method=None), tmp_path / "out")
-    table = pd.read_parquet(tmp_path / "out" / suite.TABLE)
+    evaluation.run(handover, data(digits), replace(SETTINGS, attacks=attacks, method=None), tmp_path / "out")
+    table = pd.read_parquet(tmp_path / "out" / evaluation.TABLE)
     assert (table["survives.own"] == table["survives.same"]).all()
     assert table["survives.other"].mean() > table["survives.own"].mean()
 
@@ -220,10 +219,10 @@ def test_a_published_version_gets_the_figures_as_tags_and_metrics(
     monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     stage.run(handover, data(digits), replace(FEW, images=20), tmp_path / "out")
-    publication.publish(handover, tmp_path / "out", registered_name="digits", run_id=None, experiment="test")
+    register.publish(handover, tmp_path / "out", registered_name="digits", run_id=None, experiment="test")
     command = ["evaluate", "version=digits@champion", f"out={tmp_path / 'evaluation'}", "images=20", "check_images=0"]
     main(command)
-    summary = json.loads((tmp_path / "evaluation" / suite.EVALUATION).read_text())
+    summary = json.loads((tmp_path / "evaluation" / evaluation.EVALUATION).read_text())
     (version,) = browse.versions("digits")
     assert version.tags["flags.quick"] == "none"
     for name, of in summary["accuracy"].items():
@@ -235,7 +234,7 @@ def test_a_published_version_gets_the_figures_as_tags_and_metrics(
 
 
 def test_only_the_whole_autoattack_is_a_leaderboard_entry(whole: Path) -> None:
-    summary = json.loads((whole / suite.EVALUATION).read_text())
+    summary = json.loads((whole / evaluation.EVALUATION).read_text())
     attacks: dict[str, Attack] = {
         "aa": AutoAttack(norm="linf", eps=8 / 255),
         "apgd": AutoAttack(norm="linf", eps=8 / 255, attacks=("apgd-ce",)),

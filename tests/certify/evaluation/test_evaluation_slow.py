@@ -8,11 +8,10 @@ import pandas as pd
 import pytest
 import torch
 
-from certify.evaluation import run as suite
+from certify.evaluation import run as evaluation
 from shards import DataConfig
-from tests.certify.stage.test_stage import data, digits, handover
+from tests.certify.stage.test_stage import data
 
-__all__ = ["digits", "handover"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 CERT_C10 = Path(__file__).parents[3] / "benchmarks" / "results" / "cert_vit_c10"
 
@@ -25,10 +24,10 @@ def protocol(norm: str, eps: float) -> Mapping[str, Mapping[str, object]]:
     }
 
 
-def check(handover: Path, images: DataConfig, settings: suite.Settings, out: Path) -> None:
+def check(handover: Path, images: DataConfig, settings: evaluation.Settings, out: Path) -> None:
     torch.set_num_threads(1)
-    suite.run(handover, images, settings, out)
-    table, summary = pd.read_parquet(out / suite.TABLE), json.loads((out / suite.EVALUATION).read_text())
+    evaluation.run(handover, images, settings, out)
+    table, summary = pd.read_parquet(out / evaluation.TABLE), json.loads((out / evaluation.EVALUATION).read_text())
     proved = table["certified.autoattack"]
     assert 0 < proved.mean() <= table["survives.autoattack"].mean() < table["correct"].mean(), "nothing to compare"
     assert (proved <= table["survives.autoattack"]).all()
@@ -39,12 +38,12 @@ def check(handover: Path, images: DataConfig, settings: suite.Settings, out: Pat
 
 
 def test_digits(handover: Path, digits: Path, tmp_path: Path) -> None:
-    settings = suite.Settings("slow", protocol("l2", 0.2), method="best", images=60, block=60, workers=2)
+    settings = evaluation.Settings("slow", protocol("l2", 0.2), method="best", images=60, block=60, workers=2)
     check(handover, data(digits), settings, tmp_path)
 
 
 def test_cifar10(real_data: Path, tmp_path: Path) -> None:
     """The certified model whose weights are kept with its results."""
     images = DataConfig("cifar10", str(real_data), "cifar10-train-*.tar", "cifar10-test-*.tar", 10, 32)
-    settings = suite.Settings("slow", protocol("l2", 36 / 255), method="adjoint", images=20, block=10, workers=2)
+    settings = evaluation.Settings("slow", protocol("l2", 36 / 255), method="adjoint", images=20, block=10, workers=2)
     check(CERT_C10, images, settings, tmp_path)

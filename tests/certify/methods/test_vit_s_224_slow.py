@@ -11,7 +11,7 @@ RUN = """
 import json, resource, time
 import torch, zoo
 from certify.methods.adjoint import Adjoint
-from certify.stage.rows import status
+from certify.stage.outcomes import status
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

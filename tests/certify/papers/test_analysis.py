@@ -15,11 +15,10 @@ from matplotlib import pyplot as plt
 from PIL import Image
 from torch import Tensor, nn
 
-import shards.__main__
 import zoo
 from certify.__main__ import main
 from certify.methods.bake import bake
-from certify.papers import analysis, jacobian, published
+from certify.papers import analysis, jacobian, paper_bounds
 from certify.papers.ascent import largest_change
 from certizoo import UserError
 from shards import DataConfig
@@ -51,14 +50,14 @@ def with_residual(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: x + module(x)
 
 
-# published bounds -----------------------------------------------------------------------------------------------------
+# bounds of the papers -----------------------------------------------------------------------------------
 
 SOUND = [
-    (DOT, published.naive),
-    (DOT, published.lofast_theorem_1),
-    (DOT, published.specformer),
-    (L2, published.l2_eq_40),
-    (SCSA, published.scsa_eq_42),
+    (DOT, paper_bounds.naive),
+    (DOT, paper_bounds.lofast_theorem_1),
+    (DOT, paper_bounds.specformer),
+    (L2, paper_bounds.l2_eq_40),
+    (SCSA, paper_bounds.scsa_eq_42),
 ]
 
 
@@ -82,7 +81,7 @@ def test_eq_42_in_its_own_letters() -> None:
     module: Any = SCSA(8, 2, tau=3.0, nu=2.0, eps=0.25).double().requires_grad_(False)
     module.qkv.weight.copy_(torch.eye(8).repeat(3, 1))
     module.proj.weight.copy_(torch.eye(8))
-    bound = published.scsa_eq_42(module, tokens(1, 5, 8))(torch.ones(1, dtype=torch.float64))
+    bound = paper_bounds.scsa_eq_42(module, tokens(1, 5, 8))(torch.ones(1, dtype=torch.float64))
     assert float(bound) == pytest.approx(1 + 2 * 2 * 2 * (5 * 4 * 3 + 4 * 3 + 5))
 
 
@@ -97,9 +96,9 @@ def without_scores(module: Any) -> Any:
 
 
 UNSOUND: list[tuple[Any, Any, Any, float, int]] = [
-    (DOT, published.naive_eq_12_as_printed, lambda: layer(DOT, 2.5), 0.5, 6),
-    (L2, published.l2_eq_40_as_printed, lambda: layer(L2, 6.0, heads=1), 0.3, 2),
-    (LN, published.ln_eq_41_as_printed, lambda: without_scores(layer(LN)), 1.0, 1),
+    (DOT, paper_bounds.naive_eq_12_as_printed, lambda: layer(DOT, 2.5), 0.5, 6),
+    (L2, paper_bounds.l2_eq_40_as_printed, lambda: layer(L2, 6.0, heads=1), 0.3, 2),
+    (LN, paper_bounds.ln_eq_41_as_printed, lambda: without_scores(layer(LN)), 1.0, 1),
 ]
 
 
@@ -114,16 +113,16 @@ def test_bounds_as_printed_are_refuted(kind: Any, bound: Any, make: Any, size: f
 def test_the_corrected_eq_40_holds_where_the_printed_one_fails() -> None:
     module, x = layer(L2, 6.0, heads=1), tokens(16, 2, 8, 0.3)
     r_B = torch.full((16,), 0.3, dtype=torch.float64)
-    assert (published.l2_eq_40(module, x)(r_B) >= largest_change(with_residual(module), x, r_B)).all()
+    assert (paper_bounds.l2_eq_40(module, x)(r_B) >= largest_change(with_residual(module), x, r_B)).all()
 
 
 def test_specformer_says_nothing_outside_its_condition() -> None:
-    """Trap D12: X = 0, eps 0.01; the formula would say less than what happens."""
+    """X = 0, eps 0.01; the formula would say less than what happens."""
     torch.manual_seed(0)
     module: Any = DOT(8, 1, qkv_bias=False, proj_bias=False).double().requires_grad_(False)
     module.qkv.weight[16:].mul_(30)  # W_V
     x, r_B = torch.zeros(1, 4, 8, dtype=torch.float64), torch.tensor([0.01], dtype=torch.float64)
-    bound = published.specformer(module, x)
+    bound = paper_bounds.specformer(module, x)
     assert torch.isnan(bound(r_B)).all()
     assert bound(torch.tensor([1.0], dtype=torch.float64)).isfinite().all()
     w_q, w_k, w_v = (float(torch.linalg.matrix_norm(w, 2)) for w in module.head_weights_3HOD()[:, 0])
@@ -136,17 +135,17 @@ def test_lemma_2_is_the_norm_of_the_change_of_scores_and_eq_25_is_not() -> None:
     """B.4 is met by the gradient search from below and above; eq. 25 as printed falls below it on some instance."""
     below, broken = [], []
     for seed in range(20):
-        heads = published.Heads(layer(DOT, seed=seed), tokens(1, 3, 8, seed=seed))
+        heads = paper_bounds.Heads(layer(DOT, seed=seed), tokens(1, 3, 8, seed=seed))
 
-        def change(gamma: Tensor, heads: published.Heads = heads) -> Tensor:
+        def change(gamma: Tensor, heads: paper_bounds.Heads = heads) -> Tensor:
             g = gamma.unsqueeze(1)
             return (g @ (heads.k @ heads.w_q).mT + (heads.q @ heads.w_k) @ g.mT)[:, 0]
 
         zero, one = torch.zeros(1, 3, 8, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
         found = float(largest_change(change, zero, one, steps=200))
-        right = float(published.score_norm(heads)[0, 0])
+        right = float(paper_bounds.score_norm(heads)[0, 0])
         below.append(found / right)
-        broken.append(found / float(published.score_norm_eq_25_as_printed(heads)[0, 0]))
+        broken.append(found / float(paper_bounds.score_norm_eq_25_as_printed(heads)[0, 0]))
         assert right <= float(heads.xi()[0, 0]) * (1 + 1e-9)
     assert 0.999 < max(below) <= 1 + 1e-9
     assert max(broken) > 1.01
@@ -159,7 +158,7 @@ def test_the_product_bounds_the_logits_of_whole_models(name: str) -> None:
     model = zoo.create_model(name, **tiny_options(name))
     shape = (3, options["in_chans"], options["img_size"], options["img_size"])
     images = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    bound = published.product(model, images)
+    bound = paper_bounds.product(model, images)
     assert torch.isfinite(bound)
     r_B = torch.full((3,), 0.5, dtype=torch.float64)
     found = largest_change(bake(model), images, r_B, steps=6, starts=1)
@@ -167,7 +166,7 @@ def test_the_product_bounds_the_logits_of_whole_models(name: str) -> None:
 
 
 def test_dot_product_models_have_no_product_bound() -> None:
-    assert published.product(zoo.create_model(**MODEL), torch.zeros(1, 1, 8, 8)) == math.inf
+    assert paper_bounds.product(zoo.create_model(**MODEL), torch.zeros(1, 1, 8, 8)) == math.inf
 
 
 # Jacobians ------------------------------------------------------------------------------------------------------------
@@ -263,13 +262,6 @@ def test_ablation_knows_what_the_bound_depends_on() -> None:
     bound = table[(table["change"] == "scaled") & (table["size"] == 0)].set_index("part")["bound"]
     assert bound["W_V"] == pytest.approx(0.1), "without values only the residual is left: 1 eps"
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("digits")
-    shards.__main__.main(["digits", str(folder)])
-    return folder
 
 
 def handover(folder: Path, digits: Path, **model: Any) -> Path:

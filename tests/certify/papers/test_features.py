@@ -11,7 +11,6 @@ import torch
 from matplotlib import pyplot as plt
 from PIL import Image
 
-import shards.__main__
 import zoo
 from attacks import AttackConfig
 from certify.__main__ import main
@@ -167,13 +166,6 @@ def test_missing_weights_have_a_note() -> None:
 # the command ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("digits")
-    shards.__main__.main(["digits", str(folder)])
-    return folder
-
-
 def handover(folder: Path, digits: Path, config: dict[str, Any], seed: int = 0) -> Path:
     torch.manual_seed(seed)
     data = DataConfig("digits", str(digits), "digits-train-*.tar", "digits-test-*.tar", 10, 8, 1)
@@ -295,6 +287,6 @@ def test_keys_of_the_list_are_those_of_the_stage(digits: Path, tmp_path: Path) -
     summary = feature_report.run(
         folder, None, data, settings, tmp_path / "out", lambda done, total: seen.append((done, total))
     )
-    test = shards.find(data, "test")
-    assert summary["image_list_sha256"] == images.digest(k for b in images.batches(test, data, 12, 12) for k in b[0])
+    listed = images.image_list(data, 12, 12)
+    assert summary["image_list_sha256"] == images.digest(key for keys, _, _ in listed.batches() for key in keys)
     assert seen == [(i, 4) for i in range(1, 5)]

@@ -74,7 +74,7 @@ def test_a_launcher_that_died_counts_as_a_request() -> None:
 
 SECOND = """
 import os, signal, time
-from trainers import preempt
+from trainers.engine import preempt
 preempt.SAME_REQUEST = 0.5
 with preempt.listening() as request:
     os.kill(os.getpid(), signal.SIGTERM)
@@ -85,7 +85,7 @@ with preempt.listening() as request:
 """
 LATE = """
 import os, signal
-from trainers import preempt
+from trainers.engine import preempt
 with preempt.listening():
     os.kill(os.getpid(), signal.SIGTERM)
 print("on and on")
@@ -252,7 +252,7 @@ def test_a_row_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 LOGGED = """
 import logging
 from pathlib import Path
-from trainers import logs
+from trainers.engine import logs
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
 logs.to_files(Path("."))
 logging.getLogger("trainers.steps.loop").info("a step")

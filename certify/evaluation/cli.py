@@ -1,0 +1,28 @@
+"""`python -m certify evaluate handover=DIR protocol=NAME ...`: the keys of configs/evaluate.yaml."""
+
+from rich.console import Console
+
+from certify.evaluation import run, tables
+from certify.evaluation.settings import Settings
+from certify.rows.arguments import Config, data_of, handover_of, out_of, settings_of
+from certify.rows.progress import progress_bar
+
+
+def evaluate(config: Config) -> None:
+    """Evaluate one hand-over, print its table, its flags and where things are; tag the `version`, if it is one."""
+    handover, protocol = handover_of(config), config["protocol"]
+    out = out_of(config, handover, f"evaluation_{protocol['name']}")
+    data = data_of(config, handover)
+    settings = settings_of(Settings, config, protocol=protocol["name"], attacks=protocol["attacks"])
+    console = Console(highlight=False)
+    with progress_bar("evaluating", console) as progress:
+        summary = run.run(handover, data, settings, out, progress)
+    console.print(tables.table(summary))
+    for flag in summary["flags"]:
+        console.print(f"warning: {flag['name']}: {flag['message']}", style="yellow", markup=False, soft_wrap=True)
+    console.print(f"card {out / run.CARD}, bars {out / run.BARS}, rows {out / run.TABLE}", soft_wrap=True)
+    if config["version"]:
+        from registry.annotate import annotate
+
+        version = annotate(config["version"], tables.tags(summary), tables.metrics(summary))
+        console.print(f"tags of {version.uri}: attacked_acc.{protocol['name']}.*, flags.{protocol['name']}")

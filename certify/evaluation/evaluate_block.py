@@ -1,0 +1,130 @@
+"""What one process of the evaluation does: the answers of a model to a block of images, clean and under every attack,
+beside what is proved of them.
+
+Letters: B images of a block, I those of them that are classified correctly. An image that is not has no robustness to
+lose: it counts as broken by every attack.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from torch import Generator, Tensor, nn
+
+import zoo
+from attacks.attack import Attack
+from attacks.losses import margin
+from attacks.norms import distance
+from certify.api import certifier, radius_of
+from certify.evaluation.protocol import attack_of, covering_l2
+from certify.evaluation.refuted import Found, refuse
+from certify.evaluation.settings import Settings
+from certify.methods.bake import logit_differences
+from certify.rows.devices import DTYPES, InType, device_of
+from certify.rows.records import Row
+from certify.rows.workers import Batch
+
+
+class EvaluateBlock:
+    """A hand-over, its certifier and the attacks of a protocol, on one device: called with a block, it
+    returns its rows."""
+
+    def __init__(self, handover: Path, settings: Settings, out: Path, worker: int = 0) -> None:
+        self.settings, self.out, self.device = settings, out, device_of(worker, settings.device)
+        self.model, self.config = zoo.handover.load(handover)
+        self.model.to(self.device)
+        self.certifier = certifier(self.model, settings.method) if settings.method else None
+        self.attacked = in_dtype(self.model, settings.attack_dtype)
+        self.attacks = {name: attack_of(name, options, self.device) for name, options in settings.attacks.items()}
+
+    def __call__(self, block: Batch) -> list[Row]:
+        """A row an image: {key, label, prediction, correct, margin}; with a method {radius.<method>, failure,
+        seconds.certify}; for every attack {survives.<name>, l2.<name>: how far the point that fools is, None if none,
+        seconds.<name>, and certified.<name> where it keeps to a ball}.
+
+        Raises UnsoundCertificate where an attack fools within a certified radius; its image is in OUT/refuted.
+        """
+        keys, images, labels = block[0], block[1].to(self.device), block[2].to(self.device)
+        logits = torch.cat([self.model(x) for x in self._split(images)])
+        correct = logits.argmax(1) == labels
+        columns: dict[str, list[object]] = {
+            "key": list(keys),
+            "label": labels.tolist(),
+            "prediction": logits.argmax(1).tolist(),
+            "correct": correct.tolist(),
+            "margin": (-margin(logits, labels)).tolist(),
+        }
+        radius_B, certificate = self._certified(images, labels)
+        columns |= certificate
+        for name, attack in self.attacks.items():
+            columns |= self._attacked(name, attack, keys, images, labels, correct, radius_B)
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def _certified(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, list[object]]]:
+        """The certified radii (B,), -1 without a method, and the columns about them."""
+        if self.certifier is None:
+            return torch.full((len(labels),), -1.0, dtype=torch.float64), {}
+        start = time.perf_counter()
+        logit_differences(self.model, self.certifier.baked, images)
+        analysis = self.certifier.analyse(images, labels)
+        radius_B = radius_of(analysis)
+        seconds = (time.perf_counter() - start) / len(labels)
+        return radius_B.cpu(), {
+            f"radius.{self.settings.method}": radius_B.tolist(),
+            "failure": [analysis.failure] * len(labels),
+            "seconds.certify": [seconds] * len(labels),
+        }
+
+    def _attacked(
+        self,
+        name: str,
+        attack: Attack,
+        keys: Sequence[str],
+        images: Tensor,
+        labels: Tensor,
+        correct: Tensor,
+        radius_B: Tensor,
+    ) -> dict[str, list[object]]:
+        index_I = correct.nonzero().flatten()
+        start = time.perf_counter()
+        adversarial = images.clone()
+        for part in self._parts(attack, index_I):
+            draws = [generator(self.settings.seed, keys[i]) for i in part.tolist()]
+            adversarial[part] = attack.run(self.attacked, images[part], labels[part], draws).to(images)
+        seconds = (time.perf_counter() - start) / max(1, len(index_I))
+        survives = correct & (torch.cat([self.model(x).argmax(1) for x in self._split(adversarial)]) == labels)
+        l2_B, fooled = distance(adversarial, images, "l2").cpu(), (correct & ~survives).cpu()
+        for i in (fooled & (l2_B <= radius_B)).nonzero().flatten().tolist():
+            found = Found(keys[i], images[i], adversarial[i], int(labels[i]), name, float(l2_B[i]), float(radius_B[i]))
+            refuse(found, self.out)
+        columns: dict[str, list[object]] = {
+            f"survives.{name}": survives.tolist(),
+            f"l2.{name}": [far if found else None for far, found in zip(l2_B.tolist(), fooled.tolist(), strict=True)],
+            f"seconds.{name}": [seconds] * len(keys),
+        }
+        ball = covering_l2(attack, images[0].numel())
+        if ball is not None and self.certifier is not None:
+            columns[f"certified.{name}"] = (radius_B >= ball).tolist()
+        return columns
+
+    def _parts(self, attack: Attack, index_I: Tensor) -> Iterator[Tensor]:
+        """Indices of the images that go together: what they are decides nothing, but for attacks that draw for all."""
+        size = self.settings.block if attack.together else self.settings.batch_size
+        return (part for part in index_I.split(size) if len(part))
+
+    def _split(self, images: Tensor) -> tuple[Tensor, ...]:
+        return images.split(self.settings.batch_size)
+
+
+def generator(seed: int, key: str) -> Generator:
+    """An image's own random numbers: whatever images come with it, in whatever order, on whatever machine."""
+    digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
+    return Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def in_dtype(model: nn.Module, dtype: str | None) -> nn.Module:
+    """The model that is attacked; what the attacks find is judged by the model itself."""
+    return model if dtype is None else InType(deepcopy(model).to(DTYPES[dtype]))

@@ -1,0 +1,43 @@
+"""The commands that draw the figures of the papers.
+
+`python -m certify analyse handover=DIR ...`: inside one model; the keys of configs/analyse.yaml.
+`python -m certify features handover=DIR [against=DIR2] ...`: features under attack; the keys of configs/features.yaml.
+"""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from attacks import AttackConfig
+from certify.papers import analysis, feature_figures, feature_report
+from certify.rows.arguments import Config, data_of, handover_of, out_of, settings_of
+from certify.rows.progress import progress_bar
+
+
+def analyse(config: Config) -> None:
+    """Jacobians of the blocks and bounds of the first attention of one hand-over; prints Table 3 of paper 004."""
+    handover = handover_of(config)
+    out = out_of(config, handover, "certificate")
+    data = data_of(config, handover)
+    settings = settings_of(analysis.Settings, config)
+    console = Console(highlight=False)
+    with progress_bar("analysing", console) as progress:
+        table = analysis.run(handover, data, settings, out, progress)
+    console.print("largest change of X + F(X) at the first attention, mean over the images", soft_wrap=True)
+    console.print(analysis.text(table), markup=False, soft_wrap=True)
+    console.print(f"figures and tables in {out / analysis.FOLDER}", soft_wrap=True)
+
+
+def features(config: Config) -> None:
+    """What attacks do to the features of one hand-over, or of two on the same images."""
+    handover = handover_of(config)
+    out = out_of(config, handover, "features")
+    against = Path(config["against"]) if config["against"] else None
+    data = data_of(config, handover)
+    settings = settings_of(feature_report.Settings, config, attack=AttackConfig(**config["attack"]))
+    console = Console(highlight=False)
+    with progress_bar("attacking", console) as progress:
+        summary = feature_report.run(handover, against, data, settings, out, progress)
+    console.print(feature_figures.closing_table(summary))
+    console.print(summary["note"], soft_wrap=True)
+    console.print(f"figures and tables in {out}", soft_wrap=True)

@@ -1,0 +1,48 @@
+"""What the keys of a command mean to all of them: `handover` or `version`, `data`, `out`, and those of its settings."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import zoo
+from certizoo import UserError
+from shards import DataConfig
+
+Config = dict[str, Any]
+S = TypeVar("S")
+
+
+def handover_of(config: Config) -> Path:
+    """The folder `handover`, or that of the published `version`, downloaded."""
+    if bool(config["handover"]) == bool(config["version"]):
+        raise UserError("say what to certify: handover=DIR or version=NAME@ALIAS (one of them)")
+    if config["handover"]:
+        return Path(config["handover"])
+    from registry import browse
+
+    return browse.download(config["version"])
+
+
+def out_of(config: Config, handover: Path, name: str) -> Path:
+    """The folder `out`, or `name` beside the hand-over."""
+    if config["out"]:
+        return Path(config["out"])
+    if config["version"]:
+        raise UserError("results of a published version go to a folder of yours; add out=DIR")
+    return handover.parent / name
+
+
+def data_of(config: Config, handover: Path) -> DataConfig:
+    """`data`, or what the model was trained on."""
+    if config.get("data"):
+        return DataConfig(**config["data"])
+    saved = zoo.handover.read_config(handover)
+    if "data" not in saved:
+        raise UserError(f"the config of {handover} names no data; add data=NAME data.root=FOLDER")
+    return DataConfig(**saved["data"])
+
+
+def settings_of(kind: type[S], config: Config, **given: object) -> S:
+    """Settings of this class: the keys of their names, but for those that are `given`."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: config[name] for name in names if name not in given}, **given)

@@ -1,0 +1,50 @@
+"""What one process of the certify stage does: certify and attack the images of a batch, on its own device."""
+
+from pathlib import Path
+
+import zoo
+from certify.api import certifier
+from certify.methods.bake import LOGIT_TOLERANCE, logit_differences
+from certify.methods.certificate import Certifier
+from certify.methods.served_adjoint import ServedAdjoint
+from certify.rows.devices import DTYPES, InType, device_of
+from certify.rows.records import Row
+from certify.rows.workers import Batch
+from certify.stage.outcomes import rows_of
+from certify.stage.settings import Settings
+
+COARSE = 0.25  # LOGIT_TOLERANCE of bfloat16, whose rounding is part of the certificate
+
+
+class CertifyBatch:
+    """A hand-over and its certifier, on one device: called with a batch, it returns its rows."""
+
+    def __init__(self, handover: Path, settings: Settings, worker: int = 0) -> None:
+        self.device = device_of(worker, settings.device)
+        self.model, self.config = zoo.handover.load(handover)
+        self.model.to(self.device)
+        self.settings = settings
+        self.certifier: Certifier
+        if settings.served_dtype is None:
+            self.certifier = certifier(self.model, settings.method)
+        else:
+            dtype = DTYPES[settings.served_dtype]
+            self.certifier, self.model = ServedAdjoint(self.model, dtype), InType(self.model.to(dtype))
+
+    def __call__(self, batch: Batch) -> list[Row]:
+        """The rows of `outcomes.rows_of`, and how far the served logits of each image are from the certified ones."""
+        keys, images, labels = batch[0], batch[1].to(self.device), batch[2].to(self.device)
+        tolerance = COARSE if self.settings.served_dtype == "bfloat16" else LOGIT_TOLERANCE
+        differences = logit_differences(self.model, self.certifier.baked, images, tolerance).tolist()
+        rows = rows_of(
+            self.certifier,
+            self.model,
+            keys,
+            images,
+            labels,
+            method=self.settings.method,
+            eps_grid=self.settings.eps,
+            attack=self.settings.attack,
+            explain_at=self.settings.headline_eps,
+        )
+        return [{**row, "served_difference": difference} for row, difference in zip(rows, differences, strict=True)]

@@ -1,0 +1,28 @@
+"""`python -m certify handover=DIR [data=NAME data.root=FOLDER] [eps=[...]] ...`: the keys of configs/certify.yaml."""
+
+from rich.console import Console
+
+from attacks import AttackConfig
+from certify.rows.arguments import Config, data_of, handover_of, out_of, settings_of
+from certify.rows.progress import progress_bar
+from certify.stage import register, run, tables
+from certify.stage.settings import Settings
+
+
+def certify(config: Config) -> None:
+    """Certify one hand-over, print its table and where things are, and publish it if asked to."""
+    handover = handover_of(config)
+    out = out_of(config, handover, "certificate")
+    data = data_of(config, handover)
+    settings = settings_of(Settings, config, eps=tuple(config["eps"]), attack=AttackConfig(**config["attack"]))
+    console = Console(highlight=False)
+    with progress_bar("certifying", console) as progress:
+        summary = run.run(handover, data, settings, out, progress)
+    console.print(tables.table(summary))
+    console.print(f"curve {out / run.CURVE}, card {out / run.CARD}, rows {out / run.TABLE}", soft_wrap=True)
+    console.print(f"report {out / run.REPORT}", soft_wrap=True)
+    if config["publish"]:
+        line = register.publish(
+            handover, out, registered_name=config["publish"], run_id=None, experiment=config["experiment"]
+        )
+        console.print(f"registered: {line}")

@@ -1,0 +1,94 @@
+"""The model card of the registry, Markdown; a paragraph is one line, since the registry shows every line break."""
+
+from certify.rows.intervals import interval, percent
+from certify.rows.summary import Summary
+from zoo import penalty
+
+
+def model_card(summary: Summary) -> str:
+    """What the model is, what is proved of it, how it was trained, how it is used, and what is not claimed."""
+    paragraphs = [
+        f"# {summary['model']['name']}",
+        _about(summary),
+        _table(summary),
+        "On one page, with curve, histograms and the borderline images: [report.html](report.html).",
+        *_proof(summary),
+        *_model(summary),
+        _use(summary),
+        f"**Weights.** sha256 `{summary['weights_sha256'][:16]}`; trained at commit `{summary['git_commit']}`; "
+        f"certizoo {summary['certizoo']}.",
+    ]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _about(summary: Summary) -> str:
+    n, clean = summary["images"], summary["clean"]
+    return (
+        f"{summary['attention']} attention, trained on {summary['dataset']} (penalty: "
+        f"{penalty.name_of(summary['penalty'])}). Clean accuracy {percent(clean)} % ({interval(clean, n)}) on {n} test "
+        f"images (list sha256 `{summary['image_list_sha256'][:16]}`); median certified radius "
+        f"{summary['median_radius']:.4f}."
+    )
+
+
+def _table(summary: Summary) -> str:
+    """Accuracies with their 95 % intervals; the headline is bold."""
+    n, bold = summary["images"], f"{summary['headline_eps']:g}"
+
+    def row(eps: str, at: dict[str, float]) -> str:
+        shown = [f"{percent(at[key])} ({interval(at[key], n)})" for key in ("certified", "pgd")]
+        mark = "**" if eps == bold else ""
+        return f"| {mark}{eps}{mark} | {mark}{shown[0]}{mark} | {percent(at['unknown'])} | {shown[1]} |"
+
+    head = f"| L2 eps | certified ({summary['method']}) % | unknown % | PGD % (upper bound) |"
+    return "\n".join([head, "|---|---|---|---|", *(row(*item) for item in summary["accuracy"].items())])
+
+
+def _proof(summary: Summary) -> list[str]:
+    """What the certificate says and rests on."""
+    attack, numerics, threat = summary["attack"], summary["numerics"], summary["threat_model"]
+    return [
+        f"**Threat model.** L2 ball in {threat['space']}.",
+        f"**Attack.** PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, on the "
+        "same images.",
+        f"**Numerics.** {numerics['dtype']}; {numerics['norms']}; {numerics['slack']}. The certificate is of the "
+        f"float64 function; served in {numerics['served_dtype']}, its logits differed by at most "
+        f"{numerics['largest_logit_difference_served_to_float64']:.2g} on these images.",
+        "**Not claimed.** Anything of other images than those listed, of other norms, of changes beyond eps, or of "
+        "inputs that are normalised outside the model. Intervals are Wilson's of 95 %.",
+    ]
+
+
+def _model(summary: Summary) -> list[str]:
+    """Training, and what the certificate loses most by."""
+    training, breakdown = summary["training"], summary["breakdown"]
+    attack, train = training.get("attack") or {}, training.get("train") or {}
+    words = {
+        "objective": (training.get("objective") or {}).get("name"),
+        "epochs": train.get("epochs"),
+        "batch": train.get("batch_size"),
+        "optimizer": (training.get("optimizer") or {}).get("name"),
+        "learning rate": (training.get("optimizer") or {}).get("lr"),
+        "attack eps": attack.get("eps"),
+        "attack steps": attack.get("steps"),
+        "seed": training.get("seed"),
+    }
+    known = [f"{word} {value}" for word, value in words.items() if value is not None]
+    found = [f"**Training.** {', '.join(known)}."] if known else []
+    if breakdown and breakdown["steps"]:
+        name, cost = max(breakdown["steps"].items(), key=lambda item: item[1])
+        what = f"radius times {cost:.3g}" if breakdown["quantity"] == "growth" else f"{percent(cost)} % of the loss"
+        found.append(
+            f"**Costliest step.** `{name}`: {what} at eps {breakdown['eps']:g}, of {len(breakdown['steps'])} steps."
+        )
+    return found
+
+
+def _use(summary: Summary) -> str:
+    size = summary["model"].get("img_size", "H")
+    channels = summary["model"].get("in_chans", "C")
+    return (
+        "**Use.** `model, config = zoo.handover.load(Path(FOLDER))` gives the model: images "
+        f"(B, {channels}, {size}, {size}) in [0,1] -> logits. `python -m certify handover=FOLDER data=NAME "
+        "data.root=SHARDS out=AGAIN` proves it again."
+    )

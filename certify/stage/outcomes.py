@@ -1,0 +1,114 @@
+"""The outcomes of the certify stage: clean, attacked and certified on the same images, one row per image.
+
+For every eps the three must be nested: an image that is certified survives every attack, one that survives is correct.
+A certified image that an attack changes would refute the certificate, so it stops everything.
+"""
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from attacks import AttackConfig
+from certify.api import certifier as certifier_of
+from certify.api import radius_of
+from certify.methods.breakdown import columns
+from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate
+from certify.rows.records import Row
+
+CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
+DEFAULT_ATTACK = AttackConfig(norm="l2", steps=40, loss="margin", stop_when_fooled=True)
+
+
+def status(certificate: Certificate) -> list[str]:
+    """One answer per image; an overflowing bound is `unknown`, never `certified`."""
+    pairs = zip(certificate.certified_B.tolist(), certificate.unknown_B.tolist(), strict=True)
+    return [CERTIFIED if yes else UNKNOWN if open_ else NOT_CERTIFIED for yes, open_ in pairs]
+
+
+def evaluate(
+    model: nn.Module,
+    images_BCHW: Tensor,
+    labels_B: Tensor,
+    *,
+    eps: Sequence[float],
+    method: str = "lofast",
+    attack: AttackConfig = DEFAULT_ATTACK,
+    keys: Sequence[str] | None = None,
+) -> pd.DataFrame:
+    """Clean, attacked and certified answers for the same images: one row an image, the columns of `rows_of`.
+
+    images (B, C, H, W) in [0,1], labels (B,); eps: L2 radii in [0,1] pixel space; keys default to 0..B-1.
+    Raises NoRule, UserError for an unknown method, UnsoundCertificate.
+    """
+    names = [str(i) for i in range(len(labels_B))] if keys is None else keys
+    certifier, served = certifier_of(model, method), copy.deepcopy(model).eval()
+    return pd.DataFrame(
+        rows_of(certifier, served, names, images_BCHW, labels_B, method=method, eps_grid=eps, attack=attack)
+    )
+
+
+def rows_of(
+    certifier: Certifier,
+    served: nn.Module,
+    keys: Sequence[str],
+    images_BCHW: Tensor,
+    labels_B: Tensor,
+    *,
+    method: str,
+    eps_grid: Sequence[float],
+    attack: AttackConfig,
+    explain_at: float | None = None,
+) -> list[Row]:
+    """Rows {key, label, prediction, correct, margin, radius.<method>, certified.<eps>, pgd.<eps>, seconds, failure}.
+
+    certifier: that of `method`; served: the model as it is served (float32), which the attack sees; images
+    (B, C, H, W) in [0,1]. `attack` is run at every eps of the grid in L2. With `explain_at`, an eps, also what every
+    step of the model costs there, where the method can tell: `growth.<step>` or `share.<step>`
+    (certificate.Breakdown). Raises UnsoundCertificate.
+    """
+    start = time.perf_counter()
+    analysis = certifier.analyse(images_BCHW, labels_B)
+    radius_B = radius_of(analysis)
+    # Within its radius an image is certified: it is asked again only beyond, to tell `unknown` from `not certified`.
+    statuses = {eps: status(analysis.at(torch.where(radius_B >= eps, 0.0, eps))) for eps in eps_grid}
+    seconds = (time.perf_counter() - start) / len(keys)
+    costs: list[dict[str, float | None]] = [{} for _ in keys]
+    if explain_at is not None and isinstance(analysis, Explained):
+        costs = columns(analysis.breakdown(explain_at)) or costs
+    survives = {eps: _survives(served, images_BCHW, labels_B, replace(attack, norm="l2", eps=eps)) for eps in eps_grid}
+    clean = analysis.clean
+    margin_B = clean.margin_BJ.amin(-1)
+    rows = []
+    for i, key in enumerate(keys):
+        row: Row = {
+            "key": key,
+            "label": int(labels_B[i]),
+            "prediction": int(clean.prediction_B[i]),
+            "correct": bool(clean.correct_B[i]),
+            "margin": float(margin_B[i]),
+            f"radius.{method}": float(radius_B[i]),
+            "seconds": seconds,
+            "failure": analysis.failure,
+        }
+        for eps in eps_grid:
+            row[f"certified.{eps:g}"] = statuses[eps][i]
+            row[f"pgd.{eps:g}"] = bool(survives[eps][i]) and row["correct"]
+            if statuses[eps][i] == CERTIFIED and not survives[eps][i]:
+                raise UnsoundCertificate(
+                    f"image {key} is certified by {method} at eps {eps:g} but an attack of that size changes its class"
+                )
+        rows.append(row | costs[i])
+    return rows
+
+
+def _survives(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, attack: AttackConfig) -> Tensor:
+    """Which images the model still classifies correctly after the attack: (B,) bool. Its random starts are fixed."""
+    generator = torch.Generator().manual_seed(0)
+    adversarial_BCHW = attack.run(model, images_BCHW, labels_B, generator)
+    with torch.no_grad():
+        return model(adversarial_BCHW).argmax(-1) == labels_B

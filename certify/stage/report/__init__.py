@@ -1,0 +1,44 @@
+"""`report.html`: what was proved of a model, on one page that needs nothing but itself.
+
+Every accuracy on it is that of certificate.json, which is printed whole at its end.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from certify.stage.report.accuracy import curve, grid, tiles
+from certify.stage.report.html import data, document, el
+from certify.stage.report.images import borderline, histograms
+from certify.stage.report.model import Circumstances, costs, facts
+from certify.stage.report.style import CSS
+
+__all__ = ["Circumstances", "report"]
+
+
+def report(
+    summary: dict[str, Any], rows: pd.DataFrame, pictures: Mapping[int, str], circumstances: Circumstances
+) -> str:
+    """The page of a certificate and its rows. pictures: row -> data: URI, for the rows of `gallery.chosen`."""
+    name = str(summary["model"]["name"])
+    words = f"Certified L2 robustness by {summary['method']} on {summary['images']} test images of "
+    return document(
+        f"{name}: certified robustness",
+        CSS,
+        el("header", el("h1", data(name)), el("p", words, data(summary["dataset"]), ".")),
+        tiles(summary),
+        el("h2", "Accuracy against eps"),
+        *curve(summary, rows),
+        grid(summary),
+        el("h2", "Margins and certified radii"),
+        *histograms(summary, rows),
+        el("h2", f"Borderline images at eps {summary['headline_eps']:g}"),
+        *borderline(summary, rows, pictures, circumstances.class_names),
+        el("h2", "Which step costs most"),
+        *costs(summary["breakdown"]),
+        el("h2", "What was certified, and how"),
+        *facts(summary, circumstances),
+        el("details", el("summary", "certificate.json"), el("pre", json.dumps(summary, indent=2), id="certificate")),
+    )

@@ -1,0 +1,83 @@
+"""Images: histograms of margins and radii, and the borderline images one by one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from certify.rows.summary import Summary
+from certify.stage.report import gallery
+from certify.stage.report.charts import histogram, legend
+from certify.stage.report.html import Element, data, el
+
+KINDS = {"certified": "certified", "not certified": "open", "unknown": "unknown", "misclassified": "wrong"}  # -> CSS
+
+
+def histograms(summary: Summary, rows: pd.DataFrame) -> list[Element]:
+    """Margins of all images, radii of the correct ones; coloured by the answer at the headline eps."""
+    eps = summary["headline_eps"]
+    kind = np.where(rows["correct"], rows[f"certified.{eps:g}"], "misclassified")
+    margins, radii = (rows[column].to_numpy(float) for column in ("margin", f"radius.{summary['method']}"))
+    return [
+        el("p", f"Coloured by the answer at eps {eps:g}."),
+        *_histogram("Margins of the label over the next class, in logits", "margin", margins, kind, 0.0),
+        *_histogram(
+            "Certified radii of the correctly classified images",
+            "L2 radius",
+            radii[kind != "misclassified"],
+            kind[kind != "misclassified"],
+            eps,
+        ),
+    ]
+
+
+def _histogram(title: str, label: str, values: np.ndarray, kind: np.ndarray, mark: float) -> list[Element]:
+    groups = {word: values[(kind == word) & np.isfinite(values)] for word in KINDS}
+    found = {word: group for word, group in groups.items() if len(group)}
+    if not found:
+        return [el("h3", title), el("p", "There is none.", class_="dim")]
+    counts = ", ".join(f"{len(group)} {word}" for word, group in found.items())
+    return [
+        el("h3", title),
+        histogram(f"{title}: {counts}.", label, {word: (KINDS[word], group) for word, group in found.items()}, mark),
+        legend({f"{word} ({len(group)})": KINDS[word] for word, group in found.items()}),
+    ]
+
+
+def borderline(
+    summary: Summary, rows: pd.DataFrame, pictures: Mapping[int, str], names: Sequence[str] | None
+) -> list[Element]:
+    """The weakest of the certified images, and the strongest of those that are classified correctly without a proof."""
+    parts = []
+    sides = gallery.chosen(rows, summary["method"], summary["headline_eps"])
+    for title, chosen in zip(("Weakest certified", "Strongest not certified"), sides, strict=True):
+        figures = [_figure(summary, rows.loc[i].to_dict(), pictures[i], names) for i in chosen]
+        empty = el("p", "No image is of this kind.", class_="dim")
+        parts += [el("h3", title), el("div", *figures, class_="gallery") if figures else empty]
+    return parts
+
+
+def _figure(summary: Summary, row: dict[Any, Any], uri: str, names: Sequence[str] | None) -> Element:
+    def called(label: int) -> Element:
+        return data(f"{label} ({names[label]})" if names else label)
+
+    eps = f"{summary['headline_eps']:g}"
+    radius = row[f"radius.{summary['method']}"]
+    entries: dict[str, Element | str] = {
+        "key": data(row["key"]),
+        "label": called(row["label"]),
+        "predicted": called(row["prediction"]),
+        "margin": f"{row['margin']:.4g}",
+        "radius": f"{radius:.4f}",
+        "proof": str(row[f"certified.{eps}"]),
+        "PGD": "withstood" if row[f"pgd.{eps}"] else "beaten",
+    }
+    image = el(
+        "img",
+        src=uri,
+        alt=f"test image {row['key']}, label {row['label']}",
+        class_="pixels" if uri.startswith("data:image/png") else None,
+    )
+    lines = [part for word, value in entries.items() for part in (el("dt", word), el("dd", value))]
+    return el("figure", image, el("figcaption", el("dl", *lines)))

@@ -1,0 +1,90 @@
+"""The model: which step of it costs most, and the facts of its certificate."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from certify.rows.intervals import percent
+from certify.rows.summary import Summary
+from certify.stage.report.html import Element, data, el
+from zoo import penalty
+
+SIDE_FILES = ("certificate.json", "certificates.parquet", "card.md", "curve.png")
+MEANINGS = {
+    "growth": "By how much each step widens the radius that reaches it, e_k / e_(k-1). The product of all is the "
+    + "radius in front of the head divided by eps, and the loss is proportional to it. Geometric means over",
+    "share": "Parts of the loss of the class that binds: the first-order term, which no better bound would lower; what "
+    + "the growth of the radius up to the cut adds to it; and the second-order remainder of each step behind the cut. "
+    + "Means over",
+}
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What the certificate itself does not depend on."""
+
+    date: str
+    command: str
+    class_names: Sequence[str] | None = None
+
+
+def costs(breakdown: Summary | None) -> list[Element]:
+    """The steps in the order of the model, with a bar for the cost of each."""
+    if breakdown is None:
+        return [el("p", "This method does not say.", class_="dim")]
+    steps, quantity, eps = breakdown["steps"], breakdown["quantity"], breakdown["eps"]
+    if not steps:
+        return [el("p", f"No image has a finite loss at eps {eps:g}.", class_="dim")]
+    costliest = max(steps, key=lambda name: steps[name])
+    head = el("tr", el("th", "step", scope="col"), el("th", quantity, scope="col"), el("td", aria_hidden="true"))
+    meaning = (
+        f"{MEANINGS[quantity]} the {breakdown['images']} correctly classified images with a finite loss at eps {eps:g}."
+    )
+    return [
+        el("p", meaning),
+        el("p", "Costliest: ", el("b", data(costliest)), f", {cost_text(steps[costliest], quantity)}."),
+        el(
+            "table",
+            el("caption", "The steps in the order of the model."),
+            el("thead", head),
+            el("tbody", *(_cost(name, cost, quantity, max(steps.values())) for name, cost in steps.items())),
+        ),
+    ]
+
+
+def cost_text(cost: float, quantity: str) -> str:
+    return f"{cost:.3f}" if quantity == "growth" else f"{percent(cost)} %"
+
+
+def _cost(name: str, cost: float, quantity: str, most: float) -> Element:
+    width = f"width:{100 * cost / most if most > 0 else 0:.1f}%"
+    bar = el("td", el("i", style=width), class_="bar", aria_hidden="true")
+    return el("tr", el("th", data(name), scope="row"), el("td", cost_text(cost, quantity)), bar)
+
+
+def facts(summary: Summary, circumstances: Circumstances) -> list[Element]:
+    """Everything that a reader needs to check the certificate, or to make it again."""
+    attack, numerics, model = summary["attack"], summary["numerics"], summary["model"]
+    difference = numerics["largest_logit_difference_served_to_float64"]
+    found = {
+        "model": f"{model['name']}, {summary['attention']} attention, penalty {penalty.name_of(summary['penalty'])}",
+        "dataset": f"{summary['dataset']}, its first {summary['images']} test images",
+        "shards": f"sha256 {summary['data_digest']}",
+        "image list": f"sha256 {summary['image_list_sha256']}",
+        "weights": f"sha256 {summary['weights_sha256']}",
+        "method": summary["method"],
+        "threat model": f"L2 ball in {summary['threat_model']['space']}",
+        "attack": f"PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, same images",
+        "numerics": f"{numerics['dtype']}; {numerics['norms']}; {numerics['slack']}",
+        "served": f"{numerics['served_dtype']}; its logits differed from the certified ones by up to {difference:.2g}",
+        "time": f"{summary['seconds_per_image']:.3g} s an image to certify",
+        "code": f"certizoo {summary['certizoo']}, torch {numerics['torch']}; trained at commit {summary['git_commit']}",
+        "written": circumstances.date,
+    }
+    rows = [el("tr", el("th", word, scope="row"), el("td", data(fact), class_="text")) for word, fact in found.items()]
+    links = [part for name in SIDE_FILES for part in (el("a", name, href=name), " ")]
+    return [
+        el("table", el("caption", "The facts of this certificate."), el("tbody", *rows)),
+        el("p", "Again by:"),
+        el("pre", circumstances.command, id="command"),
+        el("p", "Beside this page: ", *links),
+    ]

@@ -1,0 +1,26 @@
+"""The command that makes a certificate again, as its report names it."""
+
+import json
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from certify.stage.settings import Settings
+from shards import DataConfig
+
+KEYS = ("method", "served_dtype", "images", "eps", "headline_eps", "batch_size")
+
+
+def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: Settings) -> str:
+    """`python -m certify ...` with every setting; the data only where they are not those of the hand-over's config."""
+    arguments = {"handover": str(handover)}
+    if config.get("data") != asdict(data):
+        arguments |= {"data": data.name, "data.root": data.root}
+    arguments |= {key: _value(getattr(settings, key)) for key in KEYS}
+    arguments |= {f"attack.{key}": _value(value) for key, value in asdict(settings.attack).items()}
+    return shlex.join(["python", "-m", "certify", *(f"{key}={value}" for key, value in arguments.items())])
+
+
+def _value(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
