@@ -22,9 +22,10 @@ demo: install
 	python -m registry list
 	@echo 'rows, curve and model card: runs/demo/certificate/   browse the registry: make ui'
 
-# File by file on two processes, so that what a file sets up is set up once. One room: make test PKG=certify/stage
+# File by file on two processes, so that what a file sets up is set up once; in the order of tests/conftest.py, which
+# pytest-xdist would undo. One room: make test PKG=certify/stage
 test: install
-	python -m pytest -n 2 --dist loadfile -m 'not slow' tests/$(PKG)
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' tests/$(PKG)
 
 test-slow: install
 	python -m pytest -m slow tests/$(PKG)

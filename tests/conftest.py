@@ -1,6 +1,7 @@
-"""Shared fixtures: one thread a process, an empty registry, and where the real images are."""
+"""Shared fixtures: one thread a process, an empty registry, digits as shards, and where the real images are."""
 
 import os
+import shutil
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,7 +13,34 @@ import certizoo.compat  # noqa: F401  (repairs torchvision before a test module 
 from registry import store
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+
+# What takes longest, slowest first: handed out before the rest, so that both processes of `make test` end together.
+# (A file that is missing here costs at most its own time; one that is gone is refused.)
+FIRST = (
+    "trainers/weights/test_resume.py",
+    "trainers/engine/test_zero.py",
+    "tuning/test_tune.py",
+    "trainers/test_end_to_end.py",
+    "trainers/objectives/test_steps.py",
+    "registry/test_server.py",
+    "configs/test_new_attention.py",
+    "trainers/doctor/test_doctor.py",
+    "shards/test_remote.py",
+    "zoo/bounds/test_curvature.py",
+    "zoo/attention/test_curvature_variants.py",
+    "zoo/models/test_models.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """FIRST before all others; these, and the tests of a file, stay in their order."""
+    gone = [name for name in FIRST if not (TESTS / name).is_file()]
+    if gone:
+        raise pytest.UsageError(f"tests/conftest.py, FIRST: there is no {', '.join(gone)}")
+    place = {TESTS / name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +58,21 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     database = tmp_path_factory.mktemp("empty") / "mlflow.db"
     store.connect(f"sqlite:///{database}")
     return database
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shards of scikit-learn's digits, to be read; who changes them takes a copy."""
+    from shards.__main__ import main
+
+    folder = tmp_path_factory.mktemp("digits")
+    main(["digits", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of a file go, with the digits where `data=digits` looks for them."""
+    folder = tmp_path_factory.mktemp("folder")
+    shutil.copytree(digits, folder / "data" / "digits")
+    return folder

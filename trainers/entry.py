@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from certizoo.compose import compose_config
 from certizoo.errors import EXIT_USER_ERROR, UserError, one_line_errors
+from certizoo.imports import large_imports
 from trainers.place import GRACE_SECONDS, PEER_GONE, place, said_once
 
 Work = Callable[[str, Sequence[str]], None]
@@ -41,11 +42,12 @@ def train(config_name: str, overrides: Sequence[str]) -> None:
     """Compose, check, train; then rank 0 certifies and publishes."""
     with said_once():
         config = compose_config(config_name, overrides)
-        from trainers.job.prepare import prepare  # after the cheap errors: these imports take seconds
-
+        with large_imports():  # after the cheap errors
+            from trainers.job.prepare import prepare
         job = prepare(config)
-    from trainers.steps import loop
-    from trainers.weights import handover
+    with large_imports():
+        from trainers.steps import loop
+        from trainers.weights import handover
 
     run_id = loop.train(job)
     if place()[0] == 0:

@@ -1,5 +1,5 @@
-"""A new attention is one file of code and one YAML. Put into a copy of the tree, with nothing else changed there, it has
-its models, recipes, training and certificates in fresh processes."""
+"""A new attention is one file of code and one YAML. Put into a copy of the tree, with nothing else changed there, it
+has its models, recipes, training and certificates in fresh processes."""
 
 import json
 import shutil
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from shards.__main__ import main as make_shards
 from tests.test_architecture import FOLDERS
 from tests.tools.launching import ROOT, environment
 
@@ -123,7 +122,7 @@ def run(tree: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tree(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The product and its configurations, two attentions more, and digits."""
     root = tmp_path_factory.mktemp("tree")
     for folder in [*FOLDERS, "configs"]:
@@ -131,7 +130,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, code, option in (("tempered", TEMPERED, "tau"), ("mean", MEAN, "gain")):
         (root / "zoo" / "attention" / f"{name}.py").write_text(code)
         (root / "configs" / "attention" / f"{name}.yaml").write_text(NOTE.format(name=name, option=option))
-    make_shards(["digits", str(root / "data" / "digits")])
+    shutil.copytree(digits, root / "data" / "digits")
     return root
 
 

@@ -21,7 +21,6 @@ from certify import certified_radius
 from certify.stage import run as stage
 from certify.stage.settings import Settings
 from shards import DataConfig
-from shards.__main__ import main as make_shards
 
 HERE = Path(__file__).parent / "f6dab7c"
 FACTS: dict[str, Any] = json.loads((HERE / "facts.json").read_text())
@@ -55,12 +54,11 @@ def test_a_version_of_earlier_code_is_served() -> None:
     assert len(rows) == 40
 
 
-def test_its_certificate_is_made_again(tmp_path: Path) -> None:
+def test_its_certificate_is_made_again(digits: Path, tmp_path: Path) -> None:
     """Row by row, from the files of the version."""
     files = HERE / "version" / "data" / "files"
     before = json.loads((files / "certificate.json").read_text())
-    make_shards(["digits", str(tmp_path / "digits")])
-    data = DataConfig(**zoo.handover.read_config(files)["data"] | {"root": str(tmp_path / "digits")})
+    data = DataConfig(**zoo.handover.read_config(files)["data"] | {"root": str(digits)})
     settings = Settings(
         method=before["method"],
         images=before["images"],

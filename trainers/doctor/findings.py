@@ -2,9 +2,12 @@
 
     python -m trainers.doctor
     python -m trainers.doctor +model=spec_vit_b data=cifar10 deepspeed=zero2
+    python -m trainers.doctor trainers/constrain.py +model=l2_deit_ti pretrained=WEIGHTS
 
-The overrides are those of trainers/adv_train.py. Nothing is trained or written. Exit status 1 where something needed is
-missing, 2 for a wrong command. Ranks: WORLD_SIZE, else as many as the launcher would start: one a GPU, or LOCAL_SIZE.
+The arguments are those of the `deepspeed` command; without a script they are for trainers/adv_train.py. What the script
+would refuse is refused here in the same words (trainers/job/prepare.py). Nothing is trained or written. Exit status 1
+where something needed is missing, 2 for a wrong command. Ranks: WORLD_SIZE, else as many as the launcher would start:
+one a GPU, or LOCAL_SIZE.
 """
 
 import os
@@ -24,10 +27,11 @@ from certizoo.errors import one_line_errors
 from trainers.doctor.machine import Finding, disk, machine, registry, size
 from trainers.doctor.outlook import Need, outlook
 from trainers.job.job import Job
-from trainers.job.prepare import prepare
+from trainers.job.stages import prepare_first
 from trainers.place import place
 
 STATUS_MISSING = 1
+SCRIPTS = ("adv_train", "std_train", "constrain")  # each with a configuration of that name
 SHM_A_LOADER = 256 * 2**20  # bytes of shared memory that a loader process should have for its batches
 MARKS = {None: "", True: "[green]ok[/]", False: "[red]missing[/]"}
 
@@ -57,17 +61,23 @@ def ranks_here() -> int:
 
 
 def configured(argv: Sequence[str]) -> list[Finding]:
-    """What a run with these overrides needs, and whether it is there."""
-    config = compose_config("adv_train", argv)
+    """What a run by this command needs, and whether it is there."""
+    config = compose_config(*command(argv))
     settings: dict[str, Any] = config["registry"]
     found = [registry(settings["uri"])] if settings["enabled"] else []
     libraries = psutil.Process().memory_info().rss
     try:
-        job = prepare(config)
+        job = prepare_first(config)
     except UserError as error:
         return [*found, Finding("configuration", str(error), False)]
     need = outlook(job, place()[2])
     return [*found, *data(job, need), *memory(job, need, libraries), disk(job.run_dir, need.disk), *loaders(job)]
+
+
+def command(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """(the name of the configuration, the overrides)."""
+    script = Path(argv[0])
+    return (script.stem, argv[1:]) if script.suffix == ".py" and script.stem in SCRIPTS else (SCRIPTS[0], argv)
 
 
 def data(job: Job, need: Need) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from trainers.engine.parts import recompute_blocks_
+from trainers.engine.wrappers import recompute_blocks_
 from trainers.job.job import Job
 
 

@@ -80,9 +80,9 @@ def train(job: Job) -> str | None:
         metrics = metrics or measure(session, position.step, position.epoch)
         handover.write(job, run.engine, average, position.step, metrics)
         if world.rank == 0:
-            pictures.draw(job, job.run_dir / handover.FOLDER, world.device)
+            pictures.draw(job, job.handover, world.device)
         if run.report.tracker:
-            run.report.tracker.log_artifacts(job.run_dir / handover.FOLDER, handover.FOLDER)
+            run.report.tracker.log_artifacts(job.handover, job.handover.name)
             run.report.tracker.log_artifacts(job.run_dir / pictures.FOLDER, pictures.FOLDER)
     engine.stop()
     return run.report.tracker.run_id if run.report.tracker else None

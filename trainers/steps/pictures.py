@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 from torch import Generator, Tensor, nn
 
@@ -45,6 +44,8 @@ def draw(job: Job, handover: Path, device: torch.device) -> Path:
 @contextmanager
 def _axes(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[Sequence[Sequence[Any]]]:
     """A grid of axes; the file is written at the end."""
+    import matplotlib  # only rank 0 draws, once
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -12,7 +12,6 @@ from registry.track import Tracker
 from trainers.engine.engine import Engine
 from trainers.engine.world import World
 from trainers.job.job import Job
-from trainers.job.recipe import check_model
 from trainers.steps.penalties import Penalty, penalties_on
 from trainers.steps.report import Report
 
@@ -44,7 +43,6 @@ def assemble(job: Job, world: World) -> Run:
     """The model, the same on every rank, under its engine; rank 0 opens the run folder and the tracking."""
     torch.manual_seed(job.seed)
     model = zoo.create_model(**job.model, pretrained=job.first_weights)
-    check_model(job, model)
     penalties = penalties_on(job, model)
     owners = list(dict.fromkeys(owner for penalty in penalties.values() for owner in penalty.owners))
     built = Engine(model, owners, job.train, job.optimizer, job.deepspeed, world)

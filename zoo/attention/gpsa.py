@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.core_expansion import Around, Measured, bounded
-from zoo.attention.dot_product import SOFTMAX, DotProductAttention, lofast
-from zoo.attention.local import lofast_local
-from zoo.attention.second_order import expand_attention
+from zoo.attention.dot_product import SOFTMAX, DotProductAttention, expand_attention, lofast, lofast_local
+from zoo.attention.qkv import AttentionBounds, Mixing, bounded
 from zoo.attention.softmax import QKVAttention, SoftmaxAttention
 from zoo.bounds.curvature import Expand, curvature
 from zoo.bounds.rules import Layer, expect, local_residual_rule, local_rule, residual_rule, rule
@@ -110,10 +108,10 @@ def _gated(module: GPSA, residual: bool) -> Layer:
         P~' X' - P~ X = P~ (X' - X) + (1 - g) (P' - P) X',
 
     so zeta is that of P~, and the change of P counts (1 - g)-fold. Rows of P~ sum to 1. MATH-PROOFS.md section 2.9.
-    Around other attention than dot products, of which nothing is published, the local rule of core_expansion.py.
+    Around other attention than dot products, of which nothing is published, the local rule of qkv.py.
     """
     if type(module.content) is not DotProductAttention:
-        layer: Layer = _measured(module).layer
+        layer: Layer = _bounds(module).layer
         return add_identity(layer) if residual else layer
     attend = lambda s_BHNN: module.mixed(s_BHNN.softmax(-1))  # noqa: E731
     return lofast(module, module.content, residual, attend, _share(module))
@@ -125,9 +123,9 @@ def _share(module: GPSA) -> Tensor:
     return 1 - module.gating_param.detach().sigmoid()
 
 
-def _measured(module: GPSA) -> Measured:
+def _bounds(module: GPSA) -> AttentionBounds:
     """Any content."""
-    return Measured(module, module.content, Around(mix=module.mixed, gain_H=_share(module)))
+    return AttentionBounds(module, module.content, Mixing(mix=module.mixed, gain_H=_share(module)))
 
 
 @rule(GPSA)
@@ -164,5 +162,5 @@ def local_residual_gpsa(module: GPSA) -> Layer:
 def expand_gpsa(module: GPSA) -> Expand:
     """g R X M is linear: the remainder is that of (1 - g) P X M."""
     if type(module.content) is not DotProductAttention:
-        return bounded(_measured(module).expand, _gated(module, residual=False))
+        return bounded(_bounds(module).expand, _gated(module, residual=False))
     return expand_attention(module, module.content, SOFTMAX, module.mixed, _share(module))

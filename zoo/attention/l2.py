@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.core_expansion import Measured, Split, bounded, least, split
-from zoo.attention.core_forms import Score
 from zoo.attention.lipschitz import SMALLEST
+from zoo.attention.qkv import AttentionBounds, Split, bounded, least, split
 from zoo.attention.softmax import SoftmaxAttention, check_heads
+from zoo.attention.theory.core import Score
 from zoo.bounds.curvature import Expand, curvature
 from zoo.bounds.rules import Bound, Layer, NoRule, expect, local_rule, rule
 from zoo.layers.cap import cap_
@@ -186,11 +186,11 @@ def l2_split(module: L2Attention) -> Split:
 @local_rule(L2Attention)
 def local_l2(module: L2Attention) -> Layer:
     """With the softmax where it is; around a point there is a bound for a W_K of its own, too."""
-    local = Measured(module, module).layer
+    local = AttentionBounds(module, module).layer
     return least(l2(module), local) if module.k is None else local
 
 
 @curvature(L2Attention)
 def expand_l2(module: L2Attention) -> Expand:
     """MATH-PROOFS section 2.10: the core of 2.9 with alpha_ik = s k_k, beta_ik = s (q_i - k_k)."""
-    return bounded(Measured(module, module).expand, local_l2(module))
+    return bounded(AttentionBounds(module, module).expand, local_l2(module))

@@ -16,10 +16,8 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.core_expansion import Around, Measured, bounded, least
-from zoo.attention.dot_product import DotProductAttention, lofast
-from zoo.attention.local import lofast_local
-from zoo.attention.second_order import expand_attention
+from zoo.attention.dot_product import DotProductAttention, expand_attention, lofast, lofast_local
+from zoo.attention.qkv import AttentionBounds, Mixing, bounded, least
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.bounds.curvature import Expand, curvature
 from zoo.bounds.rules import Layer, local_rule, rule
@@ -66,9 +64,9 @@ def _offset_index(height: int, width: int) -> Tensor:
 
 def masked(module: WindowAttention, mask: Tensor | None) -> Layer:
     """Theorem 1 of paper 004 for each window, which stands in the place of an image: T + M are constants in S. Around
-    other attention than dot products, of which nothing is published, the local rule of core_expansion.py."""
+    other attention than dot products, of which nothing is published, the local rule of qkv.py."""
     if type(module.content) is not DotProductAttention:
-        return measured(module, mask).layer
+        return window_bounds(module, mask).layer
     return lofast(lambda x_BND: module(x_BND, mask), module.content, residual=False, attend=_attend(module, mask))
 
 
@@ -77,15 +75,15 @@ def _attend(module: WindowAttention, mask: Tensor | None) -> Callable[[Tensor], 
     return lambda s_BHNN: (s_BHNN + module.bias(len(s_BHNN), mask)).softmax(-1)
 
 
-def measured(module: WindowAttention, mask: Tensor | None) -> Measured:
-    """Each window by itself, around any content: all its bounds are steep, so that windows can be joined."""
-    around = Around(bias=lambda windows: module.bias(windows, mask))
-    return Measured(lambda x_BND: module(x_BND, mask), module.content, around)
+def window_bounds(module: WindowAttention, mask: Tensor | None) -> AttentionBounds:
+    """Each window by itself, around any content: all bounds superhomogeneous, so that windows can be joined."""
+    mixing = Mixing(bias=lambda windows: module.bias(windows, mask))
+    return AttentionBounds(lambda x_BND: module(x_BND, mask), module.content, mixing)
 
 
 def masked_local(module: WindowAttention, mask: Tensor | None) -> Layer:
-    """The same with local constants; steep."""
-    return least(masked(module, mask), measured(module, mask).layer)
+    """The same with local constants; superhomogeneous."""
+    return least(masked(module, mask), window_bounds(module, mask).layer)
 
 
 @rule(WindowAttention)
@@ -96,7 +94,7 @@ def window_attention(module: WindowAttention) -> Layer:
 
 @local_rule(WindowAttention)
 def local_window_attention(module: WindowAttention) -> Layer:
-    """The same with local constants: around dot products those of spread.py."""
+    """The same with local constants: around dot products the sharper ones of their own."""
     if type(module.content) is not DotProductAttention:
         return masked(module, None)
     return lofast_local(module, module.content, residual=False, attend=_attend(module, None))
@@ -106,5 +104,5 @@ def local_window_attention(module: WindowAttention) -> Layer:
 def expand_window_attention(module: WindowAttention) -> Expand:
     """Each window is expanded by itself."""
     if type(module.content) is not DotProductAttention:
-        return bounded(measured(module, None).expand, masked(module, None))
+        return bounded(window_bounds(module, None).expand, masked(module, None))
     return expand_attention(module, module.content, _attend(module, None))

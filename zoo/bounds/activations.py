@@ -33,10 +33,10 @@ THRESHOLDS = tuple(2.0**i for i in range(-3, 6))  # what the search over majoran
 
 
 class Bend(Protocol):
-    """An activation; `spread` is the largest difference of two slopes."""
+    """An activation; `slope_range` is the largest difference of two slopes."""
 
     @property
-    def spread(self) -> float: ...
+    def slope_range(self) -> float: ...
 
     def slope(self, z: Tensor) -> Tensor:
         """sigma'(z); at a kink one of the two."""
@@ -58,7 +58,7 @@ class Smooth:
     slope: Callable[[Tensor], Tensor]
     second: Callable[[Tensor], Tensor]
     extrema: tuple[tuple[float, float], ...]
-    spread: float
+    slope_range: float
 
     def dip(self, z_PNH: Tensor, w_PNH: Tensor, reach_PNH: Tensor, r_P: Tensor, top: Top) -> Tensor:
         """R_h = d_h^2 int_0^1 (1 - t) sigma''(z_h + t d_h) dt, so with [lo, hi] the range of sigma'' within the reach
@@ -214,7 +214,7 @@ class Hinge:
     """
 
     theta: Tensor | float = torch.inf
-    spread: float = 1.0
+    slope_range: float = 1.0
 
     def slope(self, z: Tensor) -> Tensor:
         return ((z > 0) & (z < self.theta)).to(z)
@@ -307,12 +307,12 @@ class Form:
 
 
 def units_beta(bend: Bend, form: Form, z_BNH: Tensor) -> Bound:
-    """|S R|, also at most spread ||S W_1|| r, as R = (D' - D) d with slopes D' between those of the activation."""
+    """|S R|, also at most slope_range ||S W_1|| r, as R = (D' - D) d with slopes D' between those of the activation."""
 
     def size(z_PNH: Tensor, r_P: Tensor) -> Tensor:
         reach_PNH = form.lengths_H * r_P[:, None, None]
         quadratic = bend.size(z_PNH, form.scales_H, reach_PNH, r_P, form.top)
-        return torch.minimum(quadratic, bend.spread * form.norm * r_P)
+        return torch.minimum(quadratic, bend.slope_range * form.norm * r_P)
 
     return lambda r: _in_chunks(size, r, z_BNH)
 
@@ -324,7 +324,7 @@ def units_remainder(bend: Bend, form: Form, z_BNH: Tensor, w_CBNH: Tensor) -> Bo
         reach_PNH = form.lengths_H * r_P[:, None, None]
         quadratic = bend.dip(z_PNH, w_PNH, reach_PNH, r_P, form.top)
         weight_P = torch.linalg.vector_norm((w_PNH / form.scales_H).flatten(1), dim=-1)
-        return torch.minimum(quadratic, bend.spread * form.norm * weight_P * r_P)
+        return torch.minimum(quadratic, bend.slope_range * form.norm * weight_P * r_P)
 
     return lambda r: _in_chunks(dip, r.expand(torch.broadcast_shapes(r.shape, w_CBNH.shape[:2])), z_BNH, w_CBNH)
 

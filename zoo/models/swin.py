@@ -17,8 +17,8 @@ from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, Swi
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.core_expansion import bounded
-from zoo.attention.window import WindowAttention, masked, masked_local, measured
+from zoo.attention.qkv import bounded
+from zoo.attention.window import WindowAttention, masked, masked_local, window_bounds
 from zoo.bounds.curvature import (
     Expand,
     Expansion,
@@ -255,10 +255,11 @@ def _step(module: nn.Module) -> Node:
 
 
 def _expand_in_windows(module: SwinTransformerBlock) -> Expand:
-    """Windows share r: with steep bounds sum_w psi_w(r_w) <= max_w psi_w(r), and the same of squares of beta; with
-    others that would be false (MATH-PROOFS section 1, trap). The cap ||g|| beta is put on behind the maximum."""
+    """Windows share r: with superhomogeneous bounds (attention/theory/core.py) sum_w psi_w(r_w) <= max_w psi_w(r), and
+    the same of squares of beta; with others that would be false (MATH-PROOFS section 1, trap). The cap ||g|| beta is
+    put on behind the maximum."""
     _refuse_other_windows(module)
-    expand_window = measured(module.attn, module.attn_mask).expand
+    expand_window = window_bounds(module.attn, module.attn_mask).expand
 
     def expand(x_BHWD: Tensor) -> Expansion:
         inner = expand_window(_windows(module, x_BHWD))

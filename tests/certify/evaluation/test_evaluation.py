@@ -29,9 +29,8 @@ from certify.stage import run as stage
 from certizoo import UserError
 from registry import browse
 from tests.certify.stage.test_stage import SETTINGS as FEW
-from tests.certify.stage.test_stage import data, digits, handover
+from tests.certify.stage.test_stage import data
 
-__all__ = ["digits", "handover"]
 PGD: Mapping[str, Mapping[str, object]] = {
     "pgd_l2": {"kind": "pgd", "norm": "l2", "eps": 0.1, "steps": 10, "loss": "margin"},
     "pgd_ce": {"kind": "pgd", "norm": "l2", "eps": 0.1, "steps": 3},

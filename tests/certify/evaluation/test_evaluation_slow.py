@@ -10,9 +10,8 @@ import torch
 
 from certify.evaluation import run as evaluation
 from shards import DataConfig
-from tests.certify.stage.test_stage import data, digits, handover
+from tests.certify.stage.test_stage import data
 
-__all__ = ["digits", "handover"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 CERT_C10 = Path(__file__).parents[3] / "benchmarks" / "results" / "cert_vit_c10"
 

@@ -15,7 +15,6 @@ from matplotlib import pyplot as plt
 from PIL import Image
 from torch import Tensor, nn
 
-import shards.__main__
 import zoo
 from certify.__main__ import main
 from certify.methods.bake import bake
@@ -263,13 +262,6 @@ def test_ablation_knows_what_the_bound_depends_on() -> None:
     bound = table[(table["change"] == "scaled") & (table["size"] == 0)].set_index("part")["bound"]
     assert bound["W_V"] == pytest.approx(0.1), "without values only the residual is left: 1 eps"
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("digits")
-    shards.__main__.main(["digits", str(folder)])
-    return folder
 
 
 def handover(folder: Path, digits: Path, **model: Any) -> Path:

@@ -11,7 +11,6 @@ import torch
 from matplotlib import pyplot as plt
 from PIL import Image
 
-import shards.__main__
 import zoo
 from attacks import AttackConfig
 from certify.__main__ import main
@@ -165,13 +164,6 @@ def test_missing_weights_have_a_note() -> None:
 
 
 # the command ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("digits")
-    shards.__main__.main(["digits", str(folder)])
-    return folder
 
 
 def handover(folder: Path, digits: Path, config: dict[str, Any], seed: int = 0) -> Path:

@@ -12,9 +12,8 @@ from certify.rows.images import ImageList
 from certify.rows.records import Row
 from certify.rows.workers import Batch
 from certizoo import UserError
-from tests.certify.stage.test_stage import data, digits
+from tests.certify.stage.test_stage import data
 
-__all__ = ["digits"]
 TOTAL, SIZE = 25, 10
 
 

@@ -18,9 +18,8 @@ from certify.rows import records
 from certify.rows.devices import device_of
 from certify.stage import run as stage
 from certizoo import UserError
-from tests.certify.stage.test_stage import CONFIG, SETTINGS, data, digits
+from tests.certify.stage.test_stage import CONFIG, SETTINGS, data
 
-__all__ = ["digits"]
 FEW = replace(SETTINGS, images=50, batch_size=10, eps=(0.01, 0.1))
 
 

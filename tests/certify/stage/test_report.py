@@ -32,7 +32,7 @@ from certify.stage.report import gallery
 from certify.stage.report.charts import histogram
 from certizoo.compose import compose_config
 from tests.certify.methods.test_certify import SMALL
-from tests.certify.stage.test_stage import data, digits, handover  # noqa: F401  (fixtures)
+from tests.certify.stage.test_stage import data
 
 SETTINGS = stage.Settings(
     images=90, eps=(0.01, 0.05, 5.0), headline_eps=0.05, batch_size=40, attack=AttackConfig(norm="l2", steps=5)
@@ -74,7 +74,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def out(handover: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def out(handover: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("out")
     stage.run(handover, data(digits), SETTINGS, folder)
     return folder
@@ -121,7 +121,7 @@ def test_every_number_is_the_certificates(out: Path, summary: dict[str, Any]) ->
     assert max(steps, key=lambda name: steps[name]) == bold[4]
 
 
-def test_the_gallery_shows_the_images_at_the_line(out: Path, rows: pd.DataFrame, digits: Path) -> None:  # noqa: F811
+def test_the_gallery_shows_the_images_at_the_line(out: Path, rows: pd.DataFrame, digits: Path) -> None:
     certified = rows[rows["certified.0.05"] == "certified"].nsmallest(10, "radius.lofast")
     missed = rows[rows["correct"] & (rows["certified.0.05"] != "certified")].nlargest(10, "radius.lofast")
     assert len(certified)
@@ -351,7 +351,7 @@ def test_averages_in_the_certificate_are_those_of_the_rows(summary: dict[str, An
         assert cost == pytest.approx(np.exp(np.log(right[f"growth.{name}"]).mean()))
 
 
-def test_the_command_on_the_page_asks_for_the_same(out: Path, handover: Path, digits: Path) -> None:  # noqa: F811
+def test_the_command_on_the_page_asks_for_the_same(out: Path, handover: Path, digits: Path) -> None:
     (shown,) = Page((out / stage.REPORT).read_text()).texts("pre", id="command")
     program, *arguments = shlex.split(shown)[2:]
     config = compose_config("certify", arguments)
@@ -370,7 +370,7 @@ def test_the_command_on_the_page_asks_for_the_same(out: Path, handover: Path, di
 def test_it_is_published_linked_and_named(
     out: Path,
     summary: dict[str, Any],
-    handover: Path,  # noqa: F811
+    handover: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,6 +1,7 @@
 """trainers/constrain.py as a user runs it: three stages on 2 ranks; killed in stage 2 it goes on layer by layer."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import shards.__main__
 import zoo
 from tests.tools.launching import ROOT, finish, launch
 
@@ -26,9 +26,9 @@ SCRIPT = ROOT / "trainers" / "constrain.py"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("constrain")
-    shards.__main__.main(["digits", str(folder / "data" / "digits")])
+    shutil.copytree(digits, folder / "data" / "digits")
     torch.manual_seed(0)
     model = zoo.create_model("l2_certvit_mnist", num_classes=10, img_size=8, in_chans=1, **SIZES)
     save_file(model.state_dict(), folder / "weights.safetensors")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import shards.__main__
 import zoo
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
@@ -19,13 +18,6 @@ from trainers.doctor import machine, outlook
 from trainers.doctor.machine import Finding
 from trainers.job.job import Job
 from trainers.job.prepare import prepare
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("doctor")
-    shards.__main__.main(["digits", str(folder / "data" / "digits")])
-    return folder
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-import shards.__main__
 from tests.tools.launching import ROOT, TINY, environment, finish, launch, ranks, reach, rows
 from trainers.job import checkpoint
 from trainers.weights.saving import PART
@@ -23,13 +23,6 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = ROOT / "trainers" / "adv_train.py"
 LONG = (*TINY, "train.epochs=1000", "train.log_every=1", "train.checkpoint_every=4", "train.eval_images=0")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    shards.__main__.main(["digits", str(folder / "data" / "digits")])
-    return folder
 
 
 def alone(*arguments: str, cwd: Path) -> "subprocess.Popen[str]":
@@ -152,8 +145,8 @@ def test_a_full_disk(folder: Path, small_disk: Path) -> None:
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_shard_that_disappears(folder: Path, tmp_path: Path) -> None:
-    shards.__main__.main(["digits", str(tmp_path / "data" / "digits")])
+def test_a_shard_that_disappears(folder: Path, digits: Path, tmp_path: Path) -> None:
+    shutil.copytree(digits, tmp_path / "data" / "digits")
     process = launch(SCRIPT, *LONG, "name=lost", cwd=tmp_path)
     reach(process, tmp_path / "runs" / "lost", 5)
     for shard in (tmp_path / "data" / "digits").glob("*train*.tar"):
@@ -194,8 +187,8 @@ def test_a_stopped_rank_ends_the_run(folder: Path) -> None:
     assert newest_step(folder / "runs" / "stopped") >= 4
 
 
-def test_a_loader_that_hangs_ends_the_run(tmp_path: Path) -> None:
-    shards.__main__.main(["digits", str(tmp_path / "data" / "digits")])
+def test_a_loader_that_hangs_ends_the_run(digits: Path, tmp_path: Path) -> None:
+    shutil.copytree(digits, tmp_path / "data" / "digits")
     process = alone(*LONG, "name=hung", "deepspeed.timeout_minutes=0.2", cwd=tmp_path)
     reach(process, tmp_path / "runs" / "hung", 5)
     for shard in (tmp_path / "data" / "digits").glob("*train*.tar"):

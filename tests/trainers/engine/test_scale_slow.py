@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-import shards.__main__
 import zoo
 from tests.tools.launching import ROOT, TINY, environment, finish, free_port, launch, ranks, reach, rows
 from tests.trainers.engine import test_zero as zero
@@ -21,13 +20,6 @@ pytestmark = pytest.mark.slow
 SCRIPT = ROOT / "trainers" / "adv_train.py"
 SHARDED = ("deepspeed=zero3", "deepspeed.persistent_below=0", "deepspeed.live_parameters=0")
 HOSTS = ("127.0.0.1", "127.0.0.2")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("scale")
-    shards.__main__.main(["digits", str(folder / "data" / "digits")])
-    return folder
 
 
 def where(program: str) -> str | None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import shards.__main__
 from tests.tools.launching import ROOT, TINY, finish, launch
 
 WORKER = ROOT / "tests" / "tools" / "workers" / "zero.py"
@@ -20,13 +19,6 @@ WAYS = {
     "hinge": (0, 1, 2, 3),
     "lmce": (0, 1, 2),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("zero")
-    shards.__main__.main(["digits", str(folder / "data" / "digits")])
-    return folder
 
 
 def differences(folder: Path, which: str) -> dict[str, dict[str, float]]:

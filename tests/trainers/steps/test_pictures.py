@@ -1,5 +1,6 @@
 """The pictures of a run's end, on a real hand-over; the system's numbers through MLflow's monitors."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import pytest
 import torch
 from PIL import Image
 
-import shards.__main__
 import zoo
 from certizoo.compose import compose_config
 from registry.system import PREFIX, SystemMetrics
@@ -17,8 +17,8 @@ from trainers.job.prepare import prepare
 from trainers.steps import pictures
 
 
-def test_both_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards.__main__.main(["digits", str(tmp_path / "data" / "digits")])
+def test_both_pictures_are_drawn(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(digits, tmp_path / "data" / "digits")
     monkeypatch.chdir(tmp_path)
     job = prepare(compose_config("adv_train", [*TINY, "name=drawn"]))
     model = zoo.create_model(**job.model)

@@ -5,18 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import shards.__main__
 from tests.tools.launching import ROOT, TINY, finish, launch
 from tests.tools.workers.ema import VARIANTS
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ema")
-    shards.__main__.main(["digits", str(folder / "data" / "digits")])
-    return folder
 
 
 def test_equals_the_average_written_out(folder: Path) -> None:

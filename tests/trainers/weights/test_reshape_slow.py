@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import shards.__main__
 from certizoo import UserError
 from tests.tools.launching import ROOT, TINY, environment, finish, launch, rows
 from trainers import reshape
@@ -23,10 +22,12 @@ RUN = (*TINY, "train.epochs=2", "train.log_every=1", "train.eval_images=64", "tr
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2], ids="zero{}".format)
-def calm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+def calm(
+    request: pytest.FixtureRequest, digits: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[str]]:
     """A whole run by two ranks, and its command."""
     folder = tmp_path_factory.mktemp("reshape")
-    shards.__main__.main(["digits", str(folder / "data" / "digits")])
+    shutil.copytree(digits, folder / "data" / "digits")
     command = [*RUN, f"deepspeed=zero{request.param}"]
     status, output = finish(launch(SCRIPT, *command, "name=calm", cwd=folder))
     assert status == 0, output

@@ -8,7 +8,6 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import shards.__main__
 import zoo
 from certizoo import UserError
 from certizoo.compose import compose_config
@@ -20,13 +19,6 @@ CAPS = "+model.attention={name:dp,v_cap:1.0,o_cap:1.0}"  # their power iteration
 RUN = (*TINY, CAPS, "train.epochs=2", "train.checkpoint_every=5", "train.log_every=1", "train.eval_images=64",
        "train.ema_decay=0.9", "data.workers=1")  # fmt: skip
 STEPS_PER_EPOCH = 22  # ceil(1437 / 64) = 23 batches of 64, in micro-batches of 16 on 2 ranks: 45 // 2
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    shards.__main__.main(["digits", str(folder / "data" / "digits")])
-    return folder
 
 
 def arguments(name: str) -> list[str]:

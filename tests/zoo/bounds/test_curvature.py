@@ -266,8 +266,8 @@ def test_derivatives_are_those_of_the_module(act: Smooth, module: nn.Module) -> 
     (second,) = torch.autograd.grad(slope.sum(), z)
     torch.testing.assert_close(act.slope(z), slope, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(act.second(z), second, rtol=1e-9, atol=1e-11)
-    assert slope.max() - slope.min() <= act.spread
-    assert act.spread - (slope.max() - slope.min()) < 2e-3
+    assert slope.max() - slope.min() <= act.slope_range
+    assert act.slope_range - (slope.max() - slope.min()) < 2e-3
     for at, value in act.extrema:
         here = act.second(torch.tensor(at).double())
         assert 0 <= (value - here) * math.copysign(1, value) < 2e-10, "rounded outwards, by less than two units"

@@ -25,7 +25,7 @@ from tests.tools.ascent import ascend, largest_change
 from tests.tools.expansions import Instance, largest_dip
 from tests.tools.small_models import AVG, SMALL, labelled
 from zoo.attention.dot_product import DotProductAttention
-from zoo.attention.spread import K2_MAX
+from zoo.attention.theory.softmax_row import K2_MAX
 from zoo.bounds import activations, rules
 from zoo.bounds.rules import classifier_of, layer_of, residual_layer_of, steps_of
 from zoo.layers import norms
@@ -223,7 +223,7 @@ def test_a_second_order_constant_is_tight_somewhere(name: str) -> None:
 
 
 def test_softmax_dispersion_by_two_points() -> None:
-    """Var <= spread^2 / 4 gives the slope 1/2, |third moment| <= spread^3 / (6 sqrt3) gives sqrt(6) / 9: attained."""
+    """Var <= range^2 / 4 gives the slope 1/2, |third moment| <= range^3 / (6 sqrt3) gives sqrt(6) / 9: attained."""
     best_slope, best_third = 0.0, 0.0
     v = torch.tensor([0.5**0.5, -(0.5**0.5)]).double()
     for p in torch.linspace(0.01, 0.99, 981).double():

@@ -1,6 +1,7 @@
 """Weights from timm and back: the oracle is always timm's own model of the same sizes, with random weights."""
 
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -432,12 +433,11 @@ def test_pretrained_is_no_option_of_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_starts_from_a_file_once(tmp_path: Path) -> None:
+def test_training_starts_from_a_file_once(digits: Path, tmp_path: Path) -> None:
     """One step at a learning rate of nothing: the hand-over holds the given weights. Resumed, the run needs the file no
     more."""
-    from shards.__main__ import main as make_shards
 
-    make_shards(["digits", str(tmp_path / "data" / "digits")])
+    shutil.copytree(digits, tmp_path / "data" / "digits")
     sizes: dict[str, Any] = {"embed_dim": 32, "depth": 1, "num_heads": 2, "patch_size": 4}
     source = randomised(zoo.create_model("dp_vit_ti", img_size=8, in_chans=1, **sizes, num_classes=10))
     save_file(source.state_dict(), tmp_path / "w.safetensors")
@@ -456,11 +456,12 @@ def test_training_starts_from_a_file_once(tmp_path: Path) -> None:
             torch.testing.assert_close(state[key], value.data, rtol=0, atol=1e-6)
 
 
-def test_a_source_that_cannot_be_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shards.__main__ import main as make_shards
+def test_a_source_that_cannot_be_is_refused_before_training(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from trainers.job.prepare import prepare
 
-    make_shards(["digits", str(tmp_path / "data" / "digits")])
+    shutil.copytree(digits, tmp_path / "data" / "digits")
     monkeypatch.chdir(tmp_path)
     for override, words in {
         "pretrained=w.pth": "no file w.pth",
