@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from certify.methods.backwards import Chain, Radii, Rivals, product
+from certify.methods.backwards import Chain, Radii, Rivals
 from certify.methods.bake import bake
 from certify.methods.breakdown import names, shares
 from certify.methods.certificate import (
@@ -39,6 +39,7 @@ from certify.methods.certificate import (
 )
 from certify.methods.correct import OfCorrect, of_correct
 from certify.methods.operator_norms import operator_norms
+from zoo.arithmetic import known, product
 from zoo.bounds.curvature import trunk_of
 from zoo.bounds.rules import Bound
 
@@ -146,11 +147,6 @@ def groups(ranks: int) -> Iterator[tuple[int, int]]:
     while start < ranks:
         yield start, min(ranks, start + size)
         start, size = start + size, min(8 * size, 64)
-
-
-def known(bound: Tensor) -> Tensor:
-    """Not a number: nothing is known."""
-    return torch.where(torch.isnan(bound), torch.inf, bound)
 
 
 class Adjoint:

@@ -28,6 +28,7 @@ from certify.methods.certificate import (
     same_function,
 )
 from certify.methods.correct import OfCorrect, of_correct
+from zoo.arithmetic import known, product
 from zoo.bounds.rules import Bound, classifier_of, local, radii, steps_of
 
 
@@ -43,9 +44,8 @@ class LoFASTAnalysis:
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
-        e_B = self.radius(eps_B)
-        e_B = torch.where(torch.isfinite(e_B), e_B, torch.full_like(e_B, torch.inf))
-        return decide(self.clean, torch.where(self.weight_BJ > 0, self.weight_BJ * e_B[:, None], 0.0), eps_B)
+        e_B = known(self.radius(eps_B))
+        return decide(self.clean, product(self.weight_BJ, e_B[:, None]), eps_B)
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
         """The growth of the radius in every step."""

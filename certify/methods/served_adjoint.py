@@ -20,6 +20,7 @@ from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.certificate import Breakdown, Certificate, Clean, decide_by, per_image
 from certify.methods.rounding import UNITS, Rounding, head_error, nodes_of_model
 from certizoo import UserError
+from zoo.arithmetic import known, product
 from zoo.bounds.curvature import Expansion, Node
 from zoo.bounds.rules import Bound, local
 
@@ -71,19 +72,19 @@ def _rounded(node: Node, rule: Rounding) -> Node:
 
     def mu_of(x: Tensor) -> Bound:
         part = rule(x)
-        return lambda r: part.error(r, torch.zeros_like(r)).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        return lambda r: known(part.error(r, torch.zeros_like(r)))
 
     def rounded_layer(x: Tensor) -> tuple[Tensor, Bound]:
         (y, bound), mu = layer(x), mu_of(x)
         return y, lambda r: bound(r) + mu(r)
 
     def rounded_expand(x: Tensor) -> Expansion:
-        known, mu = expand(x), mu_of(x)
+        unrounded, mu = expand(x), mu_of(x)
 
         def remainder(g: Tensor) -> Bound:
-            exact, length_CB = known.remainder(g), torch.linalg.vector_norm(g.flatten(2), dim=-1)
-            return lambda r: exact(r) + torch.where(length_CB > 0, length_CB * mu(r), 0.0)
+            exact, length_CB = unrounded.remainder(g), torch.linalg.vector_norm(g.flatten(2), dim=-1)
+            return lambda r: exact(r) + product(length_CB, mu(r))
 
-        return replace(known, beta=lambda r: known.beta(r) + mu(r), remainder=remainder)
+        return replace(unrounded, beta=lambda r: unrounded.beta(r) + mu(r), remainder=remainder)
 
     return rounded_layer, rounded_expand

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.arithmetic import U
 from zoo.attention.softmax import check_heads
 from zoo.bounds.curvature import linear
 from zoo.bounds.rules import Bound, Layer, NoRule, expect, residual_rule, rule
-from zoo.spectral import U, sigma_upper
+from zoo.spectral import sigma_upper
 
 SYMBOL_BYTES = 2**28  # memory for the matrices of a few frequencies at a time
 

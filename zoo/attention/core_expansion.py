@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.arithmetic import product
 from zoo.attention.core_forms import Core, Radii, Score
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.softmax import QKVAttention
@@ -154,7 +155,7 @@ class Measured:
         gains = core.gains
 
         def through(r: Radii) -> Tensor:
-            return sum((_product(gain, one) for gain, one in zip(gains, r, strict=True)), torch.zeros_like(r.q))
+            return sum((product(gain, one) for gain, one in zip(gains, r, strict=True)), torch.zeros_like(r.q))
 
         def beta(r: Tensor) -> Tensor:
             r_3 = self.spread(r)
@@ -188,11 +189,11 @@ def bounded(expand: Expand, layer: Layer) -> Expand:
         inner, (_, lip) = expand(x), layer(x)
 
         def beta(r: Tensor) -> Tensor:
-            return torch.minimum(inner.beta(r), lip(r) + _product(inner.gain_B, r))
+            return torch.minimum(inner.beta(r), lip(r) + product(inner.gain_B, r))
 
         def remainder(g: Tensor) -> Bound:
             bound, length_CB = inner.remainder(g), g.flatten(2).norm(dim=-1)
-            return lambda r: torch.minimum(bound(r), _product(length_CB, beta(r)))
+            return lambda r: torch.minimum(bound(r), product(length_CB, beta(r)))
 
         return replace(inner, beta=beta, remainder=remainder)
 
@@ -207,8 +208,3 @@ def least(*layers: Layer) -> Layer:
         return found[0][0], lambda r: torch.stack([bound(r) for _, bound in found]).amin(0)
 
     return layer
-
-
-def _product(factor: Tensor, bound: Tensor) -> Tensor:
-    """0 times infinity is 0: nothing gets through."""
-    return torch.where((factor == 0) | (bound == 0), 0.0, factor * bound)

@@ -32,7 +32,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zoo.attention.spread import K2_MAX, LOGIT_MAX, ROUND, e1, e2, exponential, known, norm, third_cumulant
+from zoo.arithmetic import known
+from zoo.attention.spread import K2_MAX, LOGIT_MAX, ROUND, e1, e2, exponential, norm, third_cumulant
 from zoo.spectral import sigma_upper
 
 

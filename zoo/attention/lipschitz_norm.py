@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.arithmetic import known
 from zoo.attention.core_expansion import Measured, Split, Turn, bounded, least, qkv_split, split
 from zoo.attention.core_forms import Radii
 from zoo.attention.lipschitz import global_layer
 from zoo.attention.softmax import QKVAttention
-from zoo.attention.spread import known
 from zoo.bounds.curvature import Expand, curvature
 from zoo.bounds.rules import Layer, local_rule, rule
 

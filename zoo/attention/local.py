@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from zoo.arithmetic import known
 from zoo.attention.dot_product import SOFTMAX, DotProductAttention, zeta
-from zoo.attention.spread import Spread, e1, exponential, grow, known, measure
+from zoo.attention.spread import Spread, e1, exponential, grow, measure
 from zoo.bounds.rules import Bound, Layer, local_residual_rule, local_rule
 from zoo.spectral import sigma_upper
 

@@ -24,6 +24,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from zoo.arithmetic import known
 from zoo.attention.dot_product import SOFTMAX, DotProductAttention
 from zoo.attention.local import changes
 from zoo.attention.spread import (
@@ -33,7 +34,6 @@ from zoo.attention.spread import (
     exponential,
     grow,
     join_heads,
-    known,
     measure,
     norm,
     split_heads,

@@ -82,11 +82,6 @@ def third_cumulant(t: Tensor, sd: Tensor) -> Tensor:
     return sd * (torch.exp(2 * t) / 2 + torch.exp(3 * t) * sd.square() / 10)
 
 
-def known(bound: Tensor) -> Tensor:
-    """0 times infinity: nothing is known."""
-    return torch.nan_to_num(bound, nan=math.inf, posinf=math.inf)
-
-
 def grow(level: Pair, r: Tensor) -> Tensor:
     """r U + r^2 T."""
     return r * (level[0] + r * level[1])

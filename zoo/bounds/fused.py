@@ -13,10 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from zoo.arithmetic import U
 from zoo.bounds.activations import Bend, Form, Top, units_beta, units_remainder
 from zoo.bounds.curvature import Expand, Expansion
 from zoo.bounds.lanczos import ritz
-from zoo.spectral import U, sigma_upper, start_vectors
+from zoo.spectral import sigma_upper, start_vectors
 
 STEP = math.log(1.01)  # eigenvalues are rounded up to powers of 1.01
 SPAN = 700  # and never taken below 1.01^-700 = 1/1000 of their cheap bound

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.arithmetic import product
 from zoo.bounds.activations import hinges
 from zoo.bounds.curvature import Expand, Expansion, curvature, linear
 from zoo.bounds.rules import Bound, Layer, rule, scaled
@@ -155,11 +156,6 @@ def center_norm(module: CenterNorm) -> Layer:
 linear(CenterNorm)
 
 
-def _weighed(g: Tensor, c: Tensor) -> Tensor:
-    """g c with 0 infinity = 0."""
-    return torch.where(g == 0, g, g * c)
-
-
 def normalisation_bend(rt_BN: Tensor, radius: float) -> Bound:
     """c(r) of each token, (..., B) -> (..., B, N); see `smooth_expansion`."""
 
@@ -191,7 +187,7 @@ def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
     def remainder(g: Tensor) -> Bound:
         g_CBN = torch.linalg.vector_norm(g, dim=-1).flatten(2)
         whole_CB = torch.linalg.vector_norm(g_CBN, dim=-1)
-        return lambda r: torch.minimum(_weighed(g_CBN, bend(r)).amax(-1), _weighed(whole_CB, r))
+        return lambda r: torch.minimum(product(g_CBN, bend(r)).amax(-1), product(whole_CB, r))
 
     def times_j(g: Tensor) -> Tensor:
         """J is symmetric."""
@@ -282,7 +278,7 @@ def layer_project_curvature(module: LayerProject) -> Expand:
                 reach, v, k = torch.broadcast_tensors(finite[..., None], g_CBN, k_BN)
                 v, k, reach = v.unsqueeze(-2), k.unsqueeze(-2), reach.unsqueeze(-2)
                 shared = hinges(v, k, reach, finite, lambda c: (q_CBN + square * c.squeeze(-2)).amax(-1))
-                return torch.minimum(torch.where(torch.isinf(r), _weighed(shared, r), shared), _weighed(whole_CB, r))
+                return torch.minimum(torch.where(torch.isinf(r), product(shared, r), shared), product(whole_CB, r))
 
             return bound
 

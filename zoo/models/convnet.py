@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.arithmetic import U
 from zoo.bounds.activations import Hinge, elementwise
 from zoo.bounds.curvature import Expand, Node, curvature, linear, nodes_of, trunk_nodes
 from zoo.bounds.rules import Bound, Layer, NoRule, chain, classifier_rule, layer_of, rule, unit_slope
 from zoo.layers.init import orthogonal_init_
 from zoo.layers.patches import Normalize
-from zoo.spectral import U, sigma_upper
+from zoo.spectral import sigma_upper
 
 ConvSize = tuple[int, int, int, int]  # channels out, kernel size, stride, zero padding
 
