@@ -3,9 +3,9 @@
     X -> (q^, k^, v^) = X [W_Q W_K W_V] + biases -> (q, k, v) = turn(q^, k^, v^) -> core -> W_O
 
 The first and the last step are linear. `turn` is the identity, or what a variant does to its projections (`Turn`); the
-core is that of `core_forms.py`. A variant says what its steps are by a function under `@split`, and has by that
-all rules: its own, and those inside windows (window.py) and with gated positions (gpsa.py). The composition is that
-of zoo/bounds/curvature.py, with three radii in place of one:
+core is that of `core_forms.py`. A variant says what its steps are by the fact `split`, and has by that all rules: its
+own, and those inside windows (window.py) and with gated positions (gpsa.py). The composition is that of
+zoo/bounds/curvature.py, with three radii in place of one:
 
     <g, R(G)> = <o, R_core> + <J_core^T o, R_turn>,     o = g W_O^T,
     ||R(G)|| <= ||W_O|| ( beta_core + sum_{q,k,v} ||J_core|| beta_turn ).
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from zoo.arithmetic import product
 from zoo.attention.core_forms import Core, Radii, Score
-from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.softmax import QKVAttention
 from zoo.bounds.curvature import Expand, Expansion
-from zoo.bounds.rules import Bound, Layer, NoRule, expect
+from zoo.bounds.facts import NoRule, expect, facts_of
+from zoo.bounds.rules import Bound, Layer
 from zoo.spectral import sigma_upper
 
 ThreeBounds = Callable[[Radii], Radii]
@@ -71,24 +71,13 @@ class Split:
     turn: Callable[[Tensor], Turn] = identity_turn
 
 
-_SPLITS: dict[type[nn.Module], Callable[..., Split]] = {}
-
-
-def split(kind: type[nn.Module]) -> Callable[[Callable[..., Split]], Callable[..., Split]]:
-    """Enter the decorated function into the table for this exact type."""
-
-    def enter(function: Callable[..., Split]) -> Callable[..., Split]:
-        _SPLITS[kind] = function
-        return function
-
-    return enter
-
-
 def split_of(module: nn.Module) -> Split:
-    """Raises `NoRule`."""
-    if type(module) not in _SPLITS:
+    """The steps of a softmax attention. Raises `NoRule`."""
+    split = facts_of(module).split
+    if split is None:
         raise NoRule(module, "it is not known how its queries, keys and values are made")
-    return _SPLITS[type(module)](module)
+    found: Split = split(module)
+    return found
 
 
 def qkv_split(module: QKVAttention, turn: Callable[[Tensor], Turn] = identity_turn) -> Split:
@@ -97,12 +86,6 @@ def qkv_split(module: QKVAttention, turn: Callable[[Tensor], Turn] = identity_tu
     expect(module.proj, nn.Linear)
     weights = module.head_weights_3HOD().detach().double()
     return Split(Score(module.scale), lambda x: torch.stack(module.projections(x)), weights, module.proj, turn)
-
-
-@split(DotProductAttention)
-def dot_product_split(module: DotProductAttention) -> Split:
-    """For windows around it; alone it has the sharper rules of second_order.py."""
-    return qkv_split(module)
 
 
 @dataclass(frozen=True)

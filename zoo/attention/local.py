@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from zoo.arithmetic import known
-from zoo.attention.dot_product import SOFTMAX, DotProductAttention, zeta
+from zoo.attention.lofast import SOFTMAX, zeta
+from zoo.attention.softmax import QKVAttention
 from zoo.attention.spread import Spread, e1, exponential, grow, measure
-from zoo.bounds.rules import Bound, Layer, local_residual_rule, local_rule
+from zoo.bounds.rules import Bound, Layer
 from zoo.spectral import sigma_upper
 
 
 def lofast_local(
     module: Callable[[Tensor], Tensor],
-    content: DotProductAttention,
+    content: QKVAttention,
     residual: bool,
     attend: Callable[[Tensor], Tensor] = SOFTMAX,
     mix: Callable[[Tensor], Tensor] = lambda p_BHNN: p_BHNN,
@@ -64,15 +65,3 @@ def changes(spread: Spread) -> Bound:
         return torch.minimum(known(smooth), known(spread.combined(change_H, change_H * r.unsqueeze(-1))))
 
     return bound
-
-
-@local_rule(DotProductAttention)
-def attention(module: DotProductAttention) -> Layer:
-    """The branch alone."""
-    return lofast_local(module, module, residual=False)
-
-
-@local_residual_rule(DotProductAttention)
-def residual_attention(module: DotProductAttention) -> Layer:
-    """X + F(X) in one norm."""
-    return lofast_local(module, module, residual=True)

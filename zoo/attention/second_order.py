@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from zoo.arithmetic import known
-from zoo.attention.dot_product import SOFTMAX, DotProductAttention
 from zoo.attention.local import changes
+from zoo.attention.lofast import SOFTMAX
+from zoo.attention.softmax import QKVAttention
 from zoo.attention.spread import (
     Spread,
     e1,
@@ -39,7 +40,7 @@ from zoo.attention.spread import (
     split_heads,
     third_cumulant,
 )
-from zoo.bounds.curvature import Expand, Expansion, curvature
+from zoo.bounds.curvature import Expand, Expansion
 from zoo.bounds.rules import Bound
 from zoo.spectral import sigma_upper
 
@@ -198,7 +199,7 @@ def linear(spread: Spread) -> Tensor:
 
 def expand_attention(
     module: Callable[[Tensor], Tensor],
-    content: DotProductAttention,
+    content: QKVAttention,
     attend: Callable[[Tensor], Tensor] = SOFTMAX,
     mix: Callable[[Tensor], Tensor] = lambda p_BHNN: p_BHNN,
     gain_H: Tensor | float = 1.0,
@@ -239,9 +240,3 @@ def expand_attention(
         return Expansion(module(x_BND), carried_B + linear(spread), lambda r: of_norm()(r), remainder, pull, push)
 
     return expand
-
-
-@curvature(DotProductAttention)
-def attention(module: DotProductAttention) -> Expand:
-    """The branch alone."""
-    return expand_attention(module, module)

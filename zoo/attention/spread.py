@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.attention.softmax import QKVAttention
-from zoo.bounds.rules import expect
+from zoo.bounds.facts import expect
 from zoo.spectral import sigma_upper
 
 ROUND = 1 + 1e-11
