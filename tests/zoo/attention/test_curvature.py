@@ -10,22 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor, nn
 
 from tests.tools.ascent import ascend, largest_change
 from tests.tools.expansions import Instance, largest_dip, largest_gain, largest_remainder, report
-from zoo.attention.dot_product import DotProductAttention, heads_of, split_heads
+from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
+from zoo.attention.local import heads_of, split_heads
 from zoo.attention.scsa import ScaledCosineAttention
+from zoo.attention.softmax import SoftmaxAttention
 from zoo.attention.theory.core import CoreRemainder
 from zoo.attention.theory.joint import JointCore, same
 from zoo.attention.theory.softmax_row import K2_MAX, SoftmaxRows, e1, e2, eigenvalue_upper
 from zoo.attention.window import WindowAttention
 from zoo.bounds.curvature import expansion_of
-from zoo.bounds.rules import Bound, layer_of, local, local_rule_types, residual_layer_of
+from zoo.bounds.facts import types_where
+from zoo.bounds.links import Residual
+from zoo.bounds.rules import Bound, layer_of, residual_layer_of
 from zoo.layers.norms import SmoothProject
 
 N, D, H = 5, 12, 3
@@ -174,9 +177,7 @@ def test_no_ascent_beats_the_local_rule(kind: type[nn.Module], residual: bool) -
     for case in mixtures(kind):
         of = residual_layer_of if residual else layer_of
         published = of(case.module)(case.x)[1](case.r_B)
-        with local():
-            layer = of(case.module)
-        y, bound = layer(case.x)
+        y, bound = of(case.module, local=True)(case.x)
 
         def f(z: Tensor, module: nn.Module = case.module) -> Tensor:
             return z + module(z) if residual else module(z)
@@ -192,26 +193,30 @@ def test_no_ascent_beats_the_local_rule(kind: type[nn.Module], residual: bool) -
 
 
 def test_every_local_rule_and_expansion_has_a_case() -> None:
-    elsewhere = {L2Attention, ScaledCosineAttention, LipschitzNormAttention, SwinTransformerBlock}
-    assert set(local_rule_types()) == set(MIXTURES) | elsewhere  # test_curvature_variants.py
+    elsewhere = {L2Attention, ScaledCosineAttention, LipschitzNormAttention}
+    kinds = set(MIXTURES) | elsewhere  # test_curvature_variants.py
+    assert set(types_where(lambda facts: facts.local)) == kinds
+    assert set(types_where(lambda facts: facts.local_residual)) <= set(MIXTURES)
+    assert {kind for kind in types_where(lambda facts: facts.expansion) if issubclass(kind, SoftmaxAttention)} <= kinds
 
 
-def test_a_layer_keeps_the_rules_it_was_built_with() -> None:
+def test_local_reaches_every_part_of_a_chain() -> None:
+    """Of a chain in a chain, and of a residual sum."""
     case = next(instances())
-    outside = layer_of(case.module)
-    with local():
-        inside = layer_of(case.module)
-        assert (outside(case.x)[1](case.r_B) > inside(case.x)[1](case.r_B)).all()
-    assert (outside(case.x)[1](case.r_B) > inside(case.x)[1](case.r_B)).all()
-    torch.testing.assert_close(layer_of(case.module)(case.x)[1](case.r_B), outside(case.x)[1](case.r_B))
+    alone = {local: layer_of(case.module, local=local)(case.x)[1](case.r_B) for local in (False, True)}
+    assert (alone[False] > alone[True]).all()
+    chained = nn.Sequential(nn.Identity(), nn.Sequential(case.module))
+    for local, bound_B in alone.items():
+        torch.testing.assert_close(layer_of(chained, local=local)(case.x)[1](case.r_B), bound_B, rtol=0, atol=0)
+        summed = Residual(nn.Identity(), chained).layer(local)
+        torch.testing.assert_close(summed(case.x)[1](case.r_B), case.r_B + bound_B, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", MIXTURES, ids=lambda kind: kind.__name__)
 def test_bounds_are_monotone_and_survive_zero_and_infinity(kind: type[nn.Module]) -> None:
     for case in mixtures(kind, modules=6):
         expansion = case.expansion()
-        with local():
-            change = layer_of(case.module)(case.x)[1]
+        change = layer_of(case.module, local=True)(case.x)[1]
         remainder = expansion.remainder(torch.cat([case.g, 0 * case.g]))
         for bound in (change, expansion.beta, lambda r: remainder(r.unsqueeze(-2))):  # noqa: B023
             factors = (0.0, 1e-9, 1e-3, 0.1, 1.0, 1.001, 2.0, 10.0, 1e3, 1e200, math.inf)

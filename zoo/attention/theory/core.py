@@ -46,7 +46,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zoo.attention.theory.softmax_row import SoftmaxRows, e1, e2, exponential, nan_to_inf, norm_upper, third_cumulant
+from zoo.arithmetic import nan_to_inf
+from zoo.attention.theory.softmax_row import SoftmaxRows, e1, e2, exponential, norm_upper, third_cumulant
 
 
 class QKVRadii(NamedTuple):

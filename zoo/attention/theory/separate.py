@@ -13,8 +13,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from zoo.arithmetic import nan_to_inf
 from zoo.attention.theory.core import Core, QKVRadii, Score, SeminormBound
-from zoo.attention.theory.softmax_row import ROUND, nan_to_inf, norm_upper
+from zoo.attention.theory.softmax_row import ROUND, norm_upper
 from zoo.spectral import sigma_upper
 
 
