@@ -24,7 +24,7 @@ FOLDERS: dict[str, set[str]] = {
 }
 # room (a sub-folder, or a file that stands beside sub-folders) -> the rooms of its own folder that it may import
 _JOB = {"trainers/job", "trainers/objectives", "trainers/techniques"}
-_BASE = {"trainers/settings.py", "trainers/place.py", "trainers/seeds.py", "trainers/model_parts.py"}
+_BASE = {"trainers/settings.py", "trainers/ranks.py", "trainers/seeds.py", "trainers/model_parts.py"}
 _RUN = _BASE | _JOB | {"trainers/engine", "trainers/weights"}
 _BOUNDS = {"zoo/arithmetic.py", "zoo/spectral.py", "zoo/bounds"}
 _LAYERS = _BOUNDS | {"zoo/layers", "zoo/attention"}
@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "certify/__main__.py": {"certify/methods", "certify/stage", "certify/evaluation", "certify/papers"},
     "trainers/__init__.py": set(),
     "trainers/settings.py": set(),
-    "trainers/place.py": set(),
+    "trainers/ranks.py": set(),
     "trainers/seeds.py": set(),
     "trainers/model_parts.py": set(),
     "trainers/engine": _BASE,

@@ -324,9 +324,9 @@ def test_a_difference_is_named(tmp_path: Path) -> None:
 def test_rows_of_repeated_steps_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / ROWS
     path.write_text("".join(json.dumps({"step": step, "epoch": 0}) + "\n" for step in range(1, 6)) + '{"step": 3, "tor')
-    with Report(tmp_path, total_steps=9, speaks=True).shown(first_step=3) as report:
+    with Report(tmp_path, total_steps=9, enabled=True).shown(first_step=3) as report:
         report.row(4, 0, {"loss": 1.0})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
-    with Report(tmp_path, total_steps=9, speaks=False).shown(first_step=3) as report:
+    with Report(tmp_path, total_steps=9, enabled=False).shown(first_step=3) as report:
         report.row(5, 0, {"loss": 1.0})
     assert len(path.read_text().splitlines()) == 4, "other ranks write nothing"

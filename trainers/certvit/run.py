@@ -25,13 +25,13 @@ from certify.papers import paper_bounds as published
 from certizoo.compose import compose_config
 from certizoo.files import whole_file, write_whole
 from shards import train_loader
+from trainers import ranks
 from trainers.certvit.douglas_rachford import solve
 from trainers.certvit.layers import constrainable, norm, observe
 from trainers.certvit.prox import magnitude_quantile
 from trainers.engine import engine
 from trainers.job.job import Job
 from trainers.job.stages import Stages, prepare_stages
-from trainers.place import place, said_once
 from trainers.seeds import seed_of
 from trainers.settings import ConstrainConfig
 from trainers.steps import loop
@@ -40,7 +40,7 @@ from trainers.weights import handover
 
 def run(config_name: str, overrides: Sequence[str]) -> None:
     """All three stages, on every rank."""
-    with said_once():
+    with ranks.said_once():
         stages = prepare_stages(compose_config(config_name, overrides))
     with engine.kept():
         if stages.settings.adapt_epochs and not Path(stages.weights).is_file():
@@ -48,13 +48,13 @@ def run(config_name: str, overrides: Sequence[str]) -> None:
         constrain(stages)
         last = finetune(stages) if stages.settings.finetune_epochs else None
     engine.stop()
-    if last and place()[0] == 0:
+    if last and ranks.rank() == 0:
         handover.certify_and_publish(*last)
 
 
 def finetune(stages: Stages) -> tuple[Job, str | None]:
     """Stage 3: its job and tracking id. The zeros may grow again: report.json says what the norms were before it."""
-    with said_once():
+    with ranks.said_once():
         job = stages.finetune()
     return job, loop.train(job)
 
@@ -68,7 +68,7 @@ def constrain(stages: Stages) -> None:
     world = engine.start(job.deepspeed.timeout_minutes)
     if stages.report.is_file():
         return
-    with said_once():
+    with ranks.said_once():
         model = zoo.create_model(**job.model, pretrained=stages.weights).to(world.device).eval()
     if world.rank == 0:
         layers.mkdir(parents=True, exist_ok=True)

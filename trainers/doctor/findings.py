@@ -24,11 +24,11 @@ from rich.table import Table
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
+from trainers import ranks
+from trainers.doctor.estimate import Estimate, estimate
 from trainers.doctor.machine import Finding, disk, machine, registry, size
-from trainers.doctor.outlook import Need, outlook
 from trainers.job.job import Job
 from trainers.job.stages import prepare_first
-from trainers.place import place
 
 STATUS_MISSING = 1
 SCRIPTS = ("adv_train", "std_train", "constrain")  # each with a configuration of that name
@@ -40,7 +40,7 @@ MARKS = {None: "", True: "[green]ok[/]", False: "[red]missing[/]"}
 def main(argv: Sequence[str]) -> int:
     """Print the table; returns the exit status."""
     os.environ.setdefault("WORLD_SIZE", str(ranks_here()))
-    findings = list(machine(place()[2]))
+    findings = list(machine(ranks.world_size()))
     findings += configured(argv) if argv else [registry(None), disk(Path("runs"), 0)]
     Console(highlight=False).print(table(findings))
     return STATUS_MISSING if any(finding.fits is False for finding in findings) else 0
@@ -70,7 +70,7 @@ def configured(argv: Sequence[str]) -> list[Finding]:
         job = prepare_first(config)
     except UserError as error:
         return [*found, Finding("configuration", str(error), False)]
-    need = outlook(job, place()[2])
+    need = estimate(job, ranks.world_size())
     return [*found, *data(job, need), *memory(job, need, libraries), disk(job.run_dir, need.disk), *loaders(job)]
 
 
@@ -80,16 +80,16 @@ def command(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
     return (script.stem, argv[1:]) if script.suffix == ".py" and script.stem in SCRIPTS else (SCRIPTS[0], argv)
 
 
-def data(job: Job, need: Need) -> Iterator[Finding]:
+def data(job: Job, need: Estimate) -> Iterator[Finding]:
     """Shards, and the steps they make."""
     sets = {"train": job.train_set, "test": job.test_set}
     found = [f"{name}: {len(each.paths)} shards, {each.samples} images" for name, each in sets.items() if each]
     yield Finding("data", ", ".join(found), True)
-    batch = f"{job.train.batch_size} images a step ({job.train.micro_batch(place()[2])} a rank at once)"
+    batch = f"{job.train.batch_size} images a step ({job.train.micro_batch(ranks.world_size())} a rank at once)"
     yield Finding("steps", f"{need.steps_per_epoch} an epoch, {need.total_steps} in all; {batch}")
 
 
-def memory(job: Job, need: Need, libraries: int) -> Iterator[Finding]:
+def memory(job: Job, need: Estimate, libraries: int) -> Iterator[Finding]:
     """Of a rank, against what is free for it."""
     average = f", average {size(need.average)}" if need.average else ""
     held = f"weights {size(need.weights)}, gradients {size(need.gradients)}, optimiser {size(need.states)}{average}"
@@ -100,7 +100,10 @@ def memory(job: Job, need: Need, libraries: int) -> Iterator[Finding]:
         needed = need.a_rank - (need.states if job.deepspeed.offload_optimizer else 0)
         free = torch.cuda.mem_get_info()[0]
     else:
-        needed, free = need.a_rank + libraries, psutil.virtual_memory().available // min(place()[2], ranks_here())
+        needed, free = (
+            need.a_rank + libraries,
+            psutil.virtual_memory().available // min(ranks.world_size(), ranks_here()),
+        )
     text = f"about {size(needed)} a rank (an estimate; libraries on a CPU {size(libraries)}); {size(free)} free a rank"
     mend = "a smaller train.micro_batch_size, train.grad_checkpointing=true, train.precision=bf16 or deepspeed=zero2"
     yield Finding("memory", text, needed <= free, mend)

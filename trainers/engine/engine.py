@@ -39,9 +39,9 @@ from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 
 from certizoo import UserError  # noqa: E402
 from certizoo.memory import keep_freed_memory  # noqa: E402
+from trainers import ranks  # noqa: E402
 from trainers.engine.world import World  # noqa: E402
 from trainers.engine.wrappers import EngineModel, InFloat32, recompute_blocks_  # noqa: E402
-from trainers.place import place  # noqa: E402
 from trainers.settings import DeepSpeedConfig, OptimizerConfig, TrainConfig, require  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -69,7 +69,7 @@ with uncompiled():  # it compiles at import, and every run imports it: 2 s for w
 
 def start(timeout_minutes: float) -> World:
     """Join the process group: NCCL on GPUs, gloo otherwise. Without a launcher: a world of one."""
-    rank, local, size = place()
+    rank, local, size = ranks.rank(), ranks.local_rank(), ranks.world_size()
     os.environ.setdefault("LOCAL_RANK", str(local))  # DeepSpeed insists
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if gpu else torch.device("cpu")

@@ -16,12 +16,12 @@ from attacks import AttackConfig
 from certizoo import UserError
 from registry import store
 from shards import DataConfig, ShardSet, find
+from trainers import ranks
 from trainers.job import checkpoint
 from trainers.job.job import Job, certify_settings
 from trainers.job.recipe import check_recipe
 from trainers.job.schedule import ScheduleConfig
 from trainers.job.typed import typed
-from trainers.place import place
 from trainers.settings import (
     DeepSpeedConfig,
     HingeConfig,
@@ -45,7 +45,7 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
 
     source_exists: False where an earlier stage has yet to make the file that `pretrained` names.
     """
-    config = with_batch_size(config, place()[2])
+    config = with_batch_size(config, ranks.world_size())
     _refuse_password(config["registry"]["uri"])
     data = typed(DataConfig, config, "data")
     config = {**config, "model": _model_config(config["model"], data)}
@@ -73,10 +73,9 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         check_source(job.first_weights)
     if job.config["certify"]["enabled"]:
         certify_settings(job)
-    world_size = place()[2]
-    check_recipe(job, world_size)
+    check_recipe(job, ranks.world_size())
     if job.saved is not None:
-        checkpoint.check_same_run(job.saved, job.fingerprint, world_size, job.run_dir)
+        checkpoint.check_same_run(job.saved, job.fingerprint, ranks.world_size(), job.run_dir)
     return job
 
 
@@ -106,7 +105,7 @@ def _test_set(data: DataConfig) -> ShardSet | None:
     except UserError as error:
         if "no shards" not in str(error):
             raise
-        if place()[1] == 0:
+        if ranks.local_rank() == 0:
             log.warning("this run will not be evaluated, certified or registered: %s", error)
         return None
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainers import ranks
 from trainers.job.job import Job
 from trainers.job.prepare import prepare, refuse_used_folder
 from trainers.job.recipe import check_constrain
 from trainers.job.typed import typed
-from trainers.place import place
 from trainers.settings import ConstrainConfig, require
 from zoo.handover import WEIGHTS
 
@@ -64,7 +64,7 @@ def prepare_stages(config: Config) -> Stages:
     settings, folder = typed(ConstrainConfig, config, "constrain"), Path(config["run_dir"])
     refuse_used_folder(folder, config["resume"])
     stages = Stages(config, settings, folder, prepare(stage(config, "adapt", settings.adapt_epochs or 1)))
-    check_constrain(stages.adapt, place()[2], settings)
+    check_constrain(stages.adapt, ranks.world_size(), settings)
     if settings.finetune_epochs:
         stages.finetune(source_exists=False)
     if stages.settings_file.is_file() and not stages.report.is_file():

@@ -1,4 +1,4 @@
-"""A job brought to life: the model under its engine, the run folder open, MLflow told."""
+"""A job made ready to train: the model in its engine, the run folder, the MLflow run."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from trainers.steps.report import Report
 
 @dataclass(frozen=True)
 class Run:
-    """A job with its engine and its audience."""
+    """A job with its engine, its report and its penalties."""
 
     job: Job
     engine: Engine
@@ -53,7 +53,7 @@ def assemble(job: Job, world: World) -> Run:
         write_whole(job.run_dir / "config.yaml", yaml.safe_dump(job.config, sort_keys=False))
         tracker = open_tracker(job)
     total = job.total_steps(world.size)
-    report = Report(job.run_dir, total, speaks=world.rank == 0, tracker=tracker)
+    report = Report(job.run_dir, total, enabled=world.rank == 0, tracker=tracker)
     return Run(job, built, report, job.steps_per_epoch(world.size), total, penalties)
 
 

@@ -5,7 +5,7 @@
 
 Each branch is left out, and each patch masked, with the share 1 - t / warmup, t the share of the training that is done:
 from all at the start to none after `warmup`. ([.]: without gradient. Their code drops the MLP's branch as well: both
-have one drop-path module there; the paper speaks of the attention.)
+have one drop-path module there; the paper names the attention only.)
 
 Letters: B images, C channels, H x W pixels, P patch size.
 """
