@@ -192,14 +192,13 @@ def test_no_ascent_beats_a_form_of_the_core(kappa: float) -> None:
         r, radius = QKVRadii(*r_B3.unbind(1)), r_B3.norm(dim=1)
         largest = ascend(size, qkv, radius, 30, 3)
         deepest = ascend(dip, qkv, radius, 30, 3)
-        size_B, terms = radius + (p @ v).flatten(1).norm(dim=1), core.remainder(o)
-        for name, form in core.beta_forms().items():
-            found.setdefault(f"beta {name}", []).append(ratios(form(r), largest, size_B))
-        for name in terms.t2_forms():
-            whole = terms.t1(r) + terms.t2_forms()[name](r) + terms.t3_forms()[name](r)
-            found.setdefault(f"remainder {name}", []).append(
-                ratios(whole[0], deepest, o.flatten(2).norm(dim=2)[0] * size_B)
-            )
+        size_B, o_B = radius + (p @ v).flatten(1).norm(dim=1), o.flatten(2).norm(dim=2)[0]
+        for name, bound in core.beta_forms(r).items():
+            found.setdefault(f"beta {name}", []).append(ratios(bound, largest, size_B))
+        t1, t2, t3 = core.remainder(o).terms(r)
+        for name in t2:
+            whole = (t1 + t2[name] + t3[name])[0]
+            found.setdefault(f"remainder {name}", []).append(ratios(whole, deepest, o_B * size_B))
     report(f"core, kappa {kappa}", {name: torch.cat(values) for name, values in found.items()})
     assert len(found) == 5
     for name, values in found.items():
@@ -250,7 +249,7 @@ def test_seminorm_bounds_and_tau_of_the_core(kind: str) -> None:
         found_tau = ascend(largest, qk, radius, 40, 3)
         found = ascend(weighted, qk, radius, 40, 3)
         o = torch.randn(1, *core.q.shape).double()
-        slope, t1 = core.p * core.directional(o)[0], core.remainder(o).t1(r)[0]
+        slope, t1 = core.p * core.directional(o)[0], core.remainder(o).terms(r)[0][0]
 
         def dip(z: Tensor, slope: Tensor = slope, delta: Any = delta, qk: Tensor = qk) -> Tensor:
             many = len(z) // INPUTS

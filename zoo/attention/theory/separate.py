@@ -95,9 +95,9 @@ class SeparateCore(Core):
 
     # values, and what is made of them ---------------------------------------------------------------------------------
 
-    def combined(self, weights_BG: Tensor, inputs_BG: Tensor) -> Tensor:
+    def combined(self, p_BG: Tensor, inputs_BG: Tensor) -> Tensor:
         """||(P' - P) V|| <= max ||V_l|| ||P' - P||, all heads together."""
-        return (weights_BG * self.values_B1 + inputs_BG * self.norm_v_max).squeeze(-1)
+        return (p_BG * self.values_B1 + inputs_BG * self.norm_v_max).squeeze(-1)
 
     def value_gradients(self, o: Tensor) -> tuple[Tensor, Tensor]:
         o = self.gain_H[:, None, None] * o
