@@ -116,7 +116,7 @@ def test_a_wrong_value_is_refused_before_any_work(
     shutil.copytree(digits, tmp_path / "data" / "digits")
     monkeypatch.chdir(tmp_path)
     wrong = {
-        "+train.foo=1": "train.foo",
+        "+train.epoch=1": "nearest: train.epochs, ",
         "train.epochs=abc": "train.epochs",
         "train.epochs=0": "train.epochs",
         "train.precision=fp16": "train.precision",
