@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.attention.core_expansion import Measured, Split, qkv_split, split
+from zoo.attention.qkv import AttentionBounds, Split, qkv_split, split
 from zoo.attention.softmax import QKVAttention
 from zoo.bounds.curvature import Expand, curvature
 from zoo.bounds.rules import Layer, rule
@@ -47,12 +47,12 @@ def tempered_split(module: TemperedAttention) -> Split:
 
 @rule(TemperedAttention)
 def tempered(module: TemperedAttention) -> Layer:
-    return Measured(module, module).layer
+    return AttentionBounds(module, module).layer
 
 
 @curvature(TemperedAttention)
 def expand_tempered(module: TemperedAttention) -> Expand:
-    return Measured(module, module).expand
+    return AttentionBounds(module, module).expand
 '''
 MEAN = '''
 """Mean mixing: F(X) = 1 1^T X W / N. Of no form that is known, and without a rule."""
@@ -98,8 +98,14 @@ found = {"names": [name for name in names if name.startswith(("tempered_", "mean
 for name in found["names"]:
     found["composed"][name] = compose_config("adv_train", [f"+model={name}"])["model"]
 found["option"] = compose_config("adv_train", ["+model=dp_vit_ti", "+attention=tempered"])["model"]["attention"]
-words = ["+model=mean_vit_ti", "data=digits", "model.embed_dim=16", "model.depth=2", "model.num_heads=2"]
-found["prepared"] = prepare(compose_config("std_train", [*words, "model.patch_size=4"])).model["name"]
+words = ["+model=mean_vit_ti", "data=digits", "model.embed_dim=16", "model.depth=2", "model.num_heads=2",
+         "model.patch_size=4"]
+for enabled in ("false", "true"):
+    try:
+        job = prepare(compose_config("std_train", [*words, f"certify.enabled={enabled}"]))
+        found[f"certify.enabled={enabled}"] = job.model["name"]
+    except UserError as refused:
+        found[f"certify.enabled={enabled}"] = str(refused)
 x = torch.rand(4, 1, 8, 8)
 for name in ("tempered_vit_ti", "tempered_convit_ti", "mean_vit_ti", "mean_deit_ti"):
     for method in ("lofast", "adjoint"):
@@ -143,7 +149,8 @@ def test_it_has_models_recipes_and_certificates(tree: Path) -> None:
     assert {"tempered_deit_s", "tempered_convit_ti", "tempered_swin_t"} <= set(found["names"])
     assert found["composed"] == {name: {"name": name} for name in found["names"]}
     assert found["option"] == {"name": "tempered", "tau": 0.25}
-    assert found["prepared"] == "mean_vit_ti"
+    assert found["certify.enabled=false"] == "mean_vit_ti"
+    assert "MeanMixing): no rule is proved" in found["certify.enabled=true"]
     for method in ("lofast", "adjoint"):
         assert found[f"tempered_vit_ti {method}"] == [True] * 4, method
         assert "MeanMixing): no rule is proved" in found[f"mean_vit_ti {method}"]
