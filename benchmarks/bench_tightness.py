@@ -79,9 +79,8 @@ def second_order(kind: type[nn.Module], cases: list[Instance]) -> Iterator[Row]:
 def all_rows(wanted: Callable[[type[nn.Module]], bool]) -> Iterator[Row]:
     for kind in filter(wanted, types_where(lambda facts: facts.rule or facts.chain)):
         yield from first_order(kind, "radius")
-    for kind in filter(
-        wanted, (*types_where(lambda facts: facts.local), SwinTransformerBlock)
-    ):  # whose windows have one
+    windows = SwinTransformerBlock  # whose local rule is that of its windows
+    for kind in filter(wanted, (*types_where(lambda facts: facts.local), windows)):
         yield from first_order(kind, "local radius")
     for kind, cases in expansions().items():
         if wanted(kind):

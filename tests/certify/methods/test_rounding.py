@@ -14,7 +14,7 @@ from certify.methods.served_adjoint import ServedAdjoint
 from certizoo import UserError
 from tests.certify.methods.test_certify import SMALL, margin_loss
 from tests.tools.ascent import ascend
-from tests.tools.small_models import PARTS, labelled, small_model
+from tests.tools.small_models import AVG, PARTS, labelled, small_model
 from tests.zoo.bounds.test_rules import norm_with_affine, scaled_
 from zoo.attention.dot_product import DotProductAttention
 from zoo.bounds.facts import NoRule
@@ -82,9 +82,13 @@ def test_a_unit_that_is_too_small_is_noticed(name: str) -> None:
     assert ((served(x).double() - exact(x.double())).flatten(1).norm(dim=1) > part.error(zero, zero)).any()
 
 
-@pytest.mark.parametrize("parts", PARTS)
-def test_the_served_margin_never_falls_by_more_than_the_loss(parts: str) -> None:
+POST_NORM: dict[str, Any] = AVG | {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "postnorm"}
+
+
+@pytest.mark.parametrize("parts", [*PARTS, "post norm"])
+def test_the_served_margin_never_falls_by_more_than_the_loss(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Float32 logits at the points an ascent finds, at every radius; and certified images keep their class."""
+    monkeypatch.setitem(PARTS, "post norm", POST_NORM)
     model = small_model(parts, 0)
     x, y = labelled(model, 4, 0)
     analysis, baked = ServedAdjoint(model, torch.float32).analyse(x, y), bake(model)

@@ -253,18 +253,18 @@ def test_hull_of_the_second_derivative_by_dense_sampling(act: Smooth) -> None:
         assert (hi - lo).min() >= max(value for _, value in act.extrema) - min(value for _, value in act.extrema)
 
 
-@pytest.mark.parametrize(
-    ("act", "module"),
-    [
-        (GELU, nn.GELU()),
-        (TANH_GELU, nn.GELU("tanh")),
-        (TANH, nn.Tanh()),
-        (SIGMOID, nn.Sigmoid()),
-        (SILU, nn.SiLU()),
-        (softplus(nn.Softplus(3.0, threshold=40)), nn.Softplus(3.0, threshold=40)),
-        (MONOTONE_GELU, MonotoneGELU()),
-    ],
-)
+DERIVATIVES = [
+    (GELU, nn.GELU()),
+    (TANH_GELU, nn.GELU("tanh")),
+    (TANH, nn.Tanh()),
+    (SIGMOID, nn.Sigmoid()),
+    (SILU, nn.SiLU()),
+    (softplus(nn.Softplus(3.0, threshold=40)), nn.Softplus(3.0, threshold=40)),
+    (MONOTONE_GELU, MonotoneGELU()),
+]
+
+
+@pytest.mark.parametrize(("act", "module"), DERIVATIVES)
 def test_derivatives_are_those_of_the_module(act: Smooth, module: nn.Module) -> None:
     z = torch.linspace(-12, 12, 8001).double().requires_grad_(True)
     (slope,) = torch.autograd.grad(module(z).sum(), z, create_graph=True)
