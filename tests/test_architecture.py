@@ -187,6 +187,17 @@ def test_every_room_is_in_the_table_and_the_table_has_no_circle() -> None:
         assert list(TopologicalSorter(graph).static_order())
 
 
+def test_no_files_import_one_another() -> None:
+    """Also not inside a room, in functions, or under TYPE_CHECKING. A package's own names come from its files."""
+    files = set(FILES)
+    graph = {
+        file: {file_of(name, files) for name in imported(ROOT / file)} - {None, file, file.parent / "__init__.py"}
+        for file in FILES
+        if file.name != "__init__.py"
+    }
+    assert list(TopologicalSorter(graph).static_order())
+
+
 def test_rooms_are_small() -> None:
     assert crowds(ROOT) == []
 

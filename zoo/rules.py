@@ -13,11 +13,9 @@ in the file that defines the module. What each fact promises is told by the file
 from zoo.attention.facts import AttentionRules, attention_facts, facts_by_split, rules_with_mixing, softmax_facts
 from zoo.attention.lipschitz import global_layer
 from zoo.attention.qkv import Split, qkv_split
-from zoo.bounds.activations import Activation, Hinge, Smooth, activation_of
+from zoo.bounds.activations import Hinge, Smooth, activation_of
+from zoo.bounds.contracts import Activation, Bound, Expand, Expansion, Layer, Node, Precision, Rounded, Rounding
 from zoo.bounds.curvature import (
-    Expand,
-    Expansion,
-    Node,
     affine,
     affine_expansion,
     composition,
@@ -30,20 +28,9 @@ from zoo.bounds.elementwise import elementwise, scalar
 from zoo.bounds.facts import Facts, Link, Links, NoRule, expect, facts_of, register, types_where
 from zoo.bounds.fused import fused
 from zoo.bounds.links import Affine, Residual
-from zoo.bounds.rounding import (
-    Precision,
-    Rounded,
-    Rounding,
-    exact,
-    exact_module,
-    matrix_product,
-    roundings_of,
-    trunk_roundings,
-)
+from zoo.bounds.rounding import exact, exact_module, matrix_product, roundings_of, trunk_roundings
 from zoo.bounds.rules import (
-    Bound,
     Chain,
-    Layer,
     Step,
     chain,
     classifier_of,

@@ -40,8 +40,8 @@ from certify.methods.certificate import (
 from certify.methods.correct import OfCorrect, of_correct
 from certify.methods.operator_norms import operator_norms
 from zoo.arithmetic import nan_to_inf, product
+from zoo.bounds.contracts import Bound
 from zoo.bounds.curvature import trunk_of
-from zoo.bounds.rules import Bound
 
 BYTES = 2**31  # memory for the terms of the images that are looked at together, and for those of their rivals
 PAIR = 16  # bytes an entry and token, about

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from zoo.arithmetic import nan_to_inf, product
-from zoo.bounds.curvature import Expand, Expansion
-from zoo.bounds.rules import Bound
+from zoo.bounds.contracts import Bound, Expand, Expansion
 
 BATCHES = 8  # of pairs, that are kept apart
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from certify.methods.certificate import Breakdown
 from zoo.arithmetic import nan_to_inf, product
-from zoo.bounds.rules import Layer, parts_of
+from zoo.bounds.contracts import Layer
+from zoo.bounds.rules import parts_of
 
 FIRST_ORDER, IN_FRONT = "first order", "radius in front of the cut"
 QUANTITIES = ("growth", "share")

@@ -28,7 +28,8 @@ from certify.methods.certificate import (
 )
 from certify.methods.correct import OfCorrect, of_correct
 from zoo.arithmetic import nan_to_inf, product
-from zoo.bounds.rules import Bound, classifier_of, radii, steps_of
+from zoo.bounds.contracts import Bound
+from zoo.bounds.rules import classifier_of, radii, steps_of
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zoo.arithmetic import U
 from zoo.bounds import lanczos
-from zoo.bounds.curvature import Expansion
+from zoo.bounds.contracts import Expansion
 from zoo.spectral import sigma_upper
 
 DENSE_LIMIT = 256  # entries of every X_k up to which matrices are written out

@@ -20,9 +20,8 @@ from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.certificate import Breakdown, Certificate, Clean, decide_by, per_image
 from certizoo import UserError
 from zoo.arithmetic import nan_to_inf, product
-from zoo.bounds.curvature import Expansion, Node
-from zoo.bounds.rounding import OUT, PRECISIONS, TINY, Precision, Rounding, trunk_roundings
-from zoo.bounds.rules import Bound
+from zoo.bounds.contracts import Bound, Expansion, Node, Precision, Rounding
+from zoo.bounds.rounding import OUT, PRECISIONS, TINY, trunk_roundings
 
 
 class ServedAnalysis:

@@ -30,8 +30,9 @@ from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.softmax import QKVAttention
+from zoo.bounds.contracts import Bound
 from zoo.bounds.facts import NoRule
-from zoo.bounds.rules import Bound, residual_layer_of
+from zoo.bounds.rules import residual_layer_of
 
 FOLDER = "analysis"
 PGD = "PGD (lower bound)"

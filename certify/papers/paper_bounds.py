@@ -23,7 +23,8 @@ from zoo.attention.l2 import L2Attention, distance_bound
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.lofast import zeta
 from zoo.attention.scsa import ScaledCosineAttention
-from zoo.bounds.rules import Bound, classifier_of
+from zoo.bounds.contracts import Bound
+from zoo.bounds.rules import classifier_of
 from zoo.layers.norms import LayerProject, SmoothProject
 from zoo.spectral import sigma_upper
 

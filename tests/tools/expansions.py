@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.tools.ascent import ascend
-from zoo.bounds.curvature import Expansion, expansion_of
+from zoo.bounds.contracts import Expansion
+from zoo.bounds.curvature import expansion_of
 
 
 @dataclass(frozen=True)

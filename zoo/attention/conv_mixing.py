@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from certizoo import UserError
 from zoo.arithmetic import U
 from zoo.attention.softmax import check_heads
+from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, NoRule, expect, register
-from zoo.bounds.rules import Bound, Layer
 from zoo.spectral import sigma_upper
 
 SYMBOL_BYTES = 2**28  # memory for the matrices of a few frequencies at a time

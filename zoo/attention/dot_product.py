@@ -18,8 +18,9 @@ from zoo.attention.local import expand_attention, lofast_local
 from zoo.attention.lofast import lofast
 from zoo.attention.qkv import PLAIN, Mixing, qkv_split
 from zoo.attention.softmax import QKVAttention
+from zoo.bounds.contracts import Precision, Rounded, Rounding
 from zoo.bounds.facts import register
-from zoo.bounds.rounding import Precision, Rounded, Rounding, matrix_product, size
+from zoo.bounds.rounding import matrix_product, size
 from zoo.bounds.rules import layer_of
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from zoo.attention.qkv import AttentionBounds, Mixing, Split, bounded, least
-from zoo.bounds.curvature import Expand
+from zoo.bounds.contracts import Expand, Layer
 from zoo.bounds.facts import Facts, M, facts_of
-from zoo.bounds.rules import Layer, residual
+from zoo.bounds.rules import residual
 
 
 @dataclass(frozen=True)

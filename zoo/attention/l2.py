@@ -22,8 +22,8 @@ from zoo.attention.lipschitz import SMALLEST
 from zoo.attention.qkv import AttentionBounds, Split, least
 from zoo.attention.softmax import SoftmaxAttention, check_heads
 from zoo.attention.theory.core import Score
+from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.facts import NoRule, expect, register
-from zoo.bounds.rules import Bound, Layer
 from zoo.layers.cap import cap_
 from zoo.spectral import sigma_upper, start_vectors
 

@@ -20,8 +20,8 @@ from zoo.attention.lipschitz import global_layer
 from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii
+from zoo.bounds.contracts import Layer
 from zoo.bounds.facts import register
-from zoo.bounds.rules import Layer
 
 SMALLEST_C = 1e-12  # 0 / 0 where two of u, v, w vanish
 

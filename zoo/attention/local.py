@@ -14,9 +14,8 @@ from zoo.arithmetic import nan_to_inf
 from zoo.attention.lofast import SOFTMAX, zeta
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.joint import Heads, JointCore, measure, same
-from zoo.bounds.curvature import Expand, Expansion
+from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.facts import expect
-from zoo.bounds.rules import Bound, Layer
 from zoo.spectral import sigma_upper
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.attention.softmax import QKVAttention
+from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.facts import expect
-from zoo.bounds.rules import Bound, Layer
 from zoo.spectral import sigma_upper
 
 DENSE_LIMIT = 4096  # N D up to which zeta is the norm of the dense (N D, N D) matrix

@@ -24,9 +24,8 @@ from zoo.arithmetic import product
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.attention.theory.separate import SeparateCore
-from zoo.bounds.curvature import Expand, Expansion
+from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.facts import NoRule, expect, facts_of
-from zoo.bounds.rules import Bound, Layer
 from zoo.spectral import sigma_upper
 
 ThreeBounds = Callable[[QKVRadii], QKVRadii]

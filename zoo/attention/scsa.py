@@ -19,8 +19,8 @@ from zoo.attention.lipschitz import global_layer
 from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii
+from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.facts import register
-from zoo.bounds.rules import Bound, Layer
 from zoo.layers.norms import bounded_normalisation, normalisation_remainder, smooth_expansion
 
 

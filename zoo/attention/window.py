@@ -17,8 +17,8 @@ from certizoo import UserError
 from zoo.attention.facts import AttentionRules, rules_with_mixing
 from zoo.attention.qkv import AttentionBounds, Mixing, least
 from zoo.attention.softmax import SoftmaxAttention
+from zoo.bounds.contracts import Layer
 from zoo.bounds.facts import Facts, register
-from zoo.bounds.rules import Layer
 
 
 class WindowAttention(nn.Module):

@@ -16,37 +16,16 @@ Letters: P pairs (class, image), N tokens, H hidden units; v >= 0 weights, k >= 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from zoo.bounds.contracts import Activation, LambdaMax
 from zoo.bounds.facts import NoRule, facts_of
 
-LambdaMax = Callable[[Tensor], Tensor]  # c (P, N, H) -> (P,), never below max(0, max_tokens sum_h c_h d_h^2 / |eta|^2)
 PAD = 1e-13  # above the rounding of sigma'' and of its extrema
 FAR = 40.0  # beyond it every |sigma''| here is below PAD
 THRESHOLDS = tuple(2.0**i for i in range(-3, 6))  # what the search over majorants of a hinge tries
-
-
-class Activation(Protocol):
-    """What is known of sigma. `slopes`: the least and the largest, rounded outwards. `one_kernel`: |sigma(z)| <= |z|,
-    computed by one kernel, which rounding.py speaks of."""
-
-    @property
-    def slopes(self) -> tuple[float, float]: ...
-
-    @property
-    def one_kernel(self) -> bool: ...
-
-    def slope(self, z: Tensor) -> Tensor:
-        """sigma'(z); at a kink one of the two."""
-
-    def remainder(self, z_PNH: Tensor, w_PNH: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
-        """(P,) never below -sum w_h R_h, for a change of the input by r."""
-
-    def beta(self, z_PNH: Tensor, s_H: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
-        """(P,) never below (sum (s_h R_h)^2)^(1/2)."""
 
 
 def activation_of(module: nn.Module) -> Activation:

@@ -17,44 +17,14 @@ Shapes: x (B, ...), float64; g (C, B, ...) for C classes; r (..., B) for beta, (
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
+from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node
 from zoo.bounds.facts import Link, NoRule, facts_of
-from zoo.bounds.rules import Bound, Layer, layer_of, radii, trunk
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """f around one clean batch. A rule gives J v too where that is cheaper than transposing J^T g, and J J^T v where it
-    is cheaper than both."""
-
-    y: Tensor
-    gain_B: Tensor
-    beta: Bound
-    remainder: Callable[[Tensor], Bound]
-    pull: Callable[[Tensor], Tensor]  # g (C, B, *y) -> J^T g (C, B, *x)
-    own_push: Callable[[Tensor], Tensor] | None = None
-    own_gram: Callable[[Tensor], Tensor] | None = None
-    affine: bool = False  # no remainder
-
-    def push(self, v: Tensor) -> Tensor:
-        """v (C, B, *x) -> J v (C, B, *y)."""
-        if self.own_push is not None:
-            return self.own_push(v)
-        g = self.y.new_zeros(len(v), *self.y.shape)  # any point will do: J^T g is linear in g
-        return torch.func.vjp(self.pull, g)[1](v)[0]
-
-    def gram(self, v: Tensor) -> Tensor:
-        """v (C, B, *y) -> J J^T v."""
-        return self.push(self.pull(v)) if self.own_gram is None else self.own_gram(v)
-
-
-Expand = Callable[[Tensor], Expansion]
-Node = tuple[Layer, Expand]  # one step of the chain of a model: how its radius grows, and its second order
+from zoo.bounds.rules import layer_of, radii, trunk
 
 
 def trunk_of(model: nn.Module) -> tuple[list[Node], nn.Linear]:

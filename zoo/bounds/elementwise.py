@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zoo.bounds.activations import Activation, LambdaMax, activation_of, lipschitz, slope_range
-from zoo.bounds.curvature import Expand, Expansion
+from zoo.bounds.activations import activation_of, lipschitz, slope_range
+from zoo.bounds.contracts import Activation, Bound, Expand, Expansion, LambdaMax, Layer
 from zoo.bounds.facts import Facts, M
-from zoo.bounds.rules import Bound, Layer, scaled
+from zoo.bounds.rules import scaled
 
 PAIR_BYTES = 2**26  # memory for one array over the units of a few pairs
 

@@ -20,17 +20,12 @@ exact type: a subclass with another `forward` would inherit a false proof.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from certizoo import UserError
-
-if TYPE_CHECKING:  # the contracts, each beside its theory
-    from zoo.bounds.activations import Activation
-    from zoo.bounds.curvature import Expand, Node
-    from zoo.bounds.rounding import Precision, Rounding
-    from zoo.bounds.rules import Layer
+from zoo.bounds.contracts import Activation, Expand, Layer, Node, Precision, Rounding
 
 M = TypeVar("M", bound=nn.Module)
 M_contra = TypeVar("M_contra", bound=nn.Module, contravariant=True)
@@ -41,15 +36,15 @@ class Link(Protocol):
 
     def __call__(self, x: Tensor, /) -> Tensor: ...
 
-    def layer(self, local: bool) -> "Layer":
+    def layer(self, local: bool) -> Layer:
         """First order."""
         ...
 
-    def nodes(self) -> "list[Node]":
+    def nodes(self) -> list[Node]:
         """Second order, with local rules of first order."""
         ...
 
-    def roundings(self, precision: "Precision") -> "list[Rounding]":
+    def roundings(self, precision: Precision) -> list[Rounding]:
         """One for every node."""
         ...
 
@@ -61,15 +56,15 @@ Links = Sequence[nn.Module | Link]
 class Facts(Generic[M_contra]):
     """All that is known of one module type, as the head of this file says. None: nothing."""
 
-    rule: "Callable[[M_contra], Layer] | None" = None
-    residual: "Callable[[M_contra], Layer] | None" = None
-    local: "Callable[[M_contra], Layer] | None" = None
-    local_residual: "Callable[[M_contra], Layer] | None" = None
+    rule: Callable[[M_contra], Layer] | None = None
+    residual: Callable[[M_contra], Layer] | None = None
+    local: Callable[[M_contra], Layer] | None = None
+    local_residual: Callable[[M_contra], Layer] | None = None
     chain: Callable[[M_contra], Links] | None = None
     trunk: Callable[[M_contra], tuple[Links, nn.Linear]] | None = None
-    expansion: "Callable[[M_contra], Expand] | None" = None
-    activation: "Callable[[M_contra], Activation] | None" = None
-    rounding: "Callable[[M_contra, Precision], Rounding] | None" = None
+    expansion: Callable[[M_contra], Expand] | None = None
+    activation: Callable[[M_contra], Activation] | None = None
+    rounding: Callable[[M_contra, Precision], Rounding] | None = None
     split: Callable[[M_contra], Any] | None = None
     mixing: Callable[..., Any] | None = None
 

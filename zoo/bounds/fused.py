@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.arithmetic import U
-from zoo.bounds.activations import Activation, LambdaMax
-from zoo.bounds.curvature import Expand, Expansion
+from zoo.bounds.contracts import Activation, Expand, Expansion, LambdaMax
 from zoo.bounds.elementwise import Form, units_beta, units_remainder
 from zoo.bounds.lanczos import ritz
 from zoo.spectral import sigma_upper, start_vectors

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zoo.bounds.curvature import Node, affine_expansion, composition, nodes_of, residual_expansion
+from zoo.bounds.contracts import Bound, Layer, Node, Precision, Rounding
+from zoo.bounds.curvature import affine_expansion, composition, nodes_of, residual_expansion
 from zoo.bounds.facts import Link, NoRule
-from zoo.bounds.rounding import NO_BOUND, Precision, Rounding, residual_rounding, roundings_of
-from zoo.bounds.rules import Bound, Layer, Step, chain, layer_of, parts_of, residual, residual_layer_of
+from zoo.bounds.rounding import NO_BOUND, residual_rounding, roundings_of
+from zoo.bounds.rules import Step, chain, layer_of, parts_of, residual, residual_layer_of
 
 
 class Residual:

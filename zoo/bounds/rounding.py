@@ -23,48 +23,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zoo.arithmetic import gamma
+from zoo.bounds.contracts import Precision, Rounded, Rounding
 from zoo.bounds.facts import Link, NoRule, facts_of
-from zoo.bounds.rules import Bound, trunk
+from zoo.bounds.rules import trunk
 from zoo.spectral import sigma_upper
 
 OUT = 1 + 1e-9  # outwards over the rounding of these formulas themselves
 TINY = 1e-30  # over underflow
 NO_BOUND = "no bound of its rounding is written; certify with served_dtype=null"
-Error = Callable[[Tensor, Tensor], Tensor]  # r (B,), e (B,) -> e (B,)
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Unit round-offs: u of the served type, a of its sums."""
-
-    u: float
-    sums: float = 2.0**-24
-
-    def gamma(self, k: int) -> float:
-        """That of a sum with k roundings."""
-        return gamma(k, self.sums)
-
-    @property
-    def activation(self) -> float:
-        """sigma(z) of an activation with |sigma(z)| <= |z|, relative to |z|."""
-        return 80 * self.sums + self.u
 
 
 # u is twice that of rounding to nearest for bfloat16, whose kernels may round a second time on the way.
 PRECISIONS = {torch.float32: Precision(2.0**-24), torch.bfloat16: Precision(2.0**-8)}
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """One module around a clean batch."""
-
-    y: Tensor
-    radius: Bound
-    error: Error
-
-
-Rounding = Callable[[Tensor], Rounded]
 
 
 def trunk_roundings(model: nn.Module, precision: Precision) -> list[Rounding]:

@@ -16,15 +16,13 @@ Some types have two rules: the published one, and a sharper one of our own for t
 on to all parts of a chain. Where rules are kept: facts.py.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.facts import Link, NoRule, expect, facts_of, refuse_altered
-
-Bound = Callable[[Tensor], Tensor]
-Layer = Callable[[Tensor], tuple[Tensor, Bound]]
 
 
 @dataclass(frozen=True)

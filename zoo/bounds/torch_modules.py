@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bounds.activations import FAR, Hinge, Smooth
+from zoo.bounds.contracts import Layer
 from zoo.bounds.curvature import affine
 from zoo.bounds.elementwise import scalar
 from zoo.bounds.facts import Facts, NoRule, register
 from zoo.bounds.rounding import exact_module
-from zoo.bounds.rules import Layer, scaled
+from zoo.bounds.rules import scaled
 from zoo.spectral import sigma_upper
 
 NO_JUMP = 40.0  # softplus is log(1 + e^{b z}) / b up to b z = threshold, then z: a jump of e^-threshold / b

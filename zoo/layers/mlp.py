@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bounds.activations import activation_of, lipschitz
-from zoo.bounds.curvature import Expand
+from zoo.bounds.contracts import Bound, Expand, Layer, Precision, Rounded, Rounding
 from zoo.bounds.facts import Facts, Links, NoRule, expect, register
 from zoo.bounds.fused import fused
-from zoo.bounds.rounding import NO_BOUND, OUT, Precision, Rounded, Rounding, matrix_product, size
-from zoo.bounds.rules import Bound, Layer, chain, layer_of
+from zoo.bounds.rounding import NO_BOUND, OUT, matrix_product, size
+from zoo.bounds.rules import chain, layer_of
 from zoo.layers.constrained import constrain_
 from zoo.spectral import start_vectors
 

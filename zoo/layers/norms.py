@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from certizoo import UserError
 from zoo.arithmetic import product
 from zoo.bounds.activations import hinges
-from zoo.bounds.curvature import Expand, Expansion, affine
+from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Precision, Rounded, Rounding
+from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, register
-from zoo.bounds.rounding import OUT, Precision, Rounded, Rounding, size
-from zoo.bounds.rules import Bound, Layer, layer_of, scaled
+from zoo.bounds.rounding import OUT, size
+from zoo.bounds.rules import layer_of, scaled
 from zoo.spectral import sigma_upper
 
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
+from zoo.bounds.contracts import Bound, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, expect, register
-from zoo.bounds.rounding import OUT, TINY, Precision, Rounded, Rounding, matrix_product, size
-from zoo.bounds.rules import Bound, Layer
+from zoo.bounds.rounding import OUT, TINY, matrix_product, size
 from zoo.spectral import sigma_upper
 
 

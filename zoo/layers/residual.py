@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.bounds.contracts import Layer
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, register
-from zoo.bounds.rules import Layer, scaled
+from zoo.bounds.rules import scaled
 
 
 class _Projected(torch.autograd.Function):

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from certizoo import UserError
 from zoo.arithmetic import U
 from zoo.bounds.activations import Hinge
-from zoo.bounds.curvature import Expand, affine
+from zoo.bounds.contracts import Bound, Expand, Layer
+from zoo.bounds.curvature import affine
 from zoo.bounds.elementwise import elementwise
 from zoo.bounds.facts import Facts, Links, NoRule, register
-from zoo.bounds.rules import Bound, Layer, scaled
+from zoo.bounds.rules import scaled
 from zoo.layers.init import orthogonal_init_
 from zoo.layers.patches import Normalize
 from zoo.spectral import sigma_upper

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from certizoo import UserError
 from zoo.attention.qkv import bounded
 from zoo.attention.window import WindowAttention, masked, window_bounds
-from zoo.bounds.curvature import Expand, Expansion, Node
+from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounding
 from zoo.bounds.facts import Facts, Links, NoRule, expect, register
 from zoo.bounds.links import Affine, Residual
-from zoo.bounds.rounding import NO_BOUND, Precision, Rounding
-from zoo.bounds.rules import Bound, Layer, Step
+from zoo.bounds.rounding import NO_BOUND
+from zoo.bounds.rules import Step
 from zoo.layers.init import finish_init_, trunc_normal_init_
 from zoo.layers.patches import Normalize, by_products_, patches_gram, patches_norm
 

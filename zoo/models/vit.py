@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from certizoo import UserError
-from zoo.bounds.curvature import Expand, Expansion, Node, expansion_of
+from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounded, Rounding
+from zoo.bounds.curvature import expansion_of
 from zoo.bounds.facts import Facts, Link, Links, expect, register
 from zoo.bounds.links import Affine
-from zoo.bounds.rounding import OUT, Precision, Rounded, Rounding, exact, roundings_of, size
-from zoo.bounds.rules import Bound, Layer, Step, layer_of
+from zoo.bounds.rounding import OUT, exact, roundings_of, size
+from zoo.bounds.rules import Step, layer_of
 from zoo.layers.cap import cap_
 from zoo.layers.constrained import constrain_
 from zoo.layers.init import finish_init_, trunc_normal_init_

@@ -17,8 +17,9 @@ from tests.tools.ascent import ascend
 from tests.tools.small_models import AVG, PARTS, labelled, small_model
 from tests.zoo.bounds.test_rules import norm_with_affine, scaled_
 from zoo.attention.dot_product import DotProductAttention
+from zoo.bounds.contracts import Precision
 from zoo.bounds.facts import NoRule
-from zoo.bounds.rounding import PRECISIONS, Precision, roundings_of
+from zoo.bounds.rounding import PRECISIONS, roundings_of
 from zoo.layers.mlp import SLL, Mlp
 from zoo.layers.norms import LayerProject, SmoothProject
 

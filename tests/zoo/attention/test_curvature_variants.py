@@ -24,7 +24,8 @@ from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.attention.theory.separate import SeparateCore
 from zoo.attention.window import WindowAttention
-from zoo.bounds.curvature import Expansion, composition, nodes_of
+from zoo.bounds.contracts import Expansion
+from zoo.bounds.curvature import composition, nodes_of
 from zoo.bounds.facts import NoRule
 from zoo.bounds.rules import layer_of
 from zoo.models.swin import InWindows

@@ -27,7 +27,8 @@ from tests.tools.small_models import AVG, SMALL, labelled
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.theory.softmax_row import K2_MAX
 from zoo.bounds import facts, torch_modules
-from zoo.bounds.rules import Bound, Layer, classifier_of, layer_of, residual_layer_of, steps_of
+from zoo.bounds.contracts import Bound, Layer
+from zoo.bounds.rules import classifier_of, layer_of, residual_layer_of, steps_of
 from zoo.layers import norms
 from zoo.layers.mlp import SLL, Mlp
 from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject

@@ -1,0 +1,98 @@
+"""What the facts of a module give: the types of their answers, of first order, of second order, and of rounding.
+
+Each promise is told where the answers are used: rules.py, activations.py, curvature.py, rounding.py. Shapes:
+x (B, ...); g (C, B, ...); r (..., B).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zoo.arithmetic import gamma
+
+Bound = Callable[[Tensor], Tensor]
+Layer = Callable[[Tensor], tuple[Tensor, Bound]]
+LambdaMax = Callable[[Tensor], Tensor]  # c (P, N, H) -> (P,), never below max(0, max_tokens sum_h c_h d_h^2 / |eta|^2)
+
+
+class Activation(Protocol):
+    """What is known of sigma. `slopes`: the least and the largest, rounded outwards. `one_kernel`: |sigma(z)| <= |z|,
+    computed by one kernel, which rounding.py speaks of."""
+
+    @property
+    def slopes(self) -> tuple[float, float]: ...
+
+    @property
+    def one_kernel(self) -> bool: ...
+
+    def slope(self, z: Tensor) -> Tensor:
+        """sigma'(z); at a kink one of the two."""
+
+    def remainder(self, z_PNH: Tensor, w_PNH: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
+        """(P,) never below -sum w_h R_h, for a change of the input by r."""
+
+    def beta(self, z_PNH: Tensor, s_H: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
+        """(P,) never below (sum (s_h R_h)^2)^(1/2)."""
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """f around one clean batch. A rule gives J v too where that is cheaper than transposing J^T g, and J J^T v where it
+    is cheaper than both."""
+
+    y: Tensor
+    gain_B: Tensor
+    beta: Bound
+    remainder: Callable[[Tensor], Bound]
+    pull: Callable[[Tensor], Tensor]  # g (C, B, *y) -> J^T g (C, B, *x)
+    own_push: Callable[[Tensor], Tensor] | None = None
+    own_gram: Callable[[Tensor], Tensor] | None = None
+    affine: bool = False  # no remainder
+
+    def push(self, v: Tensor) -> Tensor:
+        """v (C, B, *x) -> J v (C, B, *y)."""
+        if self.own_push is not None:
+            return self.own_push(v)
+        g = self.y.new_zeros(len(v), *self.y.shape)  # any point will do: J^T g is linear in g
+        return torch.func.vjp(self.pull, g)[1](v)[0]
+
+    def gram(self, v: Tensor) -> Tensor:
+        """v (C, B, *y) -> J J^T v."""
+        return self.push(self.pull(v)) if self.own_gram is None else self.own_gram(v)
+
+
+Expand = Callable[[Tensor], Expansion]
+Node = tuple[Layer, Expand]  # one step of the chain of a model: how its radius grows, and its second order
+Error = Callable[[Tensor, Tensor], Tensor]  # r (B,), e (B,) -> e (B,)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Unit round-offs: u of the served type, a of its sums."""
+
+    u: float
+    sums: float = 2.0**-24
+
+    def gamma(self, k: int) -> float:
+        """That of a sum with k roundings."""
+        return gamma(k, self.sums)
+
+    @property
+    def activation(self) -> float:
+        """sigma(z) of an activation with |sigma(z)| <= |z|, relative to |z|."""
+        return 80 * self.sums + self.u
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """One module around a clean batch."""
+
+    y: Tensor
+    radius: Bound
+    error: Error
+
+
+Rounding = Callable[[Tensor], Rounded]
