@@ -11,7 +11,7 @@ Each fact is a function of the module, and is asked for by a function of its own
     expansion              second order: the gain of its linearisation, and the remainder  curvature.py   expansion_of
     activation             of a scalar activation: its slopes, and their change            activations.py activation_of
     rounding               how far the served module is from the float64 one               rounding.py    roundings_of
-    split                  of softmax attention: how queries, keys and values are made     zoo/attention/facts.py
+    split                  of softmax attention: how queries, keys and values are made     zoo/attention/qkv.py
     mixing                 the same: its rules with another mixing of the values           zoo/attention/facts.py
 
 A module has `rule` or `chain`; everything else may be missing, and is then refused or does without. Look-up is by the

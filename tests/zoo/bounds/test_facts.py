@@ -61,7 +61,7 @@ ATTACKED: dict[str, set[type[nn.Module]]] = {
     "activation": {type(module) for _, module in test_curvature.DERIVATIVES} | {nn.ReLU},
     "rounding": {type(make(1.0)) for make in test_rounding.MODULES.values()} | {nn.Identity, nn.Dropout, DropPath},
     "split": VARIANTS | {DotProductAttention},
-    "around": {DotProductAttention},  # inside windows and gated positions: test_attention.MIXTURES
+    "mixing": {DotProductAttention},  # inside windows and gated positions: test_attention.MIXTURES
 }  # fmt: skip
 
 
