@@ -30,7 +30,7 @@ from certizoo import UserError
 
 @dataclass(frozen=True)
 class CarliniWagner:
-    """L2. The defaults are those of paper 001, section 5.3: c = 1 without a search for a better one, kappa = 0.
+    """L2. The defaults are those of CoViT, section 5.3: c = 1 without a search for a better one, kappa = 0.
 
     Attributes: threshold: an image that fools from farther than this L2 distance in [0,1] pixel units does not count;
     None: any distance does.

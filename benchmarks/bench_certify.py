@@ -3,7 +3,7 @@
 Three layers of width 128, 4 or 16 tokens. Processes with one thread each share the images, as `certify.rows.workers`
 does; each measures the weights once, which is not counted. On a machine with other work the seconds say little;
 cpu_all_eps and cpu_radius_besides are the processor time of all processes an image, to be divided by their number. The
-eps are asked from the largest down; an image that passed one is not asked for a smaller one. Paper 004
+eps are asked from the largest down; an image that passed one is not asked for a smaller one. LoFAST
 reports 0.055 s an image for one eps, 4 tokens.
 
     python -m benchmarks.bench_certify                                # random weights, labels as predicted: all correct

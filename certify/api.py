@@ -30,6 +30,8 @@ def certify(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, eps: float,
 
     images (B, C, H, W) in [0,1], labels (B,). Returns (B,) tensors margin_B, loss_B, certified_B, correct_B,
     unknown_B. The whole ball is covered, also the part of it outside the [0,1] box.
+
+    Proof: docs/proofs.md#threat-model.
     """
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps must be a finite number >= 0, got {eps}")
@@ -50,6 +52,8 @@ def radius_of(analysis: Analysis) -> Tensor:
     through that. Shares of certified images may be too large (cheap bounds come first), so that guesses may be too
     small: a step is at least a half with one end, and every other one halves a bracket that is still wide or does not
     close.
+
+    Proof: docs/proofs.md#certified-radius.
     """
     correct_B = analysis.clean.correct_B
     low_B = torch.zeros(len(correct_B), dtype=torch.float64, device=correct_B.device)

@@ -1,4 +1,4 @@
-"""Hinge on spectral norms: the weights keep their norms below caps, and are free there (MATH-PROOFS.md 6.2).
+"""Hinge on spectral norms: the weights keep their norms below caps, and are free there (docs/proofs.md#hinge).
 
     L_hinge = sum_W relu( ||W|| - c_W )^2          W = W_Q, W_K, W_V (all heads together), W_O, W_1, W_2 of every layer,
                                                    and the patch embedding
@@ -59,7 +59,10 @@ def _excess(terms: list[tuple[float, Tensor]]) -> Tensor:
 
 
 def gram_norm(weight: Tensor, squarings: int = SQUARINGS) -> Tensor:
-    """Never below ||W||_2 but for rounding, differentiable: (..., m, n) -> (...,). Every G_k is divided by its norm."""
+    """Never below ||W||_2 but for rounding, differentiable: (..., m, n) -> (...,). Every G_k is divided by its norm.
+
+    Proof: docs/proofs.md#gram-norm.
+    """
     gram = weight @ weight.mT if weight.shape[-2] <= weight.shape[-1] else weight.mT @ weight
     length = torch.linalg.matrix_norm(gram).clamp_min(torch.finfo(gram.dtype).tiny)
     log_norm, power = length.log() / 2, 2.0

@@ -1,12 +1,12 @@
-"""Maximum Singular Value Penalization (SpecFormer, paper 000, eq. 14).
+"""Maximum Singular Value Penalization (SpecFormer, eq. 14).
 
     L_msvp = sum_{l,h} lambda_q sigma(W_Q^{l,h})^2 + lambda_k sigma(W_K^{l,h})^2 + lambda_v sigma(W_V^{l,h})^2
 
 and, beyond the paper, lambda_o sigma(W_O^l)^2 + lambda_mlp ( sigma(W_1^l)^2 + sigma(W_2^l)^2 ) for layers l.
 
-Heads are the OUTPUT rows of the stored weights (trap D13). One power iteration a step for all layers and heads at
-once; its vectors are buffers of the modules that own the weights, so they are in every checkpoint and a resumed run
-continues with the same ones. The penalty reads the modules; `forward` knows nothing of it.
+Heads are the OUTPUT rows of the stored weights (docs/references.md#erratum-specformer-heads). One power iteration a
+step for all layers and heads at once; its vectors are buffers of the modules that own the weights, so they are in every
+checkpoint and a resumed run continues with the same ones. The penalty reads the modules; `forward` knows nothing of it.
 """
 
 from collections import defaultdict
@@ -40,6 +40,8 @@ def msvp(
     A branch with lambda 0 is not computed. The vectors move on by one iteration when gradients are enabled, so call it
     once an optimiser step. sigma is an estimate from below and never enters a certificate. Where W_K = W_Q (tied L2
     attention) lambda_q weighs both. Raises ValueError for a negative lambda and for a model without such weights.
+
+    Proof: docs/proofs.md#msvp.
     """
     lambdas = {"q": lambda_q, "k": lambda_k, "v": lambda_v, "o": lambda_o, "mlp": lambda_mlp}
     if negative := [branch for branch, value in lambdas.items() if value < 0]:

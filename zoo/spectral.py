@@ -14,6 +14,8 @@ def power_step(weight: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
     weight (..., m, n), v (..., n) unit vectors. Returns sigma = u^T W v_new (...,), differentiable in `weight` with
     the gradient u v_new^T of the norm, and v_new (..., n) without gradient.
+
+    Proof: docs/proofs.md#power-step.
     """
     with torch.no_grad():
         u = torch.nn.functional.normalize((weight @ v.unsqueeze(-1)).squeeze(-1), dim=-1)
@@ -32,7 +34,8 @@ def start_vectors(*shape: int) -> Tensor:
 def sigma_estimate(weight: Tensor, iterations: int = 20) -> Tensor:
     """Power iteration: never above ||W||_2 (up to rounding), hence for training and inspection only.
 
-    weight (..., m, n) -> (...,). Trap D1: on a Gaussian 384 x 768 matrix 5 iterations reach 0.92-0.94 of the norm.
+    weight (..., m, n) -> (...,). docs/references.md#erratum-power-iteration: on a Gaussian 384 x 768 matrix 5
+    iterations reach 0.92-0.94 of the norm.
     """
     v = start_vectors(*weight.shape[:-2], weight.shape[-1]).to(weight)
     sigma = weight.new_zeros(weight.shape[:-2])
@@ -45,7 +48,7 @@ def sigma_upper(weight: Tensor) -> Tensor:
     """A number never below ||A||_2, per matrix of a batch: (..., m, n) -> (...,) in float64.
 
     The eigenvalues of G give a candidate theta. If the Cholesky factorisation of theta I - G runs to completion, then
-    (Rump; MATH-PROOFS.md section 3)
+    (Rump; docs/proofs.md#sigma-upper)
 
         ||A||^2 <= theta + gamma_{n+1}/(1 - gamma_{n+1}) tr(theta I - G) + 4 u theta + gamma_{m+2} ||A||_F^2,
 

@@ -1,8 +1,9 @@
 """Checks that warn where an evaluation may flatter: masked gradients, weak attacks, outputs that are no logits.
 
 After the flags of AutoAttack (Croce & Hein 2020, flags_doc.md of its repository) and Carlini et al. 2019,
-"On Evaluating Adversarial Robustness", section 5. A flag is a reason to distrust the attacked accuracy, which may then
-be far above the true one; it is no verdict on a certificate, which does not rest on attacks.
+"On Evaluating Adversarial Robustness", section 5 (docs/references.md#evaluating). A flag is a reason to distrust the
+attacked accuracy, which may then be far above the true one; it is no verdict on a certificate, which does not rest on
+attacks.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -5,7 +5,7 @@ constant; J_k = Df_k at the clean X_{k-1}, R_k its remainder, G_k = X'_k - X_k, 
 
     m_j(x') >= m_j(x) - min_c [ ||g_{c,j}|| e_c + sum_{k>c} rem_{k,j}(e_{k-1}) ],         ||G_k|| <= e_k
 
-(Theorem 2 of MATH-PROOFS.md section 1; c = K is the LoFAST test of pairs.) The radii, with P_k = J_k ... J_1:
+(docs/proofs.md#adjoint-certificate; c = K is the LoFAST test of pairs.) The radii, with P_k = J_k ... J_1:
 
     G_k = P_k (x' - x) + rest,    ||rest|| <= rho_k,
     e_k = min( lip_k(e_{k-1}),  ||J_k|| e_{k-1} + beta_k(e_{k-1}),  ||P_k|| eps + rho_k ),
@@ -115,7 +115,7 @@ class AdjointAnalysis:
         return self._groups[start, end]
 
     def radii(self, eps_B: Tensor) -> Radii:
-        """A bound that is not a number counts as infinite."""
+        """A bound that is not a number counts as infinite. Proof: docs/proofs.md#radii."""
         radii, betas, rho_B = [eps_B], [], torch.zeros_like(eps_B)
         for step in self.steps:
             e_B = radii[-1]

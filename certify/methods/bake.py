@@ -1,7 +1,7 @@
 """The function that is certified: the model in eval mode, parametrisations folded, in float64.
 
 Weights are folded in the precision they are served in and only then widened, so that the float64 function has exactly
-the served weights (MATH-PROOFS.md section 3).
+the served weights (docs/proofs.md#served-weights).
 """
 
 import torch

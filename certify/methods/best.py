@@ -63,7 +63,7 @@ def _better(one: Certificate, other: Certificate, open_B: Tensor) -> Certificate
 
 class Best:
     """LoFAST, the adjoint certificate where the model has its rules, CROWN where auto_LiRPA is installed. Raises NoRule
-    where LoFAST has none."""
+    where LoFAST has none. Proof: docs/proofs.md#best."""
 
     def __init__(self, model: nn.Module) -> None:
         first = LoFAST(model)

@@ -122,7 +122,7 @@ def same_function(logits_BJ: Tensor, clean: Clean) -> None:
 
 
 def pair_weights(head: nn.Linear, labels_B: Tensor) -> Tensor:
-    """||w_y - w_j|| of the label and every class: (B, J)."""
+    """||w_y - w_j|| of the label and every class: (B, J). Proof: docs/proofs.md#pairwise-margin."""
     return torch.linalg.vector_norm(head.weight[labels_B][:, None] - head.weight, dim=-1)
 
 
@@ -133,7 +133,7 @@ def per_image(eps: float | Tensor, clean: Clean) -> Tensor:
 
 def decide(clean: Clean, loss_BJ: Tensor, eps_B: Tensor) -> Certificate:
     """Certified where the label keeps its margin over every class, outward slack included. A loss that is not a number
-    counts as infinite."""
+    counts as infinite. Proof: docs/proofs.md#slack."""
     loss_BJ = nan_to_inf(loss_BJ)
     return decide_by(clean, loss_BJ, eps_B, binding_class(clean, loss_BJ))
 

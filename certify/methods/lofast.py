@@ -1,10 +1,12 @@
-"""LoFAST certificates: the radius of the perturbation is passed on from layer to layer (paper 004, Theorem 1).
+"""LoFAST certificates: the radius of the perturbation is passed on from layer to layer (docs/references.md#lofast,
+Theorem 1).
 
 Letters: B images, J classes; y the label, m_j = logit_y - logit_j, W = (w_j) the head, e the radius before the head.
 
     ||x' - x||_2 <= eps  =>  ||h(x') - h(x)||_2 <= e(eps)  =>  m_j(x') >= m_j(x) - ||w_y - w_j||_2 e(eps)
 
-The last step compares classes in pairs (erratum D9); it is never worse than the paper's sqrt(2) ||W|| e.
+The last step compares classes in pairs (docs/references.md#erratum-lofast-pairs); it is never worse than the paper's
+sqrt(2) ||W|| e.
 """
 
 from collections.abc import Sequence

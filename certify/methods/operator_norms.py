@@ -36,7 +36,7 @@ class Norms:
 
 
 def operator_norms(expansions: Sequence[Expansion], images_BCHW: Tensor) -> Norms:
-    """Those of all nodes; of the first its rule says the norm."""
+    """Those of all nodes; of the first its rule says the norm. Proof: docs/proofs.md#operator-norms."""
     small = max(expansion.y[0].numel() for expansion in expansions) <= DENSE_LIMIT
     return dense(expansions) if small else random(expansions, images_BCHW)
 

@@ -1,7 +1,7 @@
 """The adjoint certificate of the model that is served, float32 or bfloat16: rounding is part of what the ball can cost.
 
-Theorem 1 of MATH-PROOFS.md section 1 has a place for it: with ||e'_k|| <= mu_k(e_{k-1}) the rounding of node k, at any
-point that the node can see (zoo/bounds/rounding.py),
+Theorem 1 (docs/proofs.md#identity) has a place for it (docs/proofs.md#served-model): with ||e'_k|| <= mu_k(e_{k-1}) the
+rounding of node k, at any point that the node can see (zoo/bounds/rounding.py),
 
     e_k = the rule of the float64 node + mu_k(e_{k-1}),        m_j falls by  sum_k ||g_{k,j}|| mu_k(e_{k-1})  more,
 

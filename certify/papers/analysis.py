@@ -1,4 +1,5 @@
-"""What the papers look at inside a model: Jacobians of the blocks (001), bounds of an attention layer (004, 000).
+"""What the papers look at inside a model: Jacobians of the blocks (CoViT), bounds of an attention layer (LoFAST,
+SpecFormer).
 
 Every function returns a table with one number a row; `certify.papers.figures` draws them. Nothing here enters a
 certificate.
@@ -40,7 +41,7 @@ LOFAST, LOFAST_LOCAL = "lofast", "lofast_local"
 UNSOUND = " as printed (unsound)"
 PAPER_BOUNDS: dict[type[nn.Module], dict[str, Callable[[Any, Tensor], Bound]]] = {
     DotProductAttention: {
-        "Theorem 1 of paper 004": paper_bounds.lofast_theorem_1,
+        "Theorem 1 of LoFAST": paper_bounds.lofast_theorem_1,
         "naive (eq. 12 for zeta)": paper_bounds.naive,
         "SpecFormer, Theorem 4.3": paper_bounds.specformer,
     },
@@ -123,7 +124,7 @@ def bounds(
     step: Step = lambda: None,
 ) -> pd.DataFrame:
     """Largest change of X + F(X) over ||X' - X||_F <= eps: the upper bounds, and what ascent finds. Figures 1 (right)
-    and 4 and Table 3 of paper 004."""
+    and 4 and Table 3 of LoFAST."""
     records = []
     for scale in scales:
         x = scale * x_BND
@@ -146,7 +147,7 @@ def bounds(
 def head_parts(
     module: DotProductAttention, x_BND: Tensor, eps_grid: Sequence[float], step: Step = lambda: None
 ) -> pd.DataFrame:
-    """Delta_21 = ||P(X') - P(X)||_F and Delta_22 = ||X' M|| of the first head, section 5.1 of paper 004: Figure 1."""
+    """Delta_21 = ||P(X') - P(X)||_F and Delta_22 = ||X' M|| of the first head, section 5.1 of LoFAST: Figure 1."""
     heads = paper_bounds.Heads(module, x_BND)
     m_DD = heads.m_HDD[0]
     slopes = {"delta_21^(2), xi (eq. 26)": heads.xi()}
@@ -190,7 +191,7 @@ def ablation(
 ) -> pd.DataFrame:
     """The lofast bound at eps after a change of one of W_Q, W_K, W_V, W_O, X, relative to the unchanged one.
 
-    perturbed   W + size ||W||_F E, E Gaussian with ||E||_F = 1, `samples` times: Figure 3 of paper 004
+    perturbed   W + size ||W||_F E, E Gaussian with ||E||_F = 1, `samples` times: Figure 3 of LoFAST
     scaled      factor W
     """
     generator = torch.Generator().manual_seed(0)
@@ -218,7 +219,7 @@ def _changed(weight: Tensor, kind: str, size: float, generator: torch.Generator)
 
 
 def table_3(bounds_: pd.DataFrame) -> pd.DataFrame:
-    """Mean over the images at the model's own input: one row a method, one column an eps. Table 3 of paper 004."""
+    """Mean over the images at the model's own input: one row a method, one column an eps. Table 3 of LoFAST."""
     own = bounds_[bounds_["input_scale"] == 1]
     mean = own.pivot_table(index="bound", columns="eps", values="change", sort=False, dropna=False)
     return mean.rename(index=TABLE_3).rename(columns=lambda eps: f"eps={eps:g}")
@@ -230,7 +231,7 @@ def text(table: pd.DataFrame) -> str:
 
 
 def product_bound(model: nn.Module, images_BCHW: Tensor) -> float | None:
-    """Paper 003's product of constants, or None where a part has no rule."""
+    """CertViT's product of constants, or None where a part has no rule."""
     try:
         return float(paper_bounds.product(model, images_BCHW))
     except NoRule:

@@ -15,7 +15,7 @@ from certify.rows.progress import progress_bar
 
 
 def analyse(config: Config) -> None:
-    """Jacobians of the blocks and bounds of the first attention of one hand-over; prints Table 3 of paper 004."""
+    """Jacobians of the blocks and bounds of the first attention of one hand-over; prints Table 3 of LoFAST."""
     handover = handover_of(config)
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)

@@ -1,4 +1,4 @@
-"""Figure 2 of paper 000 from the tables of `certify.papers.feature_report`, and its closing table for the terminal."""
+"""Figure 2 of SpecFormer from the tables of `certify.papers.feature_report`, and its closing table for the terminal."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Section 6.3 of paper 000 for one model of yours, or for two on the same images.
+"""Section 6.3 of SpecFormer for one model of yours, or for two on the same images.
 
 OUT/features.json                 A-distance, accuracies and largest singular values
 OUT/tsne.csv, .png                features of every image, clean and attacked, in the plane: Figures 2b, 2c

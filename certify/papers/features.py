@@ -1,4 +1,4 @@
-"""What the head of a model reads of clean and of attacked images (paper 000, section 6.3).
+"""What the head of a model reads of clean and of attacked images (SpecFormer, section 6.3).
 
     z(x): the features,      logits = head(z(x)),      x' = attack(x)
 

@@ -29,7 +29,7 @@ def canvas(path: Path, panels: int, rows: int = 1) -> Iterator[Sequence[Sequence
 
 
 def violins(table: pd.DataFrame, path: Path) -> None:
-    """sigma_max of each block over the images: Figure 3 of paper 001, for blocks and for their branches."""
+    """sigma_max of each block over the images: Figure 3 of CoViT, for blocks and for their branches."""
     titles = {"block": "block, $I + DF$", "branch": "branch alone, $DF$ (the paper's)"}
     with canvas(path, len(titles)) as (row,):
         for axes, (of, title) in zip(row, titles.items(), strict=True):
@@ -50,8 +50,8 @@ def violins(table: pd.DataFrame, path: Path) -> None:
 
 
 def against_eps(table: pd.DataFrame, name: str, path: Path) -> None:
-    """Mean over the images of every bound against eps, one column for each scale of the input: Figures 1 and 4 of paper
-    004. Above all bounds, below those near what PGD finds. Dashed: not a bound."""
+    """Mean over the images of every bound against eps, one column for each scale of the input: Figures 1 and 4 of
+    LoFAST. Above all bounds, below those near what PGD finds. Dashed: not a bound."""
     with canvas(path, table["input_scale"].nunique(), rows=2) as (whole, near):
         for above, below, (_, group) in zip(whole, near, table.groupby("input_scale"), strict=True):
             _lines(above, group, "change")
@@ -64,7 +64,7 @@ def against_eps(table: pd.DataFrame, name: str, path: Path) -> None:
 
 
 def head_parts(table: pd.DataFrame, name: str, path: Path) -> None:
-    """The two factors of Delta_2 for one head against eps: Figure 1 of paper 004, left and middle."""
+    """The two factors of Delta_2 for one head against eps: Figure 1 of LoFAST, left and middle."""
     labels = {
         "delta_21": r"$\|P(X') - P(X)\|_F$ (probability)",
         "delta_22": r"$\|X' W^V W^O\|$ (units of the activations)",
@@ -90,7 +90,7 @@ def _lines(axes: Any, table: pd.DataFrame, column: str, highest: float = math.in
 
 
 def ablation(table: pd.DataFrame, eps: float, path: Path) -> None:
-    """How a change of one weight, or of the input, moves the lofast bound: Figure 3 of paper 004, and scaling."""
+    """How a change of one weight, or of the input, moves the lofast bound: Figure 3 of LoFAST, and scaling."""
     labels = {
         "perturbed": r"size of the perturbation of W, $\|\Delta W\|_F / \|W\|_F$",
         "scaled": "factor on W",

@@ -1,4 +1,4 @@
-"""The largest singular value of the Jacobian of each block of a model, at clean images (paper 001, section 5).
+"""The largest singular value of the Jacobian of each block of a model, at clean images (CoViT, section 5).
 
     x_k = x_{k-1} + F_k(x_{k-1}):      ||J_k||, J_k = I + DF_k, of the block,      ||DF_k|| of its branch alone
 
@@ -94,7 +94,10 @@ def jacobian_norm(f: Map, x: Tensor) -> Tensor:
 
 
 def jacobian_upper(f: Map, x: Tensor) -> Tensor:
-    """sqrt(||J||_1 ||J||_inf) >= ||J||_2, eq. 16 of paper 001: (B,). The matrix is never held."""
+    """sqrt(||J||_1 ||J||_inf) >= ||J||_2, eq. 16 of CoViT: (B,). The matrix is never held.
+
+    Proof: docs/proofs.md#paper-jacobian.
+    """
     column_BN, row_B = torch.zeros_like(x).flatten(1), x.new_zeros(len(x))
     for some_CBN in rows(f, x):
         column_BN += some_CBN.abs().sum(0)

@@ -1,4 +1,4 @@
-"""The largest singular values of W_Q, W_K, W_V in every attention layer l: Figure 2a of paper 000.
+"""The largest singular values of W_Q, W_K, W_V in every attention layer l: Figure 2a of SpecFormer.
 
     max_h ||W_Q^{l,h}||,   max_h ||W_K^{l,h}||,   max_h ||W_V^{l,h}||      over the heads h, as in the penalty (eq. 14)
 

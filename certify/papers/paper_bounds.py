@@ -28,11 +28,11 @@ from zoo.bounds.rules import classifier_of
 from zoo.layers.norms import LayerProject, SmoothProject
 from zoo.spectral import sigma_upper
 
-# dot-product attention: paper 004 -------------------------------------------------------------------------------------
+# dot-product attention: LoFAST ----------------------------------------------------------------------------------------
 
 
 class Heads:
-    """The matrices of Theorem 1 of paper 004 for one layer at clean tokens."""
+    """The matrices of Theorem 1 of LoFAST for one layer at clean tokens."""
 
     def __init__(self, module: DotProductAttention, x_BND: Tensor) -> None:
         self.module, self.x_BND, self.scale = module, x_BND, abs(module.scale)
@@ -72,34 +72,39 @@ class Heads:
 
 
 def naive(module: DotProductAttention, x_BND: Tensor) -> Bound:
-    """(1 + sum_l ||P_l|| ||M_l||) r + delta_2^(2)(r): paper 004, eq. 12 in the place of zeta, with eq. 28."""
+    """(1 + sum_l ||P_l|| ||M_l||) r + delta_2^(2)(r): LoFAST, eq. 12 in the place of zeta, with eq. 28."""
     heads = Heads(module, x_BND)
     return lambda r: heads.first_naive() * r + heads.second(r)
 
 
 def naive_eq_12_as_printed(module: DotProductAttention, x_BND: Tensor) -> Bound:
-    """(1 + sum_l ||P_l|| ||M_l||) r: paper 004, eq. 12, which Figure 1 shows beside whole bounds. Fault: it bounds the
-    first part alone, Delta_1 of eq. 10; what the change of P does (eq. 11) is left out."""
+    """(1 + sum_l ||P_l|| ||M_l||) r: LoFAST, eq. 12, which Figure 1 shows beside whole bounds. Fault: it bounds the
+    first part alone, Delta_1 of eq. 10; what the change of P does (eq. 11) is left out.
+    See docs/references.md#erratum-lofast-eq12."""
     heads = Heads(module, x_BND)
     return lambda r: heads.first_naive() * r
 
 
 def lofast_theorem_1(module: DotProductAttention, x_BND: Tensor) -> Bound:
-    """zeta r + delta_2^(2)(r): paper 004, Theorem 1 with eq. 28. zeta, eq. 15, has I_d where the paper prints I_n
-    (otherwise the sizes do not fit). The rule of `zoo.attention.dot_product` has half of delta_2: see `change_of_p`."""
+    """zeta r + delta_2^(2)(r): LoFAST, Theorem 1 with eq. 28. zeta, eq. 15, has I_d where the paper prints I_n
+    (otherwise the sizes do not fit). The rule of `zoo.attention.dot_product` has half of delta_2: see `change_of_p`.
+    Proof: docs/proofs.md#paper-lofast."""
     heads = Heads(module, x_BND)
     zeta_B = zeta(heads.p_BHNN, heads.m_HDD, heads.norm_m_H, residual=True)
     return lambda r: zeta_B * r + heads.second(r)
 
 
 def score_norm(heads: Heads) -> Tensor:
-    """||M_l(X)|| of Lemma 2 of paper 004, in the form of its appendix B.4: the norm of
+    """||M_l(X)|| of Lemma 2 of LoFAST, in the form of its appendix B.4: the norm of
     Gamma -> Gamma W_Q K^T + Q W_K^T Gamma^T. Dense: (N^2, N D) for each head. (B, H)."""
     return _score_norm(heads, heads.q @ heads.w_k)
 
 
 def score_norm_eq_25_as_printed(heads: Heads) -> Tensor:
-    """Eq. 25 has K W_Q^T in the second term. Fault: the transpose of what belongs there."""
+    """Eq. 25 has K W_Q^T in the second term. Fault: the transpose of what belongs there.
+
+    See docs/references.md#erratum-lofast-eq25.
+    """
     return _score_norm(heads, heads.k @ heads.w_q)
 
 
@@ -112,11 +117,11 @@ def _score_norm(heads: Heads, second_BHND: Tensor) -> Tensor:
     return sigma_upper((by_row + by_column).reshape(*first_BHND.shape[:2], n * n, n * d))
 
 
-# dot-product attention: paper 000 -------------------------------------------------------------------------------------
+# dot-product attention: SpecFormer ------------------------------------------------------------------------------------
 
 
 def specformer(module: DotProductAttention, x_BND: Tensor) -> Bound:
-    """1 + Lip with Theorem 4.3 of paper 000 (eq. 9) for every head, over the ball of radius r:
+    """1 + Lip with Theorem 4.3 of SpecFormer (eq. 9) for every head, over the ball of radius r:
 
         Lip_l = N (N + 1) (||X||_F + r)^2 [ ||W_V|| ||W_Q|| ||W_K|| + ||W_V|| ],   Lip = ||W_O|| sqrt( sum_l Lip_l^2 ).
 
@@ -124,6 +129,8 @@ def specformer(module: DotProductAttention, x_BND: Tensor) -> Bound:
     multiplied by (B + r)^2 as well, which makes it smaller otherwise. The theorem is of one head, without
     W_O, and drops the scale, so that it holds for |s| <= 1 (a larger one is put back). A bias of Q is a row of W_Q for
     one more entry of every token, which is 1: ||X||_F^2 grows by N.
+
+    Proof: docs/proofs.md#paper-specformer.
     """
     w_q, w_k, w_v = (w.double() for w in module.head_weights_3HOD().detach())
     n = x_BND.shape[-2]
@@ -142,7 +149,7 @@ def specformer(module: DotProductAttention, x_BND: Tensor) -> Bound:
     return bound
 
 
-# Lipschitz attention: paper 000, Theorem D.1 --------------------------------------------------------------------------
+# Lipschitz attention: SpecFormer, Theorem D.1 -------------------------------------------------------------------------
 
 
 def _slope(lipschitz: Tensor) -> Bound:
@@ -158,43 +165,49 @@ def _l2(module: L2Attention, x_BND: Tensor, power: int) -> Bound:
 
 
 def l2_eq_40(module: L2Attention, x_BND: Tensor) -> Bound:
-    """Lip = sqrt(N) / sqrt(D / H) (4 phi^-1(N - 1) + 1) sqrt( sum_h ||W_Q^h||^4 ||W_V^h||^2 ) ||W_O||: paper 000,
-    eq. 40 (Kim et al. 2021), with the power that A_h = W_Q^h W_Q^hT / sqrt(D / H) brings (MATH-PROOFS.md section 2.10).
+    """Lip = sqrt(N) / sqrt(D / H) (4 phi^-1(N - 1) + 1) sqrt( sum_h ||W_Q^h||^4 ||W_V^h||^2 ) ||W_O||: SpecFormer,
+    eq. 40 (Kim et al. 2021), with the power that A_h = W_Q^h W_Q^hT / sqrt(D / H) brings (docs/proofs.md#l2-attention).
     phi(x) = x exp(x + 1)."""
     return _l2(module, x_BND, 4)
 
 
 def l2_eq_40_as_printed(module: L2Attention, x_BND: Tensor) -> Bound:
-    """The same with ||W_Q^h||^2 under the root. Fault: A_h forgotten, so that a large W_Q breaks it."""
+    """The same with ||W_Q^h||^2 under the root. Fault: A_h forgotten, so that a large W_Q breaks it.
+
+    See docs/references.md#erratum-l2-power.
+    """
     return _l2(module, x_BND, 2)
 
 
 def ln_eq_41_as_printed(module: LipschitzNormAttention, x_BND: Tensor) -> Bound:
-    """Lip = 11 ||W_O|| sqrt( sum_h ||W_Q^h||^2 ||W_K^h||^2 ): paper 000, eq. 41. Fault: there is no W_V in it, and with
-    one token the layer is x W_V W_O."""
+    """Lip = 11 ||W_O|| sqrt( sum_h ||W_Q^h||^2 ||W_K^h||^2 ): SpecFormer, eq. 41. Fault: there is no W_V in it, and
+    with one token the layer is x W_V W_O. See docs/references.md#erratum-ln-values."""
     w_q, w_k, _ = module.head_weights_3HOD().detach().double()
     return _slope(11 * sigma_upper(module.proj.weight) * (sigma_upper(w_q) * sigma_upper(w_k)).norm())
 
 
 def scsa_eq_42(module: ScaledCosineAttention, x_BND: Tensor) -> Bound:
-    """Lip = 2 nu e^-1/2 [ N (N - 1) tau ||W_K|| + (N - 1) tau ||W_Q|| + N ||W_V|| ] ||W_O||: paper 000, eq. 42,
-    which is of one head without W_O; the heads share one budget, so the whole matrices stand for theirs. Loose."""
+    """Lip = 2 nu e^-1/2 [ N (N - 1) tau ||W_K|| + (N - 1) tau ||W_Q|| + N ||W_V|| ] ||W_O||: SpecFormer, eq. 42,
+    which is of one head without W_O; the heads share one budget, so the whole matrices stand for theirs. Loose.
+    Proof: docs/proofs.md#paper-scsa."""
     n, tau = x_BND.shape[-2], abs(module.scale)
     norm_q, norm_k, norm_v = sigma_upper(module.qkv.weight.detach().unflatten(0, (3, -1)))
     sum_ = n * (n - 1) * tau * norm_k + (n - 1) * tau * norm_q + n * norm_v
     return _slope(2 * abs(module.nu) / math.sqrt(module.eps) * sum_ * sigma_upper(module.proj.weight))
 
 
-# whole models: paper 003 ----------------------------------------------------------------------------------------------
+# whole models: CertViT ------------------------------------------------------------------------------------------------
 
 
 def product(model: nn.Module, images_BCHW: Tensor) -> Tensor:
-    """The product of the layers' Lipschitz constants, from pixels to logits: paper 003, eq. 2 and section 3.6. Scalar.
+    """The product of the layers' Lipschitz constants, from pixels to logits: CertViT, eq. 2 and section 3.6. Scalar.
 
     Residual branches count as 1 + Lip, GELU as 1.12890... (the paper's 1.12 is below its largest slope), L2
     attention with the corrected constant. Normalisations and the patch embedding, which the paper's code leaves out,
     are in it: a norm is replaced by c I with c its global constant, max|gamma| / sqrt(eps) for a LayerNorm; then
     every rule is proportional to r, and the chain of rules is the product. Infinite for dot-product attention.
+
+    Proof: docs/proofs.md#paper-product.
     """
     stand_in = bake(model)
     if any(isinstance(module, DotProductAttention) for module in stand_in.modules()):

@@ -9,6 +9,8 @@ def wilson(share: float, n: int) -> tuple[float, float]:
     """Wilson's 95 % interval (Wilson 1927) of a probability of which `share` was seen in n independent trials:
 
     ( p + z^2 / 2n -+ z sqrt( p (1 - p) / n + z^2 / 4 n^2 ) ) / ( 1 + z^2 / n ),      cut to [0, 1].
+
+    Proof: docs/proofs.md#wilson.
     """
     spread = Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
     low, high = ((share + Z**2 / (2 * n) + sign * spread) / (1 + Z**2 / n) for sign in (-1, 1))

@@ -67,7 +67,7 @@ def layernorm(own: Options, s: State, x_ND: Tensor) -> Tensor:
 
 
 def layerproject(own: Options, s: State, x_ND: Tensor) -> Tensor:
-    """Paper 004, eq. 29: x R / max(||x||, R)."""
+    """LoFAST, eq. 29: x R / max(||x||, R)."""
     radius = own.get("radius", math.sqrt(x_ND.shape[1]))
     return torch.stack([x * radius / max(float(x.norm()), radius) for x in x_ND])
 
@@ -174,7 +174,7 @@ def scsa(own: Options, s: State, x_ND: Tensor, heads: int) -> tuple[Tensor, Tens
 
 
 def ln(own: Options, s: State, x_ND: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Dasoulas et al. 2021 (paper 000, appendix D): Q K^T / max(u v, u w, v w) per head."""
+    """Dasoulas et al. 2021 (SpecFormer, appendix D): Q K^T / max(u v, u w, v w) per head."""
     q, k, v = _projections(s, x_ND, heads)
     scores = []
     for head in range(heads):
@@ -206,7 +206,7 @@ def attention(option: Any, s: State, x_ND: Tensor, heads: int) -> Tensor:
 
 
 def conv_mixing(own: Options, s: State, x_ND: Tensor, heads: int) -> Tensor:
-    """Paper 001: each group of channels has its own 1-D convolution along the tokens, zeros beyond both ends."""
+    """CoViT: each group of channels has its own 1-D convolution along the tokens, zeros beyond both ends."""
     groups = heads if isinstance(own.get("kernels", 3), int) else len(own["kernels"])
     n, width = len(x_ND), x_ND.shape[1] // groups
     parts = []
@@ -307,7 +307,7 @@ def postnorm(options: Options, s: State, x_ND: Tensor, positional: bool) -> Tens
 
 
 def normfirst(options: Options, s: State, x_ND: Tensor, positional: bool) -> Tensor:
-    """Paper 004: norm, x + attn(x), norm, mlp (with its own residual)."""
+    """LoFAST: norm, x + attn(x), norm, mlp (with its own residual)."""
     attn, mlp, norm1, norm2 = _parts(options, s, positional)
     x_ND = norm1(x_ND)
     return mlp(norm2(x_ND + attn(x_ND)))
@@ -395,7 +395,7 @@ def _window_attention(
 
 
 def convnet(options: Options, state: State, image_CHW: Tensor) -> Tensor:
-    """Paper 003: convolutions, then linear layers, min(max(x, 0), theta) behind all but the last; no biases."""
+    """CertViT: convolutions, then linear layers, min(max(x, 0), theta) behind all but the last; no biases."""
     x = image_CHW
     for index, (_, size, stride, padding) in enumerate(options["layers"]):
         x = _thresholded(

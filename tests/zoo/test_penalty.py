@@ -1,4 +1,4 @@
-"""MSVP (eq. 14 of paper 000) against the slow formula with SVDs, head by head."""
+"""MSVP (eq. 14 of SpecFormer) against the slow formula with SVDs, head by head."""
 
 from typing import Any
 

@@ -58,7 +58,7 @@ def test_estimate_is_never_above(iterations: int) -> None:
 
 
 def test_an_estimate_would_fail_as_a_bound() -> None:
-    """Trap D1, and a check that the test above could fail: five iterations lie clearly below the norm."""
+    """That the test above could fail: five iterations lie clearly below the norm."""
     a = torch.randn(384, 768, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     assert sigma_estimate(a, 5) < 0.99 * svd_norm(a)
 

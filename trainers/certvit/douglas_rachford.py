@@ -1,4 +1,5 @@
-"""CertViT's constrained layer (paper 003, Problem 2): the sparsest weights that still give the layer's outputs.
+"""CertViT's constrained layer (docs/references.md#certvit, Problem 2): the sparsest weights that still give the layer's
+outputs.
 
     minimise ||W||_1   subject to   c_j(W) <= 0  for every mini-batch j = 1 .. J,
     c_j(W) = mean_t d( W x_t + b - y_t )^2 - eta mean_t ||y_t - b||^2,     d the distance to the subdifferential of y_t
@@ -29,7 +30,7 @@ from trainers.certvit.prox import soft_threshold
 @dataclass(frozen=True)
 class Rows:
     """One mini-batch of a layer: inputs x (T, I), outputs y - b (T, O), and what follows: None, or thresholds (T, O) of
-    ReLU_theta that its activations are held against."""
+    ReLU_theta that its activations are held against. Proof: docs/proofs.md#certvit-problem."""
 
     x: Tensor
     y: Tensor
@@ -63,6 +64,8 @@ def solve(
     """V after `iterations` of Douglas-Rachford from U_0 = W, each with at most `passes` over the mini-batches.
 
     Args: gamma: the soft threshold; the solution does not depend on it, the speed does. rate: lambda in the paper.
+
+    Proof: docs/proofs.md#douglas-rachford.
     """
     u = w
     for _ in range(iterations):
@@ -72,7 +75,10 @@ def solve(
 
 
 def project(w_0: Tensor, batches: Sequence[Rows], eta: float, passes: int, precision: float = 1e-6) -> Tensor:
-    """The point of C nearest to w_0 (in the limit); ends early when a whole pass moves it by less than `precision`."""
+    """The point of C nearest to w_0 (in the limit); ends early when a whole pass moves it by less than `precision`.
+
+    Proof: docs/proofs.md#surrogate-half-spaces.
+    """
     w = w_0
     for _ in range(passes):
         before = w

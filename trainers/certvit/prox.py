@@ -1,4 +1,4 @@
-"""The proximal operator of CertViT (paper 003): weights shrink towards zero, each by the same amount.
+"""The proximal operator of CertViT (docs/references.md#certvit): weights shrink towards zero, each by the same amount.
 
     prox_t(w) = argmin_p  t ||p||_1 + 1/2 ||p - w||^2  =  sign(w) max(|w| - t, 0)          (soft threshold)
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def soft_threshold(w: Tensor, t: Tensor | float) -> Tensor:
-    """sign(w) max(|w| - t, 0), element by element; t >= 0 broadcasts to w."""
+    """sign(w) max(|w| - t, 0), element by element; t >= 0 broadcasts to w. Proof: docs/proofs.md#soft-threshold."""
     return w.sign() * (w.abs() - t).clamp_min(0)
 
 

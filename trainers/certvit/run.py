@@ -1,4 +1,4 @@
-"""CertViT (paper 003, section 3.5): a pretrained model with smaller norms, in three stages.
+"""CertViT (docs/references.md#certvit, section 3.5): a pretrained model with smaller norms, in three stages.
 
     run_dir/adapt/         1. dot-product weights in L2 attention (or none), trained on: an ordinary run
     run_dir/layers/        2. every layer constrained by itself (douglas_rachford.py), one file each, by all ranks
@@ -142,7 +142,7 @@ def fact_of(path: Path) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """One line a layer; the products of paper 003, eq. 2."""
+    """One line a layer; the products of CertViT, eq. 2."""
     title = f"product bound {report['product_before']:.3g} -> {report['product_after']:.3g}"
     found = Table("layer", "norm before", "after", "zeros", "output missed", title=title)
     for row in report["layers"]:

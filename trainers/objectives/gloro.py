@@ -18,7 +18,10 @@ from zoo.models.reach import reach
 
 
 def gloro(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `robust` the share that is right and not bottom. For models in `zoo.models.reach`."""
+    """`acc` is clean accuracy, `robust` the share that is right and not bottom. For models in `zoo.models.reach`.
+
+    Proof: docs/proofs.md#lipschitz-losses.
+    """
     logits_BK, bottom_B = probe.through(with_bottom, images_BCHW, probe.eps)
     loss = F.cross_entropy(wide(torch.cat([logits_BK, bottom_B[:, None]], dim=1)), labels_B)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Linearised-margin cross-entropy: it lowers the first-order term of the adjoint certificate (MATH-PROOFS.md 6.1).
+"""Linearised-margin cross-entropy: it lowers the first-order term of the adjoint certificate (docs/proofs.md#lmce).
 
     L = CE( z_i + eps_t ||grad_x (z_y - z_j)|| 1[i != y],  y ),      j = the runner-up,  eps_t = eps min(1, t / ramp)
 
@@ -19,7 +19,7 @@ TINY = 1e-12  # under the root, which has no derivative at 0
 
 
 def lmce(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `slope` the mean of ||grad_x (z_y - z_j)||."""
+    """`acc` is clean accuracy, `slope` the mean of ||grad_x (z_y - z_j)||. Proof: docs/proofs.md#lmce."""
     logits_BK, slope_B = probe.through(margin_slopes, images_BCHW, labels_B, probe.settings.random_rivals)
     wrong_BK = 1 - F.one_hot(labels_B, logits_BK.shape[1])
     loss = probe.cross_entropy(wide(logits_BK) + probe.eps * wide(slope_B)[:, None] * wrong_BK, labels_B)

@@ -20,7 +20,10 @@ from zoo.spectral import sigma_estimate
 
 
 def lmt(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `growth` is sqrt(2) eps L_f. For models that `zoo.models.reach` knows."""
+    """`acc` is clean accuracy, `growth` is sqrt(2) eps L_f. For models that `zoo.models.reach` knows.
+
+    Proof: docs/proofs.md#lipschitz-losses.
+    """
     logits_BK, growth_B = probe.through(margin_growth, images_BCHW, probe.eps)
     wrong_BK = 1 - F.one_hot(labels_B, logits_BK.shape[1])
     loss = probe.cross_entropy(wide(logits_BK) + wide(growth_B)[:, None] * wrong_BK, labels_B)

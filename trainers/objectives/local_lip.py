@@ -19,7 +19,10 @@ TINY = 1e-24  # under the root, which has no derivative at 0
 
 
 def local_lip(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `robust` the share whose margins all survive. For models in `zoo.models.reach`."""
+    """`acc` is clean accuracy, `robust` the share whose margins all survive. For models in `zoo.models.reach`.
+
+    Proof: docs/proofs.md#lipschitz-losses.
+    """
     logits_BK, worst_BK = probe.through(worst_logits, images_BCHW, labels_B, probe.eps)
     loss = probe.cross_entropy(wide(worst_BK), labels_B)
     return {"loss": loss, "acc": accuracy(logits_BK, labels_B), "robust": accuracy(worst_BK, labels_B)}

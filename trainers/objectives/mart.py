@@ -18,6 +18,8 @@ def mart(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
     """`acc` is accuracy on adversarial images, `clean_acc` on clean ones. beta: `objective.beta`.
 
     Both halves go through the model in one pass.
+
+    Proof: docs/proofs.md#adversarial-losses.
     """
     adversarial_BCHW = probe.attack(images_BCHW, labels_B)
     clean_BK, attacked_BK = probe.forward(torch.cat([images_BCHW, adversarial_BCHW])).chunk(2)

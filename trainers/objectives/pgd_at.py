@@ -8,6 +8,6 @@ from trainers.objectives.probe import Probe, Terms, accuracy
 
 
 def pgd_at(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """Cross-entropy on adversarial images only; `acc` is accuracy on them."""
+    """Cross-entropy on adversarial images only; `acc` is accuracy on them. Proof: docs/proofs.md#adversarial-losses."""
     logits_BK = probe.forward(probe.attack(images_BCHW, labels_B))
     return {"loss": probe.cross_entropy(logits_BK, labels_B), "acc": accuracy(logits_BK, labels_B)}

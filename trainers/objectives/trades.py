@@ -17,6 +17,8 @@ def trades(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
     """`acc` is accuracy on adversarial images, `clean_acc` on clean ones, `kl` the divergence. beta: `objective.beta`.
 
     Both halves go through the model in one pass.
+
+    Proof: docs/proofs.md#adversarial-losses.
     """
     # Cross-entropy with p(x) for labels is KL(p(x) || p(x')) up to a constant.
     p_BK = wide(probe.predict(images_BCHW)).softmax(dim=1)

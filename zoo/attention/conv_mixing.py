@@ -1,4 +1,4 @@
-"""Convolutional token mixing of CoViT (paper 001), in the place of attention, and its rules.
+"""Convolutional token mixing of CoViT (docs/references.md#covit), in the place of attention, and its rules.
 
     F(X) = [ K_1 * X_1 | ... | K_G * X_G ] W_O,     (K * X)_n = b + sum_t K_t X_{n+t-p},   t = 0..k-1,   p = (k - 1) / 2
 
@@ -73,7 +73,7 @@ def _norm(kernels_OOK: list[Tensor], w_o_DD: Tensor, tokens: int, residual: bool
     With zeros beyond the ends, F on N tokens is a block of the circulant operator on L = N + max k - 1 tokens (no tap
     reaches around the circle from one token of the image to another), and the DFT over tokens block-diagonalises that
     into the A(w). A(-w) is the conjugate of A(w). A complex A has the singular values of [[Re, -Im], [Im, Re]].
-    MATH-PROOFS.md section 2.1.
+    docs/proofs.md#conv-mixing.
 
     Rounding, u = 2^-53, norms Frobenius: angles below 2 pi err by 20 u, cosines and sines by 21 u, hence the sum over
     k taps by (k + 42) u S_g with S_g = sum_t ||K_t^g||, W_O times it by (D + k + 44) u ||W_O|| S, S^2 = sum_g S_g^2,

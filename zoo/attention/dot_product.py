@@ -1,4 +1,4 @@
-"""Dot-product self-attention (Vaswani et al. 2017), with the rules of paper 004 and our sharper ones.
+"""Dot-product self-attention (Vaswani et al. 2017), with the rules of LoFAST and our sharper ones.
 
     F(X) = sum_l P_l X M_l,   P_l = softmax(s Q_l K_l^T),   M_l = W_V^l W_O^l,   s = 1 / sqrt(D / H)
 
@@ -40,7 +40,7 @@ VARIANTS = {"dp": DotProductAttention}
 
 
 def sharper(module: Callable[[Tensor], Tensor], content: DotProductAttention, mixing: Mixing) -> AttentionRules:
-    """Theorem 1 of paper 004 and our local and second-order rules: sharper than those of the split, as q, k and v move
+    """Theorem 1 of LoFAST and our local and second-order rules: sharper than those of the split, as q, k and v move
     together. `module` is `content` with something around its softmax."""
 
     def attend(s_BHNN: Tensor) -> Tensor:

@@ -101,12 +101,12 @@ class GPSA(nn.Module):
 
 
 def _rules(module: GPSA) -> AttentionRules:
-    """Theorem 1 of paper 004 with P~ = (1 - g) P + g R in the place of P:
+    """Theorem 1 of LoFAST with P~ = (1 - g) P + g R in the place of P:
 
         P~' X' - P~ X = P~ (X' - X) + (1 - g) (P' - P) X',
 
     so zeta is that of P~, and the change of P counts (1 - g)-fold. Rows of P~ sum to 1. g R X M is linear: the
-    remainder is that of (1 - g) P X M. MATH-PROOFS.md section 2.9.
+    remainder is that of (1 - g) P X M. docs/proofs.md#attention-core.
     """
     expect(module.pos_proj, nn.Linear)
     share_H = 1 - module.gating_param.detach().sigmoid()

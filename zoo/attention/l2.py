@@ -3,8 +3,9 @@
     F(X) = sum_h P_h X A_h W_V^h W_O^h,     A_h = W_Q^h W_Q^hT / sqrt(D / H),
     P_h = softmax_j( -||q_i - k_j||^2 / sqrt(D / H) ),     q_i = x_i W_Q^h,  k_j = x_j W_K^h,  W_K = W_Q
 
-Without A_h (as in CertViT's code, trap D2b), or with a W_K of its own, there is no Lipschitz constant. The values
-X A_h W_V^h are Q_h M_h with M_h = W_Q^hT W_V^h / sqrt(D / H), a (dh, dh) matrix: they need no projection from width D.
+Without A_h (as in CertViT's code, docs/references.md#erratum-certvit-values), or with a W_K of its own, there is no
+Lipschitz constant. The values X A_h W_V^h are Q_h M_h with M_h = W_Q^hT W_V^h / sqrt(D / H), a (dh, dh) matrix: they
+need no projection from width D.
 
 Letters: B images, N tokens, D width, H heads, O = D / H (dh), E width of q, k and v on the kernel.
 """
@@ -129,7 +130,7 @@ def distance_bound(n: int) -> float:
 
 
 def l2(module: L2Attention) -> Layer:
-    """Global (MATH-PROOFS.md section 2.10, with M_h kept whole and the heads sharing one budget):
+    """Global (docs/proofs.md#l2-attention, with M_h kept whole and the heads sharing one budget):
 
         Lip <= [ sqrt(N) (1 + 2 Phi) + 2 Phi ] ||W_O||
                min( sqrt( sum_h ||W_Q^h||^2 ||M_h||^2 ), ||W_Q|| max_h ||M_h|| ).
@@ -143,7 +144,8 @@ def l2(module: L2Attention) -> Layer:
     ||dm|| <= [...] ||dy||. Then ||dF||^2 <= ||W_O||^2 sum_h ||M_h||^2 [...]^2 ||dX W_Q^h||^2, where
     sum_h ||dX W_Q^h||^2 = ||dX W_Q||^2.
 
-    Paper 000, eq. 40, has ||W_Q^h||^2 ||W_V^h||^2 under the root, A_h forgotten: broken by ascent (trap D14c).
+    SpecFormer, eq. 40, has ||W_Q^h||^2 ||W_V^h||^2 under the root, A_h forgotten: broken by ascent
+    (docs/references.md#erratum-l2-power).
     """
     if module.k is not None:
         raise NoRule(module, "with a W_K of its own (tied=false) L2 attention is not Lipschitz")
@@ -188,4 +190,4 @@ def local_l2(module: L2Attention) -> Layer:
     return least(l2(module), local) if module.k is None else local
 
 
-register(L2Attention, softmax_facts(l2, l2_split, local_l2))  # second order: MATH-PROOFS section 2.10
+register(L2Attention, softmax_facts(l2, l2_split, local_l2))  # second order: docs/proofs.md#l2-attention

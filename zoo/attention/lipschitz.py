@@ -25,6 +25,8 @@ def global_layer(module: QKVAttention, gains: Callable[[int], tuple[float, float
     Minkowski ||dF|| <= a ||dQ|| + b ||dK|| + c ||dV||, where ||dQ||^2 = sum_h ||dQ_h||^2 = ||dX W_Q||^2 <=
     ||W_Q||^2 ||dX||^2: the heads share one budget. The second form is Cauchy-Schwarz and
     ||dQ||^2 + ||dK||^2 + ||dV||^2 = ||dX [W_Q W_K W_V]||^2. Biases drop out.
+
+    Proof: docs/proofs.md#shared-budget.
     """
     expect(module.qkv, nn.Linear)
     expect(module.proj, nn.Linear)

@@ -65,7 +65,9 @@ def lipschitz_norm(module: LipschitzNormAttention) -> Layer:
     (u v / c)^2, so w |.| <= (w / v) |dv|; (v / w) |dw|; (u / v) |dv| + (u / w) |dw|; and |dv| <= ||dK||,
     |dw| <= ||dV||. Altogether at most ||dQ|| + (1 + kappa) ||dK|| + (1 + sqrt(gamma)) ||dV||.
 
-    Paper 000, eq. 41, has no W_V in it and is wrong already for N = 1, where F(X) = X W_V W_O.
+    SpecFormer, eq. 41, has no W_V in it and is wrong already for N = 1, where F(X) = X W_V W_O.
+
+    Proof: docs/proofs.md#lipschitz-norm.
     """
 
     def gains(n: int) -> tuple[float, float, float]:
@@ -84,8 +86,8 @@ def lipschitz_norm(module: LipschitzNormAttention) -> Layer:
 
 class _Quotient:
     """q = q^ / c around a clean batch, c the greatest of three products of norms per head. J is the derivative of the
-    greatest one, a b, with its largest rows kept; any linear map is allowed (MATH-PROOFS sections 1 and 2.12). With
-    Delta = c' - c, e = 1 / c' - 1 / c and Dc = b Da + a Db exactly
+    greatest one, a b, with its largest rows kept; any linear map is allowed (docs/proofs.md#identity,
+    docs/proofs.md#quotient). With Delta = c' - c, e = 1 / c' - 1 / c and Dc = b Da + a Db exactly
 
         R = q^' / c' - q^ / c - (dq^ / c - q^ Dc / c^2) = q^ (e + Dc / c^2) + dq^ e,
         e + Dc / c^2 = Delta^2 / (c^2 c') + (Dc - Delta) / c^2.

@@ -45,7 +45,7 @@ def lofast_local(
 
     where (U, T)_n and (U, T)_p are the seminorm bounds for the weights nu_il^2 p_ilk and max_k(p_ilk) p_ilk, lam the
     slope of the softmax on the box that the scores can reach, V_c = V - its mean. Proof of the first: a row of
-    (P' - P) V is the integral of Cov_t(delta, v), at most E1(tau) sd(delta) nu. MATH-PROOFS.md section 2.9.
+    (P' - P) V is the integral of Cov_t(delta, v), at most E1(tau) sd(delta) nu. docs/proofs.md#attention-radius.
 
     `module` is `content` or attention around it with P = mix(attend(S)): attend(S) the softmax of S plus constants,
     `mix` an affine map of each head with the linear part `gain_H`.

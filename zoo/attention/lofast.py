@@ -22,7 +22,8 @@ SOFTMAX: Callable[[Tensor], Tensor] = partial(torch.softmax, dim=-1)
 
 
 def zeta(p_BHNN: Tensor, m_HDD: Tensor, norm_m_H: Tensor, residual: bool) -> Tensor:
-    """zeta = || (I (x) I_d) + sum_l P_l (x) M_l^T ||, without the identity for a branch alone. Errata D7: I_d.
+    """zeta = || (I (x) I_d) + sum_l P_l (x) M_l^T ||, without the identity for a branch alone. I_d:
+    docs/references.md#erratum-lofast-identity.
 
     Exact (verified) where the matrix is small, sum_l ||P_l|| ||M_l|| (+ 1) (eq. 12) where it is not. -> (B,)
     """
@@ -46,17 +47,19 @@ def lofast(
     attend: Callable[[Tensor], Tensor] = SOFTMAX,
     gain_H: Tensor | float = 1.0,
 ) -> Layer:
-    """Theorem 1 of paper 004 with the errata D5, D7, D8:
+    """LoFAST's Theorem 1 with its errata corrected (docs/references.md#errata):
 
         ||F(X') - F(X)|| <= zeta r + sum_l D_l(r) / 2 ( ||X M_l|| + ||M_l|| r ),    D_l = xi_l r + a_l r^2,
         xi_l = s ( ||W_Q K^T|| + ||Q W_K^T|| ),   a_l = s ||W_Q W_K^T||.
 
-    Proof: P' X' - P X = P (X' - X) + (P' - P) X'; the softmax is 1/2-Lipschitz in l2 (D5); the logits move by
-    s (Gamma_Q K^T + Q Gamma_K^T + Gamma_Q Gamma_K^T) with ||Gamma_Q K^T||_F <= ||W_Q K^T|| r. Biases of Q and K stay
-    inside Q and K, that of V is added to every token alike because rows of P sum to 1.
+    Proof: P' X' - P X = P (X' - X) + (P' - P) X'; the softmax is 1/2-Lipschitz (docs/proofs.md#softmax-first-order);
+    the logits move by s (Gamma_Q K^T + Q Gamma_K^T + Gamma_Q Gamma_K^T) with ||Gamma_Q K^T||_F <= ||W_Q K^T|| r. Biases
+    of Q and K stay inside Q and K, that of V is added to every token alike because rows of P sum to 1.
 
     `module` is `content` itself, or attention around it whose P is attend(S), with rows that sum to 1: the softmax of S
     plus constants (window.py), or of each head an affine map of it with the linear part `gain_H` (gpsa.py).
+
+    Proof: docs/proofs.md#lofast.
     """
     expect(content.qkv, nn.Linear)
     expect(content.proj, nn.Linear)

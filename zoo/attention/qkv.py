@@ -33,11 +33,13 @@ ThreeBounds = Callable[[QKVRadii], QKVRadii]
 
 @dataclass(frozen=True)
 class QKVTransform:
-    """(q^, k^, v^) -> (q, k, v) around a clean batch, with J any linear map (Theorem 1 of MATH-PROOFS section 1).
+    """(q^, k^, v^) -> (q, k, v) around a clean batch, with J any linear map (docs/proofs.md#identity).
 
     first(r): how far J moves each of q, k, v; radii(r) how far they move; betas(r) how far they leave J.
     remainder(g): for g (3, C, B, H, N, O), never below -<g, R> (..., C, B). pull(g): J^T g.
     All of them superhomogeneous, as in theory/core.py.
+
+    Proof: docs/proofs.md#qkv-transform.
     """
 
     y_3: Tensor  # (3, B, H, N, O)

@@ -28,9 +28,9 @@ class ScaledCosineAttention(QKVAttention):
     """x (B, N, D) -> (B, N, D).
 
     Args: tau: the temperature; the paper gives no value, 10 is that of the released code. nu: the size of v^.
-    eps: the e under the root. The Lipschitz constant grows with e^-1/2 (1e6 for the code's 1e-12; trap D14b), while
-    ||q||^2 is about 5 to 20 a head behind a LayerNorm at the start (width 192 to 768): 0.1 hardly bends the cosine
-    and costs a factor of 3. The other options are those of `QKVAttention`.
+    eps: the e under the root. The Lipschitz constant grows with e^-1/2 (1e6 for the code's 1e-12;
+    docs/references.md#erratum-scsa-eps), while ||q||^2 is about 5 to 20 a head behind a LayerNorm at the start (width
+    192 to 768): 0.1 hardly bends the cosine and costs a factor of 3. The other options are those of `QKVAttention`.
     """
 
     def __init__(
@@ -64,7 +64,9 @@ def scsa(module: ScaledCosineAttention) -> Layer:
     sd_{p_i}(ds_i), because v lies in the unit ball. The first part of ds has sd <= tau ||dq_i||, because k does too.
     The second has Var_{p_i} <= ||diag(p_i) - p_i p_i^T|| ||ds_i||^2 <= min(pi, 1/2) tau^2 ||dK||^2 for each of N rows.
 
-    Paper 000, eq. 42, has 2 N (N - 1) tau for W_K, 2 (N - 1) tau for W_Q and 2 N for W_V.
+    SpecFormer, eq. 42, has 2 N (N - 1) tau for W_K, 2 (N - 1) tau for W_Q and 2 N for W_V.
+
+    Proof: docs/proofs.md#scsa.
     """
     tau = abs(module.scale)
     size = abs(module.nu) / math.sqrt(module.eps)
@@ -82,7 +84,7 @@ def scsa(module: ScaledCosineAttention) -> Layer:
 
 
 def scsa_split(module: ScaledCosineAttention) -> Split:
-    """MATH-PROOFS section 2.11: the bounded normalisation of radius sqrt(e) on every row, divided by sqrt(e), then the
+    """docs/proofs.md#scsa: the bounded normalisation of radius sqrt(e) on every row, divided by sqrt(e), then the
     core. Rows join by their maxima, as in zoo/layers/norms.py."""
     root = math.sqrt(module.eps)
     sizes_3 = (1 / root, 1 / root, module.nu / root)

@@ -90,7 +90,8 @@ class QKVAttention(SoftmaxAttention):
         cap_(self.proj, self._caps[1])
 
     def head_weights_3HOD(self) -> Tensor:
-        """W_Q^l, W_K^l, W_V^l of every head: the OUTPUT rows of the stored weight (trap D13)."""
+        """W_Q^l, W_K^l, W_V^l of every head: the OUTPUT rows of the stored weight
+        (docs/references.md#erratum-specformer-heads)."""
         return self.qkv.weight.unflatten(0, (3, self.num_heads, -1))
 
     def spectral_terms(self) -> Iterator[tuple[str, Tensor, Tensor]]:

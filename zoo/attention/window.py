@@ -70,7 +70,10 @@ def mixing(module: WindowAttention, mask: Tensor | None) -> Mixing:
 
 
 def window_bounds(module: WindowAttention, mask: Tensor | None) -> AttentionBounds:
-    """Each window by itself, by the split of its content: its bounds are superhomogeneous, so that windows join."""
+    """Each window by itself, by the split of its content: its bounds are superhomogeneous, so that windows join.
+
+    Proof: docs/proofs.md#window-attention.
+    """
     return AttentionBounds(lambda x_BND: module(x_BND, mask), module.content, mixing(module, mask))
 
 

@@ -9,7 +9,7 @@ eta of the input:
 Both are led back to quadratic forms sum_h c_h d_h^2, whose largest value on the unit ball of eta, over all tokens,
 is `lambda_max(c)`: elementwise.py has it for modules, where d = eta, fused.py for hidden units. The change of the image
 is shared among tokens: sup { sum_t psi_t(r_t) : sum r_t^2 <= r^2 } = max_t psi_t(r) where psi_t(r) / r^2 is
-nondecreasing (MATH-PROOFS section 1). Which module is which activation: torch_modules.py.
+nondecreasing (docs/proofs.md#tokenwise-lemma). Which module is which activation: torch_modules.py.
 
 Letters: P pairs (class, image), N tokens, H hidden units; v >= 0 weights, k >= 0 distances.
 """
@@ -53,7 +53,7 @@ def slope_range(activation: Activation) -> float:
 
 @dataclass(frozen=True)
 class Smooth:
-    """sigma', sigma'' and the extrema of sigma'': (location, value rounded outwards). MATH-PROOFS section 2.2."""
+    """sigma', sigma'' and the extrema of sigma'': (location, value rounded outwards). docs/proofs.md#hull."""
 
     slope: Callable[[Tensor], Tensor]
     second: Callable[[Tensor], Tensor]
@@ -66,7 +66,7 @@ class Smooth:
 
             w_h R_h >= c_h d_h^2 / 2,  c_h = min(w_h lo_h, w_h hi_h):        -sum_h w_h R_h <= r^2 / 2 lambda_max(-c).
 
-        c falls with r, hence the lemma on tokens. As r -> 0 it is the exact Hessian. MATH-PROOFS section 2.3."""
+        c falls with r, hence the lemma on tokens. As r -> 0 it is the exact Hessian. docs/proofs.md#fused-mlp."""
         lo, hi = range_of_second(self, z_PNH, reach_PNH)
         return 0.5 * lambda_max(_of_all(-r_P.square()[:, None, None] * torch.minimum(w_PNH * lo, w_PNH * hi)))
 
@@ -89,7 +89,10 @@ def _of_all(c_PNH: Tensor) -> Tensor:
 
 
 def range_of_second(act: Smooth, z: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds (lo, hi) of sigma'' on [z - reach, z + reach]: its values at both ends and the extrema in between."""
+    """Bounds (lo, hi) of sigma'' on [z - reach, z + reach]: its values at both ends and the extrema in between.
+
+    Proof: docs/proofs.md#hull.
+    """
     a, b = (z - reach).clamp(-FAR, FAR), (z + reach).clamp(-FAR, FAR)
     ends = act.second(a), act.second(b)
     lo, hi = torch.minimum(*ends), torch.maximum(*ends)
@@ -121,7 +124,7 @@ class Hinge:
         return ((z > 0) & (z < self.theta)).to(z)
 
     def remainder(self, z_PNH: Tensor, w_PNH: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
-        """MATH-PROOFS section 2.4, with the thresholds of `hinges`; and v (|d| - k)_+ <= v (1 - k/D) |d| = u |d| with
+        """docs/proofs.md#kinks, with the thresholds of `hinges`; and v (|d| - k)_+ <= v (1 - k/D) |d| = u |d| with
 
         sum_h u_h |d_h| <= ( sum_h u_h  sum_h u_h d_h^2 )^(1/2)     per token, tokens by Cauchy."""
         none = torch.full_like(z_PNH, torch.inf)

@@ -11,7 +11,8 @@ with the promise, for every G with ||G||_F <= r (all tokens and channels of one 
     ||J|| <= gain,      ||R(G)||_F <= beta(r),      -<g, R(G)> <= remainder(g)(r),
 
 beta and remainder nondecreasing in r, zero at 0, infinite where nothing is known. An affine module has R = 0, and its
-rule is `affine`. Where rules are kept: facts.py. Source: MATH.md section 1, MATH-PROOFS.md sections 1 and 2.
+rule is `affine`. Where rules are kept: facts.py. Proofs: docs/proofs.md#adjoint-certificate,
+docs/proofs.md#composition.
 
 Shapes: x (B, ...), float64; g (C, B, ...) for C classes; r (..., B) for beta, (..., C or 1, B) for remainder.
 """
@@ -89,6 +90,8 @@ def composition(parts: Sequence[Node]) -> Expand:
     ||R(G)||  <= sum_k ||J_L|| ... ||J_{k+1}|| beta_k(e_{k-1})
 
     Affine parts at the end have no remainder, and nobody asks how far their inputs move.
+
+    Proof: docs/proofs.md#composition.
     """
 
     def expand(x: Tensor) -> Expansion:

@@ -2,7 +2,7 @@
 
     -<g, R(G)> = -sum over tokens and units of w_h R_h,   w = W_2^T g,   d_h = <a_h, eta> with a_h the rows of W_1
 
-with the bounds of activations.py in terms of sum_h c_h d_h^2 = eta^T W_1^T diag(c) W_1 eta. MATH-PROOFS section 2.3.
+with the bounds of activations.py in terms of sum_h c_h d_h^2 = eta^T W_1^T diag(c) W_1 eta. docs/proofs.md#fused-mlp.
 
 Letters: B images, C classes, P pairs, N tokens, D width, H hidden units, I items (pair, token), d the number D.
 """
@@ -70,11 +70,11 @@ def eigenvalue_bound(w_HD: Tensor) -> LambdaMax:
     """c (P, N, H) -> (P,), never below max_n lambda_max(W^T diag(c_n) W), nor below 0; nondecreasing in c.
 
     Cheap for every token: min(||W||^2 max c^+, sum_h c_h^+ |a_h|^2). The token where this is largest is solved first;
-    of the others only those are looked at whose cheap bound exceeds what was found (MATH-PROOFS section 2.3).
+    of the others only those are looked at whose cheap bound exceeds what was found (docs/proofs.md#eigenvalue-bound).
 
     Rounding: a matrix computed from (c, W) is off by gamma_(H+2) max|c| ||W||_F^2, and a Cholesky factorisation of
-    theta I - S that runs to completion proves lambda_max(S) <= theta + gamma_(d+2) tr(theta I - S) (Rump; MATH-PROOFS
-    section 3). 4 (H + d + d^2) u max|c| ||W||_F^2 is above both as theta <= ||W||_F^2 max|c|.
+    theta I - S that runs to completion proves lambda_max(S) <= theta + gamma_(d+2) tr(theta I - S) (Rump;
+    docs/proofs.md#sigma-upper). 4 (H + d + d^2) u max|c| ||W||_F^2 is above both as theta <= ||W||_F^2 max|c|.
     """
     lengths2_H = w_HD.square().sum(1)
     norm2 = sigma_upper(w_HD).square() * (1 + 4 * U)

@@ -116,7 +116,10 @@ def upper(theta_LK: Tensor, b_LK: Tensor, n: int) -> Tensor:
 
 
 def norms(gram: Map, start_BX: Tensor, count: int) -> Tensor:
-    """Upper bounds (S, B) of ||A|| for `count` = S maps, gram: v (S, B, ...) -> A^T A v, each with its own start."""
+    """Upper bounds (S, B) of ||A|| for `count` = S maps, gram: v (S, B, ...) -> A^T A v, each with its own start.
+
+    Proof: docs/proofs.md#lanczos.
+    """
     start = start_BX.expand(count, *start_BX.shape)
 
     def apply(v_LN: Tensor) -> Tensor:

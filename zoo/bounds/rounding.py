@@ -11,7 +11,7 @@ its sums and gamma_k = k a / (1 - k a), a matrix product with K terms has, whate
     |fl(W x + b) - (W x + b)| <= gamma_{K+2} (|W| |x| + |b|) + u |W x + b|        (Higham 2002, section 3.5).
 
 Assumed of the kernels: sums in float32, also for bfloat16, and one rounding at the end of each operation; no TF32, no
-Winograd; exp, erf and tanh within 40 u. Weights are those served. Source: MATH-PROOFS.md section 3.
+Winograd; exp, erf and tanh within 40 a. Weights are those served. Proofs: docs/proofs.md#rounding.
 
 Letters: B images, N tokens, D width; r and e (..., B).
 """

@@ -10,7 +10,7 @@ with the promise, for every x' with ||x' - x||_F <= r (all tokens and channels o
 
     ||module(x') - module(x)||_F <= bound(r),      bound nondecreasing in r.
 
-Shapes: x (B, ...), float64; r (..., B); a radius may be infinite, never negative. Source: MATH.md section 2.
+Shapes: x (B, ...), float64; r (..., B); a radius may be infinite, never negative. Proofs: docs/proofs.md.
 
 Some types have two rules: the published one, and a sharper one of our own for those who ask for it: `local` is passed
 on to all parts of a chain. Where rules are kept: facts.py.

@@ -1,5 +1,5 @@
 """The facts of torch's own modules, but for those that have a file of their own: LayerNorm (layers/norms.py), Conv2d
-(models/convnet.py). Constants of activations: MATH-PROOFS section 2.2.
+(models/convnet.py). Constants of activations: docs/proofs.md#hull.
 """
 
 import torch
@@ -18,7 +18,10 @@ NO_JUMP = 40.0  # softplus is log(1 + e^{b z}) / b up to b z = threshold, then z
 
 
 def linear(module: nn.Linear) -> Layer:
-    """||W x' - W x|| <= ||W|| ||x' - x||, token by token, hence for all tokens together."""
+    """||W x' - W x|| <= ||W|| ||x' - x||, token by token, hence for all tokens together.
+
+    Proof: docs/proofs.md#linear.
+    """
     return scaled(module, sigma_upper(module.weight))
 
 
@@ -82,8 +85,9 @@ def _sigmoid_second(z: Tensor) -> Tensor:
 
 
 # Largest slopes, and extrema of sigma'', are rounded outwards by one unit of the last printed decimal. erf-GELU:
-# Phi(sqrt2) + sqrt2 phi(sqrt2) at sqrt2; the often quoted 1.12 is below it (trap D3). SiLU: at 2.39936. For these and
-# tanh-GELU sigma'(z) + sigma'(-z) = 1, so that the least slope is 1 minus the largest.
+# Phi(sqrt2) + sqrt2 phi(sqrt2) at sqrt2; the often quoted 1.12 is below it (docs/proofs.md#slopes,
+# docs/references.md#erratum-gelu-slope). SiLU: at 2.39936. For these and tanh-GELU sigma'(z) + sigma'(-z) = 1, so that
+# the least slope is 1 minus the largest.
 GELU = Smooth(
     _gelu_slope,
     _gelu_second,

@@ -49,8 +49,9 @@ class PostNormBlock(PreNormBlock):
 
 
 class NormFirstBlock(nn.Module):
-    """The block of LoFAST (paper 004, section 5.2): the norm stands in front of the residual sum, so that the sum is
-    x + attn(x) of ONE x and its sensitivity is zeta = ||I + sum_l P_l (x) M_l^T||; the MLP brings its own residual.
+    """The block of LoFAST (docs/references.md#lofast, section 5.2): the norm stands in front of the residual sum, so
+    that the sum is x + attn(x) of ONE x and its sensitivity is zeta = ||I + sum_l P_l (x) M_l^T||; the MLP brings its
+    own residual.
 
         x = norm1(x);  x = x + attn(x);  x = norm2(x);  x = mlp(x)          (B, N, D) -> (B, N, D)
     """

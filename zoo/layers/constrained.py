@@ -23,6 +23,8 @@ class AOL(nn.Module):
     """W (out, ...) -> W diag(t)^{-1/2}, or the same of W^T where W is wide: it starts orthogonal from orthogonal rows.
 
     Proof: diag(t) - W^T W is symmetric and diagonally dominant, hence W^T W <= diag(t).
+
+    Proof: docs/proofs.md#constrained-layers.
     """
 
     def forward(self, weight: Tensor) -> Tensor:

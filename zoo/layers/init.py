@@ -26,7 +26,7 @@ def trunc_normal_init_(model: nn.Module) -> None:
 
 
 def spectral_init_(model: nn.Module) -> None:
-    """LipsFormer's spectral initialisation (paper 000, eq. 43), biases zero:
+    """LipsFormer's spectral initialisation (SpecFormer, eq. 43), biases zero:
 
         W = X / sigma_max(X),   X Xavier normal; W_Q, W_K, W_V as one matrix, convolutions as (out, rest).
 
@@ -50,7 +50,7 @@ def _divide_by_norm_(weight: Tensor) -> None:
 
 
 def orthogonal_init_(model: nn.Module) -> None:
-    """CertViT's (paper 003, released code): orthonormal rows or columns, convolutions as (out, rest); biases zero."""
+    """CertViT's (released code): orthonormal rows or columns, convolutions as (out, rest); biases zero."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
             nn.init.orthogonal_(module.weight)

@@ -41,7 +41,7 @@ class SLL(nn.Module):
         y = x - 2 W T^{-1} sigma(W^T x + b),    T_ii = sum_j |W^T W|_ij q_j / q_i.
 
     W (d, H), b (H,), q = exp(log_q) (H,); x (..., d) -> (..., d). Source: Araujo et al. 2023, Theorem 3. Only
-    activations with slopes in [0, 1] keep the promise; GELU does not (trap D14d).
+    activations with slopes in [0, 1] keep the promise; GELU does not (docs/references.md#erratum-sll-gelu).
     """
 
     def __init__(self, dim: int, hidden: int, act: type[nn.Module] = nn.ReLU) -> None:
@@ -88,7 +88,8 @@ class ConstrainedMlp(nn.Module):
 
 def sll(module: SLL) -> Layer:
     """0 <= W T^{-1} W^T <= I (T - W^T W is diagonally dominant after scaling by q), so slopes in [0, 1] give
-    ||I - 2 W T^{-1} D W^T|| <= 1. Rounding of T is covered by the certificate's final slack."""
+    ||I - 2 W T^{-1} D W^T|| <= 1. Rounding of T is covered by the certificate's final slack.
+    Proof: docs/proofs.md#sll."""
     least, most = activation_of(module.act).slopes
     if least < 0 or most > 1:
         raise NoRule(module, f"SLL is not 1-Lipschitz with {type(module.act).__name__} (slopes leave [0, 1])")
@@ -115,7 +116,7 @@ def constrained_mlp(module: ConstrainedMlp) -> Layer:
 
 
 def mlp_expansion(module: Mlp) -> Expand:
-    """One fused rule for W_2 sigma(W_1 x + b_1) + b_2 (MATH-PROOFS section 2.3, ReLU 2.4)."""
+    """One fused rule for W_2 sigma(W_1 x + b_1) + b_2 (docs/proofs.md#fused-mlp, ReLU docs/proofs.md#kinks)."""
     for part, kind in ((module.drop1, nn.Dropout), (module.norm, nn.Identity), (module.drop2, nn.Dropout)):
         expect(part, kind)
     w_1_HD, w_2_DH = _weights(module.fc1, module.fc2)
@@ -130,7 +131,8 @@ def _weights(fc1: nn.Module, fc2: nn.Module) -> tuple[Tensor, Tensor]:
 
 def sll_expansion(module: SLL) -> Expand:
     """The fused rule with W_1 = W^T and W_2 = -2 W T^{-1}, its units scaled by S = T^{-1/2}: ||W_2 S^{-1}|| <= 2 and
-    ||S W_1|| <= 1. J = I + W_2 D W_1 with 0 <= D <= I has norm <= 1, as the rule of first order says (section 2.7)."""
+    ||S W_1|| <= 1. J = I + W_2 D W_1 with 0 <= D <= I has norm <= 1, as the rule of first order says
+    (docs/proofs.md#sll)."""
     w_DH, t_H = module.weight.detach().double(), module.diagonal_H().detach().double()
 
     def units(x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""GELU between two lines of slope 0 and 1, for layers that ask for that (SLL; trap D14d): (GELU(z) + a z) / b."""
+"""GELU between two lines of slope 0 and 1, for layers that ask for that, as SLL (docs/references.md#erratum-sll-gelu):
+(GELU(z) + a z) / b."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ SHRINK = 1.2578083  # b >= max GELU' + a
 
 
 class MonotoneGELU(nn.Module):
-    """Elementwise, with slopes in [0, 1]: (GELU(z) + 0.12890415 z) / 1.2578083. Source: MATH-PROOFS.md section 2.7."""
+    """Elementwise, with slopes in [0, 1]: (GELU(z) + 0.12890415 z) / 1.2578083. Proof: docs/proofs.md#monotone-gelu."""
 
     def forward(self, z: Tensor) -> Tensor:
         return (F.gelu(z) + LIFT * z) / SHRINK

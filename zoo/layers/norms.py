@@ -2,7 +2,7 @@
 
 Letters: u one token (d,), rho = ||u||, R the radius of the ball, r the radius of the input, N tokens.
 All norms act per token. A joint bound over tokens is the maximum of the per-token bounds psi_i(r) because
-psi_i(r) / r is nondecreasing (MATH-PROOFS.md section 1, tokenwise lemma); at second order psi_i(r) / r^2 must be.
+psi_i(r) / r is nondecreasing (docs/proofs.md#tokenwise-lemma); at second order psi_i(r) / r^2 must be.
 
 Second order: projections are gradients of convex functions with Hessians between 0 and I. So R(G) = (A - J) G with
 0 <= A, J <= I for the mean A of the Hessians on the way, and ||R(G)|| <= ||G|| besides everything else.
@@ -47,7 +47,7 @@ class LayerProject(nn.Module):
 class SmoothProject(nn.Module):
     """N_R(x) = x / sqrt(1 + ||x||_2^2 / R^2) per token: the smooth sister of `LayerProject`, 1-Lipschitz.
 
-    Source: MATH.md section 2 ("bounded normalisation"). x (..., d) -> (..., d), ||N_R(x)|| < R.
+    Proofs: docs/proofs.md#bounded-normalisation. x (..., d) -> (..., d), ||N_R(x)|| < R.
     """
 
     def __init__(self, dim: int, radius: float | None = None) -> None:
@@ -93,7 +93,8 @@ def _max_over_tokens(bound_BN: Tensor, r: Tensor) -> Tensor:
 
 def layer_project(module: LayerProject) -> Layer:
     """Projection on a convex set never expands: r. Where the whole ball of x stays outside the sphere
-    (rho - r >= R) both images lie on it, at an angle of at most arcsin(r / rho): R chord(r / rho)."""
+    (rho - r >= R) both images lie on it, at an angle of at most arcsin(r / rho): R chord(r / rho).
+    Proof: docs/proofs.md#layer-project."""
 
     def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
         rho_BN = torch.linalg.vector_norm(x_BND, dim=-1).flatten(1)
@@ -111,7 +112,8 @@ def layer_project(module: LayerProject) -> Layer:
 
 def bounded_normalisation(u_BND: Tensor, radius: float) -> Bound:
     """N_R(u) = R (first d coordinates of (u, R) / ||(u, R)||). With rt^2 = ||u||^2 + R^2 and x = r / rt the two unit
-    vectors lie at an angle of at most arcsin x: min(r, R chord(x)) for x < 1, and 2 R x beyond."""
+    vectors lie at an angle of at most arcsin x: min(r, R chord(x)) for x < 1, and 2 R x beyond.
+    Proof: docs/proofs.md#bounded-normalisation."""
     rt_BN = (u_BND.square().sum(-1) + radius**2).sqrt().flatten(1)
 
     def bound(r: Tensor) -> Tensor:
@@ -124,13 +126,14 @@ def bounded_normalisation(u_BND: Tensor, radius: float) -> Bound:
 
 
 def smooth_project(module: SmoothProject) -> Layer:
-    """MATH.md section 2, lip of the bounded normalisation."""
+    """First order of docs/proofs.md#bounded-normalisation."""
     return lambda x: (module(x), bounded_normalisation(x, module.radius))
 
 
 def layer_norm(module: nn.LayerNorm) -> Layer:
     """LayerNorm is local-Lipschitz: with u = x - mean(x) (a projection) and R^2 = d eps_ln it is
-    gamma / sqrt(eps_ln) N_R(u) + b, so the bound is max|gamma| / sqrt(eps_ln) times that of N_R."""
+    gamma / sqrt(eps_ln) N_R(u) + b, so the bound is max|gamma| / sqrt(eps_ln) times that of N_R.
+    Proof: docs/proofs.md#layer-norm."""
     (dim,) = module.normalized_shape
     gamma = 1.0 if module.weight is None else float(module.weight.detach().abs().max())
     gain = gamma / math.sqrt(module.eps)
@@ -144,7 +147,7 @@ def layer_norm(module: nn.LayerNorm) -> Layer:
 
 
 def center_norm(module: CenterNorm) -> Layer:
-    """Affine: the norm of diag(gamma) d / (d - 1) (I - 1 1^T / d), exact."""
+    """Affine: the norm of diag(gamma) d / (d - 1) (I - 1 1^T / d), exact. Proof: docs/proofs.md#center-norm."""
     gamma = module.weight.detach().double()
     eye = torch.eye(len(gamma), dtype=gamma.dtype, device=gamma.device)
     return scaled(module, sigma_upper(gamma[:, None] * module.gain * (eye - 1 / len(gamma))))
@@ -174,7 +177,7 @@ def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
     norm 2 / (sqrt3 ||v||^2), and ||v + t G|| >= rt (1 - t x) on the way, int_0^1 (1 - t) x^2 / (1 - t x)^2 dt =
     -x - log(1 - x) <= x^2 / (2 (1 - x)). The second bound is half the largest second derivative of N_R anywhere, at
     ||u|| = R / 2. c(r) / r^2 is nondecreasing, so tokens join by the maximum. J = R / rt (I - u u^T / rt^2).
-    MATH-PROOFS section 2.5.
+    docs/proofs.md#bounded-normalisation.
     """
     rt_BN1 = (u_BND.square().sum(-1, keepdim=True) + radius**2).sqrt()
     rt_BN = rt_BN1.flatten(1)
@@ -246,7 +249,7 @@ def layer_project_expansion(module: LayerProject) -> Expand:
     On the way x + t G the Jacobian is I inside the ball, outside it turns with second derivative 2 R / (sqrt3 ||y||^2)
     at y, and jumps by the normal's n n^T at the sphere. Entering at t_1 and leaving at t_2, the jumps sum to at most
     (1 - t_1) ||G|| <= r - k. q(r) / r^2 is nondecreasing: tokens join by the maximum. The second term grows linearly,
-    and there the maximum over tokens would be false: `hinges` shares r among them. MATH-PROOFS section 2.6.
+    and there the maximum over tokens would be false: `hinges` shares r among them. docs/proofs.md#layer-project.
     """
     radius = module.radius
 

@@ -70,7 +70,7 @@ def by_products_(patch_embed: PatchEmbed) -> None:
 
 
 def patches_norm(normalize: nn.Module, patch_embed: nn.Module) -> Tensor:
-    """||J|| of normalisation and projection."""
+    """||J|| of normalisation and projection. Proof: docs/proofs.md#patch-embedding."""
     return sigma_upper(_matrix(normalize, patch_embed))
 
 

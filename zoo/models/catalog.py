@@ -1,7 +1,7 @@
 """The models by name: every option of every model, and where its sizes come from. Data; `factory.py` builds them.
 
 A name is `<variant>_<backbone>_<size>` (`l2_deit_ti`), or one of the families at the end of this file. Patch sizes
-other than 16 have names where paper 003 has them (`_p8`, `_p32`); everywhere else they are an option.
+other than 16 have names where CertViT has them (`_p8`, `_p32`); everywhere else they are an option.
 configs/names.yaml has the same names for Hydra, which does not wait for torch; tests/configs/test_configs.py compares.
 """
 
@@ -47,14 +47,14 @@ VIT_SIZES: dict[str, Options] = {
     "l": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
 }
 # ConViT (d'Ascoli et al. 2021): 10 blocks with gated positional attention, then the class token and 2 ordinary blocks.
-# Paper 000, F.2 counts the 10 and the 48 channels per head.
+# SpecFormer, F.2 counts the 10 and the 48 channels per head.
 CONVIT: Options = VIT | {"depth": 12, "gpsa_layers": 10, "qkv_bias": False}
 CONVIT_SIZES: dict[str, Options] = {
     "ti": {"embed_dim": 192, "num_heads": 4},
     "s": {"embed_dim": 432, "num_heads": 9},
     "b": {"embed_dim": 768, "num_heads": 16},
 }
-# Swin (Liu et al. 2021; paper 003, Table 6): width, blocks and heads of the four stages.
+# Swin (Liu et al. 2021; CertViT, Table 6): width, blocks and heads of the four stages.
 SWIN: Options = {
     "backbone": "swin",
     "norm": EPS_5,
@@ -79,7 +79,7 @@ SWIN_SIZES: dict[str, Options] = {
 }
 BACKBONES: dict[str, tuple[Options, dict[str, Options]]] = {
     "vit": (VIT, VIT_SIZES),
-    # The ViT-S of paper 000 (F.2) and Mo et al. 2022: 8 blocks, 8 heads, width 768.
+    # The ViT-S of SpecFormer (F.2) and Mo et al. 2022: 8 blocks, 8 heads, width 768.
     "vit_s": (
         VIT | {"norm": EPS_5},
         {"w768": {"embed_dim": 768, "depth": 8, "num_heads": 8, "mlp_ratio": 3.0, "qkv_bias": False}},
@@ -89,7 +89,7 @@ BACKBONES: dict[str, tuple[Options, dict[str, Options]]] = {
     "convit": (CONVIT, CONVIT_SIZES),
     "swin": (SWIN, SWIN_SIZES),
 }
-PATCHES = ("dp", "l2")  # variants whose ViTs have names at patch 8 and 32: paper 003, Tables 2 and 3
+PATCHES = ("dp", "l2")  # variants whose ViTs have names at patch 8 and 32: CertViT, Tables 2 and 3
 
 # Prefixes that stand for more, or other, than the attention variant of their name.
 PREFIXES: dict[str, Options] = {
@@ -108,7 +108,7 @@ PREFIXES: dict[str, Options] = {
 OWN_FAMILY = ("conv",)  # variants that are no part of a ViT, but have backbones of their own below
 
 LIPSCHITZ: Options = VIT | {"block": "normfirst", "global_pool": "avg", "patch_cap": 1.0, "mlp_ratio": 2.0}
-# Paper 004: 3 layers, width 128, patch 16, LayerProject, SLL, caps. The paper has R = 1 before the attention; here it
+# LoFAST: 3 layers, width 128, patch 16, LayerProject, SLL, caps. The paper has R = 1 before the attention; here it
 # is R = 2 with smaller caps on W_Q and W_K (README, results).
 LOFAST_C10: Options = LIPSCHITZ | {
     "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.35, "o_cap": 0.35},
@@ -162,7 +162,7 @@ SPEC_DIGITS: Options = LIPSCHITZ | {
 }
 
 
-# The family of paper 004 as published: R = 1 before the attention, caps on W_V and W_O a fraction of 1 (0.25 to 1
+# The family of LoFAST as published: R = 1 before the attention, caps on W_V and W_O a fraction of 1 (0.25 to 1
 # there: `attention.v_cap`, `attention.o_cap`), 4 to 8 heads. Figure 2 has width 384, Table 1 width 128.
 LOFAST: Options = LOFAST_C10 | {
     "attention": {"name": "dp", "q_cap": 1.0, "k_cap": 1.0, "v_cap": 0.5, "o_cap": 0.5},
@@ -170,7 +170,7 @@ LOFAST: Options = LOFAST_C10 | {
 }
 LOFAST_SIZES = {128: (3, 4, 5), 384: (2, 4, 6, 8, 12)}  # width: layers
 
-# Paper 001, on CIFAR-10 resized to 224: mean pooling, then the norm; no class token. (The released code averages over
+# CoViT, on CIFAR-10 resized to 224: mean pooling, then the norm; no class token. (The released code averages over
 # one as well.) CoViT has 1-D convolutions over the tokens in place of attention.
 CAUCHY: Options = VIT | {
     "norm": EPS_5,
@@ -217,8 +217,8 @@ COVITS: dict[str, tuple[int, tuple[int, ...], Options]] = {
     "t4": (8, (3, 3, 3, 3), TINY),
 }
 
-# CertViT's ViTs from scratch (paper 003): no biases at all. Depth and MLP ratio are those that give the parameter
-# counts of its Table 1; its Table 4 and text contradict one another and the counts.
+# CertViT's ViTs from scratch (docs/references.md#certvit): no biases at all. Depth and MLP ratio are those that give
+# the parameter counts of its Table 1; its Table 4 and text contradict one another and the counts.
 CERTVIT: Options = VIT | {"attention": {"name": "l2"}, "norm": EPS_5, "bias": False, "qkv_bias": False}
 CERTVITS: dict[str, Options] = {
     "mnist": {"img_size": 28, "in_chans": 1, "patch_size": 7, "embed_dim": 128, "depth": 6, "num_heads": 8},
@@ -236,7 +236,7 @@ CERTVITS: dict[str, Options] = {
 }
 
 
-# The conv nets of paper 003, Table 1 (layers: channels out, kernel size, stride, padding). Its parameter counts include
+# The conv nets of CertViT, Table 1 (layers: channels out, kernel size, stride, padding). Its parameter counts include
 # the thresholds of ReLU_theta for all but MNIST, and its 8C2F has no padding in the strided convolutions.
 CONVNET: Options = {
     "backbone": "convnet",

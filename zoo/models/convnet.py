@@ -1,4 +1,4 @@
-"""CertViT's conv nets 4C3F, 6C2F, 8C2F (paper 003, Table 1) and the rule of their layers.
+"""CertViT's conv nets 4C3F, 6C2F, 8C2F (docs/references.md#certvit, Table 1) and the rule of their layers.
 
     images in [0,1] -> normalise -> (convolution, ReLU_theta) ... -> flatten -> (linear, ReLU_theta) ... -> linear
 
@@ -121,8 +121,8 @@ def conv_norm(weight: Tensor, stride: tuple[int, int], out_size: tuple[int, int]
         y[o, i] = sum_{c, t, b} W[o, c, s b + t] x_(c,t)[i + b].
 
     With outputs i < n it is a submatrix of the circulant of any size L >= n + K - 1, whose norm is the largest of its
-    symbols W^(w) = sum_b W_b e^(2 pi i w b / L) (MATH-PROOFS 2.1). W is real: W^(-w) = conj W^(w), half of the grid is
-    enough. Complex matrices are measured as [[Re, -Im], [Im, Re]], of the same norm.
+    symbols W^(w) = sum_b W_b e^(2 pi i w b / L) (docs/proofs.md#convolution). W is real: W^(-w) = conj W^(w), half of
+    the grid is enough. Complex matrices are measured as [[Re, -Im], [Im, Re]], of the same norm.
 
     Rounding: a computed phase is off by less than 64 u in each part (two angles below 2 pi by 3 u of themselves, their
     sum, the cosine's ulp), a sum of J products by gamma_(J+2): W^ is off by at most 4 (J + 40) u || sum_b |W_b| ||_F.

@@ -112,7 +112,7 @@ def pixel_statistics(options: Options) -> dict[str, tuple[float, ...]]:
 
 
 def _vit(options: Options) -> nn.Module:
-    """ViT, DeiT, ConViT, and the Lipschitz ViTs of papers 003 and 004."""
+    """ViT, DeiT, ConViT, and the Lipschitz ViTs of CertViT and LoFAST."""
     attention = _attention(options)
     norm = _part("norm", options.pop("norm"), NORMS)
     attn_norm = options.pop("attn_norm")
@@ -152,7 +152,7 @@ def _swin(options: Options) -> nn.Module:
 
 
 def _convnet(options: Options) -> nn.Module:
-    """The conv nets of paper 003."""
+    """The conv nets of CertViT."""
     return ConvNet(init=_choice("init", options.pop("init"), INITS), **options)
 
 

@@ -41,6 +41,8 @@ def reach(model: ConvNet, images_BCHW: Tensor, eps: float, local: bool) -> tuple
     """logits_BK, the radius r_B of the last hidden layer and the diagonal d_BF of its D (all ones if not `local`).
 
     Logits and radius are differentiable in the weights. Raises UserError for another model.
+
+    Proof: docs/proofs.md#reach.
     """
     check_reach(model)
     h = model.normalize(images_BCHW)

@@ -97,7 +97,7 @@ class Swin(swin_transformer.SwinTransformer):
 @dataclass(frozen=True)
 class InWindows:
     """Shift, windows, attention, and back. Windows do not see each other, and psi(r) / r is nondecreasing for the bound
-    psi of one window: that of the image is the largest of theirs (MATH-PROOFS.md section 1, tokenwise lemma). Shifts
+    psi of one window: that of the image is the largest of theirs (docs/proofs.md#tokenwise-lemma). Shifts
     and partitions move tokens only; padding adds constants, cropping drops tokens."""
 
     block: SwinTransformerBlock
@@ -125,8 +125,8 @@ class InWindows:
 
     def expansion(self) -> Expand:
         """Windows share r: with superhomogeneous bounds (attention/theory/core.py) sum_w psi_w(r_w) <= max_w psi_w(r),
-        and the same of squares of beta; with others that would be false (MATH-PROOFS section 1, trap). The cap
-        ||g|| beta is put on behind the maximum."""
+        and the same of squares of beta; with others that would be false (docs/proofs.md#tokenwise-trap). The cap
+        ||g|| beta is put on behind the maximum. Proof: docs/proofs.md#superhomogeneous."""
         block = self.block
         _refuse_other_windows(block)
         expand_window = window_bounds(block.attn, block.attn_mask).expand

@@ -240,10 +240,10 @@ def test_models_without_blocks_are_refused() -> None:
 
 
 def test_table_of_bounds_is_in_order() -> None:
-    """PGD <= lofast_local <= lofast <= the naive and SpecFormer's, on the mean, as in Table 3 of paper 004."""
+    """PGD <= lofast_local <= lofast <= the naive and SpecFormer's, on the mean, as in Table 3 of LoFAST."""
     table = analysis.bounds(layer(DOT, 0.5), tokens(4, 4, 8, 0.5), [0.01, 0.1])
     means = analysis.table_3(table)
-    rows = [analysis.PGD, analysis.LOFAST_LOCAL, "LoFAST upper bound", "Theorem 1 of paper 004"]
+    rows = [analysis.PGD, analysis.LOFAST_LOCAL, "LoFAST upper bound", "Theorem 1 of LoFAST"]
     for eps in ("eps=0.01", "eps=0.1"):
         values = [means[eps][row] for row in (*rows, "naive (eq. 12 for zeta)", "SpecFormer upper bound")]
         assert all(low <= high * (1 + 1e-9) for low, high in pairwise(values)), values

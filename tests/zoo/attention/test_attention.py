@@ -291,7 +291,7 @@ def test_untied_l2_attention_is_not_lipschitz_and_has_no_rule(prepared: Callable
 
 
 class WithoutA(L2Attention):
-    """CertViT's code: F(X) = P X W_V W_O (trap D2b)."""
+    """CertViT's code: F(X) = P X W_V W_O (docs/references.md#erratum-certvit-values)."""
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         p = [plain_l2(self, x, head)[0] for head in range(self.num_heads)]
@@ -332,7 +332,8 @@ def norms(*weights: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_eq_40_as_printed_is_broken(tokens: int) -> None:
-    """sqrt(N) / sqrt(D/H) (4 Phi + 1) ||W_Q|| ||W_V|| ||W_O||, one head: A_h brings a second ||W_Q|| (trap D14c)."""
+    """sqrt(N) / sqrt(D/H) (4 Phi + 1) ||W_Q|| ||W_V|| ||W_O||, one head: A_h brings a second ||W_Q||
+    (docs/references.md#erratum-l2-power)."""
     torch.manual_seed(0)
     module = L2Attention(4, 1).double()
     with torch.no_grad():
@@ -344,7 +345,8 @@ def test_eq_40_as_printed_is_broken(tokens: int) -> None:
 
 
 def test_eq_41_is_broken() -> None:
-    """11 ||W_O|| ||W_Q|| ||W_K||, one head, has no W_V: for N = 1 the layer is X W_V W_O (trap D14b)."""
+    """11 ||W_O|| ||W_Q|| ||W_K||, one head, has no W_V: for N = 1 the layer is X W_V W_O
+    (docs/references.md#erratum-ln-values)."""
     torch.manual_seed(0)
     module = LipschitzNormAttention(4, 1).double()
     with torch.no_grad():
@@ -377,7 +379,8 @@ def test_caps_of_l2_are_put_on_by_finish_init() -> None:
 
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_penalised_weights_are_those_of_the_heads(name: str) -> None:
-    """Blocks (H, O, D) of output rows for q, k, v (trap D13), the whole matrix for o."""
+    """Blocks (H, O, D) of output rows for q, k, v (docs/references.md#erratum-specformer-heads), the whole matrix for
+    o."""
     module = randomised(name, 12, 3)
     terms = {branch: (weight, power) for branch, weight, power in module.spectral_terms()}
     assert set(terms) == ({"q", "v", "o"} if name == "l2" else {"q", "k", "v", "o"})

@@ -215,7 +215,7 @@ def test_the_curvature_of_the_norms_is_exact() -> None:
 
 def test_the_maximum_over_tokens_is_refuted_where_the_bound_is_linear() -> None:
     """LayerProject at the kink: max_i |g_i| (r - k_i)_+ is beaten by sharing r among tokens; so is the lemma on tokens
-    applied to min(quadratic, linear) for SmoothProject (MATH-PROOFS 7.3)."""
+    applied to min(quadratic, linear) for SmoothProject (docs/proofs.md#tokenwise-trap)."""
     torch.manual_seed(0)
     many, radius = 16, 1.0
     x = torch.nn.functional.normalize(torch.randn(1, many, D).double(), dim=-1) * (radius - 1e-3)

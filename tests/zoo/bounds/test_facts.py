@@ -124,7 +124,7 @@ class Lukewarm(QKVAttention):
 
 
 def lukewarm(module: Lukewarm) -> Layer:
-    """Theorem 1 of paper 004 has any scale."""
+    """Theorem 1 of LoFAST has any scale."""
     return lofast(module, module, residual=False)
 
 

@@ -200,7 +200,7 @@ def test_bounds_are_monotone_nonnegative_and_survive_infinity(kind: type[nn.Modu
 
 
 def test_the_paper_constants_that_are_wrong_are_caught() -> None:
-    """GELU slope 1.12 (trap D3), and the SLL layer with GELU (D14d): the search refutes both."""
+    """GELU slope 1.12, and the SLL layer with GELU: the search refutes both."""
     x = torch.full((1, 1, 1), 1.4142, dtype=torch.float64)
     r = torch.tensor([0.05], dtype=torch.float64)
     assert largest_change(nn.GELU(), x, r) > 1.12 * r
@@ -216,7 +216,7 @@ def test_the_paper_constants_that_are_wrong_are_caught() -> None:
         layer_of(SLL(D, D, nn.GELU))
 
 
-def test_attention_with_erratum_d8_as_printed_is_caught() -> None:
+def test_eq_25_as_printed_is_caught() -> None:
     """Eq. 25 with W_K W_Q^T in its second term, instead of W_Q W_K^T, under-estimates the change of the logits."""
     torch.manual_seed(0)
     violations = 0

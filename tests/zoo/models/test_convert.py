@@ -277,7 +277,7 @@ def test_untied_l2_attention_keeps_w_k() -> None:
     assert torch.equal(model.blocks[1].attn.k.weight, oracle.blocks[1].attn.qkv.weight.chunk(3)[1])
 
 
-# Paper 003, Table 2: exact parameters of ours, millions in the paper.
+# CertViT, Table 2: exact parameters of ours, millions in the paper.
 TABLE_2: dict[str, tuple[int, float]] = {
     "dp_vit_ti": (5717416, 5.7), "l2_vit_ti": (5268136, 5.2),
     "dp_vit_s": (22050664, 22.0), "l2_vit_s": (20267368, 20.2),

@@ -1,4 +1,4 @@
-"""The conv nets of paper 003: its parameter counts, its layers written out, and the norm of a convolution."""
+"""The conv nets of CertViT: its parameter counts, its layers written out, and the norm of a convolution."""
 
 from itertools import product
 from typing import Any
@@ -16,7 +16,7 @@ from zoo.bounds.facts import NoRule
 from zoo.bounds.rules import layer_of
 from zoo.models.convnet import ConvNet, ReLUx, conv_norm
 
-# Paper 003, Table 1.
+# CertViT, Table 1.
 PUBLISHED = {
     "conv_4c3f_mnist": (1973536, (1, 28), 10),
     "conv_4c3f": (2528096, (3, 32), 10),

@@ -101,7 +101,7 @@ def test_attention_equals_the_equation_written_out() -> None:
 
 
 def test_heads_are_output_rows() -> None:
-    """Trap D13: changing the rows of one head of W_V changes that head's block alone."""
+    """Changing the rows of one head of W_V changes that head's block alone."""
     attention = DotProductAttention(8, 2)
     with torch.no_grad():
         attention.qkv.weight[2 * 8 : 2 * 8 + 4] = 7.0  # W_V, head 0

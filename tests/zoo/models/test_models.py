@@ -172,7 +172,7 @@ def test_timm_creates_the_same_model(name: str) -> None:
 # --- true sizes ------------------------------------------------------------------------------------------------------
 
 COUNTS = {
-    # Paper 003, Table 1. The ViTs: no other depth and MLP ratio gives its counts.
+    # CertViT, Table 1. The ViTs: no other depth and MLP ratio gives its counts.
     "l2_certvit_mnist": 1_094_528,
     "l2_certvit_c10": 4_086_912,
     "l2_certvit_c100": 4_916_736,

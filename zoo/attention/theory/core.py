@@ -20,7 +20,7 @@ and ||R|| is bounded by the same with v~ for c~. T2 and T3 have two bounds each,
     exponential    by E1(tau), E2(tau) and seminorms of delta with P inside: sharper while tau is below 1, or about
 
 What is here needs of the scores only how far they may move: `SeminormBound`s, which a subclass derives from what it
-knows of q, k and v. A mend of these proofs is needed here alone. Proofs: MATH-PROOFS.md section 2.9.
+knows of q, k and v. A mend of these proofs is needed here alone. Proofs: docs/proofs.md#attention-core.
 
 Words.
   radii             upper bounds r_q, r_k, r_v of the Frobenius norms of what is changed (`QKVRadii`)
@@ -30,7 +30,7 @@ Words.
   nu                sd of v under a row of P, in the direction where it is largest
   superhomogeneous  of degree p: psi(t r) >= t^p psi(r) for t >= 1, so psi(r) / r^p does not fall. Of degree 1 for
                     bounds of first order and of ||R||, of degree 2 for remainders, it allows windows to share one
-                    radius: sum_w psi_w(r_w) <= max_w psi_w(r) (MATH-PROOFS section 1, tokenwise lemma)
+                    radius: sum_w psi_w(r_w) <= max_w psi_w(r) (docs/proofs.md#tokenwise-lemma)
   group             the heads whose scores are measured in one number: each by itself, or all of them together
 
 Letters: B images (or windows), C classes, H heads (l), G groups of heads, N tokens (i row, k column), O width of a
@@ -137,7 +137,10 @@ class Core:
         self.nu_BHN = self.softmax.deviation(self.values)
 
     def row_seminorm(self, w: Tensor) -> SeminormBound:
-        """Of the weights w_il p_ilk: sqrt( sum_il w_il Var_il(delta) ). w (..., B, H, N) -> (..., B)."""
+        """Of the weights w_il p_ilk: sqrt( sum_il w_il Var_il(delta) ). w (..., B, H, N) -> (..., B).
+
+        Proof: docs/proofs.md#seminorm-bounds.
+        """
         raise NotImplementedError
 
     def entry_seminorms(self, z: Tensor) -> tuple[SeminormBound, SeminormBound]:
@@ -210,7 +213,7 @@ class Core:
     # second order -----------------------------------------------------------------------------------------------------
 
     def beta(self, r: QKVRadii) -> Tensor:
-        """||R||_F."""
+        """||R||_F. Proof: docs/proofs.md#attention-beta."""
         return least(self.beta_forms(r))
 
     def beta_forms(self, r: QKVRadii) -> Forms:
@@ -258,7 +261,10 @@ class Core:
 
 
 class CoreRemainder:
-    """-<o, R> for gradients o (C, B, H, N, O) of the core's output: T1 + T2 + T3."""
+    """-<o, R> for gradients o (C, B, H, N, O) of the core's output: T1 + T2 + T3.
+
+    Proof: docs/proofs.md#attention-remainder.
+    """
 
     def __init__(self, core: Core, o: Tensor) -> None:
         self.core = core

@@ -69,7 +69,7 @@ def same(r: Tensor) -> QKVRadii:
 
 
 class JointCore(Core):
-    """Final; see `Core`. Its output is that of W_O."""
+    """Final; see `Core`. Its output is that of W_O. Proof: docs/proofs.md#joint-core."""
 
     together = False
 
@@ -97,6 +97,8 @@ class JointCore(Core):
         (a = s W_Q k~ and beta) and of the others (beta) combined: with c = e_k - p,
 
             t1^2 = |c|^2 |beta|^2 + 2 c_i beta.a + |a|^2,        t2 = (|c_i| + |c|) / 2 ||A||.
+
+        Proof: docs/proofs.md#score-change.
         """
         heads, keys = self.heads, self.softmax.centred(self.keys)
         q_HOD = heads.s * heads.q_HOD

@@ -1,8 +1,8 @@
 """The core where q, k and v are changed independently of each other, by at most r_q, r_k and r_v: any attention.
 
-All heads together share the three radii, ||eta^q||_F <= r_q and so on: maxima over heads stand where the general proofs
-(MATH-PROOFS section 2.9) speak of one head. Bounds are superhomogeneous, of degree 1 those of first order and beta, of
-degree 2 those of the remainder. Hence no cap of ||P' - P||, and no min with a bound that grows linearly.
+All heads together share the three radii, ||eta^q||_F <= r_q and so on: maxima over heads stand where
+docs/proofs.md#softmax-path speaks of one head. Bounds are superhomogeneous, of degree 1 those of first order and beta,
+of degree 2 those of the remainder. Hence no cap of ||P' - P||, and no min with a bound that grows linearly.
 
 Letters: as in core.py.
 """
@@ -20,7 +20,7 @@ from zoo.spectral import sigma_upper
 
 
 class SeparateCore(Core):
-    """Final; see `Core`."""
+    """Final; see `Core`. Proof: docs/proofs.md#separate-core."""
 
     together = True
 
@@ -47,6 +47,8 @@ class SeparateCore(Core):
         """With c = e_k - p,
 
         mean-free part of beta:  (sum_j c_j^2 |beta_ij|^2)^(1/2),    of Q:  s |c|,  kappa s / 2 (1 - p_k)
+
+        Proof: docs/proofs.md#score-change.
         """
         length2, p2 = self.length_BHNN.square(), self.p.square()
         cross = (length2 * (1 - 2 * self.p) + (p2 * length2).sum(-1, keepdim=True)).clamp_min(0).sqrt()

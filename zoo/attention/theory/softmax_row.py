@@ -12,7 +12,7 @@ E2(t) = (e^t - 1 - t) / t^2,
     |<p' - p, c> - Cov_p(delta, c)|  <=  E2(tau) sum_k p_k |c~_k| delta~_k^2 + third_cumulant(tau, sd) sd(c) Var(delta)
 
 hold for every delta, but grow exponentially with tau, and are given up beyond TAU_MAX. The relative error of matrix
-products and sums is covered by ROUND and the certificate's slack. Proofs: MATH-PROOFS.md section 2.8.
+products and sums is covered by ROUND and the certificate's slack. Proofs: docs/proofs.md#softmax-path.
 
 Letters: B images, C classes, H heads, N tokens (i row, k column), O width of a head; "..." is C or nothing.
 """
@@ -32,7 +32,8 @@ K2_MAX = 0.2721655271  # sqrt(6) / 9, rounded up: sup |D^2 softmax[v, v]| / |v|^
 
 def eigenvalue_upper(a: Tensor) -> Tensor:
     """lambda_max <= (tr A^32)^(1/32) of symmetric positive matrices (..., n, n), at most n^(1/32) too large; matrix
-    products only, which a GPU does in batches. Scaled by the trace, so that nothing overflows."""
+    products only, which a GPU does in batches. Scaled by the trace, so that nothing overflows.
+    Proof: docs/proofs.md#trace-bound."""
     trace = a.diagonal(dim1=-2, dim2=-1).sum(-1)
     power = a / trace.clamp_min(TINY)[..., None, None]
     for _ in range(4):
@@ -61,7 +62,8 @@ def e2(t: Tensor) -> Tensor:
 
 def third_cumulant(t: Tensor, sd: Tensor) -> Tensor:
     """h = (e^{2 tau} / 2 + e^{3 tau} sd^2 / 10) sd: kappa_3 is at most e^{t tau} sum p |c~| delta~^2, plus, from moving
-    the centres from t = 0, 3 t e^{2 t tau} sd(c) sd^3 + 2 t^3 e^{3 t tau} sd(c) sd^5; the integral with 1 - t."""
+    the centres from t = 0, 3 t e^{2 t tau} sd(c) sd^3 + 2 t^3 e^{3 t tau} sd(c) sd^5; the integral with 1 - t.
+    Proof: docs/proofs.md#softmax-path."""
     return sd * (torch.exp(2 * t) / 2 + torch.exp(3 * t) * sd.square() / 10)
 
 
@@ -84,7 +86,10 @@ class SoftmaxRows:
         self.slope_BHN = self.slope(torch.zeros_like(self.max_BHN))
 
     def slope(self, change_BHN: Tensor) -> Tensor:
-        """||D softmax|| <= min(1/2, max p, max 2 p (1 - p)), while the row of scores moves by at most `change`."""
+        """||D softmax|| <= min(1/2, max p, max 2 p (1 - p)), while the row of scores moves by at most `change`.
+
+        Proof: docs/proofs.md#softmax-first-order.
+        """
         near = (self.logit_near_BHN - _logits(change_BHN)).clamp_min(0)
         mixed = 2 * near.sigmoid() * (-near).sigmoid() * ROUND
         return torch.minimum(mixed, self.peak(change_BHN)).clamp_max(0.5)
@@ -94,7 +99,10 @@ class SoftmaxRows:
         return (self.logit_max_BHN + _logits(change_BHN)).sigmoid() * ROUND
 
     def curvature(self, change_BHN: Tensor) -> Tensor:
-        """||D^2 softmax|| <= min(sqrt(6) / 9, slope sqrt(1 + max p)) on the same ball."""
+        """||D^2 softmax|| <= min(sqrt(6) / 9, slope sqrt(1 + max p)) on the same ball.
+
+        Proof: docs/proofs.md#softmax-second-order.
+        """
         return (self.slope(change_BHN) * (1 + self.peak(change_BHN)).sqrt()).clamp_max(K2_MAX)
 
     def centred(self, z: Tensor) -> Tensor:
