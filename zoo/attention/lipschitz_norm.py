@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.arithmetic import nan_to_inf
+from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import global_layer
-from zoo.attention.qkv import AttentionBounds, QKVTransform, Split, bounded, least, qkv_split, split
+from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii
-from zoo.attention.theory.softmax_row import nan_to_inf
-from zoo.bounds.curvature import Expand, curvature
-from zoo.bounds.rules import Layer, local_rule, rule
+from zoo.bounds.facts import register
+from zoo.bounds.rules import Layer
 
 SMALLEST_C = 1e-12  # 0 / 0 where two of u, v, w vanish
 
@@ -38,7 +39,6 @@ class LipschitzNormAttention(QKVAttention):
 VARIANTS = {"ln": LipschitzNormAttention}
 
 
-@rule(LipschitzNormAttention)
 def lipschitz_norm(module: LipschitzNormAttention) -> Layer:
     """Global: gains (1, 1 + kappa, 1 + sqrt(gamma)) on Q, K, V (see `global_layer`), (0, 0, 1) for N = 1, with
 
@@ -205,7 +205,6 @@ class _Quotient:
         return torch.stack(parts)
 
 
-@split(LipschitzNormAttention)
 def lipschitz_norm_split(module: LipschitzNormAttention) -> Split:
     """The quotient, then the core."""
 
@@ -217,13 +216,4 @@ def lipschitz_norm_split(module: LipschitzNormAttention) -> Split:
     return qkv_split(module, transform)
 
 
-@local_rule(LipschitzNormAttention)
-def local_lipschitz_norm(module: LipschitzNormAttention) -> Layer:
-    """With c and the softmax where they are."""
-    return least(lipschitz_norm(module), AttentionBounds(module, module).layer)
-
-
-@curvature(LipschitzNormAttention)
-def expand_lipschitz_norm(module: LipschitzNormAttention) -> Expand:
-    """The remainders of the quotient and of the core."""
-    return bounded(AttentionBounds(module, module).expand, local_lipschitz_norm(module))
+register(LipschitzNormAttention, softmax_facts(lipschitz_norm, lipschitz_norm_split))

@@ -4,8 +4,8 @@
 
 The first and the last step are linear. `transform` is the identity, or what a variant does to its projections
 (`QKVTransform`); the core is `SeparateCore` of theory/, whose words are those of theory/core.py. A variant says what
-its steps are by a function under `@split`, and has by that all rules: its own, and those inside windows (window.py) and
-with gated positions (gpsa.py). The composition is that of zoo/bounds/curvature.py, with three radii in place of one:
+its steps are by the fact `split`, and has by that all rules: its own, and those inside windows (window.py) and with
+gated positions (gpsa.py). The composition is that of zoo/bounds/curvature.py, with three radii in place of one:
 
     <g, R(G)> = <o, R_core> + <J_core^T o, R_transform>,     o = g W_O^T,
     ||R(G)|| <= ||W_O|| ( beta_core + sum_{q,k,v} ||J_core|| beta_transform ).
@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.arithmetic import product
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.attention.theory.separate import SeparateCore
 from zoo.bounds.curvature import Expand, Expansion
-from zoo.bounds.rules import Bound, Layer, NoRule, expect
+from zoo.bounds.facts import NoRule, expect, facts_of
+from zoo.bounds.rules import Bound, Layer
 from zoo.spectral import sigma_upper
 
 ThreeBounds = Callable[[QKVRadii], QKVRadii]
@@ -70,24 +72,13 @@ class Split:
     transform: Callable[[Tensor], QKVTransform] = identity
 
 
-_SPLITS: dict[type[nn.Module], Callable[..., Split]] = {}
-
-
-def split(kind: type[nn.Module]) -> Callable[[Callable[..., Split]], Callable[..., Split]]:
-    """Enter the decorated function into the table for this exact type."""
-
-    def enter(function: Callable[..., Split]) -> Callable[..., Split]:
-        _SPLITS[kind] = function
-        return function
-
-    return enter
-
-
 def split_of(module: nn.Module) -> Split:
-    """Raises `NoRule`."""
-    if type(module) not in _SPLITS:
+    """The steps of a softmax attention. Raises `NoRule`."""
+    split = facts_of(module).split
+    if split is None:
         raise NoRule(module, "it is not known how its queries, keys and values are made")
-    return _SPLITS[type(module)](module)
+    found: Split = split(module)
+    return found
 
 
 def qkv_split(module: QKVAttention, transform: Callable[[Tensor], QKVTransform] = identity) -> Split:
@@ -149,7 +140,7 @@ class AttentionBounds:
         gains = core.gains
 
         def through(r: QKVRadii) -> Tensor:
-            return sum((_product(gain, one) for gain, one in zip(gains, r, strict=True)), torch.zeros_like(r.q))
+            return sum((product(gain, one) for gain, one in zip(gains, r, strict=True)), torch.zeros_like(r.q))
 
         def beta(r: Tensor) -> Tensor:
             r_3 = self.projected(r)
@@ -184,11 +175,11 @@ def bounded(expand: Expand, layer: Layer) -> Expand:
         inner, (_, lip) = expand(x), layer(x)
 
         def beta(r: Tensor) -> Tensor:
-            return torch.minimum(inner.beta(r), lip(r) + _product(inner.gain_B, r))
+            return torch.minimum(inner.beta(r), lip(r) + product(inner.gain_B, r))
 
         def remainder(g: Tensor) -> Bound:
             bound, length_CB = inner.remainder(g), g.flatten(2).norm(dim=-1)
-            return lambda r: torch.minimum(bound(r), _product(length_CB, beta(r)))
+            return lambda r: torch.minimum(bound(r), product(length_CB, beta(r)))
 
         return replace(inner, beta=beta, remainder=remainder)
 
@@ -203,8 +194,3 @@ def least(*layers: Layer) -> Layer:
         return found[0][0], lambda r: torch.stack([bound(r) for _, bound in found]).amin(0)
 
     return layer
-
-
-def _product(factor: Tensor, bound: Tensor) -> Tensor:
-    """0 times infinity is 0: nothing gets through."""
-    return torch.where((factor == 0) | (bound == 0), 0.0, factor * bound)

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.arithmetic import nan_to_inf
+from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import global_layer
-from zoo.attention.qkv import AttentionBounds, QKVTransform, Split, bounded, least, qkv_split, split
+from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii
-from zoo.attention.theory.softmax_row import nan_to_inf
-from zoo.bounds.curvature import Expand, curvature
-from zoo.bounds.rules import Bound, Layer, local_rule, rule
-from zoo.layers.norms import bounded_normalisation, normalisation_bend, smooth_expansion
+from zoo.bounds.facts import register
+from zoo.bounds.rules import Bound, Layer
+from zoo.layers.norms import bounded_normalisation, normalisation_remainder, smooth_expansion
 
 
 class ScaledCosineAttention(QKVAttention):
@@ -48,7 +49,6 @@ class ScaledCosineAttention(QKVAttention):
 VARIANTS = {"scsa": ScaledCosineAttention}
 
 
-@rule(ScaledCosineAttention)
 def scsa(module: ScaledCosineAttention) -> Layer:
     """Global. With pi = 1 / (1 + (N - 1) exp(-2 tau)), an upper bound of every p_ij,
 
@@ -81,7 +81,6 @@ def scsa(module: ScaledCosineAttention) -> Layer:
 # local rules, and second order ----------------------------------------------------------------------------------------
 
 
-@split(ScaledCosineAttention)
 def scsa_split(module: ScaledCosineAttention) -> Split:
     """MATH-PROOFS section 2.11: the bounded normalisation of radius sqrt(e) on every row, divided by sqrt(e), then the
     core. Rows join by their maxima, as in zoo/layers/norms.py."""
@@ -91,7 +90,8 @@ def scsa_split(module: ScaledCosineAttention) -> Split:
     def transform(projected_3BHNO: Tensor) -> QKVTransform:
         rows = [smooth_expansion(u, root) for u in projected_3BHNO]
         lips = [bounded_normalisation(u, root) for u in projected_3BHNO]
-        bends = [normalisation_bend((u.square().sum(-1) + module.eps).sqrt().flatten(1), root) for u in projected_3BHNO]
+        lengths = [(u.square().sum(-1) + module.eps).sqrt().flatten(1) for u in projected_3BHNO]
+        of_rows = [normalisation_remainder(length, root) for length in lengths]
 
         def each(bounds: list[Bound], r: QKVRadii) -> QKVRadii:
             return QKVRadii(*(abs(size) * bound(one) for size, bound, one in zip(sizes_3, bounds, r, strict=True)))
@@ -100,7 +100,7 @@ def scsa_split(module: ScaledCosineAttention) -> Split:
             weights = [abs(size) * g.norm(dim=-1).flatten(2) for size, g in zip(sizes_3, g_3CBHNO, strict=True)]
 
             def bound(r: QKVRadii) -> Tensor:
-                parts = [(w * bend(one)).amax(-1) for w, bend, one in zip(weights, bends, r, strict=True)]
+                parts = [(w * of_row(one)).amax(-1) for w, of_row, one in zip(weights, of_rows, r, strict=True)]
                 return nan_to_inf(parts[0] + parts[1] + parts[2])
 
             return bound
@@ -117,13 +117,4 @@ def scsa_split(module: ScaledCosineAttention) -> Split:
     return qkv_split(module, transform)
 
 
-@local_rule(ScaledCosineAttention)
-def local_scsa(module: ScaledCosineAttention) -> Layer:
-    """With the rows and the softmax where they are."""
-    return least(scsa(module), AttentionBounds(module, module).layer)
-
-
-@curvature(ScaledCosineAttention)
-def expand_scsa(module: ScaledCosineAttention) -> Expand:
-    """The rows' remainders and the core's."""
-    return bounded(AttentionBounds(module, module).expand, local_scsa(module))
+register(ScaledCosineAttention, softmax_facts(scsa, scsa_split))

@@ -19,7 +19,7 @@ from certify.methods.correct import OfCorrect
 from certify.methods.lofast import LoFAST
 from certizoo import UserError
 from tests.tools.ascent import ascend
-from zoo.bounds.rules import NoRule
+from zoo.bounds.facts import NoRule
 
 SMALL: dict[str, Any] = {
     "img_size": 8,

@@ -10,22 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor, nn
 
 from tests.tools.ascent import ascend, largest_change
 from tests.tools.expansions import Instance, largest_dip, largest_gain, largest_remainder, report
-from zoo.attention.dot_product import DotProductAttention, heads_of, split_heads
+from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
+from zoo.attention.local import heads_of, split_heads
 from zoo.attention.scsa import ScaledCosineAttention
-from zoo.attention.theory.core import CoreRemainder
+from zoo.attention.softmax import SoftmaxAttention
+from zoo.attention.theory.core import CoreRemainder, Forms
 from zoo.attention.theory.joint import JointCore, same
 from zoo.attention.theory.softmax_row import K2_MAX, SoftmaxRows, e1, e2, eigenvalue_upper
 from zoo.attention.window import WindowAttention
 from zoo.bounds.curvature import expansion_of
-from zoo.bounds.rules import Bound, layer_of, local, local_rule_types, residual_layer_of
+from zoo.bounds.facts import types_where
+from zoo.bounds.links import Residual
+from zoo.bounds.rules import layer_of, residual_layer_of
 from zoo.layers.norms import SmoothProject
 
 N, D, H = 5, 12, 3
@@ -82,9 +85,6 @@ def mixtures(kind: type[nn.Module], modules: int = 15) -> Iterator[Instance]:
         yield instance(random_(MIXTURES[kind](), 2.0 ** (i % 6 - 3)), tokens=4)
 
 
-Forms = dict[str, Bound]  # several bounds of the same thing
-
-
 def core_of(case: Instance) -> JointCore:
     module: Any = case.module
     q, k, v = module.projections(case.x)
@@ -98,17 +98,13 @@ def remainder_of(case: Instance, core: JointCore) -> CoreRemainder:
 
 def remainder_forms(case: Instance) -> Forms:
     """With the terms of each form alone, and with the least of each."""
-    terms = remainder_of(case, core_of(case))
-    t2, t3 = terms.t2_forms(), terms.t3_forms()
-    assert set(t2) == set(t3)
-    whole: Forms = {name: lambda r, name=name: terms.t1(same(r)) + t2[name](same(r)) + t3[name](same(r)) for name in t2}  # type: ignore[misc]
-    return whole | {"least": lambda r: terms(same(r))}
+    remainder, r = remainder_of(case, core_of(case)), same(case.r_B)
+    t1, t2, t3 = remainder.terms(r)
+    return {name: t1 + t2[name] + t3[name] for name in ("box", "exponential")} | {"least": remainder(r)}
 
 
 def beta_forms(case: Instance) -> Forms:
-    forms = core_of(case).beta_forms()
-    whole: Forms = {name: lambda r, form=form: form(same(r)) for name, form in forms.items()}  # type: ignore[misc]
-    return whole | {"least": expansion_of(case.module)(case.x).beta}
+    return core_of(case).beta_forms(same(case.r_B)) | {"least": expansion_of(case.module)(case.x).beta(case.r_B)}
 
 
 Attacked = list[tuple[Instance, Tensor, Tensor]]
@@ -120,10 +116,9 @@ def attacked() -> Attacked:
     return [(case, largest_dip(case)[0], largest_remainder(case)) for case in instances()]
 
 
-def ratios(pairs: list[tuple[Forms, Tensor, Tensor]]) -> dict[str, Tensor]:
+def ratios(pairs: list[tuple[Forms, Tensor]]) -> dict[str, Tensor]:
     """bound / best found of each form, over all instances."""
-    names = pairs[0][0]
-    return {name: torch.cat([forms[name](r).flatten() / positive(best) for forms, r, best in pairs]) for name in names}
+    return {name: torch.cat([forms[name].flatten() / positive(best) for forms, best in pairs]) for name in pairs[0][0]}
 
 
 def positive(best: Tensor) -> Tensor:
@@ -132,7 +127,7 @@ def positive(best: Tensor) -> Tensor:
 
 
 def test_no_ascent_beats_a_form_of_the_remainder(attacked: Attacked) -> None:
-    found = ratios([(remainder_forms(case), case.r_B, dip) for case, dip, _ in attacked])
+    found = ratios([(remainder_forms(case), dip) for case, dip, _ in attacked])
     report("remainder", found)
     for name, ratio in found.items():
         assert ratio.min() >= 1, name
@@ -142,7 +137,7 @@ def test_no_ascent_beats_a_form_of_the_remainder(attacked: Attacked) -> None:
 
 
 def test_no_ascent_beats_a_form_of_beta(attacked: Attacked) -> None:
-    found = ratios([(beta_forms(case), case.r_B, most) for case, _, most in attacked])
+    found = ratios([(beta_forms(case), most) for case, _, most in attacked])
     report("beta", found)
     for name, ratio in found.items():
         assert ratio.min() >= 1, name
@@ -174,9 +169,7 @@ def test_no_ascent_beats_the_local_rule(kind: type[nn.Module], residual: bool) -
     for case in mixtures(kind):
         of = residual_layer_of if residual else layer_of
         published = of(case.module)(case.x)[1](case.r_B)
-        with local():
-            layer = of(case.module)
-        y, bound = layer(case.x)
+        y, bound = of(case.module, local=True)(case.x)
 
         def f(z: Tensor, module: nn.Module = case.module) -> Tensor:
             return z + module(z) if residual else module(z)
@@ -192,26 +185,30 @@ def test_no_ascent_beats_the_local_rule(kind: type[nn.Module], residual: bool) -
 
 
 def test_every_local_rule_and_expansion_has_a_case() -> None:
-    elsewhere = {L2Attention, ScaledCosineAttention, LipschitzNormAttention, SwinTransformerBlock}
-    assert set(local_rule_types()) == set(MIXTURES) | elsewhere  # test_curvature_variants.py
+    elsewhere = {L2Attention, ScaledCosineAttention, LipschitzNormAttention}
+    kinds = set(MIXTURES) | elsewhere  # test_curvature_variants.py
+    assert set(types_where(lambda facts: facts.local)) == kinds
+    assert set(types_where(lambda facts: facts.local_residual)) <= set(MIXTURES)
+    assert {kind for kind in types_where(lambda facts: facts.expansion) if issubclass(kind, SoftmaxAttention)} <= kinds
 
 
-def test_a_layer_keeps_the_rules_it_was_built_with() -> None:
+def test_local_reaches_every_part_of_a_chain() -> None:
+    """Of a chain in a chain, and of a residual sum."""
     case = next(instances())
-    outside = layer_of(case.module)
-    with local():
-        inside = layer_of(case.module)
-        assert (outside(case.x)[1](case.r_B) > inside(case.x)[1](case.r_B)).all()
-    assert (outside(case.x)[1](case.r_B) > inside(case.x)[1](case.r_B)).all()
-    torch.testing.assert_close(layer_of(case.module)(case.x)[1](case.r_B), outside(case.x)[1](case.r_B))
+    alone = {local: layer_of(case.module, local=local)(case.x)[1](case.r_B) for local in (False, True)}
+    assert (alone[False] > alone[True]).all()
+    chained = nn.Sequential(nn.Identity(), nn.Sequential(case.module))
+    for local, bound_B in alone.items():
+        torch.testing.assert_close(layer_of(chained, local=local)(case.x)[1](case.r_B), bound_B, rtol=0, atol=0)
+        summed = Residual(nn.Identity(), chained).layer(local)
+        torch.testing.assert_close(summed(case.x)[1](case.r_B), case.r_B + bound_B, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", MIXTURES, ids=lambda kind: kind.__name__)
 def test_bounds_are_monotone_and_survive_zero_and_infinity(kind: type[nn.Module]) -> None:
     for case in mixtures(kind, modules=6):
         expansion = case.expansion()
-        with local():
-            change = layer_of(case.module)(case.x)[1]
+        change = layer_of(case.module, local=True)(case.x)[1]
         remainder = expansion.remainder(torch.cat([case.g, 0 * case.g]))
         for bound in (change, expansion.beta, lambda r: remainder(r.unsqueeze(-2))):  # noqa: B023
             factors = (0.0, 1e-9, 1e-3, 0.1, 1.0, 1.001, 2.0, 10.0, 1e3, 1e200, math.inf)
@@ -389,7 +386,7 @@ def test_the_second_order_of_the_scores_holds() -> None:
             quadratic = (delta(x) + delta(2 * case.x.repeat(times, 1, 1) - x)) / 2
             return -(weight.repeat(times, 1, 1, 1) * quadratic).sum((-3, -2, -1))
 
-        t1 = remainder_of(case, core).t1(same(case.r_B))[0]
+        t1 = remainder_of(case, core).terms(same(case.r_B))[0][0]
         nearest.append(ascend(found, case.x, case.r_B, 40, 3) / t1)
     assert torch.cat(nearest).max() <= 1
     assert torch.cat(nearest).max() > 0.4

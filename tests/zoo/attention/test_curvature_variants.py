@@ -24,9 +24,10 @@ from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.attention.theory.separate import SeparateCore
 from zoo.attention.window import WindowAttention
-from zoo.bounds.curvature import Expansion, composition, expansion_of, nodes_of
-from zoo.bounds.rules import NoRule, layer_of, local
-from zoo.models.swin import _expand_in_windows, _in_windows, masked_local
+from zoo.bounds.curvature import Expansion, composition, nodes_of
+from zoo.bounds.facts import NoRule
+from zoo.bounds.rules import layer_of
+from zoo.models.swin import InWindows
 
 N, D, H = 4, 12, 3
 MODULES, INPUTS = 9, 24
@@ -47,14 +48,6 @@ CASES: dict[str, tuple[Callable[[float], nn.Module], float, float]] = {
 }
 
 
-class Locally(Instance):
-    """With local rules, as the adjoint certificate has them."""
-
-    def expansion(self) -> Expansion:
-        with torch.no_grad(), local():
-            return expansion_of(self.module)(self.x)
-
-
 def random_(module: nn.Module, scale: float) -> Any:
     with torch.no_grad():
         for parameter in module.parameters():
@@ -70,7 +63,7 @@ def instances(kind: str, modules: int = MODULES) -> Iterator[Instance]:
         module = random_(CASES[kind][0](2.0 ** (i % 3 - 1)), scale)
         x = torch.randn(INPUTS, N, D).double() * 10 ** torch.empty(INPUTS, 1, 1).uniform_(-1, 0.7).double()
         r = x.flatten(1).norm(dim=1) * 10 ** torch.empty(INPUTS).uniform_(-3, -0.3).double()
-        yield Locally(module, x, torch.randn(1, INPUTS, N, D).double(), r)
+        yield Instance(module, x, torch.randn(1, INPUTS, N, D).double(), r)
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -88,8 +81,7 @@ def test_no_ascent_beats_remainder_beta_or_gain(kind: str) -> None:
 def test_no_ascent_beats_the_local_rule(kind: str) -> None:
     found = []
     for case in instances(kind):
-        with local():
-            y, bound = layer_of(case.module)(case.x)
+        y, bound = layer_of(case.module, local=True)(case.x)
         torch.testing.assert_close(y, case.module(case.x))
         found.append(bound(case.r_B) / largest_change(case.module, case.x, case.r_B, 20, 2))
     ratio = torch.cat(found)
@@ -102,8 +94,7 @@ def test_no_ascent_beats_the_local_rule(kind: str) -> None:
 def test_bounds_are_monotone_and_survive_zero_and_infinity(kind: str) -> None:
     for case in instances(kind, modules=5):
         expansion = case.expansion()
-        with local():
-            change = layer_of(case.module)(case.x)[1]
+        change = layer_of(case.module, local=True)(case.x)[1]
         remainder = expansion.remainder(case.g)
         for bound in (change, expansion.beta, lambda r: remainder(r.unsqueeze(-2))):  # noqa: B023
             factors = (0.0, 1e-9, 1e-3, 0.1, 1.0, 1.001, 2.0, 10.0, 1e3, 1e200, math.inf)
@@ -201,14 +192,13 @@ def test_no_ascent_beats_a_form_of_the_core(kappa: float) -> None:
         r, radius = QKVRadii(*r_B3.unbind(1)), r_B3.norm(dim=1)
         largest = ascend(size, qkv, radius, 30, 3)
         deepest = ascend(dip, qkv, radius, 30, 3)
-        size_B, terms = radius + (p @ v).flatten(1).norm(dim=1), core.remainder(o)
-        for name, form in core.beta_forms().items():
-            found.setdefault(f"beta {name}", []).append(ratios(form(r), largest, size_B))
-        for name in terms.t2_forms():
-            whole = terms.t1(r) + terms.t2_forms()[name](r) + terms.t3_forms()[name](r)
-            found.setdefault(f"remainder {name}", []).append(
-                ratios(whole[0], deepest, o.flatten(2).norm(dim=2)[0] * size_B)
-            )
+        size_B, o_B = radius + (p @ v).flatten(1).norm(dim=1), o.flatten(2).norm(dim=2)[0]
+        for name, bound in core.beta_forms(r).items():
+            found.setdefault(f"beta {name}", []).append(ratios(bound, largest, size_B))
+        t1, t2, t3 = core.remainder(o).terms(r)
+        for name in t2:
+            whole = (t1 + t2[name] + t3[name])[0]
+            found.setdefault(f"remainder {name}", []).append(ratios(whole, deepest, o_B * size_B))
     report(f"core, kappa {kappa}", {name: torch.cat(values) for name, values in found.items()})
     assert len(found) == 5
     for name, values in found.items():
@@ -259,7 +249,7 @@ def test_seminorm_bounds_and_tau_of_the_core(kind: str) -> None:
         found_tau = ascend(largest, qk, radius, 40, 3)
         found = ascend(weighted, qk, radius, 40, 3)
         o = torch.randn(1, *core.q.shape).double()
-        slope, t1 = core.p * core.directional(o)[0], core.remainder(o).t1(r)[0]
+        slope, t1 = core.p * core.directional(o)[0], core.remainder(o).terms(r)[0][0]
 
         def dip(z: Tensor, slope: Tensor = slope, delta: Any = delta, qk: Tensor = qk) -> Tensor:
             many = len(z) // INPUTS
@@ -320,7 +310,7 @@ def test_windows_of_a_swin_block_share_the_radius(attention: str, remainder: flo
         x = x * 10 ** torch.empty(1, 3, 3, 1).uniform_(-1, 0.3).double()  # windows that differ
         r_B = x.flatten(1).norm(dim=1) * 10 ** torch.empty(44).uniform_(-3.5, -1).double()
         g = torch.randn(1, *x.shape).double()
-        expansion = _expand_in_windows(block)(x)
+        expansion = InWindows(block).expansion()(x)
         case = expanded(attended(block), x, expansion, g, r_B)
         size_B = case.size_B()
         torch.testing.assert_close(expansion.y, case.module(x))
@@ -328,9 +318,9 @@ def test_windows_of_a_swin_block_share_the_radius(attention: str, remainder: flo
         dips.append(ratios(expansion.remainder(g)(r_B[None])[0], largest_dip(case, 14, 2)[0], g_B * size_B))
         mosts.append(ratios(expansion.beta(r_B), largest_remainder(case, 14, 2), size_B))
         ratios(expansion.gain_B, largest_gain(case, 10), torch.ones_like(size_B))
-        change = _in_windows(block, masked_local)(x)[1](r_B)
+        change = InWindows(block).layer(local=True)(x)[1](r_B)
         changes.append(change / largest_change(case.module, x, r_B, 15, 2))
-        assert (change <= _in_windows(block)(x)[1](r_B) * (1 + 1e-9)).all()
+        assert (change <= InWindows(block).layer(local=False)(x)[1](r_B) * (1 + 1e-9)).all()
     dip, most, change = torch.cat(dips), torch.cat(mosts), torch.cat(changes)
     print(
         f"swin {attention}: remainder {dip.min():.2f} median {dip.median():.2f}, beta {most.min():.2f} median "
@@ -345,8 +335,7 @@ def test_the_nodes_of_a_swin_stage_are_the_stage() -> None:
     torch.manual_seed(2)
     stage = swin_blocks("l2", 1.0)
     x, g = torch.randn(3, 5, 5, D).double(), torch.randn(2, 3, 3, 3, 2 * D).double()
-    with local():
-        chain = composition(nodes_of(stage))
+    chain = composition(nodes_of(stage))
     expansion = chain(x)
     torch.testing.assert_close(expansion.y, stage(x))
     for one, pulled in zip(g, expansion.pull(g), strict=True):
@@ -357,5 +346,4 @@ def test_an_untied_l2_has_local_rules_only() -> None:
     module = random_(L2Attention(D, H, tied=False), 1.0)
     with pytest.raises(NoRule, match="Lipschitz"):
         layer_of(module)
-    with local():
-        layer_of(module)
+    layer_of(module, local=True)

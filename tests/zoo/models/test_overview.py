@@ -43,7 +43,7 @@ def test_weights_of_a_large_model_are_never_allocated() -> None:
 
 
 def test_rules_are_really_tried() -> None:
-    """The verdict is that of `zoo.bounds.rules` on the model's own parts, with its reason."""
+    """The verdict is that of `zoo.rules` on the model's own parts, with its reason."""
     assert overview.lofast_refusal("dp_vit_l") == ""
     assert overview.lofast_refusal("l2_vit_b") == ""
     untied = overview.lofast_refusal("l2_vit_b", attention={"name": "l2", "tied": False})

@@ -38,7 +38,6 @@ head; "..." is C or nothing, and whatever the radii have in front of B.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -46,7 +45,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zoo.attention.theory.softmax_row import SoftmaxRows, e1, e2, exponential, nan_to_inf, norm_upper, third_cumulant
+from zoo.arithmetic import nan_to_inf
+from zoo.attention.theory.softmax_row import SoftmaxRows, e1, e2, exponential, norm_upper, third_cumulant
 
 
 class QKVRadii(NamedTuple):
@@ -78,16 +78,18 @@ class SeminormBound(NamedTuple):
         return r.q * r.k * self.qk + r.k.square() * self.kk
 
     def at(self, r: QKVRadii) -> Tensor:
-        return r.q * (self.q + r.k * self.qk) + r.k * (self.k + r.k * self.kk)
+        by_q, by_k = self.q + r.k * self.qk, self.k
+        if not isinstance(self.kk, float) or self.kk:  # not worth three more products where it is 0
+            by_k = by_k + r.k * self.kk
+        return r.q * by_q + r.k * by_k
 
 
-ThreeBounds = Callable[[QKVRadii], Tensor]
-Forms = dict[str, ThreeBounds]  # several bounds of the same thing
+Forms = dict[str, Tensor]  # several bounds of the same thing
 
 
-def least(forms: Forms, r: QKVRadii) -> Tensor:
+def least(forms: Forms) -> Tensor:
     """All of them hold."""
-    return torch.stack(torch.broadcast_tensors(*(form(r) for form in forms.values()))).amin(0)
+    return torch.stack(torch.broadcast_tensors(*forms.values())).amin(0)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Change(NamedTuple):
 
     matrix: Tensor  # ||S' - S||_F of each group (..., B, G)
     row: Tensor  # of each of their rows (..., B, H, N)
-    weights: Tensor  # ||P' - P||_F of each group (..., B, G)
+    p: Tensor  # ||P' - P||_F of each group (..., B, G)
 
 
 class Core:
@@ -122,7 +124,17 @@ class Core:
     norm_o: Tensor | float = 1.0  # of what follows the heads
     norm_v: Tensor | float = 1.0  # of what makes all values, and the largest of one head, the gain included
     norm_v_max: Tensor | float = 1.0
-    weights_max: float = math.inf  # ||P' - P||_F of a head whatever the radii
+    p_change_max: float = math.inf  # ||P' - P||_F of a head whatever the radii
+
+    def __init__(self, score: Score, q: Tensor, k: Tensor, v: Tensor, p: Tensor, mixed: Tensor, gain_H: Tensor) -> None:
+        self.score, self.s = score, abs(score.s)
+        self.q, self.k, self.p, self.mixed, self.gain_H = q, k, p, mixed, gain_H
+        self.softmax = SoftmaxRows(p)
+        # An offset that all keys share moves whole rows of scores, and one of all values drops out of (P' - P) V.
+        self.keys = k - k.mean(-2, keepdim=True)
+        self.values = gain_H[:, None, None] * (v - v.mean(-2, keepdim=True))
+        self.own_BHN = self.s * self.softmax.deviation(self.keys)  # sd of s k~: what eta^q_il does to its row
+        self.nu_BHN = self.softmax.deviation(self.values)
 
     def row_seminorm(self, w: Tensor) -> SeminormBound:
         """Of the weights w_il p_ilk: sqrt( sum_il w_il Var_il(delta) ). w (..., B, H, N) -> (..., B)."""
@@ -136,23 +148,13 @@ class Core:
         """t, u with -<G, Q> <= t r_q r_k + u r_k^2, for G (C, B, H, N, N)."""
         raise NotImplementedError
 
-    def combined(self, weights_BG: Tensor, inputs_BG: Tensor) -> Tensor:
-        """||sum_l (E_l V_l + F_l eta^v_l) W_Ol||_F (..., B) for ||E_l||_F <= weights, ||F_l||_F r_v <= inputs."""
+    def combined(self, p_BG: Tensor, inputs_BG: Tensor) -> Tensor:
+        """||sum_l (E_l V_l + F_l eta^v_l) W_Ol||_F (..., B) for ||E_l||_F <= p, ||F_l||_F r_v <= inputs."""
         raise NotImplementedError
 
     def value_gradients(self, o: Tensor) -> tuple[Tensor, Tensor]:
         """How much o_l moves with eta^v at most, of each group (C, B, G); and o with the gain that `norm_v` lacks."""
         raise NotImplementedError
-
-    def __init__(self, score: Score, q: Tensor, k: Tensor, v: Tensor, p: Tensor, mixed: Tensor, gain_H: Tensor) -> None:
-        self.score, self.s = score, abs(score.s)
-        self.q, self.k, self.p, self.mixed, self.gain_H = q, k, p, mixed, gain_H
-        self.softmax = SoftmaxRows(p)
-        # An offset that all keys share moves whole rows of scores, and one of all values drops out of (P' - P) V.
-        self.keys = k - k.mean(-2, keepdim=True)
-        self.values = gain_H[:, None, None] * (v - v.mean(-2, keepdim=True))
-        self.own_BHN = self.s * self.softmax.deviation(self.keys)  # sd of s k~: what eta^q_il does to its row
-        self.nu_BHN = self.softmax.deviation(self.values)
 
     @cached_property
     def value_seminorm(self) -> SeminormBound:
@@ -173,21 +175,23 @@ class Core:
     def change(self, r: QKVRadii) -> Change:
         matrix = self.matrix.at(r.of(1))
         row = torch.minimum(self.row.at(r.of(2)), matrix.unsqueeze(-1))
-        weights = self.worst(self.softmax.slope(row).amax(-1)) * matrix
-        return Change(matrix, row, weights.clamp_max(self.weights_max))
+        p = self.worst(self.softmax.slope(row).amax(-1)) * matrix
+        return Change(matrix, row, p.clamp_max(self.p_change_max))
 
     def moved(self, r: QKVRadii) -> Tensor:
         """||(P' - P) V'||_F: rows E1(tau) sd(delta) nu, and E1(tau) sd(delta) sqrt(max p) |eta^v|; or by the box."""
+        return self._moved(r, self.change(r))
+
+    def _moved(self, r: QKVRadii, change: Change) -> Tensor:
         total = self.value_seminorm.at(r) + self.norm_v_max * r.v * self.input_seminorm.at(r)
         smooth = self.norm_o * exponential(lambda t: e1(t) * total, self.tau.at(r))
-        weights = self.change(r).weights
-        box = self.combined(weights, weights * r.v.unsqueeze(-1))
+        box = self.combined(change.p, change.p * r.v.unsqueeze(-1))
         return torch.minimum(nan_to_inf(smooth), nan_to_inf(box))
 
     def linear(self, r: QKVRadii) -> Tensor:
         """How far the linear part of (P' - P) V moves: what ||J|| has from the scores."""
-        weights = self.worst(self.softmax.slope_BHN.amax(-1)) * self.matrix.first(r.of(1))
-        box = self.combined(weights, torch.zeros_like(weights))
+        p = self.worst(self.softmax.slope_BHN.amax(-1)) * self.matrix.first(r.of(1))
+        box = self.combined(p, torch.zeros_like(p))
         return nan_to_inf(torch.minimum(self.norm_o * self.value_seminorm.first(r), box))
 
     def pull(self, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,22 +211,23 @@ class Core:
 
     def beta(self, r: QKVRadii) -> Tensor:
         """||R||_F."""
-        return least(self.beta_forms(), r)
+        return least(self.beta_forms(r))
 
-    def beta_forms(self) -> Forms:
-        return {"difference": self._difference, "box": self._beta_box, "exponential": self._beta_exponential}
-
-    def _difference(self, r: QKVRadii) -> Tensor:
-        """(P' - P) V' less the part of first order: never more than both together."""
-        return nan_to_inf(self.moved(r) + self.linear(r))
-
-    def _beta_box(self, r: QKVRadii) -> Tensor:
-        """(lam |Q| + K2 / 2 |dS|^2) ||V|| + lam |dS| |eta^v|; of rows, max_i K2 |dS_i| |dS|."""
+    def beta_forms(self, r: QKVRadii) -> Forms:
+        """The difference is (P' - P) V' less the part of first order: never more than both together."""
         change = self.change(r)
-        weights = self.worst(self.softmax.slope_BHN.amax(-1)) * self.matrix.second(r.of(1))
+        return {
+            "difference": nan_to_inf(self._moved(r, change) + self.linear(r)),
+            "box": self._beta_box(r, change),
+            "exponential": self._beta_exponential(r),
+        }
+
+    def _beta_box(self, r: QKVRadii, change: Change) -> Tensor:
+        """(lam |Q| + K2 / 2 |dS|^2) ||V|| + lam |dS| |eta^v|; of rows, max_i K2 |dS_i| |dS|."""
+        second = self.worst(self.softmax.slope_BHN.amax(-1)) * self.matrix.second(r.of(1))
         bent = self.worst((self.softmax.curvature(change.row) * change.row).amax(-1))
-        weights = weights + 0.5 * bent * change.matrix
-        return nan_to_inf(self.combined(weights, change.weights * r.v.unsqueeze(-1)))
+        p = second + 0.5 * bent * change.matrix
+        return nan_to_inf(self.combined(p, change.p * r.v.unsqueeze(-1)))
 
     @cached_property
     def _value_seminorms(self) -> tuple[SeminormBound, SeminormBound, SeminormBound]:
@@ -263,28 +268,26 @@ class CoreRemainder:
         self.shifted = core.row_seminorm((core.p * c.square()).sum(-1).sqrt())  # sd_p(c)
         self.quadratic = core.quadratic(core.p * c)
         length = o.norm(dim=-1)
-        self.level = core.row_seminorm(length)
+        self.length_seminorm = core.row_seminorm(length)
         self.outer_CBG, o = core.value_gradients(o)
         columns = core.p.mT.sqrt().unsqueeze(-1) * (o / length.clamp_min(1e-300).sqrt().unsqueeze(-1)).unsqueeze(-3)
         self.inputs_CB = norm_upper(columns).amax((-2, -1)) * core.norm_v
 
     def __call__(self, r: QKVRadii) -> Tensor:
         """(..., C, B)."""
-        return self.t1(r) + least(self.t2_forms(), r) + least(self.t3_forms(), r)
+        t1, t2, t3 = self.terms(r)
+        return t1 + least(t2) + least(t3)
 
-    def t1(self, r: QKVRadii) -> Tensor:
-        mixed, keys = self.quadratic
-        return nan_to_inf(mixed * r.q * r.k + keys * r.k.square())
+    def terms(self, r: QKVRadii) -> tuple[Tensor, Forms, Forms]:
+        """T1, and the bounds of T2 and of T3."""
+        change, (by_both, by_keys) = self.core.change(r), self.quadratic
+        t1 = nan_to_inf(by_both * r.q * r.k + by_keys * r.k.square())
+        t2 = {"box": self._t2_box(change), "exponential": self._t2_exponential(r)}
+        return t1, t2, {"box": self._t3_box(r, change), "exponential": self._t3_exponential(r)}
 
-    def t2_forms(self) -> Forms:
-        return {"box": self._t2_box, "exponential": self._t2_exponential}
-
-    def t3_forms(self) -> Forms:
-        return {"box": self._t3_box, "exponential": self._t3_exponential}
-
-    def _t2_box(self, r: QKVRadii) -> Tensor:
+    def _t2_box(self, change: Change) -> Tensor:
         """sum K2 / 2 max_i |c~_i| |dS|^2."""
-        core, change = self.core, self.core.change(r)
+        core = self.core
         bent = core.worst((core.softmax.curvature(change.row) * self.plain_CBHN).amax(-1))
         return nan_to_inf((0.5 * bent * change.matrix.square()).sum(-1))
 
@@ -294,11 +297,11 @@ class CoreRemainder:
         sd = self.core.deviation.at(r.of(2)).amax((-2, -1))
         return nan_to_inf(exponential(lambda t: e2(t) * a + third_cumulant(t, sd) * b, self.core.tau.at(r)))
 
-    def _t3_box(self, r: QKVRadii) -> Tensor:
+    def _t3_box(self, r: QKVRadii, change: Change) -> Tensor:
         """sum lam |dS| ||o|| |eta^v|."""
-        return nan_to_inf(r.v * (self.core.change(r).weights * self.outer_CBG).sum(-1))
+        return nan_to_inf(r.v * (change.p * self.outer_CBG).sum(-1))
 
     def _t3_exponential(self, r: QKVRadii) -> Tensor:
         """E1(tau) |delta| with weights |o| p, times |eta^v| sqrt( max_lk ||sum_i p_ilk o_il o_il^T / |o_il||| )."""
-        total = self.inputs_CB * r.v * self.level.at(r)
+        total = self.inputs_CB * r.v * self.length_seminorm.at(r)
         return nan_to_inf(exponential(lambda t: e1(t) * total, self.core.tau.at(r)))

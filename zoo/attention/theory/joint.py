@@ -77,7 +77,7 @@ class JointCore(Core):
         super().__init__(Score(heads.s), q, k, v, p, mixed, heads.gain_H)
         self.heads = heads
         self.norm_o, self.norm_v, self.norm_v_max = heads.norm_o, heads.norm_v, heads.norm_v_H.amax()
-        self.weights_max = math.sqrt(2 * p.shape[-1]) * ROUND  # rows of P' - P are not longer than sqrt(2)
+        self.p_change_max = math.sqrt(2 * p.shape[-1]) * ROUND  # rows of P' - P are not longer than sqrt(2)
         q_k_weights = zip(q.unbind(1), heads.k_HOD, strict=True)
         self.beta_BHND = self.s * torch.stack([q_l @ k_l for q_l, k_l in q_k_weights], 1)
         self.beta_BHN = self.beta_BHND.norm(dim=-1)
@@ -145,11 +145,11 @@ class JointCore(Core):
 
     # values, and what is made of them ---------------------------------------------------------------------------------
 
-    def combined(self, weights_BG: Tensor, inputs_BG: Tensor) -> Tensor:
+    def combined(self, p_BG: Tensor, inputs_BG: Tensor) -> Tensor:
         """All heads in one norm, or one after the other."""
         heads = self.heads
-        joined = (weights_BG * self.values_BH + inputs_BG * heads.norm_v_H).square().sum(-1).sqrt()
-        apart = (weights_BG * self.outputs_BH + inputs_BG * heads.norm_m_H).sum(-1)
+        joined = (p_BG * self.values_BH + inputs_BG * heads.norm_v_H).square().sum(-1).sqrt()
+        apart = (p_BG * self.outputs_BH + inputs_BG * heads.norm_m_H).sum(-1)
         return torch.minimum(heads.norm_o * joined, apart)
 
     def value_gradients(self, o: Tensor) -> tuple[Tensor, Tensor]:

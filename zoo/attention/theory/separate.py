@@ -13,8 +13,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from zoo.arithmetic import nan_to_inf
 from zoo.attention.theory.core import Core, QKVRadii, Score, SeminormBound
-from zoo.attention.theory.softmax_row import ROUND, nan_to_inf, norm_upper
+from zoo.attention.theory.softmax_row import ROUND, norm_upper
 from zoo.spectral import sigma_upper
 
 
@@ -94,9 +95,9 @@ class SeparateCore(Core):
 
     # values, and what is made of them ---------------------------------------------------------------------------------
 
-    def combined(self, weights_BG: Tensor, inputs_BG: Tensor) -> Tensor:
+    def combined(self, p_BG: Tensor, inputs_BG: Tensor) -> Tensor:
         """||(P' - P) V|| <= max ||V_l|| ||P' - P||, all heads together."""
-        return (weights_BG * self.values_B1 + inputs_BG * self.norm_v_max).squeeze(-1)
+        return (p_BG * self.values_B1 + inputs_BG * self.norm_v_max).squeeze(-1)
 
     def value_gradients(self, o: Tensor) -> tuple[Tensor, Tensor]:
         o = self.gain_H[:, None, None] * o

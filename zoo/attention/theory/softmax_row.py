@@ -70,11 +70,6 @@ def exponential(form: Callable[[Tensor], Tensor], tau: Tensor) -> Tensor:
     return torch.where(tau <= TAU_MAX, form(tau.clamp(max=TAU_MAX)), math.inf)
 
 
-def nan_to_inf(bound: Tensor) -> Tensor:
-    """0 times infinity: nothing is known."""
-    return torch.nan_to_num(bound, nan=math.inf, posinf=math.inf)
-
-
 class SoftmaxRows:
     """The rows of P (B, H, N, N) at the clean scores."""
 
