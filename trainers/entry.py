@@ -55,7 +55,7 @@ def train(config_name: str, overrides: Sequence[str]) -> None:
 
 
 def launcher_argv(argv: Sequence[str]) -> list[str]:
-    """The arguments without the launcher's --local_rank=N, which goes where the other ranks' facts are."""
+    """The arguments without the launcher's --local_rank=N, which goes into the environment, beside RANK."""
     kept, rest = [], iter(argv)
     for argument in rest:
         key, given, value = argument.partition("=")

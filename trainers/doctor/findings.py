@@ -100,10 +100,8 @@ def memory(job: Job, need: Estimate, libraries: int) -> Iterator[Finding]:
         needed = need.a_rank - (need.states if job.deepspeed.offload_optimizer else 0)
         free = torch.cuda.mem_get_info()[0]
     else:
-        needed, free = (
-            need.a_rank + libraries,
-            psutil.virtual_memory().available // min(ranks.world_size(), ranks_here()),
-        )
+        needed = need.a_rank + libraries
+        free = psutil.virtual_memory().available // min(ranks.world_size(), ranks_here())
     text = f"about {size(needed)} a rank (an estimate; libraries on a CPU {size(libraries)}); {size(free)} free a rank"
     mend = "a smaller train.micro_batch_size, train.grad_checkpointing=true, train.precision=bf16 or deepspeed=zero2"
     yield Finding("memory", text, needed <= free, mend)

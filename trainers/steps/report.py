@@ -38,7 +38,7 @@ class Report:
 
     @contextmanager
     def shown(self, first_step: int) -> Iterator["Report"]:
-        """What a resumed run does again is dropped: later steps, and the evaluation of `first_step`. MLflow hears how
+        """What a resumed run does again is dropped: later steps, and the evaluation of `first_step`. MLflow gets how
         the run ended."""
         self._since = self._began = (time.monotonic(), first_step)
         if self.enabled:

@@ -77,12 +77,12 @@ def make_probe(run: Run, step: int) -> Probe:
     torch.manual_seed(seed_of(job.seed, "dropout", step, rank))
     # Drawn where the images are: drawing a batch at 224 on a CPU takes longer than a GPU's whole step.
     generator = Generator(run.world.device).manual_seed(seed_of(job.seed, "attack", step, rank))
-    few = Generator().manual_seed(seed_of(job.seed, "masks", step, rank))
+    of_masks = Generator().manual_seed(seed_of(job.seed, "masks", step, rank))
 
     def attack(images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
         # The last iterate is what adversarial training follows; several restarts need a choice between them.
         worst = job.attack.restarts > 1
-        with core.attacked() as module, masked(core.module, job.masks, progress, few) as disturb:
+        with core.attacked() as module, masked(core.module, job.masks, progress, of_masks) as disturb:
             return job.attack.run(module, images_BCHW, labels_B, generator, keep_worst=worst, disturb=disturb)
 
     def predict(images_BCHW: Tensor) -> Tensor:
