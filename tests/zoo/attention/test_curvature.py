@@ -23,7 +23,7 @@ from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.attention.theory.core import CoreRemainder, Forms
 from zoo.attention.theory.joint import JointCore, same
-from zoo.attention.theory.softmax_row import K2_MAX, SoftmaxRows, e1, e2, eigenvalue_upper
+from zoo.attention.theory.softmax_row import K2_MAX, SoftmaxRows, e1, e2, eigenvalue_upper, third_cumulant
 from zoo.attention.window import WindowAttention
 from zoo.bounds.curvature import expansion_of
 from zoo.bounds.facts import types_where
@@ -278,6 +278,42 @@ def test_the_softmax_constants_hold_on_the_ball_and_are_nearly_attained() -> Non
     centred = direction - (p * direction).sum()
     attained = float((p * (centred.square() - (p * centred.square()).sum())).norm())
     assert K2_MAX * (1 - 1e-9) < attained <= K2_MAX
+
+
+def test_the_exponential_forms_hold_and_are_nearly_attained() -> None:
+    """<p' - p, c>, and what it has beyond Cov(delta, c), at the worst delta; the third cumulant is needed."""
+    scores = rows()
+    p, r = scores.softmax(-1), torch.logspace(-2, 0.7, len(scores)).double().roll(97)
+    c = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)).double()
+    c = c - (p * c).sum(-1, keepdim=True)
+
+    def shares(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of E1, and of E2 with and without the third cumulant."""
+        p_z, c_z, s_z = (one.repeat(len(z) // len(scores), 1) for one in (p, c, scores))
+        delta = z - s_z - (p_z * (z - s_z)).sum(-1, keepdim=True)
+        moved = ((z.softmax(-1) - p_z) * c_z).sum(-1)
+        tau, sd, sd_c = delta.abs().amax(-1), (p_z * delta.square()).sum(-1).sqrt(), (p_z * c_z.square()).sum(-1).sqrt()
+        bent = (moved - (p_z * delta * c_z).sum(-1)).abs()
+        weighted = e2(tau) * (p_z * c_z.abs() * delta.square()).sum(-1)
+        third = third_cumulant(tau, sd) * sd_c * sd.square()
+        return moved.abs() / (e1(tau) * sd * sd_c), bent / (weighted + third), bent / weighted
+
+    first, second, without = (float(ascend(lambda z, i=i: shares(z)[i], scores, r, 60, 6).max()) for i in range(3))  # type: ignore[misc]
+    assert 0.99 < first <= 1
+    assert 0.99 < second <= 1
+    assert without > 1.05
+
+
+def test_centring_is_never_below_the_largest_eigenvalue() -> None:
+    """Of sum_k w_k z~_k^2 = z^T (I - p 1^T) diag(w) (I - 1 p^T) z."""
+    p = rows().softmax(-1)
+    w = 10 ** torch.empty(p.shape).uniform_(-4, 1, generator=torch.Generator().manual_seed(1)).double()
+    away = torch.eye(p.shape[-1]).double() - p.unsqueeze(-2)  # I - 1 p^T
+    largest = torch.linalg.eigvalsh(away.mT @ w.diag_embed() @ away)[..., -1]
+    ratio = SoftmaxRows(p[None, None]).centring(w[None, None])[0, 0] / largest
+    assert ratio.min() >= 1 - 1e-12
+    assert ratio.min() < 1.1
+    assert ratio.max() < 4
 
 
 def test_e1_and_e2_are_rounded_up() -> None:
