@@ -10,12 +10,12 @@ all instances, `compared` those where the search found more than rounding.
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor, nn
 
 from benchmarks.record import record
@@ -23,8 +23,7 @@ from tests.tools.expansions import Instance, tightness
 from tests.zoo.attention import test_curvature as test_curvature_attention
 from tests.zoo.attention import test_curvature_variants
 from tests.zoo.bounds import test_curvature, test_rules
-from zoo.bounds.curvature import curvature_types
-from zoo.bounds.rules import local, local_rule_types, rule_types
+from zoo.rules import affine, types_where
 
 MODULES = 20  # of each case of second order: 200 inputs
 Row = dict[str, Any]
@@ -47,8 +46,7 @@ def first_order(kind: type[nn.Module], name: str) -> Iterator[Row]:
     cases = test_rules.instances(make, test_rules.SHAPES.get(kind, (test_rules.N, test_rules.D)), seed=0)
 
     def search() -> dict[str, Tensor]:
-        with local() if name == "local radius" else nullcontext():
-            reached = test_rules.reached(cases)
+        reached = test_rules.reached(cases, local=name == "local radius")
         if not reached.max() <= 1 + 1e-9:
             raise AssertionError(f"{kind.__name__}: bound beaten by a factor of {reached.max()}")
         return {name: 1 / reached[reached > 0]}
@@ -66,7 +64,7 @@ def expansions() -> dict[type[nn.Module], list[Instance]]:
     kinds: dict[type[nn.Module], list[Instance]] = {}
     for case in (case for source in sources for case in source):
         kinds.setdefault(type(case.module), []).append(case)
-    if set(kinds) != set(curvature_types()):
+    if set(kinds) != set(types_where(lambda facts: facts.expansion not in (None, affine))):
         raise LookupError("the tests have no instances of some rules of second order")
     return kinds
 
@@ -79,9 +77,11 @@ def second_order(kind: type[nn.Module], cases: list[Instance]) -> Iterator[Row]:
 
 
 def all_rows(wanted: Callable[[type[nn.Module]], bool]) -> Iterator[Row]:
-    for name, kinds in (("radius", rule_types()), ("local radius", local_rule_types())):
-        for kind in filter(wanted, kinds):
-            yield from first_order(kind, name)
+    for kind in filter(wanted, types_where(lambda facts: facts.rule or facts.chain)):
+        yield from first_order(kind, "radius")
+    windows = SwinTransformerBlock  # whose local rule is that of its windows
+    for kind in filter(wanted, (*types_where(lambda facts: facts.local), windows)):
+        yield from first_order(kind, "local radius")
     for kind, cases in expansions().items():
         if wanted(kind):
             yield from second_order(kind, cases)

@@ -39,15 +39,19 @@ def compose_config(config_name: str, overrides: Sequence[str], configs: Path = C
 def _composed(config_name: str, overrides: Sequence[str], configs: Path) -> DictConfig:
     """As Hydra composes it. A model that needs no recipe is handed to Hydra when Hydra has found none, wherever it was
     chosen: on the command line or by an experiment."""
-    while True:
-        try:
-            with initialize_config_dir(str(configs), version_base="1.3"):
-                return compose(config_name, overrides=list(overrides))
-        except MissingConfigException as error:
-            group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
-            if group != "model" or name not in unwritten(configs):
-                raise
-            ConfigStore.instance().store(name, unwritten(configs)[name], group, package="_global_")
+    store = ConfigStore.instance()
+    try:
+        while True:
+            try:
+                with initialize_config_dir(str(configs), version_base="1.3"):
+                    return compose(config_name, overrides=list(overrides))
+            except MissingConfigException as error:
+                group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+                if group != "model" or name not in unwritten(configs):
+                    raise
+                store.store(name, unwritten(configs)[name], group, package="_global_")
+    finally:
+        store.repo.pop("model", None)  # the next composition may find a file of that name
 
 
 def _free_of_plus(override: str) -> str:

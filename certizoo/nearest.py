@@ -20,7 +20,10 @@ def nearest(wrong: str, known: Iterable[str]) -> list[str]:
             ratios.append(matcher.ratio())
         return max(ratios)
 
-    return sorted(known, key=lambda name: (-likeness(name), name))[:SHOWN]
+    def by_alphabet(name: str) -> list[tuple[bool, str]]:
+        return [(letter.isdigit(), letter) for letter in name]  # dp_vit_ti before dp_vit_t1
+
+    return sorted(known, key=lambda name: (-likeness(name), by_alphabet(name)))[:SHOWN]
 
 
 def choices(wrong: str, known: Collection[str], listed: str | None = None) -> str:

@@ -5,7 +5,10 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the project, not trainers/, is where imports start
-    from trainers.certvit.run import run
+    from certizoo.imports import large_imports
     from trainers.entry import main
+
+    with large_imports():
+        from trainers.certvit.run import run
 
     main("constrain", work=run)

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 
 from certizoo.compose import compose_config
 from certizoo.errors import EXIT_USER_ERROR, UserError, one_line_errors
-from trainers.place import GRACE_SECONDS, PEER_GONE, place, said_once
+from certizoo.imports import large_imports
+from trainers import ranks
 
 Work = Callable[[str, Sequence[str]], None]
 
@@ -25,30 +26,31 @@ def main(config_name: str, argv: Sequence[str] | None = None, work: Work | None 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     overrides = launcher_argv(sys.argv[1:] if argv is None else argv)
     with leaving_no_rank_behind():
-        one_line_errors(in_turn)(work or train, config_name, overrides)
+        one_line_errors(one_of_a_machine)(work or train, config_name, overrides)
 
 
-def in_turn(work: Work, config_name: str, overrides: Sequence[str]) -> None:
-    """`work`; where several ranks of a machine meet the same fault, the launcher ends the others before they speak."""
+def one_of_a_machine(work: Work, config_name: str, overrides: Sequence[str]) -> None:
+    """`work`; a UserError leaves local rank 0 at once and the others later, when the launcher has ended them."""
     try:
         work(config_name, overrides)
     except UserError:
-        time.sleep(GRACE_SECONDS if place()[1] else 0)
+        time.sleep(ranks.GRACE_SECONDS if ranks.local_rank() else 0)
         raise
 
 
 def train(config_name: str, overrides: Sequence[str]) -> None:
     """Compose, check, train; then rank 0 certifies and publishes."""
-    with said_once():
+    with ranks.said_once():
         config = compose_config(config_name, overrides)
-        from trainers.job.prepare import prepare  # after the cheap errors: these imports take seconds
-
+        with large_imports():  # after the cheap errors
+            from trainers.job.prepare import prepare
         job = prepare(config)
-    from trainers.steps import loop
-    from trainers.weights import handover
+    with large_imports():
+        from trainers.steps import loop
+        from trainers.weights import handover
 
     run_id = loop.train(job)
-    if place()[0] == 0:
+    if ranks.rank() == 0:
         handover.certify_and_publish(job, run_id)
 
 
@@ -79,8 +81,8 @@ def leaving_no_rank_behind() -> Iterator[None]:
             raise
         if isinstance(error, SystemExit):
             status = error.code if isinstance(error.code, int) else EXIT_USER_ERROR
-        elif isinstance(error, RuntimeError) and any(words in str(error) for words in PEER_GONE):
-            # Not this rank's fault: the one that ended first has said why, and a traceback here would bury it.
+        elif isinstance(error, RuntimeError) and any(words in str(error) for words in ranks.PEER_GONE):
+            # Not this rank's fault: the one that ended first has printed why, and a traceback would hide that.
             sys.stderr.write(f"rank {dist.get_rank()} lost another rank and ends too\n")
             status = 1
         else:

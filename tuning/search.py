@@ -131,7 +131,7 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
 
 def find_data(search: Search) -> None:
     """Make the digits where they are searched and absent; then all that the trainer checks before it begins."""
-    from trainers.job.prepare import prepare
+    from trainers.job.stages import prepare_first
 
     nowhere = f"run_dir={_quoted(str(search.folder / 'none'))}"
     config = compose_config(search.trainer, [*search.overrides, "resume=auto", nowhere])
@@ -140,7 +140,7 @@ def find_data(search: Search) -> None:
         import shards.__main__
 
         shards.__main__.main(["digits", str(root)])
-    if prepare(config).test_set is None:
+    if prepare_first(config).test_set is None:
         raise UserError(f"a search needs test images to certify on; put test shards into {root}")
 
 

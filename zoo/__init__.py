@@ -1,8 +1,7 @@
 """Robust Vision Transformers by name, and what is provable of each of their modules."""
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before timm imports it)
-from zoo import export, handover, hinge, penalty, spectral
-from zoo.bounds import rules
+from zoo import export, handover, hinge, penalty, rules, spectral
 from zoo.models import convert
 from zoo.models.factory import attention_name, create_model, list_models, model_options
 

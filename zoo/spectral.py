@@ -1,12 +1,12 @@
 """Spectral norms: an estimate for training, an upper bound for certificates. The two never share a name.
 
-Letters: A (..., m, n); G = A^T A or A A^T, whichever is smaller; u = 2^-53; gamma_k = k u / (1 - k u).
+Letters: A (..., m, n); G = A^T A or A A^T, whichever is smaller; u = 2^-53; gamma_k as in arithmetic.py.
 """
 
 import torch
 from torch import Tensor
 
-U = 2.0**-53  # unit round-off of float64
+from zoo.arithmetic import U, gamma
 
 
 def power_step(weight: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,10 +41,6 @@ def sigma_estimate(weight: Tensor, iterations: int = 20) -> Tensor:
     return sigma
 
 
-def _gamma(k: int) -> float:
-    return k * U / (1 - k * U)
-
-
 def sigma_upper(weight: Tensor) -> Tensor:
     """A number never below ||A||_2, per matrix of a batch: (..., m, n) -> (...,) in float64.
 
@@ -59,7 +55,7 @@ def sigma_upper(weight: Tensor) -> Tensor:
     if a.shape[-1] > a.shape[-2]:
         a = a.mT
     m, n = a.shape[-2:]
-    frobenius2 = a.square().sum((-2, -1)) * (1 + 4 * _gamma(m * n + 2))
+    frobenius2 = a.square().sum((-2, -1)) * (1 + 4 * gamma(m * n + 2))
     # A matrix in the subnormal range underflows in G, where the relative error bounds do not hold.
     frobenius2 = frobenius2 + m * n * 2.0**-1000
     gram = a.mT @ a
@@ -69,7 +65,7 @@ def sigma_upper(weight: Tensor) -> Tensor:
     shifted = theta[..., None, None] * torch.eye(n, dtype=a.dtype, device=a.device) - gram
     _, info = torch.linalg.cholesky_ex(shifted)
     trace = shifted.diagonal(dim1=-2, dim2=-1).sum(-1)
-    slack = _gamma(n + 1) / (1 - _gamma(n + 1)) * trace + 4 * U * theta + _gamma(m + 2) * frobenius2
+    slack = gamma(n + 1) / (1 - gamma(n + 1)) * trace + 4 * U * theta + gamma(m + 2) * frobenius2
     verified = (theta + slack) * (1 + 8 * U) + n * 2.0**-1000
     square = torch.where((info == 0) & finite, torch.minimum(verified, frobenius2), frobenius2)
     return square.sqrt() * (1 + 4 * U)

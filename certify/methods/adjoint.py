@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from certify.methods.backwards import Chain, Radii, Rivals, product
+from certify.methods.backwards import Chain, Radii, Rivals
 from certify.methods.bake import bake
 from certify.methods.breakdown import names, shares
 from certify.methods.certificate import (
@@ -39,6 +39,7 @@ from certify.methods.certificate import (
 )
 from certify.methods.correct import OfCorrect, of_correct
 from certify.methods.operator_norms import operator_norms
+from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds.curvature import trunk_of
 from zoo.bounds.rules import Bound
 
@@ -83,7 +84,7 @@ class AdjointAnalysis:
         """What every margin can lose at most (B, J), and the class that decides (B,): the one that comes closest to
         taking over; of an image that is lost, the first that was seen to."""
         margin_RB = self.clean.margin_BJ.gather(1, self.rivals_BR).mT
-        loss_BJ = known(product(self.weight_BJ, radii.e[-1][:, None]))
+        loss_BJ = nan_to_inf(product(self.weight_BJ, radii.e[-1][:, None]))
         loss_RB = loss_BJ.gather(1, self.rivals_BR).mT.contiguous()
         decider_B = torch.full_like(self.clean.label_B, -1)  # a rank, once the image is lost
         for start, end in groups(len(margin_RB)):
@@ -118,12 +119,12 @@ class AdjointAnalysis:
         radii, betas, rho_B = [eps_B], [], torch.zeros_like(eps_B)
         for step in self.steps:
             e_B = radii[-1]
-            beta_B = known(step.beta(e_B))
+            beta_B = nan_to_inf(step.beta(e_B))
             betas.append(beta_B)
             bound_B = torch.fmin(step.lip(e_B), product(step.norm_B, e_B) + beta_B)
             linear_B = product(step.prefix_B, eps_B)
-            rho_B = known(product(step.norm_B, rho_B) + beta_B)
-            bound_B = known(torch.fmin(bound_B, linear_B + rho_B))
+            rho_B = nan_to_inf(product(step.norm_B, rho_B) + beta_B)
+            bound_B = nan_to_inf(torch.fmin(bound_B, linear_B + rho_B))
             rho_B = torch.fmin(rho_B, bound_B + linear_B)
             radii.append(bound_B)
         return Radii(radii, betas)
@@ -146,11 +147,6 @@ def groups(ranks: int) -> Iterator[tuple[int, int]]:
     while start < ranks:
         yield start, min(ranks, start + size)
         start, size = start + size, min(8 * size, 64)
-
-
-def known(bound: Tensor) -> Tensor:
-    """Not a number: nothing is known."""
-    return torch.where(torch.isnan(bound), torch.inf, bound)
 
 
 class Adjoint:

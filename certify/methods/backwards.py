@@ -15,21 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds.curvature import Expand, Expansion
 from zoo.bounds.rules import Bound
 
 BATCHES = 8  # of pairs, that are kept apart
 
 
-def product(factor: Tensor, radius: Tensor) -> Tensor:
-    """factor * radius, where 0 times infinity is 0: a vanishing gradient or map lets nothing through."""
-    return torch.where((factor == 0) | (radius == 0), 0.0, factor * radius)
-
-
 def cuts(first: Tensor, remainders: Tensor) -> Tensor:
     """first_c + sum_{k>c} rem_k: (K + 1, ...) and (K, ...) -> (K + 1, ...). The cuts share their sums."""
     behind = torch.cat([remainders.flip(0).cumsum(0).flip(0), torch.zeros_like(first[:1])])
-    return (first + behind).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return nan_to_inf(first + behind)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from certify.methods import crown
 from certify.methods.adjoint import Adjoint
 from certify.methods.certificate import Analysis, Breakdown, Certificate, Certifier, Clean, Explained
 from certify.methods.lofast import LoFAST
-from zoo.bounds.rules import NoRule
+from zoo.bounds.facts import NoRule
 
 
 class BestAnalysis:

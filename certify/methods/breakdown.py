@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from certify.methods.certificate import Breakdown
+from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds.rules import Layer, parts_of
 
 FIRST_ORDER, IN_FRONT = "first order", "radius in front of the cut"
@@ -56,9 +57,9 @@ def shares(steps: Sequence[str], gradient_KB: Tensor, radii: Sequence[Tensor], r
     Gradients ||g_k|| and radii e_k (B,), k = 0 .. K; remainders rem_k(e_{k-1}), k = 1 .. K.
     """
     e_KB = torch.stack(list(radii))
-    first_KB = torch.where((gradient_KB == 0) | (e_KB == 0), 0.0, gradient_KB * e_KB)
+    first_KB = product(gradient_KB, e_KB)
     behind_KB = torch.cat([remainder_KB.flip(0).cumsum(0).flip(0), torch.zeros_like(remainder_KB[:1])])
-    loss_KB = (first_KB + behind_KB).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    loss_KB = nan_to_inf(first_KB + behind_KB)
     cut_B = loss_KB.argmin(0)
     loss_B, first_B = (t.gather(0, cut_B[None])[0] for t in (loss_KB, first_KB))
     lowest_B = torch.minimum(first_KB[0], first_B)
@@ -87,12 +88,12 @@ def averaged(table: pd.DataFrame, eps: float) -> dict[str, Any] | None:
     for quantity in QUANTITIES:
         keys = [key for key in table.columns if key.startswith(f"{quantity}.")]
         if keys:
-            known = table.loc[table["correct"], keys].astype(float).dropna()
+            finite = table.loc[table["correct"], keys].astype(float).dropna()
             return {
                 "quantity": quantity,
                 "eps": eps,
-                "images": len(known),
-                "steps": {key.partition(".")[2]: _mean(known[key], quantity) for key in keys} if len(known) else {},
+                "images": len(finite),
+                "steps": {key.partition(".")[2]: _mean(finite[key], quantity) for key in keys} if len(finite) else {},
             }
     return None
 

@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from zoo.arithmetic import nan_to_inf
+
 # Every quantity is computed in float64 with a relative error far below 1e-11 (sums of fewer than 1e5 terms, depth
 # below 100); the margin has to exceed the loss by this much more, relative to the terms compared.
 SLACK = 1e-9
@@ -132,7 +134,7 @@ def per_image(eps: float | Tensor, clean: Clean) -> Tensor:
 def decide(clean: Clean, loss_BJ: Tensor, eps_B: Tensor) -> Certificate:
     """Certified where the label keeps its margin over every class, outward slack included. A loss that is not a number
     counts as infinite."""
-    loss_BJ = torch.where(torch.isnan(loss_BJ), torch.inf, loss_BJ)
+    loss_BJ = nan_to_inf(loss_BJ)
     return decide_by(clean, loss_BJ, eps_B, binding_class(clean, loss_BJ))
 
 

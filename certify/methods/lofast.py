@@ -8,7 +8,6 @@ The last step compares classes in pairs (erratum D9); it is never worse than the
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,8 @@ from certify.methods.certificate import (
     same_function,
 )
 from certify.methods.correct import OfCorrect, of_correct
-from zoo.bounds.rules import Bound, classifier_of, local, radii, steps_of
+from zoo.arithmetic import nan_to_inf, product
+from zoo.bounds.rules import Bound, classifier_of, radii, steps_of
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,8 @@ class LoFASTAnalysis:
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
-        e_B = self.radius(eps_B)
-        e_B = torch.where(torch.isfinite(e_B), e_B, torch.full_like(e_B, torch.inf))
-        return decide(self.clean, torch.where(self.weight_BJ > 0, self.weight_BJ * e_B[:, None], 0.0), eps_B)
+        e_B = nan_to_inf(self.radius(eps_B))
+        return decide(self.clean, product(self.weight_BJ, e_B[:, None]), eps_B)
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
         """The growth of the radius in every step."""
@@ -59,16 +58,13 @@ class LoFAST:
     Raises NoRule for a model with a module that has no rule.
     """
 
+    local = False  # the published rules
+
     def __init__(self, model: nn.Module) -> None:
         self.baked = bake(model)
-        with self.rules():
-            trunk, self.head = classifier_of(self.baked)
+        trunk, self.head = classifier_of(self.baked, local=self.local)
         self.steps = steps_of(trunk)
         self.names = names(self.baked, self.steps)
-
-    def rules(self) -> AbstractContextManager[None]:
-        """Which rules the model is built of: the published ones."""
-        return nullcontext()
 
     @torch.no_grad()
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> OfCorrect:
@@ -89,7 +85,6 @@ class LoFAST:
 
 
 class LocalLoFAST(LoFAST):
-    """The same with the rules of `zoo.bounds.rules.local`: dot-product attention with the softmax where it is."""
+    """The same with local rules: attention with the softmax where it is."""
 
-    def rules(self) -> AbstractContextManager[None]:
-        return local()
+    local = True

@@ -17,9 +17,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from zoo.arithmetic import U
 from zoo.bounds import lanczos
 from zoo.bounds.curvature import Expansion
-from zoo.spectral import U, sigma_upper
+from zoo.spectral import sigma_upper
 
 DENSE_LIMIT = 256  # entries of every X_k up to which matrices are written out
 PRODUCTS = 8  # products P_k that are measured; their cost is that of all nodes in front of each

@@ -1,7 +1,7 @@
 """The adjoint certificate of the model that is served, float32 or bfloat16: rounding is part of what the ball can cost.
 
 Theorem 1 of MATH-PROOFS.md section 1 has a place for it: with ||e'_k|| <= mu_k(e_{k-1}) the rounding of node k, at any
-point that the node can see (`certify.methods.rounding`),
+point that the node can see (zoo/bounds/rounding.py),
 
     e_k = the rule of the float64 node + mu_k(e_{k-1}),        m_j falls by  sum_k ||g_{k,j}|| mu_k(e_{k-1})  more,
 
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.certificate import Breakdown, Certificate, Clean, decide_by, per_image
-from certify.methods.rounding import UNITS, Rounding, head_error, nodes_of_model
 from certizoo import UserError
+from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds.curvature import Expansion, Node
-from zoo.bounds.rules import Bound, local
+from zoo.bounds.rounding import OUT, PRECISIONS, TINY, Precision, Rounding, trunk_roundings
+from zoo.bounds.rules import Bound
 
 
 class ServedAnalysis:
@@ -52,38 +53,51 @@ class ServedAdjoint(Adjoint):
     """The certifier of `model` served in `dtype`. Raises NoRule where a module has no bound of its rounding."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        if dtype not in UNITS:
+        if dtype not in PRECISIONS:
             raise UserError(f"served_dtype={dtype}: choose one of float32, bfloat16, or null for the float64 function")
         super().__init__(copy.deepcopy(model).to(dtype))
-        self.unit = UNITS[dtype]
-        with local():
-            rules = nodes_of_model(self.baked, self.unit)
-        self.nodes = [_rounded(node, rule) for node, rule in zip(self.nodes, rules, strict=True)]
+        self.precision = PRECISIONS[dtype]
+        roundings = trunk_roundings(self.baked, self.precision)
+        self.nodes = [_rounded(node, rounding) for node, rounding in zip(self.nodes, roundings, strict=True)]
 
     def expand(self, images_BCHW: Tensor, clean: Clean) -> ServedAnalysis:  # type: ignore[override]
         inner = super().expand(images_BCHW, clean)
-        return ServedAnalysis(inner, head_error(self.head, inner.chain.points[-1], self.unit))
+        return ServedAnalysis(inner, head_error(self.head, inner.chain.points[-1], self.precision))
 
 
-def _rounded(node: Node, rule: Rounding) -> Node:
+def head_error(head: nn.Linear, x_BD: Tensor, precision: Precision) -> Callable[[Tensor], Tensor]:
+    """r (B,) -> |fl(m_j) - m_j| (B, J) for the margin of any label over j, of what the head adds itself."""
+    length_J = torch.linalg.vector_norm(head.weight, dim=1)
+    bias_J = torch.zeros_like(length_J) if head.bias is None else head.bias.abs()
+    x_B = torch.linalg.vector_norm(x_BD, dim=1)
+
+    def error(r: Tensor) -> Tensor:
+        size_BJ = length_J * (x_B + r)[:, None] + bias_J
+        logit_BJ = (precision.gamma(head.in_features + 2) + precision.u) * size_BJ * OUT + TINY
+        return logit_BJ + logit_BJ.amax(1, keepdim=True)
+
+    return error
+
+
+def _rounded(node: Node, rounding: Rounding) -> Node:
     """The node with mu in its radius, its beta and its remainder."""
     layer, expand = node
 
     def mu_of(x: Tensor) -> Bound:
-        part = rule(x)
-        return lambda r: part.error(r, torch.zeros_like(r)).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        rounded = rounding(x)
+        return lambda r: nan_to_inf(rounded.error(r, torch.zeros_like(r)))
 
     def rounded_layer(x: Tensor) -> tuple[Tensor, Bound]:
         (y, bound), mu = layer(x), mu_of(x)
         return y, lambda r: bound(r) + mu(r)
 
     def rounded_expand(x: Tensor) -> Expansion:
-        known, mu = expand(x), mu_of(x)
+        unrounded, mu = expand(x), mu_of(x)
 
         def remainder(g: Tensor) -> Bound:
-            exact, length_CB = known.remainder(g), torch.linalg.vector_norm(g.flatten(2), dim=-1)
-            return lambda r: exact(r) + torch.where(length_CB > 0, length_CB * mu(r), 0.0)
+            exact, length_CB = unrounded.remainder(g), torch.linalg.vector_norm(g.flatten(2), dim=-1)
+            return lambda r: exact(r) + product(length_CB, mu(r))
 
-        return replace(known, beta=lambda r: known.beta(r) + mu(r), remainder=remainder)
+        return replace(unrounded, beta=lambda r: unrounded.beta(r) + mu(r), remainder=remainder)
 
     return rounded_layer, rounded_expand

@@ -30,7 +30,8 @@ from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.softmax import QKVAttention
-from zoo.bounds.rules import Bound, NoRule, local, residual_layer_of
+from zoo.bounds.facts import NoRule
+from zoo.bounds.rules import Bound, residual_layer_of
 
 FOLDER = "analysis"
 PGD = "PGD (lower bound)"
@@ -103,8 +104,7 @@ def upper_bounds(module: nn.Module, x_BND: Tensor) -> Iterator[tuple[str, Bound]
     """Every bound we have of the change of X + F(X), by name: our rules where the module has some, then the papers'."""
     try:
         ours = residual_layer_of(module)(x_BND)[1]
-        with local():
-            sharper = residual_layer_of(module)(x_BND)[1]
+        sharper = residual_layer_of(module, local=True)(x_BND)[1]
     except NoRule:
         pass
     else:

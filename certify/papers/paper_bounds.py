@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from certify.methods.bake import bake
-from zoo.attention.dot_product import DotProductAttention, zeta
+from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.l2 import L2Attention, distance_bound
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
+from zoo.attention.lofast import zeta
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.bounds.rules import Bound, classifier_of
 from zoo.layers.norms import LayerProject, SmoothProject

@@ -15,10 +15,10 @@ def test_options_are_the_fields() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "attack kind None does not exist; set kind to one of pgd"),
-        ({"kind": "PGD"}, "attack kind 'PGD' does not exist; set kind to one of pgd"),
-        ({"kind": ["pgd"]}, "does not exist"),
-        ({"kind": "pgd", "stepsize": 1.0}, "pgd has no option 'stepsize'; choose among norm, eps, steps, step_size"),
+        ({}, "no attack kind 'None'; nearest: "),
+        ({"kind": "PGD"}, "no attack kind 'PGD'; nearest: pgd, "),
+        ({"kind": ["pgd"]}, "no attack kind"),
+        ({"kind": "pgd", "stepsize": 1.0}, "pgd has no option 'stepsize'; nearest: step_size"),
         ({"kind": "pgd", "eps": "8/255"}, "pgd: eps='8/255' does not work; give a number"),
         ({"kind": "pgd", "eps": True}, "give a number"),
         ({"kind": "pgd", "steps": 2.5}, "give a whole number"),

@@ -1,5 +1,8 @@
-"""Every file under configs/ composes, and every model of the registry has a recipe and the reverse."""
+"""Every file under configs/ composes and says something; every model of the zoo composes, with a file or without."""
 
+import re
+import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -7,14 +10,36 @@ import torch
 import yaml
 
 import zoo
+from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
+from certizoo.names import unwritten
 from zoo.attention import variants
+from zoo.attention.softmax import SoftmaxAttention
 from zoo.models.overview import tiny_options
 
+ROOT = CONFIGS.parent
 MAIN = ("adv_train", "std_train")
 ELSEWHERE = ("space", "protocol")  # test_tune.py, test_protocols.py
 GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name not in ELSEWHERE)
 FILES = [(path.parent.name, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
+RECIPES = [name for group, name in FILES if group == "model"]
+ALL = sorted(CONFIGS.rglob("*.yaml"))
+COMMAND = re.compile(r"^#\s+((?:deepspeed|python|make) .+?)(?:   .*)?$", re.MULTILINE)
+
+
+@cache
+def note(path: Path) -> str:
+    """The comments at the head of the file."""
+    lines = path.read_text().splitlines()
+    head = lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
+    return "\n".join(line for line in head if "@package" not in line)
+
+
+def training(path: Path) -> list[tuple[str, list[str]]]:
+    """(entry, overrides) of the training commands in the note."""
+    words = [shlex.split(command) for command in COMMAND.findall(note(path)) if command.startswith("deepspeed ")]
+    scripts = [next(i for i, word in enumerate(each) if word.startswith("trainers/")) for each in words]
+    return [(Path(each[i]).stem, each[i + 1 :]) for each, i in zip(words, scripts, strict=True)]
 
 
 def shape(name: str) -> tuple[str, ...]:
@@ -25,7 +50,10 @@ def shape(name: str) -> tuple[str, ...]:
 
 
 def one_of_each_shape() -> list[tuple[str, str]]:
-    return [("model", name) for name in {shape(name): name for group, name in FILES if group == "model"}.values()]
+    return [("model", name) for name in {shape(name): name for name in RECIPES}.values()]
+
+
+# --- they compose ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -42,18 +70,25 @@ def test_every_group_file_composes(group: str, name: str) -> None:
         assert config["name"].startswith(config["model"]["name"])
 
 
-@pytest.mark.parametrize("name", [name for group, name in FILES if group == "model"])
-def test_every_recipe_creates_its_model(name: str) -> None:
-    config = compose_config("adv_train", [f"+model={name}"])
-    assert config["model"]["name"] == name
-    assert (config["penalty"]["lambda_q"] > 0) == name.startswith("spec_"), "spec_* is what MSVP is on for"
+@pytest.mark.parametrize("name", zoo.list_models())
+def test_every_model_composes_and_is_created(name: str) -> None:
+    """By the commands of its note if it has a file, else as a person would choose it."""
+    path = CONFIGS / "model" / f"{name}.yaml"
+    commands = training(path) if path.is_file() else [("adv_train", [f"+model={name}"])]
+    assert commands, f"{path} has no command"
+    for entry, overrides in commands:
+        config = compose_config(entry, overrides)
+        assert config["model"]["name"] == name
+        assert (config["penalty"]["lambda_q"] > 0) == name.startswith("spec_"), "spec_* is what MSVP is on for"
     with torch.device("meta"):  # its true size is built elsewhere
         zoo.create_model(**(config["model"] | tiny_options(name)))
 
 
-def test_models_and_recipes_are_the_same_set() -> None:
-    assert {name for group, name in FILES if group == "model"} == set(zoo.list_models())
-    assert {name for group, name in FILES if group == "attention"} == set(variants())
+@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_every_training_command_of_a_note_composes(path: Path) -> None:
+    if path.parent.name not in ("model", "experiment"):  # above, and in test_experiments.py
+        for entry, overrides in training(path):
+            compose_config(entry, overrides)
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
@@ -66,12 +101,112 @@ def test_certify_composes() -> None:
     assert compose_config("certify", ["data=digits", "eps=[0.1]"])["eps"] == [0.1]
 
 
-def test_every_config_is_a_lab_note() -> None:
-    for path in CONFIGS.rglob("*.yaml"):
-        comments = [line for line in path.read_text().splitlines() if line.lstrip().startswith("#")]
-        assert len([line for line in comments if "@package" not in line]) >= 1, f"{path} says nothing about itself"
+# --- models without a file -------------------------------------------------------------------------------------------
+
+
+def test_names_and_files_are_the_models_of_the_zoo() -> None:
+    """What composes beyond them is of attention that goes into the ViT alone, which only its code tells."""
+    names = set(RECIPES) | set(unwritten(CONFIGS))
+    assert set(zoo.list_models()) <= names
+    for name in names - set(zoo.list_models()):
+        kind = variants()[name.partition("_")[0]]
+        assert not (isinstance(kind, type) and issubclass(kind, SoftmaxAttention)), name
+    assert {name for group, name in FILES if group == "attention"} == set(variants())
+
+
+def test_the_penalty_of_a_prefix_is_a_group_like_any() -> None:
+    assert not (CONFIGS / "model" / "spec_deit_b.yaml").exists()
+    config = compose_config("adv_train", ["+model=spec_deit_b", "model.depth=2", "+attention=dp"])
+    assert config["penalty"]["lambda_q"] == 1e-4
+    assert config["model"] == {"name": "spec_deit_b", "depth": 2, "attention": {"name": "dp"}}
+    assert compose_config("adv_train", ["+model=spec_deit_b", "penalty=none"])["penalty"]["lambda_q"] == 0
+
+
+def test_an_experiment_takes_a_model_without_a_file() -> None:
+    config = compose_config("adv_train", ["+experiment=specformer_cifar10_adv", "model=scsa_deit_ti"])
+    assert (config["model"]["name"], config["model"]["patch_size"]) == ("scsa_deit_ti", 4)
+    assert config["penalty"]["lambda_q"] == 0
+
+
+def test_a_file_comes_before_the_name(tmp_path: Path) -> None:
+    """Wherever it lies: here in a folder of the person's own."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "ln_vit_ti.yaml").write_text("# @package _global_\nmodel: {name: ln_vit_ti, depth: 3}\n")
+    ours = compose_config("adv_train", ["+model=ln_vit_ti", f"hydra.searchpath=[file://{tmp_path}]"])
+    assert ours["model"] == {"name": "ln_vit_ti", "depth": 3}
+    assert compose_config("adv_train", ["+model=ln_vit_ti"])["model"] == {"name": "ln_vit_ti"}
+
+
+# --- they say something ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_file_of_a_model_is_a_recipe_or_has_figures(name: str) -> None:
+    """A model that needs no file has one only for what was measured of it, by others or by us."""
+    path = CONFIGS / "model" / f"{name}.yaml"
+    plain = unwritten(CONFIGS).get(name, {"model": {"name": name}})
+    recipe = {"defaults": plain.get("defaults", []), **yaml.safe_load(path.read_text())}
+    if recipe in ({"defaults": []} | plain, {"defaults": [], "model": {"name": name}}):
+        assert re.search(r"(Published|Ours) \([^:]*?\)[.:].*\d\.\d", " ".join(note(path).split("\n#"))), path
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_every_config_is_a_lab_note(path: Path) -> None:
+    """What it is, and a command in which it takes part; no line of prose is longer than those of the code."""
+    assert len(re.findall(r"\w+", note(path))) > 8, "says nothing about itself"
+    name = {"names": "+model", "tune": "tune.py"}.get(path.stem, path.stem)
+    assert any(name in command for command in COMMAND.findall(note(path))), "no command with it"
+    assert max(len(line) for line in note(path).splitlines() if not line.startswith("#  ")) <= 120
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_files_that_a_note_names_exist(path: Path) -> None:
+    written = {"run_dir/constrained/report.json"}
+    text = "\n".join(line.partition("#")[2] for line in path.read_text().splitlines())
+    for word in set(re.findall(r"[\w.*]+/[\w./*]+\.(?:yaml|py|json)\b", text)) - written:
+        assert any(list(base.glob(word)) for base in (ROOT, CONFIGS)) or "NAME" in word, word
 
 
 def test_configs_travel_with_the_package() -> None:
     assert (CONFIGS / "adv_train.yaml").is_file()
     assert Path("configs").name == CONFIGS.name
+
+
+# --- mistyped names --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("main", "overrides", "said"),
+    [
+        ("adv_train", ["+model=spec_vit_bb"], "no model 'spec_vit_bb'; nearest: spec_vit_b, "),
+        ("adv_train", ["+model=scsa_deit_tt"], "no model 'scsa_deit_tt'; nearest: scsa_deit_ti, "),
+        ("adv_train", ["+model=[dp_vit_b,dp_vit_bb]"], "no model 'dp_vit_bb'; nearest: dp_vit_b, "),
+        ("adv_train", ["+experiment=mo_cifr10"], "no experiment 'mo_cifr10'; nearest: mo_cifar10, "),
+        ("adv_train", ["+experiment=mo_cifar10", "model=dp_deit_x"], "no model 'dp_deit_x'; nearest: dp_deit_b, "),
+        ("adv_train", ["+model=dp_vit_b", "+attention=scs"], "no attention 'scs'; nearest: scsa, "),
+        ("adv_train", ["+model=dp_vit_b", "data=cifr10"], "no data 'cifr10'; nearest: cifar10, cifar100, mnist (all: "),
+        ("adv_train", ["+model=dp_vit_b", "optimizer=adam"], "no optimizer 'adam'; choose one of adamw, sgd"),
+        ("evaluate", ["handover=x", "protocol=robustbnch"], "no protocol 'robustbnch'; nearest: robustbench, "),
+        ("adv_train", ["+model=dp_vit_b", "train.epoch=3"], "no config key 'train.epoch'; nearest: train.epochs, "),
+        ("adv_train", ["+model=dp_vit_b", "lr=3"], "no config key 'lr'; nearest: optimizer.lr, "),
+        ("adv_train", ["+model=dp_vit_b", "optimizr=sgd"], "no config key 'optimizr'; nearest: optimizer, "),
+        ("adv_train", ["+model=dp_vit_b", "objective=mart", "objective.bta=6"], "nearest: objective.beta, "),
+        ("adv_train", ["+model=dp_vit_b", "+trian.epochs=3"], "no config key 'trian'; nearest: train, "),
+        ("adv_train", ["+modle=dp_vit_b"], "no config key 'modle'; nearest: model, "),
+        ("adv_train", ["+model=dp_vit_b", "~trian"], "no config key 'trian'; nearest: "),
+        ("certify", ["handovr=x"], "no config key 'handovr'; nearest: handover, "),
+        ("certify", ["+model=dp_vit_b"], "no config key 'model'; nearest: "),
+        ("adv_train", [], "no model given; add +model=NAME"),
+        ("adv_train", ["model=dp_vit_b"], "write +model=NAME, with a plus sign"),
+        ("adv_train", ["+model=dp_vit_b", "attention=l2"], "write +attention=NAME, with a plus sign"),
+        ("adv_train", ["dp_vit_b"], "'dp_vit_b' sets nothing; write +model=dp_vit_b"),
+        ("adv_train", ["dp_vit_x"], "'dp_vit_x' sets nothing; write KEY=VALUE"),
+    ],
+)  # fmt: skip
+def test_a_wrong_name_is_answered_with_the_nearest(main: str, overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        compose_config(main, overrides)
+    assert said in str(refused.value)
+    assert len(str(refused.value)) < 200
+    listed = re.search(r"\(all: (\S+)\)", str(refused.value))
+    assert listed is None or (ROOT / listed[1]).exists()

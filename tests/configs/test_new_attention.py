@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.attention.core_expansion import Measured, Split, qkv_split, split
+from zoo.attention.facts import facts_by_split
+from zoo.attention.qkv import qkv_split
 from zoo.attention.softmax import QKVAttention
-from zoo.bounds.curvature import Expand, curvature
-from zoo.bounds.rules import Layer, rule
+from zoo.bounds.facts import register
 
 
 class TemperedAttention(QKVAttention):
@@ -39,20 +39,7 @@ class TemperedAttention(QKVAttention):
 VARIANTS = {"tempered": TemperedAttention}
 
 
-# rules: those that hold for every attention of this form
-@split(TemperedAttention)
-def tempered_split(module: TemperedAttention) -> Split:
-    return qkv_split(module)
-
-
-@rule(TemperedAttention)
-def tempered(module: TemperedAttention) -> Layer:
-    return Measured(module, module).layer
-
-
-@curvature(TemperedAttention)
-def expand_tempered(module: TemperedAttention) -> Expand:
-    return Measured(module, module).expand
+register(TemperedAttention, facts_by_split(qkv_split))  # the rules that hold for every attention of this form
 '''
 MEAN = '''
 """Mean mixing: F(X) = 1 1^T X W / N. Of no form that is known, and without a rule."""

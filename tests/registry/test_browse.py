@@ -60,7 +60,7 @@ def order(uri: str, *where: str, sort: str | None = None) -> list[str]:
 
 def test_sort_is_by_number_best_first_and_takes_the_radius_as_people_write_it(uri: str) -> None:
     assert order(uri, sort="certified_acc.0.141") == ["a/2", "b/2", "a/1", "b/1"]
-    with pytest.raises(UserError, match=r"no version has 'certified_acc\.0\.15'; there are: attention, "):
+    with pytest.raises(UserError, match=r"no version has 'certified_acc\.0\.15'; nearest: certified_acc"):
         order(uri, sort="certified_acc.0.15")
 
 

@@ -180,9 +180,9 @@ def test_unknown_names_list_what_exists(issue: Publish, uri: str, tmp_path: Path
         browse.versions()
     assert not store.database(uri).exists()
     issue(handover(tmp_path / "a"))
-    with pytest.raises(UserError, match="it has: tiny"):
+    with pytest.raises(UserError, match="choose one of tiny"):
         browse.download("huge@champion")
-    with pytest.raises(UserError, match="tiny/1@champion"):
+    with pytest.raises(UserError, match="choose one of tiny/1, tiny@champion"):
         browse.download("tiny@best")
     with pytest.raises(UserError, match="NAME/VERSION"):
         browse.download("tiny/1/2")

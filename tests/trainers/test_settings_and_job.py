@@ -22,7 +22,7 @@ from trainers.entry import launcher_argv
 from trainers.job import checkpoint
 from trainers.job.checkpoint import Position, Saved
 from trainers.job.schedule import ScheduleConfig
-from trainers.objectives import OBJECTIVES, Probe
+from trainers.objectives import LIPSCHITZ, OBJECTIVES, Probe
 from trainers.seeds import seed_of
 from trainers.settings import DeepSpeedConfig, ObjectiveConfig, OptimizerConfig, PenaltyConfig, TrainConfig
 from trainers.steps.report import ROWS, Report
@@ -36,6 +36,7 @@ RECIPES = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 
 
 def test_the_launchers_flag_is_dropped_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")  # or what is set below would stay set
     for flags in (["--local_rank=3"], ["--local-rank", "3"], ["--local_rank", "3"]):
         monkeypatch.delenv("LOCAL_RANK", raising=False)
         assert launcher_argv([*flags, "+model=x", "seed=1"]) == ["+model=x", "seed=1"]
@@ -100,26 +101,32 @@ def test_every_option_of_a_group_is_accepted(
     shutil.copytree(digits, tmp_path / "data" / "digits")
     monkeypatch.chdir(tmp_path)
     for path in (CONFIGS / group).glob("*.yaml"):
-        config = compose_config("adv_train", ["+model=dp_vit_ti", "data=digits", f"{group}={path.stem}"])
-        job = prepare(config)
+        model = ["+model=conv_4c3f_mnist"] if path.stem in LIPSCHITZ else ["+model=dp_vit_ti", "model.patch_size=4"]
+        job = prepare(compose_config("adv_train", [*model, "data=digits", f"{group}={path.stem}"]))
         assert path.read_text().startswith("# "), f"{path.name} is a lab note"
         if group == "objective":
             assert job.objective.name in OBJECTIVES
 
 
-def test_refused_before_any_work(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_value_is_refused_before_any_work(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from trainers.job.prepare import prepare
 
     shutil.copytree(digits, tmp_path / "data" / "digits")
     monkeypatch.chdir(tmp_path)
     wrong = {
-        "+train.foo=1": "train.foo",
+        "+train.epoch=1": "nearest: train.epochs, ",
         "train.epochs=abc": "train.epochs",
         "train.epochs=0": "train.epochs",
         "train.precision=fp16": "train.precision",
-        "train.batch_size=4096": "1437",
-        "train.micro_batch_size=48": "train.micro_batch_size",
+        "train.attack_precision=fp16": "train.attack_precision",
+        "train.sam_rho=-1": "train.sam_rho",
         "deepspeed.stage=4": "does not exist",
+        "deepspeed.persistent_below=-1": "deepspeed.persistent_below",
+        "mix.prob=2": "mix.prob",
+        "masks.warmup=0": "masks.warmup",
+        "+objective.beta=-1": "objective.beta",
         "attack.norm=l7": "attack.norm",
         "optimizer.name=lion": "optimizer.name",
         "schedule.name=linear": "schedule.name",
@@ -162,10 +169,6 @@ def test_batch_arithmetic() -> None:
     train = TrainConfig(epochs=1, batch_size=64, micro_batch_size=8)
     assert (train.micro_batch(2), train.accumulation(2)) == (8, 4)
     assert replace(train, micro_batch_size=None).accumulation(2) == 1
-    with pytest.raises(UserError, match="3 ranks"):
-        train.accumulation(3)
-    with pytest.raises(UserError, match="micro_batch_size"):
-        replace(train, micro_batch_size=5).accumulation(2)
 
 
 def test_cosine_warms_up_and_ends_low() -> None:
@@ -321,9 +324,9 @@ def test_a_difference_is_named(tmp_path: Path) -> None:
 def test_rows_of_repeated_steps_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / ROWS
     path.write_text("".join(json.dumps({"step": step, "epoch": 0}) + "\n" for step in range(1, 6)) + '{"step": 3, "tor')
-    with Report(tmp_path, total_steps=9, speaks=True).shown(first_step=3) as report:
+    with Report(tmp_path, total_steps=9, enabled=True).shown(first_step=3) as report:
         report.row(4, 0, {"loss": 1.0})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
-    with Report(tmp_path, total_steps=9, speaks=False).shown(first_step=3) as report:
+    with Report(tmp_path, total_steps=9, enabled=False).shown(first_step=3) as report:
         report.row(5, 0, {"loss": 1.0})
     assert len(path.read_text().splitlines()) == 4, "other ranks write nothing"

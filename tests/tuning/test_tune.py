@@ -151,7 +151,8 @@ def test_what_the_person_writes_wins_and_a_model_of_their_own_replaces_the_digit
     ("arguments", "words"),
     [
         ([], "add --space NAME"),
-        (["--space", "msvp", "--", "train.epcohs=3"], "did you mean train.epochs"),
+        (["--space", "msv"], "no space .msv.; nearest: msvp, "),
+        (["--space", "msvp", "--", "train.epcohs=3"], "nearest: train.epochs"),
         (["--space", "msvp", "--", "certify.enabled=false"], "a search needs certificates"),
         (["--space", "msvp", "--", "registry.uri=http://me:secret@h:1"], "by MLFLOW_TRACKING_URI"),
         (["--space", "msvp", "--scheduler", "pbt", "--search", "optuna"], "leave --search away"),

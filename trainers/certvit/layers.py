@@ -21,7 +21,7 @@ from zoo.spectral import sigma_upper
 
 
 def constrainable(model: nn.Module) -> list[str]:
-    """Names of all linear layers and convolutions with free weights, in the order of the model."""
+    """Names of all linear layers and convolutions with free weights, in the order of the model; the head is one."""
     return [
         name
         for name, module in model.named_modules()

@@ -25,103 +25,65 @@ from certify.papers import paper_bounds as published
 from certizoo.compose import compose_config
 from certizoo.files import whole_file, write_whole
 from shards import train_loader
+from trainers import ranks
 from trainers.certvit.douglas_rachford import solve
 from trainers.certvit.layers import constrainable, norm, observe
 from trainers.certvit.prox import magnitude_quantile
 from trainers.engine import engine
 from trainers.job.job import Job
-from trainers.job.prepare import prepare
-from trainers.job.typed import typed
-from trainers.place import place, said_once
+from trainers.job.stages import Stages, prepare_stages
 from trainers.seeds import seed_of
-from trainers.settings import ConstrainConfig, require
+from trainers.settings import ConstrainConfig
 from trainers.steps import loop
 from trainers.weights import handover
-
-Config = dict[str, Any]
-MODEL, REPORT = "model.safetensors", "report.json"
 
 
 def run(config_name: str, overrides: Sequence[str]) -> None:
     """All three stages, on every rank."""
-    with said_once():
-        config = compose_config(config_name, overrides)
-        settings = typed(ConstrainConfig, config, "constrain")
-        folder = Path(config["run_dir"])
-        require(
-            config["resume"] == "auto" or not folder.is_dir() or not any(folder.iterdir()),
-            f"{folder} holds an earlier run; continue it with resume=auto, or start another with name=ANOTHER",
-        )
-        require(
-            bool(settings.adapt_epochs or config["pretrained"]),
-            "constrain.adapt_epochs=0 leaves nothing to constrain; add pretrained=WEIGHTS",
-        )
-        job = prepare(stage(config, "adapt", settings.adapt_epochs or 1))
-    weights = config["pretrained"]
+    with ranks.said_once():
+        stages = prepare_stages(compose_config(config_name, overrides))
     with engine.kept():
-        if settings.adapt_epochs:
-            weights = str(folder / "adapt" / handover.FOLDER / MODEL)
-            if not Path(weights).is_file():
-                loop.train(job)
-        constrain(job, settings, weights, folder)
-        last = finetune(config, settings, folder) if settings.finetune_epochs else None
+        if stages.settings.adapt_epochs and not Path(stages.weights).is_file():
+            loop.train(stages.adapt)
+        constrain(stages)
+        last = finetune(stages) if stages.settings.finetune_epochs else None
     engine.stop()
-    if last and place()[0] == 0:
+    if last and ranks.rank() == 0:
         handover.certify_and_publish(*last)
 
 
-def stage(config: Config, name: str, epochs: int) -> Config:
-    """The configuration of an ordinary run within this one, neither certified nor published."""
-    off = {key: config[key] | {"enabled": False} for key in ("certify", "registry")}
-    train = config["train"] | {"epochs": epochs}
-    own = {"name": f"{config['name']}-{name}", "run_dir": str(Path(config["run_dir"]) / name)}
-    return config | off | own | {"train": train}
-
-
-def finetune(config: Config, settings: ConstrainConfig, folder: Path) -> tuple[Job, str | None]:
+def finetune(stages: Stages) -> tuple[Job, str | None]:
     """Stage 3: its job and tracking id. The zeros may grow again: report.json says what the norms were before it."""
-    whole = stage(config, "finetune", settings.finetune_epochs) | {key: config[key] for key in ("certify", "registry")}
-    with said_once():
-        job = prepare(whole | {"pretrained": str(folder / "constrained" / MODEL)})
+    with ranks.said_once():
+        job = stages.finetune()
     return job, loop.train(job)
 
 
 # stage 2 -------------------------------------------------------------------------------------------------------------
 
 
-def constrain(job: Job, settings: ConstrainConfig, weights: str, folder: Path) -> None:
+def constrain(stages: Stages) -> None:
     """Every layer that has no file yet, shared out over the ranks; then rank 0 puts them together."""
+    job, settings, layers = stages.adapt, stages.settings, stages.settings_file.parent
     world = engine.start(job.deepspeed.timeout_minutes)
-    rank, size = world.rank, world.size
-    if (folder / "constrained" / REPORT).is_file():
+    if stages.report.is_file():
         return
-    with said_once():
-        model = zoo.create_model(**job.model, pretrained=weights).to(world.device).eval()
-        names = constrainable(model)
-        require(bool(names), f"{job.model['name']} has no free weights to constrain; create it without caps")
-        check_same(folder, {"constrain": vars(settings), "seed": job.seed, "weights": weights, "model": job.model})
+    with ranks.said_once():
+        model = zoo.create_model(**job.model, pretrained=stages.weights).to(world.device).eval()
+    if world.rank == 0:
+        layers.mkdir(parents=True, exist_ok=True)
+        write_whole(stages.settings_file, stages.settings_text)
+    names = constrainable(model)
     images = [images_BCHW.to(world.device) for images_BCHW in batches(job, settings)]
-    for name in names[rank::size]:
-        path = folder / "layers" / f"{name}.safetensors"
+    for name in names[world.rank :: world.size]:
+        path = layers / f"{name}.safetensors"
         if not path.is_file():
             constrain_layer(model, name, images, settings, seed_of(job.seed, "rows", name), path)
-    while not all((folder / "layers" / f"{name}.safetensors").is_file() for name in names):
+    while not all((layers / f"{name}.safetensors").is_file() for name in names):
         time.sleep(1)  # ranks finish at different times, hours apart for large models: no collective is that patient
-    if rank == 0:
-        assemble(job, model, names, images, folder)
+    if world.rank == 0:
+        assemble(stages, model, names, images)
     world.barrier()
-
-
-def check_same(folder: Path, facts: Config) -> None:
-    """Raise UserError where layers of another setting lie in the folder; otherwise note this one."""
-    path, text = folder / "layers" / "settings.json", json.dumps(facts, indent=1, sort_keys=True, default=str)
-    if path.is_file():
-        require(
-            path.read_text() == text, f"{path.parent} was made with other settings than these; use another name=..."
-        )
-    elif place()[0] == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
 
 
 def batches(job: Job, settings: ConstrainConfig) -> list[Tensor]:
@@ -155,23 +117,23 @@ def constrain_layer(
         save_file({"weight": new}, part, {"fact": json.dumps(fact)})
 
 
-def assemble(job: Job, model: nn.Module, names: Sequence[str], images: Sequence[Tensor], folder: Path) -> None:
+def assemble(stages: Stages, model: nn.Module, names: Sequence[str], images: Sequence[Tensor]) -> None:
     """Rank 0: run_dir/constrained, and a table for people."""
-    before, rows = float(published.product(model, images[0])), []
+    job, before, rows = stages.adapt, float(published.product(model, images[0])), []
     with torch.no_grad():
         for name in names:
-            path = folder / "layers" / f"{name}.safetensors"
+            path = stages.settings_file.with_name(f"{name}.safetensors")
             model.get_submodule(name).get_parameter("weight").copy_(load_file(path)["weight"])
             rows.append(fact_of(path))
     after = float(published.product(model, images[0]))
     extra = {key: value for key, value in job.config.items() if key != "model"}
-    zoo.handover.save(folder / "constrained", model, job.model, extra)
+    zoo.handover.save(stages.constrained, model, job.model, extra)
     report = {"product_before": before, "product_after": after, "layers": rows}
-    write_whole(folder / "constrained" / REPORT, json.dumps(report, indent=1))
+    write_whole(stages.report, json.dumps(report, indent=1))
     Console(highlight=False).print(table(report))
 
 
-def fact_of(path: Path) -> Config:
+def fact_of(path: Path) -> dict[str, Any]:
     """What `constrain_layer` wrote beside the weight."""
     from safetensors import safe_open
 
@@ -179,7 +141,7 @@ def fact_of(path: Path) -> Config:
         return dict(json.loads(file.metadata()["fact"]))
 
 
-def table(report: Config) -> Table:
+def table(report: dict[str, Any]) -> Table:
     """One line a layer; the products of paper 003, eq. 2."""
     title = f"product bound {report['product_before']:.3g} -> {report['product_after']:.3g}"
     found = Table("layer", "norm before", "after", "zeros", "output missed", title=title)

@@ -2,6 +2,9 @@
 
 import sys
 
-from trainers.doctor.findings import main
+from certizoo.imports import large_imports
+
+with large_imports():
+    from trainers.doctor.findings import main
 
 raise SystemExit(main(sys.argv[1:]))

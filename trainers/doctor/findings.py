@@ -2,9 +2,12 @@
 
     python -m trainers.doctor
     python -m trainers.doctor +model=spec_vit_b data=cifar10 deepspeed=zero2
+    python -m trainers.doctor trainers/constrain.py +model=l2_deit_ti pretrained=WEIGHTS
 
-The overrides are those of trainers/adv_train.py. Nothing is trained or written. Exit status 1 where something needed is
-missing, 2 for a wrong command. Ranks: WORLD_SIZE, else as many as the launcher would start: one a GPU, or LOCAL_SIZE.
+The arguments are those of the `deepspeed` command; without a script they are for trainers/adv_train.py. What the script
+would refuse is refused here in the same words (trainers/job/prepare.py). Nothing is trained or written. Exit status 1
+where something needed is missing, 2 for a wrong command. Ranks: WORLD_SIZE, else as many as the launcher would start:
+one a GPU, or LOCAL_SIZE.
 """
 
 import os
@@ -21,13 +24,14 @@ from rich.table import Table
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
+from trainers import ranks
+from trainers.doctor.estimate import Estimate, estimate
 from trainers.doctor.machine import Finding, disk, machine, registry, size
-from trainers.doctor.outlook import Need, outlook
 from trainers.job.job import Job
-from trainers.job.prepare import prepare
-from trainers.place import place
+from trainers.job.stages import prepare_first
 
 STATUS_MISSING = 1
+SCRIPTS = ("adv_train", "std_train", "constrain")  # each with a configuration of that name
 SHM_A_LOADER = 256 * 2**20  # bytes of shared memory that a loader process should have for its batches
 MARKS = {None: "", True: "[green]ok[/]", False: "[red]missing[/]"}
 
@@ -36,7 +40,7 @@ MARKS = {None: "", True: "[green]ok[/]", False: "[red]missing[/]"}
 def main(argv: Sequence[str]) -> int:
     """Print the table; returns the exit status."""
     os.environ.setdefault("WORLD_SIZE", str(ranks_here()))
-    findings = list(machine(place()[2]))
+    findings = list(machine(ranks.world_size()))
     findings += configured(argv) if argv else [registry(None), disk(Path("runs"), 0)]
     Console(highlight=False).print(table(findings))
     return STATUS_MISSING if any(finding.fits is False for finding in findings) else 0
@@ -57,29 +61,35 @@ def ranks_here() -> int:
 
 
 def configured(argv: Sequence[str]) -> list[Finding]:
-    """What a run with these overrides needs, and whether it is there."""
-    config = compose_config("adv_train", argv)
+    """What a run by this command needs, and whether it is there."""
+    config = compose_config(*command(argv))
     settings: dict[str, Any] = config["registry"]
     found = [registry(settings["uri"])] if settings["enabled"] else []
     libraries = psutil.Process().memory_info().rss
     try:
-        job = prepare(config)
+        job = prepare_first(config)
     except UserError as error:
         return [*found, Finding("configuration", str(error), False)]
-    need = outlook(job, place()[2])
+    need = estimate(job, ranks.world_size())
     return [*found, *data(job, need), *memory(job, need, libraries), disk(job.run_dir, need.disk), *loaders(job)]
 
 
-def data(job: Job, need: Need) -> Iterator[Finding]:
+def command(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """(the name of the configuration, the overrides)."""
+    script = Path(argv[0])
+    return (script.stem, argv[1:]) if script.suffix == ".py" and script.stem in SCRIPTS else (SCRIPTS[0], argv)
+
+
+def data(job: Job, need: Estimate) -> Iterator[Finding]:
     """Shards, and the steps they make."""
     sets = {"train": job.train_set, "test": job.test_set}
     found = [f"{name}: {len(each.paths)} shards, {each.samples} images" for name, each in sets.items() if each]
     yield Finding("data", ", ".join(found), True)
-    batch = f"{job.train.batch_size} images a step ({job.train.micro_batch(place()[2])} a rank at once)"
+    batch = f"{job.train.batch_size} images a step ({job.train.micro_batch(ranks.world_size())} a rank at once)"
     yield Finding("steps", f"{need.steps_per_epoch} an epoch, {need.total_steps} in all; {batch}")
 
 
-def memory(job: Job, need: Need, libraries: int) -> Iterator[Finding]:
+def memory(job: Job, need: Estimate, libraries: int) -> Iterator[Finding]:
     """Of a rank, against what is free for it."""
     average = f", average {size(need.average)}" if need.average else ""
     held = f"weights {size(need.weights)}, gradients {size(need.gradients)}, optimiser {size(need.states)}{average}"
@@ -90,7 +100,10 @@ def memory(job: Job, need: Need, libraries: int) -> Iterator[Finding]:
         needed = need.a_rank - (need.states if job.deepspeed.offload_optimizer else 0)
         free = torch.cuda.mem_get_info()[0]
     else:
-        needed, free = need.a_rank + libraries, psutil.virtual_memory().available // min(place()[2], ranks_here())
+        needed, free = (
+            need.a_rank + libraries,
+            psutil.virtual_memory().available // min(ranks.world_size(), ranks_here()),
+        )
     text = f"about {size(needed)} a rank (an estimate; libraries on a CPU {size(libraries)}); {size(free)} free a rank"
     mend = "a smaller train.micro_batch_size, train.grad_checkpointing=true, train.precision=bf16 or deepspeed=zero2"
     yield Finding("memory", text, needed <= free, mend)

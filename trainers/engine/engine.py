@@ -4,9 +4,9 @@ Attacks never go through the engine: `torch.autograd.grad` on `engine(x)` fails 
 stage 3. They use `engine.module`, whose modules gather their weights themselves at stage 3; only the training pass uses
 the engine. An objective that needs input gradients in its loss takes them inside that one pass (`Engine.through`): the
 engine hooks into what comes out of it, and into the gradients of the weights, neither of which the inner gradient
-touches. At stage 3 that is refused (trainers/job/job.py): the second derivative needs weights when they are gone.
+touches. At stage 3 that is refused (trainers/job/recipe.py): the second derivative needs weights when they are gone.
 
-At stage 3 weights exist only while their block runs. Penalties on weights have modules of their own (parts.py); what
+At stage 3 weights exist only while their block runs. Penalties on weights have modules of their own (wrappers.py); what
 reads all weights gathers them one by one.
 """
 
@@ -29,16 +29,19 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on every rank that it found none
 warnings.filterwarnings("ignore", "`?torch.distributed", FutureWarning)  # old names that DeepSpeed calls, on each rank
 
-import deepspeed  # noqa: E402
-import deepspeed.ops  # noqa: E402
+from certizoo.imports import absent  # noqa: E402
+
+with absent("mlflow"):  # half a second, for DeepSpeed's autotuner, which is a command of its own
+    import deepspeed
+    import deepspeed.ops
 from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
 from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 
 from certizoo import UserError  # noqa: E402
 from certizoo.memory import keep_freed_memory  # noqa: E402
-from trainers.engine.parts import InFloat32, Measured, recompute_blocks_  # noqa: E402
+from trainers import ranks  # noqa: E402
 from trainers.engine.world import World  # noqa: E402
-from trainers.place import place  # noqa: E402
+from trainers.engine.wrappers import EngineModel, InFloat32, recompute_blocks_  # noqa: E402
 from trainers.settings import DeepSpeedConfig, OptimizerConfig, TrainConfig, require  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -66,7 +69,7 @@ with uncompiled():  # it compiles at import, and every run imports it: 2 s for w
 
 def start(timeout_minutes: float) -> World:
     """Join the process group: NCCL on GPUs, gloo otherwise. Without a launcher: a world of one."""
-    rank, local, size = place()
+    rank, local, size = ranks.rank(), ranks.local_rank(), ranks.world_size()
     os.environ.setdefault("LOCAL_RANK", str(local))  # DeepSpeed insists
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
@@ -172,35 +175,24 @@ class Engine:
         settings: DeepSpeedConfig,
         world: World,
     ) -> None:
-        require(
-            train.precision == "fp32" or settings.stage > 0,
-            "train.precision=bf16 needs deepspeed=zero1 or higher: stage 0 keeps no float32 weights to hand over",
-        )
-        require(
-            train.attack_precision != "fp32" or train.precision == "fp32" or settings.stage < 3,
-            "train.attack_precision=fp32 with train.precision=bf16 needs a float32 copy of the weights, which "
-            "deepspeed=zero3 has nowhere; use deepspeed=zero2",
-        )
         self.world, self.train_config, self.lr = world, train, optimizer.lr
         self.accumulation = train.accumulation(world.size)
         self.micro_batch = train.micro_batch(world.size)
-        require(
-            not train.grad_checkpointing or recompute_blocks_(model) > 0,
-            "train.grad_checkpointing=true recomputes blocks, and this model has none; leave it out",
-        )
+        if train.grad_checkpointing:
+            recompute_blocks_(model)
         # Whole at stages 0-2, so that a penalty takes all layers in one batch; at stage 3 gathered one by one.
-        measured = Measured(model.to(world.device), owners if settings.stage == 3 else ())
+        wrapped = EngineModel(model.to(world.device), owners if settings.stage == 3 else ())
         weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._engine, *_ = deepspeed.initialize(
-            model=measured,
+            model=wrapped,
             optimizer=make_optimizer(model, optimizer),
             config=ds_config(train, settings, world.size, weights),
             dist_init_required=False,
         )
-        self._weights = {weights.owner: weights for weights in measured.weights}
-        for part, owner in measured.parts():  # not as "leaf modules", which reduce gradients in an attack as well
+        self._gathered = {each.owner: each for each in wrapped.gathered}
+        for module, owner in wrapped.gathered_around():  # no "leaf modules": they reduce gradients in an attack as well
             for parameter in owner.parameters():
-                deepspeed.zero.register_external_parameter(part, parameter)
+                deepspeed.zero.register_external_parameter(module, parameter)
         if train.compile:
             model.compile()
 
@@ -238,11 +230,11 @@ class Engine:
 
     def of_weights(self, owners: Iterable[nn.Module], measure: Callable[[nn.Module], Tensor]) -> Tensor:
         """measure(all owners), a scalar, a sum over owners, differentiable in the weights."""
-        if not self._weights:
+        if not self._gathered:
             return measure(nn.ModuleList(owners))
         total = torch.zeros((), device=self.world.device, requires_grad=True)
         for owner in owners:
-            total = self._weights[owner](total, measure)
+            total = self._gathered[owner](total, measure)
         return total
 
     def backward(self, loss: Tensor) -> None:

@@ -4,7 +4,7 @@ import faulthandler
 import logging
 from pathlib import Path
 
-from trainers.place import place
+from trainers import ranks
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -15,14 +15,13 @@ def path_of(run_dir: Path, rank: int) -> Path:
 
 def to_files(run_dir: Path) -> None:
     """From now on: INFO and above into this rank's file; warnings on the terminal from the first rank of a machine."""
-    rank, local, _ = place()
-    path = path_of(run_dir, rank)
+    path = path_of(run_dir, ranks.rank())
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = logging.FileHandler(path)
     kept.setFormatter(logging.Formatter(FORMAT))
     root = logging.getLogger()
     for handler in root.handlers:
-        handler.setLevel(logging.WARNING if local == 0 else logging.CRITICAL)
+        handler.setLevel(logging.WARNING if ranks.local_rank() == 0 else logging.CRITICAL)
     root.addHandler(kept)
     for folder in ("trainers", "shards", "registry", "zoo", "attacks"):
         logging.getLogger(folder).setLevel(logging.INFO)

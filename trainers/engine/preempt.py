@@ -1,6 +1,6 @@
 """Asked to stop: SIGTERM (clusters, launchers) or SIGUSR1 (Slurm's warning) ends a run at a step's end, resumable.
 
-    signal -> a flag on this rank -> after each step all ranks ask each other -> checkpoint -> exit status 0
+    signal -> a flag on this rank -> after each step the flags of all ranks are summed -> checkpoint -> exit status 0
 
 One signal suffices, on any rank. The `deepspeed` launcher passes SIGTERM on to one rank after the other, waits up to
 30 s for each to leave, and itself exits with 1 whatever the ranks do; the outer `deepspeed` command passes nothing on
@@ -40,7 +40,7 @@ class Request:
         self._at = 0.0
         self._launcher = launcher()
 
-    def note(self, signum: int, frame: FrameType | None) -> None:
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """The signals' handler."""
         if self.reason is None:
             self.reason, self.signum, self._at = signal.Signals(signum).name, signum, time.monotonic()
@@ -50,7 +50,7 @@ class Request:
 
     def agreed(self, world: World) -> bool:
         """Collective: was any rank asked?"""
-        if self.reason is None and any(map(gone, self._launcher)):
+        if self.reason is None and any(map(ended, self._launcher)):
             self.reason = "the end of its launcher"
         return bool(world.sums(torch.tensor([float(self.reason is not None)])).item())
 
@@ -59,7 +59,7 @@ class Request:
 def listening() -> Iterator[Request]:
     """Signals make a `Request` instead of ending the process; one that nobody acted on ends it afterwards."""
     request = Request()
-    before = {number: signal.signal(number, request.note) for number in SIGNALS}
+    before = {number: signal.signal(number, request.on_signal) for number in SIGNALS}
     try:
         yield request
     finally:
@@ -80,8 +80,8 @@ def launcher() -> list[psutil.Process]:
     return found
 
 
-def gone(process: psutil.Process) -> bool:
-    """Ended, whether or not its parent has taken note."""
+def ended(process: psutil.Process) -> bool:
+    """Whether or not its parent has waited for it (a zombie has ended)."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,8 +1,8 @@
 """A run in which nothing happens any more ends by itself: a loader that hangs, a rank that is stopped, a lost network.
 
-Each rank has a thread that expects a sign of life after every step. Where none came for `patience` seconds it says in
-one line where the rank stands, puts all stacks into the rank's log, and ends the process; the launcher ends the others.
-A rank that only waits for the others lets them speak first.
+Each rank has a thread that expects a heartbeat after every step. Where none came for `patience` seconds it prints in
+one line where the rank is, writes all stacks to the rank's log, and ends the process; the launcher ends the others. A
+rank that only waits for the others does so `grace` seconds later, after the one that they wait for.
 """
 
 import faulthandler
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from trainers.place import GRACE_SECONDS
+from trainers.ranks import GRACE_SECONDS
 
 HERE = str(Path(__file__).resolve().parents[2])
 WAITING = ("/torch/distributed/", "/deepspeed/")  # where a rank waits for the others
@@ -24,22 +24,22 @@ STATUS = 1
 
 
 class Watchdog:
-    """`alive` after every step; `patience` and `grace` in seconds."""
+    """`heartbeat` after every step; `patience` and `grace` in seconds."""
 
     def __init__(self, patience: float, rank: int, log: Path, grace: float = GRACE_SECONDS) -> None:
         self.patience, self.rank, self.log, self.grace = patience, rank, log, grace
         self._done = threading.Event()
         self._main = threading.main_thread().ident
-        self.alive()
+        self.heartbeat()
 
-    def alive(self) -> None:
+    def heartbeat(self) -> None:
         """A step was made."""
         self._last = time.monotonic()
 
     @contextmanager
     def watching(self) -> Iterator["Watchdog"]:
         """While it lasts, silence ends the process."""
-        self.alive()
+        self.heartbeat()
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
         try:
             yield self

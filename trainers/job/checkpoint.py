@@ -2,9 +2,9 @@
 
     run_dir/checkpoints/step00000500/{DeepSpeed's files, ema.safetensors, complete.json}
 
-A checkpoint is written aside (trainers/weights/saving.py), read again and held against its checksums, given
-`complete.json`, which names every file with its size, and only then renamed; a folder without that mark, or with a file
-that is shorter, does not count. No random state is stored: each step derives its own from (seed, step, rank).
+A checkpoint is written to a temporary folder (trainers/weights/saving.py), read again and compared with its checksums,
+given `complete.json`, which names every file with its size, and only then renamed; a folder without that mark, or with
+a file that is shorter, does not count. No random state is stored: each step derives its own from (seed, step, rank).
 """
 
 import json

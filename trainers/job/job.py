@@ -21,6 +21,8 @@ from trainers.settings import (
     TrainConfig,
 )
 
+HANDOVER = "handover"  # the folder with float32 weights and the configuration, in that of the run
+
 
 @dataclass(frozen=True)
 class Job:
@@ -49,6 +51,11 @@ class Job:
     def first_weights(self) -> str | None:
         """The source of pretrained weights; a resumed run has its own and needs it no more."""
         return None if self.saved else self.config["pretrained"]
+
+    @property
+    def handover(self) -> Path:
+        """What the run leaves behind."""
+        return self.run_dir / HANDOVER
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """From a resolved configuration to a `Job`: everything that can be known to be wrong before work begins is refused.
 
-`prepare` is run by all ranks alike and starts nothing.
+`prepare` is run by all ranks alike and by the doctor; it starts nothing and writes nothing. What contradicts what is
+listed in recipe.py.
 """
 
 import logging
@@ -15,12 +16,12 @@ from attacks import AttackConfig
 from certizoo import UserError
 from registry import store
 from shards import DataConfig, ShardSet, find
+from trainers import ranks
 from trainers.job import checkpoint
 from trainers.job.job import Job, certify_settings
 from trainers.job.recipe import check_recipe
 from trainers.job.schedule import ScheduleConfig
 from trainers.job.typed import typed
-from trainers.place import place
 from trainers.settings import (
     DeepSpeedConfig,
     HingeConfig,
@@ -35,14 +36,16 @@ from trainers.settings import (
 from zoo.models.pretrained import check_source
 
 IMAGES_A_GPU, IMAGES_A_CPU_RANK = 128, 8
-SECOND_ORDER = ("lmce",)  # objectives that take input gradients inside `Engine.through`
 
 log = logging.getLogger(__name__)
 
 
-def prepare(config: dict[str, Any]) -> Job:
-    """Check a resolved configuration and the data it names. Raises UserError naming the key, file or folder."""
-    config = with_batch_size(config, place()[2])
+def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
+    """Check a resolved configuration and the data it names. Raises UserError naming the key, file or folder.
+
+    source_exists: False where an earlier stage has yet to make the file that `pretrained` names.
+    """
+    config = with_batch_size(config, ranks.world_size())
     _refuse_password(config["registry"]["uri"])
     data = typed(DataConfig, config, "data")
     config = {**config, "model": _model_config(config["model"], data)}
@@ -66,33 +69,13 @@ def prepare(config: dict[str, Any]) -> Job:
         deepspeed=typed(DeepSpeedConfig, config, "deepspeed"),
         saved=_saved(Path(config["run_dir"]), config["resume"]),
     )
-    if job.first_weights is not None:
+    if source_exists and job.first_weights is not None:
         check_source(job.first_weights)
-    world_size = place()[2]
-    job.train.accumulation(world_size)  # refuses sizes that do not divide
-    check_recipe(job, world_size)
-    require(
-        job.train.batch_size <= job.train_set.samples,
-        f"train.batch_size={job.train.batch_size} is more than the {job.train_set.samples} training images; lower it",
-    )
-    require(
-        not (job.train.compile and (job.train.grad_checkpointing or job.objective.name in SECOND_ORDER)),
-        "train.compile=true works neither with train.grad_checkpointing nor with second derivatives (objective="
-        f"{job.objective.name}); leave it out",
-    )
-    require(
-        not (job.train.grad_checkpointing and job.masks.ard),
-        "train.grad_checkpointing=true would draw the masks of masks.ard anew in its second pass; set one to false",
-    )
-    require(
-        job.deepspeed.stage < 3 or job.objective.name not in SECOND_ORDER,
-        f"objective={job.objective.name} differentiates an input gradient, for which deepspeed=zero3 no longer has the "
-        "weights; use deepspeed=zero2",
-    )
-    if job.saved is not None:
-        checkpoint.check_same_run(job.saved, job.fingerprint, world_size, job.run_dir)
     if job.config["certify"]["enabled"]:
         certify_settings(job)
+    check_recipe(job, ranks.world_size())
+    if job.saved is not None:
+        checkpoint.check_same_run(job.saved, job.fingerprint, ranks.world_size(), job.run_dir)
     return job
 
 
@@ -122,17 +105,20 @@ def _test_set(data: DataConfig) -> ShardSet | None:
     except UserError as error:
         if "no shards" not in str(error):
             raise
-        if place()[1] == 0:
+        if ranks.local_rank() == 0:
             log.warning("this run will not be evaluated, certified or registered: %s", error)
         return None
 
 
 def _saved(run_dir: Path, resume: str | None) -> checkpoint.Saved | None:
+    refuse_used_folder(run_dir, resume)
+    return checkpoint.newest(run_dir) if resume else None
+
+
+def refuse_used_folder(run_dir: Path, resume: str | None) -> None:
+    """Raise UserError for a folder that is not empty, unless what is in it is to go on."""
     require(resume in (None, "auto"), f"resume={resume} does not exist; use resume=auto")
-    if resume:
-        return checkpoint.newest(run_dir)
     require(
-        not run_dir.is_dir() or not any(run_dir.iterdir()),
+        resume == "auto" or not run_dir.is_dir() or not any(run_dir.iterdir()),
         f"{run_dir} holds an earlier run; continue it with resume=auto, or start another with name=ANOTHER",
     )
-    return None

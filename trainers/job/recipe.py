@@ -1,69 +1,357 @@
-"""Which parts of a recipe go together: refused here, in one line, before any work."""
+"""What goes with what: every refusal of options that contradict each other, a small function each, listed in RULES.
 
+`prepare` asks them all, on every rank, before there is a process group and before anything is written;
+`python -m trainers.doctor` asks `prepare`. A rule raises UserError: what contradicts what, and the mend, in one line.
+
+Not here: a value that is wrong by itself (settings.py, schedule.py, and those of attacks, shards and certify), a name
+that does not exist in the zoo, a run folder in use and a checkpoint of other settings (prepare.py, checkpoint.py).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
 from torch import nn
 
+import zoo
+from attacks import AttackConfig
+from attacks.attention import loss_of
 from certizoo import UserError
 from certizoo.nearest import choices
-from trainers.job.job import Job
-from trainers.objectives import LIPSCHITZ, OBJECTIVES, SOFT_LABELS
-from trainers.settings import require
-from trainers.techniques.masks import check_masks
+from trainers.job.job import Job, certify_settings
+from trainers.model_parts import attentions_of, blocks_of, owners_of
+from trainers.objectives import LIPSCHITZ, OBJECTIVES, SECOND_ORDER, SOFT_LABELS
+from trainers.settings import ConstrainConfig, require
+from zoo.attention.dot_product import DotProductAttention
+from zoo.models import overview
 from zoo.models.reach import check_reach
 
 
-def check_recipe(job: Job, world_size: int) -> None:
-    """Raise UserError for settings that contradict each other."""
-    name, mixing = job.objective.name, job.mix.active
-    require(name in OBJECTIVES, f"objective.name={name} does not exist; {choices(name, OBJECTIVES)}")
-    blur = "mix.mixup and mix.cutmix" if mixing else "train.label_smoothing" if job.train.label_smoothing else ""
+@dataclass(frozen=True)
+class Recipe:
+    """What a rule may look at."""
+
+    job: Job
+    ranks: int
+
+    @property
+    def objective(self) -> str:
+        return self.job.objective.name
+
+    @property
+    def stage(self) -> int:
+        return self.job.deepspeed.stage
+
+    @property
+    def attacks(self) -> dict[str, AttackConfig]:
+        """By the key in front of theirs: that of the training and its monitor, and that beside the certificates."""
+        certified = self.job.config["certify"]["enabled"]
+        return {"": self.job.attack} | ({"certify.": certify_settings(self.job).attack} if certified else {})
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """Modules and shapes without memory for the weights: a ViT-L takes a tenth of a second."""
+        with torch.device("meta"):
+            return zoo.create_model(**self.job.model)
+
+
+Rule = Callable[[Recipe], None]
+
+
+def check_recipe(job: Job, ranks: int) -> None:
+    """Raise UserError for the first rule that the job breaks on so many ranks."""
+    recipe = Recipe(job, ranks)
+    for rule in RULES:
+        rule(recipe)
+
+
+# objective, labels, attack -------------------------------------------------------------------------------------------
+
+
+def the_objective_exists(r: Recipe) -> None:
     require(
-        not blur or name in SOFT_LABELS,
-        f"objective={name} needs one class an image, which {blur} would blur; set 0, or use objective="
+        r.objective in OBJECTIVES,
+        f"objective.name={r.objective} does not exist; {choices(r.objective, OBJECTIVES)}",
+    )
+
+
+def blurred_labels_suit_the_objective(r: Recipe) -> None:
+    smooth = "train.label_smoothing" if r.job.train.label_smoothing else ""
+    blur = "mix.mixup and mix.cutmix" if r.job.mix.active else smooth
+    require(
+        not blur or r.objective in SOFT_LABELS,
+        f"objective={r.objective} needs one class an image, which {blur} would blur; set 0, or use objective="
         f"{'|'.join(SOFT_LABELS)}",
     )
-    micro = job.train.micro_batch(world_size)
-    require(
-        not mixing or micro % 2 == 0, f"mix.* pairs images: make the micro-batch of {micro} even (train.batch_size)"
-    )
-    _check_attack(job)
-    _check_zero(job)
 
 
-def _check_attack(job: Job) -> None:
-    name, attack = job.objective.name, job.attack
-    soft = name == "trades" or (name == "pgd_at" and job.mix.active)
+def an_attack_on_probabilities_climbs_their_cross_entropy(r: Recipe) -> None:
+    soft = r.objective == "trades" or (r.objective == "pgd_at" and r.job.mix.active)
+    loss = r.job.attack.loss
     require(
-        not soft or attack.loss == "ce",
-        f"attack.loss={attack.loss} needs one class an image, and here it is told probabilities; set attack.loss=ce",
+        not soft or loss == "ce",
+        f"attack.loss={loss} needs one class an image, and here it is told probabilities; set attack.loss=ce",
     )
+
+
+def trades_starts_beside_the_image(r: Recipe) -> None:
     require(
-        name != "trades" or attack.random_start,
+        r.objective != "trades" or r.job.attack.random_start,
         "objective=trades needs attack.random_start=true: its divergence has no slope at the image itself",
     )
 
 
-def _check_zero(job: Job) -> None:
-    stage, rho = job.deepspeed.stage, job.train.sam_rho
+def attacks_suit_the_model(r: Recipe) -> None:
+    classes = r.job.model["num_classes"]
+    for key, attack in r.attacks.items():
+        require(
+            attack.loss != "dlr" or classes >= 3,
+            f"{key}attack.loss=dlr needs three classes or more, the model has {classes}; use margin",
+        )
+        try:
+            with loss_of(attack.loss, r.model):
+                pass
+        except UserError as error:
+            raise UserError(f"{key}{error}") from None
+
+
+# batches -------------------------------------------------------------------------------------------------------------
+
+
+def ranks_share_the_batch(r: Recipe) -> None:
+    size = r.job.train.batch_size
+    require(size % r.ranks == 0, f"train.batch_size={size} cannot be shared by {r.ranks} ranks; make it a multiple")
+
+
+def micro_batches_make_the_batch(r: Recipe) -> None:
+    train = r.job.train
     require(
-        stage < 3 or job.objective.name not in LIPSCHITZ,
-        f"objective={job.objective.name} reads weights outside their layers, and deepspeed=zero3 has them only inside; "
+        train.batch_size % (train.micro_batch(r.ranks) * r.ranks) == 0,
+        f"train.batch_size={train.batch_size} is not a multiple of train.micro_batch_size * ranks = "
+        f"{train.micro_batch_size} * {r.ranks}; change one of them",
+    )
+
+
+def images_make_a_batch(r: Recipe) -> None:
+    size, images = r.job.train.batch_size, r.job.train_set.samples
+    require(size <= images, f"train.batch_size={size} is more than the {images} training images; lower it")
+
+
+def mixing_finds_pairs(r: Recipe) -> None:
+    micro = r.job.train.micro_batch(r.ranks)
+    require(
+        not r.job.mix.active or micro % 2 == 0,
+        f"mix.* pairs images: make the micro-batch of {micro} even (train.batch_size)",
+    )
+
+
+# ZeRO, precision, memory, speed --------------------------------------------------------------------------------------
+
+
+def offloading_needs_optimiser_state_of_zero(r: Recipe) -> None:
+    require(
+        not r.job.deepspeed.offload_optimizer or r.stage > 0,
+        "deepspeed.offload_optimizer=true needs deepspeed=zero1 or higher",
+    )
+
+
+def bf16_needs_float32_masters(r: Recipe) -> None:
+    require(
+        r.job.train.precision == "fp32" or r.stage > 0,
+        "train.precision=bf16 needs deepspeed=zero1 or higher: stage 0 keeps no float32 weights to hand over",
+    )
+
+
+def a_wider_attack_needs_whole_weights(r: Recipe) -> None:
+    wider = r.job.train.attack_precision == "fp32" and r.job.train.precision == "bf16"
+    require(
+        not wider or r.stage < 3,
+        "train.attack_precision=fp32 with train.precision=bf16 needs a float32 copy of the weights, which "
+        "deepspeed=zero3 has nowhere; use deepspeed=zero2",
+    )
+
+
+def the_average_needs_whole_weights(r: Recipe) -> None:
+    decay = r.job.train.ema_decay
+    require(
+        not decay or r.stage < 3,
+        f"train.ema_decay={decay} needs whole weights on each rank; use deepspeed=zero2, or train.ema_decay=0",
+    )
+
+
+def lipschitz_objectives_need_whole_weights(r: Recipe) -> None:
+    require(
+        r.objective not in LIPSCHITZ or r.stage < 3,
+        f"objective={r.objective} reads weights outside their layers, and deepspeed=zero3 has them only inside; "
         "use deepspeed=zero2",
     )
+
+
+def second_derivatives_need_whole_weights(r: Recipe) -> None:
     require(
-        not rho or stage < 3,
+        r.objective not in SECOND_ORDER or r.stage < 3,
+        f"objective={r.objective} differentiates an input gradient, for which deepspeed=zero3 no longer has the "
+        "weights; use deepspeed=zero2",
+    )
+
+
+def sam_needs_whole_weights(r: Recipe) -> None:
+    rho = r.job.train.sam_rho
+    require(
+        not rho or r.stage < 3,
         f"train.sam_rho={rho} moves whole weights, which deepspeed=zero3 cuts; use deepspeed=zero2",
     )
+
+
+def sam_needs_float32(r: Recipe) -> None:
+    rho = r.job.train.sam_rho
     require(
-        not rho or job.train.precision == "fp32",
+        not rho or r.job.train.precision == "fp32",
         f"train.sam_rho={rho} moves weights by less than bf16 can tell; use train.precision=fp32",
     )
 
 
-def check_model(job: Job, model: nn.Module) -> None:
-    """Raise UserError for a model that the objective or the masks cannot work on."""
-    check_masks(job.masks, model)
-    if job.objective.name in LIPSCHITZ:
+def what_is_compiled_runs_once_and_has_one_derivative(r: Recipe) -> None:
+    train = r.job.train
+    require(
+        not (train.compile and (train.grad_checkpointing or r.objective in SECOND_ORDER)),
+        "train.compile=true works neither with train.grad_checkpointing nor with second derivatives (objective="
+        f"{r.objective}); leave it out",
+    )
+
+
+def a_recomputed_block_draws_no_mask(r: Recipe) -> None:
+    require(
+        not (r.job.train.grad_checkpointing and r.job.masks.ard),
+        "train.grad_checkpointing=true would draw the masks of masks.ard anew in its second pass; set one to false",
+    )
+
+
+# the model -----------------------------------------------------------------------------------------------------------
+
+
+def the_model_can_be_built(r: Recipe) -> None:
+    _ = r.model
+
+
+def lipschitz_objectives_suit_the_model(r: Recipe) -> None:
+    if r.objective in LIPSCHITZ:
         try:
-            check_reach(model)
+            check_reach(r.model)
         except UserError as error:
-            raise UserError(f"objective={job.objective.name}: {error}") from None
+            raise UserError(f"objective={r.objective}: {error}") from None
+
+
+def recomputing_finds_blocks(r: Recipe) -> None:
+    require(
+        not r.job.train.grad_checkpointing or bool(blocks_of(r.model)),
+        "train.grad_checkpointing=true recomputes blocks, and this model has none; leave it out",
+    )
+
+
+def masks_find_attention_and_patches(r: Recipe) -> None:
+    masks, kind = r.job.masks, type(r.model).__name__
+    require(
+        not masks.ard or bool(attentions_of(r.model)),
+        f"masks.ard=true: {kind} has no attention to drop; set masks.ard=false",
+    )
+    require(
+        not masks.prm or hasattr(r.model, "patch_embed"),
+        f"masks.prm=true: {kind} has no patches to mask; set masks.prm=false",
+    )
+
+
+def penalties_find_weights(r: Recipe) -> None:
+    for group, config in (("penalty", r.job.penalty), ("hinge", r.job.hinge)):
+        require(
+            not config.active or bool(owners_of(r.model, config.branches)),
+            f"{group}: {type(r.model).__name__} has no weights of the branches it is set for "
+            f"({', '.join(config.branches) or 'none'}); use {group}=none",
+        )
+
+
+def certificates_have_rules_for_the_model(r: Recipe) -> None:
+    if r.job.config["certify"]["enabled"]:
+        method = certify_settings(r.job).method
+        reason = missing_rule(r.job.model, {"lofast_local": "lofast", "best": "lofast"}.get(method, method))
+        require(not reason, f"certify.method={method}: {reason}; train without by certify.enabled=false")
+
+
+def missing_rule(model: Mapping[str, Any], method: str) -> str:
+    """Why a method has no certificates for the model; '' where it has, or where only the method itself can tell."""
+    options = {key: value for key, value in model.items() if key != "name"}
+    try:
+        return overview.rules_refusal(model["name"], method, **options) if method in overview.RULES else ""
+    except UserError:  # these options make no tiny model
+        return ""
+
+
+RULES: tuple[Rule, ...] = (
+    the_objective_exists,
+    blurred_labels_suit_the_objective,
+    an_attack_on_probabilities_climbs_their_cross_entropy,
+    trades_starts_beside_the_image,
+    ranks_share_the_batch,
+    micro_batches_make_the_batch,
+    images_make_a_batch,
+    mixing_finds_pairs,
+    offloading_needs_optimiser_state_of_zero,
+    bf16_needs_float32_masters,
+    a_wider_attack_needs_whole_weights,
+    the_average_needs_whole_weights,
+    lipschitz_objectives_need_whole_weights,
+    second_derivatives_need_whole_weights,
+    sam_needs_whole_weights,
+    sam_needs_float32,
+    what_is_compiled_runs_once_and_has_one_derivative,
+    a_recomputed_block_draws_no_mask,
+    the_model_can_be_built,
+    lipschitz_objectives_suit_the_model,
+    recomputing_finds_blocks,
+    masks_find_attention_and_patches,
+    penalties_find_weights,
+    attacks_suit_the_model,
+    certificates_have_rules_for_the_model,
+)
+
+
+# CertViT (trainers/job/stages.py) ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConstrainRecipe(Recipe):
+    """What its rules may look at besides; the job is that of stage 1."""
+
+    settings: ConstrainConfig
+
+
+ConstrainRule = Callable[[ConstrainRecipe], None]
+
+
+def check_constrain(job: Job, ranks: int, settings: ConstrainConfig) -> None:
+    """Raise UserError for the first rule that CertViT breaks, beyond those of its jobs."""
+    recipe = ConstrainRecipe(job, ranks, settings)
+    for rule in CONSTRAIN_RULES:
+        rule(recipe)
+
+
+def there_are_weights_to_constrain(r: ConstrainRecipe) -> None:
+    require(
+        bool(r.settings.adapt_epochs or r.job.config["pretrained"]),
+        "constrain.adapt_epochs=0 leaves nothing to constrain; add pretrained=WEIGHTS",
+    )
+
+
+def the_product_has_rules_for_the_model(r: ConstrainRecipe) -> None:
+    """Of `certify.papers.published.product`, which report.json holds; dot-product attention needs none."""
+    if not any(isinstance(module, DotProductAttention) for module in r.model.modules()):
+        reason = missing_rule(r.job.model, "lofast")
+        require(not reason, f"{r.job.model['name']} has no product of norms to lower: {reason}")
+
+
+CONSTRAIN_RULES: tuple[ConstrainRule, ...] = (
+    there_are_weights_to_constrain,
+    the_product_has_rules_for_the_model,
+)

@@ -1,7 +1,6 @@
 """From the keys of one group of the configuration to its dataclass."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -25,7 +24,7 @@ def typed(cls: type[T], config: Mapping[str, Any], group: str) -> T:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         if isinstance(error, ConfigKeyError) and error.full_key:
-            keys = [f"{group}.{field.name}" for field in fields(cls)]
+            keys = [f"{group}.{key}" for key in OmegaConf.structured(cls)]
             raise unknown("config key", f"{group}.{error.full_key}", keys) from None
         raise UserError(f"config {group}.{error.full_key or ''}: {str(error).splitlines()[0]}") from None
     assert isinstance(value, cls)

@@ -22,5 +22,6 @@ OBJECTIVES: dict[str, Objective] = {
 }
 SOFT_LABELS = ("clean", "pgd_at", "trades")  # labels may be probabilities
 LIPSCHITZ = ("gloro", "lmt", "local_lip")  # the model has to have a Lipschitz constant to train for
+SECOND_ORDER = ("lmce",)  # the loss holds an input gradient, taken inside the forward pass
 
-__all__ = ["LIPSCHITZ", "OBJECTIVES", "SOFT_LABELS", "Objective", "Probe", "Terms"]
+__all__ = ["LIPSCHITZ", "OBJECTIVES", "SECOND_ORDER", "SOFT_LABELS", "Objective", "Probe", "Terms"]

@@ -1,9 +1,8 @@
 """Training, in the order things happen.
 
     process group -> model -> ZeRO engine -> average of the weights -> resume -> for every step:
-        for every micro-batch: attack on the bare module, forward through the engine, objective, backward
-        with the last micro-batch: + MSVP; all ranks agree that the numbers are finite; clip and update
-        average of the weights; a sign of life; all ranks agree whether somebody asked to stop
+        attack, objective, penalties, gradient, update: step.py lists every technique in its order
+        average of the weights; a heartbeat for the watchdog; all ranks agree whether one was asked to stop
         at an epoch's end, when due, when asked to stop: a checkpoint; at an epoch's end: evaluate
     -> hand-over -> leave the process group
 
@@ -25,15 +24,15 @@ from trainers.engine.watchdog import Watchdog
 from trainers.job import checkpoint
 from trainers.job.checkpoint import Position, Saved
 from trainers.job.job import Job
-from trainers.place import said_once
-from trainers.steps import broken, pictures
+from trainers.ranks import said_once
+from trainers.steps import nan_batch, pictures
 from trainers.steps.monitor import evaluate, monitor_batches
 from trainers.steps.run import Run, assemble
 from trainers.steps.step import Batch, NonFinite, train_step
 from trainers.weights import handover, saving
 from trainers.weights.ema import Average
 
-SLACK = 1.0  # minutes by which collectives are more patient than the watchdog, which says more
+SLACK = 1.0  # minutes that collectives wait longer than the watchdog, whose message says where
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -52,10 +51,10 @@ class Session:
         """What is evaluated and handed over."""
         return self.average.module if self.average else self.run.engine.module
 
-    def alive(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches, each a sign of life."""
+    def with_heartbeats(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches, each with a heartbeat for the watchdog."""
         for batch in batches:
-            self.watchdog.alive()
+            self.watchdog.heartbeat()
             yield batch
 
 
@@ -74,15 +73,15 @@ def train(job: Job) -> str | None:
     with run.report.shown(position.step), watchdog.watching():
         with listening() as request:
             session = Session(run, average, request, watchdog)
-            metrics = measure(session, position.step, position.epoch - 1) if position.ends_epoch else None
+            metrics = monitored(session, position.step, position.epoch - 1) if position.ends_epoch else None
             while position.step < run.total_steps:
                 position, metrics = train_epoch(session, position)
-        metrics = metrics or measure(session, position.step, position.epoch)
+        metrics = metrics or monitored(session, position.step, position.epoch)
         handover.write(job, run.engine, average, position.step, metrics)
         if world.rank == 0:
-            pictures.draw(job, job.run_dir / handover.FOLDER, world.device)
+            pictures.draw(job, job.handover, world.device)
         if run.report.tracker:
-            run.report.tracker.log_artifacts(job.run_dir / handover.FOLDER, handover.FOLDER)
+            run.report.tracker.log_artifacts(job.handover, job.handover.name)
             run.report.tracker.log_artifacts(job.run_dir / pictures.FOLDER, pictures.FOLDER)
     engine.stop()
     return run.report.tracker.run_id if run.report.tracker else None
@@ -102,7 +101,7 @@ def resume(run: Run, average: Average | None) -> Position:
 def train_epoch(session: Session, position: Position) -> tuple[Position, dict[str, float]]:
     """From `position` to the end of its epoch or of the run. Returns where it stopped, and the evaluation there."""
     run, job = session.run, session.run.job
-    batches = session.alive(micro_batches(run, position))
+    batches = session.with_heartbeats(micro_batches(run, position))
     while True:
         step, epoch = position.step, position.epoch
         lr = job.optimizer.lr * job.schedule.factor(step, run.total_steps, run.steps_per_epoch)
@@ -118,21 +117,21 @@ def train_epoch(session: Session, position: Position) -> tuple[Position, dict[st
         due = job.train.checkpoint_every and position.step % job.train.checkpoint_every == 0
         asked = session.request.agreed(run.world)
         if ends or due or asked:
-            keep(session, position)
+            write_checkpoint(session, position)
         if asked:
-            leave(session, position)
+            end_stopped(session, position)
         if ends:
-            return position, measure(session, position.step, epoch)
+            return position, monitored(session, position.step, epoch)
 
 
 def checked_step(run: Run, batches: Iterator[Batch], position: Position, lr: float) -> dict[str, float]:
-    """`train_step`; a batch that breaks it is put down."""
+    """`train_step`; the images of a batch that gives no finite numbers are listed in nan_batch.json."""
     try:
         return train_step(run, batches, position.step, lr)
     except NonFinite as error:
-        broken.note(run, position, error.own)
+        nan_batch.write(run, position, error.own)
         with said_once():
-            raise UserError(f"{error}; its images: {run.job.run_dir / broken.FILE}") from None
+            raise UserError(f"{error}; its images: {run.job.run_dir / nan_batch.FILE}") from None
 
 
 def micro_batches(run: Run, position: Position) -> Iterator[Batch]:
@@ -153,20 +152,20 @@ def micro_batches(run: Run, position: Position) -> Iterator[Batch]:
     )
 
 
-def measure(session: Session, step: int, epoch: int) -> dict[str, float]:
+def monitored(session: Session, step: int, epoch: int) -> dict[str, float]:
     """Clean and robust accuracy on train.eval_images test images; nothing without test shards."""
     run, job, world = session.run, session.run.job, session.run.world
     if job.test_set is None or job.train.eval_images == 0:
         return {}
     with run.engine.precision():  # a monitor; the hand-over is attacked and certified in float32
-        batches = session.alive(monitor_batches(job, run.engine.micro_batch, world))
+        batches = session.with_heartbeats(monitor_batches(job, run.engine.micro_batch, world))
         metrics = evaluate(session.module, batches, job.attack, job.seed, world)
     run.report.row(step, epoch, metrics)
     return metrics
 
 
-def keep(session: Session, position: Position) -> None:
-    """A checkpoint, of finite weights only: the newest one must be worth resuming."""
+def write_checkpoint(session: Session, position: Position) -> None:
+    """Of finite weights only, so that the newest one can always be resumed."""
     run = session.run
     with said_once():
         if not run.engine.finite():
@@ -180,7 +179,7 @@ def keep(session: Session, position: Position) -> None:
     log.info("checkpoint %s", saved.tag)
 
 
-def leave(session: Session, position: Position) -> None:
+def end_stopped(session: Session, position: Position) -> None:
     """All ranks: stopped as asked, the checkpoint is written. Raises Stopped."""
     why = session.request.reason or "another rank"
     session.run.report.say(

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 from torch import Generator, Tensor, nn
 
@@ -45,6 +44,8 @@ def draw(job: Job, handover: Path, device: torch.device) -> Path:
 @contextmanager
 def _axes(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[Sequence[Sequence[Any]]]:
     """A grid of axes; the file is written at the end."""
+    import matplotlib  # only rank 0 draws, once
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -70,11 +71,11 @@ def adversarial(job: Job, model: nn.Module, device: torch.device, path: Path) ->
         for column, label in enumerate(labels_B.tolist()):
             titles = (f"is {label}: {said[0][column]}", f"attacked: {said[1][column]}", f"difference x{GAIN}")
             for row, images_BCHW in enumerate(rows):
-                place = axes[row][column]
+                axis = axes[row][column]
                 pixels_HWC = images_BCHW[column].permute(1, 2, 0).numpy(force=True)
-                place.imshow(pixels_HWC, cmap="gray", vmin=0, vmax=1)  # the map is for one channel
-                place.set_title(titles[row], fontsize=7)
-                place.axis("off")
+                axis.imshow(pixels_HWC, cmap="gray", vmin=0, vmax=1)  # the map is for one channel
+                axis.set_title(titles[row], fontsize=7)
+                axis.axis("off")
 
 
 def difference(x_BCHW: Tensor, attacked_BCHW: Tensor) -> Tensor:
@@ -96,10 +97,10 @@ def sigma_max(model: nn.Module) -> dict[str, list[float]]:
 
 def plot_norms(norms: dict[str, list[float]], path: Path) -> None:
     """A line a branch."""
-    with _axes(path, 1, 1, (6.4, 4.2)) as ((place,),):
+    with _axes(path, 1, 1, (6.4, 4.2)) as ((axis,),):
         for branch, values in norms.items():
-            place.plot(range(1, len(values) + 1), values, "o-", label=branch)
-        place.set(xlabel="matrix, in the order of the layers", ylabel=r"$\sigma_{max}$ of the weights (estimate)")
-        place.set_ylim(bottom=0)
-        place.grid(alpha=0.3)
-        place.legend()
+            axis.plot(range(1, len(values) + 1), values, "o-", label=branch)
+        axis.set(xlabel="matrix, in the order of the layers", ylabel=r"$\sigma_{max}$ of the weights (estimate)")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.legend()

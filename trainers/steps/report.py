@@ -1,4 +1,4 @@
-"""What rank 0 shows and keeps: a progress bar or plain lines, `metrics.jsonl`, MLflow. Other ranks are silent."""
+"""What rank 0 prints and writes: a progress bar or plain lines, `metrics.jsonl`, MLflow. Other ranks do neither."""
 
 import json
 import time
@@ -20,16 +20,16 @@ ROWS = "metrics.jsonl"
 
 
 class Report:
-    """Every method does nothing unless `speaks`."""
+    """Every method does nothing unless `enabled`."""
 
-    def __init__(self, run_dir: Path, total_steps: int, speaks: bool, tracker: Tracker | None = None) -> None:
-        self.path, self.total, self.speaks, self.tracker = run_dir / ROWS, total_steps, speaks, tracker
+    def __init__(self, run_dir: Path, total_steps: int, enabled: bool, tracker: Tracker | None = None) -> None:
+        self.path, self.total, self.enabled, self.tracker = run_dir / ROWS, total_steps, enabled, tracker
         self.system = SystemMetrics() if tracker else None
         self.console = Console(highlight=False)
         self._progress = Progress(
             TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
-            console=self.console, disable=not (speaks and self.console.is_terminal),
+            console=self.console, disable=not (enabled and self.console.is_terminal),
         )  # fmt: skip
         self._task = self._progress.add_task("training", total=total_steps, note="")
         self._since = (time.monotonic(), 0)
@@ -41,7 +41,7 @@ class Report:
         """What a resumed run does again is dropped: later steps, and the evaluation of `first_step`. MLflow hears how
         the run ended."""
         self._since = self._began = (time.monotonic(), first_step)
-        if self.speaks:
+        if self.enabled:
             self._drop_rows_after(first_step)
         status = "FAILED"
         try:
@@ -58,7 +58,7 @@ class Report:
 
     def say(self, text: str) -> None:
         """A line for the person."""
-        if self.speaks:
+        if self.enabled:
             self.console.print(text, soft_wrap=True, markup=False)
 
     def advance(self, step: int) -> None:
@@ -73,7 +73,7 @@ class Report:
 
     def row(self, step: int, epoch: int, metrics: Row) -> None:
         """One line of metrics.jsonl, one point of every curve; the bar keeps the newest value of each."""
-        if not self.speaks:
+        if not self.enabled:
             return
         self._append(json.dumps({"step": step, "epoch": epoch, **metrics}) + "\n")
         if self.tracker:

@@ -1,4 +1,4 @@
-"""A job brought to life: the model under its engine, the run folder open, MLflow told."""
+"""A job made ready to train: the model in its engine, the run folder, the MLflow run."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,13 @@ from registry.track import Tracker
 from trainers.engine.engine import Engine
 from trainers.engine.world import World
 from trainers.job.job import Job
-from trainers.job.recipe import check_model
 from trainers.steps.penalties import Penalty, penalties_on
 from trainers.steps.report import Report
 
 
 @dataclass(frozen=True)
 class Run:
-    """A job with its engine and its audience."""
+    """A job with its engine, its report and its penalties."""
 
     job: Job
     engine: Engine
@@ -44,7 +43,6 @@ def assemble(job: Job, world: World) -> Run:
     """The model, the same on every rank, under its engine; rank 0 opens the run folder and the tracking."""
     torch.manual_seed(job.seed)
     model = zoo.create_model(**job.model, pretrained=job.first_weights)
-    check_model(job, model)
     penalties = penalties_on(job, model)
     owners = list(dict.fromkeys(owner for penalty in penalties.values() for owner in penalty.owners))
     built = Engine(model, owners, job.train, job.optimizer, job.deepspeed, world)
@@ -55,7 +53,7 @@ def assemble(job: Job, world: World) -> Run:
         write_whole(job.run_dir / "config.yaml", yaml.safe_dump(job.config, sort_keys=False))
         tracker = open_tracker(job)
     total = job.total_steps(world.size)
-    report = Report(job.run_dir, total, speaks=world.rank == 0, tracker=tracker)
+    report = Report(job.run_dir, total, enabled=world.rank == 0, tracker=tracker)
     return Run(job, built, report, job.steps_per_epoch(world.size), total, penalties)
 
 

@@ -1,4 +1,16 @@
-"""One optimiser step: objective and backward for every micro-batch; penalty, check and update with the last one.
+"""One optimiser step: every technique, in the order in which `train_step` calls it.
+
+    for every micro-batch
+        mixed_batch          Mixup and CutMix                                       techniques/mix.py
+        sharpness            SAM: until the gradient is there, weights are w + e    techniques/sam.py
+        OBJECTIVES[name]     the loss; its attack sees the bare module, masked      objectives/, techniques/masks.py
+        with_penalties       MSVP and hinge, with the last micro-batch              penalties.py
+        backward             gradients, which ZeRO sums and cuts over ranks         engine/engine.py
+    refuse_non_finite        all ranks agree that the terms are finite
+    step                     clip, update, clear; refused as well where the gradient was not finite
+    same_buffers             batch statistics are rank 0's everywhere               engine/world.py
+
+The moving average, the checkpoint and the evaluation come after it (loop.py).
 
 Legend: images_BCHW in [0,1], labels_B (mixed: labels_BK), logits_BK.
 """
@@ -88,7 +100,7 @@ def mixed_batch(run: Run, batch: Batch, step: int, index: int) -> Batch:
 
 
 def sharpness(run: Run, probe: Probe, batch: Batch) -> AbstractContextManager[None]:
-    """With train.sam_rho the weights are uphill of where they were, within it; without, as they are."""
+    """Within it, with train.sam_rho, the weights are at w + e (techniques/sam.py); without, they are as they were."""
     core, rho = run.engine, run.job.train.sam_rho
     if not rho:
         return nullcontext()

@@ -5,7 +5,7 @@
 
 Each branch is left out, and each patch masked, with the share 1 - t / warmup, t the share of the training that is done:
 from all at the start to none after `warmup`. ([.]: without gradient. Their code drops the MLP's branch as well: both
-have one drop-path module there; the paper speaks of the attention.)
+have one drop-path module there; the paper names the attention only.)
 
 Letters: B images, C channels, H x W pixels, P patch size.
 """
@@ -18,21 +18,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from attacks.loop import Disturb
-from certizoo import UserError
+from trainers.model_parts import attentions_of
 from trainers.settings import MasksConfig
-
-
-def check_masks(config: MasksConfig, model: nn.Module) -> None:
-    """Raise UserError for a model without attention to drop or patches to mask."""
-    if config.ard and not attentions(model):
-        raise UserError(f"masks.ard=true: {type(model).__name__} has no attention to drop; set masks.ard=false")
-    if config.prm and not hasattr(model, "patch_embed"):
-        raise UserError(f"masks.prm=true: {type(model).__name__} has no patches to mask; set masks.prm=false")
-
-
-def attentions(model: nn.Module) -> list[nn.Module]:
-    """The attention of every block."""
-    return [module for name, module in model.named_modules() if name.endswith(".attn")]
 
 
 @contextmanager
@@ -45,7 +32,7 @@ def masked(model: nn.Module, config: MasksConfig, progress: float, generator: Ge
             def drop(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
                 return output.detach() if torch.rand((), generator=generator) < share else output
 
-            for attention in attentions(model):
+            for attention in attentions_of(model):
                 stack.enter_context(attention.register_forward_hook(drop))
 
         def mask(images_BCHW: Tensor, x_BCHW: Tensor) -> Tensor:

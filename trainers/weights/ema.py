@@ -5,7 +5,7 @@
 w_t: float32 weights after step t. d_t grows to the decay, so that a short run is not ruled by its first weights (the
 `num_updates` of TensorFlow's ExponentialMovingAverage; averaging helps adversarial training: Gowal et al. 2020,
 https://arxiv.org/abs/2010.03593). Buffers are not averaged: they are the model's. Each rank holds the whole average,
-updated alike; one safetensors file of a checkpoint keeps it.
+updated alike, of weights that it has whole (ZeRO 0-2); one safetensors file of a checkpoint keeps it.
 """
 
 from pathlib import Path
@@ -21,7 +21,6 @@ from certizoo import UserError
 from certizoo.files import whole_file
 from trainers.engine.engine import Engine
 from trainers.job.job import Job
-from trainers.settings import require
 
 FILE = "ema.safetensors"
 
@@ -30,11 +29,6 @@ class Average:
     """`module` has the averaged weights: a model of its own, never trained."""
 
     def __init__(self, job: Job, engine: Engine) -> None:
-        require(
-            job.deepspeed.stage < 3,
-            f"train.ema_decay={job.train.ema_decay} needs whole weights on each rank; use deepspeed=zero2, or "
-            "train.ema_decay=0",
-        )
         self.decay = job.train.ema_decay
         self.module: nn.Module = zoo.create_model(**job.model).requires_grad_(False)
         self.module.load_state_dict(engine.float32_state())

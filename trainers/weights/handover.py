@@ -18,7 +18,7 @@ from trainers.engine.engine import Engine
 from trainers.job.job import Job, certify_settings
 from trainers.weights.ema import Average
 
-FOLDER, CERTIFICATE = "handover", "certificate"
+CERTIFICATE = "certificate"
 
 
 def write(job: Job, engine: Engine, average: Average | None, step: int, metrics: dict[str, float]) -> None:
@@ -32,16 +32,15 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
         model.load_state_dict(state)
         extra = {key: value for key, value in job.config.items() if key != "model"}
         extra |= {"git_commit": git_commit(), "certizoo": __version__, "ranks": engine.world.size, "steps": step}
-        folder = job.run_dir / FOLDER
-        zoo.handover.save(folder, model, job.model, extra)
-        write_whole(folder / "metrics.json", json.dumps({"step": step, **metrics}, indent=1))
+        zoo.handover.save(job.handover, model, job.model, extra)
+        write_whole(job.handover / "metrics.json", json.dumps({"step": step, **metrics}, indent=1))
     engine.world.barrier()
 
 
 def certify_and_publish(job: Job, run_id: str | None) -> None:
     """Rank 0, after the process group is gone: certificates, a registered version, and a table of both."""
     console = Console(highlight=False)
-    folder, out = job.run_dir / FOLDER, job.run_dir / CERTIFICATE
+    folder, out = job.handover, job.run_dir / CERTIFICATE
     summary: dict[str, Any] = {}
     published = "no (registry.enabled=false)"
     if not job.config["certify"]["enabled"]:
@@ -90,7 +89,7 @@ def closing_table(job: Job, metrics: dict[str, float], summary: dict[str, Any], 
             table.add_row(f"{key} (end of training)", f"{metrics[key]:.1%}")
     for eps, accuracy in summary.get("accuracy", {}).items():
         table.add_row(f"L2 {eps}: certified / under PGD", f"{accuracy['certified']:.1%} / {accuracy['pgd']:.1%}")
-    table.add_row("weights", str(job.run_dir / FOLDER))
+    table.add_row("weights", str(job.handover))
     if summary:
         table.add_row("certificate", str(job.run_dir / CERTIFICATE))
     table.add_row("registered", published)

@@ -1,4 +1,5 @@
-"""Writing and reading a checkpoint, all ranks together: aside, read again, marked, renamed (job/checkpoint.py)."""
+"""Writing and reading a checkpoint, all ranks together: to a temporary folder, read again, marked, renamed
+(trainers/job/checkpoint.py)."""
 
 import json
 import os
@@ -15,7 +16,7 @@ from certizoo import UserError
 from certizoo.files import write_whole
 from trainers.engine.engine import Engine
 from trainers.job.checkpoint import MARK, Saved, folder, folders
-from trainers.place import PEER_GONE
+from trainers.ranks import PEER_GONE
 from trainers.weights.ema import Average
 
 PART = "part"
@@ -85,7 +86,7 @@ def _one_line(checkpoints: Path, aside: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, zipfile.BadZipFile) as error:
         if any(words in str(error) for words in PEER_GONE):
-            raise  # another rank could not write, and has said so
+            raise  # another rank could not write, and has printed why
         shutil.rmtree(aside, ignore_errors=True)
         free = shutil.disk_usage(checkpoints).free
         raise UserError(

@@ -3,6 +3,7 @@
 A file that defines `VARIANTS = {"name": class}` is found here by itself; nothing else has to be edited. Every class
 takes `(dim, num_heads, **own_options)` and maps x (B, N, D) -> (B, N, D), in train and in eval mode alike.
 `softmax.py` is what variants of the form softmax(score) V share; `window.py` and `gpsa.py` go around such a variant.
+`theory/` proves what such attention does to a change of its input, `qkv.py` makes rules of that.
 """
 
 import importlib

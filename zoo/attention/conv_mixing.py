@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.arithmetic import U
 from zoo.attention.softmax import check_heads
-from zoo.bounds.curvature import linear
-from zoo.bounds.rules import Bound, Layer, NoRule, expect, residual_rule, rule
-from zoo.spectral import U, sigma_upper
+from zoo.bounds.curvature import affine
+from zoo.bounds.facts import Facts, NoRule, expect, register
+from zoo.bounds.rules import Bound, Layer
+from zoo.spectral import sigma_upper
 
 SYMBOL_BYTES = 2**28  # memory for the matrices of a few frequencies at a time
 
@@ -94,8 +96,8 @@ def _real(a_2FDD: Tensor) -> Tensor:
     return torch.cat([torch.cat([re, -im], dim=-1), torch.cat([im, re], dim=-1)], dim=-2)
 
 
-def _linear(module: ConvMixing, residual: bool) -> Layer:
-    """Linear in the tokens: one norm for all images with the same number of tokens, r -> norm r."""
+def _measured(module: ConvMixing, residual: bool) -> Layer:
+    """Affine in the tokens: one norm for all images with the same number of tokens, r -> norm r."""
     expect(module.proj, nn.Linear)
     for conv in module.convs:
         expect(conv, nn.Conv1d)
@@ -116,16 +118,14 @@ def _linear(module: ConvMixing, residual: bool) -> Layer:
     return layer
 
 
-@rule(ConvMixing)
 def conv_mixing(module: ConvMixing) -> Layer:
     """The branch alone."""
-    return _linear(module, residual=False)
+    return _measured(module, residual=False)
 
 
-@residual_rule(ConvMixing)
 def residual_conv_mixing(module: ConvMixing) -> Layer:
     """X + F(X) in one norm: the identity stands inside the symbol, never ||I|| + ||.||."""
-    return _linear(module, residual=True)
+    return _measured(module, residual=True)
 
 
-linear(ConvMixing)
+register(ConvMixing, Facts(rule=conv_mixing, residual=residual_conv_mixing, expansion=affine))

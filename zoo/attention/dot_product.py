@@ -1,24 +1,26 @@
-"""Dot-product self-attention (Vaswani et al. 2017) and its LoFAST rule (Havens et al. 2024, Theorem 1).
+"""Dot-product self-attention (Vaswani et al. 2017), with the rules of paper 004 and our sharper ones.
 
     F(X) = sum_l P_l X M_l,   P_l = softmax(s Q_l K_l^T),   M_l = W_V^l W_O^l,   s = 1 / sqrt(D / H)
 
 Letters: B images, N tokens, D width, H heads, O = D / H (dh).
 """
 
+import math
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from zoo.attention.facts import AttentionRules, attention_facts
+from zoo.attention.local import expand_attention, lofast_local
+from zoo.attention.lofast import lofast
+from zoo.attention.qkv import PLAIN, Mixing, qkv_split
 from zoo.attention.softmax import QKVAttention
-from zoo.bounds.rules import Bound, Layer, expect, residual_rule, rule
-from zoo.spectral import sigma_upper
-
-DENSE_LIMIT = 4096  # N D up to which zeta is the norm of the dense (N D, N D) matrix
-DENSE_BYTES = 2**28  # memory for those matrices at a time
-SOFTMAX: Callable[[Tensor], Tensor] = partial(torch.softmax, dim=-1)
+from zoo.bounds.facts import register
+from zoo.bounds.rounding import Precision, Rounded, Rounding, matrix_product, size
+from zoo.bounds.rules import layer_of
 
 
 class DotProductAttention(QKVAttention):
@@ -36,76 +38,62 @@ class DotProductAttention(QKVAttention):
 VARIANTS = {"dp": DotProductAttention}
 
 
-def zeta(p_BHNN: Tensor, m_HDD: Tensor, norm_m_H: Tensor, residual: bool) -> Tensor:
-    """zeta = || (I (x) I_d) + sum_l P_l (x) M_l^T ||, without the identity for a branch alone. Errata D7: I_d.
+def sharper(module: Callable[[Tensor], Tensor], content: DotProductAttention, mixing: Mixing) -> AttentionRules:
+    """Theorem 1 of paper 004 and our local and second-order rules: sharper than those of the split, as q, k and v move
+    together. `module` is `content` with something around its softmax."""
 
-    Exact (verified) where the matrix is small, sum_l ||P_l|| ||M_l|| (+ 1) (eq. 12) where it is not. -> (B,)
+    def attend(s_BHNN: Tensor) -> Tensor:
+        return (s_BHNN + mixing.bias(len(s_BHNN))).softmax(-1)
+
+    return AttentionRules(
+        lambda residual: lofast(module, content, residual, lambda s_BHNN: mixing.mix(attend(s_BHNN)), mixing.gain_H),
+        lambda residual: lofast_local(module, content, residual, attend, mixing.mix, mixing.gain_H),
+        lambda: expand_attention(module, content, attend, mixing.mix, mixing.gain_H),
+    )
+
+
+def _rules(module: DotProductAttention) -> AttentionRules:
+    return sharper(module, module, PLAIN)
+
+
+def rounding(module: DotProductAttention, precision: Precision) -> Rounding:
+    """Scores are off by tau, so that P is within the factor exp(2 tau) (1 + gamma); a row of P times V is then off by
+
+        sum_j P_ij |v^_j - v_j| + omega max_j |v^_j|,        omega = exp(2 tau) (1 + gamma_{3N+200} + 4 u) - 1,
+
+    and ||P (v^ - v)||_F <= sqrt(N) ||v^ - v||_F, as rows of P sum to 1.
     """
-    n, d = p_BHNN.shape[-1], m_HDD.shape[-1]
-    if n * d > DENSE_LIMIT:
-        return sigma_upper(p_BHNN) @ norm_m_H + float(residual)
-    chunk = max(1, DENSE_BYTES // (8 * (n * d) ** 2))
-    norms = []
-    for p in p_BHNN.split(chunk):
-        matrix = torch.einsum("blij,lde->biejd", p, m_HDD).reshape(len(p), n * d, n * d)
-        if residual:
-            matrix.diagonal(dim1=-2, dim2=-1).add_(1)
-        norms.append(sigma_upper(matrix))
-    return torch.cat(norms)
+    layer, heads, u, gamma = layer_of(module, local=True), module.num_heads, precision.u, precision.gamma
+    width = module.qkv.in_features // heads
+    weights = module.qkv.weight.chunk(3)
+    biases = (None,) * 3 if module.qkv.bias is None else module.qkv.bias.chunk(3)
+    q, k, v = (matrix_product(w, b, precision) for w, b in zip(weights, biases, strict=True))
+    out = matrix_product(module.proj.weight, module.proj.bias, precision)
+    scale = abs(module.scale)
+
+    def around(x_BND: Tensor) -> Rounded:
+        y, radius = layer(x_BND)
+        q_B, k_B, v_B = (_longest(t) for t in module.projections(x_BND))
+        x_B, tokens = size(x_BND), x_BND.shape[1]
+        rows = math.sqrt(tokens * heads)
+
+        def error(r: Tensor, e: Tensor) -> Tensor:
+            e_q, e_k, e_v = (one.error(x_B + r, e, tokens) for one in (q, k, v))
+            long_q, long_k, long_v = q_B + q.norm * r, k_B + k.norm * r, v_B + v.norm * r
+            product = (long_q + e_q) * (long_k + e_k)
+            tau = scale * (e_q * long_k + (long_q + e_q) * e_k + (gamma(width + 4) + 2 * u) * product)
+            omega = torch.expm1(2 * tau) + torch.exp(2 * tau) * (gamma(3 * tokens + 200) + 4 * u)
+            e_o = math.sqrt(tokens) * e_v + rows * (long_v + e_v) * (omega + gamma(tokens + 4) + 2 * u)
+            return out.error(rows * long_v, e_o, tokens)
+
+        return Rounded(y, radius, error)
+
+    return around
 
 
-def lofast(
-    module: Callable[[Tensor], Tensor],
-    content: DotProductAttention,
-    residual: bool,
-    attend: Callable[[Tensor], Tensor] = SOFTMAX,
-    gain_H: Tensor | float = 1.0,
-) -> Layer:
-    """Theorem 1 of paper 004 with the errata D5, D7, D8:
-
-        ||F(X') - F(X)|| <= zeta r + sum_l D_l(r) / 2 ( ||X M_l|| + ||M_l|| r ),    D_l = xi_l r + a_l r^2,
-        xi_l = s ( ||W_Q K^T|| + ||Q W_K^T|| ),   a_l = s ||W_Q W_K^T||.
-
-    Proof: P' X' - P X = P (X' - X) + (P' - P) X'; the softmax is 1/2-Lipschitz in l2 (D5); the logits move by
-    s (Gamma_Q K^T + Q Gamma_K^T + Gamma_Q Gamma_K^T) with ||Gamma_Q K^T||_F <= ||W_Q K^T|| r. Biases of Q and K stay
-    inside Q and K, that of V is added to every token alike because rows of P sum to 1.
-
-    `module` is `content` itself, or attention around it whose P is attend(S), with rows that sum to 1: the softmax of S
-    plus constants (window.py), or of each head an affine map of it with the linear part `gain_H` (gpsa.py).
-    """
-    expect(content.qkv, nn.Linear)
-    expect(content.proj, nn.Linear)
-    w_q, w_k, w_v = (w.double() for w in content.head_weights_3HOD().detach())
-    w_o_HOD = content.proj.weight.detach().double().unflatten(1, (content.num_heads, -1)).permute(1, 2, 0)
-    m_HDD = w_v.mT @ w_o_HOD
-    norm_m_H = sigma_upper(m_HDD)
-    a_H = abs(content.scale) * sigma_upper(w_q.mT @ w_k)
-
-    def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
-        q, k, _ = content.projections(x_BND)
-        p_BHNN = attend(content.scale * q @ k.mT)
-        xi_BH = abs(content.scale) * (sigma_upper(k @ w_q) + sigma_upper(q @ w_k))
-        norm_xm_BH = sigma_upper(x_BND.unsqueeze(1) @ m_HDD)
-        zeta_B = zeta(p_BHNN, m_HDD, norm_m_H, residual)
-
-        def bound(r: Tensor) -> Tensor:
-            r_1 = r.unsqueeze(-1)
-            change_H = 0.5 * gain_H * r_1 * (xi_BH + a_H * r_1)  # of P_l
-            return zeta_B * r + (change_H * (norm_xm_BH + norm_m_H * r_1)).sum(-1)
-
-        y = module(x_BND)
-        return (x_BND + y if residual else y), bound
-
-    return layer
+def _longest(x: Tensor) -> Tensor:
+    """The longest row of every image, (B, ..., D) -> (B,)."""
+    return torch.linalg.vector_norm(x, dim=-1).flatten(1).amax(1)
 
 
-@rule(DotProductAttention)
-def attention(module: DotProductAttention) -> Layer:
-    """The branch alone (H = 0)."""
-    return lofast(module, module, residual=False)
-
-
-@residual_rule(DotProductAttention)
-def residual_attention(module: DotProductAttention) -> Layer:
-    """X + F(X) in one norm (H = I), never ||I|| + ||.||."""
-    return lofast(module, module, residual=True)
+register(DotProductAttention, replace(attention_facts(_rules), rounding=rounding, split=qkv_split, mixing=sharper))

@@ -17,14 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.core_expansion import Around, Measured, bounded
-from zoo.attention.dot_product import SOFTMAX, DotProductAttention, lofast
-from zoo.attention.local import lofast_local
-from zoo.attention.second_order import expand_attention
+from zoo.attention.facts import AttentionRules, attention_facts, rules_with_mixing
+from zoo.attention.qkv import Mixing
 from zoo.attention.softmax import QKVAttention, SoftmaxAttention
-from zoo.bounds.curvature import Expand, curvature
-from zoo.bounds.rules import Layer, expect, local_residual_rule, local_rule, residual_rule, rule
-from zoo.bounds.rules import residual as add_identity
+from zoo.bounds.facts import expect, register
 
 FEW = 64  # tokens of which all N^2 weights are written out; there the two ways take the same time
 
@@ -104,65 +100,17 @@ class GPSA(nn.Module):
         weight_H3 *= self.locality_strength
 
 
-def _gated(module: GPSA, residual: bool) -> Layer:
+def _rules(module: GPSA) -> AttentionRules:
     """Theorem 1 of paper 004 with P~ = (1 - g) P + g R in the place of P:
 
         P~' X' - P~ X = P~ (X' - X) + (1 - g) (P' - P) X',
 
-    so zeta is that of P~, and the change of P counts (1 - g)-fold. Rows of P~ sum to 1. MATH-PROOFS.md section 2.9.
-    Around other attention than dot products, of which nothing is published, the local rule of core_expansion.py.
+    so zeta is that of P~, and the change of P counts (1 - g)-fold. Rows of P~ sum to 1. g R X M is linear: the
+    remainder is that of (1 - g) P X M. MATH-PROOFS.md section 2.9.
     """
-    if type(module.content) is not DotProductAttention:
-        layer: Layer = _measured(module).layer
-        return add_identity(layer) if residual else layer
-    attend = lambda s_BHNN: module.mixed(s_BHNN.softmax(-1))  # noqa: E731
-    return lofast(module, module.content, residual, attend, _share(module))
-
-
-def _share(module: GPSA) -> Tensor:
-    """1 - g, that of the content in P~."""
     expect(module.pos_proj, nn.Linear)
-    return 1 - module.gating_param.detach().sigmoid()
+    share_H = 1 - module.gating_param.detach().sigmoid()
+    return rules_with_mixing(module, module.content, Mixing(mix=module.mixed, gain_H=share_H))
 
 
-def _measured(module: GPSA) -> Measured:
-    """Any content."""
-    return Measured(module, module.content, Around(mix=module.mixed, gain_H=_share(module)))
-
-
-@rule(GPSA)
-def gpsa(module: GPSA) -> Layer:
-    """The branch alone."""
-    return _gated(module, residual=False)
-
-
-@residual_rule(GPSA)
-def residual_gpsa(module: GPSA) -> Layer:
-    """X + F(X) in one norm."""
-    return _gated(module, residual=True)
-
-
-def _gated_local(module: GPSA, residual: bool) -> Layer:
-    if type(module.content) is not DotProductAttention:
-        return _gated(module, residual)
-    return lofast_local(module, module.content, residual, SOFTMAX, module.mixed, _share(module))
-
-
-@local_rule(GPSA)
-def local_gpsa(module: GPSA) -> Layer:
-    """The branch alone, with local constants."""
-    return _gated_local(module, residual=False)
-
-
-@local_residual_rule(GPSA)
-def local_residual_gpsa(module: GPSA) -> Layer:
-    """X + F(X) in one norm, with local constants."""
-    return _gated_local(module, residual=True)
-
-
-@curvature(GPSA)
-def expand_gpsa(module: GPSA) -> Expand:
-    """g R X M is linear: the remainder is that of (1 - g) P X M."""
-    if type(module.content) is not DotProductAttention:
-        return bounded(_measured(module).expand, _gated(module, residual=False))
-    return expand_attention(module, module.content, SOFTMAX, module.mixed, _share(module))
+register(GPSA, attention_facts(_rules))

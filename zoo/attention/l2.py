@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.core_expansion import Measured, Split, bounded, least, split
-from zoo.attention.core_forms import Score
+from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import SMALLEST
+from zoo.attention.qkv import AttentionBounds, Split, least
 from zoo.attention.softmax import SoftmaxAttention, check_heads
-from zoo.bounds.curvature import Expand, curvature
-from zoo.bounds.rules import Bound, Layer, NoRule, expect, local_rule, rule
+from zoo.attention.theory.core import Score
+from zoo.bounds.facts import NoRule, expect, register
+from zoo.bounds.rules import Bound, Layer
 from zoo.layers.cap import cap_
 from zoo.spectral import sigma_upper, start_vectors
 
@@ -127,7 +128,6 @@ def distance_bound(n: int) -> float:
     return x
 
 
-@rule(L2Attention)
 def l2(module: L2Attention) -> Layer:
     """Global (MATH-PROOFS.md section 2.10, with M_h kept whole and the heads sharing one budget):
 
@@ -167,7 +167,6 @@ def l2(module: L2Attention) -> Layer:
 # local rules, and second order ----------------------------------------------------------------------------------------
 
 
-@split(L2Attention)
 def l2_split(module: L2Attention) -> Split:
     """Scores -|q - k|^2 s / 2 = s (q . k - |k|^2 / 2) up to a constant of the row, values Q_h M_h."""
     for part in module.children():
@@ -183,14 +182,10 @@ def l2_split(module: L2Attention) -> Split:
     return Split(Score(module.scale, kappa=1.0, tied=module.k is None), project, w_3HOD, module.proj)
 
 
-@local_rule(L2Attention)
 def local_l2(module: L2Attention) -> Layer:
     """With the softmax where it is; around a point there is a bound for a W_K of its own, too."""
-    local = Measured(module, module).layer
+    local = AttentionBounds(module, module).layer
     return least(l2(module), local) if module.k is None else local
 
 
-@curvature(L2Attention)
-def expand_l2(module: L2Attention) -> Expand:
-    """MATH-PROOFS section 2.10: the core of 2.9 with alpha_ik = s k_k, beta_ik = s (q_i - k_k)."""
-    return bounded(Measured(module, module).expand, local_l2(module))
+register(L2Attention, softmax_facts(l2, l2_split, local_l2))  # second order: MATH-PROOFS section 2.10

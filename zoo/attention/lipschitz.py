@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.attention.softmax import QKVAttention
-from zoo.bounds.rules import Bound, Layer, expect
+from zoo.bounds.facts import expect
+from zoo.bounds.rules import Bound, Layer
 from zoo.spectral import sigma_upper
 
 SMALLEST = 1e-300  # keeps a constant of 0 from making NaN of an infinite radius

@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.attention.core_expansion import Measured, Split, Turn, bounded, least, qkv_split, split
-from zoo.attention.core_forms import Radii
+from zoo.arithmetic import nan_to_inf
+from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import global_layer
+from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.softmax import QKVAttention
-from zoo.attention.spread import known
-from zoo.bounds.curvature import Expand, curvature
-from zoo.bounds.rules import Layer, local_rule, rule
+from zoo.attention.theory.core import QKVRadii
+from zoo.bounds.facts import register
+from zoo.bounds.rules import Layer
 
 SMALLEST_C = 1e-12  # 0 / 0 where two of u, v, w vanish
 
@@ -38,7 +39,6 @@ class LipschitzNormAttention(QKVAttention):
 VARIANTS = {"ln": LipschitzNormAttention}
 
 
-@rule(LipschitzNormAttention)
 def lipschitz_norm(module: LipschitzNormAttention) -> Layer:
     """Global: gains (1, 1 + kappa, 1 + sqrt(gamma)) on Q, K, V (see `global_layer`), (0, 0, 1) for N = 1, with
 
@@ -93,8 +93,8 @@ class _Quotient:
     A norm leaves its linearisation by at most rho^2 / (2 a), never downwards. So Delta - Dc lies between -rho_a rho_b
     and the sum of b rho_a^2 / (2 a) + a rho_b^2 / (2 b) + rho_a rho_b and what another product, or other rows, have
     above this one: at most (A + B + C)_+ with A = x y - a b <= 0, C = rho_x rho_y and B the rest, x rho_y + y rho_x +
-    a rho_b + b rho_a. That grows linearly once it is positive; its steep majorant is C + B^2 / (4 |A|) for B > 2 |A|.
-    Every head is given the whole of the three radii.
+    a rho_b + b rho_a. That grows linearly once it is positive; its superhomogeneous majorant, of degree 2, is
+    C + B^2 / (4 |A|) for B > 2 |A|. Every head is given the whole of the three radii.
     """
 
     def __init__(self, projected_3BHNO: Tensor) -> None:
@@ -134,12 +134,12 @@ class _Quotient:
     def _norm(self, which_BH: Tensor) -> Tensor:
         return self.norms_3BH.gather(0, which_BH[None])[0]
 
-    def _radius(self, r: Radii, which_BH: Tensor) -> Tensor:
+    def _radius(self, r: QKVRadii, which_BH: Tensor) -> Tensor:
         """(..., B, H)."""
         return torch.where(which_BH == 0, r.q[..., None], torch.where(which_BH == 1, r.k[..., None], r.v[..., None]))
 
-    def inverse(self, r: Radii) -> tuple[Tensor, Tensor, Tensor]:
-        """1 / c' at most, |e| at most, and |Delta| at most (..., B, H); steep in first order."""
+    def inverse(self, r: QKVRadii) -> tuple[Tensor, Tensor, Tensor]:
+        """1 / c' at most, |e| at most, and |Delta| at most (..., B, H); superhomogeneous of degree 1."""
         ra, rb = (self._radius(r, one) for one in self.pair)
         low = (self.a - ra).clamp_min(0) * (self.b - rb).clamp_min(0)
         highest = low.new_zeros(())
@@ -149,7 +149,7 @@ class _Quotient:
         largest = torch.where(self.known_BH & (low > 0), 1 / low, math.inf)
         return largest, torch.maximum(largest - 1 / self.c_BH, highest / self.c_BH.square()), moved
 
-    def bent(self, r: Radii, steep: bool) -> Tensor:
+    def bent(self, r: QKVRadii, superhomogeneous: bool) -> Tensor:
         """|e + Dc / c^2| at most (..., B, H)."""
         largest, change, moved = self.inverse(r)
         ra, rb = (self._radius(r, one) for one in self.pair)
@@ -159,36 +159,36 @@ class _Quotient:
             rx, ry = self._radius(r, first), self._radius(r, second)
             lead, slope, curve = self.c_BH - x * y, x * ry + y * rx + self.a * rb + self.b * ra, rx * ry
             line = (slope + curve - lead).clamp_min(0)
-            if steep:
+            if superhomogeneous:
                 line = torch.where(slope <= 2 * lead, line, curve + slope.square() / (4 * lead))
             above = torch.maximum(above, torch.where(absent, 0.0, line))
         second_order = (own + above) / self.c_BH.square() + moved.square() / self.c_BH.square() * largest
-        if steep:
-            return known(second_order)
-        return torch.minimum(known(second_order), change + (self.b * ra + self.a * rb) / self.c_BH.square())
+        if superhomogeneous:
+            return nan_to_inf(second_order)
+        return torch.minimum(nan_to_inf(second_order), change + (self.b * ra + self.a * rb) / self.c_BH.square())
 
-    def first(self, r: Radii) -> Radii:
+    def first(self, r: QKVRadii) -> QKVRadii:
         share = self.size_BH / self.c_BH.square() * self.partner_3BH
         terms = [(f.amax(-1) * one) for f, one in zip(share, r, strict=True)]
-        return Radii(r.q * (1 / self.c_BH).amax(-1) + terms[0] + terms[1] + terms[2], r.k, r.v)
+        return QKVRadii(r.q * (1 / self.c_BH).amax(-1) + terms[0] + terms[1] + terms[2], r.k, r.v)
 
-    def betas(self, r: Radii) -> Radii:
+    def betas(self, r: QKVRadii) -> QKVRadii:
         zero, (_, change, _) = torch.zeros_like(r.q), self.inverse(r)
-        heads = self.size_BH * self.bent(r, steep=False) + r.q[..., None] * change
-        return Radii(known(heads.square().sum(-1).sqrt()), zero, zero)
+        heads = self.size_BH * self.bent(r, superhomogeneous=False) + r.q[..., None] * change
+        return QKVRadii(nan_to_inf(heads.square().sum(-1).sqrt()), zero, zero)
 
-    def radii(self, r: Radii) -> Radii:
+    def radii(self, r: QKVRadii) -> QKVRadii:
         largest, change, _ = self.inverse(r)
         direct = largest.amax(-1) * r.q + (self.size_BH * change).square().sum(-1).sqrt()
-        return Radii(torch.minimum(known(direct), known(self.first(r).q + self.betas(r).q)), r.k, r.v)
+        return QKVRadii(torch.minimum(nan_to_inf(direct), nan_to_inf(self.first(r).q + self.betas(r).q)), r.k, r.v)
 
-    def remainder(self, g_3CBHNO: Tensor) -> Callable[[Radii], Tensor]:
+    def remainder(self, g_3CBHNO: Tensor) -> Callable[[QKVRadii], Tensor]:
         inner_CBH = (g_3CBHNO[0] * self.q).sum((-2, -1)).abs()
         length_CBH = g_3CBHNO[0].flatten(-2).norm(dim=-1)
 
-        def bound(r: Radii) -> Tensor:
-            change = self.inverse(r)[1]
-            return known((inner_CBH * self.bent(r, steep=True) + length_CBH * r.q[..., None] * change).sum(-1))
+        def bound(r: QKVRadii) -> Tensor:
+            bent, change = self.bent(r, superhomogeneous=True), self.inverse(r)[1]
+            return nan_to_inf((inner_CBH * bent + length_CBH * r.q[..., None] * change).sum(-1))
 
         return bound
 
@@ -205,25 +205,15 @@ class _Quotient:
         return torch.stack(parts)
 
 
-@split(LipschitzNormAttention)
 def lipschitz_norm_split(module: LipschitzNormAttention) -> Split:
     """The quotient, then the core."""
 
-    def turn(projected_3BHNO: Tensor) -> Turn:
+    def transform(projected_3BHNO: Tensor) -> QKVTransform:
         of = _Quotient(projected_3BHNO)
         y_3BHNO = torch.stack(module.scores(*projected_3BHNO))
-        return Turn(y_3BHNO, of.first, of.radii, of.betas, of.remainder, of.pull)
+        return QKVTransform(y_3BHNO, of.first, of.radii, of.betas, of.remainder, of.pull)
 
-    return qkv_split(module, turn)
-
-
-@local_rule(LipschitzNormAttention)
-def local_lipschitz_norm(module: LipschitzNormAttention) -> Layer:
-    """With c and the softmax where they are."""
-    return least(lipschitz_norm(module), Measured(module, module).layer)
+    return qkv_split(module, transform)
 
 
-@curvature(LipschitzNormAttention)
-def expand_lipschitz_norm(module: LipschitzNormAttention) -> Expand:
-    """The remainders of the quotient and of the core."""
-    return bounded(Measured(module, module).expand, local_lipschitz_norm(module))
+register(LipschitzNormAttention, softmax_facts(lipschitz_norm, lipschitz_norm_split))

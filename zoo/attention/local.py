@@ -1,22 +1,38 @@
-"""LoFAST's rule for dot-product attention with local constants: the softmax where it is, heads sharing one budget.
+"""Local rules of first and second order of dot-product attention, also with something around its softmax.
 
-Letters: B images, N tokens, D width, H heads (l).
+Queries, keys and values are one X and move together: theory/joint.py.
+
+Letters: B images, C classes, N tokens, D width, H heads (l), O = D / H (dh).
 """
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zoo.attention.dot_product import SOFTMAX, DotProductAttention, zeta
-from zoo.attention.spread import Spread, e1, exponential, grow, known, measure
-from zoo.bounds.rules import Bound, Layer, local_residual_rule, local_rule
+from zoo.arithmetic import nan_to_inf
+from zoo.attention.lofast import SOFTMAX, zeta
+from zoo.attention.softmax import QKVAttention
+from zoo.attention.theory.joint import Heads, JointCore, measure, same
+from zoo.bounds.curvature import Expand, Expansion
+from zoo.bounds.facts import expect
+from zoo.bounds.rules import Bound, Layer
 from zoo.spectral import sigma_upper
+
+
+def heads_of(content: QKVAttention, gain_H: Tensor | float = 1.0) -> Heads:
+    """The weights of `content`, whose scores are s q k^T plus constants."""
+    expect(content.qkv, nn.Linear)
+    expect(content.proj, nn.Linear)
+    qkv_3HOD = content.head_weights_3HOD().detach().double()
+    o_HOD = content.proj.weight.detach().double().unflatten(1, (content.num_heads, -1)).permute(1, 2, 0).contiguous()
+    gain_H = torch.as_tensor(gain_H, dtype=o_HOD.dtype, device=o_HOD.device).expand(len(o_HOD))
+    return measure(content.scale, qkv_3HOD, o_HOD, gain_H)
 
 
 def lofast_local(
     module: Callable[[Tensor], Tensor],
-    content: DotProductAttention,
+    content: QKVAttention,
     residual: bool,
     attend: Callable[[Tensor], Tensor] = SOFTMAX,
     mix: Callable[[Tensor], Tensor] = lambda p_BHNN: p_BHNN,
@@ -28,50 +44,74 @@ def lofast_local(
         ||W_O|| sqrt( sum_l (lam_l |dS_l| (||V_c,l|| + ||W_V,l|| r))^2 ),
         sum_l lam_l |dS_l| (||V_c,l W_O,l|| + ||M_l|| r)
 
-    where (U, T)_n and (U, T)_p are the levels of Spread for the weights nu_il^2 p_ilk and max_k(p_ilk) p_ilk, lam the
+    where (U, T)_n and (U, T)_p are the seminorm bounds for the weights nu_il^2 p_ilk and max_k(p_ilk) p_ilk, lam the
     slope of the softmax on the box that the scores can reach, V_c = V - its mean. Proof of the first: a row of
     (P' - P) V is the integral of Cov_t(delta, v), at most E1(tau) sd(delta) nu. MATH-PROOFS.md section 2.9.
 
     `module` is `content` or attention around it with P = mix(attend(S)): attend(S) the softmax of S plus constants,
     `mix` an affine map of each head with the linear part `gain_H`.
     """
-    heads = measure(content, gain_H)
+    heads = heads_of(content, gain_H)
     m_HDD = content.head_weights_3HOD()[2].detach().double().mT @ heads.o_HOD
     norm_m_H = sigma_upper(m_HDD)
 
     def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
         q, k, v = content.projections(x_BND)
         p_BHNN = attend(content.scale * q @ k.mT)
-        change = changes(Spread(heads, q, k, v, p_BHNN))
-        zeta_B = zeta(mix(p_BHNN), m_HDD, norm_m_H, residual)
+        mixed = mix(p_BHNN)
+        core, zeta_B = JointCore(heads, q, k, v, p_BHNN, mixed), zeta(mixed, m_HDD, norm_m_H, residual)
         y = module(x_BND)
-        return (x_BND + y if residual else y), lambda r: known(zeta_B * r + change(r))
+        return (x_BND + y if residual else y), lambda r: nan_to_inf(zeta_B * r + core.moved(same(r)))
 
     return layer
 
 
-def changes(spread: Spread) -> Bound:
-    """delta_2."""
-    heads = spread.heads
-    by_values, by_inputs = spread.by_values, spread.by_inputs
-    norm_v = heads.norm_v_H.amax()
+def expand_attention(
+    module: Callable[[Tensor], Tensor],
+    content: QKVAttention,
+    attend: Callable[[Tensor], Tensor] = SOFTMAX,
+    mix: Callable[[Tensor], Tensor] = lambda p_BHNN: p_BHNN,
+    gain_H: Tensor | float = 1.0,
+) -> Expand:
+    """The expansion of `content`, or of attention around it; arguments as in `lofast_local`. Where P = mix of a
+    softmax, the remainder sees the values `gain_H`-fold, and J the mixed P."""
+    heads, plain = heads_of(content, gain_H), heads_of(content)
+    qkv_HOD = torch.cat([heads.q_HOD, heads.k_HOD, plain.v_HOD])  # 3 H heads: one product instead of three
 
-    def bound(r: Tensor) -> Tensor:
-        spreads = grow(by_values, r) + norm_v * r * grow(by_inputs, r)
-        smooth = heads.norm_o * exponential(lambda t: e1(t) * spreads, spread.tau(r))
-        change_H = spread.weights(r)
-        return torch.minimum(known(smooth), known(spread.combined(change_H, change_H * r.unsqueeze(-1))))
+    def expand(x_BND: Tensor) -> Expansion:
+        q, k, v = content.projections(x_BND)
+        p_BHNN = attend(content.scale * q @ k.mT)
+        mixed = mix(p_BHNN)
+        core, norm_p_BH = JointCore(heads, q, k, v, p_BHNN, mixed), sigma_upper(mixed)
+        through_values = torch.minimum(norm_p_BH.amax(-1) * plain.norm_v * plain.norm_o, norm_p_BH @ plain.norm_m_H)
+        through_scores = core.linear(same(torch.ones_like(through_values)))
 
-    return bound
+        def remainder(g_CBND: Tensor) -> Bound:
+            of_core = core.remainder(split_heads(g_CBND, heads.o_HOD))
+            return lambda r: of_core(same(r))
+
+        def pull(g_CBND: Tensor) -> Tensor:
+            """J^T g."""
+            return join_heads(torch.cat(core.pull(split_heads(g_CBND, heads.o_HOD)), dim=-3), qkv_HOD)
+
+        def push(v_CBND: Tensor) -> Tensor:
+            """J v: what the scores do to the values, and the values themselves."""
+            dq, dk, dv = split_heads(v_CBND, qkv_HOD).chunk(3, dim=-3)
+            dp = heads.s * p_BHNN * (dq @ k.mT + q @ dk.mT)
+            dp = dp - p_BHNN * dp.sum(-1, keepdim=True)
+            return join_heads(dp @ core.values + mixed @ dv, heads.o_HOD)
+
+        gain_B = through_values + through_scores
+        return Expansion(module(x_BND), gain_B, lambda r: core.beta(same(r)), remainder, pull, push)
+
+    return expand
 
 
-@local_rule(DotProductAttention)
-def attention(module: DotProductAttention) -> Layer:
-    """The branch alone."""
-    return lofast_local(module, module, residual=False)
+def split_heads(x: Tensor, w_HOD: Tensor) -> Tensor:
+    """x W_l^T of every head in one product: (..., N, D) -> (..., H, N, O)."""
+    return (x @ w_HOD.flatten(0, 1).mT).unflatten(-1, w_HOD.shape[:2]).transpose(-3, -2)
 
 
-@local_residual_rule(DotProductAttention)
-def residual_attention(module: DotProductAttention) -> Layer:
-    """X + F(X) in one norm."""
-    return lofast_local(module, module, residual=True)
+def join_heads(z: Tensor, w_HOD: Tensor) -> Tensor:
+    """sum_l z_l W_l: (..., H, N, O) -> (..., N, D)."""
+    return z.transpose(-3, -2).flatten(-2) @ w_HOD.flatten(0, 1)

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.attention.core_expansion import Measured, Split, Turn, bounded, least, qkv_split, split
-from zoo.attention.core_forms import Radii
+from zoo.arithmetic import nan_to_inf
+from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import global_layer
+from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.softmax import QKVAttention
-from zoo.attention.spread import known
-from zoo.bounds.curvature import Expand, curvature
-from zoo.bounds.rules import Bound, Layer, local_rule, rule
-from zoo.layers.norms import bounded_normalisation, normalisation_bend, smooth_expansion
+from zoo.attention.theory.core import QKVRadii
+from zoo.bounds.facts import register
+from zoo.bounds.rules import Bound, Layer
+from zoo.layers.norms import bounded_normalisation, normalisation_remainder, smooth_expansion
 
 
 class ScaledCosineAttention(QKVAttention):
@@ -48,7 +49,6 @@ class ScaledCosineAttention(QKVAttention):
 VARIANTS = {"scsa": ScaledCosineAttention}
 
 
-@rule(ScaledCosineAttention)
 def scsa(module: ScaledCosineAttention) -> Layer:
     """Global. With pi = 1 / (1 + (N - 1) exp(-2 tau)), an upper bound of every p_ij,
 
@@ -81,49 +81,40 @@ def scsa(module: ScaledCosineAttention) -> Layer:
 # local rules, and second order ----------------------------------------------------------------------------------------
 
 
-@split(ScaledCosineAttention)
 def scsa_split(module: ScaledCosineAttention) -> Split:
     """MATH-PROOFS section 2.11: the bounded normalisation of radius sqrt(e) on every row, divided by sqrt(e), then the
     core. Rows join by their maxima, as in zoo/layers/norms.py."""
     root = math.sqrt(module.eps)
     sizes_3 = (1 / root, 1 / root, module.nu / root)
 
-    def turn(projected_3BHNO: Tensor) -> Turn:
+    def transform(projected_3BHNO: Tensor) -> QKVTransform:
         rows = [smooth_expansion(u, root) for u in projected_3BHNO]
         lips = [bounded_normalisation(u, root) for u in projected_3BHNO]
-        bends = [normalisation_bend((u.square().sum(-1) + module.eps).sqrt().flatten(1), root) for u in projected_3BHNO]
+        lengths = [(u.square().sum(-1) + module.eps).sqrt().flatten(1) for u in projected_3BHNO]
+        of_rows = [normalisation_remainder(length, root) for length in lengths]
 
-        def each(bounds: list[Bound], r: Radii) -> Radii:
-            return Radii(*(abs(size) * bound(one) for size, bound, one in zip(sizes_3, bounds, r, strict=True)))
+        def each(bounds: list[Bound], r: QKVRadii) -> QKVRadii:
+            return QKVRadii(*(abs(size) * bound(one) for size, bound, one in zip(sizes_3, bounds, r, strict=True)))
 
-        def remainder(g_3CBHNO: Tensor) -> Callable[[Radii], Tensor]:
+        def remainder(g_3CBHNO: Tensor) -> Callable[[QKVRadii], Tensor]:
             weights = [abs(size) * g.norm(dim=-1).flatten(2) for size, g in zip(sizes_3, g_3CBHNO, strict=True)]
 
-            def bound(r: Radii) -> Tensor:
-                parts = [(w * bend(one)).amax(-1) for w, bend, one in zip(weights, bends, r, strict=True)]
-                return known(parts[0] + parts[1] + parts[2])
+            def bound(r: QKVRadii) -> Tensor:
+                parts = [(w * of_row(one)).amax(-1) for w, of_row, one in zip(weights, of_rows, r, strict=True)]
+                return nan_to_inf(parts[0] + parts[1] + parts[2])
 
             return bound
 
-        return Turn(
+        return QKVTransform(
             torch.stack(module.scores(*projected_3BHNO)),
-            lambda r: Radii(*(abs(s) * row.gain_B * one for s, row, one in zip(sizes_3, rows, r, strict=True))),
+            lambda r: QKVRadii(*(abs(s) * row.gain_B * one for s, row, one in zip(sizes_3, rows, r, strict=True))),
             lambda r: each(lips, r),
             lambda r: each([row.beta for row in rows], r),
             remainder,
             lambda g_3: torch.stack([s * row.pull(g) for s, row, g in zip(sizes_3, rows, g_3, strict=True)]),
         )
 
-    return qkv_split(module, turn)
+    return qkv_split(module, transform)
 
 
-@local_rule(ScaledCosineAttention)
-def local_scsa(module: ScaledCosineAttention) -> Layer:
-    """With the rows and the softmax where they are."""
-    return least(scsa(module), Measured(module, module).layer)
-
-
-@curvature(ScaledCosineAttention)
-def expand_scsa(module: ScaledCosineAttention) -> Expand:
-    """The rows' remainders and the core's."""
-    return bounded(Measured(module, module).expand, local_scsa(module))
+register(ScaledCosineAttention, softmax_facts(scsa, scsa_split))

@@ -9,20 +9,16 @@ Which tokens form a window, and M, are the block's business (timm's SwinTransfor
 Letters: B images, W windows of an image, N = h w tokens of a window, D width, H heads.
 """
 
-from collections.abc import Callable
-
 import torch
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.core_expansion import Around, Measured, bounded, least
-from zoo.attention.dot_product import DotProductAttention, lofast
-from zoo.attention.local import lofast_local
-from zoo.attention.second_order import expand_attention
+from zoo.attention.facts import AttentionRules, rules_with_mixing
+from zoo.attention.qkv import AttentionBounds, Mixing, least
 from zoo.attention.softmax import SoftmaxAttention
-from zoo.bounds.curvature import Expand, curvature
-from zoo.bounds.rules import Layer, local_rule, rule
+from zoo.bounds.facts import Facts, register
+from zoo.bounds.rules import Layer
 
 
 class WindowAttention(nn.Module):
@@ -64,47 +60,31 @@ def _offset_index(height: int, width: int) -> Tensor:
     return (dy + height - 1) * (2 * width - 1) + dx + width - 1
 
 
-def masked(module: WindowAttention, mask: Tensor | None) -> Layer:
-    """Theorem 1 of paper 004 for each window, which stands in the place of an image: T + M are constants in S. Around
-    other attention than dot products, of which nothing is published, the local rule of core_expansion.py."""
-    if type(module.content) is not DotProductAttention:
-        return measured(module, mask).layer
-    return lofast(lambda x_BND: module(x_BND, mask), module.content, residual=False, attend=_attend(module, mask))
+def rules_of(module: WindowAttention, mask: Tensor | None = None) -> AttentionRules:
+    """Each window stands in the place of an image: T + M are constants in S."""
+    return rules_with_mixing(lambda x_BND: module(x_BND, mask), module.content, mixing(module, mask))
 
 
-def _attend(module: WindowAttention, mask: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The softmax of S + T + M."""
-    return lambda s_BHNN: (s_BHNN + module.bias(len(s_BHNN), mask)).softmax(-1)
+def mixing(module: WindowAttention, mask: Tensor | None) -> Mixing:
+    return Mixing(bias=lambda windows: module.bias(windows, mask))
 
 
-def measured(module: WindowAttention, mask: Tensor | None) -> Measured:
-    """Each window by itself, around any content: all its bounds are steep, so that windows can be joined."""
-    around = Around(bias=lambda windows: module.bias(windows, mask))
-    return Measured(lambda x_BND: module(x_BND, mask), module.content, around)
+def window_bounds(module: WindowAttention, mask: Tensor | None) -> AttentionBounds:
+    """Each window by itself, by the split of its content: its bounds are superhomogeneous, so that windows join."""
+    return AttentionBounds(lambda x_BND: module(x_BND, mask), module.content, mixing(module, mask))
 
 
-def masked_local(module: WindowAttention, mask: Tensor | None) -> Layer:
-    """The same with local constants; steep."""
-    return least(masked(module, mask), measured(module, mask).layer)
+def masked(module: WindowAttention, mask: Tensor | None, local: bool = False) -> Layer:
+    """The rule of windows with a mask; superhomogeneous, also with local constants."""
+    published = rules_of(module, mask).published(False)
+    return least(published, window_bounds(module, mask).layer) if local else published
 
 
-@rule(WindowAttention)
-def window_attention(module: WindowAttention) -> Layer:
-    """Windows without a mask."""
-    return masked(module, None)
-
-
-@local_rule(WindowAttention)
-def local_window_attention(module: WindowAttention) -> Layer:
-    """The same with local constants: around dot products those of spread.py."""
-    if type(module.content) is not DotProductAttention:
-        return masked(module, None)
-    return lofast_local(module, module.content, residual=False, attend=_attend(module, None))
-
-
-@curvature(WindowAttention)
-def expand_window_attention(module: WindowAttention) -> Expand:
-    """Each window is expanded by itself."""
-    if type(module.content) is not DotProductAttention:
-        return bounded(measured(module, None).expand, masked(module, None))
-    return expand_attention(module, module.content, _attend(module, None))
+register(
+    WindowAttention,
+    Facts(
+        rule=lambda module: rules_of(module).published(False),
+        local=lambda module: rules_of(module).local(False),
+        expansion=lambda module: rules_of(module).expand(),
+    ),
+)

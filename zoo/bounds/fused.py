@@ -2,7 +2,7 @@
 
     -<g, R(G)> = -sum over tokens and units of w_h R_h,   w = W_2^T g,   d_h = <a_h, eta> with a_h the rows of W_1
 
-with the bounds of `activations.py` in terms of sum_h c_h d_h^2 = eta^T W_1^T diag(c) W_1 eta. MATH-PROOFS section 2.3.
+with the bounds of activations.py in terms of sum_h c_h d_h^2 = eta^T W_1^T diag(c) W_1 eta. MATH-PROOFS section 2.3.
 
 Letters: B images, C classes, P pairs, N tokens, D width, H hidden units, I items (pair, token), d the number D.
 """
@@ -13,10 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zoo.bounds.activations import Bend, Form, Top, units_beta, units_remainder
+from zoo.arithmetic import U
+from zoo.bounds.activations import Activation, LambdaMax
 from zoo.bounds.curvature import Expand, Expansion
+from zoo.bounds.elementwise import Form, units_beta, units_remainder
 from zoo.bounds.lanczos import ritz
-from zoo.spectral import U, sigma_upper, start_vectors
+from zoo.spectral import sigma_upper, start_vectors
 
 STEP = math.log(1.01)  # eigenvalues are rounded up to powers of 1.01
 SPAN = 700  # and never taken below 1.01^-700 = 1/1000 of their cheap bound
@@ -26,7 +28,7 @@ FORM_BYTES = 2**28  # memory for the matrices of a few items
 
 def fused(
     module: nn.Module,
-    bend: Bend,
+    activation: Activation,
     units: Callable[[Tensor], Tensor],
     w_1_HD: Tensor,
     w_2_DH: Tensor,
@@ -47,17 +49,17 @@ def fused(
 
     def expand(x: Tensor) -> Expansion:
         z = units(x)
-        z_BNH, slope = z.flatten(1, -2), bend.slope(z)
-        beta = units_beta(bend, form, z_BNH)
+        z_BNH, slope = z.flatten(1, -2), activation.slope(z)
+        beta = units_beta(activation, form, z_BNH)
         if gain is None:
-            gain_B = skip + outer * form.top((s_H * slope.flatten(1, -2)).square().amax(1, keepdim=True)).sqrt()
+            gain_B = skip + outer * form.lambda_max((s_H * slope.flatten(1, -2)).square().amax(1, keepdim=True)).sqrt()
         else:
             gain_B = x.new_full((len(x),), gain)
         return Expansion(
             module(x),
             gain_B,
             lambda r: outer * beta(r),
-            lambda g: units_remainder(bend, form, z_BNH, g.flatten(2, -2) @ w_2_DH),
+            lambda g: units_remainder(activation, form, z_BNH, g.flatten(2, -2) @ w_2_DH),
             lambda g: skip * g + (g @ w_2_DH * slope) @ w_1_HD,
             lambda v: skip * v + (v @ w_1_HD.mT * slope) @ w_2_DH.mT,
         )
@@ -65,7 +67,7 @@ def fused(
     return expand
 
 
-def eigenvalue_bound(w_HD: Tensor) -> Top:
+def eigenvalue_bound(w_HD: Tensor) -> LambdaMax:
     """c (P, N, H) -> (P,), never below max_n lambda_max(W^T diag(c_n) W), nor below 0; nondecreasing in c.
 
     Cheap for every token: min(||W||^2 max c^+, sum_h c_h^+ |a_h|^2). The token where this is largest is solved first;
@@ -81,7 +83,7 @@ def eigenvalue_bound(w_HD: Tensor) -> Top:
     slack = 4 * (hidden + width + width**2) * U * lengths2_H.sum()
     few = max(1, FORM_BYTES // (8 * w_HD.numel()))
 
-    def top(c_PNH: Tensor) -> Tensor:
+    def lambda_max(c_PNH: Tensor) -> Tensor:
         positive = c_PNH.clamp_min(0)
         cheap_PN = torch.minimum(norm2 * positive.amax(-1), positive @ lengths2_H * (1 + 4 * hidden * U))
         above_PN = (cheap_PN.log() / STEP).ceil()  # exponents of 1.01; -inf for 0
@@ -100,7 +102,7 @@ def eigenvalue_bound(w_HD: Tensor) -> Top:
         proved_P = (found_P * STEP).exp() * (1 + 1e-12) + slack * c_PNH.abs().amax((1, 2))
         return torch.where(torch.isneginf(found_P), 0.0, proved_P)  # no positive c: not even rounding
 
-    return top
+    return lambda_max
 
 
 def exponents(w_HD: Tensor, c_IH: Tensor, floor_I: Tensor, above_I: Tensor) -> Tensor:

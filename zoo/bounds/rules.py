@@ -1,4 +1,4 @@
-"""The rule table: how far the output of a module can move when its input moves by at most r.
+"""First order: how far the output of a module can move when its input moves by at most r.
 
 A rule works in three stages, so that each thing is computed once:
 
@@ -10,32 +10,21 @@ with the promise, for every x' with ||x' - x||_F <= r (all tokens and channels o
 
     ||module(x') - module(x)||_F <= bound(r),      bound nondecreasing in r.
 
-Shapes: x (B, ...), float64; r (..., B); a radius may be infinite, never negative. The table is keyed by the exact
-type: a subclass with another `forward` would inherit a false proof. Source: MATH.md section 2.
+Shapes: x (B, ...), float64; r (..., B); a radius may be infinite, never negative. Source: MATH.md section 2.
 
-Some types have two rules: the published one, and a sharper one of our own that is taken while `local()` is active.
+Some types have two rules: the published one, and a sharper one of our own for those who ask for it: `local` is passed
+on to all parts of a chain. Where rules are kept: facts.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from certizoo import UserError
-from zoo.spectral import sigma_upper
+from zoo.bounds.facts import Link, NoRule, expect, facts_of, refuse_altered
 
 Bound = Callable[[Tensor], Tensor]
 Layer = Callable[[Tensor], tuple[Tensor, Bound]]
-Rule = Callable[[nn.Module], Layer]
-
-_RULES: dict[type[nn.Module], Rule] = {}
-_RESIDUAL_RULES: dict[type[nn.Module], Rule] = {}
-_LOCAL_RULES: dict[type[nn.Module], Rule] = {}
-_LOCAL_RESIDUAL_RULES: dict[type[nn.Module], Rule] = {}
-_LOCAL: ContextVar[bool] = ContextVar("local", default=False)
-_CLASSIFIER_RULES: dict[type[nn.Module], Callable[..., tuple[Layer, nn.Linear]]] = {}
 
 
 @dataclass(frozen=True)
@@ -64,115 +53,52 @@ class Chain:
         return x, lambda r: radii(bounds, r)[-1]
 
 
-class NoRule(UserError):
-    """The model holds a module for which nothing is proved."""
-
-    def __init__(self, module: nn.Module, reason: str = "") -> None:
-        kind = type(module)
-        super().__init__(
-            f"NoRule({kind.__module__}.{kind.__qualname__}): {reason or 'no rule is proved for this module type'}; "
-            "certificates need a rule for every module (CONTRIBUTING.md, 'how to add an attention')"
-        )
-        self.module_type = kind
-
-
-def _entering(
-    table: dict[type[nn.Module], Rule], kinds: tuple[type[nn.Module], ...]
-) -> Callable[..., Callable[..., Layer]]:
-    def enter(function: Callable[..., Layer]) -> Callable[..., Layer]:
-        table.update(dict.fromkeys(kinds, function))
-        return function
-
-    return enter
-
-
-def rule(*kinds: type[nn.Module]) -> Callable[[Callable[..., Layer]], Callable[..., Layer]]:
-    """Enter the decorated function into the table for these exact types."""
-    return _entering(_RULES, kinds)
-
-
-def residual_rule(*kinds: type[nn.Module]) -> Callable[[Callable[..., Layer]], Callable[..., Layer]]:
-    """The same for the map x -> x + module(x), where that is tighter than r + bound(r)."""
-    return _entering(_RESIDUAL_RULES, kinds)
-
-
-def local_rule(*kinds: type[nn.Module]) -> Callable[[Callable[..., Layer]], Callable[..., Layer]]:
-    """A rule that goes before that of `rule` while `local()` is active: sharper, dearer, or not the published one."""
-    return _entering(_LOCAL_RULES, kinds)
-
-
-def local_residual_rule(*kinds: type[nn.Module]) -> Callable[[Callable[..., Layer]], Callable[..., Layer]]:
-    """The same for x -> x + module(x)."""
-    return _entering(_LOCAL_RESIDUAL_RULES, kinds)
-
-
-@contextmanager
-def local() -> Iterator[None]:
-    """Layers that are built inside take local rules where there are any. Rules are looked up only while building, so
-    that a layer keeps the rules it was built with."""
-    token = _LOCAL.set(True)
-    try:
-        yield
-    finally:
-        _LOCAL.reset(token)
-
-
-def classifier_rule(
-    kind: type[nn.Module],
-) -> Callable[[Callable[..., tuple[Layer, nn.Linear]]], Callable[..., tuple[Layer, nn.Linear]]]:
-    """For whole models: (trunk, head) with model(x) = head(trunk(x)), so that a certificate can compare classes in
-    pairs, ||w_y - w_j||, instead of bounding the vector of logits."""
-
-    def enter(function: Callable[..., tuple[Layer, nn.Linear]]) -> Callable[..., tuple[Layer, nn.Linear]]:
-        _CLASSIFIER_RULES[kind] = function
-        return function
-
-    return enter
-
-
-def classifier_of(model: nn.Module) -> tuple[Layer, nn.Linear]:
-    """The trunk's rule and the linear head of a model. Raises `NoRule`."""
-    for module in model.modules():  # also inside modules whose rule reads the weights without calling the parts
-        _refuse_altered(module)
-    if type(model) not in _CLASSIFIER_RULES:
-        raise NoRule(model)
-    trunk, head = _CLASSIFIER_RULES[type(model)](model)
-    expect(head, nn.Linear)
-    return trunk, head
-
-
-def rule_types() -> list[type[nn.Module]]:
-    """Every module type with a rule; tests enumerate it."""
-    return sorted(_RULES, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
-
-
-def local_rule_types() -> list[type[nn.Module]]:
-    """Every module type with a local rule; tests enumerate it."""
-    return sorted(_LOCAL_RULES, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
-
-
-def layer_of(module: nn.Module) -> Layer:
-    """The rule of `module`, its weights already measured. Raises `NoRule`."""
-    _refuse_altered(module)
-    if _LOCAL.get() and type(module) in _LOCAL_RULES:
-        return _named(module, _LOCAL_RULES[type(module)](module))
-    if type(module) not in _RULES:
-        raise NoRule(module)
-    return _named(module, _RULES[type(module)](module))
+def layer_of(module: nn.Module | Link, *, local: bool = False) -> Layer:
+    """The rule of a module, its weights already measured, or of a link of a chain. Raises `NoRule`."""
+    if not isinstance(module, nn.Module):
+        return module.layer(local)
+    facts = facts_of(module)
+    if local and facts.local is not None:
+        return _named(module, facts.local(module))
+    if facts.rule is not None:
+        return _named(module, facts.rule(module))
+    if facts.chain is not None:
+        return _named(module, chain(layer_of(link, local=local) for link in facts.chain(module)))
+    raise NoRule(module)
 
 
 def _named(module: nn.Module, layer: Layer) -> Layer:
     return replace(layer, parts=(module,)) if isinstance(layer, Chain) else Step(layer, (module,))
 
 
-def residual_layer_of(module: nn.Module) -> Layer:
+def residual_layer_of(module: nn.Module | Link, *, local: bool = False) -> Layer:
     """The rule of x -> x + module(x)."""
-    _refuse_altered(module)
-    if _LOCAL.get() and type(module) in _LOCAL_RESIDUAL_RULES:
-        return Step(_LOCAL_RESIDUAL_RULES[type(module)](module), (module,))
-    if type(module) in _RESIDUAL_RULES:
-        return Step(_RESIDUAL_RULES[type(module)](module), (module,))
-    return residual(layer_of(module))
+    if isinstance(module, nn.Module):
+        facts = facts_of(module)
+        rule = facts.local_residual if local and facts.local_residual is not None else facts.residual
+        if rule is not None:
+            return Step(rule(module), (module,))
+    return residual(layer_of(module, local=local))
+
+
+def classifier_of(model: nn.Module, *, local: bool = False) -> tuple[Layer, nn.Linear]:
+    """The rule of a whole model up to its linear head, and the head: model(x) = head(trunk(x)), so that a certificate
+    can compare classes in pairs, ||w_y - w_j||, instead of bounding the vector of logits. Raises `NoRule`."""
+    links, head = trunk(model)
+    return chain(layer_of(link, local=local) for link in links), head
+
+
+def trunk(model: nn.Module) -> tuple[Sequence[nn.Module | Link], nn.Linear]:
+    """The links of a model, and its head. Raises `NoRule` for a model that was altered anywhere: also inside modules
+    whose rule reads the weights without calling the parts."""
+    for module in model.modules():
+        refuse_altered(module)
+    facts = facts_of(model)
+    if facts.trunk is None:
+        raise NoRule(model)
+    links, head = facts.trunk(model)
+    expect(head, nn.Linear)
+    return links, head
 
 
 def residual(branch: Layer) -> Layer:
@@ -213,81 +139,3 @@ def radii(bounds: Sequence[Bound], r: Tensor) -> list[Tensor]:
 def scaled(module: nn.Module, lipschitz: Tensor | float) -> Layer:
     """A module with a known global Lipschitz constant."""
     return lambda x: (module(x), lambda r: lipschitz * r)
-
-
-def expect(part: nn.Module, kind: type[nn.Module]) -> None:
-    """For rules that read the weights of a part: it must be exactly of the type they were proved for."""
-    if type(part) is not kind:
-        raise NoRule(part, f"a {kind.__name__} was expected in its place")
-
-
-def _refuse_altered(module: nn.Module) -> None:
-    """A hook or a patched `forward` makes it another function than the one the rule was proved for."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    if hooks or "forward" in vars(module):
-        raise NoRule(module, "it carries a forward hook or a patched forward; remove it before certifying")
-
-
-@rule(nn.Sequential)
-def sequential(module: nn.Sequential) -> Layer:
-    """Composition of the children."""
-    return chain(layer_of(child) for child in module)
-
-
-# torch modules -------------------------------------------------------------------------------------------------------
-
-
-@rule(nn.Linear)
-def linear(module: nn.Linear) -> Layer:
-    """||W x' - W x|| <= ||W|| ||x' - x||, token by token, hence for all tokens together."""
-    return scaled(module, sigma_upper(module.weight))
-
-
-@rule(nn.Identity, nn.Dropout, nn.Flatten)
-def identity(module: nn.Module) -> Layer:
-    """Identities in eval mode (dropout is off), or a mere reshaping."""
-    return scaled(module, 1.0)
-
-
-@rule(nn.ReLU, nn.Tanh)
-def unit_slope(module: nn.Module) -> Layer:
-    """0 <= sigma' <= 1."""
-    return scaled(module, 1.0)
-
-
-# Largest slopes, rounded up by one unit of the last printed decimal. erf-GELU: Phi(sqrt2) + sqrt2 phi(sqrt2) at
-# sqrt2; the often quoted 1.12 is below it (trap D3).
-GELU_SLOPE = {"none": 1.1289041452, "tanh": 1.1289930688}
-
-
-SILU_SLOPE = 1.0998393202  # at 2.39936
-SIGMOID_SLOPE = 0.25
-NO_JUMP = 40.0  # softplus is log(1 + e^{b z}) / b up to b z = threshold, then z: a jump of e^-threshold / b
-
-
-@rule(nn.SiLU)
-def silu(module: nn.SiLU) -> Layer:
-    """z / (1 + e^-z)."""
-    return scaled(module, SILU_SLOPE)
-
-
-@rule(nn.Sigmoid)
-def sigmoid(module: nn.Sigmoid) -> Layer:
-    """sigma' = sigma (1 - sigma)."""
-    return scaled(module, SIGMOID_SLOPE)
-
-
-@rule(nn.Softplus)
-def softplus(module: nn.Softplus) -> Layer:
-    """0 < sigma' < 1, where the jump at the threshold is less than rounding."""
-    if module.beta <= 0:
-        raise NoRule(module, "softplus needs beta > 0")
-    if module.threshold < NO_JUMP:
-        raise NoRule(module, f"softplus jumps at its threshold {module.threshold:g}; create it with threshold=40")
-    return unit_slope(module)
-
-
-@rule(nn.GELU)
-def gelu(module: nn.GELU) -> Layer:
-    """The constant depends on the variant (MATH.md section 2)."""
-    return scaled(module, GELU_SLOPE[module.approximate])

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from zoo.bounds.curvature import Node, linear, nodes, nodes_of, residual_node
-from zoo.bounds.rules import Layer, chain, identity, layer_of, residual, residual_layer_of, rule
-
-rule(DropPath)(identity)  # an identity in eval mode
+from zoo.bounds.curvature import affine
+from zoo.bounds.facts import Facts, Links, expect, register
+from zoo.bounds.links import Residual
+from zoo.bounds.rounding import exact_module
+from zoo.bounds.torch_modules import identity
 
 
 class PreNormBlock(nn.Module):
@@ -68,63 +69,31 @@ class NormFirstBlock(nn.Module):
         return self.mlp(self.norm2(x_BND))
 
 
-@rule(PreNormBlock)
-def pre_norm_block(module: PreNormBlock) -> Layer:
-    """Each half is r + branch(norm(r)); the identity and the normalised branch do not share one norm here."""
-
-    def half(*branch: nn.Module) -> Layer:
-        return residual(chain(layer_of(part) for part in (*branch, module.drop_path)))
-
-    return chain([half(module.norm1, module.attn, module.scale1), half(module.norm2, module.mlp, module.scale2)])
+def pre_norm_chain(module: PreNormBlock) -> Links:
+    """Two halves; the identity and the normalised branch do not share one norm."""
+    return (
+        Residual(module.norm1, module.attn, module.scale1, module.drop_path),
+        Residual(module.norm2, module.mlp, module.scale2, module.drop_path),
+    )
 
 
-@rule(PostNormBlock)
-def post_norm_block(module: PostNormBlock) -> Layer:
+def post_norm_chain(module: PostNormBlock) -> Links:
     """Each half is a residual sum, then a norm. The sum is measured in one norm where nothing weighs the branch."""
-    layer_of(module.drop_path)
+    expect(module.drop_path, nn.Identity, DropPath)
 
-    def summed(branch: nn.Module, scale: nn.Module) -> Layer:
-        if type(scale) is nn.Identity:
-            return residual_layer_of(branch)
-        return residual(chain([layer_of(branch), layer_of(scale)]))
+    def summed(branch: nn.Module, scale: nn.Module) -> Residual:
+        return Residual(branch) if type(scale) is nn.Identity else Residual(branch, scale)
 
-    attn, mlp = summed(module.attn, module.scale1), summed(module.mlp, module.scale2)
-    return chain([attn, layer_of(module.norm1), mlp, layer_of(module.norm2)])
+    return summed(module.attn, module.scale1), module.norm1, summed(module.mlp, module.scale2), module.norm2
 
 
-@rule(NormFirstBlock)
-def norm_first_block(module: NormFirstBlock) -> Layer:
-    """norm, residual attention in one norm, norm, MLP: a plain composition."""
-    layer_of(module.drop_path)
-    return chain([layer_of(module.norm1), residual_layer_of(module.attn), layer_of(module.norm2), layer_of(module.mlp)])
+def norm_first_chain(module: NormFirstBlock) -> Links:
+    """norm, residual attention in one norm, norm, MLP with a residual of its own."""
+    expect(module.drop_path, nn.Identity, DropPath)
+    return module.norm1, Residual(module.attn), module.norm2, module.mlp
 
 
-# second order ---------------------------------------------------------------------------------------------------------
-
-linear(DropPath)
-
-
-@nodes(PreNormBlock)
-def pre_norm_nodes(module: PreNormBlock) -> list[Node]:
-    """Two halves."""
-    return [
-        residual_node(module.norm1, module.attn, module.scale1, module.drop_path),
-        residual_node(module.norm2, module.mlp, module.scale2, module.drop_path),
-    ]
-
-
-@nodes(PostNormBlock)
-def post_norm_nodes(module: PostNormBlock) -> list[Node]:
-    """Two residual sums, each with the norm behind it."""
-    sums = ((module.attn, module.scale1, module.norm1), (module.mlp, module.scale2, module.norm2))
-    return [node for branch, scale, norm in sums for node in (_weighted(branch, scale), *nodes_of(norm))]
-
-
-def _weighted(branch: nn.Module, scale: nn.Module) -> Node:
-    return residual_node(branch) if type(scale) is nn.Identity else residual_node(branch, scale)
-
-
-@nodes(NormFirstBlock)
-def norm_first_nodes(module: NormFirstBlock) -> list[Node]:
-    """norm, residual attention, norm, MLP with a residual of its own."""
-    return [*nodes_of(module.norm1), residual_node(module.attn), *nodes_of(module.norm2), *nodes_of(module.mlp)]
+register(DropPath, Facts(rule=identity, expansion=affine, rounding=exact_module))  # an identity in eval mode
+register(PreNormBlock, Facts(chain=pre_norm_chain))
+register(PostNormBlock, Facts(chain=post_norm_chain))
+register(NormFirstBlock, Facts(chain=norm_first_chain))

@@ -1,5 +1,6 @@
 """Token-wise networks: timm's MLP, and two 1-Lipschitz residual layers (SLL, constrained MLP), with their rules."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,11 +8,12 @@ import timm.layers
 import torch
 from torch import Tensor, nn
 
-from zoo.bounds.activations import bend_of
-from zoo.bounds.curvature import Expand, curvature
+from zoo.bounds.activations import activation_of, lipschitz
+from zoo.bounds.curvature import Expand
+from zoo.bounds.facts import Facts, Links, NoRule, expect, register
 from zoo.bounds.fused import fused
-from zoo.bounds.monotone import MonotoneGELU
-from zoo.bounds.rules import Bound, Layer, NoRule, chain, expect, layer_of, rule
+from zoo.bounds.rounding import NO_BOUND, OUT, Precision, Rounded, Rounding, matrix_product, size
+from zoo.bounds.rules import Bound, Layer, chain, layer_of
 from zoo.layers.constrained import constrain_
 from zoo.spectral import start_vectors
 
@@ -84,27 +86,20 @@ class ConstrainedMlp(nn.Module):
         return (x + self.fc2(self.act(self.fc1(x)))) / 2
 
 
-ONE_LIPSCHITZ_ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softplus, MonotoneGELU)
-
-
-@rule(SLL)
 def sll(module: SLL) -> Layer:
     """0 <= W T^{-1} W^T <= I (T - W^T W is diagonally dominant after scaling by q), so slopes in [0, 1] give
     ||I - 2 W T^{-1} D W^T|| <= 1. Rounding of T is covered by the certificate's final slack."""
-    if type(module.act) not in ONE_LIPSCHITZ_ACTIVATIONS:
+    least, most = activation_of(module.act).slopes
+    if least < 0 or most > 1:
         raise NoRule(module, f"SLL is not 1-Lipschitz with {type(module.act).__name__} (slopes leave [0, 1])")
-    layer_of(module.act)  # refuses a softplus that jumps
     return lambda x: (module(x), lambda r: r)
 
 
-@rule(Mlp)
-def mlp(module: Mlp) -> Layer:
-    """fc2(sigma(fc1 x)): the product of the three constants."""
-    parts = (module.fc1, module.act, module.drop1, module.norm, module.fc2, module.drop2)
-    return chain(layer_of(part) for part in parts)
+def mlp_chain(module: Mlp) -> Links:
+    """fc2(sigma(fc1 x)): of first order the product of the three constants."""
+    return module.fc1, module.act, module.drop1, module.norm, module.fc2, module.drop2
 
 
-@rule(ConstrainedMlp)
 def constrained_mlp(module: ConstrainedMlp) -> Layer:
     """(1 + ||W_2|| slope ||W_1||) / 2, measured: the constraints are not trusted."""
     branch = chain(layer_of(part) for part in (module.fc1, module.act, module.fc2))
@@ -119,13 +114,12 @@ def constrained_mlp(module: ConstrainedMlp) -> Layer:
 # second order ---------------------------------------------------------------------------------------------------------
 
 
-@curvature(Mlp)
-def mlp_curvature(module: Mlp) -> Expand:
+def mlp_expansion(module: Mlp) -> Expand:
     """One fused rule for W_2 sigma(W_1 x + b_1) + b_2 (MATH-PROOFS section 2.3, ReLU 2.4)."""
     for part, kind in ((module.drop1, nn.Dropout), (module.norm, nn.Identity), (module.drop2, nn.Dropout)):
         expect(part, kind)
     w_1_HD, w_2_DH = _weights(module.fc1, module.fc2)
-    return fused(module, bend_of(module.act), module.fc1, w_1_HD, w_2_DH)
+    return fused(module, activation_of(module.act), module.fc1, w_1_HD, w_2_DH)
 
 
 def _weights(fc1: nn.Module, fc2: nn.Module) -> tuple[Tensor, Tensor]:
@@ -134,8 +128,7 @@ def _weights(fc1: nn.Module, fc2: nn.Module) -> tuple[Tensor, Tensor]:
     return fc1.get_parameter("weight").detach().double(), fc2.get_parameter("weight").detach().double()
 
 
-@curvature(SLL)
-def sll_curvature(module: SLL) -> Expand:
+def sll_expansion(module: SLL) -> Expand:
     """The fused rule with W_1 = W^T and W_2 = -2 W T^{-1}, its units scaled by S = T^{-1/2}: ||W_2 S^{-1}|| <= 2 and
     ||S W_1|| <= 1. J = I + W_2 D W_1 with 0 <= D <= I has norm <= 1, as the rule of first order says (section 2.7)."""
     w_DH, t_H = module.weight.detach().double(), module.diagonal_H().detach().double()
@@ -144,11 +137,73 @@ def sll_curvature(module: SLL) -> Expand:
         return x @ w_DH + module.bias.double()
 
     scales_H = t_H.rsqrt()
-    return fused(module, bend_of(module.act), units, w_DH.mT, -2 * w_DH / t_H, scales_H, skip=1.0, gain=1.0)
+    return fused(module, activation_of(module.act), units, w_DH.mT, -2 * w_DH / t_H, scales_H, skip=1.0, gain=1.0)
 
 
-@curvature(ConstrainedMlp)
-def constrained_mlp_curvature(module: ConstrainedMlp) -> Expand:
+def constrained_mlp_expansion(module: ConstrainedMlp) -> Expand:
     """(x + f(x)) / 2: the fused rule with W_2 / 2, and ||J|| <= 1/2 + ||J_f / 2||."""
     w_1_HD, w_2_DH = _weights(module.fc1, module.fc2)
-    return fused(module, bend_of(module.act), module.fc1, w_1_HD, w_2_DH / 2, skip=0.5)
+    return fused(module, activation_of(module.act), module.fc1, w_1_HD, w_2_DH / 2, skip=0.5)
+
+
+# rounding of the served types -----------------------------------------------------------------------------------------
+
+
+def _slope(act: nn.Module) -> float:
+    """Of an activation with |sigma(z)| <= |z| that is computed by one kernel, within `Precision.activation` of |z|."""
+    activation = activation_of(act)
+    if not activation.one_kernel:
+        raise NoRule(act, NO_BOUND)
+    return lipschitz(activation)
+
+
+def mlp_rounding(module: Mlp, precision: Precision) -> Rounding:
+    """The two products and the activation, one after the other."""
+    expect(module.norm, nn.Identity)
+    layer, slope = layer_of(module, local=True), _slope(module.act)
+    first, second = (matrix_product(fc.weight, fc.bias, precision) for fc in (module.fc1, module.fc2))
+
+    def around(x_BND: Tensor) -> Rounded:
+        y, radius = layer(x_BND)
+        x_B, tokens = size(x_BND), x_BND.shape[1]
+
+        def error(r: Tensor, e: Tensor) -> Tensor:
+            z, e_1 = first.size(x_B + r, tokens), first.error(x_B + r, e, tokens)
+            return second.error(z, slope * e_1 + precision.activation * (z + e_1), tokens)
+
+        return Rounded(y, radius, error)
+
+    return around
+
+
+def sll_rounding(module: SLL, precision: Precision) -> Rounding:
+    """x - 2 T^{-1} W act(W^T x + b): 1-Lipschitz for e; T is off by the share rho, its terms |W^T W| by gamma_{d+H+20}
+    of |W|^T |W|."""
+    layer, u = layer_of(module, local=True), precision.u
+    _slope(module.act)
+    weight, q = module.weight.detach().double(), module.log_q.detach().double().exp()
+    t_H = module.diagonal_H().detach().double()
+    most_H = ((weight.abs().mT @ weight.abs()) * q).sum(1) / q
+    rho = float(((precision.gamma(sum(weight.shape) + 20) + 8 * u) * most_H / t_H).amax())
+    up = matrix_product(weight.mT, module.bias, precision)
+    down = matrix_product(2 * weight / t_H, None, precision)
+
+    def around(x_BND: Tensor) -> Rounded:
+        y, radius = layer(x_BND)
+        x_B, tokens = size(x_BND), x_BND.shape[1]
+
+        def error(r: Tensor, e: Tensor) -> Tensor:
+            reach = x_B + r + e
+            z, none = up.size(reach, tokens), torch.zeros_like(e)
+            e_1 = up.error(reach, none, tokens) + precision.activation * z
+            e_2 = down.error(z, e_1 + 1.01 * (rho / max(1e-300, 1 - rho) + 2 * u) * z, tokens)
+            return torch.where(torch.tensor(rho < 0.5), e + e_2 + u * (reach + down.size(z, 0)) * 2, math.inf) * OUT
+
+        return Rounded(y, radius, error)
+
+    return around
+
+
+register(Mlp, Facts(chain=mlp_chain, expansion=mlp_expansion, rounding=mlp_rounding))
+register(SLL, Facts(rule=sll, expansion=sll_expansion, rounding=sll_rounding))
+register(ConstrainedMlp, Facts(rule=constrained_mlp, expansion=constrained_mlp_expansion))

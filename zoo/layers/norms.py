@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.arithmetic import product
 from zoo.bounds.activations import hinges
-from zoo.bounds.curvature import Expand, Expansion, curvature, linear
-from zoo.bounds.rules import Bound, Layer, rule, scaled
+from zoo.bounds.curvature import Expand, Expansion, affine
+from zoo.bounds.facts import Facts, register
+from zoo.bounds.rounding import OUT, Precision, Rounded, Rounding, size
+from zoo.bounds.rules import Bound, Layer, layer_of, scaled
 from zoo.spectral import sigma_upper
 
 
@@ -87,7 +90,6 @@ def _max_over_tokens(bound_BN: Tensor, r: Tensor) -> Tensor:
     return torch.minimum(bound_BN.amax(-1), r)
 
 
-@rule(LayerProject)
 def layer_project(module: LayerProject) -> Layer:
     """Projection on a convex set never expands: r. Where the whole ball of x stays outside the sphere
     (rho - r >= R) both images lie on it, at an angle of at most arcsin(r / rho): R chord(r / rho)."""
@@ -120,13 +122,11 @@ def bounded_normalisation(u_BND: Tensor, radius: float) -> Bound:
     return bound
 
 
-@rule(SmoothProject)
 def smooth_project(module: SmoothProject) -> Layer:
     """MATH.md section 2, lip of the bounded normalisation."""
     return lambda x: (module(x), bounded_normalisation(x, module.radius))
 
 
-@rule(nn.LayerNorm)
 def layer_norm(module: nn.LayerNorm) -> Layer:
     """LayerNorm is local-Lipschitz: with u = x - mean(x) (a projection) and R^2 = d eps_ln it is
     gamma / sqrt(eps_ln) N_R(u) + b, so the bound is max|gamma| / sqrt(eps_ln) times that of N_R."""
@@ -142,7 +142,6 @@ def layer_norm(module: nn.LayerNorm) -> Layer:
     return layer
 
 
-@rule(CenterNorm)
 def center_norm(module: CenterNorm) -> Layer:
     """Affine: the norm of diag(gamma) d / (d - 1) (I - 1 1^T / d), exact."""
     gamma = module.weight.detach().double()
@@ -152,24 +151,17 @@ def center_norm(module: CenterNorm) -> Layer:
 
 # second order ---------------------------------------------------------------------------------------------------------
 
-linear(CenterNorm)
 
-
-def _weighed(g: Tensor, c: Tensor) -> Tensor:
-    """g c with 0 infinity = 0."""
-    return torch.where(g == 0, g, g * c)
-
-
-def normalisation_bend(rt_BN: Tensor, radius: float) -> Bound:
+def normalisation_remainder(rt_BN: Tensor, radius: float) -> Bound:
     """c(r) of each token, (..., B) -> (..., B, N); see `smooth_expansion`."""
 
-    def bend(r: Tensor) -> Tensor:
+    def of_token(r: Tensor) -> Tensor:
         r_B1 = r.unsqueeze(-1)
         x = (r_B1 / rt_BN).clamp(max=1)
         near = radius / math.sqrt(3) * x.square() / (1 - x)
         return torch.minimum(near, 0.42932510 / radius * r_B1.square())
 
-    return bend
+    return of_token
 
 
 def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
@@ -186,12 +178,12 @@ def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
     rt_BN1 = (u_BND.square().sum(-1, keepdim=True) + radius**2).sqrt()
     rt_BN = rt_BN1.flatten(1)
 
-    bend = normalisation_bend(rt_BN, radius)
+    of_token = normalisation_remainder(rt_BN, radius)
 
     def remainder(g: Tensor) -> Bound:
         g_CBN = torch.linalg.vector_norm(g, dim=-1).flatten(2)
         whole_CB = torch.linalg.vector_norm(g_CBN, dim=-1)
-        return lambda r: torch.minimum(_weighed(g_CBN, bend(r)).amax(-1), _weighed(whole_CB, r))
+        return lambda r: torch.minimum(product(g_CBN, of_token(r)).amax(-1), product(whole_CB, r))
 
     def times_j(g: Tensor) -> Tensor:
         """J is symmetric."""
@@ -200,21 +192,19 @@ def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
     return Expansion(
         u_BND * (radius / rt_BN1),
         radius / rt_BN.amin(1),
-        lambda r: torch.minimum(bend(r).amax(-1), r),
+        lambda r: torch.minimum(of_token(r).amax(-1), r),
         remainder,
         times_j,
         times_j,
     )
 
 
-@curvature(SmoothProject)
-def smooth_project_curvature(module: SmoothProject) -> Expand:
+def smooth_project_expansion(module: SmoothProject) -> Expand:
     """The bounded normalisation itself."""
     return lambda x: replace(smooth_expansion(x, module.radius), y=module(x))
 
 
-@curvature(nn.LayerNorm)
-def layer_norm_curvature(module: nn.LayerNorm) -> Expand:
+def layer_norm_expansion(module: nn.LayerNorm) -> Expand:
     """gamma / sqrt(eps_ln) N_R(u) + b with u = x - mean(x), R^2 = d eps_ln: N_R between two linear maps. Its R(G) has
     mean 0 like u, so g counts less its mean: g_core = (gamma g - mean(gamma g)) / sqrt(eps_ln)."""
     (dim,) = module.normalized_shape
@@ -244,8 +234,7 @@ def layer_norm_curvature(module: nn.LayerNorm) -> Expand:
     return expand
 
 
-@curvature(LayerProject)
-def layer_project_curvature(module: LayerProject) -> Expand:
+def layer_project_expansion(module: LayerProject) -> Expand:
     """One token leaves its linearisation by at most q(r) + (r - k)_+, where k = |rho - R| is the distance to the sphere
     (x = r / rho):
 
@@ -282,7 +271,7 @@ def layer_project_curvature(module: LayerProject) -> Expand:
                 reach, v, k = torch.broadcast_tensors(finite[..., None], g_CBN, k_BN)
                 v, k, reach = v.unsqueeze(-2), k.unsqueeze(-2), reach.unsqueeze(-2)
                 shared = hinges(v, k, reach, finite, lambda c: (q_CBN + square * c.squeeze(-2)).amax(-1))
-                return torch.minimum(torch.where(torch.isinf(r), _weighed(shared, r), shared), _weighed(whole_CB, r))
+                return torch.minimum(torch.where(torch.isinf(r), product(shared, r), shared), product(whole_CB, r))
 
             return bound
 
@@ -300,3 +289,55 @@ def layer_project_curvature(module: LayerProject) -> Expand:
         return Expansion(module(x), (radius / rho_BN).clamp(max=1).amax(1), beta, remainder, times_j, times_j)
 
     return expand
+
+
+# rounding of the served types -----------------------------------------------------------------------------------------
+
+
+def projection_rounding(module: LayerProject | SmoothProject, precision: Precision) -> Rounding:
+    """1-Lipschitz; x times a factor from sums of squares, without cancellation: relative errors add up."""
+    layer = layer_of(module, local=True)
+
+    def around(x: Tensor) -> Rounded:
+        y, radius = layer(x)
+        x_B, most = size(x), module.radius * math.sqrt(x[0].numel() / x.shape[-1])
+        share = precision.gamma(x.shape[-1] + 8) + 8 * precision.u
+        return Rounded(y, radius, lambda r, e: (e + share * (x_B + r + e).clamp(max=1.01 * most)) * OUT)
+
+    return around
+
+
+def layer_norm_rounding(module: nn.LayerNorm, precision: Precision) -> Rounding:
+    """gamma sqrt(d) c / t + beta, c = x - mean, t^2 = |c|^2 + d eps >= low^2 on the ball. ||D|| <= gamma sqrt(d) / low.
+
+    The variance is off by gamma_{2d+10} |x|^2 / d at most (even as a difference of moments), that is t by a share rho;
+    mean and difference by gamma_{d+6} 2 |x|.
+    """
+    layer, (dim,) = layer_of(module, local=True), module.normalized_shape
+    gain = math.sqrt(dim) * (1.0 if module.weight is None else float(module.weight.detach().abs().max()))
+    beta = 0.0 if module.bias is None else float(torch.linalg.vector_norm(module.bias.detach()))
+    u = precision.u
+
+    def around(x_BND: Tensor) -> Rounded:
+        y, radius = layer(x_BND)
+        length_BN = torch.linalg.vector_norm(x_BND, dim=-1)
+        t_BN = ((x_BND - x_BND.mean(-1, keepdim=True)).square().sum(-1) + dim * module.eps).sqrt()
+        tokens, floor = length_BN.shape[1], math.sqrt(dim * module.eps)
+
+        def error(r: Tensor, e: Tensor) -> Tensor:
+            low_BN = (t_BN - (r + e).unsqueeze(-1)).clamp_min(floor)
+            share_B = ((length_BN + (r + e).unsqueeze(-1)) / low_BN).amax(-1)  # |x| / t
+            rho_B = precision.gamma(2 * dim + 10) * share_B.square()
+            rho_B = torch.where(rho_B <= 0.3, rho_B + 4 * precision.sums, math.inf)
+            own_B = rho_B + 2 * (1 + rho_B) * precision.gamma(dim + 6) * share_B + 4 * u
+            return (gain * e / low_BN.amin(-1) + math.sqrt(tokens) * (gain * own_B + 4 * u * beta)) * OUT
+
+        return Rounded(y, radius, error)
+
+    return around
+
+
+register(nn.LayerNorm, Facts(rule=layer_norm, expansion=layer_norm_expansion, rounding=layer_norm_rounding))
+register(SmoothProject, Facts(rule=smooth_project, expansion=smooth_project_expansion, rounding=projection_rounding))
+register(LayerProject, Facts(rule=layer_project, expansion=layer_project_expansion, rounding=projection_rounding))
+register(CenterNorm, Facts(rule=center_norm, expansion=affine))

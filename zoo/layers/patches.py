@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
-from zoo.bounds.curvature import linear
-from zoo.bounds.rules import Bound, Layer, expect, rule
+from zoo.bounds.curvature import affine
+from zoo.bounds.facts import Facts, expect, register
+from zoo.bounds.rounding import OUT, TINY, Precision, Rounded, Rounding, matrix_product, size
+from zoo.bounds.rules import Bound, Layer
 from zoo.spectral import sigma_upper
 
 
@@ -30,7 +32,6 @@ class Normalize(nn.Module):
         return (x_BCHW - self.mean) / self.std
 
 
-@rule(Normalize)
 def normalize(module: Normalize) -> Layer:
     """Diagonal: 1 / min std."""
 
@@ -41,7 +42,7 @@ def normalize(module: Normalize) -> Layer:
     return layer
 
 
-linear(Normalize)
+register(Normalize, Facts(rule=normalize, expansion=affine))
 
 
 class PatchProjection(nn.Conv2d):
@@ -88,3 +89,32 @@ def _matrix(normalize: nn.Module, patch_embed: nn.Module) -> Tensor:
     expect(projection, PatchProjection)
     weight_DCPQ = projection.get_parameter("weight").detach().double()
     return (weight_DCPQ / normalize.get_buffer("std").double()).flatten(1)
+
+
+def patches_rounding(
+    normalize: nn.Module, patch_embed: nn.Module, embed: Callable[[Tensor], Tensor], precision: Precision
+) -> Rounding:
+    """(x - mean) / std, a product with the patches, positions; `embed` is all of it. The image is cast to the type
+    first."""
+    expect(normalize, Normalize)
+    projection = patch_embed.get_submodule("proj")
+    expect(projection, PatchProjection)
+    assert isinstance(projection, PatchProjection)
+    weight, std_C = projection.weight, normalize.get_buffer("std")
+    std, u = float(std_C.min()), precision.u
+    patches = matrix_product(weight.flatten(1), projection.bias, precision)
+    whole = matrix_product((weight / std_C).flatten(1), None, precision)
+
+    def around(x_BCHW: Tensor) -> Rounded:
+        z, y = normalize(x_BCHW), embed(x_BCHW)
+        x_B, z_B, y_B = size(x_BCHW), size(z), size(y)
+
+        def error(r: Tensor, e: Tensor) -> Tensor:
+            reach = z_B + r / std
+            cast = 0.0 if u == precision.sums else u * (x_B + r) / std  # float32 images are what they are
+            into = patches.error(reach, 4 * u * reach + cast + e / std, y.shape[1])
+            return (into + 2 * u * (y_B + whole.norm * r + into)) * OUT + TINY
+
+        return Rounded(y, lambda r: whole.norm * r, error)
+
+    return around

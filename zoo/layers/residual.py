@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.bounds.curvature import linear
-from zoo.bounds.rules import Layer, rule, scaled
+from zoo.bounds.curvature import affine
+from zoo.bounds.facts import Facts, register
+from zoo.bounds.rules import Layer, scaled
 
 
 class _Projected(torch.autograd.Function):
@@ -62,10 +63,9 @@ class WeightedResidual(nn.Module):
         return f"{len(self.alpha_D)}, init={self.init:g}, bound={self.bound:g}"
 
 
-@rule(WeightedResidual)
 def weighted_residual(module: WeightedResidual) -> Layer:
     """Diagonal: max alpha."""
     return scaled(module, module.weights_D().detach().double().max())
 
 
-linear(WeightedResidual)
+register(WeightedResidual, Facts(rule=weighted_residual, expansion=affine))

@@ -2,6 +2,7 @@
 
 A name is `<variant>_<backbone>_<size>` (`l2_deit_ti`), or one of the families at the end of this file. Patch sizes
 other than 16 have names where paper 003 has them (`_p8`, `_p32`); everywhere else they are an option.
+configs/names.yaml has the same names for Hydra, which does not wait for torch; tests/configs/test_configs.py compares.
 """
 
 from typing import Any
@@ -92,7 +93,7 @@ PATCHES = ("dp", "l2")  # variants whose ViTs have names at patch 8 and 32: pape
 
 # Prefixes that stand for more, or other, than the attention variant of their name.
 PREFIXES: dict[str, Options] = {
-    # SpecFormer is dot-product attention; its penalty belongs to the training (configs/model/spec_*.yaml).
+    # SpecFormer is dot-product attention; its penalty belongs to the training (configs/names.yaml).
     "spec": {"attention": {"name": "dp"}},
     # LipsFormer (Qi et al. 2023): branches start with 1 / L, L = 12 blocks.
     "lips": {

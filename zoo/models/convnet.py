@@ -15,12 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.bounds.activations import Hinge, elementwise
-from zoo.bounds.curvature import Expand, Node, curvature, linear, nodes_of, trunk_nodes
-from zoo.bounds.rules import Bound, Layer, NoRule, chain, classifier_rule, layer_of, rule, unit_slope
+from zoo.arithmetic import U
+from zoo.bounds.activations import Hinge
+from zoo.bounds.curvature import Expand, affine
+from zoo.bounds.elementwise import elementwise
+from zoo.bounds.facts import Facts, Links, NoRule, register
+from zoo.bounds.rules import Bound, Layer, scaled
 from zoo.layers.init import orthogonal_init_
 from zoo.layers.patches import Normalize
-from zoo.spectral import U, sigma_upper
+from zoo.spectral import sigma_upper
 
 ConvSize = tuple[int, int, int, int]  # channels out, kernel size, stride, zero padding
 
@@ -154,9 +157,8 @@ def _angle(frequency_F: Tensor, offsets: int, length: int) -> Tensor:
     return 2 * math.pi * turns.double() / length
 
 
-@rule(nn.Conv2d)
 def conv2d(module: nn.Conv2d) -> Layer:
-    """Linear, with a norm that depends on the size of the image: measured once per size."""
+    """Affine, with a norm that depends on the size of the image: measured once per size."""
     if module.groups != 1 or module.dilation != (1, 1):
         raise NoRule(module, "convolutions are measured without groups and dilation")
     if isinstance(module.padding, str) or module.padding_mode != "zeros":
@@ -175,23 +177,21 @@ def conv2d(module: nn.Conv2d) -> Layer:
     return layer
 
 
-linear(nn.Conv2d)
-rule(ReLUx)(unit_slope)
+def relux(module: ReLUx) -> Layer:
+    """0 <= sigma' <= 1."""
+    return scaled(module, 1.0)
 
 
-@curvature(ReLUx)
-def relux(module: ReLUx) -> Expand:
+def relux_expansion(module: ReLUx) -> Expand:
     """One unit per entry, with kinks at 0 and theta (`activations.Hinge`)."""
     return elementwise(module, Hinge(module.theta.detach().double().flatten()))
 
 
-@classifier_rule(ConvNet)
-def convnet(module: ConvNet) -> tuple[Layer, nn.Linear]:
+def convnet_trunk(module: ConvNet) -> tuple[Links, nn.Linear]:
     """Everything up to the last hidden layer, and the linear head."""
-    return chain(layer_of(part) for part in (module.normalize, module.convs, module.fcs)), module.head
+    return (module.normalize, module.convs, module.fcs), module.head
 
 
-@trunk_nodes(ConvNet)
-def convnet_nodes(module: ConvNet) -> tuple[list[Node], nn.Linear]:
-    """The same chain with its second order."""
-    return [node for part in (module.normalize, module.convs, module.fcs) for node in nodes_of(part)], module.head
+register(nn.Conv2d, Facts(rule=conv2d, expansion=affine))
+register(ReLUx, Facts(rule=relux, expansion=relux_expansion))
+register(ConvNet, Facts(trunk=convnet_trunk))

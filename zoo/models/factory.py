@@ -17,10 +17,10 @@ from certizoo import UserError
 from certizoo.nearest import choices, unknown
 from zoo import attention as attention_files
 from zoo.attention.gpsa import GPSA
-from zoo.bounds.monotone import MonotoneGELU
 from zoo.layers.block import NormFirstBlock, PostNormBlock, PreNormBlock
 from zoo.layers.init import orthogonal_init_, spectral_init_, trunc_normal_init_
 from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
+from zoo.layers.monotone import MonotoneGELU
 from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
 from zoo.layers.residual import WeightedResidual
 from zoo.models import catalog

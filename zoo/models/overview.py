@@ -22,7 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from certizoo import UserError
 from certizoo.nearest import choices
-from zoo.bounds import curvature, rules
+from zoo.bounds.curvature import trunk_of
+from zoo.bounds.facts import NoRule, types_where
+from zoo.bounds.rules import classifier_of
 from zoo.layers.fold import folded
 from zoo.models.catalog import Options
 from zoo.models.factory import attention_name, create_model, list_models, model_options
@@ -173,18 +175,18 @@ def rules_refusal(name: str, method: str, **overrides: Any) -> str:
     try:
         x = torch.full((1, model_options(name, **options)["in_chans"], size, size), 0.5, dtype=torch.float64)
         RULES[method](model, x)
-    except rules.NoRule as error:
+    except NoRule as error:
         return str(error)
     return ""
 
 
 def _lofast_rules(model: nn.Module, x_BCHW: Tensor) -> None:
-    trunk, _ = rules.classifier_of(model)
+    trunk, _ = classifier_of(model)
     trunk(x_BCHW)
 
 
 def _adjoint_rules(model: nn.Module, x_BCHW: Tensor) -> None:
-    for layer, expand in curvature.trunk_of(model)[0]:
+    for layer, expand in trunk_of(model)[0]:
         layer(x_BCHW)
         x_BCHW = expand(x_BCHW).y
 
@@ -209,7 +211,7 @@ def rule_table(name: str, **overrides: Any) -> Table:
     """Every type of module in the model, and whether it has a proven rule of its own."""
     model = on_meta(name, **overrides)
     parts = [module for module in model.modules() if module is not model]
-    proved = set(rules.rule_types())
+    proved = set(types_where(lambda facts: facts.rule or facts.chain))
     weights = Counter[type[nn.Module]]()
     for module in parts:
         weights[type(module)] += sum(p.numel() for p in module.parameters(recurse=False))

@@ -7,6 +7,8 @@ Letters: B images, C channels, H x W the grid of tokens, h x w a window, K windo
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import timm.layers
@@ -17,33 +19,13 @@ from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, Swi
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.core_expansion import bounded
-from zoo.attention.window import WindowAttention, masked, masked_local, measured
-from zoo.bounds.curvature import (
-    Expand,
-    Expansion,
-    Node,
-    composition,
-    expansion_of,
-    linear_expansion,
-    nodes,
-    nodes_of,
-    residual_expansion,
-    trunk_nodes,
-)
-from zoo.bounds.rules import (
-    Bound,
-    Layer,
-    NoRule,
-    Step,
-    chain,
-    classifier_rule,
-    expect,
-    layer_of,
-    local_rule,
-    residual,
-    rule,
-)
+from zoo.attention.qkv import bounded
+from zoo.attention.window import WindowAttention, masked, window_bounds
+from zoo.bounds.curvature import Expand, Expansion, Node
+from zoo.bounds.facts import Facts, Links, NoRule, expect, register
+from zoo.bounds.links import Affine, Residual
+from zoo.bounds.rounding import NO_BOUND, Precision, Rounding
+from zoo.bounds.rules import Bound, Layer, Step
 from zoo.layers.init import finish_init_, trunc_normal_init_
 from zoo.layers.patches import Normalize, by_products_, patches_gram, patches_norm
 
@@ -112,39 +94,62 @@ class Swin(swin_transformer.SwinTransformer):
         return super().forward_intermediates(self.normalize(x_BCHW), *args, **options)
 
 
-Attend = Callable[[WindowAttention, Tensor | None], Layer]  # a rule of windows, with what it adds to their scores
-
-
-@rule(SwinTransformerBlock)
-def swin_block(module: SwinTransformerBlock) -> Layer:
-    """Each half is r + branch(norm(r)), as in the blocks of a ViT."""
-    return chain(_halves(module, masked))
-
-
-@local_rule(SwinTransformerBlock)
-def local_swin_block(module: SwinTransformerBlock) -> Layer:
-    """The same with local constants."""
-    return chain(_halves(module, masked_local))
-
-
-def _halves(module: SwinTransformerBlock, attend: Attend) -> list[Layer]:
-    attention = chain([layer_of(module.norm1), _in_windows(module, attend), layer_of(module.drop_path1)])
-    mlp = chain([layer_of(module.norm2), layer_of(module.mlp), layer_of(module.drop_path2)])
-    return [residual(attention), residual(mlp)]
-
-
-def _in_windows(module: SwinTransformerBlock, attend: Attend = masked) -> Layer:
+@dataclass(frozen=True)
+class InWindows:
     """Shift, windows, attention, and back. Windows do not see each other, and psi(r) / r is nondecreasing for the bound
     psi of one window: that of the image is the largest of theirs (MATH-PROOFS.md section 1, tokenwise lemma). Shifts
     and partitions move tokens only; padding adds constants, cropping drops tokens."""
-    _refuse_other_windows(module)
-    attention = attend(module.attn, module.attn_mask)
 
-    def layer(x_BHWD: Tensor) -> tuple[Tensor, Bound]:
-        y_BND, bound = attention(_windows(module, x_BHWD))
-        return _images(module, y_BND, x_BHWD.shape), _largest(bound, len(x_BHWD), len(y_BND))
+    block: SwinTransformerBlock
 
-    return Step(layer, (module.attn,))
+    def __call__(self, x_BHWD: Tensor) -> Tensor:
+        y_BND = self.block.attn(_windows(self.block, x_BHWD), self.block.attn_mask)
+        return _images(self.block, y_BND, x_BHWD.shape)
+
+    def layer(self, local: bool) -> Layer:
+        block = self.block
+        _refuse_other_windows(block)
+        attention = masked(block.attn, block.attn_mask, local)
+
+        def layer(x_BHWD: Tensor) -> tuple[Tensor, Bound]:
+            y_BND, bound = attention(_windows(block, x_BHWD))
+            return _images(block, y_BND, x_BHWD.shape), _largest(bound, len(x_BHWD), len(y_BND))
+
+        return Step(layer, (block.attn,))
+
+    def nodes(self) -> list[Node]:
+        return [(self.layer(local=True), self.expansion())]
+
+    def roundings(self, precision: Precision) -> list[Rounding]:
+        raise NoRule(self.block, NO_BOUND)
+
+    def expansion(self) -> Expand:
+        """Windows share r: with superhomogeneous bounds (attention/theory/core.py) sum_w psi_w(r_w) <= max_w psi_w(r),
+        and the same of squares of beta; with others that would be false (MATH-PROOFS section 1, trap). The cap
+        ||g|| beta is put on behind the maximum."""
+        block = self.block
+        _refuse_other_windows(block)
+        expand_window = window_bounds(block.attn, block.attn_mask).expand
+
+        def expand(x_BHWD: Tensor) -> Expansion:
+            inner = expand_window(_windows(block, x_BHWD))
+            images, windows, shape = len(x_BHWD), len(inner.y), x_BHWD.shape
+
+            def inwards(g: Tensor) -> Tensor:
+                return _windows(block, g.flatten(0, 1)).unflatten(0, (len(g), -1))
+
+            def pull(g: Tensor) -> Tensor:
+                return _images(block, inner.pull(inwards(g)).flatten(0, 1), shape).unflatten(0, (len(g), -1))
+
+            return Expansion(
+                _images(block, inner.y, shape),
+                inner.gain_B.view(images, -1).amax(-1),
+                _largest(inner.beta, images, windows),
+                lambda g: _largest(inner.remainder(inwards(g)), images, windows),
+                pull,
+            )
+
+        return bounded(expand, self.layer(local=True))
 
 
 def _refuse_other_windows(module: SwinTransformerBlock) -> None:
@@ -179,11 +184,18 @@ def _largest(bound: Bound, images: int, windows: int) -> Bound:
     return largest
 
 
-@rule(PatchMerging)
-def patch_merging(module: PatchMerging) -> Layer:
+def swin_block_chain(module: SwinTransformerBlock) -> Links:
+    """Two halves, as in the blocks of a ViT."""
+    return (
+        Residual(module.norm1, InWindows(module), module.drop_path1, first_order=True),
+        Residual(module.norm2, module.mlp, module.drop_path2, first_order=True),
+    )
+
+
+def patch_merging_chain(module: PatchMerging) -> Links:
     """Four neighbours become one token, then two layers."""
     expect(module.reduction, nn.Linear)
-    return chain([_merging(module), layer_of(module.norm), layer_of(module.reduction)])
+    return Affine(module, _merge, lambda: _merging(module)), module.norm, module.reduction
 
 
 def _merge(x_BHWD: Tensor) -> Tensor:
@@ -197,20 +209,23 @@ def _merging(module: PatchMerging) -> Layer:
     return Step(lambda x_BHWD: (_merge(x_BHWD), lambda r: r), (module,))
 
 
-@rule(SwinTransformerStage)
-def swin_stage(module: SwinTransformerStage) -> Layer:
+def swin_stage_chain(module: SwinTransformerStage) -> Links:
     """Merging of patches, then blocks."""
-    return chain([layer_of(module.downsample), layer_of(module.blocks)])
+    return module.downsample, module.blocks
+
+
+def _embed(module: Swin, x_BCHW: Tensor) -> Tensor:
+    """Patches before their norm, (B, C, H, W) -> (B, H', W', D)."""
+    return module.patch_embed.proj(module.normalize(x_BCHW)).movedim(1, -1)
 
 
 def _embedding(module: Swin) -> Layer:
-    """Patches before their norm, (B, C, H, W) -> (B, H', W', D)."""
     norm = patches_norm(module.normalize, module.patch_embed)
+    return Step(lambda x_BCHW: (_embed(module, x_BCHW), lambda r: norm * r), (module.patch_embed.proj,))
 
-    def layer(x_BCHW: Tensor) -> tuple[Tensor, Bound]:
-        return module.patch_embed.proj(module.normalize(x_BCHW)).movedim(1, -1), lambda r: norm * r
 
-    return Step(layer, (module.patch_embed.proj,))
+def _pool(module: Swin, x_BHWD: Tensor) -> Tensor:
+    return module.forward_head(x_BHWD, pre_logits=True)
 
 
 def _pooling(module: Swin) -> Layer:
@@ -221,88 +236,24 @@ def _pooling(module: Swin) -> Layer:
 
     def layer(x_BHWD: Tensor) -> tuple[Tensor, Bound]:
         gain = x_BHWD[0, ..., 0].numel() ** -0.5
-        return module.forward_head(x_BHWD, pre_logits=True), lambda r: gain * r
+        return _pool(module, x_BHWD), lambda r: gain * r
 
     return Step(layer, ("pool",))
 
 
-@classifier_rule(Swin)
-def swin(module: Swin) -> tuple[Layer, nn.Linear]:
-    """Everything up to the pooled token, and the linear head."""
-    parts = (module.patch_embed.norm, module.layers, module.norm)
-    return chain([_embedding(module), *map(layer_of, parts), _pooling(module)]), module.head.fc
+def swin_trunk(module: Swin) -> tuple[Links, nn.Linear]:
+    """Everything up to the pooled token, and the linear head. Embedding and pooling are affine."""
+    embedding = Affine(
+        module,
+        partial(_embed, module),
+        lambda: _embedding(module),
+        lambda: patches_gram(module.normalize, module.patch_embed),
+    )
+    pooling = Affine(module, partial(_pool, module), lambda: _pooling(module))
+    return (embedding, module.patch_embed.norm, module.layers, module.norm, pooling), module.head.fc
 
 
-# second order ---------------------------------------------------------------------------------------------------------
-
-
-@nodes(SwinTransformerBlock)
-def swin_block_nodes(module: SwinTransformerBlock) -> list[Node]:
-    """Two halves."""
-    attention, mlp = _halves(module, masked_local)
-    windows = (_in_windows(module, masked_local), _expand_in_windows(module))
-    branches = [
-        [_step(module.norm1), windows, _step(module.drop_path1)],
-        [_step(module.norm2), _step(module.mlp), _step(module.drop_path2)],
-    ]
-    return [
-        (layer, residual_expansion(composition(parts))) for layer, parts in zip((attention, mlp), branches, strict=True)
-    ]
-
-
-def _step(module: nn.Module) -> Node:
-    return layer_of(module), expansion_of(module)
-
-
-def _expand_in_windows(module: SwinTransformerBlock) -> Expand:
-    """Windows share r: with steep bounds sum_w psi_w(r_w) <= max_w psi_w(r), and the same of squares of beta; with
-    others that would be false (MATH-PROOFS section 1, trap). The cap ||g|| beta is put on behind the maximum."""
-    _refuse_other_windows(module)
-    expand_window = measured(module.attn, module.attn_mask).expand
-
-    def expand(x_BHWD: Tensor) -> Expansion:
-        inner = expand_window(_windows(module, x_BHWD))
-        images, windows, shape = len(x_BHWD), len(inner.y), x_BHWD.shape
-
-        def inwards(g: Tensor) -> Tensor:
-            return _windows(module, g.flatten(0, 1)).unflatten(0, (len(g), -1))
-
-        def pull(g: Tensor) -> Tensor:
-            return _images(module, inner.pull(inwards(g)).flatten(0, 1), shape).unflatten(0, (len(g), -1))
-
-        return Expansion(
-            _images(module, inner.y, shape),
-            inner.gain_B.view(images, -1).amax(-1),
-            _largest(inner.beta, images, windows),
-            lambda g: _largest(inner.remainder(inwards(g)), images, windows),
-            pull,
-        )
-
-    return bounded(expand, _in_windows(module, masked_local))
-
-
-@nodes(PatchMerging)
-def patch_merging_nodes(module: PatchMerging) -> list[Node]:
-    """The permutation, and the two layers."""
-    merging = _merging(module)
-    return [(merging, linear_expansion(_merge, merging)), *nodes_of(module.norm), *nodes_of(module.reduction)]
-
-
-@nodes(SwinTransformerStage)
-def swin_stage_nodes(module: SwinTransformerStage) -> list[Node]:
-    """Merging of patches, then blocks."""
-    return [*nodes_of(module.downsample), *nodes_of(module.blocks)]
-
-
-@trunk_nodes(Swin)
-def swin_nodes(module: Swin) -> tuple[list[Node], nn.Linear]:
-    """The same chain with its second order: embedding and pooling are affine."""
-    embedding, pooling = _embedding(module), _pooling(module)
-    parts = (module.patch_embed.norm, module.layers, module.norm)
-    gram = patches_gram(module.normalize, module.patch_embed)
-    chained = [
-        (embedding, linear_expansion(lambda x: embedding(x)[0], embedding, gram)),
-        *(node for part in parts for node in nodes_of(part)),
-        (pooling, linear_expansion(lambda x: pooling(x)[0], pooling)),
-    ]
-    return chained, module.head.fc
+register(SwinTransformerBlock, Facts(chain=swin_block_chain))
+register(PatchMerging, Facts(chain=patch_merging_chain))
+register(SwinTransformerStage, Facts(chain=swin_stage_chain))
+register(Swin, Facts(trunk=swin_trunk))

@@ -8,7 +8,7 @@ Letters: B images, C channels, N tokens, D width.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from timm.layers import PatchEmbed, trunc_normal_
@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from certizoo import UserError
-from zoo.bounds.curvature import Expand, Expansion, Node, expansion_of, linear_expansion, nodes_of, trunk_nodes
-from zoo.bounds.rules import Bound, Layer, Step, chain, classifier_rule, expect, layer_of
+from zoo.bounds.curvature import Expand, Expansion, Node, expansion_of
+from zoo.bounds.facts import Facts, Link, Links, expect, register
+from zoo.bounds.links import Affine
+from zoo.bounds.rounding import OUT, Precision, Rounded, Rounding, exact, roundings_of, size
+from zoo.bounds.rules import Bound, Layer, Step, layer_of
 from zoo.layers.cap import cap_
 from zoo.layers.constrained import constrain_
 from zoo.layers.init import finish_init_, trunc_normal_init_
-from zoo.layers.patches import Normalize, by_products_, patches_gram, patches_norm
+from zoo.layers.patches import Normalize, by_products_, patches_gram, patches_norm, patches_rounding
 
 
 class ViT(nn.Module):
@@ -138,56 +141,6 @@ def _embedding(module: ViT) -> Layer:
     return Step(lambda x: (module.embed(x), lambda r: norm * r), (module.patch_embed,))
 
 
-def _pooling(module: ViT) -> Layer:
-    """Mean of N tokens: 1 / sqrt(N). One token: 1."""
-
-    def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
-        gain = x_BND.shape[1] ** -0.5 if module.global_pool == "avg" else 1.0
-        return module.pool(x_BND), lambda r: gain * r
-
-    return Step(layer, ("pool",))
-
-
-def _fc_norm(module: ViT) -> Layer:
-    """The norm of the pooled token, which rules for tokens take as one of one."""
-    norm = layer_of(module.fc_norm)
-
-    def layer(x_BD: Tensor) -> tuple[Tensor, Bound]:
-        y_B1D, bound = norm(x_BD.unsqueeze(1))
-        return y_B1D.squeeze(1), bound
-
-    return Step(layer, (module.fc_norm,))
-
-
-@classifier_rule(ViT)
-def vit(module: ViT) -> tuple[Layer, nn.Linear]:
-    """Everything up to the pooled token, and the linear head (for pairwise margins)."""
-    blocks = [layer_of(block) for block in module.blocks]
-    if module.cls_after:  # a constant joins: the change of the tokens stays what it is
-        blocks.insert(module.cls_after, lambda x_BND: (module.add_cls_token(x_BND), lambda r: r))
-    trunk = chain([_embedding(module), *blocks, layer_of(module.norm), _pooling(module), _fc_norm(module)])
-    return trunk, module.head
-
-
-@trunk_nodes(ViT)
-def vit_nodes(module: ViT) -> tuple[list[Node], nn.Linear]:
-    """The same chain with its second order: embedding, class token and pooling are affine."""
-    embedding, pooling = _embedding(module), _pooling(module)
-    blocks = [nodes_of(block) for block in module.blocks]
-    if module.cls_after:
-        joins: Layer = lambda x_BND: (module.add_cls_token(x_BND), lambda r: r)  # noqa: E731
-        blocks.insert(module.cls_after, [(joins, linear_expansion(module.add_cls_token, joins))])
-    chained = [
-        (embedding, linear_expansion(module.embed, embedding, _embedding_gram(module))),
-        *(node for block in blocks for node in block),
-        *nodes_of(module.norm),
-        (pooling, linear_expansion(module.pool, pooling)),
-    ]
-    if type(module.fc_norm) is not nn.Identity:
-        chained.append((_fc_norm(module), _fc_norm_expansion(module)))
-    return chained, module.head
-
-
 def _embedding_gram(module: ViT) -> Callable[[Tensor], Tensor]:
     """J J^T of the embedding. A class token in front is constant: its row of J is 0."""
     constant = int(module.cls_token is not None and module.cls_after == 0)
@@ -199,18 +152,113 @@ def _embedding_gram(module: ViT) -> Callable[[Tensor], Tensor]:
     return gram
 
 
-def _fc_norm_expansion(module: ViT) -> Expand:
-    """The second order of `_fc_norm`."""
-    expand_token = expansion_of(module.fc_norm)
+def _class_token(module: ViT) -> Layer:
+    """A constant joins: the change of the tokens stays what it is."""
+    return lambda x_BND: (module.add_cls_token(x_BND), lambda r: r)
 
-    def expand(x_BD: Tensor) -> Expansion:
-        of_token = expand_token(x_BD.unsqueeze(1))
-        return replace(
-            of_token,
-            y=of_token.y.squeeze(1),
-            remainder=lambda g_CBD: of_token.remainder(g_CBD.unsqueeze(-2)),
-            pull=lambda g_CBD: of_token.pull(g_CBD.unsqueeze(-2)).squeeze(-2),
-            own_push=lambda v_CBD: of_token.push(v_CBD.unsqueeze(-2)).squeeze(-2),
-        )
 
-    return expand
+def _pooling(module: ViT) -> Layer:
+    """Mean of N tokens: 1 / sqrt(N). One token: 1."""
+
+    def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
+        gain = x_BND.shape[1] ** -0.5 if module.global_pool == "avg" else 1.0
+        return module.pool(x_BND), lambda r: gain * r
+
+    return Step(layer, ("pool",))
+
+
+def _pooling_rounding(module: ViT, precision: Precision) -> Rounding:
+    """The mean of N tokens, or the class token, which is no computation."""
+    if module.global_pool != "avg":
+        return exact(module.pool)
+
+    def around(x_BND: Tensor) -> Rounded:
+        many, x_B = x_BND.shape[1], size(x_BND)
+        share = many**-0.5
+
+        def error(r: Tensor, e: Tensor) -> Tensor:
+            return share * (e + (precision.gamma(many + 2) + 2 * precision.u) * (x_B + r + e)) * OUT
+
+        return Rounded(module.pool(x_BND), lambda r: share * r, error)
+
+    return around
+
+
+@dataclass(frozen=True)
+class OneToken:
+    """A norm of tokens on the pooled one, which is as good as one of one."""
+
+    norm: nn.Module
+
+    def __call__(self, x_BD: Tensor) -> Tensor:
+        return self.norm(x_BD.unsqueeze(1)).squeeze(1)
+
+    def layer(self, local: bool) -> Layer:
+        norm = layer_of(self.norm, local=local)
+
+        def layer(x_BD: Tensor) -> tuple[Tensor, Bound]:
+            y_B1D, bound = norm(x_BD.unsqueeze(1))
+            return y_B1D.squeeze(1), bound
+
+        return Step(layer, (self.norm,))
+
+    def nodes(self) -> list[Node]:
+        return [] if type(self.norm) is nn.Identity else [(self.layer(local=True), self._expansion())]
+
+    def roundings(self, precision: Precision) -> list[Rounding]:
+        return [] if type(self.norm) is nn.Identity else [self._rounding(precision)]
+
+    def _expansion(self) -> Expand:
+        expand_token = expansion_of(self.norm)
+
+        def expand(x_BD: Tensor) -> Expansion:
+            of_token = expand_token(x_BD.unsqueeze(1))
+            return replace(
+                of_token,
+                y=of_token.y.squeeze(1),
+                remainder=lambda g_CBD: of_token.remainder(g_CBD.unsqueeze(-2)),
+                pull=lambda g_CBD: of_token.pull(g_CBD.unsqueeze(-2)).squeeze(-2),
+                own_push=lambda v_CBD: of_token.push(v_CBD.unsqueeze(-2)).squeeze(-2),
+            )
+
+        return expand
+
+    def _rounding(self, precision: Precision) -> Rounding:
+        (rounding,) = roundings_of(self.norm, precision)
+
+        def around(x_BD: Tensor) -> Rounded:
+            of_token = rounding(x_BD.unsqueeze(1))
+            return replace(of_token, y=of_token.y.squeeze(1))
+
+        return around
+
+
+def vit_trunk(module: ViT) -> tuple[Links, nn.Linear]:
+    """Everything up to the pooled token, and the linear head (for pairwise margins). Embedding, class token and pooling
+    are affine."""
+    embedding = Affine(
+        module,
+        module.embed,
+        lambda: _embedding(module),
+        lambda: _embedding_gram(module),
+        lambda precision: patches_rounding(module.normalize, module.patch_embed, module.embed, precision),
+    )
+    joins = Affine(
+        module,
+        module.add_cls_token,
+        lambda: _class_token(module),
+        rounding=lambda precision: exact(module.add_cls_token),
+    )
+    pooling = Affine(
+        module,
+        module.pool,
+        lambda: _pooling(module),
+        rounding=lambda precision: _pooling_rounding(module, precision),
+    )
+    blocks: list[nn.Module | Link] = list(module.blocks)
+    if module.cls_after:
+        blocks.insert(module.cls_after, joins)
+    return (embedding, *blocks, module.norm, pooling, OneToken(module.fc_norm)), module.head
+
+
+register(ViT, Facts(trunk=vit_trunk))

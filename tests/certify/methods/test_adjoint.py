@@ -14,7 +14,7 @@ from certify.methods.operator_norms import dense, jacobian, random, unit_vectors
 from tests.tools.ascent import ascend, largest_change
 from tests.tools.small_models import PARTS, labelled, small_model
 from zoo.bounds.curvature import nodes_of, trunk_of
-from zoo.bounds.rules import NoRule
+from zoo.bounds.facts import NoRule
 
 
 def analyse(model: Any, x: Tensor, y: Tensor) -> AdjointAnalysis:

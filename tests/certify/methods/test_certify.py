@@ -19,7 +19,7 @@ from certify.methods.correct import OfCorrect
 from certify.methods.lofast import LoFAST
 from certizoo import UserError
 from tests.tools.ascent import ascend
-from zoo.bounds.rules import NoRule
+from zoo.bounds.facts import NoRule
 
 SMALL: dict[str, Any] = {
     "img_size": 8,
@@ -168,7 +168,7 @@ def test_bake_folds_without_touching_the_model() -> None:
 def test_uncertifiable_models_and_methods_are_refused() -> None:
     model = random_model(0)
     x, y = easy_batch(model, 2, 0)
-    with pytest.raises(UserError, match="choose one of lofast"):
+    with pytest.raises(UserError, match="nearest: "):
         certify(model, x, y, eps=0.1, method="hope")
     with pytest.raises(ValueError, match="in \\[0,1\\]"):
         certify(model, x * 255, y, eps=0.1)

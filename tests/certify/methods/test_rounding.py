@@ -8,18 +8,17 @@ from torch import Tensor, nn
 
 import zoo
 from certify.api import radius_of
-from certify.methods import rounding
 from certify.methods.adjoint import Adjoint
 from certify.methods.bake import bake
-from certify.methods.rounding import UNITS, rounding_of
 from certify.methods.served_adjoint import ServedAdjoint
 from certizoo import UserError
 from tests.certify.methods.test_certify import SMALL, margin_loss
 from tests.tools.ascent import ascend
-from tests.tools.small_models import PARTS, labelled, small_model
+from tests.tools.small_models import AVG, PARTS, labelled, small_model
 from tests.zoo.bounds.test_rules import norm_with_affine, scaled_
 from zoo.attention.dot_product import DotProductAttention
-from zoo.bounds.rules import NoRule, local
+from zoo.bounds.facts import NoRule
+from zoo.bounds.rounding import PRECISIONS, Precision, roundings_of
 from zoo.layers.mlp import SLL, Mlp
 from zoo.layers.norms import LayerProject, SmoothProject
 
@@ -49,8 +48,8 @@ def shares(name: str, dtype: torch.dtype) -> Tensor:
         served = MODULES[name](scale).to(dtype).eval().requires_grad_(False)
         exact = bake(served)
         x = torch.randn(B, N, D).double() * 10 ** torch.empty(B, 1, 1).uniform_(-1.5, 1).double()
-        with local(), torch.no_grad():
-            part = rounding_of(exact, UNITS[dtype])(x)
+        (rounding,) = roundings_of(exact, PRECISIONS[dtype])
+        part = rounding(x)
         for reach, off in ((0.0, 0.0), (1e-3, 1e-6), (0.1, 1e-2), (0.5, 0.0)):
             r, e = (share * x.flatten(1).norm(dim=1) for share in (reach, off))
             for _ in range(40):
@@ -72,23 +71,24 @@ def test_no_point_is_rounded_by_more_than_the_bound(name: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("name", ["layernorm", "mlp", "sll", "attention"])
-def test_a_unit_that_is_too_small_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_that_is_too_small_is_noticed(name: str) -> None:
     """Rounding is really measured here: with hardly any reckoned with, the served modules break the bound."""
-    for unit in DTYPES:
-        monkeypatch.setitem(UNITS, unit, 2.0**-40)
-    monkeypatch.setattr(rounding, "SUMS", 2.0**-60)
     torch.manual_seed(0)
     served = MODULES[name](1.0).requires_grad_(False)
     exact, x = bake(served), torch.randn(B, N, D)
-    with local(), torch.no_grad():
-        part = rounding_of(exact, 2.0**-40)(x.double())
+    (rounding,) = roundings_of(exact, Precision(2.0**-40, 2.0**-60))
+    part = rounding(x.double())
     zero = torch.zeros(B).double()
     assert ((served(x).double() - exact(x.double())).flatten(1).norm(dim=1) > part.error(zero, zero)).any()
 
 
-@pytest.mark.parametrize("parts", PARTS)
-def test_the_served_margin_never_falls_by_more_than_the_loss(parts: str) -> None:
+POST_NORM: dict[str, Any] = AVG | {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "postnorm"}
+
+
+@pytest.mark.parametrize("parts", [*PARTS, "post norm"])
+def test_the_served_margin_never_falls_by_more_than_the_loss(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Float32 logits at the points an ascent finds, at every radius; and certified images keep their class."""
+    monkeypatch.setitem(PARTS, "post norm", POST_NORM)
     model = small_model(parts, 0)
     x, y = labelled(model, 4, 0)
     analysis, baked = ServedAdjoint(model, torch.float32).analyse(x, y), bake(model)

@@ -330,7 +330,7 @@ def test_other_attention_has_its_own_bounds(name: str, digits: Path, tmp_path: P
         ("eps=0.1", "list of numbers"),
         ("eps=[]", "list of numbers above 0"),
         ("input_scales=[-1]", "list of numbers above 0"),
-        ("imges=3", "did you mean images"),
+        ("imges=3", "nearest: images"),
         ("handover=nowhere", "no hand-over"),
     ],
 )

@@ -252,7 +252,7 @@ def test_the_defaults_are_one_and_those_of_the_paper() -> None:
         ("perplexity=40", "below twice"),
         ("attack.eps=8/255", "attack.eps=8/255 does not work"),
         ("attack.steps=few", "at least 1"),
-        ("atack.steps=2", "did you mean attack.steps"),
+        ("atack.steps=2", "nearest: attack.steps"),
         ("against=nowhere", "no hand-over"),
         ("handover=nowhere", "no hand-over"),
         ("version=a@b", "one of them"),

@@ -148,7 +148,7 @@ def test_the_command(
         ([], "handover=DIR"),
         ([f"handover={tmp_path}"], "no hand-over"),
         ([f"handover={handover}", "methd=x"], "method"),
-        ([f"handover={handover}", f"out={out}", "method=hope"], "choose one of lofast"),
+        ([f"handover={handover}", f"out={out}", "method=hope"], "no certification method 'hope'"),
         ([f"handover={handover}", f"out={out}", "data=cifar10", f"data.root={digits}"], "no shards"),
     ]:
         with pytest.raises(SystemExit) as exit_:

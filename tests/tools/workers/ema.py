@@ -30,13 +30,13 @@ def batches(rank: int, size: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def largest_difference(job: Job, stage: int, precision: str, name: str) -> float:
+    from trainers import ranks
     from trainers.engine.world import World
-    from trainers.place import place
     from trainers.steps.run import assemble
     from trainers.steps.step import train_step
     from trainers.weights.ema import Average
 
-    rank, _, size = place()
+    rank, size = ranks.rank(), ranks.world_size()
     train = replace(job.train, precision=precision, ema_decay=DECAY)
     job = replace(job, train=train, deepspeed=replace(job.deepspeed, stage=stage), run_dir=job.run_dir / name)
     run = assemble(job, World(rank, size, torch.device("cpu")))

@@ -101,12 +101,12 @@ def oracle(job: Job, steps: int) -> Curve:
 
 def trained(job: Job, steps: int, name: str) -> Curve:
     """By our engine, each rank on its share of the batch."""
+    from trainers import ranks
     from trainers.engine.world import World
-    from trainers.place import place
     from trainers.steps.run import assemble
     from trainers.steps.step import train_step
 
-    rank, _, size = place()
+    rank, size = ranks.rank(), ranks.world_size()
     run = assemble(replace(job, run_dir=job.run_dir / name), World(rank, size, torch.device("cpu")))
     losses = []
     for step in range(steps):
@@ -140,12 +140,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def attack_trace(job: Job, stage: int) -> dict[str, float]:
     """After a training step: does an attack move images, and what else has it changed?"""
+    from trainers import ranks
     from trainers.engine.world import World
-    from trainers.place import place
     from trainers.steps.run import assemble
     from trainers.steps.step import make_probe, train_step
 
-    rank, _, size = place()
+    rank, size = ranks.rank(), ranks.world_size()
     job = replace(at(job, stage), run_dir=job.run_dir / f"attack-zero{stage}")
     run = assemble(job, World(rank, size, torch.device("cpu")))
     images, labels = (part.chunk(size)[rank] for part in global_batch(0))
@@ -158,11 +158,11 @@ def attack_trace(job: Job, stage: int) -> dict[str, float]:
 
 def after_a_broken_gradient(job: Job, stage: int, precision: str) -> dict[str, float]:
     """The last rank's gradient is no number, though its loss is one: does the engine say that it made an update?"""
+    from trainers import ranks
     from trainers.engine.world import World
-    from trainers.place import place
     from trainers.steps.run import assemble
 
-    rank, _, size = place()
+    rank, size = ranks.rank(), ranks.world_size()
     job = replace(at(job, stage, precision=precision), run_dir=job.run_dir / f"broken-{precision}-zero{stage}")
     engine = assemble(job, World(rank, size, torch.device("cpu"))).engine
     images = global_batch(0)[0].chunk(size)[rank]

@@ -13,8 +13,8 @@ import zoo
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
 from tests.tools.launching import ROOT, TINY, environment
+from trainers.doctor import estimate, machine
 from trainers.doctor import findings as doctor
-from trainers.doctor import machine, outlook
 from trainers.doctor.machine import Finding
 from trainers.job.job import Job
 from trainers.job.prepare import prepare
@@ -89,7 +89,7 @@ def test_sizes_are_read_by_people() -> None:
 
 def test_a_run_that_does_not_fit(here: Path) -> None:
     small = job()
-    need = outlook.outlook(small, 2)
+    need = estimate.estimate(small, 2)
     findings = {finding.what: finding for finding in doctor.memory(small, need, libraries=2**60)}
     assert findings["memory"].fits is False
     assert "micro_batch" in findings["memory"].mend
@@ -100,16 +100,16 @@ def test_a_run_that_does_not_fit(here: Path) -> None:
 
 
 def test_bytes_of_the_zero_stages(here: Path) -> None:
-    """P parameters on 2 ranks, AdamW in float32 (b = 4): the table at the head of outlook.py, written out."""
+    """P parameters on 2 ranks, AdamW in float32 (b = 4): the table at the head of estimate.py, written out."""
     for stage, (weights, gradients, states) in enumerate([(4, 4, 8), (4, 4, 6), (4, 2, 6), (2, 2, 6)]):
-        need = outlook.outlook(job(f"deepspeed=zero{stage}"), 2)
+        need = estimate.estimate(job(f"deepspeed=zero{stage}"), 2)
         assert need.parameters > 10_000
         assert need.weights == pytest.approx(weights * need.parameters, abs=2)
         assert need.gradients == pytest.approx(gradients * need.parameters, abs=2)
         assert need.states == pytest.approx(states * need.parameters, abs=2)
         assert need.average == 0
-    assert outlook.states_a_weight(job("optimizer=sgd", "optimizer.momentum=0.9")) == 1
-    assert outlook.states_a_weight(job("optimizer=sgd", "optimizer.momentum=0")) == 0
+    assert estimate.states_a_weight(job("optimizer=sgd", "optimizer.momentum=0.9")) == 1
+    assert estimate.states_a_weight(job("optimizer=sgd", "optimizer.momentum=0")) == 0
     assert {path.stem for path in (CONFIGS / "deepspeed").glob("zero?.yaml")} == {f"zero{stage}" for stage in range(4)}
 
 
@@ -117,14 +117,14 @@ def test_activations_grow_with_the_batch_as_estimated(here: Path) -> None:
     small = job()
     model = zoo.create_model(**small.model)
     for images in (1, 5, 32):
-        kept = outlook.kept(small, model, images)
-        assert outlook.activations(small, model, images) == pytest.approx(kept, rel=0.02)
+        kept = estimate.saved_by_autograd(small, model, images)
+        assert estimate.activations(small, model, images) == pytest.approx(kept, rel=0.02)
     least = 32 * 2 * 5 * 32 * 4  # images x layers x tokens x width: the inputs of the blocks alone
     assert kept > 10 * least
 
 
 def test_recomputed_blocks_keep_less(here: Path) -> None:
-    plain, thrifty = (outlook.outlook(job(f"train.grad_checkpointing={value}"), 2) for value in ("false", "true"))
+    plain, thrifty = (estimate.estimate(job(f"train.grad_checkpointing={value}"), 2) for value in ("false", "true"))
     assert thrifty.activations < plain.activations / 2
 
 
@@ -132,7 +132,7 @@ def test_a_real_run_takes_what_was_said(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(folder)
     monkeypatch.setenv("WORLD_SIZE", "1")
     settings = ("train.ema_decay=0.9", "train.max_steps=2", "train.eval_images=0", "name=real", "deepspeed=zero2")
-    need = outlook.outlook(job(*settings), 1)
+    need = estimate.estimate(job(*settings), 1)
     done = subprocess.run(
         [sys.executable, str(ROOT / "trainers" / "adv_train.py"), *TINY, *settings],
         cwd=folder, env=environment(), text=True, capture_output=True, timeout=120,

@@ -63,13 +63,13 @@ def test_a_launcher_that_died_counts_as_a_request() -> None:
     """Also while nobody has taken note of its end (a zombie)."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = psutil.Process(child.pid)
-    assert not preempt.gone(process)
+    assert not preempt.ended(process)
     child.kill()
     while process.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    assert preempt.gone(process)
+    assert preempt.ended(process)
     child.communicate(timeout=10)
-    assert preempt.gone(process)
+    assert preempt.ended(process)
 
 
 SECOND = """
@@ -112,7 +112,7 @@ watchdog = Watchdog(3.0, 3, Path("logs/rank3.log"), grace=0.2)
 with watchdog.watching():
     for _ in range(8):
         time.sleep(0.6)
-        watchdog.alive()
+        watchdog.heartbeat()
     print("lived", flush=True)
     time.sleep(60)
 """
@@ -121,7 +121,7 @@ with watchdog.watching():
 def test_silence_ends_the_process_with_one_line(tmp_path: Path) -> None:
     done = python(STUCK, tmp_path)
     assert done.returncode == 1
-    assert done.stdout == "lived\n", "signs of life keep it going longer than its patience"
+    assert done.stdout == "lived\n", "heartbeats keep it going longer than its patience"
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: no step in 0.05 minutes (deepspeed.timeout_minutes): rank 3 is stuck")
     assert "resume=auto" in line
@@ -230,14 +230,14 @@ def test_what_is_measured_again_is_written_once(tmp_path: Path) -> None:
     """A run that goes on from an epoch's end evaluates it again: its checkpoint was written before."""
     lines: list[dict[str, float]] = [{"step": 3, "loss": 1.0}, {"step": 3, "clean_acc": 0.5}, {"step": 4, "loss": 0.9}]
     (tmp_path / ROWS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with Report(tmp_path, total_steps=9, speaks=True).shown(first_step=3) as report:
+    with Report(tmp_path, total_steps=9, enabled=True).shown(first_step=3) as report:
         report.row(3, 0, {"clean_acc": 0.5})
     written = [json.loads(line) for line in (tmp_path / ROWS).read_text().splitlines()]
     assert written == [lines[0], {"step": 3, "epoch": 0, "clean_acc": 0.5}]
 
 
 def test_lines_tell_when_the_end_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Report(tmp_path, total_steps=30, speaks=True).shown(first_step=10) as report:
+    with Report(tmp_path, total_steps=30, enabled=True).shown(first_step=10) as report:
         report._began = (time.monotonic() - 20, 10)
         report.row(20, 1, {"loss": 1.0, "images_per_s": 5.0})
     assert "step 20/30  epoch 2  loss 1  images_per_s 5  eta 0:00:20" in capsys.readouterr().out
@@ -246,7 +246,7 @@ def test_lines_tell_when_the_end_comes(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_row_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / ROWS).symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"metrics.jsonl could not be written \(No space left on device\)"):
-        Report(tmp_path, total_steps=9, speaks=True).row(1, 0, {"loss": 1.0})
+        Report(tmp_path, total_steps=9, enabled=True).row(1, 0, {"loss": 1.0})
 
 
 LOGGED = """

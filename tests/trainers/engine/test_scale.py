@@ -1,7 +1,6 @@
-"""What makes models larger than a device trainable, in one process: parts, recomputed blocks, precisions, refusals."""
+"""What makes models larger than a device trainable, in one process: parts, recomputed blocks, precisions."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,21 +10,14 @@ from torch import Tensor, nn
 
 import zoo
 from attacks import AttackConfig
-from certizoo import UserError
-from certizoo.compose import compose_config
 from trainers.engine.engine import ds_config
-from trainers.engine.parts import InFloat32, Measured, blocks_of, recompute_blocks_
-from trainers.job.prepare import prepare
+from trainers.engine.wrappers import EngineModel, InFloat32, recompute_blocks_
+from trainers.model_parts import blocks_of
 from trainers.settings import DeepSpeedConfig, TrainConfig
 
 SMALL: dict[str, Any] = {"img_size": 8, "in_chans": 1, "num_classes": 10}
 SIZE: dict[str, Any] = SMALL | {"patch_size": 4, "global_pool": "avg", "embed_dim": 32, "depth": 2, "num_heads": 2}
 SWIN = SMALL | {"embed_dim": 16, "depths": (1, 1), "num_heads": (1, 2), "patch_size": 2, "window_size": 2}
-
-
-@pytest.fixture(scope="module")
-def data(digits: Path) -> str:
-    return f"data.root={digits}"
 
 
 def capped() -> nn.Module:
@@ -84,10 +76,10 @@ def test_a_penalty_in_parts_is_the_penalty() -> None:
     model, other = capped(), capped()
     owners = [module for module in model.modules() if isinstance(module, zoo.penalty.HasSpectralTerms)]
     owners = [owner for owner in owners if "q" in {branch for branch, *_ in owner.spectral_terms()}]
-    measured = Measured(model, owners)
+    wrapped = EngineModel(model, owners)
     other.load_state_dict(model.state_dict())
     total = torch.zeros((), requires_grad=True)
-    for weights in measured.weights:
+    for weights in wrapped.gathered:
         total = weights(total, lambda owner: zoo.penalty.msvp(owner, 0.1, 0.2, 0.3))
     whole = zoo.penalty.msvp(other, 0.1, 0.2, 0.3)
     assert total.item() == pytest.approx(whole.item(), rel=1e-6)
@@ -96,8 +88,8 @@ def test_a_penalty_in_parts_is_the_penalty() -> None:
         assert (one.grad is None) == (two.grad is None)
         if one.grad is not None and two.grad is not None:
             assert torch.allclose(one.grad, two.grad, rtol=1e-5, atol=1e-8)
-    assert list(measured.state_dict()) == [f"model.{key}" for key in model.state_dict()]
-    assert len(list(measured.parameters())) == len(list(model.parameters()))
+    assert list(wrapped.state_dict()) == [f"model.{key}" for key in model.state_dict()]
+    assert len(list(wrapped.parameters())) == len(list(model.parameters()))
 
 
 def test_a_bf16_model_attacked_in_float32() -> None:
@@ -143,21 +135,3 @@ def test_clipping_is_always_written(stage: int, clip: float) -> None:
     config = ds_config(train, DeepSpeedConfig(stage, offload_optimizer=stage > 0), world_size=2, weights=1000)
     assert config["gradient_clipping"] == clip
     assert config["zero_optimization"]["offload_optimizer"]["device"] == ("cpu" if stage else "none")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["deepspeed=zero3", "objective=lmce"], "deepspeed=zero2"),
-        (["deepspeed=zero0", "deepspeed.offload_optimizer=true"], "deepspeed=zero1"),
-        (["deepspeed=zero3", "deepspeed.persistent_below=-1"], "deepspeed.persistent_below"),
-        (["train.attack_precision=fp16"], "train.attack_precision"),
-        (["train.compile=true", "train.grad_checkpointing=true"], "train.compile"),
-        (["train.compile=true", "objective=lmce"], "train.compile"),
-        (["train.grad_checkpointing=true", "masks.ard=true"], "masks.ard"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(overrides: list[str], words: str, data: str) -> None:
-    with pytest.raises(UserError, match=words) as caught:
-        prepare(compose_config("adv_train", ["+model=spec_vit_digits", "data=digits", data, *overrides]))
-    assert "\n" not in str(caught.value)

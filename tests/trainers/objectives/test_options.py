@@ -9,8 +9,9 @@ from torch import Generator, Tensor, nn
 import zoo
 from attacks import AttackConfig
 from attacks.norms import distance
+from trainers.model_parts import attentions_of
 from trainers.settings import MasksConfig, MixConfig
-from trainers.techniques.masks import attentions, masked, patches
+from trainers.techniques.masks import masked, patches
 from trainers.techniques.mix import mixed
 from trainers.techniques.sam import ascended
 
@@ -59,13 +60,13 @@ def test_dropped_attention_passes_no_gradient_and_the_rest_is_untouched() -> Non
         dropped = model(x)
         (grad,) = torch.autograd.grad(dropped.square().sum(), x)
     outputs: list[Tensor] = []
-    hooks = [a.register_forward_hook(lambda m, i, o: outputs.append(o.detach())) for a in attentions(model)]
+    hooks = [a.register_forward_hook(lambda m, i, o: outputs.append(o.detach())) for a in attentions_of(model)]
     assert len(hooks) == 3
     plain = model(x)
     for hook in hooks:
         hook.remove()
     constant = iter(outputs)
-    hooks = [a.register_forward_hook(lambda m, i, o: next(constant)) for a in attentions(model)]
+    hooks = [a.register_forward_hook(lambda m, i, o: next(constant)) for a in attentions_of(model)]
     (wanted,) = torch.autograd.grad(model(x).square().sum(), x)
     assert torch.equal(dropped, plain)
     assert torch.allclose(grad, wanted)

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from certizoo import UserError
-from certizoo.compose import compose_config
 from tests.tools.launching import ROOT, TINY, finish, launch
-from tests.tools.workers.objectives import CONV, cases
+from tests.tools.workers.objectives import cases
 from trainers.objectives import OBJECTIVES
 
 EXACT = ("+model.drop_path_rate=0", "penalty=none", "optimizer=sgd", "optimizer.weight_decay=0")
@@ -55,56 +53,3 @@ def test_a_run_that_compiles_nothing_does_not_wait_for_a_compiler(found: dict[st
 def test_masks_and_mixing_change_the_steps(found: dict[str, Any]) -> None:
     losses = {found[case]["terms"][0]["loss"] for case in ("pgd_at", "pgd_at-masked", "pgd_at-mixed")}
     assert len(losses) == 3
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ([*TINY, "objective=mart", "mix.mixup=0.8"], "one class an image, which mix"),
-        ([*TINY, "objective=lmce", "train.label_smoothing=0.1"], "train.label_smoothing would blur"),
-        ([*CONV, "objective=gloro", "mix.cutmix=1"], "objective=clean"),
-        ([*TINY, "objective=trades", "attack.random_start=false"], "attack.random_start=true"),
-        ([*TINY, "objective=trades", "attack.loss=margin"], "attack.loss=ce"),
-        ([*TINY, "mix.mixup=1", "attack.loss=margin"], "attack.loss=ce"),
-        ([*TINY, "mix.mixup=1", "train.batch_size=15"], "even"),
-        ([*TINY, "train.sam_rho=0.1", "deepspeed=zero3"], "use deepspeed=zero2"),
-        ([*CONV, "objective=lmt", "deepspeed=zero3"], "use deepspeed=zero2"),
-        ([*TINY, "train.sam_rho=0.1", "train.precision=bf16"], "train.precision=fp32"),
-        ([*TINY, "train.sam_rho=-1"], "train.sam_rho"),
-        ([*TINY, "objective.name=nope"], "objective.name=nope"),
-        ([*TINY, "mix.prob=2"], "mix.prob"),
-        ([*TINY, "masks.warmup=0"], "masks.warmup"),
-        ([*TINY, "+objective.beta=-1"], "objective.beta"),
-    ],
-)
-def test_parts_that_do_not_go_together_are_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], words: str
-) -> None:
-    from trainers.job.prepare import prepare
-
-    monkeypatch.chdir(folder)
-    with pytest.raises(UserError) as caught:
-        prepare(compose_config("adv_train", [*overrides, "name=refused"]))
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ([*TINY, "objective=gloro"], "use a model conv_"),
-        ([*CONV, "masks.ard=true"], "masks.ard=false"),
-        ([*CONV, "masks.prm=true"], "masks.prm=false"),
-    ],
-)
-def test_models_that_do_not_fit_are_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], words: str
-) -> None:
-    import zoo
-    from trainers.job.prepare import prepare
-    from trainers.job.recipe import check_model
-
-    monkeypatch.chdir(folder)
-    job = prepare(compose_config("adv_train", [*overrides, "name=refused"]))
-    with pytest.raises(UserError, match=words):
-        check_model(job, zoo.create_model(**job.model))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor, nn
 
 from tests.tools.ascent import ascend, largest_change
@@ -19,12 +18,17 @@ from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
+from zoo.attention.local import heads_of, split_heads
 from zoo.attention.scsa import ScaledCosineAttention
-from zoo.attention.second_order import Beta, Forms, Remainder
-from zoo.attention.spread import K2_MAX, Spread, e1, e2, measure, top
+from zoo.attention.softmax import SoftmaxAttention
+from zoo.attention.theory.core import CoreRemainder, Forms
+from zoo.attention.theory.joint import JointCore, same
+from zoo.attention.theory.softmax_row import K2_MAX, SoftmaxRows, e1, e2, eigenvalue_upper
 from zoo.attention.window import WindowAttention
 from zoo.bounds.curvature import expansion_of
-from zoo.bounds.rules import layer_of, local, local_rule_types, residual_layer_of
+from zoo.bounds.facts import types_where
+from zoo.bounds.links import Residual
+from zoo.bounds.rules import layer_of, residual_layer_of
 from zoo.layers.norms import SmoothProject
 
 N, D, H = 5, 12, 3
@@ -81,10 +85,26 @@ def mixtures(kind: type[nn.Module], modules: int = 15) -> Iterator[Instance]:
         yield instance(random_(MIXTURES[kind](), 2.0 ** (i % 6 - 3)), tokens=4)
 
 
-def spread_of(case: Instance) -> Spread:
+def core_of(case: Instance) -> JointCore:
     module: Any = case.module
     q, k, v = module.projections(case.x)
-    return Spread(measure(module), q, k, v, (module.scale * q @ k.mT).softmax(-1))
+    p = (module.scale * q @ k.mT).softmax(-1)
+    return JointCore(heads_of(module), q, k, v, p, p)
+
+
+def remainder_of(case: Instance, core: JointCore) -> CoreRemainder:
+    return core.remainder(split_heads(case.g, core.heads.o_HOD))
+
+
+def remainder_forms(case: Instance) -> Forms:
+    """With the terms of each form alone, and with the least of each."""
+    remainder, r = remainder_of(case, core_of(case)), same(case.r_B)
+    t1, t2, t3 = remainder.terms(r)
+    return {name: t1 + t2[name] + t3[name] for name in ("box", "exponential")} | {"least": remainder(r)}
+
+
+def beta_forms(case: Instance) -> Forms:
+    return core_of(case).beta_forms(same(case.r_B)) | {"least": expansion_of(case.module)(case.x).beta(case.r_B)}
 
 
 Attacked = list[tuple[Instance, Tensor, Tensor]]
@@ -96,10 +116,9 @@ def attacked() -> Attacked:
     return [(case, largest_dip(case)[0], largest_remainder(case)) for case in instances()]
 
 
-def ratios(pairs: list[tuple[Forms, Tensor, Tensor]]) -> dict[str, Tensor]:
+def ratios(pairs: list[tuple[Forms, Tensor]]) -> dict[str, Tensor]:
     """bound / best found of each form, over all instances."""
-    names = pairs[0][0]
-    return {name: torch.cat([forms[name](r).flatten() / positive(best) for forms, r, best in pairs]) for name in names}
+    return {name: torch.cat([forms[name].flatten() / positive(best) for forms, best in pairs]) for name in pairs[0][0]}
 
 
 def positive(best: Tensor) -> Tensor:
@@ -108,18 +127,17 @@ def positive(best: Tensor) -> Tensor:
 
 
 def test_no_ascent_beats_a_form_of_the_remainder(attacked: Attacked) -> None:
-    found = ratios([(Remainder(spread_of(case), case.g).forms(), case.r_B, dip) for case, dip, _ in attacked])
+    found = ratios([(remainder_forms(case), dip) for case, dip, _ in attacked])
     report("remainder", found)
     for name, ratio in found.items():
         assert ratio.min() >= 1, name
-    assert found["simple"].median() > found["weighted"].median()
+    assert found["box"].median() > found["exponential"].median()
     assert found["least"].median() < 12.5, "looser than it was"
     assert found["least"].min() < 4, "the search is too weak to refute a bound that is this much too small"
 
 
 def test_no_ascent_beats_a_form_of_beta(attacked: Attacked) -> None:
-    found = ratios([(Beta(spread_of(case)).forms(), case.r_B, most) for case, _, most in attacked])
-    found |= ratios([({"least": expansion_of(case.module)(case.x).beta}, case.r_B, most) for case, _, most in attacked])
+    found = ratios([(beta_forms(case), most) for case, _, most in attacked])
     report("beta", found)
     for name, ratio in found.items():
         assert ratio.min() >= 1, name
@@ -151,9 +169,7 @@ def test_no_ascent_beats_the_local_rule(kind: type[nn.Module], residual: bool) -
     for case in mixtures(kind):
         of = residual_layer_of if residual else layer_of
         published = of(case.module)(case.x)[1](case.r_B)
-        with local():
-            layer = of(case.module)
-        y, bound = layer(case.x)
+        y, bound = of(case.module, local=True)(case.x)
 
         def f(z: Tensor, module: nn.Module = case.module) -> Tensor:
             return z + module(z) if residual else module(z)
@@ -169,26 +185,30 @@ def test_no_ascent_beats_the_local_rule(kind: type[nn.Module], residual: bool) -
 
 
 def test_every_local_rule_and_expansion_has_a_case() -> None:
-    elsewhere = {L2Attention, ScaledCosineAttention, LipschitzNormAttention, SwinTransformerBlock}
-    assert set(local_rule_types()) == set(MIXTURES) | elsewhere  # test_curvature_variants.py
+    elsewhere = {L2Attention, ScaledCosineAttention, LipschitzNormAttention}
+    kinds = set(MIXTURES) | elsewhere  # test_curvature_variants.py
+    assert set(types_where(lambda facts: facts.local)) == kinds
+    assert set(types_where(lambda facts: facts.local_residual)) <= set(MIXTURES)
+    assert {kind for kind in types_where(lambda facts: facts.expansion) if issubclass(kind, SoftmaxAttention)} <= kinds
 
 
-def test_a_layer_keeps_the_rules_it_was_built_with() -> None:
+def test_local_reaches_every_part_of_a_chain() -> None:
+    """Of a chain in a chain, and of a residual sum."""
     case = next(instances())
-    outside = layer_of(case.module)
-    with local():
-        inside = layer_of(case.module)
-        assert (outside(case.x)[1](case.r_B) > inside(case.x)[1](case.r_B)).all()
-    assert (outside(case.x)[1](case.r_B) > inside(case.x)[1](case.r_B)).all()
-    torch.testing.assert_close(layer_of(case.module)(case.x)[1](case.r_B), outside(case.x)[1](case.r_B))
+    alone = {local: layer_of(case.module, local=local)(case.x)[1](case.r_B) for local in (False, True)}
+    assert (alone[False] > alone[True]).all()
+    chained = nn.Sequential(nn.Identity(), nn.Sequential(case.module))
+    for local, bound_B in alone.items():
+        torch.testing.assert_close(layer_of(chained, local=local)(case.x)[1](case.r_B), bound_B, rtol=0, atol=0)
+        summed = Residual(nn.Identity(), chained).layer(local)
+        torch.testing.assert_close(summed(case.x)[1](case.r_B), case.r_B + bound_B, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", MIXTURES, ids=lambda kind: kind.__name__)
 def test_bounds_are_monotone_and_survive_zero_and_infinity(kind: type[nn.Module]) -> None:
     for case in mixtures(kind, modules=6):
         expansion = case.expansion()
-        with local():
-            change = layer_of(case.module)(case.x)[1]
+        change = layer_of(case.module, local=True)(case.x)[1]
         remainder = expansion.remainder(torch.cat([case.g, 0 * case.g]))
         for bound in (change, expansion.beta, lambda r: remainder(r.unsqueeze(-2))):  # noqa: B023
             factors = (0.0, 1e-9, 1e-3, 0.1, 1.0, 1.001, 2.0, 10.0, 1e3, 1e200, math.inf)
@@ -227,28 +247,17 @@ def rows(count: int = 256) -> Tensor:
     return scores * torch.logspace(-2, 0.7, count).double()[:, None]
 
 
-def row_spread(scores: Tensor) -> Spread:
-    """A Spread whose P has these rows."""
-    module = random_(DotProductAttention(2, 1), 1.0)
-    zeros = torch.zeros(1, 1, len(scores), 2).double()
-    spread = Spread.__new__(Spread)
-    spread.p = scores.softmax(-1)[None, None]
-    spread.heads, spread.q = measure(module), zeros
-    spread._logits()
-    return spread
-
-
 def test_the_softmax_constants_hold_on_the_ball_and_are_nearly_attained() -> None:
     """||D softmax|| and ||D^2 softmax[v, v]|| at the worst point of the ball; times 0.95 they are refuted."""
     scores = rows()
     r = torch.logspace(-2, 0.5, len(scores)).double().roll(97)
-    spread = row_spread(scores)
+    softmax = SoftmaxRows(scores.softmax(-1)[None, None])
 
     def jacobian(s: Tensor) -> Tensor:
         p = s.softmax(-1)
         return torch.linalg.eigvalsh(p.diag_embed() - p.unsqueeze(-1) * p.unsqueeze(-2))[..., -1]
 
-    slope = (ascend(jacobian, scores, r, 60, 6) - 1e-15) / spread.slope(r[None, None])[0, 0]
+    slope = (ascend(jacobian, scores, r, 60, 6) - 1e-15) / softmax.slope(r[None, None])[0, 0]
     assert slope.max() <= 1 + 1e-9
     assert slope.max() > 0.95
 
@@ -261,7 +270,7 @@ def test_the_softmax_constants_hold_on_the_ball_and_are_nearly_attained() -> Non
         variance = (p * centred.square()).sum(-1, keepdim=True)
         return (p * (centred.square() - variance)).norm(dim=-1).amax(-1)
 
-    curvature = second(scores) / spread.curvature(torch.zeros(1, 1, len(scores)))[0, 0]
+    curvature = second(scores) / softmax.curvature(torch.zeros(1, 1, len(scores)))[0, 0]
     assert curvature.max() <= 1 + 1e-9
     third = torch.tensor([[math.log((1 - 3**-0.5) / (1 + 3**-0.5)), 0.0]], dtype=torch.float64)
     p = third.softmax(-1)
@@ -285,7 +294,7 @@ def test_e1_and_e2_are_rounded_up() -> None:
     assert e2(t)[0] >= 0.5
 
 
-def test_top_is_never_below_the_largest_eigenvalue() -> None:
+def test_eigenvalue_upper_is_never_below_the_largest_eigenvalue() -> None:
     generator = torch.Generator().manual_seed(0)
     for n in (1, 2, 8, 40):
         factor = torch.randn(50, n, n, generator=generator).double()
@@ -293,9 +302,9 @@ def test_top_is_never_below_the_largest_eigenvalue() -> None:
         for a in (factor @ factor.mT, factor * 10**decades @ factor.mT / n, torch.eye(n).double().expand(50, n, n)):
             symmetric = (a @ a.mT) if not torch.allclose(a, a.mT) else a
             largest = torch.linalg.eigvalsh(symmetric)[..., -1]
-            assert (top(symmetric) >= largest).all()
-            assert (top(symmetric) <= largest * n ** (1 / 32) * (1 + 1e-9)).all()
-    assert (top(torch.zeros(3, 4, 4).double()) == 0).all()
+            assert (eigenvalue_upper(symmetric) >= largest).all()
+            assert (eigenvalue_upper(symmetric) <= largest * n ** (1 / 32) * (1 + 1e-9)).all()
+    assert (eigenvalue_upper(torch.zeros(3, 4, 4).double()) == 0).all()
 
 
 # traps ----------------------------------------------------------------------------------------------------------------
@@ -314,44 +323,53 @@ def score_change(case: Instance) -> Callable[[Tensor], Tensor]:
     return delta
 
 
-def test_levels_hold_and_their_parts_are_needed() -> None:
-    """sqrt(sum w delta~^2) <= r U + r^2 T for w = p z; without the queries' or the keys' share it is refuted."""
+def test_seminorm_bounds_hold_and_their_parts_are_needed() -> None:
+    """sqrt(sum w delta~^2) for w = p z, of all rows and of one; without the share of queries or keys it is refuted."""
     excess: dict[str, list[Tensor]] = {"queries": [], "keys": []}
     for case in instances():
-        spread, delta = spread_of(case), score_change(case)
-        size = spread.values_BHNNO.norm(dim=-1)
-        weights = ((spread.p_max_BHN[..., None] * spread.p, None), (size * spread.p, size))
-        for w, z in weights:
+        core, delta = core_of(case), score_change(case)
+        size = core.softmax.centred(core.values).norm(dim=-1)
+        of_values, of_one_row = core.entry_seminorms(size)
+        most = core.softmax.max_BHN
 
-            def found(x: Tensor, w: Tensor = w, spread: Spread = spread, delta: Any = delta) -> Tensor:
-                times = len(x) // IMAGES
-                change = delta(x)
-                centred = change - (spread.p.repeat(times, 1, 1, 1) * change).sum(-1, keepdim=True)
-                return (w.repeat(times, 1, 1, 1) * centred.square()).sum((-3, -2, -1)).clamp_min(1e-300).sqrt()
+        def squares(x: Tensor, w: Tensor, core: JointCore = core, delta: Any = delta) -> Tensor:
+            times = len(x) // IMAGES
+            change = delta(x)
+            centred = change - (core.p.repeat(times, 1, 1, 1) * change).sum(-1, keepdim=True)
+            return (w.repeat(times, 1, 1, 1) * centred.square()).sum(-1)
 
-            u, t = spread.rows(spread.p_max_BHN) if z is None else spread.entries(z, spread.nu(w))
+        for w, bound in ((most[..., None] * core.p, core.row_seminorm(most)), (size * core.p, of_values)):
+
+            def found(x: Tensor, w: Tensor = w, squares: Any = squares) -> Tensor:
+                return squares(x, w).sum((-2, -1)).clamp_min(1e-300).sqrt()
+
             best = ascend(found, case.x, case.r_B, 40, 3)
-            second = case.r_B.square() * t
-            assert (best <= case.r_B * u + second).all()
-            queries = spread.own_norm(w)
-            excess["keys"].append(best / (case.r_B * queries + second))
-            excess["queries"].append(best / (case.r_B * (u - queries) + second))
+            assert (best <= bound.at(same(case.r_B))).all()
+            second = bound.second(same(case.r_B))
+            excess["keys"].append(best / (case.r_B * bound.q + second))
+            excess["queries"].append(best / (case.r_B * bound.k + second))
+
+        def of_rows(x: Tensor, w: Tensor = size * core.p, squares: Any = squares) -> Tensor:
+            return squares(x, w).amax((-2, -1)).clamp_min(1e-300).sqrt()
+
+        allowed = of_one_row.at(same(case.r_B).of(2)).amax((-2, -1))
+        assert (ascend(of_rows, case.x, case.r_B, 40, 3) <= allowed).all()
     for name, ratio in excess.items():
-        assert torch.cat(ratio).max() > 1.02, f"a level without the share of the {name}"
+        assert torch.cat(ratio).max() > 1.02, f"a bound without the share of the {name}"
 
 
 def test_tau_holds_and_is_nearly_attained() -> None:
     """max_ilk |delta~_ilk| <= tau(r)."""
     nearest = []
     for case in instances():
-        spread, delta = spread_of(case), score_change(case)
+        core, delta = core_of(case), score_change(case)
 
-        def found(x: Tensor, spread: Spread = spread, delta: Any = delta) -> Tensor:
+        def found(x: Tensor, core: JointCore = core, delta: Any = delta) -> Tensor:
             change = delta(x)
-            mean = (spread.p.repeat(len(x) // IMAGES, 1, 1, 1) * change).sum(-1, keepdim=True)
+            mean = (core.p.repeat(len(x) // IMAGES, 1, 1, 1) * change).sum(-1, keepdim=True)
             return (change - mean).abs().flatten(1).amax(1)
 
-        nearest.append(ascend(found, case.x, case.r_B, 40, 6) / spread.tau(case.r_B))
+        nearest.append(ascend(found, case.x, case.r_B, 40, 6) / core.tau.at(same(case.r_B)))
     assert torch.cat(nearest).max() <= 1
     assert torch.cat(nearest).max() > 0.98
 
@@ -360,16 +378,16 @@ def test_the_second_order_of_the_scores_holds() -> None:
     """T1: -<G, Q> for the part Q of delta that is quadratic, by the parallelogram of delta(x + G) and delta(x - G)."""
     nearest = []
     for case in instances():
-        spread, delta = spread_of(case), score_change(case)
-        inner = Remainder(spread, case.g)
-        weight = spread.p * inner.c[0]
+        core, delta = core_of(case), score_change(case)
+        weight = core.p * core.directional(split_heads(case.g, core.heads.o_HOD))[0]
 
         def found(x: Tensor, case: Instance = case, weight: Tensor = weight, delta: Any = delta) -> Tensor:
             times = len(x) // IMAGES
             quadratic = (delta(x) + delta(2 * case.x.repeat(times, 1, 1) - x)) / 2
             return -(weight.repeat(times, 1, 1, 1) * quadratic).sum((-3, -2, -1))
 
-        nearest.append(ascend(found, case.x, case.r_B, 40, 3) / inner.t1()(case.r_B)[0])
+        t1 = remainder_of(case, core).terms(same(case.r_B))[0][0]
+        nearest.append(ascend(found, case.x, case.r_B, 40, 3) / t1)
     assert torch.cat(nearest).max() <= 1
     assert torch.cat(nearest).max() > 0.4
 

@@ -22,8 +22,9 @@ from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import FEW, GPSA
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.attention.window import WindowAttention
-from zoo.bounds.rules import NoRule, layer_of, residual_layer_of
-from zoo.models.swin import _in_windows
+from zoo.bounds.facts import NoRule
+from zoo.bounds.rules import layer_of, residual_layer_of
+from zoo.models.swin import InWindows
 
 D, H = 12, 3
 SOFTMAX = [name for name, kind in variants().items() if isinstance(kind, type) and issubclass(kind, SoftmaxAttention)]
@@ -359,7 +360,7 @@ def test_no_ascent_beats_the_bound_of_a_whole_swin() -> None:
     model = swin(img_size=36, norm="smoothproject", std=(0.02, 0.02, 0.02))
     model = randomised(model, scale=0.2).requires_grad_(False)
     x = torch.rand(4, 3, 36, 36, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    trunk, head = zoo.bounds.rules.classifier_of(model)
+    trunk, head = zoo.rules.classifier_of(model)
     pooled, bound = trunk(x)
     torch.testing.assert_close(head(pooled), model(x))
     radii = torch.tensor([1e-5, 1e-4, 1e-3, 1e-2], dtype=torch.float64)
@@ -374,7 +375,7 @@ def test_bound_of_all_windows_is_that_of_the_most_sensitive_one() -> None:
     size = 10 ** torch.linspace(-2, 1, 8, dtype=torch.float64)  # of the 2 x 4 windows: which one decides, is known
     x = tokens(2, 8, 8, D) * size.reshape(2, 2, 2).repeat_interleave(4, 1).repeat_interleave(4, 2)[..., None]
     r = torch.tensor([[0.1, 2.0], [0.2, 0.3]], dtype=torch.float64)
-    bound = _in_windows(block)(x)[1](r)
+    bound = InWindows(block).layer(local=False)(x)[1](r)
     windows = window_partition(x, (4, 4)).flatten(1, 2)
     alone = [layer_of(block.attn)(window[None])[1](r) for window in windows]
     assert alone[3][0, 0] > 1.5 * alone[2][0, 0]
@@ -386,10 +387,10 @@ def test_swin_without_a_proof_is_refused() -> None:
     unknown, largest = swin().requires_grad_(False), swin().requires_grad_(False)
     unknown.layers[0].blocks[0].attn.content.__class__ = type("Unknown", (DotProductAttention,), {})
     with pytest.raises(NoRule, match="Unknown"):
-        zoo.bounds.rules.classifier_of(unknown)
+        zoo.rules.classifier_of(unknown)
     largest.reset_classifier(5, global_pool="max")
     with pytest.raises(NoRule, match="mean"):
-        zoo.bounds.rules.classifier_of(largest)
+        zoo.rules.classifier_of(largest)
 
 
 def test_swin_takes_caps_and_small_initial_weights() -> None:

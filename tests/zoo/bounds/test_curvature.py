@@ -11,18 +11,20 @@ from functools import partial
 
 import pytest
 import torch
+from timm.layers import DropPath
 from torch import Tensor, nn
 
 from tests.tools.expansions import Instance, largest_dip, largest_gain, ratios, report, tightness
 from tests.zoo.bounds.test_rules import CASES as FIRST_ORDER
 from tests.zoo.bounds.test_rules import SHAPES, norm_with_affine, scaled_
 from zoo.attention.conv_mixing import ConvMixing
-from zoo.bounds.activations import GELU, SIGMOID, SILU, TANH, TANH_GELU, Smooth, bend_of, hull2
-from zoo.bounds.curvature import curvature_types, expansion_of
+from zoo.bounds.activations import Smooth, range_of_second
+from zoo.bounds.curvature import affine, expansion_of
+from zoo.bounds.facts import NoRule, types_where
 from zoo.bounds.fused import eigenvalue_bound
-from zoo.bounds.monotone import MonotoneGELU
-from zoo.bounds.rules import NoRule
+from zoo.bounds.torch_modules import GELU, SIGMOID, SILU, TANH, TANH_GELU, softplus
 from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
+from zoo.layers.monotone import MONOTONE_GELU, MonotoneGELU
 from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
 from zoo.layers.patches import Normalize
 from zoo.layers.residual import WeightedResidual
@@ -89,7 +91,8 @@ CASES: dict[type[nn.Module], list[Case]] = {
     ConstrainedMlp: [Case(lambda s: scaled_(ConstrainedMlp(D, 2 * D, act=nn.Tanh if s > 1 else nn.ReLU), s), 1.9, 3.1)],
 }
 HERE = [(kind, i) for kind, cases in CASES.items() for i in range(len(cases))]
-LINEAR = (nn.Linear, nn.Identity, nn.Flatten, CenterNorm, WeightedResidual, ConvMixing, nn.Conv2d, Normalize)
+AFFINE = (nn.Linear, nn.Identity, nn.Flatten, CenterNorm, WeightedResidual, ConvMixing, nn.Conv2d, Normalize)
+IDENTITIES = (nn.Dropout, DropPath)  # in eval mode
 
 
 def instances(case: Case, seed: int, modules: int = MODULES) -> Iterator[Instance]:
@@ -105,7 +108,9 @@ def instances(case: Case, seed: int, modules: int = MODULES) -> Iterator[Instanc
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {kind for kind in curvature_types() if not kind.__module__.startswith("zoo.attention")} == set(CASES)
+    kinds = types_where(lambda facts: facts.expansion not in (None, affine))
+    assert {kind for kind in kinds if not kind.__module__.startswith("zoo.attention")} == set(CASES)
+    assert set(types_where(lambda facts: facts.expansion is affine)) == {*AFFINE, *IDENTITIES}
 
 
 @pytest.mark.parametrize(("kind", "i"), HERE, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
@@ -149,8 +154,8 @@ def test_pull_is_the_transposed_jacobian(kind: type[nn.Module], i: int) -> None:
             torch.testing.assert_close(pulled, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", LINEAR, ids=lambda kind: kind.__name__)
-def test_linear_modules_have_no_remainder(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("kind", AFFINE + IDENTITIES, ids=lambda kind: kind.__name__)
+def test_affine_modules_have_no_remainder(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     make, _ = FIRST_ORDER[kind]
     module = make(1.5).double().eval().requires_grad_(False)
@@ -228,14 +233,14 @@ def test_the_maximum_over_tokens_is_refuted_where_the_bound_is_linear() -> None:
     assert largest_dip(instance).item() > 1.2 * capped
 
 
-HULLS = (GELU, TANH_GELU, TANH, SIGMOID, SILU, bend_of(nn.Softplus(0.3)), bend_of(MonotoneGELU()))
+HULLS = (GELU, TANH_GELU, TANH, SIGMOID, SILU, softplus(nn.Softplus(0.3, threshold=40)), MONOTONE_GELU)
 
 
 @pytest.mark.parametrize("act", HULLS)
 def test_hull_of_the_second_derivative_by_dense_sampling(act: Smooth) -> None:
     torch.manual_seed(0)
     z, reach = torch.randn(2000).double() * 3, 10 ** torch.empty(2000).uniform_(-4, 1).double()
-    lo, hi = hull2(act, z, reach)
+    lo, hi = range_of_second(act, z, reach)
     points = act.second(z + reach * torch.linspace(-1, 1, 2001).double()[:, None])
     assert (lo <= points.amin(0)).all()
     assert (hi >= points.amax(0)).all()
@@ -244,30 +249,31 @@ def test_hull_of_the_second_derivative_by_dense_sampling(act: Smooth) -> None:
     ends = torch.stack([act.second(z - reach), act.second(z + reach)])
     assert (ends.amax(0) < points.amax(0) - 1e-3).any(), "the ends alone would do: no test of the extrema"
     for far in (1e3, torch.inf):
-        lo, hi = hull2(act, z, torch.full_like(z, far))
+        lo, hi = range_of_second(act, z, torch.full_like(z, far))
         assert (hi - lo).min() >= max(value for _, value in act.extrema) - min(value for _, value in act.extrema)
 
 
-@pytest.mark.parametrize(
-    ("act", "module"),
-    [
-        (GELU, nn.GELU()),
-        (TANH_GELU, nn.GELU("tanh")),
-        (TANH, nn.Tanh()),
-        (SIGMOID, nn.Sigmoid()),
-        (SILU, nn.SiLU()),
-        (bend_of(nn.Softplus(3.0)), nn.Softplus(3.0, threshold=40)),
-        (bend_of(MonotoneGELU()), MonotoneGELU()),
-    ],
-)
+DERIVATIVES = [
+    (GELU, nn.GELU()),
+    (TANH_GELU, nn.GELU("tanh")),
+    (TANH, nn.Tanh()),
+    (SIGMOID, nn.Sigmoid()),
+    (SILU, nn.SiLU()),
+    (softplus(nn.Softplus(3.0, threshold=40)), nn.Softplus(3.0, threshold=40)),
+    (MONOTONE_GELU, MonotoneGELU()),
+]
+
+
+@pytest.mark.parametrize(("act", "module"), DERIVATIVES)
 def test_derivatives_are_those_of_the_module(act: Smooth, module: nn.Module) -> None:
     z = torch.linspace(-12, 12, 8001).double().requires_grad_(True)
     (slope,) = torch.autograd.grad(module(z).sum(), z, create_graph=True)
     (second,) = torch.autograd.grad(slope.sum(), z)
     torch.testing.assert_close(act.slope(z), slope, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(act.second(z), second, rtol=1e-9, atol=1e-11)
-    assert slope.max() - slope.min() <= act.spread
-    assert act.spread - (slope.max() - slope.min()) < 2e-3
+    least, most = act.slopes
+    assert least <= slope.min() < least + 1e-3
+    assert most - 1e-3 < slope.max() <= most
     for at, value in act.extrema:
         here = act.second(torch.tensor(at).double())
         assert 0 <= (value - here) * math.copysign(1, value) < 2e-10, "rounded outwards, by less than two units"
@@ -306,7 +312,7 @@ def test_units_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     (instance,) = instances(CASES[Mlp][0], seed=3, modules=1)
     r = instance.r_B[None] * torch.tensor([1.0, 2.0]).double()[:, None, None]
     whole = instance.expansion().remainder(instance.g)(r), instance.expansion().beta(r[:, 0])
-    monkeypatch.setattr("zoo.bounds.activations.PAIR_BYTES", 3 * 8 * N * 2 * D)
+    monkeypatch.setattr("zoo.bounds.elementwise.PAIR_BYTES", 3 * 8 * N * 2 * D)
     pieces = instance.expansion().remainder(instance.g)(r), instance.expansion().beta(r[:, 0])
     torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=0)
 

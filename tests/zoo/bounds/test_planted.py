@@ -3,9 +3,9 @@
 For each constant a construction where it is tight: 0.95 bound < largest found <= bound, so that a bound of 0.95 times
 as much would be refuted. Some faults are planted, to see that it is so.
 
-Elsewhere: E1 and E2 to 1e-10, sqrt(6)/9, tau and the levels of the scores (test_curvature_attention.py); hull2 by dense
-sampling, printed extrema to 2e-10, eigenvalues to 1 % (test_curvature.py); sigma_upper (test_spectral.py); served types
-(test_rounding.py); whole certificates by 100,000 attacks (test_attack_trials_slow.py).
+Elsewhere: E1 and E2 to 1e-10, sqrt(6)/9, tau and the levels of the scores (test_curvature_attention.py); the range of
+sigma'' by dense sampling, printed extrema to 2e-10, eigenvalues to 1 % (test_curvature.py); sigma_upper
+(test_spectral.py); served types (test_rounding.py); whole certificates by 100,000 attacks (test_attack_trials_slow.py).
 """
 
 import math
@@ -25,9 +25,9 @@ from tests.tools.ascent import ascend, largest_change
 from tests.tools.expansions import Instance, largest_dip
 from tests.tools.small_models import AVG, SMALL, labelled
 from zoo.attention.dot_product import DotProductAttention
-from zoo.attention.spread import K2_MAX
-from zoo.bounds import activations, rules
-from zoo.bounds.rules import classifier_of, layer_of, residual_layer_of, steps_of
+from zoo.attention.theory.softmax_row import K2_MAX
+from zoo.bounds import facts, torch_modules
+from zoo.bounds.rules import Bound, Layer, classifier_of, layer_of, residual_layer_of, steps_of
 from zoo.layers import norms
 from zoo.layers.mlp import SLL, Mlp
 from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
@@ -223,7 +223,7 @@ def test_a_second_order_constant_is_tight_somewhere(name: str) -> None:
 
 
 def test_softmax_dispersion_by_two_points() -> None:
-    """Var <= spread^2 / 4 gives the slope 1/2, |third moment| <= spread^3 / (6 sqrt3) gives sqrt(6) / 9: attained."""
+    """Var <= range^2 / 4 gives the slope 1/2, |third moment| <= range^3 / (6 sqrt3) gives sqrt(6) / 9: attained."""
     best_slope, best_third = 0.0, 0.0
     v = torch.tensor([0.5**0.5, -(0.5**0.5)]).double()
     for p in torch.linspace(0.01, 0.99, 981).double():
@@ -238,24 +238,33 @@ def test_softmax_dispersion_by_two_points() -> None:
 # planted --------------------------------------------------------------------------------------------------------------
 
 
+def _said(patch: pytest.MonkeyPatch, kind: type[nn.Module], **lies: Any) -> None:
+    """Some facts of a type replaced."""
+    patch.setitem(facts._TABLE, kind, replace(facts._TABLE[kind], **lies))
+
+
 def _smaller(act: str) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        honest = getattr(activations, act)
+        honest = getattr(torch_modules, act)
         short = replace(
             honest,
             extrema=tuple((at, 0.95 * value) for at, value in honest.extrema),
             second=lambda z: 0.95 * honest.second(z),
         )
         kind = {"GELU": nn.GELU, "TANH": nn.Tanh}[act]
-        patch.setitem(activations._BENDS, kind, lambda module: short)
+        _said(patch, kind, activation=lambda module: short)
 
     return plant
 
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "GELU: 1.1289041452": lambda patch: patch.setitem(rules.GELU_SLOPE, "none", 0.95 * 1.1289041452),
+    "GELU: 1.1289041452": lambda patch: _said(
+        patch, nn.GELU, activation=lambda module: replace(torch_modules.GELU, slopes=(0.0, 0.95 * 1.1289041452))
+    ),
     "LayerNorm: gamma / sigma": lambda patch: _scaled(patch, nn.LayerNorm),
-    "linear: ||W||": lambda patch: patch.setattr(rules, "sigma_upper", lambda w: 0.95 * torch.linalg.matrix_norm(w, 2)),
+    "linear: ||W||": lambda patch: patch.setattr(
+        torch_modules, "sigma_upper", lambda w: 0.95 * torch.linalg.matrix_norm(w, 2)
+    ),
     "CenterNorm: d / (d - 1)": lambda patch: patch.setattr(
         norms, "sigma_upper", lambda w: 0.95 * torch.linalg.matrix_norm(w, 2)
     ),
@@ -265,18 +274,19 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 def _scaled(patch: pytest.MonkeyPatch, kind: type[nn.Module]) -> None:
-    honest = rules._RULES[kind]
+    honest = facts._TABLE[kind].rule
+    assert honest is not None
 
-    def short(module: nn.Module) -> rules.Layer:
+    def short(module: nn.Module) -> Layer:
         layer = honest(module)
 
-        def shorter(x: Tensor) -> tuple[Tensor, rules.Bound]:
+        def shorter(x: Tensor) -> tuple[Tensor, Bound]:
             y, bound = layer(x)
             return y, lambda r: 0.95 * bound(r)
 
         return shorter
 
-    patch.setitem(rules._RULES, kind, short)
+    _said(patch, kind, rule=short)
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -12,7 +12,8 @@ from certify import certified_radius
 from certify.methods.bake import bake
 from certizoo import UserError
 from tests.tools.ascent import ascend, largest_change
-from zoo.bounds.rules import NoRule, layer_of
+from zoo.bounds.facts import NoRule
+from zoo.bounds.rules import layer_of
 from zoo.models.convnet import ConvNet, ReLUx, conv_norm
 
 # Paper 003, Table 1.

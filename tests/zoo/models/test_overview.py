@@ -43,7 +43,7 @@ def test_weights_of_a_large_model_are_never_allocated() -> None:
 
 
 def test_rules_are_really_tried() -> None:
-    """The verdict is that of `zoo.bounds.rules` on the model's own parts, with its reason."""
+    """The verdict is that of `zoo.rules` on the model's own parts, with its reason."""
     assert overview.lofast_refusal("dp_vit_l") == ""
     assert overview.lofast_refusal("l2_vit_b") == ""
     untied = overview.lofast_refusal("l2_vit_b", attention={"name": "l2", "tied": False})
@@ -109,8 +109,8 @@ def test_show_with_other_options(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "mend"),
     [
-        (["dp_vit_t"], "did you mean dp_vit_ti"),
-        (["*swim*"], "'*' lists them all"),
+        (["dp_vit_t"], "dp_vit_ti"),
+        (["*swim*"], "(all: python -m zoo)"),
         (["certvit"], "l2_certvit_c10"),
         (["show", "dp_vit_bb"], "dp_vit_b"),
         (["show", "dp_vit_b", "--set", "dept=2"], "depth"),

@@ -1,10 +1,11 @@
-"""The model as the engine takes it: in parts whose weights ZeRO-3 brings together and gives back as one.
+"""Modules around the model: what the engine and an attack call in its place.
 
-    Measured             what DeepSpeed calls the model
-        model            gathered block by block, as it runs
-        weights[i]       the weights of one module, for a penalty: gathered alone, forward and backward
+    EngineModel          what DeepSpeed calls the model
+        model            at ZeRO stage 3 gathered block by block, as it runs
+        gathered[i]      the weights of one module, for a penalty: gathered alone, forward and backward
+    InFloat32            a bfloat16 model as an attack in float32 sees it
 
-At stages 0-2 every rank has all weights, and the same modules are plain ones.
+At stages 0-2 every rank has all weights, and there is no `gathered`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainers.model_parts import blocks_of
 
-class Measured(nn.Module):
+
+class EngineModel(nn.Module):
     """A forward pass is whatever `measure` does with the model, not only its logits.
 
     Args: owners: modules of the model whose weights are penalised.
@@ -26,18 +29,18 @@ class Measured(nn.Module):
     def __init__(self, model: nn.Module, owners: Sequence[nn.Module]) -> None:
         super().__init__()
         self.model = model
-        self.weights = nn.ModuleList(Weights(owner) for owner in owners)
+        self.gathered = nn.ModuleList(GatheredWeights(owner) for owner in owners)
 
     def forward(self, measure: Callable[..., Any], *inputs: Any) -> Any:
         return measure(self.model, *inputs)
 
-    def parts(self) -> Iterator[tuple[nn.Module, nn.Module]]:
-        """(part, owner): all weights of the owner are gathered around the part."""
+    def gathered_around(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """(module, owner): all weights of the owner are gathered while the module runs."""
         yield from ((block, block) for block in blocks_of(self.model))
-        yield from ((weights, weights.owner) for weights in self.weights if isinstance(weights, Weights))
+        yield from ((each, each.owner) for each in self.gathered if isinstance(each, GatheredWeights))
 
 
-class Weights(nn.Module):
+class GatheredWeights(nn.Module):
     """total -> total + measure(owner), a function of the owner's weights alone.
 
     The owner is the model's: it is kept out of this module's own children, so that no checkpoint has it twice. The
@@ -55,11 +58,6 @@ class Weights(nn.Module):
 
     def forward(self, total: Tensor, measure: Callable[[nn.Module], Tensor]) -> Tensor:
         return total + measure(self.owner)
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What is gathered, and recomputed, as one: everything in a container that is called `blocks`."""
-    return [block for module in model.modules() for block in getattr(module, "blocks", ())]
 
 
 def recompute_blocks_(model: nn.Module) -> int:

@@ -15,7 +15,7 @@ from trainers.steps.run import Run
 FILE = "nan_batch.json"
 
 
-def note(run: Run, position: Position, own: dict[str, float]) -> None:
+def write(run: Run, position: Position, own: dict[str, float]) -> None:
     """Collective. `own`: this rank's terms of the step that began at `position`.
 
     The file: step, epoch, and for each rank its terms, whether they are finite, and the keys of its micro-batches.

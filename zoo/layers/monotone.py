@@ -3,7 +3,10 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.bounds.rules import GELU_SLOPE, rule, unit_slope
+from zoo.bounds.activations import Smooth
+from zoo.bounds.elementwise import scalar
+from zoo.bounds.facts import register
+from zoo.bounds.torch_modules import GELU
 
 LIFT = 0.12890415  # a >= -min GELU' = 0.128904145...
 SHRINK = 1.2578083  # b >= max GELU' + a
@@ -16,6 +19,12 @@ class MonotoneGELU(nn.Module):
         return (F.gelu(z) + LIFT * z) / SHRINK
 
 
-assert GELU_SLOPE["none"] - 1 <= LIFT
-assert GELU_SLOPE["none"] + LIFT <= SHRINK
-rule(MonotoneGELU)(unit_slope)
+assert GELU.slopes[0] + LIFT >= 0
+assert GELU.slopes[1] + LIFT <= SHRINK
+MONOTONE_GELU = Smooth(
+    lambda z: (GELU.slope(z) + LIFT) / SHRINK,
+    lambda z: GELU.second(z) / SHRINK,
+    tuple((at, value / SHRINK * (1 + 1e-12)) for at, value in GELU.extrema),
+    (0.0, 1.0),
+)
+register(MonotoneGELU, scalar(lambda module: MONOTONE_GELU))

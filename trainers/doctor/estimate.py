@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from trainers.engine.parts import recompute_blocks_
+from trainers.engine.wrappers import recompute_blocks_
 from trainers.job.job import Job
 
 
 @dataclass(frozen=True)
-class Need:
+class Estimate:
     """In bytes, but for parameters and steps. `average`: of the weights, if it is kept; `disk`: all that is written."""
 
     parameters: int
@@ -42,15 +42,15 @@ class Need:
         return self.weights + self.gradients + self.states + self.average + self.activations
 
 
-def outlook(job: Job, ranks: int) -> Need:
-    """Of a job on so many ranks. Builds the model and runs it on two images."""
+def estimate(job: Job, ranks: int) -> Estimate:
+    """What a job on so many ranks will need. Builds the model and runs it on two images."""
     model = zoo.create_model(**job.model)
     count = sum(parameter.numel() for parameter in model.parameters())
     stage, narrow = job.deepspeed.stage, 2 if job.train.precision == "bf16" else 4
     optimiser = 4 * count * states_a_weight(job) + (4 * count if stage else 0)
     average = 4 * count if job.train.ema_decay else 0
     checkpoint = narrow * count + optimiser + average
-    return Need(
+    return Estimate(
         parameters=count,
         weights=share(narrow * count, ranks, stage >= 3),
         gradients=share(narrow * count, ranks, stage >= 2),
@@ -78,12 +78,12 @@ def activations(job: Job, model: nn.Module, micro_batch: int) -> int:
     """Bytes that autograd keeps of one forward pass of a micro-batch, beside the parameters."""
     if job.train.grad_checkpointing:
         recompute_blocks_(model)
-    one, two = (kept(job, model, images) for images in (1, 2))
+    one, two = (saved_by_autograd(job, model, images) for images in (1, 2))
     return one + (micro_batch - 1) * (two - one)
 
 
-def kept(job: Job, model: nn.Module, images: int) -> int:
-    """Measured, each storage counted once."""
+def saved_by_autograd(job: Job, model: nn.Module, images: int) -> int:
+    """Bytes, measured, each storage counted once."""
     x_BCHW = torch.rand(images, job.data.channels, job.data.img_size, job.data.img_size)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     sizes: dict[int, tuple[int, Tensor]] = {}  # the tensor is kept, or its address would be used again

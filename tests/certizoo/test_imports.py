@@ -1,0 +1,75 @@
+"""Cheap imports: the collector waits and goes on, an absent library comes back, a rank loads no more than it needs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from certizoo.imports import absent
+
+ROOT = Path(__file__).parents[2]
+
+COLLECTOR = """
+import gc, weakref
+from certizoo.imports import large_imports
+
+class Node: pass
+
+def garbage():
+    node = Node()
+    node.itself = node
+    return weakref.ref(node)
+
+for on in (True, False):
+    (gc.enable if on else gc.disable)()
+    before = gc.get_freeze_count()
+    try:
+        with large_imports():
+            assert not gc.isenabled()
+            import sqlite3
+            raise ImportError
+    except ImportError:
+        pass
+    assert gc.isenabled() == on, "as it was"
+    assert gc.get_freeze_count() > before or not on
+    gone = garbage()
+    gc.collect()
+    assert gone() is None, "later garbage is found"
+"""
+RANK = """
+import sys
+from certizoo.imports import large_imports
+with large_imports():
+    import trainers.certvit.run, trainers.steps.loop
+loaded = {name.partition(".")[0] for name in sys.modules}
+print(sorted(loaded & {"mlflow", "matplotlib", "ray", "sklearn", "hydra"}))
+import mlflow
+from deepspeed.autotuning import autotuner
+print(mlflow.__version__ > "3", autotuner.has_mlflow)
+"""
+
+
+def output(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_collector_waits_during_imports_and_goes_on() -> None:
+    output(COLLECTOR)
+
+
+def test_an_absent_library_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    with absent("this"), pytest.raises(ImportError):
+        import this  # noqa: F401
+    assert "this" not in sys.modules
+    with absent("json"):
+        import json
+    assert json is sys.modules["json"], "what was there stays"
+
+
+def test_a_rank_loads_neither_mlflow_nor_matplotlib() -> None:
+    """Rank 0 loads them when it first needs them; only DeepSpeed's autotuner, which no rank runs, is told otherwise."""
+    assert output(RANK).splitlines()[-2:] == ["['hydra']", "True False"]

@@ -1,0 +1,230 @@
+"""Every rule of trainers/job/recipe.py refuses its case before work, and trainer and doctor say so in the same line."""
+
+import ast
+import re
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shards.__main__
+import zoo
+from certizoo import UserError
+from certizoo.compose import compose_config
+from tests.tools.launching import ROOT, TINY
+from tests.tools.workers.objectives import CONV
+from trainers import entry
+from trainers.certvit import run as certvit
+from trainers.doctor import findings
+from trainers.engine import engine
+from trainers.job.recipe import CONSTRAIN_RULES, RULES
+from trainers.job.stages import prepare_first
+
+CERTVIT = (
+    "+model=l2_certvit_mnist", "model.embed_dim=32", "model.depth=2", "model.num_heads=2", "model.patch_size=4",
+    "data=digits", "train.batch_size=64", "registry.enabled=false", "certify.enabled=false",
+)  # fmt: skip
+UNTIED = "model.attention={name:l2,tied:false}"  # which no certificate has a rule for
+
+# rule -> (script, overrides, words of the refusal), on 2 ranks
+Case = tuple[str, Sequence[str], str]
+CASES: dict[str, list[Case]] = {
+    "the_objective_exists": [("adv_train", [*TINY, "objective.name=nope"], "objective.name=nope")],
+    "blurred_labels_suit_the_objective": [
+        ("adv_train", [*TINY, "objective=mart", "mix.mixup=0.8"], "one class an image, which mix"),
+        ("adv_train", [*TINY, "objective=lmce", "train.label_smoothing=0.1"], "train.label_smoothing would blur"),
+        ("adv_train", [*CONV, "objective=gloro", "mix.cutmix=1"], "objective=clean"),
+    ],
+    "an_attack_on_probabilities_climbs_their_cross_entropy": [
+        ("adv_train", [*TINY, "objective=trades", "attack.loss=margin"], "attack.loss=ce"),
+        ("adv_train", [*TINY, "mix.mixup=1", "attack.loss=margin"], "attack.loss=ce"),
+    ],
+    "trades_starts_beside_the_image": [
+        ("adv_train", [*TINY, "objective=trades", "attack.random_start=false"], "attack.random_start=true"),
+    ],
+    "attacks_suit_the_model": [
+        ("std_train", [*TINY, "attack.loss=dlr", "model.num_classes=2"], "attack.loss=dlr needs three classes"),
+        ("std_train", [*CONV, "attack.loss=attention"], "attack.loss=attention: ConvNet"),
+        (
+            "std_train",
+            [*CONV, "certify.enabled=true", "certify.attack.loss=attention"],
+            "certify.attack.loss=attention: ConvNet",
+        ),
+    ],
+    "ranks_share_the_batch": [("adv_train", [*TINY, "train.batch_size=63"], "cannot be shared by 2 ranks")],
+    "micro_batches_make_the_batch": [("adv_train", [*TINY, "train.micro_batch_size=5"], "train.micro_batch_size")],
+    "images_make_a_batch": [("adv_train", [*TINY, "train.batch_size=4096"], "1437 training images")],
+    "mixing_finds_pairs": [("adv_train", [*TINY, "mix.mixup=1", "train.batch_size=30"], "even")],
+    "offloading_needs_optimiser_state_of_zero": [
+        ("adv_train", [*TINY, "deepspeed=zero0", "deepspeed.offload_optimizer=true"], "deepspeed=zero1"),
+    ],
+    "bf16_needs_float32_masters": [
+        ("adv_train", [*TINY, "deepspeed=zero0", "train.precision=bf16"], "deepspeed=zero1"),
+    ],
+    "a_wider_attack_needs_whole_weights": [
+        (
+            "adv_train",
+            [*TINY, "deepspeed=zero3", "train.precision=bf16", "train.attack_precision=fp32"],
+            "use deepspeed=zero2",
+        ),
+    ],
+    "the_average_needs_whole_weights": [
+        ("adv_train", [*TINY, "deepspeed=zero3", "train.ema_decay=0.9"], "train.ema_decay=0"),
+    ],
+    "lipschitz_objectives_need_whole_weights": [
+        ("adv_train", [*CONV, "objective=lmt", "deepspeed=zero3"], "use deepspeed=zero2"),
+    ],
+    "second_derivatives_need_whole_weights": [
+        ("adv_train", [*TINY, "objective=lmce", "deepspeed=zero3"], "use deepspeed=zero2"),
+    ],
+    "sam_needs_whole_weights": [
+        ("adv_train", [*TINY, "train.sam_rho=0.1", "deepspeed=zero3"], "use deepspeed=zero2"),
+    ],
+    "sam_needs_float32": [
+        ("adv_train", [*TINY, "train.sam_rho=0.1", "train.precision=bf16"], "train.precision=fp32"),
+    ],
+    "what_is_compiled_runs_once_and_has_one_derivative": [
+        ("adv_train", [*TINY, "train.compile=true", "train.grad_checkpointing=true"], "train.compile"),
+        ("adv_train", [*TINY, "train.compile=true", "objective=lmce"], "objective=lmce"),
+    ],
+    "a_recomputed_block_draws_no_mask": [
+        ("adv_train", [*TINY, "train.grad_checkpointing=true", "masks.ard=true"], "masks.ard"),
+    ],
+    "the_model_can_be_built": [
+        ("adv_train", [*TINY, "model.patch_size=16"], "img_size 8 is not a multiple of patch_size 16"),
+        ("adv_train", [*TINY, "model.num_heads=3"], "width 32 is not a multiple of num_heads 3"),
+    ],
+    "lipschitz_objectives_suit_the_model": [("adv_train", [*TINY, "objective=gloro"], "use a model conv_")],
+    "recomputing_finds_blocks": [("adv_train", [*CONV, "train.grad_checkpointing=true"], "recomputes blocks")],
+    "masks_find_attention_and_patches": [
+        ("adv_train", [*CONV, "masks.ard=true"], "masks.ard=false"),
+        ("adv_train", [*CONV, "masks.prm=true"], "masks.prm=false"),
+    ],
+    "penalties_find_weights": [
+        ("adv_train", [*CONV, "penalty=msvp"], "use penalty=none"),
+        ("adv_train", [*CONV, "hinge.weight=1", "hinge.q=1"], "(q); use hinge=none"),
+        ("adv_train", [*TINY, "hinge.weight=1"], "(none); use hinge=none"),
+    ],
+    "certificates_have_rules_for_the_model": [
+        ("adv_train", [*CERTVIT, UNTIED, "certify.enabled=true"], "certify.method=lofast: NoRule(zoo.attention.l2"),
+        ("adv_train", [*CERTVIT, UNTIED, "certify.enabled=true", "certify.method=best"], "certify.enabled=false"),
+    ],
+    "there_are_weights_to_constrain": [("constrain", [*CERTVIT, "constrain.adapt_epochs=0"], "pretrained=WEIGHTS")],
+    "the_product_has_rules_for_the_model": [("constrain", [*CERTVIT, UNTIED], "no product of norms")],
+}
+LISTED = [(rule, *case) for rule, cases in CASES.items() for case in cases]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipe")
+    shards.__main__.main(["digits", str(folder / "data" / "digits")])
+    return folder
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
+    for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    return folder
+
+
+def refusal(script: str, overrides: Sequence[str]) -> UserError:
+    with pytest.raises(UserError) as caught:
+        prepare_first(compose_config(script, [*overrides, "name=refused"]))
+    return caught.value
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(CASES) == {rule.__name__ for rule in (*RULES, *CONSTRAIN_RULES)}
+
+
+@pytest.mark.parametrize(("rule", "script", "overrides", "words"), LISTED)
+def test_trainer_and_doctor_refuse_in_one_line_before_work(
+    rule: str, script: str, overrides: Sequence[str], words: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(here.rglob("*"))
+    error = refusal(script, overrides)
+    assert words in str(error)
+    assert "\n" not in str(error)
+    assert rule in [frame.name for frame in traceback.extract_tb(error.__traceback__)], "another rule was first"
+
+    def started(*_: Any) -> None:
+        raise AssertionError("a process group would have been started")
+
+    monkeypatch.setattr(engine, "start", started)
+    train = certvit.run if script == "constrain" else entry.train
+    with pytest.raises(UserError) as caught:
+        train(script, [*overrides, "name=refused"])
+    assert str(caught.value) == str(error)
+    assert not dist.is_initialized()
+    told = findings.configured([f"trainers/{script}.py", *overrides, "name=refused"])
+    assert told == [findings.Finding("configuration", str(error), False)]
+    assert sorted(here.rglob("*")) == before, "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("script", "overrides"),
+    [("adv_train", TINY), ("std_train", [*CONV, "certify.enabled=true"]), ("constrain", CERTVIT)],
+)
+def test_what_goes_together_is_let_through(script: str, overrides: Sequence[str], here: Path) -> None:
+    assert prepare_first(compose_config(script, [*overrides, "name=fine"])).data.name == "digits"
+
+
+def test_certvit_checks_its_last_stage_before_its_first(here: Path) -> None:
+    """Certificates are asked of stage 3 only; its weights are made by stage 2."""
+    assert "certify.eps" in str(refusal("constrain", [*CERTVIT, "certify.enabled=true", "certify.eps=[]"]))
+
+
+def test_layers_of_other_settings_are_refused_before_the_first_stage(here: Path) -> None:
+    layers = here / "runs" / "layered" / "layers"
+    layers.mkdir(parents=True)
+    (layers / "settings.json").write_text("{}")
+    with pytest.raises(UserError, match="made with other settings"):
+        prepare_first(compose_config("constrain", [*CERTVIT, "name=layered", "resume=auto"]))
+
+
+@pytest.mark.parametrize("name", ["spec_vit_digits", "cert_vit_c10", "lofast_vit_c10", "conv_4c3f_mnist", "dp_swin_t"])
+def test_rules_see_the_model_that_is_trained(name: str) -> None:
+    """Without memory, but of the same modules and shapes. (All models without memory: tests/zoo/models.)"""
+    with torch.device("meta"):
+        model = zoo.create_model(name)
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert parts(model) == parts(zoo.create_model(name))
+
+
+def parts(model: nn.Module) -> tuple[list[str], dict[str, torch.Size]]:
+    types = [type(module).__name__ for module in model.modules()]
+    return types, {key: value.shape for key, value in model.state_dict().items()}
+
+
+# --- one place -------------------------------------------------------------------------------------------------------
+
+GROUPS = "train|deepspeed|attack|objective|penalty|hinge|mix|masks|optimizer|schedule|model|constrain|certify|data"
+OPTION = re.compile(rf"\b(?:{GROUPS})(?:\.\w+)?=")
+LATE = ("engine", "weights", "steps", "techniques", "objectives", "certvit")  # rooms of what runs after `prepare`
+
+
+def late_refusals(source: str) -> list[str]:
+    """Messages about options in calls of `require` and `UserError`."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    refusing = [call for call in calls if ast.unparse(call.func).split(".")[-1] in ("require", "UserError")]
+    return [text for call in refusing if OPTION.search(text := ast.unparse(call))]
+
+
+def test_no_option_is_refused_late() -> None:
+    for room in LATE:
+        for path in (ROOT / "trainers" / room).glob("*.py"):
+            assert late_refusals(path.read_text()) == [], path
+
+
+def test_a_late_refusal_would_be_seen() -> None:
+    assert late_refusals('require(rho == 0, f"train.sam_rho={rho} moves weights; use deepspeed=zero2")')
+    assert late_refusals('raise settings.UserError("use deepspeed=zero2")')
+    assert not late_refusals('raise UserError("a checkpoint could not be written; go on with resume=auto")')

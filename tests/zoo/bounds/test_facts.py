@@ -1,0 +1,143 @@
+"""One record a module type: entered once, enumerated by the tests of every fact, and enough to add a module."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from timm.layers import DropPath
+from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, SwinTransformerStage
+from torch import Tensor, nn
+
+import zoo
+from certify import certified_radius
+from certify.methods.served_adjoint import ServedAdjoint
+from tests.certify.methods import test_rounding
+from tests.tools.ascent import largest_change
+from tests.tools.expansions import tightness
+from tests.tools.small_models import AVG, SMALL, labelled
+from tests.zoo.attention import test_curvature as test_attention
+from tests.zoo.attention import test_curvature_variants
+from tests.zoo.bounds import test_curvature, test_rules
+from zoo.attention.conv_mixing import ConvMixing
+from zoo.attention.dot_product import DotProductAttention
+from zoo.attention.gpsa import GPSA
+from zoo.attention.lofast import lofast
+from zoo.attention.softmax import QKVAttention
+from zoo.attention.window import WindowAttention
+from zoo.bounds import facts as table
+from zoo.layers.block import NormFirstBlock, PostNormBlock, PreNormBlock
+from zoo.layers.mlp import Mlp
+from zoo.models.convnet import ConvNet
+from zoo.models.swin import Swin
+from zoo.models.vit import ViT
+from zoo.rules import (
+    Facts,
+    Layer,
+    NoRule,
+    affine,
+    exact_module,
+    layer_of,
+    qkv_split,
+    register,
+    scaled,
+    softmax_facts,
+    types_where,
+)
+
+VARIANTS = {type(make(1.0)) for make, _, _ in test_curvature_variants.CASES.values()} - {GPSA, WindowAttention}
+BLOCKS = {PreNormBlock, PostNormBlock, NormFirstBlock, SwinTransformerBlock, SwinTransformerStage, PatchMerging}
+# fact -> the types of which tests attack it
+ATTACKED: dict[str, set[type[nn.Module]]] = {
+    "rule": set(test_rules.CASES) - BLOCKS - {nn.Sequential, Mlp},
+    "chain": BLOCKS | {nn.Sequential, Mlp},
+    "residual": {DotProductAttention, GPSA, ConvMixing},  # test_rules.py asks the table itself
+    "local": set(test_attention.MIXTURES) | VARIANTS,
+    "local_residual": {DotProductAttention, GPSA},
+    "trunk": {ViT, Swin, ConvNet},  # all models: tests/certify/methods/test_adjoint_zoo.py
+    "expansion": {
+        *test_curvature.CASES, *test_curvature.AFFINE, *test_curvature.IDENTITIES, *test_attention.MIXTURES, *VARIANTS
+    },
+    "activation": {type(module) for _, module in test_curvature.DERIVATIVES} | {nn.ReLU},
+    "rounding": {type(make(1.0)) for make in test_rounding.MODULES.values()} | {nn.Identity, nn.Dropout, DropPath},
+    "split": VARIANTS | {DotProductAttention},
+    "around": {DotProductAttention},  # inside windows and gated positions: test_attention.MIXTURES
+}  # fmt: skip
+
+
+def test_every_fact_has_a_line_here() -> None:
+    assert {field.name for field in fields(Facts)} == set(ATTACKED)
+
+
+@pytest.mark.parametrize("name", ATTACKED)
+def test_every_fact_of_every_type_is_attacked(name: str) -> None:
+    assert set(types_where(lambda facts: getattr(facts, name))) == ATTACKED[name]
+
+
+def test_a_type_is_registered_once() -> None:
+    with pytest.raises(ValueError, match=r"nn\.modules\.linear\.Linear is registered already"):
+        register(nn.Linear, Facts())
+
+
+class Half(nn.Module):
+    """x / 2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def half(module: Half) -> Layer:
+    """||x' / 2 - x / 2|| = ||x' - x|| / 2."""
+    return scaled(module, 0.5)
+
+
+@pytest.fixture
+def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten behind it."""
+    monkeypatch.setattr(table, "_TABLE", dict(table._TABLE))
+
+
+@pytest.mark.usefixtures("own_table")
+def test_a_module_is_added_by_one_registration() -> None:
+    """In a whole model, for every method, served types included."""
+    torch.manual_seed(0)
+    model: Any = zoo.create_model("dp_vit_ti", **(SMALL | AVG | {"depth": 1, "norm": "smoothproject"})).eval()
+    model.norm = Half()
+    x, y = labelled(model, 3, 0)
+    with pytest.raises(NoRule, match="Half"):
+        certified_radius(model, x, y)
+    register(Half, Facts(rule=half, expansion=affine, rounding=exact_module))
+    radii = [certified_radius(model, x, y, method=method) for method in ("lofast", "lofast_local", "adjoint")]
+    assert all(bool((radius_B > 0).all()) for radius_B in radii)
+    assert ServedAdjoint(model, torch.float32).analyse(x, y).at(1e-6).certified_B.all()
+
+
+class Lukewarm(QKVAttention):
+    """Dot products, half as sharp as usual."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.scale = 0.5 * (dim // num_heads) ** -0.5
+
+    def scores(self, q_BHNO: Tensor, k_BHNO: Tensor, v_BHNO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return q_BHNO, k_BHNO, v_BHNO
+
+
+def lukewarm(module: Lukewarm) -> Layer:
+    """Theorem 1 of paper 004 has any scale."""
+    return lofast(module, module, residual=False)
+
+
+@pytest.mark.usefixtures("own_table")
+def test_a_softmax_attention_is_added_by_a_rule_and_its_split() -> None:
+    """It has local and second-order rules by that, also in windows and with gated positions."""
+    register(Lukewarm, softmax_facts(lukewarm, qkv_split))
+    torch.manual_seed(0)
+    for around in (lambda content: content, GPSA, lambda content: WindowAttention(content, (2, 2))):
+        module = test_attention.random_(around(Lukewarm(test_attention.D, test_attention.H)), 1.0)
+        case = test_attention.instance(module, tokens=4)
+        found = tightness([case], steps=10, starts=1)  # an error if a bound is beaten
+        assert found["remainder"].numel()
+        bounds = [layer_of(module, local=local)(case.x)[1](case.r_B) for local in (False, True)]
+        most = largest_change(module, case.x, case.r_B, 10, 1)
+        assert all(bool((bound_B >= most * (1 - 1e-9)).all()) for bound_B in bounds)

@@ -1,0 +1,88 @@
+"""CertViT's three stages (trainers/certvit/run.py) as jobs: all that is wrong with any of them is refused before the
+first begins."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainers import ranks
+from trainers.job.job import Job
+from trainers.job.prepare import prepare, refuse_used_folder
+from trainers.job.recipe import check_constrain
+from trainers.job.typed import typed
+from trainers.settings import ConstrainConfig, require
+from zoo.handover import WEIGHTS
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What CertViT does in `folder`: `adapt` is the job of stage 1, and says what model and images stage 2 has."""
+
+    config: Config
+    settings: ConstrainConfig
+    folder: Path
+    adapt: Job
+
+    @property
+    def weights(self) -> str:
+        """Those that stage 2 constrains: stage 1's, or `pretrained` as it is."""
+        return str(self.adapt.handover / WEIGHTS) if self.settings.adapt_epochs else str(self.config["pretrained"])
+
+    @property
+    def constrained(self) -> Path:
+        """The hand-over of stage 2."""
+        return self.folder / "constrained"
+
+    def finetune(self, source_exists: bool = True) -> Job:
+        """The job of stage 3, certified and published as the configuration says."""
+        own = {key: self.config[key] for key in ("certify", "registry")}
+        own |= {"pretrained": str(self.constrained / WEIGHTS)}
+        return prepare(stage(self.config, "finetune", self.settings.finetune_epochs) | own, source_exists)
+
+    @property
+    def report(self) -> Path:
+        """The last file that stage 2 writes."""
+        return self.constrained / "report.json"
+
+    @property
+    def settings_file(self) -> Path:
+        """Where stage 2 keeps `settings_text`, beside the layers."""
+        return self.folder / "layers" / "settings.json"
+
+    @property
+    def settings_text(self) -> str:
+        """What the constrained layers depend on."""
+        found = {"constrain": vars(self.settings), "seed": self.adapt.seed, "weights": self.weights}
+        return json.dumps(found | {"model": self.adapt.model}, indent=1, sort_keys=True, default=str)
+
+
+def prepare_stages(config: Config) -> Stages:
+    """Check all of CertViT's configuration. Raises UserError as `prepare` does."""
+    settings, folder = typed(ConstrainConfig, config, "constrain"), Path(config["run_dir"])
+    refuse_used_folder(folder, config["resume"])
+    stages = Stages(config, settings, folder, prepare(stage(config, "adapt", settings.adapt_epochs or 1)))
+    check_constrain(stages.adapt, ranks.world_size(), settings)
+    if settings.finetune_epochs:
+        stages.finetune(source_exists=False)
+    if stages.settings_file.is_file() and not stages.report.is_file():
+        require(
+            stages.settings_file.read_text() == stages.settings_text,
+            f"{stages.settings_file.parent} was made with other settings than these; use another name=...",
+        )
+    return stages
+
+
+def stage(config: Config, name: str, epochs: int) -> Config:
+    """The configuration of an ordinary run within this one, neither certified nor published."""
+    off = {key: config[key] | {"enabled": False} for key in ("certify", "registry")}
+    train = config["train"] | {"epochs": epochs}
+    own = {"name": f"{config['name']}-{name}", "run_dir": str(Path(config["run_dir"]) / name)}
+    return config | off | own | {"train": train}
+
+
+def prepare_first(config: Config) -> Job:
+    """The first job of any trainer's configuration, all of which is checked."""
+    return prepare_stages(config).adapt if "constrain" in config else prepare(config)

@@ -1,0 +1,46 @@
+"""The ranks of a run as the launcher set them, and errors that all of them meet; no process group is needed."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from certizoo import UserError
+from certizoo.errors import EXIT_USER_ERROR
+
+PEER_GONE = ("by peer", "Broken pipe")  # gloo's words for a closed connection
+GRACE_SECONDS = 5.0
+PATIENCE_SECONDS = 60.0  # on a busy machine the first rank may be so much later
+
+
+def rank() -> int:
+    """Of this process, as the launcher set it; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """The same among those of this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """How many ranks there are on all machines; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """Around what fails on all ranks alike: one rank of each machine raises the UserError, the others end silently.
+
+    They wait until the launcher ends them, which it does when it sees one rank end, perhaps before the message is out.
+    """
+    try:
+        yield
+    except UserError:
+        if local_rank() == 0:
+            raise
+        # A run in its steps takes the signal for a request (trainers/engine/preempt.py).
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PATIENCE_SECONDS)
+        raise SystemExit(EXIT_USER_ERROR) from None

@@ -1,0 +1,21 @@
+"""Arithmetic of bounds in float64: what rounding adds, and what 0 times infinity and "not a number" count as."""
+
+import torch
+from torch import Tensor
+
+U = 2.0**-53  # unit round-off of float64
+
+
+def gamma(k: int, unit: float = U) -> float:
+    """gamma_k = k u / (1 - k u): the relative error of k roundings, whatever their order (Higham 2002, section 3.1)."""
+    return k * unit / (1 - k * unit)
+
+
+def product(factor: Tensor, bound: Tensor) -> Tensor:
+    """factor * bound, where 0 times infinity is 0: what vanishes lets nothing through."""
+    return torch.where((factor == 0) | (bound == 0), 0.0, factor * bound)
+
+
+def nan_to_inf(bound: Tensor) -> Tensor:
+    """The bound, infinite where it is not a number: nothing is known there."""
+    return torch.nan_to_num(bound, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)

@@ -1,0 +1,81 @@
+"""The facts of softmax attention that follow from its `split`: alone, and with something around its softmax.
+
+    F(X) = merge( mix(softmax(score + bias)) v )        `Mixing` is what stands around: bias and mix
+
+Windows add a relative position bias (window.py), gated positions mix in a matrix of their own (gpsa.py). They ask for
+the rules of their content here: those of its fact `mixing`, where it has sharper ones, or those of its `split`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from zoo.attention.qkv import AttentionBounds, Mixing, Split, bounded, least
+from zoo.bounds.curvature import Expand
+from zoo.bounds.facts import Facts, M, facts_of
+from zoo.bounds.rules import Layer, residual
+
+
+@dataclass(frozen=True)
+class AttentionRules:
+    """Each is built when it is asked for; the layers of F (False), or of X + F(X) (True)."""
+
+    published: Callable[[bool], Layer]
+    local: Callable[[bool], Layer]
+    expand: Callable[[], Expand]
+
+
+def rules_with_mixing(module: Callable[[Tensor], Tensor], content: nn.Module, mixing: Mixing) -> AttentionRules:
+    """Those of `module`, which is `content` with something around its softmax. Raises `NoRule`."""
+    rules: AttentionRules = (facts_of(content).mixing or by_split)(module, content, mixing)
+    return rules
+
+
+def by_split(module: Callable[[Tensor], Tensor], content: nn.Module, mixing: Mixing) -> AttentionRules:
+    """Nothing is published of most attention with something around its softmax: the local rule is the only one."""
+
+    def layer(with_identity: bool) -> Layer:
+        measured = AttentionBounds(module, content, mixing).layer
+        return residual(measured) if with_identity else measured
+
+    def expand() -> Expand:
+        measured = AttentionBounds(module, content, mixing)
+        return bounded(measured.expand, measured.layer)
+
+    return AttentionRules(layer, layer, expand)
+
+
+def attention_facts(rules: Callable[[M], AttentionRules]) -> Facts[M]:
+    """All facts of an attention, from its rules."""
+    return Facts(
+        rule=lambda module: rules(module).published(False),
+        residual=lambda module: rules(module).published(True),
+        local=lambda module: rules(module).local(False),
+        local_residual=lambda module: rules(module).local(True),
+        expansion=lambda module: rules(module).expand(),
+    )
+
+
+def softmax_facts(
+    rule: Callable[[M], Layer], split: Callable[[M], Split], local: Callable[[M], Layer] | None = None
+) -> Facts[M]:
+    """All facts of a variant that is known by its published `rule` and its `split`. `local`: another local rule than
+    the lesser of the published one and that of the split."""
+
+    def lesser(module: M) -> Layer:
+        return least(rule(module), AttentionBounds(module, module).layer)
+
+    def expand(module: M) -> Expand:
+        return bounded(AttentionBounds(module, module).expand, (local or lesser)(module))
+
+    return Facts(rule=rule, local=local or lesser, expansion=expand, split=split)
+
+
+def facts_by_split(split: Callable[[M], Split]) -> Facts[M]:
+    """All facts of a variant of which no more is known than how its queries, keys and values are made."""
+
+    def layer(module: M) -> Layer:
+        return AttentionBounds(module, module).layer
+
+    return softmax_facts(layer, split, layer)

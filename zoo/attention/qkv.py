@@ -1,0 +1,196 @@
+"""Rules of first and second order for any attention that turns its tokens into queries, keys and values:
+
+    X -> (q^, k^, v^) = X [W_Q W_K W_V] + biases -> (q, k, v) = transform(q^, k^, v^) -> core -> W_O
+
+The first and the last step are linear. `transform` is the identity, or what a variant does to its projections
+(`QKVTransform`); the core is `SeparateCore` of theory/, whose words are those of theory/core.py. A variant says what
+its steps are by the fact `split`, and has by that all rules: its own, and those inside windows (window.py) and with
+gated positions (gpsa.py). The composition is that of zoo/bounds/curvature.py, with three radii in place of one:
+
+    <g, R(G)> = <o, R_core> + <J_core^T o, R_transform>,     o = g W_O^T,
+    ||R(G)|| <= ||W_O|| ( beta_core + sum_{q,k,v} ||J_core|| beta_transform ).
+
+Letters: B images (or windows), C classes, H heads, N tokens, D width, O width of a head; 3 stands for q, k, v.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.arithmetic import product
+from zoo.attention.softmax import QKVAttention
+from zoo.attention.theory.core import QKVRadii, Score
+from zoo.attention.theory.separate import SeparateCore
+from zoo.bounds.curvature import Expand, Expansion
+from zoo.bounds.facts import NoRule, expect, facts_of
+from zoo.bounds.rules import Bound, Layer
+from zoo.spectral import sigma_upper
+
+ThreeBounds = Callable[[QKVRadii], QKVRadii]
+
+
+@dataclass(frozen=True)
+class QKVTransform:
+    """(q^, k^, v^) -> (q, k, v) around a clean batch, with J any linear map (Theorem 1 of MATH-PROOFS section 1).
+
+    first(r): how far J moves each of q, k, v; radii(r) how far they move; betas(r) how far they leave J.
+    remainder(g): for g (3, C, B, H, N, O), never below -<g, R> (..., C, B). pull(g): J^T g.
+    All of them superhomogeneous, as in theory/core.py.
+    """
+
+    y_3: Tensor  # (3, B, H, N, O)
+    first: ThreeBounds
+    radii: ThreeBounds
+    betas: ThreeBounds
+    remainder: Callable[[Tensor], Callable[[QKVRadii], Tensor]]
+    pull: Callable[[Tensor], Tensor]
+
+
+def identity(y_3: Tensor) -> QKVTransform:
+    """q, k and v are the projections themselves."""
+
+    def same(r: QKVRadii) -> QKVRadii:
+        return r
+
+    def zero(r: QKVRadii) -> QKVRadii:
+        return QKVRadii(*(torch.zeros_like(one) for one in r))
+
+    return QKVTransform(y_3, same, same, zero, lambda g: lambda r: torch.zeros_like(r.q), lambda g: g)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The steps of one attention module. project: x (B, N, D) -> (3, B, H, N, O), affine with the weights w_3HOD."""
+
+    score: Score
+    project: Callable[[Tensor], Tensor]
+    w_3HOD: Tensor
+    proj: nn.Linear
+    transform: Callable[[Tensor], QKVTransform] = identity
+
+
+def split_of(module: nn.Module) -> Split:
+    """The steps of a softmax attention. Raises `NoRule`."""
+    split = facts_of(module).split
+    if split is None:
+        raise NoRule(module, "it is not known how its queries, keys and values are made")
+    found: Split = split(module)
+    return found
+
+
+def qkv_split(module: QKVAttention, transform: Callable[[Tensor], QKVTransform] = identity) -> Split:
+    """For variants that project by one matrix, as in timm."""
+    expect(module.qkv, nn.Linear)
+    expect(module.proj, nn.Linear)
+    weights = module.head_weights_3HOD().detach().double()
+    return Split(Score(module.scale), lambda x: torch.stack(module.projections(x)), weights, module.proj, transform)
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """From the scores to the matrix that mixes the values: P = softmax(S + bias), and mix(P) in front of V, per head an
+    affine map of P with the linear part `gain_H`. bias(windows) broadcasts to (windows, H, N, N)."""
+
+    bias: Callable[[int], Tensor | float] = lambda windows: 0.0
+    mix: Callable[[Tensor], Tensor] = lambda p_BHNN: p_BHNN
+    gain_H: Tensor | float = 1.0
+
+
+PLAIN = Mixing()
+
+
+class AttentionBounds:
+    """Bounds of an attention whose steps are known, the norms of its weights measured once. `module` is `content`
+    itself, or attention around it with other mixing."""
+
+    def __init__(self, module: Callable[[Tensor], Tensor], content: nn.Module, mixing: Mixing = PLAIN) -> None:
+        self.module, self.mixing, self.split = module, mixing, split_of(content)
+        weights = self.split.w_3HOD
+        self.norms = QKVRadii(*sigma_upper(weights.flatten(1, 2)))
+        self.norm_o = sigma_upper(self.split.proj.weight)
+        gain_H = torch.as_tensor(mixing.gain_H, dtype=weights.dtype, device=weights.device)
+        self.gain_H = gain_H.expand(weights.shape[1])
+        o_DHO = self.split.proj.weight.detach().double().unflatten(1, weights.shape[1:3])
+        self.o_HDO = o_DHO.transpose(0, 1)
+
+    def core(self, transform: QKVTransform) -> SeparateCore:
+        """The core around what `transform` gives."""
+        score, (q, k, v) = self.split.score, transform.y_3.unbind(0)
+        s_BHNN = score.s * (q @ k.mT - score.kappa / 2 * k.square().sum(-1).unsqueeze(-2))
+        p_BHNN = (s_BHNN + self.mixing.bias(len(s_BHNN))).softmax(-1)
+        return SeparateCore(score, q, k, v, p_BHNN, self.mixing.mix(p_BHNN), self.gain_H)
+
+    def projected(self, r: Tensor) -> QKVRadii:
+        """||X' W|| <= ||W|| r of the matrices of all heads together: the heads share one budget."""
+        return QKVRadii(*(norm * r for norm in self.norms))
+
+    def layer(self, x_BND: Tensor) -> tuple[Tensor, Bound]:
+        """First order, with the constants of this batch; superhomogeneous."""
+        transform = self.split.transform(self.split.project(x_BND))
+        core = self.core(transform)
+        return self.module(x_BND), lambda r: self.norm_o * core.radius(transform.radii(self.projected(r)))
+
+    def expand(self, x_BND: Tensor) -> Expansion:
+        """Second order; all bounds superhomogeneous."""
+        transform = self.split.transform(self.split.project(x_BND))
+        core = self.core(transform)
+        gains = core.gains
+
+        def through(r: QKVRadii) -> Tensor:
+            return sum((product(gain, one) for gain, one in zip(gains, r, strict=True)), torch.zeros_like(r.q))
+
+        def beta(r: Tensor) -> Tensor:
+            r_3 = self.projected(r)
+            return self.norm_o * (core.beta(transform.radii(r_3)) + through(transform.betas(r_3)))
+
+        def outwards(g_CBND: Tensor) -> Tensor:
+            return torch.einsum("cbnd,hdo->cbhno", g_CBND, self.o_HDO)
+
+        def remainder(g_CBND: Tensor) -> Bound:
+            o_CBHNO = outwards(g_CBND)
+            of_core, of_transform = core.remainder(o_CBHNO), transform.remainder(torch.stack(core.pull(o_CBHNO)))
+
+            def bound(r: Tensor) -> Tensor:
+                r_3 = self.projected(r)
+                return of_core(transform.radii(r_3)) + of_transform(r_3)
+
+            return bound
+
+        def pull(g_CBND: Tensor) -> Tensor:
+            pulled_3CBHNO = transform.pull(torch.stack(core.pull(outwards(g_CBND))))
+            return torch.einsum("xcbhno,xhod->cbnd", pulled_3CBHNO, self.split.w_3HOD)
+
+        ones = torch.ones(len(x_BND), dtype=x_BND.dtype, device=x_BND.device)
+        gain_B = self.norm_o * through(transform.first(self.projected(ones)))
+        return Expansion(self.module(x_BND), gain_B, beta, remainder, pull)
+
+
+def bounded(expand: Expand, layer: Layer) -> Expand:
+    """||R|| <= lip(r) + ||J|| r for any rule of first order, and -<g, R> <= ||g|| ||R||. No longer superhomogeneous."""
+
+    def expand_bounded(x: Tensor) -> Expansion:
+        inner, (_, lip) = expand(x), layer(x)
+
+        def beta(r: Tensor) -> Tensor:
+            return torch.minimum(inner.beta(r), lip(r) + product(inner.gain_B, r))
+
+        def remainder(g: Tensor) -> Bound:
+            bound, length_CB = inner.remainder(g), g.flatten(2).norm(dim=-1)
+            return lambda r: torch.minimum(bound(r), product(length_CB, beta(r)))
+
+        return replace(inner, beta=beta, remainder=remainder)
+
+    return expand_bounded
+
+
+def least(*layers: Layer) -> Layer:
+    """Every one of these rules holds for the same map."""
+
+    def layer(x: Tensor) -> tuple[Tensor, Bound]:
+        found: list[tuple[Tensor, Any]] = [one(x) for one in layers]
+        return found[0][0], lambda r: torch.stack([bound(r) for _, bound in found]).amin(0)
+
+    return layer

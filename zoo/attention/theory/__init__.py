@@ -1,0 +1,8 @@
+"""What is provable of softmax attention around a clean point, whatever made its queries, keys and values.
+
+softmax_row.py   one row p = softmax(s) whose scores s change
+core.py          softmax(scores) V: how far it moves, and how far it leaves its linearisation, given how far the
+                 scores may move
+separate.py      how far they may move where q, k and v are changed independently of each other
+joint.py         where all three are linear in the same tokens: dot-product attention
+"""

@@ -1,0 +1,107 @@
+"""Units sigma(z_h + d_h) around a clean batch, and the element-wise modules, where every entry is a unit of its own.
+
+Letters as in activations.py: B images, C classes, P pairs (class, image), N tokens, H hidden units.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zoo.bounds.activations import Activation, LambdaMax, activation_of, lipschitz, slope_range
+from zoo.bounds.curvature import Expand, Expansion
+from zoo.bounds.facts import Facts, M
+from zoo.bounds.rules import Bound, Layer, scaled
+
+PAIR_BYTES = 2**26  # memory for one array over the units of a few pairs
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the units depend on the input of a token, d_h = <a_h, eta>.
+
+    lengths_H: |a_h|. scales_H: s > 0, free; R is measured as |S R|. norm: never below ||S W_1||. lambda_max: of the
+    forms sum_h c_h d_h^2 of all tokens, see activations.py.
+    """
+
+    lengths_H: Tensor
+    scales_H: Tensor
+    norm: Tensor
+    lambda_max: LambdaMax
+
+
+def units_beta(activation: Activation, form: Form, z_BNH: Tensor) -> Bound:
+    """|S R|, also at most the range of slopes times ||S W_1|| r, as R = (D' - D) d with slopes D' that sigma has."""
+
+    def beta(z_PNH: Tensor, r_P: Tensor) -> Tensor:
+        reach_PNH = form.lengths_H * r_P[:, None, None]
+        quadratic = activation.beta(z_PNH, form.scales_H, reach_PNH, r_P, form.lambda_max)
+        return torch.minimum(quadratic, slope_range(activation) * form.norm * r_P)
+
+    return lambda r: _in_chunks(beta, r, z_BNH)
+
+
+def units_remainder(activation: Activation, form: Form, z_BNH: Tensor, w_CBNH: Tensor) -> Bound:
+    """-sum w_h R_h, which is also at most |S^{-1} w| |S R|."""
+
+    def remainder(z_PNH: Tensor, r_P: Tensor, w_PNH: Tensor) -> Tensor:
+        reach_PNH = form.lengths_H * r_P[:, None, None]
+        quadratic = activation.remainder(z_PNH, w_PNH, reach_PNH, r_P, form.lambda_max)
+        weight_P = torch.linalg.vector_norm((w_PNH / form.scales_H).flatten(1), dim=-1)
+        return torch.minimum(quadratic, slope_range(activation) * form.norm * weight_P * r_P)
+
+    return lambda r: _in_chunks(remainder, r.expand(torch.broadcast_shapes(r.shape, w_CBNH.shape[:2])), z_BNH, w_CBNH)
+
+
+def _in_chunks(value: Callable[..., Tensor], r: Tensor, *units: Tensor) -> Tensor:
+    """value(z, r, ...) for every entry of r (..., B) or (..., C, B), a few pairs at a time; 0 at 0, and infinity stays
+    infinity."""
+    z_BNH = units[0]
+    flat = [unit.flatten(0, -3) for unit in units]
+    r_P = r.flatten()
+    few = max(1, PAIR_BYTES // (8 * z_BNH[0].numel()))
+    value_P = torch.zeros_like(r_P)
+    for p in (r_P > 0).nonzero().flatten().split(few):
+        z, *rest = (unit[p % len(unit)] for unit in flat)
+        value_P[p] = value(z, r_P[p].clamp(max=1e100), *rest)
+    return torch.where(torch.isinf(r_P) & (value_P > 0), r_P, value_P).view(r.shape)
+
+
+def elementwise(module: nn.Module, activation: Activation) -> Expand:
+    """Every entry is a unit of its own, d = eta."""
+
+    def largest(c_PNH: Tensor) -> Tensor:
+        return c_PNH.amax((-2, -1)).clamp_min(0)
+
+    def expand(x: Tensor) -> Expansion:
+        one, z_B1H = x.new_ones(()), x.flatten(1).unsqueeze(1)
+        form, slope = Form(one, one, one, largest), activation.slope(z_B1H).view(x.shape)
+        return Expansion(
+            module(x),
+            slope.abs().flatten(1).amax(1),
+            units_beta(activation, form, z_B1H),
+            lambda g: units_remainder(activation, form, z_B1H, g.flatten(2).unsqueeze(2)),
+            lambda g: g * slope,
+            lambda v: v * slope,
+        )
+
+    return expand
+
+
+# the facts of an activation module ------------------------------------------------------------------------------------
+
+
+def scalar(activation: Callable[[M], Activation]) -> Facts[M]:
+    """All of them, from what is known of sigma."""
+    return Facts(rule=by_slope, expansion=by_units, activation=activation)
+
+
+def by_slope(module: nn.Module) -> Layer:
+    """||sigma(x') - sigma(x)|| <= max |sigma'| ||x' - x||, entry by entry."""
+    return scaled(module, lipschitz(activation_of(module)))
+
+
+def by_units(module: nn.Module) -> Expand:
+    """One unit per entry."""
+    return elementwise(module, activation_of(module))

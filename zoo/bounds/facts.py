@@ -1,0 +1,123 @@
+"""What is known of a module type: one record, `Facts`, entered by one call. Start reading here.
+
+    register(MyModule, Facts(rule=my_rule, expansion=my_expansion))
+
+Each fact is a function of the module, and is asked for by a function of its own, which refuses where there is none:
+
+    rule, residual         first order: how far module(x), or x + module(x), moves         rules.py       layer_of
+    local, local_residual  the same, sharper: for those who ask with local=True            rules.py       layer_of
+    chain                  the modules and links it is composed of; all else follows       links.py       layer_of, ...
+    trunk                  of a whole model: the same up to its linear head, and the head  rules.py       classifier_of
+    expansion              second order: the gain of its linearisation, and the remainder  curvature.py   expansion_of
+    activation             of a scalar activation: its slopes, and their change            activations.py activation_of
+    rounding               how far the served module is from the float64 one               rounding.py    roundings_of
+    split                  of softmax attention: how queries, keys and values are made     zoo/attention/facts.py
+    mixing                 the same: its rules with another mixing of the values           zoo/attention/facts.py
+
+A module has `rule` or `chain`; everything else may be missing, and is then refused or does without. Look-up is by the
+exact type: a subclass with another `forward` would inherit a false proof.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from certizoo import UserError
+
+if TYPE_CHECKING:  # the contracts, each beside its theory
+    from zoo.bounds.activations import Activation
+    from zoo.bounds.curvature import Expand, Node
+    from zoo.bounds.rounding import Precision, Rounding
+    from zoo.bounds.rules import Layer
+
+M = TypeVar("M", bound=nn.Module)
+M_contra = TypeVar("M_contra", bound=nn.Module, contravariant=True)
+
+
+class Link(Protocol):
+    """A link of a chain that is no module by itself: a residual sum, an affine map (links.py)."""
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+    def layer(self, local: bool) -> "Layer":
+        """First order."""
+        ...
+
+    def nodes(self) -> "list[Node]":
+        """Second order, with local rules of first order."""
+        ...
+
+    def roundings(self, precision: "Precision") -> "list[Rounding]":
+        """One for every node."""
+        ...
+
+
+Links = Sequence[nn.Module | Link]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(Generic[M_contra]):
+    """All that is known of one module type, as the head of this file says. None: nothing."""
+
+    rule: "Callable[[M_contra], Layer] | None" = None
+    residual: "Callable[[M_contra], Layer] | None" = None
+    local: "Callable[[M_contra], Layer] | None" = None
+    local_residual: "Callable[[M_contra], Layer] | None" = None
+    chain: Callable[[M_contra], Links] | None = None
+    trunk: Callable[[M_contra], tuple[Links, nn.Linear]] | None = None
+    expansion: "Callable[[M_contra], Expand] | None" = None
+    activation: "Callable[[M_contra], Activation] | None" = None
+    rounding: "Callable[[M_contra, Precision], Rounding] | None" = None
+    split: Callable[[M_contra], Any] | None = None
+    mixing: Callable[..., Any] | None = None
+
+
+NOTHING: Facts[nn.Module] = Facts()
+_TABLE: dict[type[nn.Module], Facts[Any]] = {}
+
+
+def register(kind: type[M], facts: Facts[M]) -> None:
+    """Enter what is known of modules of exactly this type. Once a type: all of it stands in one place."""
+    if kind in _TABLE:
+        raise ValueError(f"{kind.__module__}.{kind.__qualname__} is registered already; say all of it in one place")
+    _TABLE[kind] = facts
+
+
+def facts_of(module: nn.Module) -> Facts[Any]:
+    """What is known of `module`; NOTHING of an unknown type. Raises `NoRule` for a module that was altered."""
+    refuse_altered(module)
+    return _TABLE.get(type(module), NOTHING)
+
+
+def types_where(wanted: Callable[[Facts[Any]], Any]) -> list[type[nn.Module]]:
+    """Every type whose facts are wanted, such as `lambda facts: facts.local`; tests enumerate them."""
+    found = [kind for kind, facts in _TABLE.items() if wanted(facts)]
+    return sorted(found, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
+
+
+class NoRule(UserError):
+    """The model holds a module for which nothing is proved."""
+
+    def __init__(self, module: nn.Module, reason: str = "") -> None:
+        kind = type(module)
+        super().__init__(
+            f"NoRule({kind.__module__}.{kind.__qualname__}): {reason or 'no rule is proved for this module type'}; "
+            "certificates need a rule for every module (CONTRIBUTING.md, 'how to add an attention')"
+        )
+        self.module_type = kind
+
+
+def expect(part: nn.Module, *kinds: type[nn.Module]) -> None:
+    """For rules that read the weights of a part: it must be exactly of a type they were proved for, and unaltered."""
+    refuse_altered(part)
+    if type(part) not in kinds:
+        raise NoRule(part, f"a {' or '.join(kind.__name__ for kind in kinds)} was expected in its place")
+
+
+def refuse_altered(module: nn.Module) -> None:
+    """A hook or a patched `forward` makes it another function than the one that the facts speak of."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    if hooks or "forward" in vars(module):
+        raise NoRule(module, "it carries a forward hook or a patched forward; remove it before certifying")

@@ -1,0 +1,78 @@
+"""Links of a chain that are no modules: residual sums, and affine maps such as pooling. See `Link` in facts.py.
+
+A block is a list of them; its rules of first and second order, and of its rounding, follow.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zoo.bounds.curvature import Node, affine_expansion, composition, nodes_of, residual_expansion
+from zoo.bounds.facts import Link, NoRule
+from zoo.bounds.rounding import NO_BOUND, Precision, Rounding, residual_rounding, roundings_of
+from zoo.bounds.rules import Bound, Layer, Step, chain, layer_of, parts_of, residual, residual_layer_of
+
+
+class Residual:
+    """x + branch(x), branch being the composition of these modules and links. Of one module it is measured in one norm
+    where that has such a rule. To second order it is one node, because J = I + J_branch is one norm.
+
+    `first_order`: whether the node has its rule of first order too. ||J|| r + beta(r) is as good where it matters, and
+    a rule that measures I + branch again, as zeta does, costs more than all the rest.
+    """
+
+    def __init__(self, *branch: nn.Module | Link, first_order: bool = False) -> None:
+        self.branch, self.first_order = branch, first_order
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x
+        for part in self.branch:
+            y = part(y)
+        return x + y
+
+    def layer(self, local: bool) -> Layer:
+        if len(self.branch) == 1:
+            return residual_layer_of(self.branch[0], local=local)
+        return residual(chain(layer_of(part, local=local) for part in self.branch))
+
+    def nodes(self) -> list[Node]:
+        branch = [node for part in self.branch for node in nodes_of(part)]
+        names = tuple(name for layer, _ in branch for name in parts_of(layer))
+        layer = self.layer(local=True) if self.first_order else Step(self._unmeasured, names)
+        return [(layer, residual_expansion(composition(branch)))]
+
+    def roundings(self, precision: Precision) -> list[Rounding]:
+        branch = [rounding for part in self.branch for rounding in roundings_of(part, precision)]
+        return [residual_rounding(branch, precision)]
+
+    def _unmeasured(self, x: Tensor) -> tuple[Tensor, Bound]:
+        return self(x), lambda r: torch.where(r > 0, torch.inf, 0.0)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A part of `module` that is an affine map: `map` itself, `rule` of its norm, J J^T where that is cheap (as in
+    `Expansion`), and its rounding where there is a bound."""
+
+    module: nn.Module
+    map: Callable[[Tensor], Tensor]
+    rule: Callable[[], Layer]
+    gram: Callable[[], Callable[[Tensor], Tensor]] | None = None
+    rounding: Callable[[Precision], Rounding] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.map(x)
+
+    def layer(self, local: bool) -> Layer:
+        return self.rule()
+
+    def nodes(self) -> list[Node]:
+        layer = self.rule()
+        return [(layer, affine_expansion(self.map, layer, None if self.gram is None else self.gram()))]
+
+    def roundings(self, precision: Precision) -> list[Rounding]:
+        if self.rounding is None:
+            raise NoRule(self.module, NO_BOUND)
+        return [self.rounding(precision)]

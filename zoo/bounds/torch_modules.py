@@ -1,0 +1,154 @@
+"""The facts of torch's own modules, but for those that have a file of their own: LayerNorm (layers/norms.py), Conv2d
+(models/convnet.py). Constants of activations: MATH-PROOFS section 2.2.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from zoo.bounds.activations import FAR, Hinge, Smooth
+from zoo.bounds.curvature import affine
+from zoo.bounds.elementwise import scalar
+from zoo.bounds.facts import Facts, NoRule, register
+from zoo.bounds.rounding import exact_module
+from zoo.bounds.rules import Layer, scaled
+from zoo.spectral import sigma_upper
+
+NO_JUMP = 40.0  # softplus is log(1 + e^{b z}) / b up to b z = threshold, then z: a jump of e^-threshold / b
+
+
+def linear(module: nn.Linear) -> Layer:
+    """||W x' - W x|| <= ||W|| ||x' - x||, token by token, hence for all tokens together."""
+    return scaled(module, sigma_upper(module.weight))
+
+
+def identity(module: nn.Module) -> Layer:
+    """An identity in eval mode (dropout is off), or a mere reshaping."""
+    return scaled(module, 1.0)
+
+
+register(nn.Sequential, Facts(chain=list))
+register(nn.Linear, Facts(rule=linear, expansion=affine))
+register(nn.Identity, Facts(rule=identity, expansion=affine, rounding=exact_module))
+register(nn.Dropout, Facts(rule=identity, expansion=affine, rounding=exact_module))
+register(nn.Flatten, Facts(rule=identity, expansion=affine))
+
+
+# activations ----------------------------------------------------------------------------------------------------------
+
+
+def _phi(z: Tensor) -> Tensor:
+    return torch.exp(-0.5 * z.square()) * 0.3989422804014327
+
+
+def _gelu_slope(z: Tensor) -> Tensor:
+    return torch.special.ndtr(z) + z * _phi(z)
+
+
+def _gelu_second(z: Tensor) -> Tensor:
+    return (2 - z.square()) * _phi(z)
+
+
+def _tanh_gelu_u(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """u = sqrt(2 / pi) (z + 0.044715 z^3) with u' and u''; the function is z (1 + tanh u) / 2."""
+    k = 0.7978845608028654
+    return k * (z + 0.044715 * z**3), k * (1 + 0.134145 * z.square()), k * 0.26829 * z
+
+
+def _tanh_gelu_slope(z: Tensor) -> Tensor:
+    u, du, _ = _tanh_gelu_u(z)
+    return 0.5 * (1 + u.tanh()) + 0.5 * z * du / u.cosh().square()
+
+
+def _tanh_gelu_second(z: Tensor) -> Tensor:
+    u, du, ddu = _tanh_gelu_u(z)
+    return (du + z * (0.5 * ddu - u.tanh() * du.square())) / u.cosh().square()
+
+
+def _tanh_slope(z: Tensor) -> Tensor:
+    return 1 / z.cosh().square()
+
+
+def _tanh_second(z: Tensor) -> Tensor:
+    return -2 * z.tanh() / z.cosh().square()
+
+
+def _sigmoid_slope(z: Tensor) -> Tensor:
+    return z.sigmoid() * (-z).sigmoid()
+
+
+def _sigmoid_second(z: Tensor) -> Tensor:
+    return -_sigmoid_slope(z) * (z / 2).tanh()
+
+
+# Largest slopes, and extrema of sigma'', are rounded outwards by one unit of the last printed decimal. erf-GELU:
+# Phi(sqrt2) + sqrt2 phi(sqrt2) at sqrt2; the often quoted 1.12 is below it (trap D3). SiLU: at 2.39936. For these and
+# tanh-GELU sigma'(z) + sigma'(-z) = 1, so that the least slope is 1 minus the largest.
+GELU = Smooth(
+    _gelu_slope,
+    _gelu_second,
+    ((0.0, 0.7978845609), (-2.0, -0.1079819331), (2.0, -0.1079819331)),
+    (1 - 1.1289041452, 1.1289041452),
+    one_kernel=True,
+)
+TANH_GELU = Smooth(
+    _tanh_gelu_slope,
+    _tanh_gelu_second,
+    ((0.0, 0.7978845609), (-2.0134807246242579, -0.1079135159), (2.0134807246242579, -0.1079135159)),
+    (1 - 1.1289930688, 1.1289930688),
+    one_kernel=True,
+)
+TANH = Smooth(
+    _tanh_slope,
+    _tanh_second,
+    ((-0.6584789484624084, 0.7698003590), (0.6584789484624084, -0.7698003590)),
+    (0.0, 1.0),
+    one_kernel=True,
+)
+
+
+def _silu_slope(z: Tensor) -> Tensor:
+    return z.sigmoid() + z * _sigmoid_slope(z)
+
+
+def _silu_second(z: Tensor) -> Tensor:
+    return _sigmoid_slope(z) * (2 - z * (z / 2).tanh())
+
+
+SIGMOID = Smooth(
+    _sigmoid_slope,
+    _sigmoid_second,
+    ((-1.3169578969248166, 0.0962250449), (1.3169578969248166, -0.0962250449)),
+    (0.0, 0.25),
+)
+
+SILU = Smooth(
+    _silu_slope,
+    _silu_second,
+    ((0.0, 0.5000000001), (-3.4358409935351107, -0.0369143732), (3.4358409935351107, -0.0369143732)),
+    (1 - 1.0998393202, 1.0998393202),
+)
+
+
+def softplus(module: nn.Softplus) -> Smooth:
+    """log(1 + e^{b z}) / b, sigma' = s(b z), sigma'' = b s (1 - s), s the sigmoid; where the jump at the threshold is
+    below rounding. For b < 1 sigma'' has not vanished at FAR, where its range ends: beyond, it falls to 0."""
+    if module.beta <= 0:
+        raise NoRule(module, "softplus needs beta > 0")
+    if module.threshold < NO_JUMP:
+        raise NoRule(module, f"softplus jumps at its threshold {module.threshold:g}; create it with threshold=40")
+    b = float(module.beta)
+    tails = ((-FAR, -0.0), (FAR, -0.0)) if b < 1 else ()
+    return Smooth(
+        lambda z: (b * z).sigmoid(),
+        lambda z: b * _sigmoid_slope(b * z),
+        ((0.0, b / 4 * (1 + 1e-12)), *tails),
+        (0.0, 1.0),
+    )
+
+
+register(nn.GELU, scalar(lambda module: {"none": GELU, "tanh": TANH_GELU}[module.approximate]))
+register(nn.Tanh, scalar(lambda module: TANH))
+register(nn.Sigmoid, scalar(lambda module: SIGMOID))
+register(nn.SiLU, scalar(lambda module: SILU))
+register(nn.ReLU, scalar(lambda module: Hinge(one_kernel=True)))
+register(nn.Softplus, scalar(softplus))

@@ -1,0 +1,116 @@
+"""The public door to what is provable of a module: for those who add one, and for those who ask.
+
+    from zoo.rules import Facts, Layer, affine, register, scaled
+
+    def half(module: Half) -> Layer:
+        return scaled(module, 0.5)  # ||x' / 2 - x / 2|| = ||x' - x|| / 2
+
+    register(Half, Facts(rule=half, expansion=affine))
+
+in the file that defines the module. What each fact promises is told by the files of `zoo/bounds`: start with facts.py.
+"""
+
+from zoo.attention.facts import AttentionRules, attention_facts, facts_by_split, rules_with_mixing, softmax_facts
+from zoo.attention.lipschitz import global_layer
+from zoo.attention.qkv import Split, qkv_split
+from zoo.bounds.activations import Activation, Hinge, Smooth, activation_of
+from zoo.bounds.curvature import (
+    Expand,
+    Expansion,
+    Node,
+    affine,
+    affine_expansion,
+    composition,
+    expansion_of,
+    nodes_of,
+    residual_expansion,
+    trunk_of,
+)
+from zoo.bounds.elementwise import elementwise, scalar
+from zoo.bounds.facts import Facts, Link, Links, NoRule, expect, facts_of, register, types_where
+from zoo.bounds.fused import fused
+from zoo.bounds.links import Affine, Residual
+from zoo.bounds.rounding import (
+    Precision,
+    Rounded,
+    Rounding,
+    exact,
+    exact_module,
+    matrix_product,
+    roundings_of,
+    trunk_roundings,
+)
+from zoo.bounds.rules import (
+    Bound,
+    Chain,
+    Layer,
+    Step,
+    chain,
+    classifier_of,
+    layer_of,
+    parts_of,
+    radii,
+    residual,
+    residual_layer_of,
+    scaled,
+    steps_of,
+)
+
+__all__ = [
+    "Activation",
+    "Affine",
+    "AttentionRules",
+    "Bound",
+    "Chain",
+    "Expand",
+    "Expansion",
+    "Facts",
+    "Hinge",
+    "Layer",
+    "Link",
+    "Links",
+    "NoRule",
+    "Node",
+    "Precision",
+    "Residual",
+    "Rounded",
+    "Rounding",
+    "Smooth",
+    "Split",
+    "Step",
+    "activation_of",
+    "affine",
+    "affine_expansion",
+    "attention_facts",
+    "chain",
+    "classifier_of",
+    "composition",
+    "elementwise",
+    "exact",
+    "exact_module",
+    "expansion_of",
+    "expect",
+    "facts_by_split",
+    "facts_of",
+    "fused",
+    "global_layer",
+    "layer_of",
+    "matrix_product",
+    "nodes_of",
+    "parts_of",
+    "qkv_split",
+    "radii",
+    "register",
+    "residual",
+    "residual_expansion",
+    "residual_layer_of",
+    "roundings_of",
+    "rules_with_mixing",
+    "scalar",
+    "scaled",
+    "softmax_facts",
+    "steps_of",
+    "trunk_of",
+    "trunk_roundings",
+    "types_where",
+]
