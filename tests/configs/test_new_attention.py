@@ -86,7 +86,12 @@ for name in found["names"]:
     found["composed"][name] = compose_config("adv_train", [f"+model={name}"])["model"]
 found["option"] = compose_config("adv_train", ["+model=dp_vit_ti", "+attention=tempered"])["model"]["attention"]
 words = ["+model=mean_vit_ti", "data=digits", "model.embed_dim=16", "model.depth=2", "model.num_heads=2"]
-found["prepared"] = prepare(compose_config("std_train", [*words, "model.patch_size=4"])).model["name"]
+words += ["model.patch_size=4"]
+try:
+    prepare(compose_config("std_train", words))
+except UserError as refused:
+    found["refused"] = str(refused)
+found["prepared"] = prepare(compose_config("std_train", [*words, "certify.enabled=false"])).model["name"]
 x = torch.rand(4, 1, 8, 8)
 for name in ("tempered_vit_ti", "tempered_convit_ti", "mean_vit_ti", "mean_deit_ti"):
     for method in ("lofast", "adjoint"):
@@ -125,6 +130,7 @@ def test_it_has_models_recipes_and_certificates(tree: Path) -> None:
     done = run(tree, "-c", BY_HAND)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
+    assert "train without by certify.enabled=false" in found["refused"]
     sizes = {"vit_ti", "vit_s", "vit_b", "vit_l"}
     assert {f"{name}_{size}" for name in ("tempered", "mean") for size in sizes} <= set(found["names"])
     assert {"tempered_deit_s", "tempered_convit_ti", "tempered_swin_t"} <= set(found["names"])

@@ -106,7 +106,7 @@ def _rules(module: GPSA) -> AttentionRules:
         P~' X' - P~ X = P~ (X' - X) + (1 - g) (P' - P) X',
 
     so zeta is that of P~, and the change of P counts (1 - g)-fold. Rows of P~ sum to 1. g R X M is linear: the
-    remainder is that of (1 - g) P X M. docs/proofs.md#attention-core.
+    remainder is that of (1 - g) P X M. docs/proofs.md#gpsa.
     """
     expect(module.pos_proj, nn.Linear)
     share_H = 1 - module.gating_param.detach().sigmoid()
