@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import zoo
-from certify.papers import paper_bounds as published
+from certify.papers import paper_bounds
 from certizoo.compose import compose_config
 from certizoo.files import whole_file, write_whole
 from shards import train_loader
@@ -119,13 +119,13 @@ def constrain_layer(
 
 def assemble(stages: Stages, model: nn.Module, names: Sequence[str], images: Sequence[Tensor]) -> None:
     """Rank 0: run_dir/constrained, and a table for people."""
-    job, before, rows = stages.adapt, float(published.product(model, images[0])), []
+    job, before, rows = stages.adapt, float(paper_bounds.product(model, images[0])), []
     with torch.no_grad():
         for name in names:
             path = stages.settings_file.with_name(f"{name}.safetensors")
             model.get_submodule(name).get_parameter("weight").copy_(load_file(path)["weight"])
             rows.append(fact_of(path))
-    after = float(published.product(model, images[0]))
+    after = float(paper_bounds.product(model, images[0]))
     extra = {key: value for key, value in job.config.items() if key != "model"}
     zoo.handover.save(stages.constrained, model, job.model, extra)
     report = {"product_before": before, "product_after": after, "layers": rows}
