@@ -28,7 +28,7 @@ class Attack(Protocol):
     @property
     def together(self) -> bool:
         """True: draws for all images of a call at once, so that the outcome belongs to the batch. False: with a
-        generator an image, the outcome of an image is the same in every batch."""
+        generator an image, the outcome of an image is the same in every batch, up to the model's rounding."""
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """adversarial_BCHW in [0,1], of the images' dtype, within eps. The model is afterwards as it was."""

@@ -25,7 +25,8 @@ def power_step(weight: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def start_vectors(*shape: int) -> Tensor:
-    """Deterministic unit vectors (..., n) to start a power iteration from; the same on every rank and device."""
+    """Deterministic unit vectors (..., n) to start a power iteration from; on every rank and device the same, to
+    rounding."""
     generator = torch.Generator().manual_seed(0)
     start = torch.nn.functional.normalize(torch.randn(*shape, generator=generator, device="cpu"), dim=-1)
     return start.to(torch.get_default_device())

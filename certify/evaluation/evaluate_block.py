@@ -5,14 +5,13 @@ Letters: B images of a block, I those of them that are classified correctly. An 
 lose: it counts as broken by every attack.
 """
 
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 import zoo
 from attacks.attack import Attack
@@ -24,6 +23,7 @@ from certify.evaluation.refuted import Found, refuse
 from certify.evaluation.settings import Settings
 from certify.methods.bake import logit_differences
 from certify.rows.devices import DTYPES, InType, device_of
+from certify.rows.draws import draws
 from certify.rows.records import Row
 from certify.rows.workers import Batch
 
@@ -92,8 +92,8 @@ class EvaluateBlock:
         start = time.perf_counter()
         adversarial = images.clone()
         for part in self._parts(attack, index_I):
-            draws = [generator(self.settings.seed, keys[i]) for i in part.tolist()]
-            adversarial[part] = attack.run(self.attacked, images[part], labels[part], draws).to(images)
+            own = draws([keys[i] for i in part.tolist()], self.settings.seed)
+            adversarial[part] = attack.run(self.attacked, images[part], labels[part], own).to(images)
         seconds = (time.perf_counter() - start) / max(1, len(index_I))
         survives = correct & (torch.cat([self.model(x).argmax(1) for x in self._split(adversarial)]) == labels)
         l2_B, fooled = distance(adversarial, images, "l2").cpu(), (correct & ~survives).cpu()
@@ -111,18 +111,12 @@ class EvaluateBlock:
         return columns
 
     def _parts(self, attack: Attack, index_I: Tensor) -> Iterator[Tensor]:
-        """Indices of the images that go together: what they are decides nothing, but for attacks that draw for all."""
+        """Indices of the images that go together: beyond rounding it matters only to attacks that draw for all."""
         size = self.settings.block if attack.together else self.settings.batch_size
         return (part for part in index_I.split(size) if len(part))
 
     def _split(self, images: Tensor) -> tuple[Tensor, ...]:
         return images.split(self.settings.batch_size)
-
-
-def generator(seed: int, key: str) -> Generator:
-    """An image's own random numbers: whatever images come with it, in whatever order, on whatever machine."""
-    digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
-    return Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def in_dtype(model: nn.Module, dtype: str | None) -> nn.Module:

@@ -9,8 +9,9 @@ from certizoo import UserError
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of the evaluation. Outcomes depend on neither `batch_size` nor `workers` nor `device` beyond the
-    rounding of sums; those of attacks that draw for many images at once (AutoAttack) belong to `block`.
+    """What is asked of the evaluation. `batch_size`, `workers` and `device` change how sums are rounded and nothing
+    else: an outcome depends on them only where it lies within rounding of its boundary. Outcomes of attacks that draw
+    for many images at once (AutoAttack) belong to `block`.
 
     Attributes:
         protocol: its name; `attacks`: its entries, {name: {kind: ..., ...}}, eps in [0,1] pixel units.

@@ -18,6 +18,7 @@ from certify.api import certifier as certifier_of
 from certify.api import radius_of
 from certify.methods.breakdown import columns
 from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate
+from certify.rows.draws import draws
 from certify.rows.records import Row
 
 CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
@@ -80,7 +81,9 @@ def rows_of(
     costs: list[dict[str, float | None]] = [{} for _ in keys]
     if explain_at is not None and isinstance(analysis, Explained):
         costs = columns(analysis.breakdown(explain_at)) or costs
-    survives = {eps: _survives(served, images_BCHW, labels_B, replace(attack, norm="l2", eps=eps)) for eps in eps_grid}
+    survives = {
+        eps: _survives(served, keys, images_BCHW, labels_B, replace(attack, norm="l2", eps=eps)) for eps in eps_grid
+    }
     clean = analysis.clean
     margin_B = clean.margin_BJ.amin(-1)
     rows = []
@@ -106,9 +109,11 @@ def rows_of(
     return rows
 
 
-def _survives(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, attack: AttackConfig) -> Tensor:
-    """Which images the model still classifies correctly after the attack: (B,) bool. Its random starts are fixed."""
-    generator = torch.Generator().manual_seed(0)
-    adversarial_BCHW = attack.run(model, images_BCHW, labels_B, generator)
+def _survives(
+    model: nn.Module, keys: Sequence[str], images_BCHW: Tensor, labels_B: Tensor, attack: AttackConfig
+) -> Tensor:
+    """Which images the model still classifies correctly after the attack: (B,) bool. The random start of an image is
+    that of its key, so neither `batch_size` nor where a stopped run goes on decides it."""
+    adversarial_BCHW = attack.run(model, images_BCHW, labels_B, draws(keys))
     with torch.no_grad():
         return model(adversarial_BCHW).argmax(-1) == labels_B

@@ -19,7 +19,7 @@ class Settings:
     batch_size: int = 50
     attack: AttackConfig = DEFAULT_ATTACK
     served_dtype: str | None = None  # 'float32', 'bfloat16': of the model that is served; None: of the float64 function
-    workers: int = 1  # processes that share the images; the rows do not depend on it
+    workers: int = 1  # processes that share the images; the rows are the same to rounding
     device: str = "cpu"  # or 'cuda': every process takes the next GPU
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
+from tests.configs.test_configs import one_of_each_shape
 from tests.tools.launching import ROOT, TINY, environment
 from trainers import reshape
 from trainers.entry import launcher_argv
@@ -29,7 +30,7 @@ from trainers.steps.report import ROWS, Report
 from trainers.weights import saving
 from zoo.models.convnet import ConvNet
 
-RECIPES = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
+RECIPES = [name for _, name in one_of_each_shape()]
 
 
 # --- the command line ----------------------------------------------------------------------------------------------
@@ -83,7 +84,8 @@ def test_the_script_as_typed_says_what_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("entry", ["adv_train", "std_train"])
-def test_every_recipe_composes(entry: str, recipe: str) -> None:
+def test_every_shape_of_recipe_composes(entry: str, recipe: str) -> None:
+    """Every recipe composes to its model in tests/configs/test_configs.py."""
     config = compose_config(entry, [f"+model={recipe}", "data=digits"])
     assert config["model"]["name"] == recipe
     assert config["name"] == f"{recipe}-digits-s0"

@@ -228,7 +228,7 @@ def test_progress_is_an_evaluation_with_the_checkpoint_after_it(tmp_path: Path) 
 
 
 def test_a_trial_is_told_of_the_registry_by_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ps` shows a command line, and the configuration goes to MLflow. (All of it: test_tune_password_slow.py.)"""
+    """`ps` shows a command line, and the configuration goes to MLflow. (All of it: test_password_slow.py.)"""
     from tuning import driver
 
     begun: list[trial.Command] = []

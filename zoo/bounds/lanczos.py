@@ -14,7 +14,7 @@ For v uniform on the sphere of R^n the density of <u, v> is at most sqrt(n / 2 p
 and but for that chance ||A||^2 = lambda is at most the x >= max theta_i where p(x) = b_1 ... b_k / s: p grows beyond
 max theta_i. (The bound of Kuczynski and Wozniakowski 1992 is for the worst spectrum, this one for that which was met.)
 The start is drawn from a stream that is seeded by the image, so neither the batch nor the number of processes changes
-a certificate.
+a certificate by more than rounding.
 
 The bound holds for all k with the same <u, v>: the recurrence goes on, vector by vector, until it is close, and the
 chance to fail is that of one start all the same.

@@ -50,7 +50,8 @@ def test_two_processes_write_the_rows_of_one(handover: Path, digits: Path, tmp_p
         pd.read_parquet(tmp_path / name / "certificates.parquet").drop(columns=["seconds", "served_difference"])
         for name in ("one", "two")
     )
-    pd.testing.assert_frame_equal(one_table, two_table, rtol=1e-9)
+    # Radii and growths follow from weights that are normalised in float32, as a model is loaded.
+    pd.testing.assert_frame_equal(one_table, two_table, rtol=1e-5)
     for key in ("accuracy", "clean", "image_list_sha256", "weights_sha256"):
         assert one[key] == two[key]
 

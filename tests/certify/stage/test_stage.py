@@ -20,6 +20,7 @@ from certify.stage import run as stage
 from certizoo import UserError
 from registry import browse
 from shards import DataConfig
+from tests.tools.rounding import assert_same_to_rounding
 from zoo.models import catalog
 
 CONFIG: dict[str, Any] = {"name": "spec_vit_digits", "num_classes": 10, "img_size": 8, "in_chans": 1}
@@ -64,7 +65,7 @@ def test_a_start_that_was_cut_off_goes_on(handover: Path, digits: Path, tmp_path
         pd.read_parquet(f / "certificates.parquet").drop(columns=["seconds", "served_difference"])
         for f in (whole, again)
     )
-    pd.testing.assert_frame_equal(one, two, rtol=1e-9)
+    assert_same_to_rounding(one, two, rtol=1e-9)  # in float64; rows 26 to 40 come in a batch of other size
     for key in ("accuracy", "clean", "image_list_sha256", "weights_sha256"):
         assert result[key] == expected[key]
 

@@ -1,4 +1,4 @@
-"""Run by test_trainers_ema_slow.py under the launcher: the average of the weights at each ZeRO stage.
+"""Run by tests/trainers/weights/test_ema_slow.py under the launcher: the average of the weights at each ZeRO stage.
 
 Writes {variant: largest difference from the average written out in float64} to the file of the last argument.
 """

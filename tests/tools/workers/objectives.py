@@ -1,4 +1,5 @@
-"""Run by test_objectives_steps.py under the launcher: two real steps of every objective and option, on all ranks.
+"""Run by tests/trainers/objectives/test_steps.py under the launcher: two real steps of every objective and option, on
+all ranks.
 
 Writes {case: {"terms": of each step, "moved": the largest change of a weight, "apart": its difference between ranks,
 "off": from the oracle}} to the file of the last argument.

@@ -1,4 +1,4 @@
-"""Run by test_trainers_zero.py under the launcher: the same training, cut over ranks in many ways.
+"""Run by tests/trainers/engine/test_zero.py under the launcher: the same training, cut over ranks in many ways.
 
 Writes, for every way, how far it is from one plain PyTorch process with the same global batches: {way: {"loss": the
 largest difference of a loss, "weight": of a weight at the end, "sharded": the share of parameters that no rank holds

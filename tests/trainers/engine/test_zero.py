@@ -22,7 +22,7 @@ WAYS = {
 
 
 def differences(folder: Path, which: str) -> dict[str, dict[str, float]]:
-    """What zero_worker.py writes."""
+    """What tests/tools/workers/zero.py writes."""
     replaced = ("+model.drop_path_rate", "train.batch_size", "optimizer")
     tiny = [override for override in TINY if not override.startswith(replaced)]
     strong = [f"penalty.lambda_{branch}=0.1" for branch in "qkv"]  # a penalty counted twice must show
