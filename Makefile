@@ -6,7 +6,7 @@ export PATH := $(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
 CODE := certizoo zoo shards attacks certify registry trainers tuning tune.py benchmarks tests
 
-.PHONY: install demo test test-slow lint bench experiment ui clean
+.PHONY: install demo test test-slow test-attacks lint bench experiment ui clean
 
 install: .venv/installed
 
@@ -29,6 +29,10 @@ test: install
 
 test-slow: install
 	python -m pytest -m slow tests/$(PKG)
+
+# Hostile shards, hand-overs, run folders, spools, caches, configs, tags and servers: docs/security.md
+test-attacks: install
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m hostile tests/$(PKG)
 
 lint: install
 	ruff check $(CODE)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from certizoo.text import plain
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -12,10 +14,11 @@ EXIT_USER_ERROR = 2
 
 
 class UserError(Exception):
-    """A fault of input, configuration or surroundings. The message is one line: what is wrong, and the mend."""
+    """A fault of input, configuration or surroundings. The message is one line: what is wrong, and the mend. It may
+    quote texts from outside: nothing in it acts on a terminal."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        super().__init__(plain(" ".join(message.split())))
 
 
 def one_line_errors(main: Callable[P, R]) -> Callable[P, R]:

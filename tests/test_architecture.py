@@ -78,6 +78,7 @@ OF_CERTIFY = {"trainers": {"certify/stage", "certify/papers/paper_bounds.py"}}
 FILES_A_ROOM = 12  # besides __init__ and __main__
 # rooms of more files: how many, and why
 CROWDED = {
+    "certizoo": (13, "what all folders share, none larger than a page"),
     "zoo/attention": (13, "one file a variant, beside what all softmax attention shares"),
     "registry": (14, "small doors to one library, a verb each; none is opened with another"),
     "shards": (15, "a reader is a chain of small steps, one a file"),
