@@ -72,7 +72,7 @@ class AdjointAnalysis:
         self.clean, self.steps, self.chain, self.failure = clean, steps, chain, failure
         self.weight_BJ = pair_weights(head, clean.label_B)
         self.rivals_BR = clean.margin_BJ.argsort(-1)[:, :-1]  # the label's own margin is infinite
-        self._head, self._few, self._groups = head, few, dict[tuple[int, int], Rivals]()
+        self.head, self._few, self._groups = head, few, dict[tuple[int, int], Rivals]()
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
@@ -109,7 +109,7 @@ class AdjointAnalysis:
     def rivals(self, start: int, end: int) -> Rivals:
         """Every image's rivals of these ranks, 0 the closest; followed backwards when they are first asked for."""
         if (start, end) not in self._groups:
-            weight = self._head.weight
+            weight = self.head.weight
             g_RBD = weight[self.clean.label_B] - weight[self.rivals_BR[:, start:end].mT]
             self._groups[start, end] = Rivals(self.chain, g_RBD, self._few)
         return self._groups[start, end]
@@ -134,7 +134,7 @@ class AdjointAnalysis:
         """The share of every node's remainder, and of the gradient at the image, in the loss of the binding class."""
         radii = self.radii(per_image(eps, self.clean))
         _, binding_B = self.losses(radii)
-        weight = self._head.weight
+        weight = self.head.weight
         g_1BD = (weight[self.clean.label_B] - weight[binding_B])[None]
         image_B = torch.arange(len(binding_B), device=binding_B.device)
         _, pairs = Rivals(self.chain, g_1BD, self._few).pairs(torch.zeros_like(image_B), image_B)

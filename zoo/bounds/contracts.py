@@ -37,6 +37,50 @@ class Activation(Protocol):
     def beta(self, z_PNH: Tensor, s_H: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
         """(P,) never below (sum (s_h R_h)^2)^(1/2)."""
 
+    def parabola(self, z: Tensor, w: Tensor, reach: Tensor) -> Tensor:
+        """c >= 0 with -w_h R_h <= c_h d_h^2 / 2 for |d_h| <= reach_h."""
+
+    def chord(self, z: Tensor, reach: Tensor) -> Tensor:
+        """k >= 0 with |R_h| <= k_h |d_h| for |d_h| <= reach_h."""
+
+
+@dataclass(frozen=True)
+class QuadraticForm:
+    """H -> <H, C H> with C >= 0, C of them for each of B. `largest` (C, B) is never below lambda_max(C)."""
+
+    apply: Callable[[Tensor], Tensor]  # v (C, B, *x) -> C v
+    largest: Tensor
+
+
+class Forms(Protocol):
+    """The remainder R = B r of a module around one clean batch, in quadratic forms of the change H of its input. They
+    hold while every functional <a, H> of some, one an entry of (B, ...), stays within its `reach`."""
+
+    @property
+    def sizes(self) -> Tensor:
+        """|a| of all functionals, to be broadcast."""
+        ...
+
+    def squares(self, probes: Tensor) -> Tensor:
+        """sum_m <a, v_m>^2 for vectors v (M, B, *x): (B, ...)."""
+        ...
+
+    def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
+        """g (C, B, *y): -<g, R(H)> <= <H, C H> / 2."""
+        ...
+
+    def of_rest(self, reach: Tensor) -> QuadraticForm:
+        """|r(H)|^2 <= <H, C H>; one for each of B."""
+        ...
+
+    def spread(self, r: Tensor) -> Tensor:
+        """B r, r (C, B, ...)."""
+        ...
+
+    def collect(self, g: Tensor) -> Tensor:
+        """B^T g, g (C, B, *y)."""
+        ...
+
 
 @dataclass(frozen=True)
 class Expansion:
@@ -51,6 +95,9 @@ class Expansion:
     own_push: Callable[[Tensor], Tensor] | None = None
     own_gram: Callable[[Tensor], Tensor] | None = None
     affine: bool = False  # no remainder
+    forms: Forms | None = None
+    parts: tuple["Expansion", ...] = ()  # of a composition, in their order; and whether the input is added to it
+    skip: bool = False
 
     def push(self, v: Tensor) -> Tensor:
         """v (C, B, *x) -> J v (C, B, *y)."""

@@ -132,7 +132,7 @@ def composition(parts: Sequence[Node]) -> Expand:
             return lambda r: reduce(torch.add, (term(e) for term, e in zip(terms, radii(bounds, r), strict=True)))
 
         gain_B = torch.stack([expansion.gain_B for expansion in expansions]).prod(0)
-        return Expansion(x, gain_B, beta, remainder, pull, push)
+        return Expansion(x, gain_B, beta, remainder, pull, push, parts=tuple(expansions))
 
     return expand
 
@@ -149,6 +149,8 @@ def residual_expansion(branch: Expand) -> Expand:
             inner.remainder,
             lambda g: g + inner.pull(g),
             lambda v: v + inner.push(v),
+            parts=inner.parts or (inner,),
+            skip=True,
         )
 
     return expand

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bounds.activations import activation_of, lipschitz, slope_range
-from zoo.bounds.contracts import Activation, Bound, Expand, Expansion, LambdaMax, Layer
+from zoo.bounds.contracts import Activation, Bound, Expand, Expansion, LambdaMax, Layer, QuadraticForm
 from zoo.bounds.facts import Facts, M
 from zoo.bounds.rules import scaled
 
@@ -29,6 +29,43 @@ class Form:
     scales_H: Tensor
     norm: Tensor
     lambda_max: LambdaMax
+
+
+@dataclass(frozen=True)
+class UnitForms:
+    """The quadratic forms of units d = W_1 H, R = W_2 R_sigma: sums of c_h d_h^2. See `Forms` in contracts.py, with
+    r = S R_sigma and B = W_2 S^{-1}. Linear maps of (C, B, ...): units for W_1, outputs for W_2, and the transposes."""
+
+    activation: Activation
+    form: Form
+    z_BNH: Tensor
+    units: Callable[[Tensor], Tensor]  # *x -> N, H
+    units_T: Callable[[Tensor], Tensor]
+    outputs: Callable[[Tensor], Tensor]  # N, H -> *y
+    outputs_T: Callable[[Tensor], Tensor]
+
+    @property
+    def sizes(self) -> Tensor:
+        return self.form.lengths_H
+
+    def squares(self, probes: Tensor) -> Tensor:
+        return self.units(probes).square().sum(0)
+
+    def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
+        return self._form(self.activation.parabola(self.z_BNH, self.outputs_T(g), reach))
+
+    def of_rest(self, reach: Tensor) -> QuadraticForm:
+        return self._form((self.form.scales_H * self.activation.chord(self.z_BNH, reach)).square()[None])
+
+    def spread(self, r: Tensor) -> Tensor:
+        return self.outputs(r / self.form.scales_H)
+
+    def collect(self, g: Tensor) -> Tensor:
+        return self.outputs_T(g) / self.form.scales_H
+
+    def _form(self, c_CBNH: Tensor) -> QuadraticForm:
+        largest_P = self.form.lambda_max(c_CBNH.amax(2, keepdim=True).flatten(0, 1))
+        return QuadraticForm(lambda v: self.units_T(c_CBNH * self.units(v)), largest_P.view(c_CBNH.shape[:2]))
 
 
 def units_beta(activation: Activation, form: Form, z_BNH: Tensor) -> Bound:
@@ -74,7 +111,13 @@ def elementwise(module: nn.Module, activation: Activation) -> Expand:
     def largest(c_PNH: Tensor) -> Tensor:
         return c_PNH.amax((-2, -1)).clamp_min(0)
 
+    def rows(v: Tensor) -> Tensor:
+        return v.flatten(2).unsqueeze(2)
+
     def expand(x: Tensor) -> Expansion:
+        def back(d: Tensor) -> Tensor:
+            return d.view(-1, *x.shape)
+
         one, z_B1H = x.new_ones(()), x.flatten(1).unsqueeze(1)
         form, slope = Form(one, one, one, largest), activation.slope(z_B1H).view(x.shape)
         return Expansion(
@@ -84,6 +127,7 @@ def elementwise(module: nn.Module, activation: Activation) -> Expand:
             lambda g: units_remainder(activation, form, z_B1H, g.flatten(2).unsqueeze(2)),
             lambda g: g * slope,
             lambda v: v * slope,
+            forms=UnitForms(activation, form, z_B1H, rows, back, back, rows),
         )
 
     return expand

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zoo.arithmetic import U
 from zoo.bounds.contracts import Activation, Expand, Expansion, LambdaMax
-from zoo.bounds.elementwise import Form, units_beta, units_remainder
+from zoo.bounds.elementwise import Form, UnitForms, units_beta, units_remainder
 from zoo.bounds.lanczos import ritz
 from zoo.spectral import sigma_upper, start_vectors
 
@@ -61,6 +61,15 @@ def fused(
             lambda g: units_remainder(activation, form, z_BNH, g.flatten(2, -2) @ w_2_DH),
             lambda g: skip * g + (g @ w_2_DH * slope) @ w_1_HD,
             lambda v: skip * v + (v @ w_1_HD.mT * slope) @ w_2_DH.mT,
+            forms=UnitForms(
+                activation,
+                form,
+                z_BNH,
+                lambda v: (v @ w_1_HD.mT).flatten(2, -2),
+                lambda d: (d @ w_1_HD).view(-1, *x.shape),
+                lambda r: (r @ w_2_DH.mT).view(-1, *x.shape),
+                lambda g: g.flatten(2, -2) @ w_2_DH,
+            ),
         )
 
     return expand

@@ -40,12 +40,12 @@ HALVINGS = 50  # of an interval less than 100 times as long as its lower end
 Map = Callable[[Tensor], Tensor]
 
 
-def starts(images_BCHW: Tensor, shape: torch.Size) -> Tensor:
-    """One Gaussian vector (B, *shape) an image, drawn from a stream that its pixels seed."""
+def starts(images_BCHW: Tensor, shape: torch.Size, word: str = "") -> Tensor:
+    """One Gaussian vector (B, *shape) an image, drawn from a stream that its pixels seed, and a word."""
     drawn = []
     for image_CHW in images_BCHW:
         pixels = image_CHW.detach().cpu().double().contiguous().numpy().tobytes()
-        seed = int.from_bytes(hashlib.sha256(pixels).digest()[:7], "big")
+        seed = int.from_bytes(hashlib.sha256(pixels + word.encode()).digest()[:7], "big")
         drawn.append(torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
     return torch.stack(drawn).to(images_BCHW.device)
 

@@ -1,0 +1,89 @@
+"""The modules of a chain laid out flat, those inside residual branches too: vectors pushed and pulled through all.
+
+    FORK  leaf  leaf  JOIN  leaf ...          a residual sum x + f_2(f_1(x)), then f_3
+
+A leaf is an expansion without parts; its place on the tape is its name. Remainders enter at the outputs of leaves:
+B r where the leaf has forms, R itself where it has none.
+
+Letters: B images, C vectors of each.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zoo.bounds.contracts import Expansion
+
+Mark = Literal["FORK", "JOIN"]
+Vectors = dict[int, Tensor]  # one (C, B, ...) a leaf
+
+
+class Tape:
+    """Around one clean batch."""
+
+    def __init__(self, chain: Sequence[Expansion]) -> None:
+        self._ops = [op for expansion in chain for op in _laid_out(expansion)]
+        self.leaves = {at: op for at, op in enumerate(self._ops) if isinstance(op, Expansion)}
+        self.bent = [at for at, leaf in self.leaves.items() if not leaf.affine]
+
+    def push(self, v: Tensor | None, entering: Mapping[int, Tensor], last: int) -> Vectors:
+        """v (C, B, *image) at the image, if any, and what enters at the outputs of leaves: what comes by at the input
+        of every leaf up to `last`, where something has come so far."""
+        skips, seen = list[Tensor | None](), Vectors()
+        for at, op in enumerate(self._ops[: last + 1]):
+            if op == "FORK":
+                skips.append(v)
+            elif op == "JOIN":
+                v = _sum(v, skips.pop())
+            else:
+                if v is not None:
+                    seen[at] = v
+                    v = op.push(v) if at < last else None
+                if at in entering:
+                    v = _sum(v, self._spread(op, entering[at]))
+        return seen
+
+    def pull(self, g: Tensor | None, joining: Mapping[int, Tensor]) -> tuple[Tensor | None, Vectors]:
+        """The transpose: g (C, B, *y) at the end, if any, and what joins at the inputs of leaves: what arrives at the
+        image, and what comes by at the output of every leaf."""
+        skips, seen = list[Tensor | None](), Vectors()
+        for at in range(len(self._ops) - 1, -1, -1):
+            op = self._ops[at]
+            if op == "JOIN":
+                skips.append(g)
+            elif op == "FORK":
+                g = _sum(g, skips.pop())
+            else:
+                if g is not None:
+                    seen[at] = g
+                    g = op.pull(g)
+                if at in joining:
+                    g = _sum(g, joining[at])
+        return g, seen
+
+    def collected(self, seen: Mapping[int, Tensor], at: int) -> Tensor:
+        """B^T g of a leaf."""
+        forms = self.leaves[at].forms
+        return seen[at] if forms is None else forms.collect(seen[at])
+
+    def room(self, at: int) -> torch.Size:
+        """The shape of a remainder r of one image."""
+        y = self.leaves[at].y
+        return self.collected({at: y[None]}, at).shape[2:]
+
+    @staticmethod
+    def _spread(leaf: Expansion, r: Tensor) -> Tensor:
+        return r if leaf.forms is None else leaf.forms.spread(r)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
+
+
+def _laid_out(expansion: Expansion) -> list[Expansion | Mark]:
+    if not expansion.parts:
+        return [expansion]
+    inner = [op for part in expansion.parts for op in _laid_out(part)]
+    return ["FORK", *inner, "JOIN"] if expansion.skip else inner
