@@ -10,6 +10,7 @@ OUT/refuted/             the images of a wrong certificate, if one was caught
 """
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from certify.evaluation import accuracies, checks, leaderboard, tables
 from certify.evaluation.evaluate_block import EvaluateBlock
 from certify.evaluation.settings import Settings
 from certify.rows import images, records, runner
+from certify.rows.draws import nonce_of
 from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, image_facts, model_facts, subject_of
 
@@ -36,6 +38,7 @@ def run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, 
     Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings.
     Raises UnsoundCertificate, with the image kept, where an attack succeeds within a certified radius.
     """
+    settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS))
     make = partial(EvaluateBlock, handover, settings, out)
     own = make()  # refuses what cannot be done before anything is written
     listed = images.image_list(data, settings.images, settings.block)
@@ -60,6 +63,7 @@ def _asked(settings: Settings) -> Summary:
         "protocol": settings.protocol,
         "attacks": {name: dict(options) for name, options in settings.attacks.items()},
         "method": settings.method,
+        "nonce": settings.nonce,
         "block": settings.block,
         "seed": settings.seed,
         "attack_dtype": settings.attack_dtype,

@@ -40,6 +40,7 @@ from certify.methods.certificate import (
 from certify.methods.correct import OfCorrect, of_correct
 from certify.methods.operator_norms import operator_norms
 from zoo.arithmetic import nan_to_inf, product
+from zoo.bounds import lanczos
 from zoo.bounds.contracts import Bound
 from zoo.bounds.curvature import trunk_of
 
@@ -152,11 +153,14 @@ def groups(ranks: int) -> Iterator[tuple[int, int]]:
 class Adjoint:
     """The certifier of one model: weights are measured once, here; images by `analyse`; eps by `AdjointAnalysis.at`.
 
-    Raises NoRule for a model with a module that has no rule of first or of second order.
+    `nonce` chooses the random starts of norms (zoo/bounds/lanczos.py); None: one that is drawn now. Raises NoRule for
+    a model with a module that has no rule of first or of second order.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, nonce: str | None = None) -> None:
         self.baked = bake(model)
+        self.nonce = nonce or lanczos.new_nonce()
+        self._seed = lanczos.seed_of(self.baked, self.nonce)
         self.nodes, self.head = trunk_of(self.baked)
         self.names = names(self.baked, [layer for layer, _ in self.nodes])
 
@@ -182,7 +186,7 @@ class Adjoint:
             expansions.append(expand(points[-1]))
             points.append(expansions[-1].y)
         same_function(self.head(points[-1]), clean)
-        norms = operator_norms(expansions, images_BCHW)
+        norms = operator_norms(expansions, images_BCHW, self._seed)
         terms = zip(self.names, lips, expansions, norms.nodes, norms.products, strict=True)
         steps = [Step(name, lip, expanded.beta, norm_B, prefix_B) for name, lip, expanded, norm_B, prefix_B in terms]
         chain = Chain([expand for _, expand in self.nodes], points, expansions)

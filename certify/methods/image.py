@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from certify.methods.adjoint import Adjoint, AdjointAnalysis, groups
-from certify.methods.certificate import Breakdown, Certificate, Clean, decide_by, gaps, per_image
+from certify.methods.certificate import Breakdown, Certificate, Clean, binding_class, decide_by, gaps, per_image
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import Forms, QuadraticForm
 from zoo.bounds.tape import Tape
 
-PROBES = 256  # random vectors that find how far a unit reaches: half as much again as it does
+PROBES = 512  # random vectors that find how far a unit reaches: a third more than it does
 PROBE_BYTES = 2**27  # memory for those that are pushed at once, about
 PROBE_FAILURE = 1e-11  # the chance that one reach of an image is too small
 
@@ -56,8 +56,9 @@ class ImageAnalysis:
     """Of a batch of correct images: every eps is answered by the adjoint analysis first, and what that leaves open by
     forms on the ball of images, the closest rival first."""
 
-    def __init__(self, inner: AdjointAnalysis, images_BCHW: Tensor) -> None:
+    def __init__(self, inner: AdjointAnalysis, images_BCHW: Tensor, seed: bytes) -> None:
         self.inner, self.images, self.tape = inner, images_BCHW, Tape(inner.chain.expansions)
+        self._seed = seed
         self._runs = 0  # of Lanczos, of an image
 
     @property
@@ -82,31 +83,25 @@ class ImageAnalysis:
     def _sharper(self, eps_B: Tensor, loss_BJ: Tensor, class_B: Tensor) -> tuple[Tensor, Tensor]:
         """The losses again, those of open rivals on the ball of images: until one of an image stays open."""
         margin_BJ = self.clean.margin_BJ
-        still_BJ = ~(gaps(margin_BJ, loss_BJ) > 0) & torch.isfinite(margin_BJ) & (eps_B > 0)[:, None]
-        rivals_BR = torch.where(still_BJ, margin_BJ, torch.inf).argsort(-1)
-        count_B = still_BJ.sum(-1)
-        rho: Sizes | None = None
+        open_BJ = ~(gaps(margin_BJ, loss_BJ) > 0) & torch.isfinite(margin_BJ) & (eps_B > 0)[:, None]
+        rivals_BR = torch.where(open_BJ, margin_BJ, torch.inf).argsort(-1)
+        count_B, lost_B, rho = open_BJ.sum(-1), torch.zeros_like(self.clean.correct_B), dict[int, Tensor]()
         for start, end in groups(int(count_B.max()) if len(count_B) else 0):
-            rank_C = torch.arange(start, end, device=eps_B.device)
-            asked_CB = (rank_C[:, None] < count_B) & (count_B > 0)
-            if not bool(asked_CB.any()):
-                break
             class_CB = rivals_BR[:, start:end].mT
+            asked_CB = (torch.arange(start, end, device=eps_B.device)[:, None] < count_B) & ~lost_B
             margin_CB, old_CB = (t.gather(1, class_CB.mT).mT for t in (margin_BJ, loss_BJ))
             g_0, g = self._gradients(class_CB)
             first_CB = product(torch.linalg.vector_norm(g_0.flatten(2), dim=-1), eps_B)
-            hopeful_B = (asked_CB & (gaps(margin_CB, first_CB) > 0) | ~asked_CB).all(0) & asked_CB.any(0)
-            found_CB = first_CB.new_full(first_CB.shape, torch.inf)
-            if bool(hopeful_B.any()):
+            asked_CB &= (~asked_CB | (gaps(margin_CB, first_CB) > 0)).all(0)  # what no remainder can mend stays
+            if bool(asked_CB.any()):
                 rho = rho or self._rests(eps_B)
                 found_CB = nan_to_inf(first_CB + self._remainders(g, eps_B, rho, start))
-            found_CB = torch.where(asked_CB & hopeful_B, torch.minimum(found_CB, old_CB), old_CB)
-            loss_BJ = loss_BJ.scatter(1, class_CB.mT, found_CB.mT)
-            lost_CB = asked_CB & ~(gaps(margin_CB, found_CB) > 0)
-            worst_B = class_CB.gather(0, torch.where(lost_CB, found_CB - margin_CB, -torch.inf).argmax(0)[None])[0]
-            class_B = torch.where(lost_CB.any(0), worst_B, class_B)
-            count_B = torch.where(lost_CB.any(0), 0, count_B)  # lost: the others need no answer
-        return loss_BJ, class_B
+                loss_CB = torch.where(asked_CB, torch.minimum(found_CB, old_CB), old_CB)
+                loss_BJ = loss_BJ.scatter(1, class_CB.mT, loss_CB.mT)
+            still_BJ = ~(gaps(margin_BJ, loss_BJ) > 0) & open_BJ
+            lost_B = lost_B | still_BJ.gather(1, class_CB.mT).any(-1)
+        won_B = open_BJ.any(-1) & ~lost_B
+        return loss_BJ, torch.where(won_B, binding_class(self.clean, loss_BJ), class_B)
 
     def _gradients(self, class_CB: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """Of the margins over these classes: at the image, and at the output of every leaf."""
@@ -150,7 +145,8 @@ class ImageAnalysis:
     def _reach(self, at: int, eps_B: Tensor, rho: Sizes) -> Tensor:
         """Of the functionals of its forms (B, ...)."""
         lengths, forms = self._lengths[at], self.tape.leaves[at].forms
-        assert forms is not None and lengths.reach_by_image is not None
+        assert forms is not None
+        assert lengths.reach_by_image is not None
         whole = [(lengths.reach_by_image, eps_B), *((by, rho[k]) for k, by in lengths.reach_by_rest.items())]
         return torch.stack(torch.broadcast_tensors(*(product(by, _beside(size_B, by)) for by, size_B in whole))).sum(0)
 
@@ -162,11 +158,12 @@ class ImageAnalysis:
             g, _ = self.tape.pull(None, self._applied(forms, self.tape.push(v, {}, last)))
             return torch.zeros_like(v) if g is None else g
 
-        word = f"{word} {eps_B.tolist()}"
-        total_CB = product(self._norms(by_image, self.images.shape[1:], count, word), eps_B)
+        total_CB = product(self._norms(by_image, self.images.shape[1:], count, word, eps_B), eps_B)
         sources = {k: rho[k] for k in rho if k < last}
         if not any(bool((size_B > 0).any()) for size_B in sources.values()):
             return total_CB
+        unknown_B = torch.stack([torch.isinf(size_B) for size_B in sources.values()]).any(0)
+        sources = {k: torch.where(unknown_B, 0.0, size_B) for k, size_B in sources.items()}
         # Of several maps in one norm: |sum_k F_k r_k| <= (sum_k t_k)^(1/2) ||[F_k rho_k / t_k^(1/2)]||, for all t > 0.
         share = {
             k: (product(size_B, self._lengths[last].by_rest[k])).clamp_min(1e-200) for k, size_B in sources.items()
@@ -182,8 +179,9 @@ class ImageAnalysis:
             return torch.cat(back, -1)
 
         width = torch.Size([sum(room.numel() for room in rooms.values())])
-        norm_CB = self._norms(by_rest, width, count, f"{word} by rest")
-        return total_CB + product(norm_CB, torch.stack(list(share.values())).sum(0).sqrt())
+        norm_CB = self._norms(by_rest, width, count, f"{word} by rest", eps_B)
+        total_CB = total_CB + product(norm_CB, torch.stack(list(share.values())).sum(0).sqrt())
+        return torch.where(unknown_B, torch.inf, total_CB)
 
     @staticmethod
     def _applied(forms: dict[int, QuadraticForm], seen: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -206,7 +204,7 @@ class ImageAnalysis:
                 for k in fronts
                 if at in formed
             }
-            radius_B = self._seminorm(whole, torch.ones_like(self.images[:, 0, 0, 0]), {}, 1, f"input {at}")[0]
+            radius_B = self._seminorm(whole, self._one, {}, 1, f"input {at}")[0]
             found[at] = Lengths(radius_B, norms, by_image.get(at), reach)
         return found
 
@@ -222,7 +220,7 @@ class ImageAnalysis:
             seen = self.tape.push(None, {start: v}, stop)
             return self.tape.collected(self.tape.pull(None, {stop: seen[stop]})[1], start)
 
-        return self._norms(gram, self.tape.room(start), 1, f"{start} to {stop}")[0]
+        return self._norms(gram, self.tape.room(start), 1, f"{start} to {stop}", torch.zeros_like(self._one))[0]
 
     def _reaches(self, formed: dict[int, Forms], source: int | None, share: float) -> dict[int, Tensor]:
         """Lengths of the functionals of all leaves behind the source, seen from there. Of a Gaussian vector v of the
@@ -233,17 +231,30 @@ class ImageAnalysis:
             return {}
         room = self.images.shape[1:] if source is None else self.tape.room(source)
         few, squares = max(1, PROBE_BYTES // (32 * self.images.shape[0] * room.numel())), dict[int, Tensor]()
-        start_BM = lanczos.starts(self.images, torch.Size([PROBES, *room]), f"probes {source}")
+        start_BM = self._starts(torch.Size([PROBES, *room]), f"probes {source}", self._one)
         for probes in start_BM.movedim(1, 0).split(few):
-            seen = self.tape.push(*((probes, {}) if source is None else (None, {source: probes})), max(behind))
+            at_image, entering = (probes, {}) if source is None else (None, {source: probes})
+            seen = self.tape.push(at_image, entering, max(behind))
             for at in behind:
                 squares[at] = formed[at].squares(seen[at]) + squares.get(at, 0.0)
         return {at: (found / share).sqrt() for at, found in squares.items()}
 
-    def _norms(self, gram: Callable[[Tensor], Tensor], room: torch.Size, count: int, word: str) -> Tensor:
-        """(C, B), from a start vector of its own: what another one found has chosen these maps."""
+    def _norms(
+        self, gram: Callable[[Tensor], Tensor], room: torch.Size, count: int, word: str, eps_B: Tensor
+    ) -> Tensor:
+        """(C, B), C = `count`."""
         self._runs += count
-        return lanczos.norms(gram, lanczos.starts(self.images, room, word), count)
+        return lanczos.norms(gram, self._starts(room, word, eps_B), count)
+
+    def _starts(self, room: torch.Size, word: str, eps_B: Tensor) -> Tensor:
+        """(B, *room), of a stream of their own for every purpose and eps: what was found with one start chooses the
+        maps that others measure, and the next eps of a search."""
+        chosen_by = torch.cat([self.images.flatten(1), eps_B[:, None]], 1)
+        return lanczos.starts(chosen_by, room, self._seed + word.encode())
+
+    @property
+    def _one(self) -> Tensor:
+        return torch.ones_like(self.images[:, 0, 0, 0])
 
 
 def _beside(size_B: Tensor, whole: Tensor) -> Tensor:
@@ -265,7 +276,7 @@ def least_square_sum(count: int, chance: float) -> float:
 
 
 class Image(Adjoint):
-    """The certifier of one model. Raises NoRule for a model with a module that has no rule of first or of second order."""
+    """The certifier of one model, as `Adjoint` is. Raises NoRule likewise."""
 
     def expand(self, images_BCHW: Tensor, clean: Clean) -> ImageAnalysis:  # type: ignore[override]
-        return ImageAnalysis(super().expand(images_BCHW, clean), images_BCHW)
+        return ImageAnalysis(super().expand(images_BCHW, clean), images_BCHW, self._seed)

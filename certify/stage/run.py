@@ -8,7 +8,7 @@ OUT/card.md               the model card of the registry
 OUT/report.html           all of it on one page, with the borderline images
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import shards
 from certify.methods.breakdown import averaged
 from certify.methods.certificate import SLACK
 from certify.rows import images, records, runner
+from certify.rows.draws import nonce_of
 from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, image_facts, model_facts, subject_of
 from certify.stage import report, reproduce, tables
@@ -45,6 +46,7 @@ def run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, 
     Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings.
     `progress(done, total)` is called after every batch.
     """
+    settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS))
     make = partial(CertifyBatch, handover, settings)
     own = make()  # refuses what cannot be certified before anything is written
     listed = images.image_list(data, settings.images, settings.batch_size)
@@ -65,6 +67,7 @@ def _asked(settings: Settings) -> Summary:
     """What decides the rows besides weights and images."""
     return {
         "method": settings.method,
+        "nonce": settings.nonce,
         "served_dtype": settings.served_dtype,
         "eps": list(settings.eps),
         "headline_eps": settings.headline_eps,

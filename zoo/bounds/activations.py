@@ -82,11 +82,12 @@ class Smooth:
         return 0.5 * r_P * lambda_max(_of_all(kappa_PNH * m_PN1)).sqrt()
 
     def parabola(self, z: Tensor, w: Tensor, reach: Tensor) -> Tensor:
+        """c >= 0 with -w_h R_h <= c_h d_h^2 / 2."""
         lo, hi = range_of_second(self, z, reach)
         return (-torch.minimum(w * lo, w * hi)).clamp_min(0)
 
     def chord(self, z: Tensor, reach: Tensor) -> Tensor:
-        """kappa D / 2, or the range of slopes."""
+        """k with |R_h| <= k_h |d_h|: kappa D / 2, or the range of slopes."""
         lo, hi = range_of_second(self, z, reach)
         return (0.5 * torch.maximum(-lo, hi) * reach).clamp_max(slope_range(self))
 
@@ -136,7 +137,10 @@ class Hinge:
         """docs/proofs.md#kinks, with the thresholds of `hinges`; and v (|d| - k)_+ <= v (1 - k/D) |d| = u |d| with
 
         sum_h u_h |d_h| <= ( sum_h u_h  sum_h u_h d_h^2 )^(1/2)     per token, tokens by Cauchy."""
-        v_PNH, k_PNH = self._kinks(z_PNH, w_PNH)
+        none = torch.full_like(z_PNH, torch.inf)
+        rising = torch.where(z_PNH < self.theta, z_PNH.abs(), none)
+        falling = torch.where(z_PNH > 0, (z_PNH - self.theta).abs(), none)
+        v_PNH, k_PNH = w_PNH.abs() * (self.theta > 0), torch.where(w_PNH < 0, rising, falling)
         u_PNH = v_PNH * _beyond(k_PNH, reach_PNH)
         square = r_P.square()[:, None, None]
         cauchy = r_P * (lambda_max(u_PNH) * u_PNH.sum((-2, -1))).sqrt()
@@ -144,35 +148,13 @@ class Hinge:
 
     def beta(self, z_PNH: Tensor, s_H: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
         """|R_h| <= (|d_h| - k_h)_+ <= (1 - k_h / D_h)_+ |d_h|, k the distance to the nearest kink."""
-        return r_P * lambda_max((s_H * self.chord(z_PNH, reach_PNH)).square()).sqrt()
-
-    def chord(self, z: Tensor, reach: Tensor) -> Tensor:
-        k = torch.minimum(z.abs(), (z - self.theta).abs())
-        return (self.theta > 0) * _beyond(k, reach)
-
-    def parabola(self, z: Tensor, w: Tensor, reach: Tensor) -> Tensor:
-        """v (|d| - k)_+ <= v d^2 / (4 k), v d^2 (D - k) / D^2 if D <= 2 k."""
-        v, k = self._kinks(z, w)
-        return 2 * v * _parabola(k, reach)
-
-    def _kinks(self, z: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """v and k, see above."""
-        none = torch.full_like(z, torch.inf)
-        rising = torch.where(z < self.theta, z.abs(), none)
-        falling = torch.where(z > 0, (z - self.theta).abs(), none)
-        return w.abs() * (self.theta > 0), torch.where(w < 0, rising, falling)
+        k_PNH = torch.minimum(z_PNH.abs(), (z_PNH - self.theta).abs())
+        return r_P * lambda_max(((self.theta > 0) * s_H * _beyond(k_PNH, reach_PNH)).square()).sqrt()
 
 
 def _beyond(k: Tensor, reach: Tensor) -> Tensor:
     """(1 - k / D)_+, and 0 where D = 0."""
     return torch.where(reach > k, 1 - k / reach, torch.zeros_like(k))
-
-
-def _parabola(k: Tensor, reach: Tensor) -> Tensor:
-    """c with (|d| - k)_+ <= c d^2 for |d| <= reach; 0 where k >= reach."""
-    inside = torch.where(reach > k, k, 0.0)  # finite
-    c = torch.where(reach > 2 * inside, 1 / (4 * inside), (reach - inside) / reach.square())
-    return torch.where(reach > k, c, 0.0)
 
 
 def hinges(v: Tensor, k: Tensor, reach: Tensor, r: Tensor, form: LambdaMax) -> Tensor:
@@ -190,7 +172,8 @@ def hinges(v: Tensor, k: Tensor, reach: Tensor, r: Tensor, form: LambdaMax) -> T
     zero, r_11 = torch.zeros_like(v), r[..., None, None]
     share = r_11 * v / torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True).clamp_min(1e-300)
     live = (reach > k) & (v > 0)
-    low, k = _parabola(k, reach), torch.where(live, k, zero)  # finite
+    k = torch.where(live, k, zero)  # finite
+    low = torch.where(reach > 2 * k, 1 / (4 * k), (reach - k) / reach.square())
     best = torch.full_like(r, torch.inf)
     for tau in THRESHOLDS:
         t = torch.minimum(tau * share, reach)

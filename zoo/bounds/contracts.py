@@ -37,12 +37,6 @@ class Activation(Protocol):
     def beta(self, z_PNH: Tensor, s_H: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
         """(P,) never below (sum (s_h R_h)^2)^(1/2)."""
 
-    def parabola(self, z: Tensor, w: Tensor, reach: Tensor) -> Tensor:
-        """c >= 0 with -w_h R_h <= c_h d_h^2 / 2 for |d_h| <= reach_h."""
-
-    def chord(self, z: Tensor, reach: Tensor) -> Tensor:
-        """k >= 0 with |R_h| <= k_h |d_h| for |d_h| <= reach_h."""
-
 
 @dataclass(frozen=True)
 class QuadraticForm:

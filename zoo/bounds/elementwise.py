@@ -5,11 +5,12 @@ Letters as in activations.py: B images, C classes, P pairs (class, image), N tok
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zoo.bounds.activations import activation_of, lipschitz, slope_range
+from zoo.bounds.activations import Smooth, activation_of, lipschitz, slope_range
 from zoo.bounds.contracts import Activation, Bound, Expand, Expansion, LambdaMax, Layer, QuadraticForm
 from zoo.bounds.facts import Facts, M
 from zoo.bounds.rules import scaled
@@ -36,7 +37,7 @@ class UnitForms:
     """The quadratic forms of units d = W_1 H, R = W_2 R_sigma: sums of c_h d_h^2. See `Forms` in contracts.py, with
     r = S R_sigma and B = W_2 S^{-1}. Linear maps of (C, B, ...): units for W_1, outputs for W_2, and the transposes."""
 
-    activation: Activation
+    activation: Smooth
     form: Form
     z_BNH: Tensor
     units: Callable[[Tensor], Tensor]  # *x -> N, H
@@ -66,6 +67,11 @@ class UnitForms:
     def _form(self, c_CBNH: Tensor) -> QuadraticForm:
         largest_P = self.form.lambda_max(c_CBNH.amax(2, keepdim=True).flatten(0, 1))
         return QuadraticForm(lambda v: self.units_T(c_CBNH * self.units(v)), largest_P.view(c_CBNH.shape[:2]))
+
+
+def unit_forms(activation: Activation, *units: Any) -> UnitForms | None:
+    """Those of smooth activations: no parabola lies above a kink."""
+    return UnitForms(activation, *units) if isinstance(activation, Smooth) else None
 
 
 def units_beta(activation: Activation, form: Form, z_BNH: Tensor) -> Bound:
@@ -127,7 +133,7 @@ def elementwise(module: nn.Module, activation: Activation) -> Expand:
             lambda g: units_remainder(activation, form, z_B1H, g.flatten(2).unsqueeze(2)),
             lambda g: g * slope,
             lambda v: v * slope,
-            forms=UnitForms(activation, form, z_B1H, rows, back, back, rows),
+            forms=unit_forms(activation, form, z_B1H, rows, back, back, rows),
         )
 
     return expand

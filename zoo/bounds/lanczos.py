@@ -13,8 +13,9 @@ For v uniform on the sphere of R^n the density of <u, v> is at most sqrt(n / 2 p
 
 and but for that chance ||A||^2 = lambda is at most the x >= max theta_i where p(x) = b_1 ... b_k / s: p grows beyond
 max theta_i. (The bound of Kuczynski and Wozniakowski 1992 is for the worst spectrum, this one for that which was met.)
-The start is drawn from a stream that is seeded by the image, so neither the batch nor the number of processes changes
-a certificate by more than rounding.
+The start is drawn from a stream that is chosen by a nonce, the weights and the image, so neither the batch nor the
+number of processes changes a certificate by more than rounding. The chance is over the nonce: it holds against whoever
+fixed the weights and the images before the nonce was drawn, and not against who knew it.
 
 The bound holds for all k with the same <u, v>: the recurrence goes on, vector by vector, until it is close, and the
 chance to fail is that of one start all the same.
@@ -26,10 +27,12 @@ Letters: B images, S maps of one chain, L vectors at once, k steps.
 
 import hashlib
 import math
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 STEPS = (12, 16, 24, 32, 48)  # where the bound is looked at
 CLOSE = 1.02  # and is good enough, as a multiple of what is a bound from below
@@ -40,14 +43,36 @@ HALVINGS = 50  # of an interval less than 100 times as long as its lower end
 Map = Callable[[Tensor], Tensor]
 
 
-def starts(images_BCHW: Tensor, shape: torch.Size, word: str = "") -> Tensor:
-    """One Gaussian vector (B, *shape) an image, drawn from a stream that its pixels seed, and a word."""
+def new_nonce() -> str:
+    """What nobody knew before. The letter in front keeps YAML from reading a number."""
+    return f"n{secrets.token_hex(16)}"
+
+
+def seed_of(model: nn.Module, nonce: str) -> bytes:
+    """Of a nonce, and of every number in the model."""
+    digest = hashlib.sha256(nonce.encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(_bytes(tensor))
+    return digest.digest()
+
+
+def starts(images_BCHW: Tensor, shape: torch.Size, seed: bytes) -> Tensor:
+    """One Gaussian vector (B, *shape) an image, drawn from a stream of its own that `seed` and its pixels choose.
+
+    There are 2^128 streams: of a generator with few, such as torch's with its 2^32, one direction can be orthogonal to
+    a share of all vectors that it can draw.
+    """
     drawn = []
     for image_CHW in images_BCHW:
-        pixels = image_CHW.detach().cpu().double().contiguous().numpy().tobytes()
-        seed = int.from_bytes(hashlib.sha256(pixels + word.encode()).digest()[:7], "big")
-        drawn.append(torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+        key = hashlib.sha256(seed + _bytes(image_CHW.double())).digest()[:16]
+        stream = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "big")))
+        drawn.append(torch.from_numpy(stream.standard_normal(tuple(shape))))
     return torch.stack(drawn).to(images_BCHW.device)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().numpy().tobytes()
 
 
 def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -111,3 +111,47 @@ def test_neighbours_that_need_more_steps_change_nothing() -> None:
         torch.testing.assert_close(lanczos.norms(apply, start_N[None], 1)[0, 0], bound, rtol=1e-12, atol=1e-14)
         steps.add(len(calls))
     assert min(steps) < max(steps), "all of them stop alike: nothing was tried"
+
+
+IMAGE = torch.rand(1, 1, 5, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def hidden_from(start_N: Tensor) -> Tensor:
+    """A unit vector orthogonal to a start."""
+    start_N, w_N = start_N / start_N.norm(), torch.ones_like(start_N)
+    for _ in range(2):  # the second time against rounding
+        w_N = w_N - (w_N @ start_N) * start_N
+    return w_N / w_N.norm()
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("top", [1.1, 1.2, 1.3])
+def test_a_direction_hidden_from_every_start_known_before_is_found(top: float) -> None:
+    """Whoever makes the weights knows the image, and every nonce that was drawn so far, and gives the map a largest
+    direction w orthogonal to the start of those, beside others that are found at once. That start is deceived; a new
+    one is not."""
+    shape = torch.Size([1, N])
+    known = lanczos.starts(IMAGE, shape, b"known").flatten(1)
+    w_N = hidden_from(known[0])
+
+    squares_N = (spectrum("isolated") / 1.3).square()
+
+    def gram(v: Tensor) -> Tensor:
+        rest = squares_N * (v - (v @ w_N)[..., None] * w_N)
+        return rest + (top**2 * (v @ w_N) - rest @ w_N)[..., None] * w_N
+
+    assert lanczos.norms(gram, known, 1)[0, 0] < 0.99 * top, "nothing was hidden"
+    for _ in range(20):
+        seed = lanczos.seed_of(torch.nn.Identity(), lanczos.new_nonce())
+        assert lanczos.norms(gram, lanczos.starts(IMAGE, shape, seed).flatten(1), 1)[0, 0] >= top
+
+
+def test_starts_depend_on_nonce_weights_and_image() -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    shape = torch.Size([3, 4])
+    seeds = [lanczos.seed_of(*pair) for pair in ((model, "a"), (model, "b"), (other, "a"))]
+    drawn = [lanczos.starts(IMAGE, shape, seed) for seed in seeds] + [lanczos.starts(1 - IMAGE, shape, seeds[0])]
+    assert len({tuple(start.flatten().tolist()) for start in drawn}) == 4
+    assert torch.equal(lanczos.starts(IMAGE, shape, lanczos.seed_of(model, "a")), drawn[0])
+    both = lanczos.starts(torch.cat([1 - IMAGE, IMAGE]), shape, seeds[0])
+    assert torch.equal(both[1], drawn[0][0]), "neighbours change nothing"
