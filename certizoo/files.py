@@ -38,4 +38,4 @@ def disk_errors(mend: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise UserError(f"{error.filename or 'a file'} cannot be written ({reason}); {mend}") from error
+        raise UserError(f"{error.filename or 'a file'} cannot be written or read ({reason}); {mend}") from error

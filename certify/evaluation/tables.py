@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from certify.rows.intervals import eps_words, interval, percent
+from certify.rows.records import write_png
 from certify.rows.summary import Summary
 
 COLUMNS = ("attack", "norm", "eps", "accuracy %", "certified %", "median L2", "s/image")
@@ -71,7 +72,7 @@ def bars(summary: Summary, path: Path) -> None:
     axes.set_title(f"{summary['protocol']}, {summary['images']} images")
     axes.grid(alpha=0.3, axis="y")
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    write_png(path, figure)
     plt.close(figure)
 
 

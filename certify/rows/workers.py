@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from certify.rows.records import Row
+from certify.rows.columns import Row
 from certizoo import UserError
 
 if TYPE_CHECKING:

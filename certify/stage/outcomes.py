@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from attacks import AttackConfig
 from certify.api import certifier as certifier_of
 from certify.api import radius_of
-from certify.methods.breakdown import columns
+from certify.methods.breakdown import QUANTITIES, columns
 from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate
+from certify.rows.columns import Columns, Row, amount, chance, flag, one_of, perhaps, real, whole
 from certify.rows.draws import draws
-from certify.rows.records import Row
 
 CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
 DEFAULT_ATTACK = AttackConfig(norm="l2", steps=40, loss="margin", stop_when_fooled=True)
@@ -107,6 +107,37 @@ def rows_of(
                 )
         rows.append(row | costs[i])
     return rows
+
+
+def columns_of(method: str, eps_grid: Sequence[float]) -> Columns:
+    """What a row of `rows_of` is made of, and `served_difference`."""
+    answers = {f"certified.{eps:g}": one_of(CERTIFIED, NOT_CERTIFIED, UNKNOWN) for eps in eps_grid}
+    needed = {
+        "prediction": whole,
+        "correct": flag,
+        "margin": real,
+        f"radius.{method}": amount,
+        "seconds": amount,
+        "failure": chance,
+        "served_difference": amount,
+        **answers,
+        **{f"pgd.{eps:g}": flag for eps in eps_grid},
+    }
+    costs = {f"{quantity}.": perhaps(real) for quantity in QUANTITIES}
+
+    def contradiction(row: Row) -> str | None:
+        """Radii, certificates, attacks and clean answers are nested."""
+        if row["correct"] and row["prediction"] != row["label"]:
+            return f"is correct with prediction {row['prediction']} and label {row['label']}"
+        for eps in eps_grid:
+            certified, survives = row[f"certified.{eps:g}"] == CERTIFIED, row[f"pgd.{eps:g}"]
+            if row[f"radius.{method}"] >= eps and not certified:
+                return f"has radius {row[f'radius.{method}']} and is not certified at {eps:g}"
+            if certified > survives or survives > row["correct"]:
+                return f"is certified at {eps:g} and not attacked in vain, or that and not correct"
+        return None
+
+    return Columns(needed, costs, contradiction)
 
 
 def _survives(

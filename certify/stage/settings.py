@@ -25,6 +25,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.eps or any(not eps > 0 for eps in self.eps):
             raise UserError(f"certify.eps={list(self.eps)}: give L2 radii above 0, such as certify.eps=[0.02,0.1]")
+        if len({f"{eps:g}" for eps in self.eps}) < len(self.eps):
+            raise UserError(f"certify.eps={list(self.eps)}: two of them have one name to 6 digits; leave one away")
         if (self.images is not None and self.images < 1) or self.batch_size < 1:
             raise UserError("certify.images and certify.batch_size: give whole numbers above 0 (images=null: all)")
         if self.served_dtype is not None and (self.method != "adjoint" or self.served_dtype not in DTYPES):

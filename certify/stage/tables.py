@@ -8,6 +8,7 @@ import pandas as pd
 from rich.table import Table
 
 from certify.rows.intervals import percent
+from certify.rows.records import write_png
 from certify.rows.summary import Summary
 from zoo import penalty
 
@@ -32,7 +33,7 @@ def curve(table: pd.DataFrame, method: str, eps_grid: Sequence[float], path: Pat
     axes.set_title(f"{len(table)} images")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    write_png(path, figure)
     plt.close(figure)
 
 

@@ -67,7 +67,7 @@ def test_a_running_process_gets_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_what_a_disk_refuses_is_one_line_with_the_file_and_the_mend(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"a\.txt cannot be written \(File too large\); make room$"):  # noqa: SIM117
+    with pytest.raises(UserError, match=r"a\.txt cannot be written or read \(File too large\); make room$"):  # noqa: SIM117
         with full_disk(tmp_path, 0), disk_errors("make room"):
             write(tmp_path)
     with pytest.raises(UserError, match=r"x/a\.txt.* \(No such file or directory\)"), disk_errors("make room"):
