@@ -6,7 +6,7 @@ lose: it counts as broken by every attack.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -119,25 +119,27 @@ class EvaluateBlock:
         return images.split(self.settings.batch_size)
 
 
-def columns_of(settings: Settings) -> Columns:
+def columns_of(settings: Settings, attacks: Mapping[str, Attack]) -> Columns:
     """What a row of `EvaluateBlock` is made of."""
     needed = {"prediction": whole, "correct": flag, "margin": real}
     if settings.method:
         needed |= {f"radius.{settings.method}": amount, "failure": chance, "seconds.certify": amount}
-    for name in settings.attacks:
+    for name, attack in attacks.items():
+        if settings.method and covering_l2(attack, 1) is not None:
+            needed |= {f"certified.{name}": flag}
         needed |= {f"survives.{name}": flag, f"l2.{name}": perhaps(amount), f"seconds.{name}": amount}
 
     def contradiction(row: Row) -> str | None:
         """Certificates, attacks and clean answers are nested; who survives was not fooled."""
         if row["correct"] != (row["prediction"] == row["label"]):
             return f"has correct={row['correct']}, prediction {row['prediction']} and label {row['label']}"
-        for name in settings.attacks:
+        for name in attacks:
             survives, fooled = row[f"survives.{name}"], row[f"l2.{name}"] is not None
             if row.get(f"certified.{name}", False) > survives or fooled != (row["correct"] and not survives):
                 return f"is certified and does not survive {name}, or that and not correct"
         return None
 
-    return Columns(needed, {"certified.": flag}, contradiction)
+    return Columns(needed, contradiction=contradiction)
 
 
 def in_dtype(model: nn.Module, dtype: str | None) -> nn.Module:

@@ -48,7 +48,7 @@ def _run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path,
     listed = images.image_list(data, settings.images, settings.block)
     subject = subject_of(handover, listed, **_asked(settings))
     records.require_rows(out / EVALUATION, ROWS)
-    rows = runner.resume(out / ROWS, subject, listed, columns_of(settings), settings.block)
+    rows = runner.resume(out / ROWS, subject, listed, columns_of(settings, own.attacks), settings.block)
     flags = _flags(own, listed, settings.check_images, out / CHECKS)
     table = rows.complete(own, make, settings.workers, settings.device, progress)
     records.write_parquet(out / TABLE, table)

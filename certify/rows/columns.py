@@ -60,8 +60,8 @@ def no_contradiction(row: Row) -> str | None:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a command beside key and label: those that every row has, by their names; those that come as the
-    model and the attacks will have them, by how their names begin. `contradiction` says what in a row cannot be true at
+    """The columns of a command beside key and label: those that every row has, by their names; those that a row
+    may have, by how their names begin. `contradiction` says what in a row cannot be true at
     once."""
 
     needed: Mapping[str, Kind] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Columns:
         for place, row in enumerate(rows[start:], start):
             if place >= len(images):
                 return place, f"is one more than the {len(images)} images"
-            if said := self._of_image(row, images[place]) or self._beside(row, rows[0]):
+            if said := self._of_image(row, images[place]):
                 return place, said
         return None
 
@@ -90,7 +90,3 @@ class Columns:
             if not kind(row[name]):
                 return f"has {name}={row[name]}"
         return self.contradiction(row)
-
-    def _beside(self, row: Row, first: Row) -> str | None:
-        other = sorted(row.keys() ^ first.keys())
-        return f"differs from the first in its columns: {', '.join(other[:3])}" if other else None

@@ -1,14 +1,16 @@
 """From a finished certificate to a version in the registry."""
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from certify.rows.records import require_rows
 from certify.stage import tables
-from certify.stage.run import CARD, CERTIFICATE
+from certify.stage.run import CARD, CERTIFICATE, TABLE
+from certizoo import UserError
+from certizoo.locks import HOLDER, LOCK
 from registry.publish import publish as publish_version
 
 
@@ -28,14 +30,16 @@ def publish(
 
     The version holds the hand-over's files and those of `out`, collected in `published/` beside `out`.
     """
-    summary = json.loads((out / CERTIFICATE).read_text())
     folder = _collect([handover, out], out.parent / "published")
+    summary = require_rows(folder / CERTIFICATE, TABLE)
+    if not summary:
+        raise UserError(f"{out} holds no {CERTIFICATE}: what is not certified is not published; certify it first")
     version = publish_version(
         folder,
         name=registered_name,
         loader_module="certify.served",
         tags={**tags, **tables.tags(summary)},
-        description=(out / CARD).read_text(),
+        description=(folder / CARD).read_text(),
         metrics=tables.metrics(summary),
         run_id=run_id,
         experiment=experiment,
@@ -51,7 +55,7 @@ def _collect(folders: list[Path], to: Path) -> Path:
     """The files of several folders in one; linked where the file system can, so that weights are not kept twice."""
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir(parents=True)
-    for path in (path for folder in folders for path in folder.iterdir()):
+    for path in (path for folder in folders for path in folder.iterdir() if path.name not in (LOCK, HOLDER)):
         try:
             os.link(path.resolve(), to / path.name)
         except OSError:

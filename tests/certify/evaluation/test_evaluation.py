@@ -27,6 +27,7 @@ from certify.methods.certificate import UnsoundCertificate
 from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError
+from certizoo.locks import HOLDER, LOCK
 from registry import browse
 from tests.certify.stage.test_stage import SETTINGS as FEW
 from tests.certify.stage.test_stage import data
@@ -127,6 +128,7 @@ def test_a_start_that_was_cut_off_goes_on_at_a_block(handover: Path, digits: Pat
     evaluation.run(handover, data(digits), SETTINGS, tmp_path)
     lines = (tmp_path / evaluation.ROWS).read_text().splitlines(keepends=True)
     (tmp_path / evaluation.ROWS).write_text("".join(lines[:25]) + lines[25][:40])  # killed in the middle of a line
+    (tmp_path / evaluation.EVALUATION).unlink()
     done: list[int] = []
     evaluation.run(handover, data(digits), SETTINGS, tmp_path, progress=lambda now, total: done.append(now))
     assert done == [40]
@@ -195,7 +197,7 @@ def test_senseless_settings_are_refused(changes: dict[str, Any], said: str) -> N
 def test_a_wrong_entry_is_named(handover: Path, digits: Path, tmp_path: Path, options: dict[str, object]) -> None:
     with pytest.raises(UserError, match=r"protocol\.attacks\.mine"):
         evaluation.run(handover, data(digits), replace(SETTINGS, attacks={"mine": options}), tmp_path)
-    assert not any(tmp_path.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} <= {LOCK, HOLDER}
 
 
 def test_transfer_finds_its_points_on_the_other_model(handover: Path, digits: Path, tmp_path: Path) -> None:
