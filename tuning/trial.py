@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from certizoo.errors import EXIT_USER_ERROR
+from certizoo.files import write_whole
 from certizoo.processes import end_group
 from trainers.job import checkpoint
 from tuning import guard
@@ -164,7 +165,7 @@ def adopt(snapshot_dir: Path, run_dir: Path, changed: dict[str, Any]) -> None:
         if any(content["fingerprint"].get(key) != value for key, value in changed.items()):
             content["fingerprint"] |= changed
             content["run_id"] = None
-        mark.write_text(json.dumps(content))
+        write_whole(mark, json.dumps(content))
 
 
 def why(log: Path, status: int) -> str:

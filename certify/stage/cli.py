@@ -23,6 +23,6 @@ def certify(config: Config) -> None:
     console.print(f"report {out / run.REPORT}", soft_wrap=True)
     if config["publish"]:
         line = register.publish(
-            handover, out, registered_name=config["publish"], run_id=None, experiment=config["experiment"]
+            handover, out, registered_name=config["publish"], run_id=None, experiment=config["registry"]["experiment"]
         )
         console.print(f"registered: {line}")

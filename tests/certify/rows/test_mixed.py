@@ -198,13 +198,13 @@ def test_other_pixels_under_the_same_names_are_another_subject(
         (tmp_path / name).mkdir()
         for path in digits.glob("*.tar"):
             shutil.copy(path, tmp_path / name)
-    (shard,) = (tmp_path / "b").glob("digits-test-*.tar")
+    shard = min((tmp_path / "b").glob("digits-test-*.tar"))
     content = bytearray(shard.read_bytes())
     at = content.index(b"IDAT") + 12
     content[at] ^= 1
     shard.write_bytes(content)
     stage.run(handover, data(tmp_path / "a"), FEW, tmp_path / "out")
-    with pytest.raises(UserError, match=r"another images_sha256|images_sha256"):
+    with pytest.raises(UserError, match="another images_sha256"):
         stage.run(handover, data(tmp_path / "b"), FEW, tmp_path / "out")
 
 
