@@ -26,7 +26,8 @@ class Found:
 
 
 def refuse(found: Found, out: Path) -> None:
-    """Write OUT/refuted/KEY.safetensors (image, adversarial; the rest as metadata) and raise UnsoundCertificate."""
+    """Write OUT/refuted/KEY.safetensors (image, adversarial; the rest as metadata) and raise UnsoundCertificate, on a full
+    disk too."""
     path = out / FOLDER / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', found.key).lstrip('.')}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"key": found.key, "label": str(found.label), "attack": found.attack}
