@@ -21,7 +21,7 @@ from attacks.kinds import KINDS
 from attacks.norms import distance
 from certify import api
 from certify.__main__ import main
-from certify.evaluation import evaluate_block, leaderboard
+from certify.evaluation import evaluate_block, leaderboard, refuted
 from certify.evaluation import run as evaluation
 from certify.methods.certificate import UnsoundCertificate
 from certify.stage import register
@@ -31,6 +31,7 @@ from certizoo.locks import HOLDER, LOCK
 from registry import browse
 from tests.certify.stage.test_stage import SETTINGS as FEW
 from tests.certify.stage.test_stage import data
+from tests.tools.full_disk import full_disk
 from tests.tools.rounding import assert_same_to_rounding
 
 PGD: Mapping[str, Mapping[str, object]] = {
@@ -189,6 +190,14 @@ def test_the_command_prints_a_table_and_the_warnings(
 def test_senseless_settings_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         replace(SETTINGS, **changes)
+
+
+def test_a_full_disk_hides_no_wrong_certificate(tmp_path: Path) -> None:
+    found = refuted.Found("k", torch.zeros(1, 2, 2), torch.ones(1, 2, 2), 1, "pgd", 0.1, 0.2)
+    with full_disk(tmp_path, 1), pytest.raises(UnsoundCertificate, match=r"could not be written \(File too large"):
+        refuted.refuse(found, tmp_path)
+    with pytest.raises(UnsoundCertificate, match="Both images are in"):
+        refuted.refuse(found, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,17 @@ def test_published_version_comes_back_bit_equal(
     assert np.array_equal(by_mlflow, original(x).numpy())
 
 
+def test_the_experiment_of_a_published_version_can_be_chosen(
+    handover: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[object] = []
+    monkeypatch.setattr(register, "publish", lambda *folders, **said: chosen.append(said["experiment"]))
+    words = [f"handover={handover}", f"out={tmp_path}", "images=2", "eps=[0.1]", "attack.steps=1", "publish=digits"]
+    main(words)
+    main([*words, "registry.experiment=mine"])
+    assert chosen == ["certify", "mine"]
+
+
 def test_the_command(
     handover: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
