@@ -3,13 +3,14 @@
 Letters: B images, J classes; y the label, m_j = logit_y - logit_j.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from zoo.arithmetic import nan_to_inf
+from zoo.arithmetic import U, nan_to_inf
+from zoo.bounds import running
 
 # Every quantity is computed in float64 with a relative error far below 1e-11 (sums of fewer than 1e5 terms, depth
 # below 100); the margin has to exceed the loss by this much more, relative to the terms compared.
@@ -117,8 +118,24 @@ def clean_of(logits_BJ: Tensor, labels_B: Tensor) -> Clean:
 
 
 def same_function(logits_BJ: Tensor, clean: Clean) -> None:
-    """The chain of rules and the model must be one function, or the rules speak of another model."""
-    torch.testing.assert_close(clean_of(logits_BJ, clean.label_B).margin_BJ, clean.margin_BJ, rtol=1e-9, atol=1e-9)
+    """The chain of rules and the model must be one function, or the rules speak of another model: but for what sums
+    of terms as large as the logits round."""
+    margin_BJ = clean_of(logits_BJ, clean.label_B).margin_BJ
+    own_BJ, size_B1 = _own(clean), logits_BJ.abs().amax(1, keepdim=True)
+    difference_BJ = (margin_BJ - clean.margin_BJ).masked_fill(own_BJ, 0.0).abs()
+    if not bool((difference_BJ <= 1e-9 * (1 + size_B1)).all()):
+        raise AssertionError(f"the chain of rules is another function: margins differ by {difference_BJ.max():g}")
+
+
+def lowered(head: nn.Linear, x_BD: Tensor, clean: Clean) -> Clean:
+    """With margins that are never above those of the exact head at x: the two logits of each may be off by what was
+    rounded, and so may their difference. Proof: docs/proofs.md#slack."""
+    logits_BJ = head(x_BD)
+    same_function(logits_BJ, clean)
+    error_BJ = running.RESERVE * running.defect(head, x_BD, logits_BJ)
+    margin_BJ = clean_of(logits_BJ, clean.label_B).margin_BJ
+    off_BJ = error_BJ + error_BJ.gather(1, clean.label_B[:, None]) + U * margin_BJ.abs()
+    return replace(clean, margin_BJ=(margin_BJ - off_BJ).masked_fill(_own(clean), torch.inf))
 
 
 def pair_weights(head: nn.Linear, labels_B: Tensor) -> Tensor:
