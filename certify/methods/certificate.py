@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from zoo.arithmetic import U, nan_to_inf
 from zoo.bounds import running
 
-# Every quantity is computed in float64 with a relative error far below 1e-11 (sums of fewer than 1e5 terms, depth
-# below 100); the margin has to exceed the loss by this much more, relative to the terms compared.
+# Norms, gradients and remainders are computed in float64 with a relative error far below 1e-11 (sums of fewer than 1e5
+# terms, depth below 100); the margin has to exceed the loss by this much more, relative to the terms compared. What
+# follows the size of activations and logits instead is bounded for itself (zoo/bounds/running.py).
 SLACK = 1e-9
 
 
@@ -127,12 +128,12 @@ def same_function(logits_BJ: Tensor, clean: Clean) -> None:
         raise AssertionError(f"the chain of rules is another function: margins differ by {difference_BJ.max():g}")
 
 
-def lowered(head: nn.Linear, x_BD: Tensor, clean: Clean) -> Clean:
+def lowered(head: nn.Module, x: Tensor, clean: Clean) -> Clean:
     """With margins that are never above those of the exact head at x: the two logits of each may be off by what was
     rounded, and so may their difference. Proof: docs/proofs.md#slack."""
-    logits_BJ = head(x_BD)
+    logits_BJ = head(x)
     same_function(logits_BJ, clean)
-    error_BJ = running.RESERVE * running.defect(head, x_BD, logits_BJ)
+    error_BJ = running.RESERVE * running.defect(head, x, logits_BJ)
     margin_BJ = clean_of(logits_BJ, clean.label_B).margin_BJ
     off_BJ = error_BJ + error_BJ.gather(1, clean.label_B[:, None]) + U * margin_BJ.abs()
     return replace(clean, margin_BJ=(margin_BJ - off_BJ).masked_fill(_own(clean), torch.inf))

@@ -36,7 +36,7 @@ CURVE, CARD, REPORT = "curve.png", "card.md", "report.html"
 NORMS = (
     "of weights and small matrices: eigenvalue estimate verified by Cholesky with Rump's margin, proved; of Jacobians "
     "too large to be written out: Lanczos with a bound from the spectrum that it meets, proved but for the probability "
-    "below"
+    "below, over the nonce"
 )
 
 
@@ -117,7 +117,7 @@ def _numerics(table: pd.DataFrame, served_dtype: str | None) -> Summary:
         "dtype": "float64 weights widened from the served float32 ones",
         "norms": NORMS,
         "failure_probability_of_an_image": float(table["failure"].max()),
-        "slack": f"margin - loss > {SLACK:g} (1 + |margin| + loss)",
+        "slack": f"margin - loss > {SLACK:g} (1 + |margin| + loss), with clean activations' rounding in the loss",
         "served_dtype": served_dtype or "float32",
         "rounding_of_the_served_model": "proved" if served_dtype else "measured",
         "largest_logit_difference_served_to_float64": float(table["served_difference"].max()),

@@ -26,6 +26,7 @@ from zoo.arithmetic import U, gamma, nan_to_inf
 
 OUT = 1 + 1e-9  # outwards over the rounding of these formulas themselves
 RESERVE = 8  # what the rule of a link computes of the same tensors, in its function's own rounding
+TOGETHER = 16  # images, whose tensors are all held while one link is followed
 TINY = 1e-290  # over underflow
 LIBM = 40 * U  # of exp, erf and tanh, relative to their values
 
@@ -42,7 +43,12 @@ def defects(links: Sequence[Callable[[Tensor], Tensor]], ends: Sequence[int], po
 
 
 def defect(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """|y - f(x)| entry by entry, f(x) being exact."""
+    """|y - f(x)| entry by entry, never below, f(x) being exact."""
+    parts = [_defect(f, *part) for part in zip(x.split(TOGETHER), y.split(TOGETHER), strict=True)]
+    return torch.cat(parts) if parts else y.abs()
+
+
+def _defect(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), RunningError() as running:
         found = running.of(f(x))
     return nan_to_inf((y - found.value).abs() + found.error) * OUT
