@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from zoo.bounds.contracts import Bound, Layer
-from zoo.bounds.facts import NOTHING, Link, NoRule, expect, facts_of, refuse_altered
+from zoo.bounds.facts import Link, Links, NoRule, expect, facts_of, refuse_altered
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,18 @@ def trunk(model: nn.Module) -> tuple[Sequence[nn.Module | Link], nn.Linear]:
 
 def _apart(links: Iterable[nn.Module | Link]) -> Iterator[nn.Module | Link]:
     for link in links:
-        facts = facts_of(link) if isinstance(link, nn.Module) else NOTHING
-        if facts.chain is not None and facts.rule is facts.local is facts.expansion is None:
-            yield from _apart(facts.chain(link))
-        else:
+        parts = _parts(link) if isinstance(link, nn.Module) else None
+        if parts is None:
             yield link
+        else:
+            yield from _apart(parts)
+
+
+def _parts(module: nn.Module) -> Links | None:
+    """Of a mere chain: nothing else is known of it."""
+    facts = facts_of(module)
+    alone = facts.rule is facts.local is facts.expansion is None
+    return facts.chain(module) if facts.chain is not None and alone else None
 
 
 def residual(branch: Layer) -> Layer:

@@ -66,11 +66,11 @@ def test_a_nonce_is_drawn_once_for_a_result(handover: Path, digits: Path, tmp_pa
     assert stage.run(handover, data(digits), asked, tmp_path / "one")["nonce"] == one["nonce"]
     again = stage.run(handover, data(digits), replace(asked, nonce=one["nonce"], workers=2), tmp_path / "again")
     assert again["nonce"] == one["nonce"]
-    tables = [
+    before, after = (
         pd.read_parquet(tmp_path / name / "certificates.parquet").drop(columns=["seconds", "served_difference"])
         for name in ("one", "again")
-    ]
-    pd.testing.assert_frame_equal(*tables, rtol=1e-5)
+    )
+    pd.testing.assert_frame_equal(before, after, rtol=1e-5)
     with pytest.raises(UserError, match="another nonce"):
         stage.run(handover, data(digits), replace(asked, nonce="n0"), tmp_path / "one")
 
