@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from certizoo import UserError
 from zoo.arithmetic import U, nan_to_inf
 from zoo.bounds import running
 
@@ -119,13 +120,15 @@ def clean_of(logits_BJ: Tensor, labels_B: Tensor) -> Clean:
 
 
 def same_function(logits_BJ: Tensor, clean: Clean) -> None:
-    """The chain of rules and the model must be one function, or the rules speak of another model: but for what sums
-    of terms as large as the logits round."""
+    """The chain of rules and the model must be one function, or the rules speak of another model."""
     margin_BJ = clean_of(logits_BJ, clean.label_B).margin_BJ
-    own_BJ, size_B1 = _own(clean), logits_BJ.abs().amax(1, keepdim=True)
-    difference_BJ = (margin_BJ - clean.margin_BJ).masked_fill(own_BJ, 0.0).abs()
-    if not bool((difference_BJ <= 1e-9 * (1 + size_B1)).all()):
-        raise AssertionError(f"the chain of rules is another function: margins differ by {difference_BJ.max():g}")
+    off_BJ = (margin_BJ - clean.margin_BJ).masked_fill(_own(clean), 0.0).abs()
+    rounding_B1 = 1e-12 * logits_BJ.abs().amax(1, keepdim=True)
+    if not bool((off_BJ <= 1e-9 * (1 + margin_BJ.abs()) + rounding_B1).all()):
+        raise UserError(
+            f"the chain of rules and the model are not one function (margins off by {float(off_BJ.max()):.3g}); look "
+            "for huge offsets in biases, or for a module whose rule is of another function"
+        )
 
 
 def lowered(head: nn.Module, x: Tensor, clean: Clean) -> Clean:
