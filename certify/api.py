@@ -18,29 +18,43 @@ STRIDE = 1.5  # the least step upwards, as a factor
 MAX_TRIALS = 60  # a radius below 8^-20 of FIRST_EPS counts as 0
 
 
-def certifier(model: nn.Module, method: str) -> Certifier:
-    """The certifier of a method; raises UserError for an unknown one and NoRule for an uncertifiable model."""
+def certifier(model: nn.Module, method: str, nonce: str | None = None) -> Certifier:
+    """The certifier of a method; raises UserError for an unknown one and NoRule for an uncertifiable model.
+
+    `nonce` chooses the random starts of a method that has any, so that an answer can be had again; None: one that is
+    drawn now. A probability to fail holds against whoever fixed the weights and images before the nonce was drawn.
+    """
     if method not in METHODS:
         raise unknown("certification method", method, METHODS)
-    return METHODS[method](model)
+    return METHODS[method](model, nonce)
 
 
-def certify(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, eps: float, method: str = "lofast") -> Certificate:
+def certify(
+    model: nn.Module,
+    images_BCHW: Tensor,
+    labels_B: Tensor,
+    eps: float,
+    method: str = "lofast",
+    nonce: str | None = None,
+) -> Certificate:
     """Certificates for every image at one L2 radius `eps` in [0,1] pixel space.
 
     images (B, C, H, W) in [0,1], labels (B,). Returns (B,) tensors margin_B, loss_B, certified_B, correct_B,
-    unknown_B. The whole ball is covered, also the part of it outside the [0,1] box.
+    unknown_B. The whole ball is covered, also the part of it outside the [0,1] box. `nonce`: that of `certifier`.
 
     Proof: docs/proofs.md#threat-model.
     """
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps must be a finite number >= 0, got {eps}")
-    return certifier(model, method).analyse(images_BCHW, labels_B).at(eps)
+    return certifier(model, method, nonce).analyse(images_BCHW, labels_B).at(eps)
 
 
-def certified_radius(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, method: str = "lofast") -> Tensor:
-    """The largest eps proved for each image, rounded down: (B,) float64, 0 where misclassified."""
-    return radius_of(certifier(model, method).analyse(images_BCHW, labels_B))
+def certified_radius(
+    model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, method: str = "lofast", nonce: str | None = None
+) -> Tensor:
+    """The largest eps proved for each image, rounded down: (B,) float64, 0 where misclassified. `nonce`: that of
+    `certifier`."""
+    return radius_of(certifier(model, method, nonce).analyse(images_BCHW, labels_B))
 
 
 def radius_of(analysis: Analysis) -> Tensor:

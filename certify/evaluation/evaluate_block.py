@@ -36,7 +36,7 @@ class EvaluateBlock:
         self.settings, self.out, self.device = settings, out, device_of(worker, settings.device)
         self.model, self.config = zoo.handover.load(handover)
         self.model.to(self.device)
-        self.certifier = certifier(self.model, settings.method) if settings.method else None
+        self.certifier = certifier(self.model, settings.method, settings.nonce) if settings.method else None
         self.attacked = in_dtype(self.model, settings.attack_dtype)
         self.attacks = {name: attack_of(name, options, self.device) for name, options in settings.attacks.items()}
 

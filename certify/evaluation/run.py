@@ -9,6 +9,7 @@ OUT/robustbench_Linf.json, ..._L2.json    entries of RobustBench's model_info, w
 OUT/refuted/             the images of a wrong certificate, if one was caught
 """
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from certify.evaluation import accuracies, checks, leaderboard, tables
 from certify.evaluation.evaluate_block import EvaluateBlock, columns_of
 from certify.evaluation.settings import Settings
 from certify.rows import images, records, runner
+from certify.rows.draws import nonce_of
 from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, image_facts, model_facts, subject_of
 from certizoo.documents import read_json
@@ -43,6 +45,7 @@ def run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, 
 
 
 def _run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress) -> Summary:
+    settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS))
     make = partial(EvaluateBlock, handover, settings, out)
     own = make()  # refuses what cannot be done before anything is written
     listed = images.image_list(data, settings.images, settings.block)
@@ -68,6 +71,7 @@ def _asked(settings: Settings) -> Summary:
         "protocol": settings.protocol,
         "attacks": {name: dict(options) for name, options in settings.attacks.items()},
         "method": settings.method,
+        "nonce": settings.nonce,
         "block": settings.block,
         "seed": settings.seed,
         "attack_dtype": settings.attack_dtype,

@@ -16,6 +16,7 @@ class Settings:
     Attributes:
         protocol: its name; `attacks`: its entries, {name: {kind: ..., ...}}, eps in [0,1] pixel units.
         method: how radii are certified; None: not at all.
+        nonce: of its random starts; None: that of the rows that are there, or one that is drawn now.
         images: the first so many test images; None: all.
         block: images that are handed out, and written, together; batch_size: of those, how many at a time.
         seed: of every image's own random numbers.
@@ -27,6 +28,7 @@ class Settings:
     protocol: str
     attacks: Mapping[str, Mapping[str, object]] = field(hash=False)
     method: str | None = "lofast"
+    nonce: str | None = None
     images: int | None = 500
     batch_size: int = 50
     block: int = 50

@@ -10,10 +10,18 @@ from certify.methods.certificate import Certifier
 from certify.methods.crown import Crown
 from certify.methods.lofast import LocalLoFAST, LoFAST
 
-METHODS: dict[str, Callable[[nn.Module], Certifier]] = {
-    "lofast": LoFAST,
-    "lofast_local": LocalLoFAST,
+Method = Callable[[nn.Module, str | None], Certifier]
+
+
+def _without_chance(method: Callable[[nn.Module], Certifier]) -> Method:
+    return lambda model, nonce: method(model)
+
+
+# Of a model and the nonce of its random starts, None: one that is drawn anew.
+METHODS: dict[str, Method] = {
+    "lofast": _without_chance(LoFAST),
+    "lofast_local": _without_chance(LocalLoFAST),
     "adjoint": Adjoint,
-    "crown": Crown,
+    "crown": _without_chance(Crown),
     "best": Best,
 }

@@ -63,13 +63,13 @@ def _better(one: Certificate, other: Certificate, open_B: Tensor) -> Certificate
 
 class Best:
     """LoFAST, the adjoint certificate where the model has its rules, CROWN where auto_LiRPA is installed. Raises NoRule
-    where LoFAST has none. Proof: docs/proofs.md#best."""
+    where LoFAST has none. `nonce` is that of `Adjoint`. Proof: docs/proofs.md#best."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, nonce: str | None = None) -> None:
         first = LoFAST(model)
         self.baked, self.certifiers = first.baked, list[Certifier]([first])
         with suppress(NoRule):
-            self.certifiers.append(Adjoint(model))
+            self.certifiers.append(Adjoint(model, nonce))
         if crown.installed():
             self.certifiers.append(crown.Crown(model))
 

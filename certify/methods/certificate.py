@@ -3,16 +3,19 @@
 Letters: B images, J classes; y the label, m_j = logit_y - logit_j.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from zoo.arithmetic import nan_to_inf
+from certizoo import UserError
+from zoo.arithmetic import U, nan_to_inf
+from zoo.bounds import running
 
-# Every quantity is computed in float64 with a relative error far below 1e-11 (sums of fewer than 1e5 terms, depth
-# below 100); the margin has to exceed the loss by this much more, relative to the terms compared.
+# Norms, gradients and remainders are computed in float64 with a relative error far below 1e-11 (sums of fewer than 1e5
+# terms, depth below 100); the margin has to exceed the loss by this much more, relative to the terms compared. What
+# follows the size of activations and logits instead is bounded for itself (zoo/bounds/running.py).
 SLACK = 1e-9
 
 
@@ -118,7 +121,25 @@ def clean_of(logits_BJ: Tensor, labels_B: Tensor) -> Clean:
 
 def same_function(logits_BJ: Tensor, clean: Clean) -> None:
     """The chain of rules and the model must be one function, or the rules speak of another model."""
-    torch.testing.assert_close(clean_of(logits_BJ, clean.label_B).margin_BJ, clean.margin_BJ, rtol=1e-9, atol=1e-9)
+    margin_BJ = clean_of(logits_BJ, clean.label_B).margin_BJ
+    off_BJ = (margin_BJ - clean.margin_BJ).masked_fill(_own(clean), 0.0).abs()
+    rounding_B1 = 1e-12 * logits_BJ.abs().amax(1, keepdim=True)
+    if not bool((off_BJ <= 1e-9 * (1 + margin_BJ.abs()) + rounding_B1).all()):
+        raise UserError(
+            f"the chain of rules and the model are not one function (margins off by {float(off_BJ.max()):.3g}); look "
+            "for huge offsets in biases, or for a module whose rule is of another function"
+        )
+
+
+def lowered(head: nn.Module, x: Tensor, clean: Clean) -> Clean:
+    """With margins that are never above those of the exact head at x: the two logits of each may be off by what was
+    rounded, and so may their difference. Proof: docs/proofs.md#slack."""
+    logits_BJ = head(x)
+    same_function(logits_BJ, clean)
+    error_BJ = running.RESERVE * running.defect(head, x, logits_BJ)
+    margin_BJ = clean_of(logits_BJ, clean.label_B).margin_BJ
+    off_BJ = error_BJ + error_BJ.gather(1, clean.label_B[:, None]) + U * margin_BJ.abs()
+    return replace(clean, margin_BJ=(margin_BJ - off_BJ).masked_fill(_own(clean), torch.inf))
 
 
 def pair_weights(head: nn.Linear, labels_B: Tensor) -> Tensor:

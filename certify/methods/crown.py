@@ -27,7 +27,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from certify.methods.bake import bake
-from certify.methods.certificate import Certificate, Clean, checked, clean_of, decide, per_image
+from certify.methods.certificate import Certificate, Clean, checked, clean_of, decide, lowered, per_image
 from zoo.bounds.rules import classifier_of
 from zoo.layers.mlp import SLL
 from zoo.layers.norms import LayerProject, SmoothProject
@@ -102,7 +102,8 @@ class Crown:
         images, labels = checked(images_BCHW, labels_B, self.head)
         if not self._tried:
             self._bounds, self._tried = _bounds_or_none(self.baked, images[:1]), True
-        return CrownAnalysis(clean_of(self.baked(images), labels), images, self._bounds)
+        clean = lowered(self.baked, images, clean_of(self.baked(images), labels))
+        return CrownAnalysis(clean, images, self._bounds)
 
 
 def installed() -> bool:

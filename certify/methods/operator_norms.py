@@ -35,10 +35,11 @@ class Norms:
     failure: float  # the chance that one of an image's is too small
 
 
-def operator_norms(expansions: Sequence[Expansion], images_BCHW: Tensor) -> Norms:
-    """Those of all nodes; of the first its rule says the norm. Proof: docs/proofs.md#operator-norms."""
+def operator_norms(expansions: Sequence[Expansion], images_BCHW: Tensor, seed: bytes) -> Norms:
+    """Those of all nodes; of the first its rule says the norm. `seed`: of random starts. Proof:
+    docs/proofs.md#operator-norms."""
     small = max(expansion.y[0].numel() for expansion in expansions) <= DENSE_LIMIT
-    return dense(expansions) if small else random(expansions, images_BCHW)
+    return dense(expansions) if small else random(expansions, images_BCHW, seed)
 
 
 def dense(expansions: Sequence[Expansion]) -> Norms:
@@ -64,28 +65,28 @@ def factor(first: Expansion) -> Tensor:
     return torch.linalg.cholesky(gram_BMM).movedim(2, 0).reshape(-1, *first.y.shape)
 
 
-def random(expansions: Sequence[Expansion], images_BCHW: Tensor) -> Norms:
+def random(expansions: Sequence[Expansion], images_BCHW: Tensor, seed: bytes) -> Norms:
     """Lanczos for the nodes that can expand, and for products up to some of them, those with outputs of one shape at
     once."""
     wide = [k for k, expansion in enumerate(expansions) if k and bool((expansion.gain_B > 1).any())]
     ends = wide[::-1][:: -(-len(wide) // PRODUCTS) or 1][::-1]  # evenly, the last one included
     found: dict[int, Tensor] = {}
     for _, group in groupby(ends, key=lambda k: expansions[k].y.shape):
-        found |= _products(expansions, list(group), images_BCHW)
+        found |= _products(expansions, list(group), images_BCHW, seed)
     nodes, products = [expansions[0].gain_B], [expansions[0].gain_B]
     for k, expansion in enumerate(expansions[1:], start=1):
         nodes.append(expansion.gain_B)
         if k in wide:
-            nodes[-1] = torch.fmin(nodes[-1], _products([expansion], [0], images_BCHW)[0])
+            nodes[-1] = torch.fmin(nodes[-1], _products([expansion], [0], images_BCHW, seed)[0])
         products.append(nodes[-1] * products[-1])
         if k in ends:
             products[-1] = torch.fmin(products[-1], found[k])
     return Norms(nodes, products, (len(wide) + len(ends)) * lanczos.FAILURE)
 
 
-def _products(chain: Sequence[Expansion], ends: Sequence[int], images_BCHW: Tensor) -> dict[int, Tensor]:
+def _products(chain: Sequence[Expansion], ends: Sequence[int], images_BCHW: Tensor, seed: bytes) -> dict[int, Tensor]:
     """||P_k|| (B,) of the chain for every k of `ends`, whose outputs have one shape."""
-    start_BX = lanczos.starts(images_BCHW, chain[ends[0]].y.shape[1:])
+    start_BX = lanczos.starts(images_BCHW, chain[ends[0]].y.shape[1:], seed)
     return dict(zip(ends, lanczos.norms(_gram(chain, ends), start_BX, len(ends)), strict=True))
 
 

@@ -51,10 +51,10 @@ class ServedAnalysis:
 class ServedAdjoint(Adjoint):
     """The certifier of `model` served in `dtype`. Raises NoRule where a module has no bound of its rounding."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, nonce: str | None = None) -> None:
         if dtype not in PRECISIONS:
             raise UserError(f"served_dtype={dtype}: choose one of float32, bfloat16, or null for the float64 function")
-        super().__init__(copy.deepcopy(model).to(dtype))
+        super().__init__(copy.deepcopy(model).to(dtype), nonce)
         self.precision = PRECISIONS[dtype]
         roundings = trunk_roundings(self.baked, self.precision)
         self.nodes = [_rounded(node, rounding) for node, rounding in zip(self.nodes, roundings, strict=True)]

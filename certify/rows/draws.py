@@ -1,9 +1,23 @@
 """The random numbers of an image: its own, whatever images come with it and in whatever order, after a restart too."""
 
 import hashlib
+import json
 from collections.abc import Iterable
+from pathlib import Path
 
 from torch import Generator
+
+from certify.rows.records import SUBJECT
+from zoo.bounds import lanczos
+
+
+def nonce_of(given: str | None, rows: Path) -> str:
+    """The nonce of the random starts of a result: the `given` one; that of its rows, where there are some; or one that
+    is drawn now, after weights and images were fixed."""
+    recorded = rows.parent / SUBJECT
+    if given is None and rows.exists() and recorded.exists():
+        given = json.loads(recorded.read_text()).get("nonce")
+    return given or lanczos.new_nonce()
 
 
 def draws(keys: Iterable[str], seed: int = 0) -> list[Generator]:

@@ -26,10 +26,11 @@ class CertifyBatch:
         self.settings = settings
         self.certifier: Certifier
         if settings.served_dtype is None:
-            self.certifier = certifier(self.model, settings.method)
+            self.certifier = certifier(self.model, settings.method, settings.nonce)
         else:
             dtype = DTYPES[settings.served_dtype]
-            self.certifier, self.model = ServedAdjoint(self.model, dtype), InType(self.model.to(dtype))
+            self.certifier = ServedAdjoint(self.model, dtype, settings.nonce)
+            self.model = InType(self.model.to(dtype))
 
     def __call__(self, batch: Batch) -> list[Row]:
         """The rows of `outcomes.rows_of`, and how far the served logits of each image are from the certified ones."""

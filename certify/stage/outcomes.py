@@ -40,14 +40,16 @@ def evaluate(
     method: str = "lofast",
     attack: AttackConfig = DEFAULT_ATTACK,
     keys: Sequence[str] | None = None,
+    nonce: str | None = None,
 ) -> pd.DataFrame:
     """Clean, attacked and certified answers for the same images: one row an image, the columns of `rows_of`.
 
-    images (B, C, H, W) in [0,1], labels (B,); eps: L2 radii in [0,1] pixel space; keys default to 0..B-1.
+    images (B, C, H, W) in [0,1], labels (B,); eps: L2 radii in [0,1] pixel space; keys default to 0..B-1;
+    nonce: that of `certify.api.certifier`.
     Raises NoRule, UserError for an unknown method, UnsoundCertificate.
     """
     names = [str(i) for i in range(len(labels_B))] if keys is None else keys
-    certifier, served = certifier_of(model, method), copy.deepcopy(model).eval()
+    certifier, served = certifier_of(model, method, nonce), copy.deepcopy(model).eval()
     return pd.DataFrame(
         rows_of(certifier, served, names, images_BCHW, labels_B, method=method, eps_grid=eps, attack=attack)
     )

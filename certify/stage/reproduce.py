@@ -9,7 +9,7 @@ from typing import Any
 from certify.stage.settings import Settings
 from shards import DataConfig
 
-KEYS = ("method", "served_dtype", "images", "eps", "headline_eps", "batch_size")
+KEYS = ("method", "nonce", "served_dtype", "images", "eps", "headline_eps", "batch_size")
 
 
 def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: Settings) -> str:

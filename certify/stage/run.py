@@ -8,7 +8,7 @@ OUT/card.md               the model card of the registry
 OUT/report.html           all of it on one page, with the borderline images
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import shards
 from certify.methods.breakdown import averaged
 from certify.methods.certificate import SLACK
 from certify.rows import images, records, runner
+from certify.rows.draws import nonce_of
 from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, image_facts, model_facts, subject_of
 from certify.stage import report, reproduce, tables
@@ -36,7 +37,7 @@ CURVE, CARD, REPORT = "curve.png", "card.md", "report.html"
 NORMS = (
     "of weights and small matrices: eigenvalue estimate verified by Cholesky with Rump's margin, proved; of Jacobians "
     "too large to be written out: Lanczos with a bound from the spectrum that it meets, proved but for the probability "
-    "below"
+    "below, over the nonce"
 )
 
 
@@ -51,6 +52,7 @@ def run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, 
 
 
 def _run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress) -> Summary:
+    settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS))
     make = partial(CertifyBatch, handover, settings)
     own = make()  # refuses what cannot be certified before anything is written
     listed = images.image_list(data, settings.images, settings.batch_size)
@@ -72,6 +74,7 @@ def _asked(settings: Settings) -> Summary:
     """What decides the rows besides weights and images."""
     return {
         "method": settings.method,
+        "nonce": settings.nonce,
         "served_dtype": settings.served_dtype,
         "eps": list(settings.eps),
         "headline_eps": settings.headline_eps,
@@ -121,7 +124,7 @@ def _numerics(table: pd.DataFrame, served_dtype: str | None) -> Summary:
         "dtype": "float64 weights widened from the served float32 ones",
         "norms": NORMS,
         "failure_probability_of_an_image": float(table["failure"].max()),
-        "slack": f"margin - loss > {SLACK:g} (1 + |margin| + loss)",
+        "slack": f"margin - loss > {SLACK:g} (1 + |margin| + loss), with clean activations' rounding in the loss",
         "served_dtype": served_dtype or "float32",
         "rounding_of_the_served_model": "proved" if served_dtype else "measured",
         "largest_logit_difference_served_to_float64": float(table["served_difference"].max()),

@@ -18,6 +18,7 @@ class Settings:
     headline_eps: float = 0.1
     batch_size: int = 50
     attack: AttackConfig = DEFAULT_ATTACK
+    nonce: str | None = None  # of random starts; None: that of the rows that are there, or one that is drawn now
     served_dtype: str | None = None  # 'float32', 'bfloat16': of the model that is served; None: of the float64 function
     workers: int = 1  # processes that share the images; the rows are the same to rounding
     device: str = "cpu"  # or 'cuda': every process takes the next GPU

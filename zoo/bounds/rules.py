@@ -16,13 +16,13 @@ Some types have two rules: the published one, and a sharper one of our own for t
 on to all parts of a chain. Where rules are kept: facts.py.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from zoo.bounds.contracts import Bound, Layer
-from zoo.bounds.facts import Link, NoRule, expect, facts_of, refuse_altered
+from zoo.bounds.facts import Link, Links, NoRule, expect, facts_of, refuse_altered
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def classifier_of(model: nn.Module, *, local: bool = False) -> tuple[Layer, nn.L
 
 
 def trunk(model: nn.Module) -> tuple[Sequence[nn.Module | Link], nn.Linear]:
-    """The links of a model, and its head. Raises `NoRule` for a model that was altered anywhere: also inside modules
-    whose rule reads the weights without calling the parts."""
+    """The links of a model, modules that are mere chains taken apart, and its head. Raises `NoRule` for a model that
+    was altered anywhere: also inside modules whose rule reads the weights without calling the parts."""
     for module in model.modules():
         refuse_altered(module)
     facts = facts_of(model)
@@ -96,7 +96,23 @@ def trunk(model: nn.Module) -> tuple[Sequence[nn.Module | Link], nn.Linear]:
         raise NoRule(model)
     links, head = facts.trunk(model)
     expect(head, nn.Linear)
-    return links, head
+    return list(_apart(links)), head
+
+
+def _apart(links: Iterable[nn.Module | Link]) -> Iterator[nn.Module | Link]:
+    for link in links:
+        parts = _parts(link) if isinstance(link, nn.Module) else None
+        if parts is None:
+            yield link
+        else:
+            yield from _apart(parts)
+
+
+def _parts(module: nn.Module) -> Links | None:
+    """Of a mere chain: nothing else is known of it."""
+    facts = facts_of(module)
+    alone = facts.rule is facts.local is facts.expansion is None
+    return facts.chain(module) if facts.chain is not None and alone else None
 
 
 def residual(branch: Layer) -> Layer:

@@ -62,6 +62,25 @@ def test_two_processes_write_the_rows_of_one(handover: Path, digits: Path, tmp_p
         assert one[key] == two[key]
 
 
+def test_a_nonce_is_drawn_once_for_a_result(handover: Path, digits: Path, tmp_path: Path) -> None:
+    """Another result has another one; that of rows is kept; a given one repeats them."""
+    asked = replace(FEW, images=20, method="adjoint")
+    one, two = (stage.run(handover, data(digits), asked, tmp_path / name) for name in ("one", "two"))
+    assert len({one["nonce"], two["nonce"]}) == 2
+    rows = tmp_path / "one" / stage.ROWS
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:10]))
+    assert stage.run(handover, data(digits), asked, tmp_path / "one")["nonce"] == one["nonce"]
+    again = stage.run(handover, data(digits), replace(asked, nonce=one["nonce"], workers=2), tmp_path / "again")
+    assert again["nonce"] == one["nonce"]
+    before, after = (
+        pd.read_parquet(tmp_path / name / "certificates.parquet").drop(columns=["seconds", "served_difference"])
+        for name in ("one", "again")
+    )
+    pd.testing.assert_frame_equal(before, after, rtol=1e-5)
+    with pytest.raises(UserError, match="another nonce"):
+        stage.run(handover, data(digits), replace(asked, nonce="n0"), tmp_path / "one")
+
+
 def test_a_start_without_new_rows_says_the_same(handover: Path, digits: Path, tmp_path: Path) -> None:
     first = stage.run(handover, data(digits), replace(FEW, images=10), tmp_path)
     assert first["numerics"]["largest_logit_difference_served_to_float64"] > 0
