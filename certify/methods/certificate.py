@@ -9,7 +9,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from certizoo import UserError
 from zoo.arithmetic import nan_to_inf
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 # Every quantity is computed in float64 with a relative error far below 1e-11 (sums of fewer than 1e5 terms, depth
 # below 100); the margin has to exceed the loss by this much more, relative to the terms compared.
@@ -34,7 +37,8 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Clean:
-    """What the model says of a batch of clean images."""
+    """What the model says of a batch of clean images: the float64 function has the margins, and the model as it is
+    served makes the prediction. A label is correct where both give it."""
 
     prediction_B: Tensor
     label_B: Tensor
@@ -42,7 +46,7 @@ class Clean:
 
     @property
     def correct_B(self) -> Tensor:
-        return self.margin_BJ.amin(-1) > 0
+        return (self.margin_BJ.amin(-1) > 0) & (self.prediction_B == self.label_B)
 
     def __getitem__(self, index_I: Tensor) -> "Clean":
         """That of some of the images."""
@@ -95,30 +99,47 @@ class Certifier(Protocol):
 
 
 def checked(images_BCHW: Tensor, labels_B: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
-    """Both on the device of the model, as float64 and integers. Raises ValueError where they are not what they should
+    """Both on the device of the model, as float64 and integers. Raises UserError where they are not what they should
     be."""
-    images, labels = images_BCHW.to(head.weight.device).double(), labels_B.to(head.weight.device).long()
-    if images.ndim != 4 or labels.shape != images.shape[:1]:
-        raise ValueError(
-            f"images must be (B, C, H, W) and labels (B,); got {tuple(images.shape)}, {tuple(labels.shape)}"
+    for name, given, mend in (("images", images_BCHW, "images"), ("labels", labels_B, "labels")):
+        if not isinstance(given, Tensor):
+            raise UserError(f"{name} are a {type(given).__name__}; give a tensor, such as torch.as_tensor({mend})")
+    if images_BCHW.dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            f"images are {images_BCHW.dtype}; give float32 numbers in [0,1], such as images.float(), or images / 255 of "
+            "bytes"
+        )
+    if labels_B.dtype not in INTEGERS:
+        raise UserError(f"labels are {labels_B.dtype}; give whole numbers, such as labels.long()")
+    images = images_BCHW.detach().to(head.weight.device).double()
+    labels = labels_B.to(head.weight.device).long()
+    if images.ndim != 4 or labels.shape != images.shape[:1] or not images.numel():
+        raise UserError(
+            f"images must be (B, C, H, W) and labels (B,), one at least; got {tuple(images.shape)} and "
+            f"{tuple(labels.shape)}"
         )
     if not bool(((images >= 0) & (images <= 1)).all()):
-        raise ValueError("images must lie in [0,1]; the model normalises them itself")
-    if not bool(((labels >= 0) & (labels < head.out_features)).all()):
-        raise ValueError(f"labels must lie in 0..{head.out_features - 1}")
+        raise UserError("images must be numbers in [0,1]; the model normalises them itself")
+    classes = len(head.weight)
+    if not bool(((labels >= 0) & (labels < classes)).all()):
+        raise UserError(f"labels must lie in 0..{classes - 1}; the model has {classes} classes")
     return images, labels
 
 
-def clean_of(logits_BJ: Tensor, labels_B: Tensor) -> Clean:
-    """Margins of the label over every other class."""
+def clean_of(logits_BJ: Tensor, labels_B: Tensor, prediction_B: Tensor) -> Clean:
+    """Margins of the label over every other class, beside what the served model predicts."""
+    return Clean(prediction_B, labels_B, margins_of(logits_BJ, labels_B))
+
+
+def margins_of(logits_BJ: Tensor, labels_B: Tensor) -> Tensor:
+    """m_j (B, J); infinite for the label."""
     own_BJ = torch.zeros_like(logits_BJ, dtype=torch.bool).scatter_(1, labels_B[:, None], True)
-    margin_BJ = (logits_BJ.gather(1, labels_B[:, None]) - logits_BJ).masked_fill(own_BJ, torch.inf)
-    return Clean(logits_BJ.argmax(-1), labels_B, margin_BJ)
+    return (logits_BJ.gather(1, labels_B[:, None]) - logits_BJ).masked_fill(own_BJ, torch.inf)
 
 
 def same_function(logits_BJ: Tensor, clean: Clean) -> None:
     """The chain of rules and the model must be one function, or the rules speak of another model."""
-    torch.testing.assert_close(clean_of(logits_BJ, clean.label_B).margin_BJ, clean.margin_BJ, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(margins_of(logits_BJ, clean.label_B), clean.margin_BJ, rtol=1e-9, atol=1e-9)
 
 
 def pair_weights(head: nn.Linear, labels_B: Tensor) -> Tensor:
