@@ -89,7 +89,7 @@ def refuse_impostor(model: nn.Module) -> None:
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """The folded copy of a model that is what it seems. A module of an unknown type may still copy itself as another."""
+    """The folded copy of a model that is what it seems. A module of unknown type may still copy itself as another."""
     refuse_impostor(model)
     copied = folded(model)
     given = {path: genuine.kind_of(module) for path, module in genuine.modules_of(model) if _outlives(path)}
@@ -114,8 +114,8 @@ def _equal(one: Tensor | None, other: Tensor) -> bool:
 
 
 def _refuse_types(served: nn.Module, types: Collection[torch.dtype]) -> None:
-    """Weights of one type. Where types are mixed, sums are taken in one and stored in another, and what is served is not
-    the widened function."""
+    """Weights of one type. Where types are mixed, sums are taken in one and kept in another: what is served is no
+    longer the widened function."""
     found = dict[torch.dtype, str]()
     for path, tensor in genuine.tensors_of(served):
         if tensor.is_floating_point() or tensor.is_complex():

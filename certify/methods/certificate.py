@@ -106,8 +106,7 @@ def checked(images_BCHW: Tensor, labels_B: Tensor, head: nn.Linear) -> tuple[Ten
             raise UserError(f"{name} are a {type(given).__name__}; give a tensor, such as torch.as_tensor({mend})")
     if images_BCHW.dtype not in (torch.float32, torch.float64):
         raise UserError(
-            f"images are {images_BCHW.dtype}; give float32 numbers in [0,1], such as images.float(), or images / 255 of "
-            "bytes"
+            f"images are {images_BCHW.dtype}; give float32 numbers in [0,1]: images.float(), or images / 255 of bytes"
         )
     if labels_B.dtype not in INTEGERS:
         raise UserError(f"labels are {labels_B.dtype}; give whole numbers, such as labels.long()")

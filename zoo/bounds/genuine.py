@@ -102,7 +102,7 @@ def _is_parametrized(module: nn.Module) -> bool:
 
 
 def _fault_of_class(module: nn.Module) -> str | None:
-    """Of a class that torch made for parametrised weights: it must be as torch makes it, with known parametrisations."""
+    """Of a class that torch made for parametrised weights: it must be as torch makes it, and they must be known."""
     if not _is_parametrized(module):
         return None
     kind, lists = type(module), _parts(module)["parametrizations"]
@@ -175,6 +175,9 @@ def _fault_of_state(module: nn.Module) -> str | None:
     for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
         if tensor is not None and (fault := _fault_of_tensor(tensor)):
             return f"its {name} {fault}"
+    for name in (name for kept in KEPT for name in own[kept]):
+        if any(name in vars(base) for base in type(module).__mro__):
+            return f"its {name} is hidden by its class; remove that from the class"
     for name in own.keys() - set(KEPT):
         if fault := _fault_of_attribute(type(module), own, name, own[name]):
             return f"its {name} {fault}"
@@ -222,10 +225,10 @@ def _fault_of_tensor(tensor: object) -> str | None:
 def _fault_of_shapes(module: nn.Module, own: dict[str, Any]) -> str | None:
     """A bias of another shape would be broadcast: one output would become many."""
     weight, bias = (own["_parameters"].get(name) for name in ("weight", "bias"))
-    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and weight is not None and bias is not None:
-        if bias.shape != weight.shape[:1]:
-            return f"its bias has the shape {tuple(bias.shape)} beside weights of {tuple(weight.shape)}"
-    return None
+    if not isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or weight is None or bias is None:
+        return None
+    fits = bias.shape == weight.shape[:1]
+    return None if fits else f"its bias has the shape {tuple(bias.shape)} beside weights of {tuple(weight.shape)}"
 
 
 def _hides(kind: type, name: str) -> bool:

@@ -30,11 +30,10 @@ class Normalize(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        if x_BCHW.shape[1] != self.mean.shape[0] > 1:  # one channel would be broadcast to all
-            raise UserError(
-                f"images have {x_BCHW.shape[1]} channels, the model takes {self.mean.shape[0]}; convert them"
-            )
-        return (x_BCHW - self.mean) / self.std
+        y_BCHW = (x_BCHW - self.mean) / self.std
+        if y_BCHW.shape != x_BCHW.shape:  # one channel is broadcast to all
+            raise UserError(f"the images have {x_BCHW.shape[1]} channels, give them {y_BCHW.shape[1]}")
+        return y_BCHW
 
 
 def normalize(module: Normalize) -> Layer:

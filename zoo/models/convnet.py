@@ -201,9 +201,7 @@ def relux_expansion(module: ReLUx) -> Expand:
 def _refuse_broadcast(module: ReLUx, x: Tensor) -> None:
     """One entry under many thresholds would become many."""
     if module.theta.shape != x.shape[1:]:
-        raise NoRule(
-            module, f"its thresholds are for {tuple(module.theta.shape)}, and it is given {tuple(x.shape[1:])}"
-        )
+        raise NoRule(module, f"its thresholds are for {tuple(module.theta.shape)}, and it gets {tuple(x.shape[1:])}")
 
 
 def convnet_trunk(module: ConvNet) -> tuple[Links, nn.Linear]:
