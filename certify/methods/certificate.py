@@ -101,28 +101,33 @@ class Certifier(Protocol):
 def checked(images_BCHW: Tensor, labels_B: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
     """Both on the device of the model, as float64 and integers. Raises UserError where they are not what they should
     be."""
-    for name, given, mend in (("images", images_BCHW, "images"), ("labels", labels_B, "labels")):
+    refuse_no_images(images_BCHW, labels_B)
+    classes = len(head.weight)
+    if not bool(((labels_B >= 0) & (labels_B < classes)).all()):
+        raise UserError(f"labels must lie in 0..{classes - 1}; the model has {classes} classes")
+    return images_BCHW.detach().to(head.weight.device).double(), labels_B.to(head.weight.device).long()
+
+
+def refuse_no_images(images_BCHW: Tensor, labels_B: Tensor) -> None:
+    """Raise UserError for what is no batch of images in [0,1] with a label each."""
+    for name, given in (("images", images_BCHW), ("labels", labels_B)):
         if not isinstance(given, Tensor):
-            raise UserError(f"{name} are a {type(given).__name__}; give a tensor, such as torch.as_tensor({mend})")
+            raise UserError(f"{name} are a {type(given).__name__}; give a tensor, such as torch.as_tensor({name})")
+        if given.is_meta or given.layout is not torch.strided:
+            raise UserError(f"{name} hold no dense numbers ({given.layout}, {given.device}); give a plain tensor")
     if images_BCHW.dtype not in (torch.float32, torch.float64):
         raise UserError(
             f"images are {images_BCHW.dtype}; give float32 numbers in [0,1]: images.float(), or images / 255 of bytes"
         )
     if labels_B.dtype not in INTEGERS:
         raise UserError(f"labels are {labels_B.dtype}; give whole numbers, such as labels.long()")
-    images = images_BCHW.detach().to(head.weight.device).double()
-    labels = labels_B.to(head.weight.device).long()
-    if images.ndim != 4 or labels.shape != images.shape[:1] or not images.numel():
+    if images_BCHW.ndim != 4 or labels_B.shape != images_BCHW.shape[:1] or not images_BCHW.numel():
         raise UserError(
-            f"images must be (B, C, H, W) and labels (B,), one at least; got {tuple(images.shape)} and "
-            f"{tuple(labels.shape)}"
+            f"images must be (B, C, H, W) and labels (B,), one at least; got {tuple(images_BCHW.shape)} and "
+            f"{tuple(labels_B.shape)}"
         )
-    if not bool(((images >= 0) & (images <= 1)).all()):
+    if not bool(((images_BCHW >= 0) & (images_BCHW <= 1)).all()):
         raise UserError("images must be numbers in [0,1]; the model normalises them itself")
-    classes = len(head.weight)
-    if not bool(((labels >= 0) & (labels < classes)).all()):
-        raise UserError(f"labels must lie in 0..{classes - 1}; the model has {classes} classes")
-    return images, labels
 
 
 def clean_of(logits_BJ: Tensor, labels_B: Tensor, prediction_B: Tensor) -> Clean:
