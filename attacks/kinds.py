@@ -57,4 +57,6 @@ def words(wanted: Any) -> str:
     names = {float: "a number", int: "a whole number", bool: "true or false", str: "a name", type(None): "null"}
     if isinstance(wanted, UnionType):
         return " or ".join(words(choice) for choice in get_args(wanted))
-    return f"a list of {words(get_args(wanted)[0])}s" if get_origin(wanted) is tuple else names[wanted]
+    return (
+        f"a list of {words(get_args(wanted)[0]).removeprefix('a ')}s" if get_origin(wanted) is tuple else names[wanted]
+    )

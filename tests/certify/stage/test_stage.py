@@ -154,18 +154,18 @@ def test_published_version_comes_back_bit_equal(
         ("workers=two", "workers='two'"),
         ("eps=0.1", "eps=0.1"),
         ("eps=[abc]", "eps="),
-        ("eps=[.nan]", "certify.eps="),
-        ("eps=[.inf]", "certify.eps="),
+        ("eps=[nan]", "certify.eps="),
+        ("eps=[inf]", "certify.eps="),
         ("headline_eps=x", "headline_eps='x'"),
         ("served_dtype=int8", "served_dtype=int8"),
-        ("+data={name: digits, foo: 1}", "no config key 'data.foo'"),
+        ("data=digits +data.foo=1", "no config key 'data.foo'"),
     ],
 )
 def test_a_wrong_key_or_value_is_one_line_before_any_work(
     override: str, words: str, handover: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main([f"handover={handover}", f"out={tmp_path / 'out'}", override])
+        main([f"handover={handover}", f"out={tmp_path / 'out'}", *override.split()])
     error = capsys.readouterr().err
     assert exit_.value.code == 2
     assert error.startswith("error: ")
