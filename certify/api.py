@@ -40,8 +40,8 @@ def certify(
 
     Proof: docs/proofs.md#threat-model.
     """
-    analysis = certifier(model, method).analyse(images_BCHW, labels_B)
-    return analysis.at(radius_given(eps, len(analysis.clean.label_B)))
+    radius = radius_given(eps, labels_B.numel() if isinstance(labels_B, Tensor) else 1)
+    return certifier(model, method).analyse(images_BCHW, labels_B).at(radius)
 
 
 def certified_radius(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, method: str = "lofast") -> Tensor:

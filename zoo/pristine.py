@@ -6,6 +6,7 @@ compared by identity: functions, their bytecode and defaults, and what they call
 """
 
 import functools
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
@@ -20,6 +21,7 @@ NOT_RUN = {
     "__annotations_cache__", "__annotate_func__", "__abstractmethods__", "__parameters__", "__orig_bases__",
     "__static_attributes__", "__firstlineno__",
 }  # fmt: skip
+REPLACED_BY_TORCH = {"__setstate__": "torch._dynamo.mutation_guard"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def _change(space: type | ModuleType, then: dict[str, Any]) -> str | None:
     """The name of code in a class or module that is another, is gone, or has come and hides what a class inherits."""
     now = vars(space)
     for name, value in then.items():
-        if now.get(name) is not value:
+        if now.get(name) is not value and not _by_torch(name, now.get(name)):
             return name
     if isinstance(space, type) and len(now) != len(then):
         inherited = space.__mro__[1:-1]
@@ -101,6 +103,12 @@ def _change(space: type | ModuleType, then: dict[str, Any]) -> str | None:
             if new and (name.startswith("__") or any(name in vars(base) for base in inherited)):
                 return name
     return None
+
+
+def _by_torch(name: str, value: object) -> bool:
+    """Whether torch itself puts such a function there, once it has compiled something."""
+    module = sys.modules.get(REPLACED_BY_TORCH.get(name, ""))
+    return module is not None and isinstance(value, FunctionType) and value.__globals__ is vars(module)
 
 
 def _is_code(value: object) -> bool:

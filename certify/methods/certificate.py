@@ -101,15 +101,16 @@ class Certifier(Protocol):
 def checked(images_BCHW: Tensor, labels_B: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
     """Both on the device of the model, as float64 and integers. Raises UserError where they are not what they should
     be."""
-    refuse_no_images(images_BCHW, labels_B)
+    images, labels = batch_given(images_BCHW, labels_B)
     classes = len(head.weight)
-    if not bool(((labels_B >= 0) & (labels_B < classes)).all()):
+    if not bool(((labels >= 0) & (labels < classes)).all()):
         raise UserError(f"labels must lie in 0..{classes - 1}; the model has {classes} classes")
-    return images_BCHW.detach().to(head.weight.device).double(), labels_B.to(head.weight.device).long()
+    return images.to(head.weight.device).double(), labels.to(head.weight.device)
 
 
-def refuse_no_images(images_BCHW: Tensor, labels_B: Tensor) -> None:
-    """Raise UserError for what is no batch of images in [0,1] with a label each."""
+def batch_given(images_BCHW: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as plain tensors, the labels int64. Raises UserError for what is no batch of images in [0,1] with a label
+    each."""
     for name, given in (("images", images_BCHW), ("labels", labels_B)):
         if not isinstance(given, Tensor):
             raise UserError(f"{name} are a {type(given).__name__}; give a tensor, such as torch.as_tensor({name})")
@@ -126,8 +127,11 @@ def refuse_no_images(images_BCHW: Tensor, labels_B: Tensor) -> None:
             f"images must be (B, C, H, W) and labels (B,), one at least; got {tuple(images_BCHW.shape)} and "
             f"{tuple(labels_B.shape)}"
         )
-    if not bool(((images_BCHW >= 0) & (images_BCHW <= 1)).all()):
-        raise UserError("images must be numbers in [0,1]; the model normalises them itself")
+    with torch._C.DisableTorchFunctionSubclass():  # images of torchvision, and what answers for itself
+        images, labels = images_BCHW.detach().as_subclass(Tensor), labels_B.as_subclass(Tensor).long()
+        if not bool(((images >= 0) & (images <= 1)).all()):
+            raise UserError("images must be numbers in [0,1]; the model normalises them itself")
+    return images, labels
 
 
 def clean_of(logits_BJ: Tensor, labels_B: Tensor, prediction_B: Tensor) -> Clean:

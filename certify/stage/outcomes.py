@@ -17,7 +17,7 @@ from attacks import AttackConfig
 from certify.api import certifier as certifier_of
 from certify.api import radius_given, radius_of
 from certify.methods.breakdown import columns
-from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate, refuse_no_images
+from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate, batch_given
 from certify.rows.draws import draws
 from certify.rows.records import Row
 from certizoo import UserError
@@ -50,8 +50,8 @@ def evaluate(
     certifier = certifier_of(model, method)
     served = copy.deepcopy(model).eval()
     weight = next(served.parameters())
-    refuse_no_images(images_BCHW, labels_B)
-    images, labels = images_BCHW.detach().to(weight), labels_B.to(weight.device).long()
+    images, labels = batch_given(images_BCHW, labels_B)
+    images, labels = images.to(weight), labels.to(weight.device)
     grid = _grid(eps)
     names = [str(i) for i in range(len(labels))] if keys is None else list(keys)
     if len(names) != len(labels):

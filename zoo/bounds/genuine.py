@@ -86,6 +86,8 @@ def fault_of_process() -> str | None:
             return f"torch.autocast is active for {device}; certify outside of it"
     if torch.get_default_dtype() not in (torch.float32, torch.float64):
         return f"the default dtype is {torch.get_default_dtype()}; run torch.set_default_dtype(torch.float32)"
+    if torch.get_float32_matmul_precision() != "highest":
+        return "matrix products are not of float32; run torch.set_float32_matmul_precision('highest')"
     if parametrize._cache_enabled:
         return "torch.nn.utils.parametrize.cached() is active; certify outside of it"
     if change := pristine.change_of_torch():

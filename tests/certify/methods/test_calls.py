@@ -107,7 +107,17 @@ def test_a_call_that_means_nothing_is_refused_in_one_line(name: str) -> None:
     assert len(str(refused.value)) < 400
 
 
+class Answering(Tensor):
+    """A tensor that answers for itself."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("it was asked")
+
+
 SAME: dict[str, Call] = {
+    "images that answer for themselves": lambda m, x, y: (m, x.as_subclass(Answering), y),
+    "labels that answer for themselves": lambda m, x, y: (m, x, y.as_subclass(Answering)),
     "float64 images": lambda m, x, y: (m, x.double(), y),
     "images that need a gradient": lambda m, x, y: (m, x.clone().requires_grad_(), y),
     "images of another layout": lambda m, x, y: (m, x.to(memory_format=torch.channels_last), y),

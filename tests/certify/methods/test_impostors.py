@@ -418,6 +418,10 @@ REFUSED: dict[str, tuple[Attack, str]] = BREAKING | {
     "function mode": (entered(Mode), "Mode is active"),
     "autocast": (entered(lambda: torch.autocast("cpu", torch.bfloat16)), "autocast is active"),
     "cached parametrisations": (entered(parametrize.cached), "cached"),
+    "products of fewer bits": (
+        lambda model, patch: torch.set_float32_matmul_precision("medium"),
+        "set_float32_matmul_precision",
+    ),
     "default dtype": (default_type, "default dtype is torch.bfloat16"),
     "isinstance of a ViT": (lambda model, patch: Liar(model), "Liar"),
     "weight of a subclass": (weight_of_a_subclass, r"mlp\.fc1: .*weight is a Weight"),
@@ -468,6 +472,7 @@ def attacked(request: pytest.FixtureRequest, monkeypatch: Patch) -> Any:
             entry.__exit__(None, None, None)
         OPEN.clear()
         torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.hostile
@@ -582,11 +587,17 @@ def renamed(model: Any) -> None:
     model.register_state_dict_post_hook(lambda module, state, prefix, meta: state.pop("head.bias", None))
 
 
+def compiled_once(model: Any) -> None:
+    """Which makes torch put a function of its own into `nn.Module`."""
+    torch.compile(nn.Linear(2, 2), backend="eager")(torch.zeros(1, 2))
+
+
 HONEST: dict[str, Callable[[Any], Any]] = {
     "in training mode": lambda model: model.train(),
     "with gradients": lambda model: model.requires_grad_(True),
     "frozen": lambda model: model.requires_grad_(False),
     "with notes": noted,
+    "beside a compiled one": compiled_once,
     "with a hook of its state dict": renamed,
     "widened": lambda model: model.double(),
 }
