@@ -76,8 +76,8 @@ def refuse_process() -> None:
 
 
 def refuse_impostor(model: nn.Module) -> None:
-    """Raise UserError for a model that does something else than its code and its weights say, before any of its own
-    code is run."""
+    """Raise UserError for a model that does something else than its code and its weights say. It is looked at, not
+    asked."""
     if not isinstance(model, nn.Module):
         raise UserError(f"the model is a {type(model).__name__}; give a torch.nn.Module, such as zoo.create_model(...)")
     refuse_process()

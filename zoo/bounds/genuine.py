@@ -9,7 +9,7 @@ module: its class may have any attribute answer as it likes.
 import enum
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -134,8 +134,9 @@ def _reads(value: object, name: str) -> bool:
 
 def _is_made_like(value: object, made: object) -> bool:
     """Functions of the same bytecode."""
-    functions = inspect.isfunction(value) and inspect.isfunction(made)
-    return functions and value.__code__ is made.__code__ and value.__defaults__ == made.__defaults__
+    if not inspect.isfunction(value) or not inspect.isfunction(made):
+        return False
+    return value.__code__ is made.__code__ and value.__defaults__ == made.__defaults__
 
 
 def _template() -> dict[str, Any]:
@@ -199,7 +200,8 @@ def _fault_of_attribute(kind: type, own: dict[str, Any], name: str, value: objec
 def _fault_of_value(value: object, depth: int = 0) -> str | None:
     """Options are numbers, texts and their lists; other objects are let be unless they can compute."""
     if type(value) in (tuple, list, set, frozenset, dict, OrderedDict, torch.Size):
-        items = value.values() if isinstance(value, dict) else value  # type: ignore[attr-defined]
+        assert isinstance(value, Collection)
+        items = value.values() if isinstance(value, dict) else value
         inner = (_fault_of_value(item, depth + 1) for item in items if depth < DEPTH)
         return next((fault for fault in inner if fault), None)
     if isinstance(value, Tensor):

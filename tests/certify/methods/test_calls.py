@@ -69,27 +69,27 @@ CALLS: dict[str, Call] = {
 }
 WRONG: dict[str, tuple[Call, str]] = (
     {
-        f"{call}, images: {name}": (lambda m, x, y, call=call, f=f: CALLS[call](m, f(x), y), words)  # type: ignore[misc]
+        f"{call}, images: {name}": (lambda m, x, y, call=call, f=f: CALLS[call](m, f(x), y), words)
         for call in CALLS
         for name, (f, words) in X.items()
     }
     | {
-        f"{call}, labels: {name}": (lambda m, x, y, call=call, f=f: CALLS[call](m, x, f(y)), words)  # type: ignore[misc]
+        f"{call}, labels: {name}": (lambda m, x, y, call=call, f=f: CALLS[call](m, x, f(y)), words)
         for call in CALLS
         for name, (f, words) in Y.items()
     }
     | {
-        f"{call}, model: {name}": (lambda m, x, y, call=call, bad=bad: CALLS[call](bad, x, y), "the model is a")  # type: ignore[misc]
+        f"{call}, model: {name}": (lambda m, x, y, call=call, bad=bad: CALLS[call](bad, x, y), "the model is a")
         for call in CALLS
         for name, bad in MODEL.items()
     }
-    | {f"eps: {name}": (lambda m, x, y, e=e: certify(m, x, y, eps=e), "eps=") for name, e in EPS.items()}  # type: ignore[misc]
+    | {f"eps: {name}": (lambda m, x, y, e=e: certify(m, x, y, eps=e), "eps=") for name, e in EPS.items()}
     | {
-        f"method: {name}": (lambda m, x, y, bad=bad: certify(m, x, y, eps=0.1, method=bad), "no certification method")  # type: ignore[misc]
+        f"method: {name}": (lambda m, x, y, bad=bad: certify(m, x, y, eps=0.1, method=bad), "no certification method")
         for name, bad in METHOD.items()
     }
     | {
-        f"evaluate: {name}": (lambda m, x, y, o=o: evaluate(m, x, y, **o), "eps=|keys|attack")  # type: ignore[misc]
+        f"evaluate: {name}": (lambda m, x, y, o=o: evaluate(m, x, y, **o), "eps=|keys|attack")
         for name, o in TABLE.items()
     }
 )

@@ -149,7 +149,7 @@ class CopiesAsAnother(ViT):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         honest = copy.copy(self)
-        honest.__class__ = ViT
+        honest.__class__ = ViT  # type: ignore[assignment]
         honest.__dict__.pop("face")
         return copy.deepcopy(honest, memo)
 
@@ -161,7 +161,7 @@ class CopiesAsAnother(ViT):
 class Liar(nn.Module):
     """isinstance takes it for a ViT."""
 
-    __class__ = property(lambda self: ViT)  # type: ignore[assignment]
+    __class__ = property(lambda self: ViT)
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Number(float):
         return 1.0
 
 
-class Parts(dict):  # type: ignore[type-arg]
+class Parts(dict[str, Any]):
     """A dictionary with a will of its own."""
 
 
@@ -300,8 +300,8 @@ def parametrized(path: str, kind: Callable[[], nn.Module]) -> Attack:
     return attack
 
 
-def patched_parametrisation(model: Any, patch: Patch) -> None:
-    capped = zoo.create_model("spec_vit_digits", **(SMALL | AVG))
+def patched_parametrisation(model: Any, patch: Patch) -> nn.Module:
+    capped: nn.Module = zoo.create_model("spec_vit_digits", **(SMALL | AVG))
     linear: Any = capped.get_submodule("blocks.0.attn.qkv")
     weight = linear.weight.detach()
     type(linear).weight = property(lambda self: -weight)
