@@ -14,7 +14,7 @@ constant; J_k = Df_k at the clean X_{k-1}, R_k its remainder, G_k = X'_k - X_k, 
 ||J_k|| is the norm of I + J_branch, and ||P_k|| that of the product (certify/methods/operator_norms.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from certify.methods.backwards import Chain, Radii, Rivals
-from certify.methods.bake import bake
+from certify.methods.bake import SERVED, model_of
 from certify.methods.breakdown import names, shares
 from certify.methods.certificate import (
     Breakdown,
@@ -31,7 +31,6 @@ from certify.methods.certificate import (
     Clean,
     binding_class,
     checked,
-    clean_of,
     decide_by,
     gaps,
     lowered,
@@ -160,8 +159,11 @@ class Adjoint:
     a model with a module that has no rule of first or of second order.
     """
 
+    types: Collection[torch.dtype] = SERVED
+
     def __init__(self, model: nn.Module, nonce: str | None = None) -> None:
-        self.baked = bake(model)
+        self.model = model_of(model, self.types)
+        self.baked = self.model.exact
         self.nonce = nonce or lanczos.new_nonce()
         self._seed = lanczos.seed_of(self.baked, self.nonce)
         self.links, self.head = trunk(self.baked)
@@ -174,7 +176,7 @@ class Adjoint:
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> OfCorrect:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
-        clean = clean_of(self.baked(images), labels)
+        clean = self.model.answers(images, labels)
         few = self._few(images) if len(images) else 1
         return of_correct(clean, few, lambda index_I: self.expand(images[index_I], clean[index_I]))
 

@@ -16,14 +16,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from certify.methods.bake import bake
+from certify.methods.bake import model_of
 from certify.methods.breakdown import growth, names
 from certify.methods.certificate import (
     Breakdown,
     Certificate,
     Clean,
     checked,
-    clean_of,
     decide,
     lowered,
     pair_weights,
@@ -71,7 +70,8 @@ class LoFAST:
     local = False  # the published rules
 
     def __init__(self, model: nn.Module) -> None:
-        self.baked = bake(model)
+        self.model = model_of(model)
+        self.baked = self.model.exact
         self.links, self.head = trunk(self.baked)
         layers = [steps_of(layer_of(link, local=self.local)) for link in self.links]
         self.steps = [step for steps in layers for step in steps]
@@ -82,7 +82,7 @@ class LoFAST:
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> OfCorrect:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
-        clean = clean_of(self.baked(images), labels)
+        clean = self.model.answers(images, labels)
         return of_correct(clean, len(images) or 1, lambda index_I: self._bounds(images[index_I], clean[index_I]))
 
     def _bounds(self, x: Tensor, clean: Clean) -> LoFASTAnalysis:

@@ -2,9 +2,11 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import zoo
+from attacks import AttackConfig, make
+from attacks.kinds import fits, words
 from certizoo import UserError
 from shards import DataConfig
 
@@ -42,7 +44,24 @@ def data_of(config: Config, handover: Path) -> DataConfig:
     return DataConfig(**saved["data"])
 
 
+def attack_of(config: Config) -> AttackConfig:
+    """The keys of `attack`."""
+    if "kind" in config["attack"]:
+        raise UserError("attack.kind: the attack here is projected gradient ascent; leave it out, or use `evaluate`")
+    try:
+        attack = make({"kind": "pgd", **config["attack"]})
+    except UserError as error:
+        raise UserError(f"attack: {error}") from None
+    assert isinstance(attack, AttackConfig)
+    return attack
+
+
 def settings_of(kind: type[S], config: Config, **given: object) -> S:
-    """Settings of this class: the keys of their names, but for those that are `given`."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: config[name] for name in names if name not in given}, **given)
+    """Settings of this class: the keys of their names, but for those that are `given`. Lists become tuples."""
+    names = [field.name for field in fields(kind) if field.name not in given]  # type: ignore[arg-type]
+    types = get_type_hints(kind)
+    for name in names:
+        if not fits(config[name], types[name]):
+            raise UserError(f"{name}={config[name]!r} does not work; give {words(types[name])}")
+    own = {name: tuple(config[name]) if isinstance(config[name], list) else config[name] for name in names}
+    return kind(**own, **given)

@@ -2,8 +2,7 @@
 
 from rich.console import Console
 
-from attacks import AttackConfig
-from certify.rows.arguments import Config, data_of, handover_of, out_of, settings_of
+from certify.rows.arguments import Config, attack_of, data_of, handover_of, out_of, settings_of
 from certify.rows.progress import progress_bar
 from certify.stage import register, run, tables
 from certify.stage.settings import Settings
@@ -14,7 +13,7 @@ def certify(config: Config) -> None:
     handover = handover_of(config)
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)
-    settings = settings_of(Settings, config, eps=tuple(config["eps"]), attack=AttackConfig(**config["attack"]))
+    settings = settings_of(Settings, config, attack=attack_of(config))
     console = Console(highlight=False)
     with progress_bar("certifying", console) as progress:
         summary = run.run(handover, data, settings, out, progress)

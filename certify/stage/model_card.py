@@ -51,12 +51,18 @@ def _proof(summary: Summary) -> list[str]:
         f"**Threat model.** L2 ball in {threat['space']}.",
         f"**Attack.** PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, on the "
         "same images.",
-        f"**Numerics.** {numerics['dtype']}; {numerics['norms']}; {numerics['slack']}. The certificate is of the "
-        f"float64 function; served in {numerics['served_dtype']}, its logits differed by at most "
+        f"**Numerics.** {numerics['dtype']}; {numerics['norms']}; {numerics['slack']}. {chance(numerics)} The "
+        f"certificate is of the float64 function; served in {numerics['served_dtype']}, its logits differed by at most "
         f"{numerics['largest_logit_difference_served_to_float64']:.2g} on these images.",
         "**Not claimed.** Anything of other images than those listed, of other norms, of changes beyond eps, or of "
         "inputs that are normalised outside the model. Intervals are Wilson's of 95 %.",
     ]
+
+
+def chance(numerics: Summary) -> str:
+    """The probability that `norms` speaks of."""
+    failure = numerics["failure_probability_of_an_image"]
+    return f"That probability is at most {failure:.2g} for an image." if failure else "No bound here rests on chance."
 
 
 def _model(summary: Summary) -> list[str]:

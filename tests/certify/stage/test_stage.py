@@ -149,6 +149,42 @@ def test_the_experiment_of_a_published_version_can_be_chosen(
     assert chosen == ["certify", "mine"]
 
 
+@pytest.mark.hostile
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("+attack.foo=1", "pgd has no option 'foo'"),
+        ("attack.steps=abc", "steps='abc'"),
+        ("attack.eps=[1]", "eps="),
+        ("attack.norm=l7", "attack.norm=l7"),
+        ("+attack.kind=cw_l2", "attack.kind"),
+        ("method=WRONG", "no certification method 'WRONG'"),
+        ("method=3", "method=3"),
+        ("images=abc", "images='abc'"),
+        ("batch_size=1.5", "batch_size=1.5"),
+        ("workers=two", "workers='two'"),
+        ("eps=0.1", "eps=0.1"),
+        ("eps=[abc]", "eps="),
+        ("eps=[nan]", "certify.eps="),
+        ("eps=[inf]", "certify.eps="),
+        ("headline_eps=x", "headline_eps='x'"),
+        ("served_dtype=int8", "served_dtype=int8"),
+        ("data=digits +data.foo=1", "no config key"),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_line_before_any_work(
+    override: str, words: str, handover: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([f"handover={handover}", f"out={tmp_path / 'out'}", *override.split()])
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert words in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command(
     handover: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
