@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
 from certizoo import UserError
@@ -150,7 +151,9 @@ class Tar(tarfile.TarFile):
 
 
 def opened(shard: Shard) -> BinaryIO:
-    """The shard as a file. Raises `UserError`."""
+    """The shard as a file. Raises `UserError`, also for what is there and no file: a pipe would keep us waiting."""
+    if isinstance(shard, Path) and shard.exists() and not shard.is_file():
+        raise UserError(f"{shard} is not a file; {MEND_SHARD}")
     try:
         return shard.open("rb")
     except OSError as error:
