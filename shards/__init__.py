@@ -7,7 +7,7 @@ Writing: `write`, or `python -m shards digits|folder|torchvision|index`.
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before anything here imports it)
 from certizoo import UserError
-from shards.config import DataConfig
+from shards.config import DataConfig, config_of, from_elsewhere
 from shards.read import eval_loader, eval_samples, steps_per_epoch, train_loader
 from shards.sets import ShardSet, find
 from shards.tar import SampleError
@@ -18,9 +18,11 @@ __all__ = [
     "SampleError",
     "ShardSet",
     "UserError",
+    "config_of",
     "eval_loader",
     "eval_samples",
     "find",
+    "from_elsewhere",
     "steps_per_epoch",
     "train_loader",
     "write",

@@ -7,7 +7,6 @@ a listing (web servers and commands have none) and without reading the set once 
 import hashlib
 import logging
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +17,15 @@ from typing import BinaryIO, Literal, Protocol, TypeVar
 from certizoo import UserError
 from shards import manifest
 from shards.cache import Cache
-from shards.config import DataConfig
+from shards.config import PIPE, PLAIN, DataConfig, is_remote
 from shards.manifest import Manifest, ShardInfo
-from shards.pipe import PREFIX, CommandError, Pipe
+from shards.pipe import CommandError, Pipe
 from shards.store import Store
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 PAUSES = (1, 5)  # seconds before the second and the third attempt
 MAX_MANIFEST_BYTES = 64 * 2**20
-PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*")  # a name that means itself in a path, a URL and a command
 MEND = "see that the server is up and the file whole, or copy it there again"
 
 
@@ -48,17 +46,12 @@ class Source(Protocol):
         """Bytes (None: not said) of those of the files that are there; None if the place cannot be asked."""
 
 
-def is_remote(root: str) -> bool:
-    """Whether `data.root` is no folder, but a URL or a command, which reads the same from every folder."""
-    return root.startswith(PREFIX) or "://" in root
-
-
 def source_of(config: DataConfig) -> Source | None:
     """None for a folder of this machine, which a cache makes a place like any other."""
     if is_remote(config.root):
-        return (Pipe if config.root.startswith(PREFIX) else Store)(config.root, config.timeout)
+        return (Pipe if config.root.startswith(PIPE) else Store)(config.root, config.timeout)
     if config.cache:
-        return Store(f"file://{Path(config.root).expanduser().absolute()}", config.timeout)
+        return Store(f"file://{config.folder.absolute()}", config.timeout)
     return None
 
 

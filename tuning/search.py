@@ -158,7 +158,7 @@ def _middle(space: Space) -> dict[str, Any]:
 
 def _anywhere(root: str) -> str:
     """data.root, as it reads from every folder."""
-    from shards.remote import is_remote
+    from shards.config import is_remote
 
     return root if is_remote(root) else str(Path(root).expanduser().absolute())
 

@@ -8,7 +8,7 @@ import zoo
 from attacks import AttackConfig, make
 from attacks.kinds import fits, words
 from certizoo import UserError
-from shards import DataConfig
+from shards import DataConfig, config_of, from_elsewhere
 
 Config = dict[str, Any]
 S = TypeVar("S")
@@ -35,13 +35,11 @@ def out_of(config: Config, handover: Path, name: str) -> Path:
 
 
 def data_of(config: Config, handover: Path) -> DataConfig:
-    """`data`, or what the model was trained on."""
+    """`data`, or what the model was trained on: a folder of this machine, unless the person says `trust_data`."""
     if config.get("data"):
-        return DataConfig(**config["data"])
-    saved = zoo.handover.read_config(handover)
-    if "data" not in saved:
-        raise UserError(f"the config of {handover} names no data; add data=NAME data.root=FOLDER")
-    return DataConfig(**saved["data"])
+        return config_of(config["data"], "the command")
+    said = zoo.handover.read_config(handover).get("data")
+    return from_elsewhere(said, f"the config of {handover}", trusted=config["trust_data"] is True)
 
 
 def attack_of(config: Config) -> AttackConfig:

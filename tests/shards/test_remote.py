@@ -192,6 +192,7 @@ def test_no_manifest_and_no_match_say_what_is_sought(server: Server, tmp_path: P
 # --- what comes from elsewhere names no other file and takes no more than its place -----------------------------------
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize("name", ["../toy-train-9.tar", "/etc/toy-train-9.tar", "..", "a/../b.tar"])
 def test_a_listing_that_leaves_its_folder_is_refused(name: str, server: Server, tmp_path: Path) -> None:
     path = tmp_path / "served" / "toy.json"
@@ -202,6 +203,7 @@ def test_a_listing_that_leaves_its_folder_is_refused(name: str, server: Server, 
         assert name in refusal(lambda root=root: shards.find(config(root), "train"))  # type: ignore[misc]
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize("name", ["-rf.tar", "a b.tar", "a%2f.tar", "a?b.tar", "a#b.tar", "$HOME.tar", "a\n.tar", ".a"])
 def test_a_listing_with_names_that_mean_something_elsewhere_is_refused(
     name: str, server: Server, tmp_path: Path
@@ -213,6 +215,7 @@ def test_a_listing_with_names_that_mean_something_elsewhere_is_refused(
     assert "not a plain file name" in refusal(lambda: shards.find(config(server.url), "train"))
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize("change", [{"bytes": -1}, {"bytes": 0}, {"samples": 0}, {"bytes": 10**5000}])
 def test_a_listing_with_impossible_numbers_is_refused(change: dict, server: Server, tmp_path: Path) -> None:
     path = tmp_path / "served" / "toy.json"
@@ -225,11 +228,13 @@ def test_a_listing_with_impossible_numbers_is_refused(change: dict, server: Serv
     refusal(lambda: shards.find(config(server.url), "train"))
 
 
+@pytest.mark.hostile
 def test_a_manifest_is_of_bounded_size(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "MAX_MANIFEST_BYTES", 100)
     assert "toy.json is larger" in refusal(lambda: shards.find(config(server.url), "train"))
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize(
     ("root", "word"),
     [
@@ -274,6 +279,7 @@ def test_no_space_for_a_shard_is_one_line(folder: Path, monkeypatch: pytest.Monk
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.hostile
 def test_a_command_gets_words_and_no_shell(folder: Path, tmp_path: Path) -> None:
     data = config(f"pipe:cat {folder}/{{shard}} ; touch {tmp_path}/evil $(touch {tmp_path}/evil)")
     assert "exit status 1" in refusal(lambda: shards.find(data, "train"))
