@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from certizoo.compose import compose_config
 from certizoo.errors import EXIT_USER_ERROR, UserError, one_line_errors
@@ -46,12 +47,17 @@ def train(config_name: str, overrides: Sequence[str]) -> None:
             from trainers.job.prepare import prepare
         job = prepare(config)
     with large_imports():
+        from trainers.engine import engine
+        from trainers.job.folder import refuse_changed
         from trainers.steps import loop
+        from trainers.steps.sole import sole_trainer
         from trainers.weights import handover
 
-    run_id = loop.train(job)
-    if ranks.rank() == 0:
-        handover.certify_and_publish(job, run_id)
+    world = engine.start(job.deepspeed.timeout_minutes)
+    with sole_trainer(job.run_dir, world, partial(refuse_changed, job)):
+        run_id = loop.train(job, world)
+        if world.rank == 0:
+            handover.certify_and_publish(job, run_id)
 
 
 def launcher_argv(argv: Sequence[str]) -> list[str]:

@@ -30,11 +30,13 @@ from trainers.certvit.douglas_rachford import solve
 from trainers.certvit.layers import constrainable, norm, observe
 from trainers.certvit.prox import magnitude_quantile
 from trainers.engine import engine
+from trainers.engine.world import World
 from trainers.job.job import Job
 from trainers.job.stages import Stages, prepare_stages
 from trainers.seeds import seed_of
 from trainers.settings import ConstrainConfig
 from trainers.steps import loop
+from trainers.steps.sole import sole_trainer
 from trainers.weights import handover
 
 
@@ -42,30 +44,31 @@ def run(config_name: str, overrides: Sequence[str]) -> None:
     """All three stages, on every rank."""
     with ranks.said_once():
         stages = prepare_stages(compose_config(config_name, overrides))
-    with engine.kept():
-        if stages.settings.adapt_epochs and not Path(stages.weights).is_file():
-            loop.train(stages.adapt)
-        constrain(stages)
-        last = finetune(stages) if stages.settings.finetune_epochs else None
-    engine.stop()
-    if last and ranks.rank() == 0:
-        handover.certify_and_publish(*last)
+    world = engine.start(stages.adapt.deepspeed.timeout_minutes)
+    with sole_trainer(stages.folder, world, stages.refuse_changed):
+        with engine.kept():
+            if stages.settings.adapt_epochs and not Path(stages.weights).is_file():
+                loop.train(stages.adapt, world)
+            constrain(stages, world)
+            last = finetune(stages, world) if stages.settings.finetune_epochs else None
+        engine.stop()
+        if last and world.rank == 0:
+            handover.certify_and_publish(*last)
 
 
-def finetune(stages: Stages) -> tuple[Job, str | None]:
+def finetune(stages: Stages, world: World) -> tuple[Job, str | None]:
     """Stage 3: its job and tracking id. The zeros may grow again: report.json says what the norms were before it."""
     with ranks.said_once():
         job = stages.finetune()
-    return job, loop.train(job)
+    return job, loop.train(job, world)
 
 
 # stage 2 -------------------------------------------------------------------------------------------------------------
 
 
-def constrain(stages: Stages) -> None:
+def constrain(stages: Stages, world: World) -> None:
     """Every layer that has no file yet, shared out over the ranks; then rank 0 puts them together."""
     job, settings, layers = stages.adapt, stages.settings, stages.settings_file.parent
-    world = engine.start(job.deepspeed.timeout_minutes)
     if stages.report.is_file():
         return
     with ranks.said_once():

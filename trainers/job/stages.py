@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainers import ranks
+from trainers.job.folder import refuse_changed, refuse_used_folder
 from trainers.job.job import Job
-from trainers.job.prepare import prepare, refuse_used_folder
+from trainers.job.prepare import prepare
 from trainers.job.recipe import check_constrain
 from trainers.job.typed import typed
 from trainers.settings import ConstrainConfig, require
@@ -41,6 +42,11 @@ class Stages:
         own = {key: self.config[key] for key in ("certify", "registry")}
         own |= {"pretrained": str(self.constrained / WEIGHTS)}
         return prepare(stage(self.config, "finetune", self.settings.finetune_epochs) | own, source_exists)
+
+    def refuse_changed(self) -> None:
+        """Raise UserError where another run has written in the folder since this was prepared."""
+        refuse_used_folder(self.folder, self.config["resume"])
+        refuse_changed(self.adapt)
 
     @property
     def report(self) -> Path:
