@@ -18,7 +18,7 @@ from certizoo.errors import one_line_errors
 from certizoo.files import write_whole
 from trainers.job import checkpoint
 from trainers.job.checkpoint import Saved
-from trainers.job.folder import held
+from trainers.job.folder import held, refuse_used_folder
 
 ASIDE = "other_ranks"
 
@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> None:
     if not checkpoint.folder(run_dir).is_dir():
         raise UserError(f"{run_dir} holds no checkpoints; give the folder of a run")
     with held(run_dir):
+        refuse_used_folder(run_dir, "auto")
         reshape(run_dir)
 
 

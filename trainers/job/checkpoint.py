@@ -11,7 +11,6 @@ rank). A mark may come from anywhere: what it says is checked, and it names file
 import json
 import logging
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -111,14 +110,11 @@ def newest(run_dir: Path) -> Saved | None:
 
 
 def read(path: Path) -> Saved | None:
-    """What the mark tells; None for a folder without one, or where a file of its list is shorter, or none.
-
-    Raises UserError for a mark that no run of this version wrote.
-    """
-    try:
-        mark = read_json(path / MARK)
-    except UserError:
+    """What the mark tells; None for a folder without one, or where a file of its list is shorter, or none: a run that
+    was killed leaves no more. Raises UserError for a mark that no run of this version wrote."""
+    if not _is_file(path / MARK):
         return None
+    mark = read_json(path / MARK)
     if isinstance(mark, dict) and mark.get("format", 1) != FORMAT:
         raise UserError(
             f"{path} was written by another version, as pickles, which may hold code and are not read; go on with that "
@@ -131,7 +127,8 @@ def read(path: Path) -> Saved | None:
             f"{path / MARK} is not as training writes it ({str(error)[:100]}); delete {path}, and resume from the one "
             "before"
         ) from None
-    return saved if all(_is_whole(path / name, size) for name, size in saved.files.items()) else None
+    whole = all(_is_file(path / name) and (path / name).stat().st_size == size for name, size in saved.files.items())
+    return saved if whole else None
 
 
 def _saved(name: str, mark: dict[str, Any]) -> Saved:
@@ -147,13 +144,9 @@ def _saved(name: str, mark: dict[str, Any]) -> Saved:
     return Saved(name, position, mark["world_size"], mark["run_id"], mark["fingerprint"], mark["files"], mark["sha256"])
 
 
-def _is_whole(path: Path, size: int) -> bool:
-    """A file of its own: what a link leads to may be anything, and change."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISREG(found.st_mode) and found.st_size == size
+def _is_file(path: Path) -> bool:
+    """A file of its own: what a link leads to may be anything, and a pipe would keep its reader for ever."""
+    return not path.is_symlink() and path.is_file()
 
 
 def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_dir: Path) -> None:
@@ -170,6 +163,19 @@ def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_di
             f"{run_dir} was trained by {saved.world_size} ranks, now there are {world_size}; start as many "
             f"(`deepspeed --num_gpus {saved.world_size} ...`), or convert its last epoch's end for any number: "
             f"`python -m trainers.reshape {run_dir}`"
+        )
+
+
+def check_position(saved: Saved, steps_per_epoch: int, total_steps: int) -> None:
+    """Raise UserError where a run of so many steps is never where this checkpoint says it was."""
+    at = saved.position
+    counted = at.step == at.epoch * steps_per_epoch + at.batch_in_epoch and at.batch_in_epoch < steps_per_epoch
+    if saved.world_size is None:  # other ranks may have made another number of steps in an epoch
+        counted = at.ends_epoch and at.epoch <= at.step
+    if not counted or at.step > total_steps:
+        raise UserError(
+            f"{saved.tag} says it was at {at}, where a run of {total_steps} steps, {steps_per_epoch} an epoch, never is; "
+            "delete it, and resume from the one before"
         )
 
 

@@ -76,7 +76,9 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         certify_settings(job)
     check_recipe(job, ranks.world_size())
     if job.saved is not None:
-        checkpoint.check_same_run(job.saved, job.fingerprint, ranks.world_size(), job.run_dir)
+        size = ranks.world_size()
+        checkpoint.check_same_run(job.saved, job.fingerprint, size, job.run_dir)
+        checkpoint.check_position(job.saved, job.steps_per_epoch(size), job.total_steps(size))
     return job
 
 

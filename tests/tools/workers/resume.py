@@ -1,4 +1,4 @@
-"""Run by tests/trainers/weights/test_states.py under the launcher: a checkpoint taken in the middle, at each ZeRO stage.
+"""Run by tests/trainers/weights/test_states.py under the launcher: a checkpoint in the middle, at each ZeRO stage.
 
 Writes {variant: facts, summed over ranks} to the file of the last argument; the checkpoints stay in runs/VARIANT.
 """
