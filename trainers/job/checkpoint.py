@@ -174,8 +174,8 @@ def check_position(saved: Saved, steps_per_epoch: int, total_steps: int) -> None
         counted = at.ends_epoch and at.epoch <= at.step
     if not counted or at.step > total_steps:
         raise UserError(
-            f"{saved.tag} says it was at {at}, where a run of {total_steps} steps, {steps_per_epoch} an epoch, never is; "
-            "delete it, and resume from the one before"
+            f"{saved.tag} says that it is of {at}, where no run of {total_steps} steps, {steps_per_epoch} an epoch, "
+            "ever is; delete it, and resume from the one before"
         )
 
 

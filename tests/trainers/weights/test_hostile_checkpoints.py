@@ -7,19 +7,18 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from certizoo import UserError
 from tests.tools.launching import ROOT, TINY, environment
-from trainers.engine.share import Share
+from tests.tools.trained import Trained
 from trainers.job import checkpoint
 from trainers.job.checkpoint import MARK, Position, Saved
 from trainers.job.folder import refuse_used_folder
@@ -36,42 +35,6 @@ class Payload:
         return (open, ("ran", "w"))
 
 
-class Alone:
-    """A world of one rank."""
-
-    rank, size = 0, 1
-
-    def texts(self, own: str) -> list[str]:
-        return [own]
-
-    def barrier(self) -> None:
-        pass
-
-
-class Trained:
-    """A model of two parameters and buffers, its optimiser, nothing of DeepSpeed: what `saving` sees of an engine."""
-
-    world = Alone()
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False))
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), fused=True)
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.module(torch.linspace(-1, 1, 12).view(4, 3)).exp().sum().backward()
-        self.optimizer.step()
-
-    def share(self) -> Share:
-        return Share(self.module, self.optimizer, 0, 0)
-
-    @contextmanager
-    def restoring(self) -> Iterator[Share]:
-        with torch.no_grad():
-            yield self.share()
-
-
 def resume(run_dir: Path) -> Trained:
     """As a start with resume=auto does, in its order."""
     refuse_used_folder(run_dir, "auto")
@@ -81,6 +44,7 @@ def resume(run_dir: Path) -> Trained:
     checkpoint.check_same_run(saved, {"seed": 0}, 1, run_dir)
     checkpoint.check_position(saved, steps_per_epoch=10, total_steps=100)
     trained: Any = Trained()
+    trained.step()  # as it must not stay
     saving.load(trained, None, run_dir, saved)
     return trained
 
@@ -90,7 +54,6 @@ def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run's folder, with a checkpoint of its first step."""
     monkeypatch.chdir(tmp_path)
     trained: Any = Trained()
-    trained.step()
     saving.save(trained, None, tmp_path / "run", Saved(checkpoint.tag(1), Position(1, 0, 1), 1, None, {"seed": 0}), 2)
     return tmp_path / "run"
 
@@ -98,7 +61,6 @@ def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_checkpoint_of_our_own_is_resumed(left: Path) -> None:
     """What every attack below is made from."""
     first, second = Trained(), resume(left)
-    first.step()
     for trained in (first, second):
         trained.step()
     assert all(torch.equal(a, b) for a, b in zip(first.module.parameters(), second.module.parameters(), strict=True))

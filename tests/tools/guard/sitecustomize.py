@@ -1,0 +1,28 @@
+"""In front of PYTHONPATH: a process that begins to read a pickle ends, and says where. (Imported by `site` at start.)"""
+
+import _pickle
+import os
+import pickle
+import sys
+import traceback
+from typing import Any
+
+STATUS = 77
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    sys.stderr.write("a pickle was read:\n")
+    traceback.print_stack()
+    sys.stderr.flush()
+    os._exit(STATUS)
+
+
+class Unpickler:
+    __init__ = refuse
+
+
+for module in (pickle, _pickle):
+    for name, value in {"load": refuse, "loads": refuse, "_load": refuse, "_loads": refuse}.items():
+        setattr(module, name, value)
+    for name in ("Unpickler", "_Unpickler"):
+        setattr(module, name, Unpickler)
