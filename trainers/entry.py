@@ -88,8 +88,8 @@ def leaving_no_rank_behind() -> Iterator[None]:
         if isinstance(error, SystemExit):
             status = error.code if isinstance(error.code, int) else EXIT_USER_ERROR
         elif isinstance(error, RuntimeError) and any(words in str(error) for words in ranks.PEER_GONE):
-            # Not this rank's fault: the one that ended first has printed why, and a traceback would hide that.
-            sys.stderr.write(f"rank {dist.get_rank()} lost another rank and ends too\n")
+            # Not this rank's fault: the one that ended first has printed why, unless it was killed.
+            sys.stderr.write(f"{lost(dist.get_rank())}\n")
             status = 1
         else:
             traceback.print_exc()
@@ -97,3 +97,14 @@ def leaving_no_rank_behind() -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def lost(rank: int) -> str:
+    """What a rank says that was left by another. One that was killed could not say anything itself."""
+    from trainers.engine.preempt import launcher
+    from trainers.engine.siblings import endings
+
+    how = endings(launcher())
+    if how:
+        return f"error: {'; '.join(how)}; go on from the newest checkpoint by the same command and resume=auto"
+    return f"rank {rank} lost another rank and ends too"

@@ -1,4 +1,4 @@
-"""In front of PYTHONPATH: a process that begins to read a pickle ends, and says where. (Imported by `site` at start.)"""
+"""First on PYTHONPATH: a process that begins to read a pickle ends, and says where (Python imports it by itself)."""
 
 import _pickle
 import os

@@ -1,4 +1,4 @@
-"""Whole trainings by processes that end where a pickle is begun to be read: by us, DeepSpeed, torch, or between ranks."""
+"""Whole trainings by processes that end where a pickle is begun to be read: by us, DeepSpeed, torch, another rank."""
 
 import os
 import shutil
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.guard.sitecustomize import STATUS
 from tests.tools.launching import ROOT, TINY, environment, finish, launch
 
 SCRIPT = ROOT / "trainers" / "adv_train.py"
+STATUS = 77  # of the guard
 GUARD = {"PYTHONPATH": f"{ROOT / 'tests' / 'tools' / 'guard'}{os.pathsep}{ROOT}"}
 READERS = {
     "pickle": "pickle.loads(pickle.dumps(1))",
