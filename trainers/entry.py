@@ -17,6 +17,7 @@ from certizoo.compose import compose_config
 from certizoo.errors import EXIT_USER_ERROR, UserError, one_line_errors
 from certizoo.imports import large_imports
 from trainers import ranks
+from trainers.engine.launcher import killed, launchers
 
 Work = Callable[[str, Sequence[str]], None]
 
@@ -24,6 +25,7 @@ Work = Callable[[str, Sequence[str]], None]
 def main(config_name: str, argv: Sequence[str] | None = None, work: Work | None = None) -> None:
     """Train (or what `work` does) as `configs/{config_name}.yaml` and the arguments say. Exit status 2: an error of one
     line."""
+    launchers()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     overrides = launcher_argv(sys.argv[1:] if argv is None else argv)
     with leaving_no_rank_behind():
@@ -101,10 +103,7 @@ def leaving_no_rank_behind() -> Iterator[None]:
 
 def lost(rank: int) -> str:
     """What a rank says that was left by another. One that was killed could not say anything itself."""
-    from trainers.engine.preempt import launcher
-    from trainers.engine.siblings import endings
-
-    how = endings(launcher())
+    how = killed()
     if how:
         return f"error: {'; '.join(how)}; go on from the newest checkpoint by the same command and resume=auto"
     return f"rank {rank} lost another rank and ends too"

@@ -17,12 +17,11 @@ def refuse(*_: Any, **__: Any) -> Any:
     os._exit(STATUS)
 
 
-class Unpickler:
-    __init__ = refuse
+class Unpickler(_pickle.Unpickler):
+    load = refuse
 
 
+pickle._Unpickler.load = refuse  # type: ignore[attr-defined]
 for module in (pickle, _pickle):
-    for name, value in {"load": refuse, "loads": refuse, "_load": refuse, "_loads": refuse}.items():
+    for name, value in {"load": refuse, "loads": refuse, "Unpickler": Unpickler}.items():
         setattr(module, name, value)
-    for name in ("Unpickler", "_Unpickler"):
-        setattr(module, name, Unpickler)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from certizoo import UserError
 from tests.tools.launching import ROOT, environment
 from tests.tools.trained import Alone, Trained
-from trainers.engine import preempt
+from trainers.engine import launcher, preempt
 from trainers.job import checkpoint
 from trainers.job.checkpoint import Position, Saved
 from trainers.steps.report import ROWS, Report
@@ -55,18 +55,18 @@ def test_a_launcher_that_died_counts_as_a_request() -> None:
     """Also while nobody has taken note of its end (a zombie)."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = psutil.Process(child.pid)
-    assert not preempt.ended(process)
+    assert not launcher.ended(process)
     child.kill()
     while process.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    assert preempt.ended(process)
+    assert launcher.ended(process)
     child.communicate(timeout=10)
-    assert preempt.ended(process)
+    assert launcher.ended(process)
 
 
 SECOND = """
 import os, signal, time
-from trainers.engine import preempt
+from trainers.engine import launcher, preempt
 preempt.SAME_REQUEST = 0.5
 with preempt.listening() as request:
     os.kill(os.getpid(), signal.SIGTERM)
@@ -77,7 +77,7 @@ with preempt.listening() as request:
 """
 LATE = """
 import os, signal
-from trainers.engine import preempt
+from trainers.engine import launcher, preempt
 with preempt.listening():
     os.kill(os.getpid(), signal.SIGTERM)
 print("on and on")

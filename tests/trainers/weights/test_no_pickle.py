@@ -16,6 +16,7 @@ GUARD = {"PYTHONPATH": f"{ROOT / 'tests' / 'tools' / 'guard'}{os.pathsep}{ROOT}"
 READERS = {
     "pickle": "pickle.loads(pickle.dumps(1))",
     "file": "pickle.load(open('x', 'rb'))",
+    "of python": "pickle._Unpickler(open('x', 'rb')).load()",
     "unpickler": "pickle.Unpickler(open('x', 'rb')).load()",
     "torch": "torch.load('x', weights_only=False)",
     "collective": "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
@@ -38,7 +39,7 @@ def test_nothing_reads_a_pickle(folder: Path, stage: int) -> None:
     """Two ranks, from the start to the hand-over, and again from the checkpoint. (Loaders in the ranks' own processes:
     what workers send is pickled, between processes of one start.)"""
     run = (*TINY, f"deepspeed=zero{stage}", "train.max_steps=3", "train.eval_images=64", "data.workers=0",
-           "deepspeed.persistent_below=0", f"name=zero{stage}")  # fmt: skip
+           "++deepspeed.persistent_below=0", f"name=zero{stage}")  # fmt: skip
     status, output = finish(launch(SCRIPT, *run, cwd=folder, more=GUARD))
     assert status == 0, output
     run_dir = folder / "runs" / f"zero{stage}"
