@@ -4,6 +4,7 @@ The configuration is composed here instead of by `hydra.main`, which would give 
 and know nothing of the launcher's `--local_rank`. Every rank composes the same; rank 0 writes run_dir/config.yaml.
 """
 
+import errno
 import logging
 import os
 import sys
@@ -19,6 +20,7 @@ from certizoo.imports import large_imports
 from trainers import ranks
 from trainers.engine.launcher import killed, launchers
 
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 Work = Callable[[str, Sequence[str]], None]
 
 
@@ -35,10 +37,25 @@ def main(config_name: str, argv: Sequence[str] | None = None, work: Work | None 
 def one_of_a_machine(work: Work, config_name: str, overrides: Sequence[str]) -> None:
     """`work`; a UserError leaves local rank 0 at once and the others later, when the launcher has ended them."""
     try:
-        work(config_name, overrides)
+        with full_disks_in_one_line():
+            work(config_name, overrides)
     except UserError:
         time.sleep(ranks.GRACE_SECONDS if ranks.local_rank() else 0)
         raise
+
+
+@contextmanager
+def full_disks_in_one_line() -> Iterator[None]:
+    """Whatever a run was writing. (Checkpoints have words of their own: trainers/weights/saving.py.)"""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise UserError(
+            f"{error.filename or 'a file of the run'} could not be written ({error.strerror}); make room, then go on "
+            "by the same command and resume=auto"
+        ) from None
 
 
 def train(config_name: str, overrides: Sequence[str]) -> None:

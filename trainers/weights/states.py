@@ -25,6 +25,7 @@ from certizoo import UserError
 from trainers.engine.share import Piece, Share
 
 BUFFERS = "buffers.safetensors"
+UNREADABLE = (OSError, ValueError, SafetensorError, RecursionError)
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64", torch.bool: "BOOL"}
 
 
@@ -93,8 +94,15 @@ def read(share: Share, folder: Path, files: list[str], step: int) -> None:
 
 
 def read_file(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file that has exactly the names, shapes and types of `expected`, and only numbers."""
-    with one_line(path.parent), safe_open(path, "pt") as file:
+    """`read_exact` of a file of a checkpoint."""
+    with one_line(path.parent):
+        return read_exact(path, expected)
+
+
+def read_exact(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file that has exactly the names, shapes and types of `expected`, and only numbers. Raises one of
+    UNREADABLE."""
+    with safe_open(path, "pt") as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
         if slices.keys() != expected.keys():
             raise ValueError(f"{path.name} has other names: {_some(slices.keys() ^ expected.keys())}")
@@ -154,7 +162,7 @@ def one_line(folder: Path) -> Iterator[None]:
     """What a file that is damaged, or of another model, raises."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise UserError(
             f"{folder} cannot be resumed from ({str(error)[:200]}); delete it, and resume from the one before"
         ) from None

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from certizoo import UserError
+from tests.tools.full_disk import full_disk
 from tests.tools.launching import ROOT, environment
 from tests.tools.trained import Alone, Trained
 from trainers.engine import launcher, preempt
@@ -166,6 +169,37 @@ def test_a_save_that_fails_is_one_line_and_harms_nothing(tmp_path: Path, fault: 
     saved = checkpoint.newest(tmp_path)
     assert saved is not None
     assert saved.position.step == 1
+
+
+def on_a_full_disk(run_dir: Path, after: int, room: int) -> tuple[bool, UserError | None]:
+    """Is there a moment of that number in a save, and what did the save say?"""
+    with full_disk(run_dir, after, room) as disk:
+        try:
+            write(run_dir, 2)
+        except UserError as error:
+            return disk.full, error
+    return disk.full, None
+
+
+@pytest.mark.parametrize("room", [0, 700])  # nothing can be written; the mark can, tensors cannot
+def test_a_disk_that_is_full_from_any_moment_of_a_save(tmp_path: Path, room: int) -> None:
+    """One line; the checkpoint before is whole, nothing is left aside, and with room again the save is made."""
+    write(tmp_path, 1)
+    said = []
+    for after in count():
+        full, error = on_a_full_disk(tmp_path, after, room)
+        found = checkpoint.newest(tmp_path)
+        assert found is not None
+        assert found.position.step == (1 if error else 2)
+        saving.verify(checkpoint.folder(tmp_path) / found.tag, found, 0, 1)
+        assert not (checkpoint.folder(tmp_path) / saving.PART).exists()
+        if not full:
+            break
+        said.append(str(error))
+        shutil.rmtree(checkpoint.folder(tmp_path) / checkpoint.tag(2), ignore_errors=True)
+    assert len(said) > 10
+    assert sum("make room" in line and "resume=auto" in line for line in said) > 5
+    assert steps(tmp_path) == [checkpoint.tag(1), checkpoint.tag(2)]
 
 
 def test_a_lost_rank_is_not_called_a_full_disk(tmp_path: Path) -> None:

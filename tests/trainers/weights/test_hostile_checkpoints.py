@@ -19,6 +19,7 @@ from torch import Tensor
 from certizoo import UserError
 from tests.tools.launching import ROOT, TINY, environment
 from tests.tools.trained import Trained
+from trainers.certvit.run import FACT, read_layer
 from trainers.job import checkpoint
 from trainers.job.checkpoint import MARK, Position, Saved
 from trainers.job.folder import refuse_used_folder
@@ -271,6 +272,30 @@ FILES = {
 def test_files_that_are_none_are_refused(left: Path, name: str, attack: str) -> None:
     rewritten(left, name, FILES[attack])
     refused(left)
+
+
+FACTS = dict(zip(FACT, ("0", 1.0, 0.5, 0.1, 0.0), strict=True))
+LAYERS: dict[str, tuple[State, object]] = {
+    "no facts": ({"weight": torch.ones(2, 3)}, None),
+    "facts that are a text": ({"weight": torch.ones(2, 3)}, "x"),
+    "a norm that is a text": ({"weight": torch.ones(2, 3)}, FACTS | {"norm_after": "\x1b[2J"}),
+    "a bomb": ({"weight": torch.ones(2, 3)}, BOMB),
+    "another shape": ({"weight": torch.ones(3, 2)}, FACTS),
+    "no numbers": ({"weight": torch.full((2, 3), float("nan"))}, FACTS),
+    "another name": ({"bias": torch.ones(2, 3)}, FACTS),
+}
+
+
+@pytest.mark.parametrize("attack", LAYERS)
+def test_a_layer_of_certvit_that_is_none_is_refused(tmp_path: Path, attack: str) -> None:
+    state, fact = LAYERS[attack]
+    path = tmp_path / "0.safetensors"
+    save_file({"weight": torch.ones(2, 3)}, path, {"fact": json.dumps(FACTS)})
+    assert read_layer(path, torch.zeros(2, 3))[1] == FACTS
+    text = fact if attack == "a bomb" else json.dumps(fact)
+    save_file(state, path, {"fact": str(text)} if fact else None)
+    with pytest.raises(UserError, match="delete it"):
+        read_layer(path, torch.zeros(2, 3))
 
 
 # attacks by the folder -----------------------------------------------------------------------------------------------
