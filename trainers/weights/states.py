@@ -4,8 +4,8 @@
     buffers.safetensors         by name, as the model has them; written by rank 0
 
 The pieces of all files together are every entry of every parameter exactly once. So any number of ranks can read what
-another number wrote, each what is its own (the idea of docs/references.md#universal-checkpointing). Whatever a file says is checked against the model
-before a number is copied; it may come from anywhere.
+another number wrote, each what is its own (the idea of docs/references.md#universal-checkpointing). Whatever a file
+says is checked against the model before a number is copied; it may come from anywhere.
 """
 
 import hashlib
