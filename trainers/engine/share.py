@@ -42,7 +42,7 @@ class Share:
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, stage: int, rank: int) -> None:
-        named = dict(module.named_parameters())
+        named: dict[str, Any] = dict(module.named_parameters())  # DeepSpeed adds attributes
         self.pieces = [piece for piece in _pieces(named, optimizer, stage, rank) if piece.size > 0]
         self.sizes = {name: getattr(value, "ds_numel", value.numel()) for name, value in named.items()}
         persistent = module.state_dict().keys()
@@ -67,7 +67,7 @@ class Share:
             self._optimizer.state[flat] = state
 
 
-def _pieces(named: dict[str, nn.Parameter], optimizer: Any, stage: int, rank: int) -> Iterator[Piece]:
+def _pieces(named: dict[str, Any], optimizer: Any, stage: int, rank: int) -> Iterator[Piece]:
     for name, parameter in named.items():
         if stage == 0:
             yield Piece(name, 0, parameter.numel(), parameter, 0)

@@ -122,7 +122,7 @@ MARKS: dict[str, Callable[[Mark], Any]] = {
     "a negative size": listing(RANK, size=-1),
     "a size that is a text": listing(RANK, size="1"),
 }  # fmt: skip
-TEXTS = {
+TEXTS: dict[str, str | bytes] = {
     "a bomb of brackets": BOMB,
     "five million numbers": json.dumps([0] * 5_000_000),
     "half of it": '{"position": {"st',
