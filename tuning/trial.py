@@ -21,7 +21,7 @@ from typing import Any
 
 from certizoo.errors import EXIT_USER_ERROR
 from certizoo.files import write_whole
-from certizoo.processes import end_group
+from certizoo.processes import end_group, ending
 from trainers.job import checkpoint
 from tuning import guard
 
@@ -174,7 +174,7 @@ def why(log: Path, status: int) -> str:
     said = [line for line in lines if line.startswith("error: ")]
     ours = [line for line in lines if "launch.py" not in line and not line.startswith("_rank_mapping")]
     reason = (said or ours or ["it said nothing"])[-1].removeprefix("error: ")
-    return f"{reason} (exit status {status}; {log})"
+    return f"{reason} ({ending(status)}; {log})"
 
 
 def free_port() -> int:

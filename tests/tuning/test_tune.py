@@ -193,7 +193,8 @@ def test_an_adopted_checkpoint_is_of_this_trial_and_only_searched_keys_may_diffe
     folder.mkdir(parents=True)
     prints = {"penalty.lambda_q": 1e-3, "model.depth": 2}
     position = {"step": 12, "epoch": 1, "batch_in_epoch": 0}
-    mark = {"position": position, "world_size": 1, "run_id": "theirs", "fingerprint": prints, "files": {}}
+    mark = {"format": checkpoint.FORMAT, "position": position, "world_size": 1, "files": {}, "sha256": {}}
+    mark |= {"run_id": "theirs", "fingerprint": prints}
     (folder / checkpoint.MARK).write_text(json.dumps(mark))
     trial.adopt(theirs, tmp_path / "mine", {"penalty.lambda_q": 5e-4})
     saved = checkpoint.newest(tmp_path / "mine")

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from safetensors import SafetensorError
 
 import zoo
 from certify.stage import register
@@ -32,7 +33,13 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
         model.load_state_dict(state)
         extra = {key: value for key, value in job.config.items() if key != "model"}
         extra |= {"git_commit": git_commit(), "certizoo": __version__, "ranks": engine.world.size, "steps": step}
-        zoo.handover.save(job.handover, model, job.model, extra)
+        try:
+            zoo.handover.save(job.handover, model, job.model, extra)
+        except SafetensorError as error:
+            raise UserError(
+                f"{job.handover} could not be written ({error}); make room, then go on by the same command and "
+                "resume=auto"
+            ) from None
         write_whole(job.handover / "metrics.json", json.dumps({"step": step, **metrics}, indent=1))
     engine.world.barrier()
 
