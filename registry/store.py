@@ -73,12 +73,20 @@ def public(uri: str) -> str:
     return credentials.without(uri)
 
 
-def recorded_uri(uri: str | None, recorded: str) -> str:
-    """Where a spool goes: the argument, else the URI recorded in it (with the environment's credentials)."""
-    if uri:
-        return resolve_uri(uri)
-    current = resolve_uri()
-    return current if public(current) == recorded else recorded
+def agreed_uri(uri: str | None, meant_for: str | None, run_dir: Path) -> str:
+    """Where what waits in `run_dir` is sent: to `uri`, else to this person's server (MLFLOW_TRACKING_URI, the default).
+
+    A spool may come from somebody else: the server that it was `meant_for` decides nothing. But where nobody has said
+    where, and it was meant for another than the default, the person is asked.
+    """
+    target = resolve_uri(uri)
+    said = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if not said and meant_for and meant_for != public(target):
+        raise UserError(
+            f"{run_dir} waits for {meant_for}, and nobody has said where it goes; give --uri, or set "
+            "MLFLOW_TRACKING_URI (this folder's own database: --uri sqlite:///mlflow.db)"
+        )
+    return target
 
 
 def connect(uri: str | None = None) -> "MlflowClient":
@@ -101,7 +109,7 @@ def experiment_id(client: "MlflowClient", name: str) -> str:
     from mlflow.exceptions import MlflowException
 
     root = artifact_root(client.tracking_uri)
-    location = (root / re.sub(r"[^\w.-]", "_", name)).as_uri() if root else None
+    location = (root / re.sub(r"[^\w-]", "_", name)).as_uri() if root else None
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
@@ -116,8 +124,8 @@ def experiment_id(client: "MlflowClient", name: str) -> str:
 
 
 def is_refusal(error: Exception) -> bool:
-    """True if sending again cannot help: MLflow said no, or the file to send is gone."""
-    return isinstance(error, FileNotFoundError) or getattr(error, "error_code", None) in REFUSALS
+    """True if sending again cannot help: MLflow said no, the file to send is gone, or we refuse it ourselves."""
+    return isinstance(error, FileNotFoundError | ValueError) or getattr(error, "error_code", None) in REFUSALS
 
 
 def reason(error: Exception) -> str:
