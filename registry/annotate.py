@@ -17,8 +17,8 @@ def annotate(
     """Add what was measured of the weights to a version of these weights, and metrics to the run and the logged model
     behind it; what its certificate says stays.
 
-    reference: as in `browse.find`. Raises UserError where there is no such version, where it has other weights, and where
-    MLflow is away.
+    reference: as in `browse.find`. Raises UserError where there is no such version, where it has other weights, and
+    where MLflow is away.
     """
     target = store.resolve_uri(uri)
     version = browse.find(reference, target)
@@ -40,9 +40,7 @@ def _check(version: Version, tags: Mapping[str, str], weights_sha256: str) -> No
         logger.warning("%s is of earlier code: nothing says of which weights it is", plain(version.uri))
     elif own != weights_sha256:
         raise UserError(
-            f"{version.uri} has other weights ({own[:16]}) than were measured ({weights_sha256[:16]}); nothing was written"
+            f"{version.uri} has weights {own[:16]}, and others were measured, {weights_sha256[:16]}: nothing written"
         )
     if wrong := [key for key in tags if not facts.of_evaluation(key)]:
-        raise UserError(
-            f"{wrong[0]} is not for an evaluation to write; it stays as the certificate of {version.uri} says"
-        )
+        raise UserError(f"{wrong[0]} is not for an evaluation to write; of {version.uri} its certificate says it")

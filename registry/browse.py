@@ -54,8 +54,8 @@ def versions(name: str | None = None, uri: str | None = None) -> list[Version]:
 
 
 def promote(reference: str, alias: str, uri: str | None = None, *, force: bool = False) -> Version:
-    """Give the version the alias. Those of champions go by the rule of registry/champion.py: against it by `force` only,
-    and then until the next promotion."""
+    """Give the version the alias. Those of champions go by the rule of registry/champion.py: against it by `force`
+    only, and then until the next promotion."""
     target = _existing(uri)
     version = find(reference, target)
     own = (champion.CHAMPION, champion.dataset_alias(version.tags.get("dataset", "")))

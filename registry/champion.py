@@ -2,15 +2,15 @@
 
 `champion-DATASET` is the best version of a dataset; `champion` the one that took such an alias last. The rule:
 
-1. A version is a *candidate* if it says what it was asked (dataset, norm, eps: its tag `headline`), of which weights and
-   test shards its certificate is, and how many images it has: `champion_images` (300 unless its publisher said another
-   number) or more.
-2. Only answers to one *question* are compared: the same dataset, test shards, norm and eps. The question is that of the
-   holder of the alias; where nobody holds it, the candidate's own. Who was asked something else cannot win.
-3. The best has the highest certified lower bound (`certified_low.EPS`: Wilson's of 95 %), so that few images weigh little;
-   whoever has 300 images stands before all with fewer; of equals the first registered.
-4. Who was promoted by hand against the rule (tag `champion_by` = hand) stays until a hand promotes another. To promote the
-   version that the rule would choose gives the alias back to the rule.
+1. A version is a *candidate* if it says what it was asked (dataset, norm, eps: its tag `headline`), of which weights
+   and test shards its certificate is, and how many images it has: `champion_images` (300 unless its publisher said
+   another number) or more.
+2. Only answers to one *question* are compared: the same dataset, test shards, norm and eps. The question is that of
+   the holder of the alias; where nobody holds it, the candidate's own. Who was asked something else cannot win.
+3. The best has the highest certified lower bound (`certified_low.EPS`: Wilson's of 95 %), so that few images weigh
+   little; whoever has 300 images stands before all with fewer; of equals the first registered.
+4. Who was promoted by hand against the rule (tag `champion_by` = hand) stays until a hand promotes another. To promote
+   the version that the rule would choose gives the alias back to the rule.
 
 All of it is decided by tags that every writer sees alike; who has moved an alias looks again.
 """
@@ -73,7 +73,7 @@ def promote(client: "MlflowClient", name: str, version: str) -> None:
     for other in board.by_hand():
         client.set_model_version_tag(name, other, BY, RULE)
     client.set_model_version_tag(name, version, BY, by)
-    for alias in (board.alias, CHAMPION):
+    for alias in (CHAMPION, board.alias):
         client.set_registered_model_alias(name, alias, version)
 
 
@@ -173,7 +173,7 @@ def _differences(tags: Tags, question: Tags) -> Iterator[str]:
 
 
 def _may_hold(tags: Tags) -> bool:
-    """A version of earlier code may: it says less than a candidate. One of a few images binds nobody to its question."""
+    """Earlier code says less than a candidate, and may. Whoever has too few images binds nobody to its question."""
     share = facts.number(tags.get(tags.get("headline", ""), ""))
     return share == share and _count(tags.get("images")) >= _wanted(tags)
 
@@ -191,9 +191,9 @@ def _count(text: str | None) -> int:
 
 
 def _give(client: "MlflowClient", board: Board, winner: str) -> None:
-    """The dataset's alias; and `champion`, unless a hand gave that to a version of another dataset."""
+    """`champion`, unless a hand gave that to a version of another dataset; and the alias of the dataset."""
     client.set_model_version_tag(board.name, winner, BY, board.tags[winner].get(BY, RULE))
-    client.set_registered_model_alias(board.name, board.alias, winner)
     elsewhere = board.overall.get("dataset") != board.tags[winner].get("dataset")
     if not (elsewhere and board.overall.get(BY) == HAND):
         client.set_registered_model_alias(board.name, CHAMPION, winner)
+    client.set_registered_model_alias(board.name, board.alias, winner)  # the last: who holds it has all

@@ -1,8 +1,8 @@
 """What a published version holds: the files of a hand-over folder, and the name of the module that loads them.
 
 MLflow's `loader_module` flavour: nothing is pickled, no code lies in the registry, no requirement is inferred. Nor is
-the project itself a requirement: its name is not ours on package indices, where whoever takes it would be run. Who serves
-a version has the project's code; `files.json` names the commit and the digest of that which published it.
+the project itself a requirement: its name is not ours on package indices, where whoever takes it would be run. Who
+serves a version has the project's code; `files.json` names the commit and the digest of that which published it.
 """
 
 import os

@@ -40,13 +40,13 @@ def clean_name(name: str) -> str:
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """`{"train": {"epochs": 3}}` -> `{"train.epochs": "3"}`, values cut to MLflow's limit, without passwords."""
+    """`{"train": {"epochs": 3}}` -> `{"train.epochs": "3"}`, values cut to MLflow's limit, without secrets."""
     flat: dict[str, str] = {}
-    for key, value in params.items():
+    for key, value in credentials.redacted(params).items():
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
-            text = credentials.without(str(value))
+            text = str(value)
             flat[clean_name(f"{prefix}{key}")] = text if len(text) <= MAX_PARAM else text[: MAX_PARAM - 3] + "..."
     return flat
 

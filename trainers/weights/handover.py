@@ -14,6 +14,7 @@ from certify.stage import run as stage
 from certizoo import UserError, __version__
 from certizoo.commit import git_commit
 from certizoo.files import write_whole
+from registry import credentials
 from trainers.engine.engine import Engine
 from trainers.job.job import Job, certify_settings
 from trainers.weights.ema import Average
@@ -30,7 +31,7 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
     if engine.world.rank == 0:
         model = zoo.create_model(**job.model)  # float32, whatever training computed in
         model.load_state_dict(state)
-        extra = {key: value for key, value in job.config.items() if key != "model"}
+        extra = credentials.redacted({key: value for key, value in job.config.items() if key != "model"})
         extra |= {"git_commit": git_commit(), "certizoo": __version__, "ranks": engine.world.size, "steps": step}
         zoo.handover.save(job.handover, model, job.model, extra)
         write_whole(job.handover / "metrics.json", json.dumps({"step": step, **metrics}, indent=1))
@@ -78,6 +79,7 @@ def _published(job: Job, folder: Path, out: Path, run_id: str | None) -> str:
         experiment=settings["experiment"],
         uri=settings["uri"],
         tags=settings["tags"] or {},
+        champion_images=settings["champion_images"],
     )
 
 
