@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certizoo import UserError
+from certizoo.files import disk_errors
 from certizoo.nearest import choices, unknown
 from certizoo.text import plain
 from registry import champion, manifest, package, store
@@ -80,10 +81,14 @@ def _promote_champion(client: "MlflowClient", version: Version, force: bool) -> 
 
 
 def pull(reference: str, to: Path, uri: str | None = None) -> Path:
-    """Copy the published files of a version into the folder `to`, which must be new or empty."""
+    """Copy the published files of a version into the folder `to`, which must be new or empty: all of them, or none."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} is not empty; give a new folder")
-    shutil.copytree(download(reference, uri), to, dirs_exist_ok=True)
+    source = download(reference, uri)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors("make room, then pull again"), tempfile.TemporaryDirectory(dir=to.parent) as scratch:
+        shutil.copytree(source, Path(scratch) / "whole")
+        (Path(scratch) / "whole").rename(to)  # an empty folder gives way
     return to
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from certizoo import UserError
 from certizoo.documents import read_json
-from certizoo.files import write_whole
+from certizoo.files import disk_errors, write_whole
 from certizoo.locks import locked
 from registry import champion, checks, facts, manifest, package, records, spool, store
 
@@ -104,12 +104,15 @@ def publish(
     target = store.resolve_uri(uri)
     with locked(run_dir / LOCK):
         _send_another_first(run_dir, request.name, target)
-        write_whole(run_dir / SPOOL, json.dumps(asdict(request)))
+        with disk_errors("make room, then publish again"):
+            write_whole(run_dir / SPOOL, json.dumps(asdict(request)))
         try:
             return _finish(request, run_dir, target)
         except store.Away as away:
             logger.warning("%s. %s is kept: publish it by `python -m registry sync %s`", away, run_dir / SPOOL, run_dir)
             return Published(name, None, str(run_dir / SPOOL), champion=False)
+        except store.Full:  # the same again, or `sync`, finishes it
+            raise
         except UserError:
             (run_dir / SPOOL).unlink()
             raise

@@ -4,6 +4,7 @@ A project without a server uses `mlflow.db` (SQLite) and `mlartifacts/` in the c
 `uri` comes first, then the environment variable MLFLOW_TRACKING_URI.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -33,9 +34,15 @@ DEFAULTS = {
 # MLflow's answers that no repetition will change; anything else counts as "away, try again later".
 REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
 
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 
 class Away(UserError):
     """The tracking server or database does not answer."""
+
+
+class Full(UserError):
+    """A file of ours could not be written."""
 
 
 def use_defaults() -> None:
@@ -143,6 +150,9 @@ def one_line(uri: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            where = error.filename or "a file"
+            raise Full(f"{where} cannot be written ({error.strerror}); make room, then do the same again") from error
         if is_refusal(error):
             raise UserError(f"MLflow at {public(uri)} refuses: {reason(error)}") from error
         raise Away(
