@@ -20,9 +20,8 @@ AWAY = "http://127.0.0.1:9"
 def at_every_moment(folder: Path, work: Callable[[], object], check: Callable[[], None]) -> int:
     """Do the work with a disk that is full from each moment on; returns how many moments there were."""
     for after in count():
-        with full_disk(folder, after) as disk:
-            with suppress(UserError):  # one line; anything else is a fault of ours
-                work()
+        with full_disk(folder, after) as disk, suppress(UserError):  # anything else is a fault of ours
+            work()
         if not disk.full:
             return after
         check()
