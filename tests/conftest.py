@@ -60,6 +60,16 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return database
 
 
+@pytest.fixture
+def store_in(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URI of an empty registry in tmp_path, which is the current folder, with a cache of its own."""
+    shutil.copy(empty_database, tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return f"sqlite:///{tmp_path}/mlflow.db"
+
+
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shards of scikit-learn's digits, to be read; who changes them takes a copy."""

@@ -10,6 +10,7 @@ from certify.stage.settings import Settings
 
 def certify(config: Config) -> None:
     """Certify one hand-over, print its table and where things are, and publish it if asked to."""
+    register.check(config["registry"]["champion_images"], {})
     handover = handover_of(config)
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)
@@ -18,10 +19,17 @@ def certify(config: Config) -> None:
     with progress_bar("certifying", console) as progress:
         summary = run.run(handover, data, settings, out, progress)
     console.print(tables.table(summary))
-    console.print(f"curve {out / run.CURVE}, card {out / run.CARD}, rows {out / run.TABLE}", soft_wrap=True)
-    console.print(f"report {out / run.REPORT}", soft_wrap=True)
+    console.print(
+        f"curve {out / run.CURVE}, card {out / run.CARD}, rows {out / run.TABLE}", soft_wrap=True, markup=False
+    )
+    console.print(f"report {out / run.REPORT}", soft_wrap=True, markup=False)
     if config["publish"]:
         line = register.publish(
-            handover, out, registered_name=config["publish"], run_id=None, experiment=config["registry"]["experiment"]
+            handover,
+            out,
+            registered_name=config["publish"],
+            run_id=None,
+            experiment=config["registry"]["experiment"],
+            champion_images=config["registry"]["champion_images"],
         )
-        console.print(f"registered: {line}")
+        console.print(f"registered: {line}", markup=False, soft_wrap=True)

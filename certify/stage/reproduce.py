@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from certify.stage.settings import Settings
+from registry import credentials
 from shards import DataConfig
 from shards.config import is_remote
 
@@ -20,7 +21,8 @@ def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: 
         arguments |= {"data": data.name, "data.root": data.root}
     arguments |= {key: _value(getattr(settings, key)) for key in KEYS}
     arguments |= {f"attack.{key}": _value(value) for key, value in asdict(settings.attack).items()}
-    return shlex.join(["python", "-m", "certify", *(f"{key}={value}" for key, value in arguments.items())])
+    shown = credentials.redacted(arguments)
+    return shlex.join(["python", "-m", "certify", *(f"{key}={value}" for key, value in shown.items())])
 
 
 def _value(value: object) -> str:

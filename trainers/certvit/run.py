@@ -26,6 +26,7 @@ from certify.papers import paper_bounds
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.files import whole_file, write_whole
+from registry import credentials
 from shards import train_loader
 from trainers import ranks
 from trainers.certvit.douglas_rachford import solve
@@ -135,7 +136,7 @@ def assemble(stages: Stages, model: nn.Module, names: Sequence[str], images: Seq
             weight.copy_(new)
             rows.append(fact)
     after = float(paper_bounds.product(model, images[0]))
-    extra = {key: value for key, value in job.config.items() if key != "model"}
+    extra = credentials.redacted({key: value for key, value in job.config.items() if key != "model"})
     zoo.handover.save(stages.constrained, model, job.model, extra)
     report = {"product_before": before, "product_after": after, "layers": rows}
     write_whole(stages.report, json.dumps(report, indent=1))

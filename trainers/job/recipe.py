@@ -18,6 +18,7 @@ from torch import nn
 import zoo
 from attacks import AttackConfig
 from attacks.attention import loss_of
+from certify.stage import register
 from certizoo import UserError
 from certizoo.nearest import choices
 from trainers.job.job import Job, certify_settings
@@ -288,6 +289,14 @@ def missing_rule(model: Mapping[str, Any], method: str) -> str:
         return ""
 
 
+# the registry --------------------------------------------------------------------------------------------------------
+
+
+def tags_are_no_facts(r: Recipe) -> None:
+    registry = r.job.config["registry"]
+    register.check(registry["champion_images"], registry["tags"] or {})
+
+
 RULES: tuple[Rule, ...] = (
     the_objective_exists,
     blurred_labels_suit_the_objective,
@@ -314,6 +323,7 @@ RULES: tuple[Rule, ...] = (
     penalties_find_weights,
     attacks_suit_the_model,
     certificates_have_rules_for_the_model,
+    tags_are_no_facts,
 )
 
 
