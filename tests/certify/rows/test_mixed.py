@@ -208,6 +208,24 @@ def test_other_pixels_under_the_same_names_are_another_subject(
         stage.run(handover, data(tmp_path / "b"), FEW, tmp_path / "out")
 
 
+@pytest.mark.parametrize(("kind", "other"), [("stage", "evaluation"), ("evaluation", "stage")])
+def test_one_folder_is_of_one_command(kind: str, other: str, handover: Path, digits: Path, out: Path) -> None:
+    before = {path: path.read_bytes() for path in (out / other).iterdir()}
+    with pytest.raises(UserError, match="holds results with another"):
+        RUNS[kind](handover, digits, out / other)
+    assert {path: path.read_bytes() for path in (out / other).iterdir()} == before
+
+
+def test_a_start_that_ended_before_its_first_row_binds_nothing(handover: Path, digits: Path, tmp_path: Path) -> None:
+    """Whatever it was asked: its subject is of no rows."""
+    stage_run(handover, digits, tmp_path)
+    for path in (stage.ROWS, stage.CERTIFICATE):
+        (tmp_path / path).unlink()
+    stage.run(handover, data(digits), replace(FEW, eps=(0.1,)), tmp_path)
+    with pytest.raises(UserError, match="another eps"):
+        stage_run(handover, digits, tmp_path)
+
+
 HOLD = """
 import sys, time
 from pathlib import Path
