@@ -78,7 +78,7 @@ def append(path: Path, rows: list[Row]) -> None:
         raise
 
 
-def digests(folder: Path, *names: str) -> dict[str, dict[str, str]]:
+def digests(folder: Path, *names: str) -> dict[str, dict[str, str | None]]:
     """The files of rows that a summary was made of, as it says them."""
     return {DIGESTS: {name: _sha256(folder / name) for name in names}}
 
@@ -142,7 +142,7 @@ def _same_subject(path: Path, subject: Row) -> None:
         )
 
 
-def _parsed(line: bytes) -> object:
+def _parsed(line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

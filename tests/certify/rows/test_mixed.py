@@ -298,10 +298,11 @@ OTHER: dict[type, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", [stage.Settings, evaluation.Settings])
 def test_every_setting_that_changes_a_row_is_part_of_the_subject(kind: type, digits: Path) -> None:
     """`images` by their number and digest, which `subject_of` adds."""
-    settings, asked = (FEW, stage._asked) if kind is stage.Settings else (ATTACKED, evaluation._asked)
+    settings: Any = FEW if kind is stage.Settings else ATTACKED
+    asked: Any = stage._asked if kind is stage.Settings else evaluation._asked
     assert {field.name for field in fields(kind)} == set(NO_ROW[kind]) | set(OTHER[kind])
     for name, value in OTHER[kind].items():
-        also = {"method": "adjoint"} if name == "served_dtype" else {}
+        also: dict[str, Any] = {"method": "adjoint"} if name == "served_dtype" else {}
         first, other = replace(settings, **also), replace(settings, **also | {name: value})
         assert (asked(first) != asked(other)) == (name != "images"), name
     for name, value in NO_ROW[kind].items():
