@@ -22,7 +22,7 @@ from certify.evaluation.protocol import attack_of, covering_l2
 from certify.evaluation.refuted import Found, refuse
 from certify.evaluation.settings import Settings
 from certify.methods.bake import logit_differences
-from certify.rows.columns import Columns, Row, amount, chance, flag, perhaps, real, whole
+from certify.rows.columns import Columns, Kind, Row, amount, chance, flag, perhaps, real, whole
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.draws import draws
 from certify.rows.workers import Batch
@@ -121,7 +121,7 @@ class EvaluateBlock:
 
 def columns_of(settings: Settings, attacks: Mapping[str, Attack]) -> Columns:
     """What a row of `EvaluateBlock` is made of."""
-    needed = {"prediction": whole, "correct": flag, "margin": real}
+    needed: dict[str, Kind] = {"prediction": whole, "correct": flag, "margin": real}
     if settings.method:
         needed |= {f"radius.{settings.method}": amount, "failure": chance, "seconds.certify": amount}
     for name, attack in attacks.items():

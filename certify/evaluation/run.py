@@ -9,6 +9,7 @@ OUT/robustbench_Linf.json, ..._L2.json    entries of RobustBench's model_info, w
 OUT/refuted/             the images of a wrong certificate, if one was caught
 """
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ def _run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path,
     subject = subject_of(handover, listed, **_asked(settings))
     records.require_rows(out / EVALUATION, ROWS)
     rows = runner.resume(out / ROWS, subject, listed, columns_of(settings, own.attacks), settings.block)
-    flags = _flags(own, listed, settings.check_images, out / CHECKS)
+    flags = _flags(own, listed, {"images": settings.check_images, "subject": subject}, out / CHECKS)
     table = rows.complete(own, make, settings.workers, settings.device, progress)
     records.write_parquet(out / TABLE, table)
     records.write_csv(out / CSV, table)
@@ -78,15 +79,17 @@ def _asked(settings: Settings) -> Summary:
     }
 
 
-def _flags(own: EvaluateBlock, listed: images.ImageList, count: int, path: Path) -> list[checks.Flag]:
-    """Of the first `count` correct images, in the ball of the protocol's first attack that has one; kept for a second
-    start that asks for as many."""
-    if not path.exists() or read_json(path)["images"] != count:
+def _flags(own: EvaluateBlock, listed: images.ImageList, asked: Summary, path: Path) -> list[checks.Flag]:
+    """Of the first `images` correct images, in the ball of the protocol's first attack that has one; kept for a second
+    start that asks the same of the same subject."""
+    asked = json.loads(json.dumps(asked))
+    known = read_json(path) if path.exists() else {}
+    if not isinstance(known, dict) or {key: known.get(key) for key in asked} != asked:
         ball = next(((attack.norm, attack.eps) for attack in own.attacks.values() if attack.eps), DEFAULT_BALL)
-        correct = _correct(own, listed, count)
+        correct = _correct(own, listed, asked["images"])
         flags = checks.of_model(checks.Case(own.attacked, *correct, *ball))
-        records.write_json(path, {"images": count, "flags": [vars(flag) for flag in flags]})
-    return [checks.Flag(**flag) for flag in read_json(path)["flags"]]
+        records.write_json(path, known := {**asked, "flags": [vars(flag) for flag in flags]})
+    return [checks.Flag(**flag) for flag in known["flags"]]
 
 
 def _correct(own: EvaluateBlock, listed: images.ImageList, count: int) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,7 @@ def append(path: Path, rows: list[Row]) -> None:
         raise
 
 
-def digests(folder: Path, *names: str) -> dict[str, dict[str, str]]:
+def digests(folder: Path, *names: str) -> dict[str, dict[str, str | None]]:
     """The files of rows that a summary was made of, as it says them."""
     return {DIGESTS: {name: _sha256(folder / name) for name in names}}
 
@@ -124,26 +124,25 @@ def write_png(path: Path, figure: Any) -> None:
 
 
 def _same_subject(path: Path, subject: Row) -> None:
+    """Without any rows in its folder a subject is of nothing, and another takes its place."""
     note = path.parent / SUBJECT
-    if note.exists():
-        before = read_json(note)
-        if not isinstance(before, dict):
-            raise UserError(f"{note} does not say what these results are of; remove {path.parent}")
-        absent = object()
-        changed = [key for key in {*before, *subject} if before.get(key, absent) != subject.get(key, absent)]
-        if changed:
-            raise UserError(
-                f"{path.parent} holds results with another {min(changed)}; remove that folder or choose another out=DIR"
-            )
-    elif path.exists():
-        raise UserError(
-            f"{path} lies there without the {SUBJECT} that says of what; remove it or choose another out=DIR"
-        )
-    else:
+    if not any(path.parent.glob("*.jsonl")):
         write_json(note, subject)
+        return
+    if not note.exists():
+        raise UserError(f"{path.parent} holds rows without the {SUBJECT} that says of what; remove that folder")
+    before = read_json(note)
+    if not isinstance(before, dict):
+        raise UserError(f"{note} does not say what these results are of; remove {path.parent}")
+    absent = object()
+    changed = [key for key in {*before, *subject} if before.get(key, absent) != subject.get(key, absent)]
+    if changed:
+        raise UserError(
+            f"{path.parent} holds results with another {min(changed)}; remove that folder or choose another out=DIR"
+        )
 
 
-def _parsed(line: bytes) -> object:
+def _parsed(line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

@@ -26,10 +26,10 @@ from certizoo.locks import sole_writer
 from tests.certify.stage.test_stage import CONFIG, data
 
 FEW = stage.Settings(
-    images=12, eps=(0.01, 0.1), batch_size=6, attack=AttackConfig(norm="l2", steps=3, loss="margin")
+    images=12, eps=(0.01, 0.1), batch_size=6, nonce="one", attack=AttackConfig(norm="l2", steps=3, loss="margin")
 )  # fmt: skip
 PGD = {"pgd": {"kind": "pgd", "norm": "l2", "eps": 0.1, "steps": 3}}
-ATTACKED = evaluation.Settings("test", PGD, images=12, block=6, batch_size=6, check_images=0)
+ATTACKED = evaluation.Settings("test", PGD, images=12, block=6, batch_size=6, check_images=0, nonce="one")
 Rows = list[dict[str, Any]]
 
 
@@ -208,6 +208,24 @@ def test_other_pixels_under_the_same_names_are_another_subject(
         stage.run(handover, data(tmp_path / "b"), FEW, tmp_path / "out")
 
 
+@pytest.mark.parametrize(("kind", "other"), [("stage", "evaluation"), ("evaluation", "stage")])
+def test_one_folder_is_of_one_command(kind: str, other: str, handover: Path, digits: Path, out: Path) -> None:
+    before = {path: path.read_bytes() for path in (out / other).iterdir()}
+    with pytest.raises(UserError, match="holds results with another"):
+        RUNS[kind](handover, digits, out / other)
+    assert {path: path.read_bytes() for path in (out / other).iterdir()} == before
+
+
+def test_a_start_that_ended_before_its_first_row_binds_nothing(handover: Path, digits: Path, tmp_path: Path) -> None:
+    """Whatever it was asked: its subject is of no rows."""
+    stage_run(handover, digits, tmp_path)
+    for path in (stage.ROWS, stage.CERTIFICATE):
+        (tmp_path / path).unlink()
+    stage.run(handover, data(digits), replace(FEW, eps=(0.1,)), tmp_path)
+    with pytest.raises(UserError, match="another eps"):
+        stage_run(handover, digits, tmp_path)
+
+
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -268,11 +286,12 @@ NO_ROW = {
 OTHER: dict[type, dict[str, Any]] = {
     stage.Settings: {
         "method": "adjoint", "images": 11, "eps": (0.02, 0.1), "headline_eps": 0.01, "served_dtype": "float32",
+        "nonce": "another",
         "attack": replace(FEW.attack, steps=4),
     },
     evaluation.Settings: {
         "protocol": "other", "attacks": {"pgd": {**PGD["pgd"], "steps": 4}}, "method": None, "images": 11, "block": 4,
-        "seed": 1, "attack_dtype": "bfloat16",
+        "seed": 1, "attack_dtype": "bfloat16", "nonce": "another",
     },
 }  # fmt: skip
 
@@ -280,10 +299,11 @@ OTHER: dict[type, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", [stage.Settings, evaluation.Settings])
 def test_every_setting_that_changes_a_row_is_part_of_the_subject(kind: type, digits: Path) -> None:
     """`images` by their number and digest, which `subject_of` adds."""
-    settings, asked = (FEW, stage._asked) if kind is stage.Settings else (ATTACKED, evaluation._asked)
+    settings: Any = FEW if kind is stage.Settings else ATTACKED
+    asked: Any = stage._asked if kind is stage.Settings else evaluation._asked
     assert {field.name for field in fields(kind)} == set(NO_ROW[kind]) | set(OTHER[kind])
     for name, value in OTHER[kind].items():
-        also = {"method": "adjoint"} if name == "served_dtype" else {}
+        also: dict[str, Any] = {"method": "adjoint"} if name == "served_dtype" else {}
         first, other = replace(settings, **also), replace(settings, **also | {name: value})
         assert (asked(first) != asked(other)) == (name != "images"), name
     for name, value in NO_ROW[kind].items():
