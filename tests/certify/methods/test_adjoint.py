@@ -150,7 +150,7 @@ def test_norms_without_matrices_are_those_of_the_matrices(parts: str) -> None:
         return z.flatten()
 
     exact, found = dense(expansions), random(expansions, x.double(), b"")
-    assert exact.failure == 0 < found.failure <= 1e-9
+    assert exact.failure == 0 < found.failure <= 1e-7
     whole = torch.autograd.functional.jacobian(trunk, x[0].double()).flatten(1)
     ratio = float(exact.products[-1][0] / torch.linalg.matrix_norm(whole, 2))
     assert 1 <= ratio < 1.001, "from the image to the pooled token"
