@@ -116,24 +116,25 @@ def batch_given(images_BCHW: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
     for name, given in (("images", images_BCHW), ("labels", labels_B)):
         if not isinstance(given, Tensor):
             raise UserError(f"{name} are a {type(given).__name__}; give a tensor, such as torch.as_tensor({name})")
+    with torch._C.DisableTorchFunctionSubclass():  # images of torchvision, and what answers for itself
+        images, labels = images_BCHW.detach().as_subclass(Tensor), labels_B.detach().as_subclass(Tensor)
+    for name, given in (("images", images), ("labels", labels)):
         if given.is_meta or given.layout is not torch.strided:
             raise UserError(f"{name} hold no dense numbers ({given.layout}, {given.device}); give a plain tensor")
-    if images_BCHW.dtype not in (torch.float32, torch.float64):
+    if images.dtype not in (torch.float32, torch.float64):
         raise UserError(
-            f"images are {images_BCHW.dtype}; give float32 numbers in [0,1]: images.float(), or images / 255 of bytes"
+            f"images are {images.dtype}; give float32 numbers in [0,1]: images.float(), or images / 255 of bytes"
         )
-    if labels_B.dtype not in INTEGERS:
-        raise UserError(f"labels are {labels_B.dtype}; give whole numbers, such as labels.long()")
-    if images_BCHW.ndim != 4 or labels_B.shape != images_BCHW.shape[:1] or not images_BCHW.numel():
+    if labels.dtype not in INTEGERS:
+        raise UserError(f"labels are {labels.dtype}; give whole numbers, such as labels.long()")
+    if images.ndim != 4 or labels.shape != images.shape[:1] or not images.numel():
         raise UserError(
-            f"images must be (B, C, H, W) and labels (B,), one at least; got {tuple(images_BCHW.shape)} and "
-            f"{tuple(labels_B.shape)}"
+            f"images must be (B, C, H, W) and labels (B,), one at least; got {tuple(images.shape)} and "
+            f"{tuple(labels.shape)}"
         )
-    with torch._C.DisableTorchFunctionSubclass():  # images of torchvision, and what answers for itself
-        images, labels = images_BCHW.detach().as_subclass(Tensor), labels_B.as_subclass(Tensor).long()
-        if not bool(((images >= 0) & (images <= 1)).all()):
-            raise UserError("images must be numbers in [0,1]; the model normalises them itself")
-    return images, labels
+    if not bool(((images >= 0) & (images <= 1)).all()):
+        raise UserError("images must be numbers in [0,1]; the model normalises them itself")
+    return images, labels.long()
 
 
 def clean_of(logits_BJ: Tensor, labels_B: Tensor, prediction_B: Tensor) -> Clean:

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import zoo
-from attacks import AttackConfig, make
+from attacks import AttackConfig
 from attacks.kinds import fits, words
 from certizoo import UserError
+from certizoo.nearest import unknown
 from shards import DataConfig, config_of, from_elsewhere
 
 Config = dict[str, Any]
@@ -44,22 +45,22 @@ def data_of(config: Config, handover: Path) -> DataConfig:
 
 def attack_of(config: Config) -> AttackConfig:
     """The keys of `attack`."""
-    if "kind" in config["attack"]:
-        raise UserError("attack.kind: the attack here is projected gradient ascent; leave it out, or use `evaluate`")
-    try:
-        attack = make({"kind": "pgd", **config["attack"]})
-    except UserError as error:
-        raise UserError(f"attack: {error}") from None
-    assert isinstance(attack, AttackConfig)
-    return attack
+    names = [f"attack.{field.name}" for field in fields(AttackConfig)]
+    for key in config["attack"]:
+        if f"attack.{key}" not in names:
+            raise unknown("config key", f"attack.{key}", names)
+    return AttackConfig(**config["attack"])
 
 
 def settings_of(kind: type[S], config: Config, **given: object) -> S:
-    """Settings of this class: the keys of their names, but for those that are `given`. Lists become tuples."""
-    names = [field.name for field in fields(kind) if field.name not in given]  # type: ignore[arg-type]
+    """Settings of this class: the keys of their names, but for those that are `given`."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: config[name] for name in names if name not in given}, **given)
+
+
+def refuse_other_types(kind: type, config: Config, *names: str) -> None:
+    """Raise UserError for a key of these names that has not the type of the setting."""
     types = get_type_hints(kind)
     for name in names:
         if not fits(config[name], types[name]):
             raise UserError(f"{name}={config[name]!r} does not work; give {words(types[name])}")
-    own = {name: tuple(config[name]) if isinstance(config[name], list) else config[name] for name in names}
-    return kind(**own, **given)

@@ -1,8 +1,10 @@
 """`python -m certify handover=DIR [data=NAME data.root=FOLDER] [eps=[...]] ...`: the keys of configs/certify.yaml."""
 
+from dataclasses import fields
+
 from rich.console import Console
 
-from certify.rows.arguments import Config, attack_of, data_of, handover_of, out_of, settings_of
+from certify.rows.arguments import Config, attack_of, data_of, handover_of, out_of, refuse_other_types, settings_of
 from certify.rows.progress import progress_bar
 from certify.stage import register, run, tables
 from certify.stage.settings import Settings
@@ -14,7 +16,8 @@ def certify(config: Config) -> None:
     handover = handover_of(config)
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)
-    settings = settings_of(Settings, config, attack=attack_of(config))
+    refuse_other_types(Settings, config, *(field.name for field in fields(Settings) if field.name != "attack"))
+    settings = settings_of(Settings, config, eps=tuple(config["eps"]), attack=attack_of(config))
     console = Console(highlight=False)
     with progress_bar("certifying", console) as progress:
         summary = run.run(handover, data, settings, out, progress)

@@ -67,7 +67,7 @@ CALLS: dict[str, Call] = {
     "certified_radius": lambda model, x, y: certified_radius(model, x, y),
     "evaluate": lambda model, x, y: evaluate(model, x, y, eps=[0.1]),
 }
-WRONG: dict[str, tuple[Call, str]] = (
+WRONG: dict[str, tuple[Any, str]] = (
     {
         f"{call}, images: {name}": (lambda m, x, y, call=call, f=f: CALLS[call](m, f(x), y), words)
         for call in CALLS

@@ -155,9 +155,9 @@ def test_the_experiment_of_a_published_version_can_be_chosen(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("+attack.foo=1", "pgd has no option 'foo'"),
-        ("attack.steps=abc", "steps='abc'"),
-        ("attack.eps=[1]", "eps="),
+        ("+attack.foo=1", "no config key 'attack.foo'"),
+        ("attack.steps=abc", "attack.steps=abc"),
+        ("attack.eps=[1]", "attack.eps=[1]"),
         ("attack.norm=l7", "attack.norm=l7"),
         ("+attack.kind=cw_l2", "attack.kind"),
         ("method=WRONG", "no certification method 'WRONG'"),
