@@ -21,7 +21,7 @@ def markdown(text: object) -> str:
 
 def code(text: object) -> str:
     """The same as a span of code, which knows no escapes."""
-    return f"`{re.sub('[`<>|]', '?', plain(str(text)))}`"
+    return f"`{re.sub('[`<>|]', '?', plain(str(text))).replace('](', '] (')}`"
 
 
 def _whole(text: str) -> str:

@@ -3,7 +3,6 @@
 Every check raises ValueError saying what is wrong; a path stays inside the folder that it is relative to.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -54,6 +53,8 @@ def mapping(found: Any, what: str, kind: type | tuple[type, ...]) -> None:
         isinstance(key, str) and len(key) <= MAX_TEXT and isinstance(value, kind) for key, value in found.items()
     ):
         raise ValueError(f"{what} is no mapping of short names to values")
+    for text in (text for item in found.items() for text in item if isinstance(text, str)):
+        _storable(text)
 
 
 def inside(base: Path, named: str) -> Path:
@@ -81,14 +82,19 @@ def _row(row: Any) -> None:
     name, value, at, step = row
     if not isinstance(name, str) or len(name) > MAX_TEXT:
         raise ValueError(f"the name of a row is no text of at most {MAX_TEXT} characters")
-    if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, int) and value > 2**1000):
+    _storable(name)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or (isinstance(value, int) and abs(value) > 2**999)
+    ):
         raise ValueError("the value of a row is no number")  # NaN and infinity are: a run may diverge
     _whole(at, "time")
     _whole(step, "step")
 
 
 def _whole(found: Any, what: str) -> None:
-    if isinstance(found, bool) or not isinstance(found, int | float) or math.isnan(found) or abs(found) >= 2**62:
+    if isinstance(found, bool) or not isinstance(found, int) or abs(found) >= 2**62:
         raise ValueError(f"{what} is no whole number of 64 bits")
 
 
@@ -96,3 +102,10 @@ def _texts(found: Mapping[str, Any], *keys: str) -> None:
     for key in keys:
         if not isinstance(found.get(key), str) or len(found[key]) > MAX_TEXT:
             raise ValueError(f"{key} is no text of at most {MAX_TEXT} characters")
+        _storable(found[key])
+
+
+def _storable(text: str) -> None:
+    """No half characters, which raises by itself, and no NUL: databases take neither."""
+    if b"\0" in text.encode():
+        raise ValueError("a text holds NUL")

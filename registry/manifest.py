@@ -83,7 +83,10 @@ def _as_listed(folder: Path, what: str) -> None:
 def _same_digest(folder: Path, name: str, wanted: str | None, what: str) -> None:
     path = folder / name
     if wanted is None or not path.is_file() or path.is_symlink() or sha256(path) != wanted:
-        raise UserError(f"{path} is not what was published as {what}; remove {folder} and fetch it again")
+        raise UserError(
+            f"{path} is not what was published as {what}; remove {folder} and fetch it again; if that is no help, the "
+            "store holds other files, and the version has to be published anew"
+        )
 
 
 def _files(folder: Path) -> dict[str, Path]:

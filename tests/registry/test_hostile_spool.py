@@ -155,6 +155,10 @@ MALFORMED = {
     "a status that is none": {"kind": "finish", "status": "DELETED", "time": 2},
     "a second start's params": START | {"params": {"a": ["1"]}},
     "a second start's key": START | {"key": "x' OR tags.a = 'b"},
+    "half a character": '{"kind": "metrics", "rows": [["\\ud800", 1.0, 1, 0]]}',
+    "half a character in a start": json.dumps(START | {"experiment": "\ud800"}),
+    "NUL in a start": START | {"params": {"a": "\0"}},
+    "a time with a fraction": {"kind": "metrics", "rows": [["a", 1.0, 1.5, 0]]},
     "no UTF-8": "\udcff\udcfe",
 }  # fmt: skip
 
