@@ -20,7 +20,9 @@ ROOT = TESTS.parent
 # (A file that is missing here costs at most its own time; one that is gone is refused.)
 FIRST = (
     "trainers/weights/test_resume.py",
+    "trainers/weights/test_no_pickle.py",
     "trainers/engine/test_zero.py",
+    "trainers/weights/test_states.py",
     "tuning/test_tune.py",
     "trainers/test_end_to_end.py",
     "trainers/objectives/test_steps.py",

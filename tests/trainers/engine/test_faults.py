@@ -67,6 +67,26 @@ def test_a_launcher_that_died_counts_as_a_request() -> None:
     assert launcher.ended(process)
 
 
+RANKS = """
+import subprocess, sys, time
+import psutil
+from trainers.engine import launcher
+ends = ["input()", "import os; os.kill(os.getpid(), 9)", "raise SystemExit(1)"]
+for end in ends:
+    child = subprocess.Popen([sys.executable, "-c", end], stdin=subprocess.PIPE)
+while sum(each.status() == psutil.STATUS_ZOMBIE for each in psutil.Process().children()) < 2:
+    time.sleep(0.01)
+launcher.launchers = lambda: (psutil.Process(),)
+print(launcher.killed())
+"""
+
+
+def test_a_rank_that_was_killed_is_named_by_those_beside_it(tmp_path: Path) -> None:
+    """One lives, one was killed, one ended by itself and has said why; nobody has waited for them."""
+    done = python(RANKS, tmp_path)
+    assert done.stdout == "['rank 1 was killed (SIGKILL): out of memory?']\n", done.stderr
+
+
 SECOND = """
 import os, signal, time
 from trainers.engine import launcher, preempt

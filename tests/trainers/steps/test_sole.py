@@ -113,7 +113,8 @@ def test_a_second_command_ends_and_after_a_kill_the_next_goes_on(folder: Path) -
     third = launch(SCRIPT, *run, "resume=auto", cwd=folder)
     status, output = finish(first, seconds=60)
     assert status != 0
-    assert "rank 0 was killed (SIGKILL): out of memory?" in output, output
+    # Rank 1 says it in words, unless the launcher, which looks once a second, was the first to see it.
+    assert "rank 0 was killed (SIGKILL): out of memory?" in output or "return code = -9" in output, output
     reach(third, run_dir, int(step) + 8)
     third.terminate()
     ranks(third, SCRIPT)[0].terminate()
