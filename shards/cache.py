@@ -58,8 +58,8 @@ class Cache:
             found = folder.stat()
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or found.st_uid not in (0, os.getuid()):
                 raise UserError(
-                    f"others may write into data.cache={self.folder}; `chmod -R go-w` a folder of yours, or check what is "
-                    "there each time: data.verify=sha256"
+                    f"others may write into data.cache={self.folder}; `chmod -R go-w` a folder of yours, or check what "
+                    "is there each time: data.verify=sha256"
                 )
 
     def _filled(self, path: Path, size: int, fill: Callable[[BinaryIO], None]) -> BinaryIO:
@@ -130,7 +130,7 @@ class Cache:
 def _opened(path: Path, size: int, holds: Callable[[BinaryIO], bool] | None) -> BinaryIO | None:
     """The file if it is here, no link, and right; its time of change becomes that of its last use."""
     try:
-        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except FileNotFoundError:
         return None
     except OSError:

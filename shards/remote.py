@@ -57,8 +57,8 @@ def source_of(config: DataConfig) -> Source | None:
 
 @dataclass(frozen=True)
 class RemoteShard:
-    """One shard, and what the manifest says of it. Its sha256 is taken when it comes if `hashed`, and each time that it is
-    opened in the cache if `each_time`."""
+    """One shard, and what the manifest says of it. Its sha256 is taken when it comes if `hashed`, and each time that it
+    is opened in the cache if `each_time`."""
 
     source: Source
     info: ShardInfo

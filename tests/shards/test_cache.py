@@ -1,7 +1,6 @@
 """The cache: a shard comes once, the bound holds, the least recently opened goes, and nobody's reading is disturbed."""
 
 import errno
-import fcntl
 import multiprocessing
 import os
 import random
@@ -9,15 +8,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 
 import shards
 from certizoo import UserError
-from shards import DataConfig
 from certizoo.locks import locked
+from shards import DataConfig
 from shards.cache import Cache
 from tests.tools.shard_server import Server, serving
 
@@ -99,12 +98,23 @@ def test_an_abandoned_half_goes_and_one_that_is_written_stays(cache: Cache) -> N
     for name in ("dead", "live"):
         (cache.folder / f"{name}.cached.part").write_bytes(bytes(1000))
         (cache.folder / ".locks" / f"{name}.cached").touch()
-    with (cache.folder / ".locks" / "live.cached").open("a") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
-        get(cache, "b").close()
-        assert names(cache.folder) == {"a", "b", "live.cached.part"}
-        get(cache, "c").close()
-        assert names(cache.folder) == {"b", "c", "live.cached.part"}  # the half counts
+    fork = multiprocessing.get_context("fork")
+    held, over = fork.Event(), fork.Event()
+    writer = fork.Process(target=hold, args=(cache.folder / ".locks" / "live.cached", held, over))
+    writer.start()
+    assert held.wait(20)
+    get(cache, "b").close()
+    assert names(cache.folder) == {"a", "b", "live.cached.part"}
+    get(cache, "c").close()
+    assert names(cache.folder) == {"b", "c", "live.cached.part"}  # the half counts
+    over.set()
+    writer.join(20)
+
+
+def hold(path: Path, held: Any, over: Any) -> None:
+    with locked(path):
+        held.set()
+        over.wait(20)
 
 
 def test_a_failure_leaves_nothing(cache: Cache) -> None:

@@ -19,6 +19,7 @@ import zoo
 from attacks import AttackConfig
 from attacks.attention import loss_of
 from certizoo import UserError
+from certizoo.files import require_file_name
 from certizoo.nearest import choices
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
@@ -68,6 +69,10 @@ def check_recipe(job: Job, ranks: int) -> None:
 
 
 # objective, labels, attack -------------------------------------------------------------------------------------------
+
+
+def the_name_is_that_of_one_folder(r: Recipe) -> None:
+    require_file_name(r.job.config["name"], "name")
 
 
 def the_objective_exists(r: Recipe) -> None:
@@ -289,6 +294,7 @@ def missing_rule(model: Mapping[str, Any], method: str) -> str:
 
 
 RULES: tuple[Rule, ...] = (
+    the_name_is_that_of_one_folder,
     the_objective_exists,
     blurred_labels_suit_the_objective,
     an_attack_on_probabilities_climbs_their_cross_entropy,
