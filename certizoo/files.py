@@ -1,11 +1,23 @@
 """Files that appear whole or not at all, whatever kills the process or fills the disk."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from certizoo.errors import UserError
+
+# No folder, nothing hidden, no option, no home, no device of Windows, and nothing that a shell or a URL reads otherwise.
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,199}")
+DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?")
+
+
+def require_file_name(name: object, key: str) -> None:
+    """Raise UserError unless `name`, the value of `key`, is one file or folder of its folder on every system."""
+    fits = isinstance(name, str) and NAME.fullmatch(name) and not DEVICES.fullmatch(name) and not name.endswith(".")
+    if not fits:
+        raise UserError(f"{key}={str(name)[:80]!r} is no name of a folder; use up to 200 letters, digits and _.+=@-")
 
 
 @contextmanager

@@ -39,7 +39,9 @@ class DataConfig:
     the loaders as `channels` x `img_size` x `img_size`. `workers` are loader processes a rank. `on_corrupt="skip"` lets
     training (never evaluation) pass over at most `max_corrupt` samples. `verify` says how far shards are held
     against their manifest: `size`, `sha256`, or `auto` (sha256 where that takes a second, size otherwise); of shards
-    that are fetched, all but `size` mean the sha256 of each when it comes.
+    that are fetched, all but `size` mean the sha256 of each when it comes. What lies in the cache is held against its
+    size when it is opened, and only with `sha256` against its sha256 too: then a file that was changed there is fetched
+    again.
 
     Raises `UserError` for a value that does not exist.
     """

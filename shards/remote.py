@@ -57,12 +57,14 @@ def source_of(config: DataConfig) -> Source | None:
 
 @dataclass(frozen=True)
 class RemoteShard:
-    """One shard, and what the manifest says of it."""
+    """One shard, and what the manifest says of it. Its sha256 is taken when it comes if `hashed`, and each time that it
+    is opened in the cache if `each_time`."""
 
     source: Source
     info: ShardInfo
     hashed: bool
     cache: Cache | None
+    each_time: bool = False
 
     def __str__(self) -> str:
         return self.source.where(self.name)
@@ -74,7 +76,8 @@ class RemoteShard:
     def open(self, mode: Literal["rb"]) -> BinaryIO:
         """The whole shard as a file, from the cache or a nameless one that is gone with its reader."""
         if self.cache is not None:
-            return self.cache.open(f"{self.name}.{self._content}", self.info.bytes, self._fill)
+            holds = self._holds if self.each_time and self.info.sha256 else None
+            return self.cache.open(f"{self.name}.{self._content}", self.info.bytes, self._fill, holds)
         file = tempfile.TemporaryFile()  # noqa: SIM115  (the caller's)
         try:
             os.posix_fallocate(file.fileno(), 0, self.info.bytes)
@@ -86,6 +89,9 @@ class RemoteShard:
         self._fill(file)
         file.seek(0)
         return file
+
+    def _holds(self, file: BinaryIO) -> bool:
+        return hashlib.file_digest(file, "sha256").hexdigest() == self.info.sha256
 
     @property
     def _content(self) -> str:
@@ -183,4 +189,4 @@ def check(names: Sequence[str], source: Source, listing: Manifest, config: DataC
             manifest.hold(where, sizes.get(info.file), info, listing)
         if cache is not None and info.bytes > cache.limit:
             raise UserError(f"{where} is larger than data.cache_gb={config.cache_gb}; use more")
-    return [RemoteShard(source, info, config.verify != "size", cache) for info in infos]
+    return [RemoteShard(source, info, config.verify != "size", cache, config.verify == "sha256") for info in infos]

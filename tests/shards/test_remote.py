@@ -303,3 +303,81 @@ def test_a_silent_command_is_ended(script: str, folder: Path, tmp_path: Path) ->
     assert time.monotonic() - start < 30
     for line in pid.read_text().splitlines():
         assert not Path(f"/proc/{line}").exists()
+
+
+# --- servers that lead elsewhere, and secrets -------------------------------------------------------------------------
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://127.0.0.1:{other}/{name}",  # another port is another host
+        "http://localhost:{other}/{name}",
+        "http://localhost:{own}/{name}",
+        "//localhost:{other}/{name}",
+        "http://user:password@127.0.0.1:{other}/{name}",
+        "http://[::1]:{other}/{name}",
+        "http://169.254.169.254/latest/meta-data",
+        "https://127.0.0.1:{own}/{name}",
+        "file:///etc/passwd",
+        "ftp://127.0.0.1/x",
+    ],
+)
+@pytest.mark.parametrize("name", ["toy.json", "toy-train-000001.tar"])
+def test_a_server_leads_nowhere_else(name: str, target: str, server: Server, folder: Path, tmp_path: Path) -> None:
+    with serving(folder) as other:
+        ports = {"own": server.server_address[1], "other": other.server_address[1]}
+        server.leads[name] = target.format(name=name, **ports)
+        assert "lead" in refusal(lambda: shards.find(config(server.url), "train"))
+        assert not other.gets
+    assert server.gets[name] <= 6
+
+
+def test_a_server_may_lead_to_another_of_its_own_paths(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "served" / "other.json").write_bytes((tmp_path / "served" / "toy.json").read_bytes())
+    server.leads["toy.json"] = "/other.json"
+    assert shards.find(config(server.url), "train").samples == 90
+
+
+@pytest.mark.hostile
+def test_a_server_that_leads_in_circles_is_one_line(server: Server) -> None:
+    server.leads["toy.json"] = "/toy.json"
+    assert "toy.json" in refusal(lambda: shards.find(config(server.url), "train"))
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("allowed", [None, "", "other.host", "127.0.0.1.evil", "*"])
+def test_the_secrets_of_netrc_go_nowhere_by_default(
+    allowed: str | None, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(tmp_path, monkeypatch, allowed)
+    assert shards.find(config(server.url), "train").samples == 90
+    assert server.secrets == []
+
+
+def test_the_secrets_of_netrc_go_to_hosts_that_the_person_names(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(tmp_path, monkeypatch, "example.org,127.0.0.1")
+    assert shards.find(config(server.url), "train").samples == 90
+    assert set(server.secrets) == {"Basic bWU6c2VjcmV0"}  # me:secret
+
+
+def plant(home: Path, monkeypatch: pytest.MonkeyPatch, allowed: str | None) -> None:
+    (home / "netrc").write_text("machine 127.0.0.1 login me password secret\ndefault login me password secret\n")
+    (home / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(home / "netrc"))
+    if allowed is None:
+        monkeypatch.delenv("CERTIZOO_NETRC", raising=False)
+    else:
+        monkeypatch.setenv("CERTIZOO_NETRC", allowed)
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("name", ["toy.json", VICTIM])
+def test_what_a_server_packed_is_not_unpacked(name: str, server: Server) -> None:
+    server.fault[name] = "swollen"
+    start = time.monotonic()
+    assert name in refusal(lambda: evaluate(config(server.url)))
+    assert time.monotonic() - start < 20

@@ -20,6 +20,7 @@ from attacks import AttackConfig
 from attacks.attention import loss_of
 from certify.stage import register
 from certizoo import UserError
+from certizoo.files import require_file_name
 from certizoo.nearest import choices
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
@@ -69,6 +70,10 @@ def check_recipe(job: Job, ranks: int) -> None:
 
 
 # objective, labels, attack -------------------------------------------------------------------------------------------
+
+
+def the_name_is_that_of_one_folder(r: Recipe) -> None:
+    require_file_name(r.job.config["name"], "name")
 
 
 def the_objective_exists(r: Recipe) -> None:
@@ -298,6 +303,7 @@ def tags_are_no_facts(r: Recipe) -> None:
 
 
 RULES: tuple[Rule, ...] = (
+    the_name_is_that_of_one_folder,
     the_objective_exists,
     blurred_labels_suit_the_objective,
     an_attack_on_probabilities_climbs_their_cross_entropy,
