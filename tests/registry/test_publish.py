@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from typing import Any
+
 import pytest
 
 from certizoo import UserError
@@ -28,7 +30,7 @@ def uri(store_in: str) -> str:
     return store_in
 
 
-def handover(run_dir: Path, certified: float = 0.4, **stated: object) -> Path:
+def handover(run_dir: Path, certified: float = 0.4, **stated: Any) -> Path:
     """With a folder of pictures, and a pickle that must not be published."""
     folder = versions.certified(run_dir, certified, **stated)
     (folder / "plots").mkdir()
