@@ -8,7 +8,7 @@ from pathlib import Path
 
 from certizoo.errors import UserError
 
-# No folder, nothing hidden, no option, no home, no device of Windows, and nothing that a shell or a URL reads otherwise.
+# No folder, nothing hidden, no option, no home, no device of Windows, nothing that a shell or a URL reads otherwise.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,199}")
 DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?")
 

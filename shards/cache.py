@@ -63,6 +63,8 @@ class Cache:
                 )
 
     def _filled(self, path: Path, size: int, fill: Callable[[BinaryIO], None]) -> BinaryIO:
+        if os.path.lexists(path):
+            log.warning("%s is not what came into the cache; fetched again", path)
         with ExitStack() as room, whole_file(path) as part:
             file = self._reserved(part, size)
             try:
@@ -131,18 +133,13 @@ def _opened(path: Path, size: int, holds: Callable[[BinaryIO], bool] | None) -> 
     """The file if it is here, no link, and right; its time of change becomes that of its last use."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    except FileNotFoundError:
-        return None
-    except OSError:
-        log.warning("%s in the cache cannot be opened; fetched again", path)
+    except OSError:  # absent, or a link
         return None
     found = os.fstat(file.fileno())
-    if found.st_size == size and stat.S_ISREG(found.st_mode):
-        if holds is None or holds(file):
-            file.seek(0)
-            with suppress(PermissionError):  # another user's file
-                os.utime(file.fileno())
-            return file
-        log.warning("%s has changed since it came into the cache (sha256); fetched again", path)
+    if found.st_size == size and stat.S_ISREG(found.st_mode) and (holds is None or holds(file)):
+        file.seek(0)
+        with suppress(PermissionError):  # another user's file
+            os.utime(file.fileno())
+        return file
     file.close()
     return None

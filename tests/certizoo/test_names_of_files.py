@@ -6,8 +6,8 @@ from certizoo import UserError
 from certizoo.files import require_file_name
 
 WRONG = [
-    "../../x", "/etc/x", "", "a/b", "a\\b", ".", "..", ".hidden", "~", "~root", "-rf", "a\0b", "a\nb", "\x1b[2J", "a b", "a\u202eb",
-    "x" * 201, "CON", "nul.txt", "com1", "x.", "$(x)", "a;b", "a%2fb", None, 5, ["x"], b"x",
+    "../../x", "/etc/x", "", "a/b", "a\\b", ".", "..", ".hidden", "~", "~root", "-rf", "a\0b", "a\nb", "\x1b[2J",
+    "a b", "a\u202eb",    "x" * 201, "CON", "nul.txt", "com1", "x.", "$(x)", "a;b", "a%2fb", None, 5, ["x"], b"x",
 ]  # fmt: skip
 
 
