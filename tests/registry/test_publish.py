@@ -5,10 +5,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
 from typing import Any
 
+import numpy as np
 import pytest
 
 from certizoo import UserError
