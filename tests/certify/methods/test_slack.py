@@ -31,7 +31,9 @@ STANDARD: dict[str, Any] = {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "g
 def plain(**options: Any) -> Any:
     """A float64 model with weights on the grid, small enough for certificates to be close to the truth."""
     torch.manual_seed(3)
-    model = zoo.create_model("dp_vit_ti", **(OPTIONS | STANDARD | {"mean": [0.5], "std": [0.5]} | options)).double()
+    model: Any = zoo.create_model(
+        "dp_vit_ti", **(OPTIONS | STANDARD | {"mean": [0.5], "std": [0.5]} | options)
+    ).double()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn_like(p) * (0.5 * p.shape[-1] ** -0.5 if p.ndim > 1 else 0.1))
