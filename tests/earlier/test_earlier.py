@@ -27,7 +27,7 @@ FACTS: dict[str, Any] = json.loads((HERE / "facts.json").read_text())
 # The published rule is one formula. Of the others a sharper rule may raise a radius, and another start vector of
 # Lanczos' method may cost some per cent of it.
 LEAST = {"lofast": 1 - 1e-6, "lofast_local": 1 - 1e-6, "adjoint": 0.97}
-ROUNDED = 2e-9  # what the rounding of the clean point may cost of a radius, by a step of the search; earlier code had none
+ROUNDED = 2e-9  # what the rounding of the clean point may cost of a radius, by a step of the search
 
 
 @pytest.mark.parametrize("name", FACTS)
