@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def uri(store_in: str) -> str:
     return store_in
 
 
-def handover(run_dir: Path, certified: float = 0.4, **stated: object) -> Path:
+def handover(run_dir: Path, certified: float = 0.4, **stated: Any) -> Path:
     """With a folder of pictures, and a pickle that must not be published."""
     folder = versions.certified(run_dir, certified, **stated)
     (folder / "plots").mkdir()
