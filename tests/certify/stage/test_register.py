@@ -176,7 +176,7 @@ def test_the_report_shows_markup_as_text(made: tuple[Path, dict[str, Any]], case
     )
     tags: list[tuple[str, dict[str, str | None]]] = []
     reader = HTMLParser()
-    reader.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))  # type: ignore[method-assign,assignment]
+    reader.handle_starttag = lambda tag, attrs: tags.append((tag, dict(attrs)))  # type: ignore[method-assign]
     reader.feed(page)
     assert ("img", {"src": "data:image/png;base64,"}) in [(tag, {"src": of.get("src")}) for tag, of in tags]
     assert "script" not in {tag for tag, _ in tags}
