@@ -91,7 +91,7 @@ class RemoteShard:
         return file
 
     def _holds(self, file: BinaryIO) -> bool:
-        return hashlib.file_digest(file, "sha256").hexdigest() == self.info.sha256
+        return hashlib.file_digest(file, "sha256").hexdigest() == self.info.sha256  # type: ignore[arg-type]
 
     @property
     def _content(self) -> str:

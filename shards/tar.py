@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 from certizoo import UserError
 
@@ -123,7 +123,7 @@ class Header(tarfile.TarInfo):
         header.size = int(size, 8)
         return header
 
-    def _proc_member(self, tar: "Tar") -> tarfile.TarInfo:  # type: ignore[override]
+    def _proc_member(self, tar: "Tar") -> tarfile.TarInfo:
         """tarfile's place for subclasses that read headers of more than one block. Raises `tarfile.ReadError` for those
         that it would read without bound."""
         if self.type == tarfile.GNUTYPE_SPARSE or self.size < 0:
@@ -135,7 +135,7 @@ class Header(tarfile.TarInfo):
             self._refuse_what_tarfile_expands(tar.fileobj)
         return super()._proc_member(tar)  # type: ignore[misc]
 
-    def _refuse_what_tarfile_expands(self, file: BinaryIO) -> None:
+    def _refuse_what_tarfile_expands(self, file: Any) -> None:
         """Sparse files by pax, whose map is as long as the shard, and long numbers. The file stays where it is."""
         text = file.read(self.size)
         file.seek(-len(text), os.SEEK_CUR)
@@ -179,7 +179,7 @@ def walk(path: Shard, file: BinaryIO) -> Iterator[Entry]:
 def _members(path: Shard, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
     """(key, extension, member) of each file that belongs to a sample."""
     while (member := tar.next()) is not None:
-        tar.members.clear()  # tarfile keeps them all
+        tar.members.clear()  # type: ignore[attr-defined]  # tarfile keeps them all
         if member.isdir():
             continue
         if not member.isreg() or member.issparse() or member.size < 0:  # tarfile would walk back for ever

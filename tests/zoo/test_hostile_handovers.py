@@ -18,7 +18,7 @@ import zoo
 from certizoo import UserError
 
 SECONDS = 10
-SMALL = {"name": "spec_vit_digits", "depth": 1, "embed_dim": 8}
+SMALL: dict[str, Any] = {"name": "spec_vit_digits", "depth": 1, "embed_dim": 8}
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from certizoo import UserError
 from certizoo.compose import compose_config
 from shards import sources
 
-MODEL = {"name": "spec_vit_digits", "depth": 1, "embed_dim": 8}
+MODEL: dict[str, Any] = {"name": "spec_vit_digits", "depth": 1, "embed_dim": 8}
 
 
 @pytest.fixture(scope="module")
