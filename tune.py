@@ -21,6 +21,8 @@ if "CERTIZOO_HOME" in os.environ:  # `ray submit` copies this file to the home f
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
+from certizoo.files import disk_errors
+from certizoo.locks import sole_writer
 from registry import credentials, store
 from tuning import objectives, search, spaces
 from tuning.search import Search
@@ -66,7 +68,7 @@ def new_search(args: argparse.Namespace, defaults: dict[str, Any]) -> Search:
     return Search(
         name=args.name or f"{space.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}",
         space=space.name,
-        storage=str(Path(args.storage).expanduser().absolute()),
+        storage=str(storage_of(args)),
         overrides=tuple(overrides),
         metric=tuple(objectives.parse(text).key for text in metric),
         num_samples=args.num_samples,
@@ -81,18 +83,36 @@ def new_search(args: argparse.Namespace, defaults: dict[str, Any]) -> Search:
     )
 
 
+def storage_of(args: argparse.Namespace) -> Path:
+    """The folder of all searches, as it reads from every folder."""
+    if "://" in args.storage:
+        raise UserError(
+            f"--storage {args.storage}: searches are kept in a folder, not in an object store; give one that all nodes "
+            "see, such as --storage /mnt/shared/searches"
+        )
+    return Path(args.storage).expanduser().absolute()
+
+
 def old_search(args: argparse.Namespace) -> Search:
     """The search to resume, with the options that it was begun with."""
-    storage = Path(args.storage).expanduser().absolute()
+    storage = storage_of(args)
     return search.load(storage / args.resume if args.resume else search.newest(storage))
 
 
 def main_search(args: argparse.Namespace, defaults: dict[str, Any]) -> int:
-    """Run it; returns the exit status: 1 where a trial failed or none was certified."""
+    """Run it, alone in its folder; returns the exit status: 1 where a trial failed or none was certified."""
     resume = args.resume is not None
     asked = old_search(args) if resume else new_search(args, defaults)
-    if not resume and asked.folder.exists():
-        raise UserError(f"{asked.folder} exists; finish that search by --resume {asked.name}, or choose another --name")
+    with sole_writer(asked.folder, "this search", "begin another by --space and another --name"):
+        if not resume and search.begun(asked.folder):
+            raise UserError(
+                f"{asked.folder} exists; finish that search by --resume {asked.name}, or choose another --name"
+            )
+        return run(asked, resume)
+
+
+def run(asked: Search, resume: bool) -> int:
+    """From the first to the last trial, and the page at the end."""
     from tuning import closing, driver, server  # after the cheap errors: Ray takes seconds
     from tuning.live import Board, failures
 
@@ -100,14 +120,16 @@ def main_search(args: argparse.Namespace, defaults: dict[str, Any]) -> int:
     driver.scheduler(asked)  # refuses what pbt cannot do before anything is written
     with driver.cluster() as nodes:
         at_once = driver.at_once(asked)
-        asked.save()
+        with disk_errors("make room there, then begin again"):
+            asked.save()
         with server.registry(nodes, at_once, asked.folder / "registry.log") as uri:
             say(f"search {asked.name}: {asked.num_samples} trials, {at_once} at once; registry {store.public(uri)}")
             board = Board(asked.parameters, asked.metric, asked.num_samples, asked.epochs)
             with board:
                 driver.run(asked, driver.Surroundings(credentials.environment(uri), uuid.uuid4().hex), board, resume)
     waiting = server.send_what_waits(asked.folder / "trials", store.resolve_uri())
-    page = closing.write(asked, board)
+    with disk_errors(f"make room there; python tune.py --resume {asked.name} writes it again"):
+        page = closing.write(asked, board)
     if not board.console.is_terminal:  # there the live table stands already
         board.console.print(board.table())
     for line in failures(board, asked.folder / "trials"):

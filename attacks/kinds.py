@@ -33,27 +33,30 @@ def make(options: Mapping[str, object]) -> Attack:
     for key, value in given.items():
         if key not in names:
             raise UserError(f"{kind} has no option {key!r}; {choices(key, names)}")
-        if not _fits(value, types[key]):
-            raise UserError(f"{kind}: {key}={value!r} does not work; give {_words(types[key])}")
+        if not fits(value, types[key]):
+            raise UserError(f"{kind}: {key}={value!r} does not work; give {words(types[key])}")
     for name, field in names.items():
         if name not in given and field.default is MISSING and field.default_factory is MISSING:
-            raise UserError(f"{kind} needs {name}: {_words(types[name])}")
+            raise UserError(f"{kind} needs {name}: {words(types[name])}")
     return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 
-def _fits(value: object, wanted: Any) -> bool:
+def fits(value: object, wanted: Any) -> bool:
     """Whether a value read from YAML is of the type; whole numbers are numbers, True is not."""
     if isinstance(wanted, UnionType):
-        return any(_fits(value, choice) for choice in get_args(wanted))
+        return any(fits(value, choice) for choice in get_args(wanted))
     if get_origin(wanted) is tuple:
-        return isinstance(value, (list, tuple)) and all(_fits(item, get_args(wanted)[0]) for item in value)
+        return isinstance(value, (list, tuple)) and all(fits(item, get_args(wanted)[0]) for item in value)
     if isinstance(value, bool) or wanted is bool:
         return isinstance(value, bool) and wanted is bool
     return isinstance(value, (int, float)) if wanted is float else isinstance(value, wanted)
 
 
-def _words(wanted: Any) -> str:
+def words(wanted: Any) -> str:
+    """What a value of the type is called."""
     names = {float: "a number", int: "a whole number", bool: "true or false", str: "a name", type(None): "null"}
     if isinstance(wanted, UnionType):
-        return " or ".join(_words(choice) for choice in get_args(wanted))
-    return f"a list of {_words(get_args(wanted)[0])}s" if get_origin(wanted) is tuple else names[wanted]
+        return " or ".join(words(choice) for choice in get_args(wanted))
+    return (
+        f"a list of {words(get_args(wanted)[0]).removeprefix('a ')}s" if get_origin(wanted) is tuple else names[wanted]
+    )

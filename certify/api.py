@@ -3,11 +3,13 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from certify.methods import METHODS
 from certify.methods.certificate import Analysis, Certificate, Certifier
+from certizoo import UserError
 from certizoo.nearest import unknown
 
 MAX_EPS = 2.0**10  # far beyond the diameter of any image's box
@@ -24,8 +26,8 @@ def certifier(model: nn.Module, method: str, nonce: str | None = None) -> Certif
     `nonce` chooses the random starts of a method that has any, so that an answer can be had again; None: one that is
     drawn now. A probability to fail holds against whoever fixed the weights and images before the nonce was drawn.
     """
-    if method not in METHODS:
-        raise unknown("certification method", method, METHODS)
+    if not isinstance(method, str) or method not in METHODS:
+        raise unknown("certification method", str(method), METHODS)
     return METHODS[method](model, nonce)
 
 
@@ -33,20 +35,23 @@ def certify(
     model: nn.Module,
     images_BCHW: Tensor,
     labels_B: Tensor,
-    eps: float,
+    eps: float | Tensor,
     method: str = "lofast",
     nonce: str | None = None,
 ) -> Certificate:
-    """Certificates for every image at one L2 radius `eps` in [0,1] pixel space.
+    """Certificates at one L2 radius `eps` in [0,1] pixel space, or at one an image, (B,).
 
-    images (B, C, H, W) in [0,1], labels (B,). Returns (B,) tensors margin_B, loss_B, certified_B, correct_B,
-    unknown_B. The whole ball is covered, also the part of it outside the [0,1] box. `nonce`: that of `certifier`.
+    images (B, C, H, W) in [0,1], float32 or float64; labels (B,), of any integer type. Returns (B,) tensors margin_B,
+    loss_B, certified_B, correct_B, unknown_B. The whole ball is covered, also the part of it outside the [0,1] box.
+    `nonce`: that of `certifier`.
+
+    Raises UserError for input that is not that, and for a model that does something else than its code and its weights
+    say; NoRule, which is one, where nothing is proved of a module.
 
     Proof: docs/proofs.md#threat-model.
     """
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps must be a finite number >= 0, got {eps}")
-    return certifier(model, method, nonce).analyse(images_BCHW, labels_B).at(eps)
+    radius = radius_given(eps, labels_B.numel() if isinstance(labels_B, Tensor) else 1)
+    return certifier(model, method, nonce).analyse(images_BCHW, labels_B).at(radius)
 
 
 def certified_radius(
@@ -83,6 +88,19 @@ def radius_of(analysis: Analysis) -> Tensor:
         high = tried.where(open_B & ~answer.certified_B, high)
         eps_B = _next(low, high, wide=math.inf if step % 2 == 0 else WIDE if step < 8 else 1.0)
     return torch.where(correct_B, low.eps_B, 0.0)
+
+
+def radius_given(eps: object, count: int) -> float | Tensor:
+    """eps, one or one an image, as numbers that are radii. Raises UserError."""
+    shown = " ".join(repr(eps).split())[:60]
+    if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating | Tensor):
+        raise UserError(f"eps={shown} is no number; give an L2 radius in [0,1] pixel space, such as 0.1")
+    if isinstance(eps, Tensor) and (eps.is_complex() or eps.dtype is torch.bool or eps.shape not in ((), (count,))):
+        raise UserError(f"eps={shown} has to be one number, or one for each of the {count} images")
+    given = torch.as_tensor(eps, dtype=torch.float64).detach()
+    if not bool((torch.isfinite(given) & (given >= 0)).all()):
+        raise UserError(f"eps={shown} has to be finite and at least 0")
+    return float(given) if given.ndim == 0 else given
 
 
 @dataclass(frozen=True)

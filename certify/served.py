@@ -1,6 +1,6 @@
 """How MLflow loads a published version (`mlflow.pyfunc.load_model`): the project's own code, no pickle.
 
-MLflow calls `_load_pyfunc` with the folder of the version's files.
+MLflow calls `_load_pyfunc` with the folder of the version's files, which have to be those that were published.
 """
 
 from pathlib import Path
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from registry import manifest
 from zoo import handover
 
 
@@ -23,4 +24,5 @@ class Served:
 
 
 def _load_pyfunc(path: str) -> Served:
+    manifest.verify_loaded(Path(path))
     return Served(Path(path))

@@ -1,13 +1,30 @@
 """Which code made a result."""
 
+import hashlib
 import subprocess
+from functools import cache
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = ("certizoo", "zoo", "certify/served.py")  # what a published model is built by
 
 
 def git_commit() -> str:
     """The commit of the project, 'unknown' outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).resolve().parents[1]), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+@cache
+def code_sha256() -> str:
+    """Of the source that builds models, as it lies on the disk: a commit says nothing of what was changed since."""
+    digest = hashlib.sha256()
+    for place in MODELS:
+        path = ROOT / place
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            content = file.read_bytes()
+            digest.update(f"{file.relative_to(ROOT).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()

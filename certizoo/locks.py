@@ -22,6 +22,16 @@ _HERE: dict[Path, threading.Lock] = {}
 _GUARD = threading.Lock()
 
 
+def _forget() -> None:
+    """In a process that was forked: the locks stay with the one that took them, whichever of its threads held them."""
+    global _GUARD
+    _HERE.clear()
+    _GUARD = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 @contextmanager
 def sole_writer(folder: Path, what: str, mend: str) -> Iterator[None]:
     """Hold `folder` (made if absent) as the only writer of `what` in it.

@@ -1,4 +1,4 @@
-"""Processes with groups of their own, and their end."""
+"""Processes with groups of their own, their end, and how it is told."""
 
 import os
 import signal
@@ -14,3 +14,14 @@ def end_group(process: "subprocess.Popen[bytes]", patience: float = 10.0) -> Non
             process.wait(patience)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def ending(status: int) -> str:
+    """An exit status in words. A launcher gives the end of its child on as its own: SIGKILL is -9 to the process that
+    waited, 247 (256 - 9) where that one exits with it, 137 (128 + 9) in a shell's words."""
+    for number in (-status, 256 - status, status - 128):
+        if 0 < number < signal.NSIG:
+            with suppress(ValueError):
+                name = signal.Signals(number).name
+                return f"killed ({name}){': out of memory?' if name == 'SIGKILL' else ''}"
+    return f"exit status {status}"

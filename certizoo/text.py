@@ -1,5 +1,6 @@
-"""Text from outside, made fit for a terminal."""
+"""Text from outside, made fit for a terminal, and for Markdown."""
 
+import html
 import re
 import unicodedata
 
@@ -11,6 +12,16 @@ _ACTIVE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 def plain(text: str) -> str:
     """The text on one line, every active character as its code: an escape sequence shows instead of acting."""
     return _ACTIVE.sub(lambda found: " " if found[0] in "\n\t" else f"\\x{ord(found[0]):02x}", _whole(text))
+
+
+def markdown(text: object) -> str:
+    """Text within Markdown that stays text: no HTML, no link, no emphasis, no cell of a table."""
+    return re.sub(r"([\\`*_\[\](){}#|~!])", r"\\\1", html.escape(plain(str(text))))
+
+
+def code(text: object) -> str:
+    """The same as a span of code, which knows no escapes."""
+    return f"`{re.sub('[`<>|]', '?', plain(str(text))).replace('](', '] (')}`"
 
 
 def _whole(text: str) -> str:

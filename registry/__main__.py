@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
-from rich.markdown import Markdown
 
 from certizoo import UserError
 from certizoo.errors import one_line_errors
+from certizoo.text import plain
 from registry import browse, publish, spool, store, tables, ui
 from registry.select import select
 
@@ -27,8 +27,8 @@ def show(args: argparse.Namespace) -> None:
     version = browse.find(args.reference, args.uri)
     out = console()
     out.print(tables.tags(version))
-    out.print(f"run {version.run_id}, created {version.created:%Y-%m-%d %H:%M} UTC\n", highlight=False)
-    out.print(Markdown(version.description))
+    say(f"run {version.run_id}, created {version.created:%Y-%m-%d %H:%M} UTC")
+    out.print(tables.card(version))
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -38,13 +38,18 @@ def compare(args: argparse.Namespace) -> None:
 
 def promote(args: argparse.Namespace) -> None:
     """Give a version an alias."""
-    version = browse.promote(args.reference, args.alias, args.uri)
-    sys.stdout.write(f"{version.name}/{version.version} is {' '.join('@' + alias for alias in version.aliases)}\n")
+    version = browse.promote(args.reference, args.alias, args.uri, force=args.force)
+    say(f"{version.name}/{version.version} is {' '.join('@' + alias for alias in version.aliases)}")
 
 
 def pull(args: argparse.Namespace) -> None:
     """Copy a version's files."""
-    sys.stdout.write(f"{browse.pull(args.reference, args.to, args.uri)}\n")
+    say(str(browse.pull(args.reference, args.to, args.uri)))
+
+
+def say(text: str) -> None:
+    """A line that may quote names from outside."""
+    sys.stdout.write(f"{plain(text)}\n")
 
 
 def console() -> Console:
@@ -57,15 +62,19 @@ def sync(args: argparse.Namespace) -> None:
         if not folder.is_dir():
             raise UserError(f"{folder} is no folder; give the run folders whose spools are to be sent")
     folders = args.run_dirs or run_folders(Path("runs"))
-    waiting = [path for path in folders if spool.waiting(path) or (path / publish.SPOOL).is_file()]
+    waiting = [path for path in folders if spool.waiting(path) or publish.waiting(path)]
+    target = store.public(store.resolve_uri(args.uri))
     for folder in waiting:
+        meant = {spool.meant_for(folder), publish.meant_for(folder)} - {None, target}
+        if meant:
+            say(f"{folder}: was to go to {', '.join(map(str, meant))}, goes to {target}")
         if spool.waiting(folder):
-            sys.stdout.write(f"{folder}: run {spool.sync(folder, args.uri)} sent\n")
+            say(f"{folder}: run {spool.sync(folder, args.uri)} sent")
         published = publish.sync(folder, args.uri)
         if published:
-            sys.stdout.write(f"{folder}: published {published.uri}{' @champion' * published.champion}\n")
+            say(f"{folder}: published {published.uri}{' @champion' * published.champion}")
     if not waiting:
-        sys.stdout.write("nothing waits to be sent\n")
+        say("nothing waits to be sent")
 
 
 def run_folders(root: Path) -> list[Path]:
@@ -101,6 +110,7 @@ def parser() -> argparse.ArgumentParser:
     promoting = add("promote", promote, "give a version an alias")
     promoting.add_argument("reference", help=REFERENCE)
     promoting.add_argument("--alias", default="champion", help="default: %(default)s")
+    promoting.add_argument("--force", action="store_true", help="a champion against the rule, until the next promotion")
     pulling = add("pull", pull, "copy a version's files: weights, configuration, certificate, report")
     pulling.add_argument("reference", help=REFERENCE)
     pulling.add_argument("to", type=Path, metavar="FOLDER", help="new or empty")

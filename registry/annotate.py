@@ -1,18 +1,28 @@
 """Say more of a version that is registered already: what was measured of it later."""
 
+import logging
 from collections.abc import Mapping
 
-from registry import browse, records, store
+from certizoo import UserError
+from certizoo.text import plain
+from registry import browse, facts, records, store
 from registry.browse import Version
 
+logger = logging.getLogger(__name__)
 
-def annotate(reference: str, tags: Mapping[str, str], metrics: Mapping[str, float], uri: str | None = None) -> Version:
-    """Add tags to a version, and metrics to the run and the logged model behind it; others stay as they are.
 
-    reference: as in `browse.find`. Raises UserError where there is no such version or MLflow is away.
+def annotate(
+    reference: str, tags: Mapping[str, str], metrics: Mapping[str, float], weights_sha256: str, uri: str | None = None
+) -> Version:
+    """Add what was measured of the weights to a version of these weights, and metrics to the run and the logged model
+    behind it; what its certificate says stays.
+
+    reference: as in `browse.find`. Raises UserError where there is no such version, where it has other weights, and
+    where MLflow is away.
     """
     target = store.resolve_uri(uri)
     version = browse.find(reference, target)
+    _check(version, tags, weights_sha256)
     with store.one_line(target):
         client = store.connect(target)
         for key, value in tags.items():
@@ -22,3 +32,15 @@ def annotate(reference: str, tags: Mapping[str, str], metrics: Mapping[str, floa
             rows = [[name, value, records.now(), 0] for name, value in metrics.items()]
             records.log_rows(client, registered.run_id, rows, browse.logged_model_id(registered))
     return browse.find(version.uri, target)
+
+
+def _check(version: Version, tags: Mapping[str, str], weights_sha256: str) -> None:
+    own = version.tags.get(facts.WEIGHTS)
+    if own is None:
+        logger.warning("%s is of earlier code: nothing says of which weights it is", plain(version.uri))
+    elif own != weights_sha256:
+        raise UserError(
+            f"{version.uri} has weights {own[:16]}, and others were measured, {weights_sha256[:16]}: nothing written"
+        )
+    if wrong := [key for key in tags if not facts.of_evaluation(key)]:
+        raise UserError(f"{wrong[0]} is not for an evaluation to write; of {version.uri} its certificate says it")

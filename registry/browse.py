@@ -1,22 +1,27 @@
 """Look at what is published, and fetch it. Nothing that comes from the registry is executed or unpickled."""
 
+import logging
 import os
 import re
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certizoo import UserError
+from certizoo.files import disk_errors
 from certizoo.nearest import choices, unknown
-from registry import package, store
+from certizoo.text import plain
+from registry import champion, manifest, package, store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
+logger = logging.getLogger(__name__)
 PROXIED = "mlflow-artifacts:/"
 
 
@@ -49,26 +54,47 @@ def versions(name: str | None = None, uri: str | None = None) -> list[Version]:
         return [v for model in models.values() if name in (None, model.name) for v in _versions(client, model)]
 
 
-def promote(reference: str, alias: str, uri: str | None = None) -> Version:
-    """Give the version the alias. `champion` moves on when a better version of a dataset is published."""
+def promote(reference: str, alias: str, uri: str | None = None, *, force: bool = False) -> Version:
+    """Give the version the alias. Those of champions go by the rule of registry/champion.py: against it by `force`
+    only, and then until the next promotion."""
     target = _existing(uri)
     version = find(reference, target)
+    own = (champion.CHAMPION, champion.dataset_alias(version.tags.get("dataset", "")))
+    if alias.startswith(champion.CHAMPION) and alias not in own:
+        raise UserError(f"{alias} is for versions of that dataset; {version.uri} can be {' or '.join(own)}")
     with store.one_line(target):
-        store.connect(target).set_registered_model_alias(version.name, alias, version.version)
+        client = store.connect(target)
+        if alias in own:
+            _promote_champion(client, version, force)
+        else:
+            client.set_registered_model_alias(version.name, alias, version.version)
     return find(version.uri, target)
 
 
+def _promote_champion(client: "MlflowClient", version: Version, force: bool) -> None:
+    against = champion.against_rule(client, version.name, version.version)
+    if against and not force:
+        raise UserError(f"{version.uri} is no champion by the rule: {against}; add --force to promote it all the same")
+    if against:
+        logger.warning("%s is champion against the rule: %s", plain(version.uri), plain(against))
+    champion.promote(client, version.name, version.version)
+
+
 def pull(reference: str, to: Path, uri: str | None = None) -> Path:
-    """Copy the published files of a version into the folder `to`, which must be new or empty."""
+    """Copy the published files of a version into the folder `to`, which must be new or empty: all of them, or none."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} is not empty; give a new folder")
-    shutil.copytree(download(reference, uri), to, dirs_exist_ok=True)
+    source = download(reference, uri)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors("make room, then pull again"), tempfile.TemporaryDirectory(dir=to.parent) as scratch:
+        shutil.copytree(source, Path(scratch) / "whole")
+        (Path(scratch) / "whole").rename(to)  # an empty folder gives way
     return to
 
 
 def find(reference: str, uri: str | None = None) -> Version:
     """The version meant by `name@alias`, `name/3`, or `name` (its champion), with or without `models:/`."""
-    match = re.fullmatch(r"(?:models:/)?(?P<name>[^@/]+)(?:@(?P<alias>[^@/]+)|/(?P<number>\d+))?", reference)
+    match = re.fullmatch(r"(?:models:/)?(?P<name>[^@/]+)(?:@(?P<alias>[^@/]+)|/(?P<number>\d+))?", reference, re.ASCII)
     if match is None:
         raise UserError(f"{reference!r} names no model version; write NAME@ALIAS or NAME/VERSION")
     name, number = match["name"], match["number"]
@@ -82,12 +108,12 @@ def find(reference: str, uri: str | None = None) -> Version:
 
 
 def download(reference: str, uri: str | None = None) -> Path:
-    """A local folder with the published files of a version (see `find` for `reference`).
+    """A local folder with the published files of a version (see `find` for `reference`), which its tags bind: they are
+    looked at each time.
 
-    It is kept in the cache folder (CERTIZOO_CACHE, by default ~/.cache/certizoo), one folder a logged model.
+    It is kept in the cache folder (CERTIZOO_CACHE, by default ~/.cache/certizoo), one folder a logged model. Raises
+    UserError where the files are not those that were published.
     """
-    from mlflow.artifacts import download_artifacts
-
     target = _existing(uri)
     version = find(reference, target)
     with store.one_line(target):
@@ -96,23 +122,29 @@ def download(reference: str, uri: str | None = None) -> Path:
         model_id = logged_model_id(registered)
         if model_id is None:
             raise UserError(f"{version.uri} was not published by this project: it has no logged model")
-        model = client.get_logged_model(model_id)
-        kept = cache() / model.model_id
-        if kept.is_dir():
-            return kept
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-            source = _source(model.artifact_location, target)
-            got = Path(download_artifacts(source, dst_path=scratch, tracking_uri=target, registry_uri=target))
-            if not kept.is_dir():
-                shutil.move(got, kept)
+        kept = cache() / model_id
+        if not kept.is_dir():
+            _fetch(_source(client.get_logged_model(model_id).artifact_location, target), kept, version, target)
+    manifest.verify(kept, version.tags, version.uri)
     return kept
+
+
+def _fetch(source: str, to: Path, version: Version, target: str) -> None:
+    """What is not as published does not enter the cache."""
+    from mlflow.artifacts import download_artifacts
+
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent) as scratch:
+        got = Path(download_artifacts(source, dst_path=scratch, tracking_uri=target, registry_uri=target))
+        manifest.verify(got, version.tags, version.uri)
+        with suppress(FileExistsError):  # another process was faster
+            got.rename(to)
 
 
 def logged_model_id(registered: "ModelVersion") -> str | None:
     """Of the logged model behind a version of ours; its `.model_id` is lost over HTTP."""
     model_id = str(registered.source or "").removeprefix("models:/")
-    return model_id if model_id.startswith("m-") else None
+    return model_id if re.fullmatch(r"m-[0-9a-f]{1,64}", model_id) else None  # it names a folder of the cache
 
 
 def cache() -> Path:
@@ -139,6 +171,12 @@ def _existing(uri: str | None) -> str:
     return target
 
 
+def _named(name: str) -> str:
+    """A query for a name that somebody else may have chosen."""
+    quote = '"' if "'" in name else "'"
+    return f"name = {quote}{name}{quote}"
+
+
 def _versions(client: "MlflowClient", model: "RegisteredModel") -> list[Version]:
     """The versions of one model. The search of versions returns no aliases: they come with the model."""
     aliases = client.get_registered_model(model.name).aliases  # {alias: version}
@@ -152,6 +190,6 @@ def _versions(client: "MlflowClient", model: "RegisteredModel") -> list[Version]
             run_id=v.run_id,
             created=datetime.fromtimestamp(v.creation_timestamp / 1000, UTC),
         )
-        for v in store.every(client.search_model_versions, filter_string=f"name = '{model.name}'")
+        for v in store.every(client.search_model_versions, filter_string=_named(model.name))
     ]
     return sorted(found, key=lambda version: -int(version.version))

@@ -1,63 +1,199 @@
 """Which version of a model is the champion.
 
-`champion-DATASET` is the best version on that dataset; `champion` is the version that set the newest record on
-its dataset. Both move only to a version whose headline accuracy is strictly better than all others'.
+`champion-DATASET` is the best version of a dataset; `champion` the one that took such an alias last. The rule:
+
+1. A version is a *candidate* if it says what it was asked (dataset, norm, eps: its tag `headline`), of which weights
+   and test shards its certificate is, and how many images it has: `champion_images` (300 unless its publisher said
+   another number) or more.
+2. Only answers to one *question* are compared: the same dataset, test shards, norm and eps. The question is that of
+   the holder of the alias; where nobody holds it, the candidate's own. Who was asked something else cannot win.
+3. The best has the highest certified lower bound (`certified_low.EPS`: Wilson's of 95 %), so that few images weigh
+   little; whoever has 300 images stands before all with fewer; of equals the first registered.
+4. Who was promoted by hand against the rule (tag `champion_by` = hand) stays until a hand promotes another. To promote
+   the version that the rule would choose gives the alias back to the rule.
+
+All of it is decided by tags that every writer sees alike; who has moved an alias looks again.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from registry import store
+from registry import facts, store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 CHAMPION = "champion"
+BY, HAND, RULE = "champion_by", "hand", "rule"
+IMAGES = "champion_images"  # tag: of how many images, at least, the publisher wants a champion's certificate to be
+ENOUGH = 300
+ASKED = ("dataset", facts.DATA, "norm", "headline")
+
+Tags = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Whether a version is the champion of its dataset; if not, `why`, in words."""
+
+    is_champion: bool
+    why: str = ""
 
 
 def dataset_alias(dataset: str) -> str:
     return f"{CHAMPION}-{re.sub(r'[^A-Za-z0-9_-]', '_', dataset)}"
 
 
-def crown(client: "MlflowClient", name: str, version: str, headline: str) -> bool:
-    """Give `version` the aliases if its tag `headline` beats every other version of its dataset; of equals the earlier.
+def crown(client: "MlflowClient", name: str, version: str) -> Standing:
+    """Give `version` the aliases if it is the best by the rule.
 
     Then it looks again: another process may have crowned a better one meanwhile, whose aliases were just taken.
     """
-    scores, alias = _rivals(client, name, version, headline)
-    holder = str(client.get_registered_model(name).aliases.get(alias, ""))  # of the alias until now
-    if holder == version:
-        return True
-    if holder and _best(scores) != version:
-        return False
-    winner = version
-    while True:
-        client.set_registered_model_alias(name, alias, winner)
-        client.set_registered_model_alias(name, CHAMPION, winner)
-        scores, _ = _rivals(client, name, version, headline)
-        if _best(scores) == winner:
-            return winner == version
-        winner = _best(scores)
+    board = Board.read(client, name, version)
+    if board.holder == version:
+        return Standing(True)
+    winner = board.winner(version)
+    if winner != version:
+        return Standing(False, board.why_not(version))
+    while winner is not None:
+        _give(client, board, winner)
+        board = Board.read(client, name, version)
+        if board.winner(winner) == winner:
+            break
+        winner = board.winner(winner)
+    return Standing(winner == version, "" if winner == version else board.why_not(version))
 
 
-def _best(scores: Mapping[str, float]) -> str:
-    """The highest score; of equal ones the first registered, so that of two that look at each other one takes it."""
-    return max(scores, key=lambda version: (scores[version], -int(version)))
+def promote(client: "MlflowClient", name: str, version: str) -> None:
+    """Give `version` the aliases, whatever the rule says; against the rule it keeps them until the next promotion."""
+    board = Board.read(client, name, version)
+    by = RULE if board.by_rule(version) == version else HAND
+    for other in board.by_hand():
+        client.set_model_version_tag(name, other, BY, RULE)
+    client.set_model_version_tag(name, version, BY, by)
+    for alias in (CHAMPION, board.alias):
+        client.set_registered_model_alias(name, alias, version)
 
 
-def _rivals(client: "MlflowClient", name: str, version: str, headline: str) -> tuple[dict[str, float], str]:
-    """The scores of all versions on the dataset of `version`, itself included, and the alias of that dataset."""
-    found = store.every(client.search_model_versions, filter_string=f"name = '{name}'")
-    tags = {str(v.version): v.tags for v in found}
-    dataset = tags[version]["dataset"]
-    return {v: score(t, headline) for v, t in tags.items() if t.get("dataset") == dataset}, dataset_alias(dataset)
+def against_rule(client: "MlflowClient", name: str, version: str) -> str:
+    """Why the rule would not give the aliases to `version`; '' if it would."""
+    board = Board.read(client, name, version)
+    return "" if board.by_rule(version) == version else board.why_not(version)
 
 
-def score(tags: Mapping[str, str], headline: str) -> float:
-    """The headline tag as a number; -1 where it is absent or none."""
-    try:
-        value = float(tags.get(headline, ""))
-    except ValueError:
-        return -1.0
-    return value if value == value else -1.0
+@dataclass(frozen=True)
+class Board:
+    """The versions of a model on one dataset by their tags, and who holds the dataset's alias."""
+
+    name: str
+    alias: str
+    tags: Mapping[str, Tags]
+    holder: str | None
+    overall: Tags  # of the version that is `champion`, of whichever dataset
+
+    @classmethod
+    def read(cls, client: "MlflowClient", name: str, version: str) -> "Board":
+        """As it is now; the dataset is that of `version`."""
+        found = store.every(client.search_model_versions, filter_string=f"name = '{name}'")
+        tags: dict[str, Tags] = {str(v.version): v.tags for v in found}
+        dataset = tags[version].get("dataset", "")
+        alias = dataset_alias(dataset)
+        aliases = {key: str(number) for key, number in client.get_registered_model(name).aliases.items()}
+        rivals = {number: t for number, t in tags.items() if t.get("dataset", "") == dataset}
+        holder = aliases.get(alias)
+        overall = tags.get(aliases.get(CHAMPION, ""), {})
+        return cls(name, alias, rivals, holder if holder in rivals else None, overall)
+
+    def winner(self, asking: str) -> str | None:
+        """Who should hold the alias, as `asking` sees it; None: nobody."""
+        return next(iter(self.by_hand()), None) or self.by_rule(asking)
+
+    def by_hand(self) -> list[str]:
+        return sorted((v for v, tags in self.tags.items() if tags.get(BY) == HAND), key=int, reverse=True)
+
+    def by_rule(self, asking: str) -> str | None:
+        """The best answer to the holder's question, or where there is no holder, to that of `asking`."""
+        holder = self.holder if self.holder and _may_hold(self.tags[self.holder]) else None
+        question = self.tags[holder or asking]
+        rivals = [v for v, tags in self.tags.items() if v == holder or _is_candidate(tags, question)]
+        return max(rivals, key=lambda v: (*rank(self.tags[v]), -int(v)), default=None)
+
+    def why_not(self, version: str) -> str:
+        """Why the rule does not choose `version`, with both figures."""
+        tags, holder = self.tags[version], self.holder
+        reasons = list(_missing(tags))
+        if reasons or holder is None:
+            return "; ".join(reasons) or "another version is as good"
+        held = f"{self.name}/{holder} ({figure(self.tags[holder])})"
+        if holder in self.by_hand():
+            return f"{held} was promoted by hand; its own figure is {figure(tags)}"
+        other = list(_differences(tags, self.tags[holder]))
+        if other:
+            return f"it answers another question than {held}: {', '.join(other)}"
+        return f"{figure(tags)} does not beat {held}"
+
+
+def figure(tags: Tags) -> str:
+    """'certified_acc.0.1 0.4200, at least 0.3775 on 500 images'."""
+    headline = tags.get("headline", "?")
+    low = tags.get(_low(tags), "?")
+    return f"{headline} {tags.get(headline, '?')}, at least {low}, on {tags.get('images', '?')} images"
+
+
+def rank(tags: Tags) -> tuple[bool, float]:
+    """What is compared. A version of earlier code states no lower bound: its share stands for it."""
+    low = tags.get(_low(tags), tags.get(tags.get("headline", ""), ""))
+    value = facts.number(low)
+    return _count(tags.get("images")) >= ENOUGH, value if value == value else -1.0
+
+
+def _is_candidate(tags: Tags, question: Tags) -> bool:
+    return not any(_missing(tags)) and not any(_differences(tags, question))
+
+
+def _missing(tags: Tags) -> Iterator[str]:
+    """What keeps a version from being a candidate at all."""
+    for tag in (*ASKED, facts.WEIGHTS):
+        if not tags.get(tag):
+            yield f"it does not say its {tag}"
+    shares = [facts.number(tags.get(tag, "")) for tag in (_low(tags), tags.get("headline", ""))]
+    if not shares[0] <= shares[1]:  # nor where one is no number
+        yield f"it has no certified share with a lower bound ({_low(tags)})"
+    if _count(tags.get("images")) < _wanted(tags):
+        yield f"its {tags.get('images', 'unknown')} images are fewer than {IMAGES}={_wanted(tags)}"
+
+
+def _differences(tags: Tags, question: Tags) -> Iterator[str]:
+    """Where it was asked something else. Earlier code does not say of which shards a certificate is."""
+    for tag in ASKED:
+        if tag in question and tags.get(tag) != question[tag]:
+            yield f"{tag} {tags.get(tag, '?')[:24]} instead of {question[tag][:24]}"
+
+
+def _may_hold(tags: Tags) -> bool:
+    """Earlier code says less than a candidate, and may. Whoever has too few images binds nobody to its question."""
+    share = facts.number(tags.get(tags.get("headline", ""), ""))
+    return share == share and _count(tags.get("images")) >= _wanted(tags)
+
+
+def _wanted(tags: Tags) -> int:
+    return _count(tags.get(IMAGES)) or ENOUGH
+
+
+def _low(tags: Tags) -> str:
+    return f"{facts.LOW}.{tags.get('headline', '').removeprefix(f'{facts.CERTIFIED}.')}"
+
+
+def _count(text: str | None) -> int:
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 12 else 0
+
+
+def _give(client: "MlflowClient", board: Board, winner: str) -> None:
+    """`champion`, unless a hand gave that to a version of another dataset; and the alias of the dataset."""
+    client.set_model_version_tag(board.name, winner, BY, board.tags[winner].get(BY, RULE))
+    elsewhere = board.overall.get("dataset") != board.tags[winner].get("dataset")
+    if not (elsewhere and board.overall.get(BY) == HAND):
+        client.set_registered_model_alias(board.name, CHAMPION, winner)
+    client.set_registered_model_alias(board.name, board.alias, winner)  # the last: who holds it has all

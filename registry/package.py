@@ -1,32 +1,45 @@
 """What a published version holds: the files of a hand-over folder, and the name of the module that loads them.
 
-MLflow's `loader_module` flavour: nothing is pickled, no code lies in the registry, no requirement is inferred.
+MLflow's `loader_module` flavour: nothing is pickled, no code lies in the registry, no requirement is inferred. Nor is
+the project itself a requirement: its name is not ours on package indices, where whoever takes it would be run. Who
+serves a version has the project's code; `files.json` names the commit and the digest of that which published it.
 """
 
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from registry import records
+from certizoo import UserError
+from registry import checks, manifest, records
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.models import ModelSignature
 
-REQUIREMENTS = ["certizoo"]
+LIBRARIES = ("torch", "torchvision", "timm", "numpy", "safetensors", "pyyaml")  # what models are built with
 FILES = "files"  # name of the published files' folder
 LOCATION = f"data/{FILES}"  # where MLflow puts it inside a logged model
 SUFFIXES = {".safetensors", ".yaml", ".json", ".md", ".html", ".png", ".svg", ".csv", ".parquet", ".txt"}
-OWN = ("mlflow_spool", "mlflow_refused", "publish_spool")  # files of this package, should they lie there
+OWN = ("mlflow_spool", "mlflow_refused", "publish_spool", manifest.FILE)  # files of this package, should they lie there
+
+
+@contextmanager
+def staged(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """(the publishable files of `folder` with files.json among them, the tags that bind them), until the block ends."""
+    with tempfile.TemporaryDirectory() as scratch:
+        files = stage(folder, Path(scratch) / FILES)
+        yield files, manifest.write(files)
 
 
 def log_model(
     client: "MlflowClient",
-    folder: Path,
+    files: Path,
     *,
     name: str,
     loader_module: str,
@@ -34,7 +47,7 @@ def log_model(
     metrics: Mapping[str, float],
     run_id: str,
 ) -> str:
-    """Log the files of `folder` as a model of the run `run_id`; returns the model's id.
+    """Log the `staged` files as a model of the run `run_id`; returns the model's id.
 
     Does what `mlflow.pyfunc.log_model` does, without its global state and without reopening the run.
     """
@@ -49,22 +62,37 @@ def log_model(
         mlflow.pyfunc.save_model(
             Path(scratch) / "model",
             loader_module=loader_module,
-            data_path=str(stage(folder, Path(scratch) / FILES)),
-            pip_requirements=REQUIREMENTS,
+            data_path=str(files),
+            pip_requirements=requirements(),
             signature=signature(),
             mlflow_model=Model(model.artifact_location, run_id=run_id, model_id=model.model_id),
         )
         client.log_model_artifacts(model.model_id, str(Path(scratch) / "model"))
     client.finalize_logged_model(model.model_id, "READY")
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
-    at = int((folder / "certificate.json").stat().st_mtime * 1000)
+    at = int((files / manifest.CERTIFICATE).stat().st_mtime * 1000)
     rows: list[list[Any]] = [[key, value, at, 0] for key, value in metrics.items()]
     records.log_rows(client, run_id, rows, model.model_id)
     return str(model.model_id)
 
 
+def requirements() -> list[str]:
+    """The versions that are installed here, without the local part, which no index has."""
+    found = []
+    for library in LIBRARIES:
+        try:
+            found.append(f"{library}=={version(library).partition('+')[0]}")
+        except PackageNotFoundError:
+            continue
+    return found
+
+
 def stage(folder: Path, to: Path) -> Path:
-    """The publishable files of `folder` under one name; linked where the file system can."""
+    """The publishable files of `folder` under one name; linked where the file system can. None lies elsewhere."""
+    try:
+        checks.inside(folder, ".")
+    except ValueError as error:
+        raise UserError(f"{folder} is not published: {error}; put the file itself there") from None
     to.mkdir()
     for path in publishable(folder):
         if path.is_dir():

@@ -1,41 +1,47 @@
 """Publish a finished run: a registered model version, only ever with its certificate.
 
-What the certificate says stands in the version's tags and in the metrics of the logged model behind it.
+What the certificate says stands in the version's tags and in the metrics of the logged model behind it. The files are
+sent first; the version is made last and in one step, with all its tags. A request for it lies in the run folder from
+before the first step until after the last, so that what was cut off anywhere is finished by `sync`, and made once.
 """
 
-import hashlib
 import json
 import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certizoo import UserError
-from registry import champion, package, records, spool, store
+from certizoo.documents import read_json
+from certizoo.files import disk_errors, write_whole
+from certizoo.locks import locked
+from registry import champion, checks, facts, manifest, package, records, spool, store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 logger = logging.getLogger(__name__)
-SPOOL = "publish_spool.json"
-DIGEST = "certificate_sha256"  # tag: with the run's id, what a version is recognised by
+ROOT = Path(__file__).resolve().parents[1]
+SPOOL, LOCK = "publish_spool.json", ".publish_spool.lock"
+DIGEST = manifest.DIGEST  # tag: with the run's id, what a version is recognised by
 TRIAL = "trial"  # tag: a trial of a search has one version, however often it was restarted and sent
 MAX_DESCRIPTION = 5000  # characters, the width of MLflow's column
 
 
 @dataclass(frozen=True)
 class Published:
-    """A registered version; `version` is None while the publication waits in its spool, `uri`."""
+    """A registered version, and `why` it is no champion; `version` is None while the publication waits in its spool,
+    `uri`."""
 
     name: str
     version: str | None
     uri: str
     champion: bool
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ def publish(
     """
     run_dir = Path(run_dir or Path(folder).absolute().parent)
     request = Request(
-        folder=os.path.relpath(Path(folder).absolute(), run_dir.absolute()),  # a run folder may be moved
+        folder=os.path.relpath(Path(folder).resolve(), run_dir.resolve()),  # a run folder may be moved
         name=name,
         loader_module=loader_module,
         tags={records.clean_name(key): str(value) for key, value in tags.items()},
@@ -95,41 +101,105 @@ def publish(
         uri=store.public(store.resolve_uri(uri)),
     )
     check(request, run_dir)
-    try:
-        return _send(request, run_dir, store.resolve_uri(uri))
-    except store.Away as away:
-        (run_dir / SPOOL).write_text(json.dumps(asdict(request)))
-        logger.warning("%s. %s is kept: publish it by `python -m registry sync %s`", away, run_dir / SPOOL, run_dir)
-        return Published(name, None, str(run_dir / SPOOL), champion=False)
+    target = store.resolve_uri(uri)
+    with locked(run_dir / LOCK):
+        _send_another_first(run_dir, request.name, target)
+        with disk_errors("make room, then publish again"):
+            write_whole(run_dir / SPOOL, json.dumps(asdict(request)))
+        try:
+            return _finish(request, run_dir, target)
+        except store.Away as away:
+            logger.warning("%s. %s is kept: publish it by `python -m registry sync %s`", away, run_dir / SPOOL, run_dir)
+            return Published(name, None, str(run_dir / SPOOL), champion=False)
+        except store.Full:  # the same again, or `sync`, finishes it
+            raise
+        except UserError:
+            (run_dir / SPOOL).unlink()
+            raise
 
 
 def sync(run_dir: Path, uri: str | None = None) -> Published | None:
     """Perform the publication that waits in a run folder; None if none waits."""
-    if not (run_dir / SPOOL).is_file():
+    if not waiting(run_dir):
         return None
-    request = Request(**json.loads((run_dir / SPOOL).read_text()))
-    check(request, run_dir)
-    published = _send(request, run_dir, store.recorded_uri(uri, request.uri))
-    (run_dir / SPOOL).unlink()
-    return published
+    request = load(run_dir)
+    target = store.agreed_uri(uri, request.uri, run_dir)
+    with locked(run_dir / LOCK):
+        if not waiting(run_dir):  # another process has performed it meanwhile
+            return None
+        check(request, run_dir)
+        return _finish(request, run_dir, target)
+
+
+def waiting(run_dir: Path) -> bool:
+    spool.refuse_links(run_dir, SPOOL, f"{SPOOL}.part")
+    return (run_dir / SPOOL).is_file()
+
+
+def meant_for(run_dir: Path) -> str | None:
+    """The server that a waiting request names: to be shown, and compared."""
+    return store.public(load(run_dir).uri) if waiting(run_dir) else None
+
+
+def load(run_dir: Path) -> Request:
+    """The request that waits in a run folder, which may come from somebody else. Raises UserError where it is none."""
+    path = run_dir / SPOOL
+    found = read_json(path)
+    try:
+        wanted = {field.name for field in fields(Request)}
+        if not isinstance(found, dict) or set(found) != wanted:
+            raise ValueError(f"of its keys these are wrong or missing: {', '.join(sorted(wanted ^ set(found)))[:80]}")
+        for key in ("folder", "name", "loader_module", "description", "experiment", "headline", "uri"):
+            if not isinstance(found[key], str) or (key != "description" and len(found[key]) > checks.MAX_TEXT):
+                raise ValueError(f"{key} is no text")
+        checks.run_id(found["run_id"])
+        checks.mapping(found["tags"], "tags", str)
+        checks.mapping(found["metrics"], "metrics", (int, float))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is no publication of ours ({error}); remove it and publish again") from None
+    return Request(**found)
 
 
 def check(request: Request, run_dir: Path) -> None:
     """Refuse what must not be registered, before anything is sent."""
-    certificate = run_dir / request.folder / "certificate.json"
+    try:
+        certificate = checks.inside(run_dir, request.folder) / manifest.CERTIFICATE
+    except ValueError as error:
+        raise UserError(f"{run_dir} has nothing to publish: {error}") from None
     if not certificate.is_file():
         raise UserError(f"{certificate} is missing: a run without a certificate is not published; certify it first")
-    try:
-        json.loads(certificate.read_text())
-    except ValueError:
-        raise UserError(f"{certificate} is not JSON; delete it and certify again") from None
-    if not re.fullmatch(r"[\w.-]+", request.name):
-        raise UserError(f"registered model name {request.name!r}: use letters, digits, '_', '-' and '.' only")
-    if find_spec(request.loader_module) is None:
-        raise UserError(f"loader_module {request.loader_module!r} cannot be imported; name a module of the project")
+    said = read_json(certificate)
+    weights = certificate.with_name(manifest.WEIGHTS)
+    if not isinstance(said, dict) or not weights.is_file() or said.get(facts.WEIGHTS) != manifest.sha256(weights):
+        raise UserError(f"{certificate} is not of the weights beside it; certify these again")
+    if not re.fullmatch(r"(?=.*\w)[\w.-]{1,100}", request.name, re.ASCII):
+        raise UserError(f"registered model name {request.name[:80]!r}: use up to 100 letters, digits, '_', '-' and '.'")
+    if not _is_ours(request.loader_module):
+        raise UserError(f"loader_module {request.loader_module!r} is no module of the project; name one")
     for tag in ("dataset", request.headline):
         if tag not in request.tags:
             raise UserError(f"tag {tag!r} is missing from the publication of {request.name}; add it to tags")
+    if (wrong := facts.contradiction(request.tags, said)) is not None:
+        raise UserError(f"{run_dir / request.folder} is not published: its tag {wrong}; certify it again")
+
+
+def _is_ours(module: str) -> bool:
+    """A file of the project; found without importing anything."""
+    words = re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", module, re.ASCII)
+    return words is not None and (ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
+
+
+def _send_another_first(run_dir: Path, name: str, uri: str) -> None:
+    """A publication under another name that still waits: the next would take its place in the folder."""
+    if waiting(run_dir) and (earlier := load(run_dir)).name != name:
+        check(earlier, run_dir)
+        _finish(earlier, run_dir, uri)
+
+
+def _finish(request: Request, run_dir: Path, uri: str) -> Published:
+    published = _send(request, run_dir, uri)
+    (run_dir / SPOOL).unlink()
+    return published
 
 
 def _send(request: Request, run_dir: Path, uri: str) -> Published:
@@ -139,11 +209,19 @@ def _send(request: Request, run_dir: Path, uri: str) -> Published:
         if spool.waiting(run_dir):  # the version belongs to a run that MLflow may not know yet
             spool.sync(run_dir, uri)
         folder = run_dir / request.folder
-        digest = hashlib.sha256((folder / "certificate.json").read_bytes()).hexdigest()
+        digest = manifest.sha256(folder / manifest.CERTIFICATE)
         run_id = _run(client, request, digest)
         version = _find(client, request, run_id, digest) or _create(client, request, folder, run_id, digest)
-        crowned = champion.crown(client, request.name, str(version.version), request.headline)
-    return Published(request.name, str(version.version), f"models:/{request.name}/{version.version}", crowned)
+        standing = champion.crown(client, request.name, str(version.version))
+    if not standing.is_champion:
+        logger.info("%s/%s is no champion: %s", request.name, version.version, standing.why)
+    return Published(
+        request.name,
+        str(version.version),
+        f"models:/{request.name}/{version.version}",
+        standing.is_champion,
+        standing.why,
+    )
 
 
 def _run(client: "MlflowClient", request: Request, digest: str) -> str:
@@ -153,14 +231,15 @@ def _run(client: "MlflowClient", request: Request, digest: str) -> str:
     if run_id is None and request.run_id:
         raise UserError(f"MLflow has no run {request.run_id}; send its spool first, or publish with run_id=None")
     if run_id is None:
-        tags = {records.KEY: digest}
-        run_id = str(client.create_run(experiment, tags=tags, run_name=request.name).info.run_id)
+        run_id = records.create_run(client, experiment, digest, request.name)
+    if not request.run_id:
         client.set_terminated(run_id)
     return run_id
 
 
 def _find(client: "MlflowClient", request: Request, run_id: str, digest: str) -> "ModelVersion | None":
-    """The version that this publication has made already."""
+    """The version that this publication has made already. Where two writers each made one (on different machines, or
+    because a lost answer made MLflow's client ask again), the first stays and the others are deleted."""
 
     def same(v: "ModelVersion") -> bool:
         trial = request.tags.get(TRIAL)
@@ -169,36 +248,52 @@ def _find(client: "MlflowClient", request: Request, run_id: str, digest: str) ->
         )
 
     versions = store.every(client.search_model_versions, filter_string=f"name = '{request.name}'")
-    return next((v for v in versions if same(v)), None)
+    made = sorted(filter(same, versions), key=lambda v: int(v.version))
+    for other in made[1:]:
+        _delete(client, other)
+    return made[0] if made else None
+
+
+def _delete(client: "MlflowClient", version: "ModelVersion") -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.delete_model_version(version.name, version.version)
+    except MlflowException as error:
+        if not store.is_refusal(error):
+            raise  # else the other writer was faster
 
 
 def _create(client: "MlflowClient", request: Request, folder: Path, run_id: str, digest: str) -> "ModelVersion":
     """Log the model, then register it in one step with its tags: no version is ever without them."""
     from mlflow.exceptions import MlflowException
 
-    model_id = package.log_model(
-        client,
-        folder,
-        name=request.name,
-        loader_module=request.loader_module,
-        tags=request.tags | {DIGEST: digest},
-        metrics=request.metrics,
-        run_id=run_id,
-    )
+    with package.staged(folder) as (files, binding):
+        tags = request.tags | binding | {"headline": request.headline}
+        model_id = package.log_model(
+            client,
+            files,
+            name=request.name,
+            loader_module=request.loader_module,
+            tags=tags,
+            metrics=request.metrics,
+            run_id=run_id,
+        )
     try:
         client.create_registered_model(request.name)
     except MlflowException as error:
         if getattr(error, "error_code", "") != "RESOURCE_ALREADY_EXISTS":
             raise
     with store.as_global(client.tracking_uri):
-        return client.create_model_version(
+        made = client.create_model_version(
             request.name,
             source=f"models:/{model_id}",
             run_id=run_id,
             model_id=model_id,
-            tags=request.tags | {DIGEST: digest, "headline": request.headline},
+            tags=tags,
             description=shorten(request.description),
         )
+    return _find(client, request, run_id, digest) or made
 
 
 def shorten(description: str) -> str:

@@ -10,13 +10,14 @@ keeps equal metric rows once, and files overwrite themselves. So a record whose 
 """
 
 import logging
+import random
 import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from registry import credentials, store
+from registry import checks, credentials, store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -39,21 +40,21 @@ def clean_name(name: str) -> str:
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """`{"train": {"epochs": 3}}` -> `{"train.epochs": "3"}`, values cut to MLflow's limit, without passwords."""
+    """`{"train": {"epochs": 3}}` -> `{"train.epochs": "3"}`, values cut to MLflow's limit, without secrets."""
     flat: dict[str, str] = {}
-    for key, value in params.items():
+    for key, value in credentials.redacted(params).items():
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
-            text = credentials.without(str(value))
+            text = str(value)
             flat[clean_name(f"{prefix}{key}")] = text if len(text) <= MAX_PARAM else text[: MAX_PARAM - 3] + "..."
     return flat
 
 
 def send(client: "MlflowClient", run_id: str | None, record: Record, base: Path) -> str:
-    """Send one record of the run `run_id` (None before its start); relative folders are under `base`.
+    """Send one record of the run `run_id` (None before its start); folders are inside of `base`.
 
-    Returns the run's id. Raises MLflow's exceptions, and FileNotFoundError for artifacts that are gone.
+    Returns the run's id. Raises MLflow's exceptions, and ValueError for artifacts that are gone or lie outside.
     """
     if record["kind"] == "start":
         return open_run(client, record)
@@ -62,10 +63,7 @@ def send(client: "MlflowClient", run_id: str | None, record: Record, base: Path)
         case "metrics":
             log_rows(client, run_id, record["rows"])
         case "artifacts":
-            folder = base / record["folder"]
-            if not folder.is_dir():
-                raise FileNotFoundError(f"{folder} is gone")
-            client.log_artifacts(run_id, str(folder), record["path"])
+            client.log_artifacts(run_id, str(checks.inside(base, record["folder"])), record["path"])
         case "finish":
             client.set_terminated(run_id, record["status"], record["time"])
     return run_id
@@ -80,10 +78,22 @@ def open_run(client: "MlflowClient", record: Record) -> str:
     else:
         if record["run_id"]:
             logger.warning("MLflow does not know run %s: a new one begins", record["run_id"])
-        tags = {KEY: record["key"]}
-        run_id = client.create_run(experiment, record["time"], tags, record["run_name"]).info.run_id
+        run_id = create_run(client, experiment, record["key"], record["run_name"], record["time"])
     log_params(client, run_id, record["params"])
     return run_id
+
+
+def create_run(client: "MlflowClient", experiment: str, key: str, name: str, at: int | None = None) -> str:
+    """The one run of the key. Two machines may create it at once, and MLflow's client repeats a request whose answer
+    was lost: who finds another run beside the one that it made deletes its own, and takes the other."""
+    while True:
+        own = client.create_run(experiment, at, {KEY: key}, name).info.run_id
+        if _of_key(client, experiment, key) == [own]:
+            return own
+        client.delete_run(own)
+        time.sleep(random.random())  # both may have yielded
+        if (found := find_run(client, experiment, PENDING + key)) is not None:
+            return found
 
 
 def find_run(client: "MlflowClient", experiment: str, run_id: str) -> str | None:
@@ -91,8 +101,7 @@ def find_run(client: "MlflowClient", experiment: str, run_id: str) -> str | None
     from mlflow.exceptions import MlflowException
 
     if run_id.startswith(PENDING):
-        found = client.search_runs([experiment], f"tags.{KEY} = '{run_id.removeprefix(PENDING)}'", max_results=1)
-        return found[0].info.run_id if found else None
+        return next(iter(_of_key(client, experiment, run_id.removeprefix(PENDING))), None)
     try:
         run = client.get_run(run_id)
     except MlflowException as error:
@@ -100,6 +109,12 @@ def find_run(client: "MlflowClient", experiment: str, run_id: str) -> str | None
             return None
         raise
     return run.info.run_id if run.info.lifecycle_stage == "active" else None
+
+
+def _of_key(client: "MlflowClient", experiment: str, key: str) -> list[str]:
+    """The runs of a key, in an order that everybody sees alike."""
+    found = client.search_runs([experiment], f"tags.{KEY} = '{key}'")
+    return sorted(run.info.run_id for run in found)
 
 
 def log_params(client: "MlflowClient", run_id: str, params: dict[str, str]) -> None:

@@ -1,8 +1,11 @@
 """What could not be sent to MLflow, kept in the run folder until `python -m registry sync` sends it.
 
 `mlflow_spool.jsonl` holds one record a line (see `records.py`) and begins with a start record;
-`mlflow_spool.state.json` says what was already sent. Records that MLflow refuses go to
+`mlflow_spool.state.json` says what was already sent. What MLflow refuses, and what is no record of ours, goes to
 `mlflow_refused.jsonl`, so that one bad row does not hold up the others.
+
+A run folder may come from somebody else. Its spool is sent to the server of the person who sends it, whatever it says
+of one, and nothing is sent that lies outside of the run folder. One process sends a spool at a time.
 """
 
 import json
@@ -10,16 +13,22 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from certizoo import UserError
-from registry import records, store
+from certizoo.files import write_whole
+from certizoo.locks import locked
+from certizoo.text import plain
+from registry import checks, records, store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 logger = logging.getLogger(__name__)
 SPOOL, STATE, REFUSED = "mlflow_spool.jsonl", "mlflow_spool.state.json", "mlflow_refused.jsonl"
+LOCK = ".mlflow_spool.lock"
+MAX_LINE = 2**22  # bytes; a start record with a thousand parameters is half of it
+KEPT = 2000  # characters of a line that is no record
 
 
 class State(TypedDict):
@@ -33,7 +42,7 @@ class State(TypedDict):
 def append(run_dir: Path, record: records.Record, file: str = SPOOL) -> None:
     """Add one record. A line torn by a crash is ended first, so that it spoils no other."""
     line = json.dumps(record).encode() + b"\n"
-    with store.locked(run_dir), (run_dir / file).open("ab+") as stream:
+    with store.locked(run_dir), open(run_dir / file, "ab+", opener=_unlinked) as stream:
         if stream.tell():
             stream.seek(-1, os.SEEK_END)
             line = line if stream.read(1) == b"\n" else b"\n" + line
@@ -44,32 +53,61 @@ def waiting(run_dir: Path) -> bool:
     return (run_dir / SPOOL).is_file()
 
 
-def sync(run_dir: Path, uri: str | None = None) -> str | None:
+def meant_for(run_dir: Path) -> str | None:
+    """The server that the spool names: to be shown, and compared."""
+    for line, _ in _lines(run_dir, 0) if waiting(run_dir) else ():
+        record = _parsed(line)
+        if isinstance(record, dict) and record.get("kind") == "start":
+            return plain(store.public(str(record.get("uri") or "")))[:200] or None
+    return None
+
+
+def sync(run_dir: Path, uri: str | None = None, *, wait: bool = True) -> str | None:
     """Send the spool of a run folder in order; returns MLflow's id of its run (None if it never had a spool).
 
-    May be interrupted and run again: no row is doubled. Raises `store.Away` if MLflow still does not answer.
+    May be interrupted and run again: no row is doubled. Raises `store.Away` if MLflow still does not answer, and
+    UserError if the spool is for another server than this person's (give `uri`), or, unless we `wait`, is being sent.
     """
-    state = _load_state(run_dir)
+    refuse_links(run_dir, SPOOL, STATE, f"{STATE}.part", REFUSED)
     if not waiting(run_dir):
-        return state["run_id"]
-    target = store.recorded_uri(uri, _recorded(run_dir) or state["uri"] or store.public(store.resolve_uri()))
-    state["uri"] = store.public(target)
-    record: records.Record = {}
-    store.use_defaults()
-    with store.one_line(target):
-        client = store.connect(target)
-        for record, end in _read(run_dir, state["offset"]):
-            state["run_id"] = _send(client, state["run_id"], record, run_dir)
-            state["offset"] = end
-            _save_state(run_dir, state)
-    _remove(run_dir, state, finished=record.get("kind") == "finish")
-    return state["run_id"]
+        return _load_state(run_dir)["run_id"]
+    target = store.agreed_uri(uri, meant_for(run_dir), run_dir)
+    with locked(run_dir / LOCK, wait=wait) as free:
+        if not free:
+            raise UserError(f"{run_dir}: another process sends its spool; wait for it")
+        state = _load_state(run_dir)
+        return _send_all(run_dir, state, target) if waiting(run_dir) else state["run_id"]
 
 
 def refuse(run_dir: Path, record: records.Record, error: Exception) -> None:
     """Set aside a record that MLflow will never take."""
     append(run_dir, record, REFUSED)
-    logger.warning("MLflow refused a record, kept in %s: %s", run_dir / REFUSED, store.reason(error))
+    logger.warning("MLflow refused a record, set aside in %s: %s", run_dir / REFUSED, plain(store.reason(error)))
+
+
+def refuse_links(run_dir: Path, *names: str) -> None:
+    """A folder from elsewhere may hold links in the place of our files: to write there would be to write anywhere."""
+    for name in names:
+        if (run_dir / name).is_symlink():
+            raise UserError(f"{run_dir / name} is a link; remove it")
+
+
+def _send_all(run_dir: Path, state: State, target: str) -> str | None:
+    state["uri"] = store.public(target)
+    if state["offset"] > (run_dir / SPOOL).stat().st_size:
+        state["offset"] = 0
+    record: records.Record = {}
+    store.use_defaults()
+    with store.one_line(target):
+        client = store.connect(target)
+        for line, end in _lines(run_dir, state["offset"]):
+            if (found := _record(run_dir, line)) is not None:
+                record = found
+                state["run_id"] = _send(client, state["run_id"], record, run_dir)
+            state["offset"] = end
+            write_whole(run_dir / STATE, json.dumps(state))
+    _remove(run_dir, state, finished=record.get("kind") == "finish")
+    return state["run_id"]
 
 
 def _send(client: "MlflowClient", run_id: str | None, record: records.Record, run_dir: Path) -> str:
@@ -79,42 +117,56 @@ def _send(client: "MlflowClient", run_id: str | None, record: records.Record, ru
         raise UserError(f"{run_dir / SPOOL} does not begin with a start record; delete it or restore its head")
     try:
         return records.send(client, run_id, record, run_dir)
-    except (MlflowException, FileNotFoundError) as error:
+    except (MlflowException, FileNotFoundError, ValueError) as error:
         if run_id is None or record["kind"] == "start" or not store.is_refusal(error):
             raise
         refuse(run_dir, record, error)
         return run_id
 
 
-def _read(run_dir: Path, offset: int) -> Iterator[tuple[records.Record, int]]:
-    """Records from a byte offset on, each with the offset behind it. Lines torn by a crash are passed over."""
-    with (run_dir / SPOOL).open("rb") as stream:
+def _record(run_dir: Path, line: bytes) -> records.Record | None:
+    """The record of a line; None for one that is none, which is set aside."""
+    try:
+        if len(line) > MAX_LINE:
+            raise ValueError(f"longer than {MAX_LINE} bytes")
+        found: Any = _parsed(line)
+        checks.record(found)
+    except ValueError as error:
+        append(run_dir, {"why": str(error), "line": line[:KEPT].decode("utf-8", "replace")}, REFUSED)
+        logger.warning("%s: a line is no record (%s), set aside in %s", run_dir / SPOOL, plain(str(error)), REFUSED)
+        return None
+    return dict(found)
+
+
+def _parsed(line: bytes) -> Any:
+    """What a line says; None where it is no JSON: torn by a crash, or never ours."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _lines(run_dir: Path, offset: int) -> Iterator[tuple[bytes, int]]:
+    """Lines from a byte offset on, each with the offset behind it; of one longer than MAX_LINE, its head."""
+    with open(run_dir / SPOOL, "rb", opener=_unlinked) as stream:
         stream.seek(offset)
-        for line in stream:
-            offset += len(line)
-            try:
-                yield json.loads(line), offset
-            except ValueError:
-                logger.warning("%s: passed over a torn line that ends at byte %d", run_dir / SPOOL, offset)
-
-
-def _recorded(run_dir: Path) -> str | None:
-    """The URI in the first start record."""
-    return next((record["uri"] for record, _ in _read(run_dir, 0) if record["kind"] == "start"), None)
+        while line := stream.readline(MAX_LINE + 1):
+            rest = line
+            while len(rest) > MAX_LINE and not rest.endswith(b"\n"):
+                rest = stream.readline(MAX_LINE + 1)
+            yield line, stream.tell()
 
 
 def _load_state(run_dir: Path) -> State:
+    """Of a file that is no state: as if nothing had been sent, which doubles nothing."""
     try:
-        state: State = json.loads((run_dir / STATE).read_text())
-        return state
-    except FileNotFoundError:
-        return State(run_id=None, offset=0, uri=None)
-
-
-def _save_state(run_dir: Path, state: State) -> None:
-    fresh = run_dir / f"{STATE}.tmp"
-    fresh.write_text(json.dumps(state))
-    fresh.replace(run_dir / STATE)
+        state = json.loads((run_dir / STATE).read_text())
+        checks.run_id(state["run_id"])
+        if isinstance(state["offset"], int) and state["offset"] >= 0:
+            return State(run_id=state["run_id"], offset=state["offset"], uri=None)
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return State(run_id=None, offset=0, uri=None)
 
 
 def _remove(run_dir: Path, state: State, *, finished: bool) -> None:
@@ -126,4 +178,9 @@ def _remove(run_dir: Path, state: State, *, finished: bool) -> None:
         if finished:
             (run_dir / STATE).unlink(missing_ok=True)
         else:
-            _save_state(run_dir, State(run_id=state["run_id"], offset=0, uri=state["uri"]))
+            write_whole(run_dir / STATE, json.dumps(State(run_id=state["run_id"], offset=0, uri=state["uri"])))
+
+
+def _unlinked(path: str, flags: int) -> int:
+    """Open what is no link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

@@ -4,6 +4,7 @@ A project without a server uses `mlflow.db` (SQLite) and `mlartifacts/` in the c
 `uri` comes first, then the environment variable MLFLOW_TRACKING_URI.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -33,9 +34,15 @@ DEFAULTS = {
 # MLflow's answers that no repetition will change; anything else counts as "away, try again later".
 REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
 
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 
 class Away(UserError):
     """The tracking server or database does not answer."""
+
+
+class Full(UserError):
+    """A file of ours could not be written."""
 
 
 def use_defaults() -> None:
@@ -73,12 +80,20 @@ def public(uri: str) -> str:
     return credentials.without(uri)
 
 
-def recorded_uri(uri: str | None, recorded: str) -> str:
-    """Where a spool goes: the argument, else the URI recorded in it (with the environment's credentials)."""
-    if uri:
-        return resolve_uri(uri)
-    current = resolve_uri()
-    return current if public(current) == recorded else recorded
+def agreed_uri(uri: str | None, meant_for: str | None, run_dir: Path) -> str:
+    """Where what waits in `run_dir` is sent: to `uri`, else to this person's server (MLFLOW_TRACKING_URI, the default).
+
+    A spool may come from somebody else: the server that it was `meant_for` decides nothing. But where nobody has said
+    where, and it was meant for another than the default, the person is asked.
+    """
+    target = resolve_uri(uri)
+    said = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if not said and meant_for and meant_for != public(target):
+        raise UserError(
+            f"{run_dir} waits for {meant_for}, and nobody has said where it goes; give --uri, or set "
+            "MLFLOW_TRACKING_URI (this folder's own database: --uri sqlite:///mlflow.db)"
+        )
+    return target
 
 
 def connect(uri: str | None = None) -> "MlflowClient":
@@ -101,7 +116,7 @@ def experiment_id(client: "MlflowClient", name: str) -> str:
     from mlflow.exceptions import MlflowException
 
     root = artifact_root(client.tracking_uri)
-    location = (root / re.sub(r"[^\w.-]", "_", name)).as_uri() if root else None
+    location = (root / re.sub(r"[^\w-]", "_", name)).as_uri() if root else None
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
@@ -116,8 +131,8 @@ def experiment_id(client: "MlflowClient", name: str) -> str:
 
 
 def is_refusal(error: Exception) -> bool:
-    """True if sending again cannot help: MLflow said no, or the file to send is gone."""
-    return isinstance(error, FileNotFoundError) or getattr(error, "error_code", None) in REFUSALS
+    """True if sending again cannot help: MLflow said no, the file to send is gone, or we refuse it ourselves."""
+    return isinstance(error, FileNotFoundError | ValueError) or getattr(error, "error_code", None) in REFUSALS
 
 
 def reason(error: Exception) -> str:
@@ -135,6 +150,9 @@ def one_line(uri: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            where = error.filename or "a file"
+            raise Full(f"{where} cannot be written ({error.strerror}); make room, then do the same again") from error
         if is_refusal(error):
             raise UserError(f"MLflow at {public(uri)} refuses: {reason(error)}") from error
         raise Away(

@@ -1,44 +1,64 @@
-"""What the commands of the registry print."""
+"""What the commands of the registry print. Whatever comes from the registry is text: no markup, nothing that acts."""
 
 from collections.abc import Sequence
 
-from rich.table import Table
+from rich.markdown import Markdown
+from rich.table import Column, Table
+from rich.text import Text
 
+from certizoo.text import plain
 from registry.browse import Version
 from registry.select import fact
 
 CERTIFIED = "certified_acc."
 FACTS = ("dataset", "attention", "penalty", "method", "clean_acc")
-OWN = ("certificate_sha256", "certizoo", "git_commit", "trial", "search")  # never the same, and no result
+OWN = ("certificate_sha256", "files_sha256", "code_sha256", "weights_sha256", "certizoo", "git_commit", "trial",
+       "search")  # never the same, and no result  # fmt: skip
+MAX_CARD = 5000
 
 
 def versions(found: Sequence[Version]) -> Table:
     """A row each, with what is certified of it."""
     radii = sorted({tag for v in found for tag in v.tags if tag.startswith(CERTIFIED)}, key=_radius)
-    table = Table("name", "version", "alias", *(key.removesuffix("_acc") for key in FACTS), *radii)
+    table = _table("name", "version", "alias", *(key.removesuffix("_acc") for key in FACTS), *radii)
     for v in found:
-        table.add_row(v.name, v.version, " ".join(v.aliases), *(fact(v, tag) for tag in (*FACTS, *radii)))
+        cells = (v.name, v.version, " ".join(v.aliases), *(fact(v, tag) for tag in (*FACTS, *radii)))
+        table.add_row(*map(_text, cells))
     return table
 
 
 def tags(version: Version) -> Table:
     """All tags of one version."""
-    title = f"{version.name}/{version.version} {' '.join('@' + alias for alias in version.aliases)}"
-    table = Table("tag", "value", title=title)
+    table = _table("tag", "value")
+    table.title = _text(f"{version.name}/{version.version} {' '.join('@' + alias for alias in version.aliases)}")
     for tag, value in sorted(version.tags.items()):
-        table.add_row(tag, value)
+        table.add_row(_text(tag), _text(value))
     return table
+
+
+def card(version: Version) -> Markdown:
+    """The description. Its links show where they lead, instead of leading there."""
+    lines = version.description[:MAX_CARD].split("\n")
+    return Markdown("\n".join(map(plain, lines)), hyperlinks=False)
 
 
 def comparison(found: Sequence[Version]) -> Table:
     """A column each; what differs is bold, and the rows that differ come first."""
-    table = Table("tag", *(f"{v.name}/{v.version}" for v in found))
+    table = _table("tag", *(f"{v.name}/{v.version}" for v in found))
     keys = sorted({key for v in found for key in v.tags})
     rows = [(key, [v.tags.get(key, "") for v in found]) for key in keys]
     for key, values in sorted(rows, key=lambda row: (row[0] in OWN, len(set(row[1])) == 1)):
-        differs = len(set(values)) > 1
-        table.add_row(key, *(f"[bold]{value}[/]" if differs else value for value in values))
+        style = "bold" if len(set(values)) > 1 else ""
+        table.add_row(_text(key), *(_text(value, style) for value in values))
     return table
+
+
+def _table(*columns: str) -> Table:
+    return Table(*(Column(_text(name)) for name in columns))
+
+
+def _text(value: str, style: str = "") -> Text:
+    return Text(plain(value), style=style)
 
 
 def _radius(tag: str) -> tuple[float, str]:

@@ -4,6 +4,7 @@ Training never fails or hangs because of MLflow: what cannot be sent is spooled 
 """
 
 import logging
+import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -72,11 +73,10 @@ class Tracker:
             self.flush()
 
     def log_artifacts(self, folder: Path, path: str | None = None) -> None:
-        """Send the files of a folder, below `path` in the run's artifacts. It must stay until it is sent."""
-        folder = Path(folder).resolve()
-        inside = folder.is_relative_to(self.run_dir.resolve())
-        shown = folder.relative_to(self.run_dir.resolve()) if inside else folder
-        self._put({"kind": "artifacts", "folder": str(shown), "path": path})
+        """Send the files of a folder in the run folder, below `path` in the run's artifacts. It must stay until it is
+        sent."""
+        shown = os.path.relpath(Path(folder).resolve(), self.run_dir.resolve())
+        self._put({"kind": "artifacts", "folder": shown, "path": path})
 
     def flush(self) -> None:
         """Send the metrics noted so far."""
@@ -137,7 +137,7 @@ class Tracker:
     def _come_back(self) -> None:
         """Try to send the spool; go on live if that worked."""
         try:
-            self.run_id = spool.sync(self.run_dir, self.uri) or self.run_id
+            self.run_id = spool.sync(self.run_dir, self.uri, wait=False) or self.run_id
             self._retry_at = None
             logger.info("MLflow at %s answers again; the spool was sent", store.public(self.uri))
         except Exception as error:

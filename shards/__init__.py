@@ -1,13 +1,14 @@
 """WebDataset shards in and out: `{name}-{split}-{000000..}.tar` with an image and a `.cls` a sample, and a manifest.
 
-Reading: `find` (check the shards, once, before any work), `train_loader`, `eval_loader`, `steps_per_epoch`.
+Reading: `find` (check the shards, once, before any work), `train_loader`, `eval_loader`, `eval_samples`,
+`steps_per_epoch`.
 Writing: `write`, or `python -m shards digits|folder|torchvision|index`.
 """
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before anything here imports it)
 from certizoo import UserError
-from shards.config import DataConfig
-from shards.read import eval_loader, steps_per_epoch, train_loader
+from shards.config import DataConfig, config_of, from_elsewhere
+from shards.read import eval_loader, eval_samples, steps_per_epoch, train_loader
 from shards.sets import ShardSet, find
 from shards.tar import SampleError
 from shards.write import write
@@ -17,8 +18,11 @@ __all__ = [
     "SampleError",
     "ShardSet",
     "UserError",
+    "config_of",
     "eval_loader",
+    "eval_samples",
     "find",
+    "from_elsewhere",
     "steps_per_epoch",
     "train_loader",
     "write",

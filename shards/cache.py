@@ -1,21 +1,26 @@
 """A folder of shards on the local disk, of bounded size, that all processes of a machine share.
 
 A shard comes under another name and takes its own once it is whole and verified. Who fetches it holds its lock,
-so that it comes once; locks are the kernel's and end with their process. Only names that end in SUFFIX are ever
-removed, the least recently opened first; whoever still reads a removed one keeps it until he closes it.
+so that it comes once. Only names that end in SUFFIX are ever removed, the least recently opened first; whoever still
+reads a removed one keeps it until he closes it. A file that is here is of the right size; that nobody has changed it
+since it came is known where its sha256 is taken at each opening (`data.verify=sha256`), and must be where others may
+write into the folder.
 """
 
-import fcntl
+import logging
 import os
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from certizoo import UserError
 from certizoo.files import whole_file
+from certizoo.locks import locked
 
+log = logging.getLogger(__name__)
 SUFFIX = ".cached"
 PART = ".part"  # what `whole_file` adds
 
@@ -27,21 +32,39 @@ class Cache:
     folder: Path
     limit: int
 
-    def open(self, name: str, size: int, fill: Callable[[BinaryIO], None]) -> BinaryIO:
-        """The file `name` of `size` bytes, written by `fill` unless it is here. Raises `UserError`."""
+    def open(
+        self, name: str, size: int, fill: Callable[[BinaryIO], None], holds: Callable[[BinaryIO], bool] | None = None
+    ) -> BinaryIO:
+        """The file `name` of `size` bytes, written by `fill` unless it is here, and is what `holds` says it must be.
+
+        Raises `UserError`, also where others may write into the folder and there is no `holds`.
+        """
         path = self.folder / (name + SUFFIX)
         try:
             self._lock(path.name).parent.mkdir(parents=True, exist_ok=True)
-            if (file := _opened(path, size)) is not None:
+            if holds is None:
+                self._refuse_other_writers()
+            if (file := _opened(path, size, holds)) is not None:
                 return file
-            with _locked(self._lock(path.name)):
-                return _opened(path, size) or self._filled(path, size, fill)
+            with locked(self._lock(path.name)):
+                return _opened(path, size, holds) or self._filled(path, size, fill)
         except OSError as error:
             raise UserError(
                 f"data.cache={self.folder} cannot be used ({error.strerror or error}); choose a folder on a local disk"
             ) from None
 
+    def _refuse_other_writers(self) -> None:
+        for folder in (self.folder, self._lock("")):
+            found = folder.stat()
+            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or found.st_uid not in (0, os.getuid()):
+                raise UserError(
+                    f"others may write into data.cache={self.folder}; `chmod -R go-w` a folder of yours, or check what "
+                    "is there each time: data.verify=sha256"
+                )
+
     def _filled(self, path: Path, size: int, fill: Callable[[BinaryIO], None]) -> BinaryIO:
+        if os.path.lexists(path):
+            log.warning("%s is not what came into the cache; fetched again", path)
         with ExitStack() as room, whole_file(path) as part:
             file = self._reserved(part, size)
             try:
@@ -53,16 +76,17 @@ class Cache:
                 file.close()
                 raise
             # Until it has its own name: whoever adds up the files meanwhile would see it under neither.
-            room.enter_context(_locked(self._lock("room")))
+            room.enter_context(locked(self._lock("room")))
         return file
 
     def _reserved(self, part: Path, size: int) -> BinaryIO:
         """An empty file that owns its `size` bytes of the disk, so that the others count them at once."""
-        with _locked(self._lock("room")):
+        with locked(self._lock("room")):
             self._drop_abandoned()
             while self._used() + size > self.limit and self._evict():
                 pass
-            file = part.open("w+b")
+            part.unlink(missing_ok=True)  # a half of a process that was killed, or a link to a file of ours
+            file = part.open("x+b")
             while True:
                 try:
                     os.posix_fallocate(file.fileno(), 0, size)
@@ -89,7 +113,7 @@ class Cache:
     def _drop_abandoned(self) -> None:
         """Halves that a killed process left: nobody holds their lock."""
         for _, _, part in self._files(SUFFIX + PART):
-            with _locked(self._lock(part.name.removesuffix(PART)), wait=False) as free:
+            with locked(self._lock(part.name.removesuffix(PART)), wait=False) as free:
                 if free:
                     part.unlink(missing_ok=True)
 
@@ -98,37 +122,24 @@ class Cache:
         for path in self.folder.iterdir():
             if path.name.endswith((SUFFIX, SUFFIX + PART)) and path.name.endswith(ending):
                 with suppress(FileNotFoundError):
-                    found = path.stat()
+                    found = path.lstat()
                     yield found.st_mtime, found.st_size, path
 
     def _lock(self, name: str) -> Path:
         return self.folder / ".locks" / name
 
 
-def _opened(path: Path, size: int) -> BinaryIO | None:
-    """The file if it is here; its time of change becomes that of its last use."""
+def _opened(path: Path, size: int, holds: Callable[[BinaryIO], bool] | None) -> BinaryIO | None:
+    """The file if it is here, no link, and right; its time of change becomes that of its last use."""
     try:
-        file = path.open("rb")
-    except FileNotFoundError:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except OSError:  # absent, or a link
         return None
-    if os.fstat(file.fileno()).st_size != size:
-        file.close()
-        return None
-    with suppress(PermissionError):  # another user's file
-        os.utime(file.fileno())
-    return file
-
-
-@contextmanager
-def _locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock; False at once if another has it and we do not wait."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # not only by closing: a process forked meanwhile has the file too
+    found = os.fstat(file.fileno())
+    if found.st_size == size and stat.S_ISREG(found.st_mode) and (holds is None or holds(file)):
+        file.seek(0)
+        with suppress(PermissionError):  # another user's file
+            os.utime(file.fileno())
+        return file
+    file.close()
+    return None

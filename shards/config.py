@@ -1,8 +1,16 @@
 """What a run says about its data: exactly the keys of `configs/data/*.yaml`."""
 
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 
 from certizoo import UserError
+from certizoo.nearest import unknown
+
+PIPE = "pipe:"  # in front of a root that is a command
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")  # a name that means itself in a path, a URL and a command
 
 CHOICES = {
     "augment": ("none", "flip", "flip_crop", "inception", "randaug"),
@@ -10,7 +18,15 @@ CHOICES = {
     "verify": ("auto", "size", "sha256"),
     "channels": (1, 3),
 }
-LEAST = {"num_classes": 2, "img_size": 1, "workers": 0, "max_corrupt": 0, "timeout": 1}
+# least and most
+WHOLE = {
+    "num_classes": (2, 1_000_000),
+    "img_size": (1, 4096),
+    "workers": (0, 512),
+    "max_corrupt": (0, 10**12),
+    "timeout": (1, 86_400),
+}
+MAX_TEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -23,7 +39,9 @@ class DataConfig:
     the loaders as `channels` x `img_size` x `img_size`. `workers` are loader processes a rank. `on_corrupt="skip"` lets
     training (never evaluation) pass over at most `max_corrupt` samples. `verify` says how far shards are held
     against their manifest: `size`, `sha256`, or `auto` (sha256 where that takes a second, size otherwise); of shards
-    that are fetched, all but `size` mean the sha256 of each when it comes.
+    that are fetched, all but `size` mean the sha256 of each when it comes. What lies in the cache is held against its
+    size when it is opened, and only with `sha256` against its sha256 too: then a file that was changed there is fetched
+    again.
 
     Raises `UserError` for a value that does not exist.
     """
@@ -46,12 +64,68 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for key, allowed in CHOICES.items():
-            if getattr(self, key) not in allowed:
-                raise UserError(f"data.{key}={getattr(self, key)!r} does not exist; use one of {list(allowed)}")
-        for key, least in LEAST.items():
-            if not isinstance(getattr(self, key), int) or getattr(self, key) < least:
-                raise UserError(f"data.{key}={getattr(self, key)!r}: not a whole number; use at least {least}")
-        if not isinstance(self.cache_gb, int | float) or not self.cache_gb > 0:
+            value = getattr(self, key)
+            if value not in allowed or type(value) is not type(allowed[0]):
+                raise UserError(f"data.{key}={value!r} does not exist; use one of {list(allowed)}")
+        for key, (least, most) in WHOLE.items():
+            value = getattr(self, key)
+            if type(value) is not int or not least <= value <= most:
+                raise UserError(f"data.{key}={value!r}: not a whole number; use at least {least}, at most {most}")
+        for key in ("root", "train", "test", "cache"):
+            if not _is_text(getattr(self, key)) and (key, self.cache) != ("cache", None):
+                raise UserError(f"data.{key}={str(getattr(self, key))[:80]!r}: not a place; give one line of text")
+        if not isinstance(self.name, str) or not PLAIN.fullmatch(self.name):
+            raise UserError(f"data.name={str(self.name)[:80]!r}: not a name; use letters, digits and _.+=-")
+        if not isinstance(self.cache_gb, int | float) or not 0 < self.cache_gb < math.inf:
             raise UserError(f"data.cache_gb={self.cache_gb!r}: not a size; use gigabytes, more than 0")
         if self.augment == "randaug" and self.channels != 3:
             raise UserError("data.augment=randaug needs colour images; use data.channels=3 or data.augment=none")
+
+    @property
+    def folder(self) -> Path:
+        """The root, if it is a folder of this machine. Raises UserError for a home that does not exist."""
+        return _expanded(self.root)
+
+
+def is_remote(root: str) -> bool:
+    """Whether `data.root` is no folder, but a URL or a command, which reads the same from every folder."""
+    return root.lower().startswith(PIPE) or "://" in root
+
+
+def config_of(said: object, where: str) -> DataConfig:
+    """The data that `where` describes by these keys. Raises UserError for keys that are wrong or missing."""
+    if not isinstance(said, Mapping):
+        raise UserError(f"{where} names no data; add data=NAME data.root=FOLDER")
+    keys = [field.name for field in fields(DataConfig)]
+    for key in said:
+        if key not in keys:
+            raise unknown("key of data", str(key)[:80], keys, "configs/data")
+    needed = {field.name for field in fields(DataConfig) if field.default is MISSING}
+    if absent := sorted(needed - set(said)):
+        raise UserError(f"{where} does not say data.{absent[0]}; add data=NAME data.root=FOLDER")
+    return DataConfig(**said)
+
+
+def from_elsewhere(said: object, where: str, *, trusted: bool) -> DataConfig:
+    """The data that a file from elsewhere describes: a folder of this machine, read without a cache, which would be
+    written where the file says. If `trusted`, also a URL and a cache; a command never. Raises UserError."""
+    config = config_of(said, where)
+    own = "give the data yourself: data=NAME data.root=FOLDER"
+    if config.root.lower().startswith(PIPE):
+        raise UserError(f"data.root={config.root[:200]} is a command that {where} names; {own}")
+    if is_remote(config.root) and not trusted:
+        raise UserError(
+            f"data.root={config.root[:200]} is a place elsewhere that {where} names; {own}, or trust_data=true"
+        )
+    return config if trusted else replace(config, cache=None)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()
+
+
+def _expanded(folder: str) -> Path:
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError:
+        raise UserError(f"data.root={folder} names a home that does not exist; give another folder") from None

@@ -20,6 +20,8 @@ except ImportError:  # the extra `jpeg`
     simplejpeg = None
 
 MAX_PIXELS = 24_000_000  # 72 MB decoded; the largest photographs of ImageNet are shrunk by the writer
+MAX_SCANS = 64  # of a progressive JPEG, each of which goes over all its pixels; 10 are customary
+SCAN = b"\xff\xda"  # its marker, which pixels never contain
 FORMATS = ("JPEG", "PNG", "WEBP")
 EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "La", "RGBa")
 MODE_OF = {1: "L", 3: "RGB"}
@@ -45,7 +47,7 @@ def _plain_jpeg(data: bytes) -> Pixels | None:
         return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-        if colours not in PLAIN_COLOURS or height * width > MAX_PIXELS:
+        if colours not in PLAIN_COLOURS or height * width > MAX_PIXELS or data.count(SCAN) > MAX_SCANS:
             return None
         image_HWC: Pixels = simplejpeg.decode_jpeg(data, "RGB")
     except Exception:  # hostile bytes
@@ -57,7 +59,7 @@ def decode(data: bytes, where: str, *, max_pixels: int = MAX_PIXELS) -> Image.Im
     """The image in `data`, loaded. Raises `SampleError`, headed by `where`, if it is corrupt, huge or not 8-bit."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-        fault = _fault_of_header(image, max_pixels)
+        fault = _fault_of_header(image, max_pixels) or _fault_of_scans(image, data)
         if fault is None:
             image.load()
     except UnidentifiedImageError:  # whose message is an address in memory
@@ -77,6 +79,11 @@ def _fault_of_header(image: Image.Image, max_pixels: int) -> str | None:
     if image.mode not in EIGHT_BIT_MODES:
         return f"the image has mode {image.mode}, not 8 bits a channel"
     return None
+
+
+def _fault_of_scans(image: Image.Image, data: bytes) -> str | None:
+    scans = data.count(SCAN) if image.format in ("JPEG", "MPO") else 0
+    return f"the image is drawn in {scans} scans, more than {MAX_SCANS}" if scans > MAX_SCANS else None
 
 
 def _with_channels(image: Image.Image, channels: int) -> Image.Image:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ GENERAL = "manifest.json"
 
 def mend(path: Path) -> str:
     """What to do about shards that are not those of the manifest `path`."""
-    name = "" if path.name == GENERAL else f" --name {path.stem}"
-    return f"write the shards again, or run `python -m shards index {path.parent}{name}` if they are right"
+    name = "" if path.name == GENERAL else f" --name {shlex.quote(path.stem)}"
+    index = f"python -m shards index {shlex.quote(str(path.parent))}{name}"
+    return f"write the shards again, or run `{index}` if they are right"
 
 
 @dataclass(frozen=True)

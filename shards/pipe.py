@@ -1,8 +1,8 @@
 """Shards that a command prints: `data.root='pipe:aws s3 cp s3://bucket/imagenet/{shard} -'`.
 
 No shell: the command is split into words once, and the name of a shard takes the place of {shard} inside its
-word. A config may come from somewhere else, with a model say, so only programs run that this machine's user
-has named in CERTIZOO_PIPES (`CERTIZOO_PIPES=aws,gsutil`).
+word. Only programs run that this machine's user has named in CERTIZOO_PIPES (`CERTIZOO_PIPES=aws,gsutil`), and none
+that only the config of a hand-over names (`shards.config.from_elsewhere`).
 """
 
 import os
@@ -17,8 +17,8 @@ from typing import IO
 
 from certizoo import UserError
 from certizoo.processes import end_group
+from shards.config import PIPE
 
-PREFIX = "pipe:"
 SLOT = "{shard}"
 ALLOWED = "CERTIZOO_PIPES"
 CHUNK = 2**20
@@ -39,7 +39,7 @@ class Pipe:
     def __post_init__(self) -> None:
         words = self._words()
         if not words or SLOT not in self.root or SLOT in words[0]:
-            raise UserError(f"data.root={self.root}: not a command for a shard; use {PREFIX}PROGRAM ARGUMENTS {SLOT}")
+            raise UserError(f"data.root={self.root}: not a command for a shard; use {PIPE}PROGRAM ARGUMENTS {SLOT}")
         if words[0] not in os.environ.get(ALLOWED, "").split(","):
             raise UserError(f"data.root runs the program {words[0]!r}; if you want that, set {ALLOWED}={words[0]}")
         if shutil.which(words[0]) is None:
@@ -47,7 +47,7 @@ class Pipe:
 
     def _words(self) -> list[str]:
         try:
-            return shlex.split(self.root.removeprefix(PREFIX))
+            return shlex.split(self.root.removeprefix(PIPE))
         except ValueError as error:
             raise UserError(f"data.root={self.root}: {error}; mend the quotes") from None
 

@@ -232,6 +232,15 @@ def eval_loader(
     return EvalBatches(EvalStream(shard_set, config, batch_size, rank, world_size, limit), math.ceil(own / batch_size))
 
 
+def eval_samples(shard_set: ShardSet, config: DataConfig, *, limit: int | None = None) -> Iterator[Sample]:
+    """What `eval_loader` reads, in its order and still encoded, for who wants to know which images these are."""
+    line = segments(shard_set.paths, shard_set.counts, 0, shard_set.samples if limit is None else limit)
+    for sample in loaded(entries(line), config.num_classes):
+        if isinstance(sample, SampleError):
+            raise sample
+        yield sample
+
+
 def _settle(worker: int) -> None:
     """A loader process takes memory for each image and each batch, and ends with its rank: a launcher that is asked to
     stop ends the whole tree, and the rank still needs its loaders to finish its step."""

@@ -7,7 +7,6 @@ a listing (web servers and commands have none) and without reading the set once 
 import hashlib
 import logging
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +17,15 @@ from typing import BinaryIO, Literal, Protocol, TypeVar
 from certizoo import UserError
 from shards import manifest
 from shards.cache import Cache
-from shards.config import DataConfig
+from shards.config import PIPE, PLAIN, DataConfig, is_remote
 from shards.manifest import Manifest, ShardInfo
-from shards.pipe import PREFIX, CommandError, Pipe
+from shards.pipe import CommandError, Pipe
 from shards.store import Store
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 PAUSES = (1, 5)  # seconds before the second and the third attempt
 MAX_MANIFEST_BYTES = 64 * 2**20
-PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*")  # a name that means itself in a path, a URL and a command
 MEND = "see that the server is up and the file whole, or copy it there again"
 
 
@@ -48,28 +46,25 @@ class Source(Protocol):
         """Bytes (None: not said) of those of the files that are there; None if the place cannot be asked."""
 
 
-def is_remote(root: str) -> bool:
-    """Whether `data.root` is no folder, but a URL or a command, which reads the same from every folder."""
-    return root.startswith(PREFIX) or "://" in root
-
-
 def source_of(config: DataConfig) -> Source | None:
     """None for a folder of this machine, which a cache makes a place like any other."""
     if is_remote(config.root):
-        return (Pipe if config.root.startswith(PREFIX) else Store)(config.root, config.timeout)
+        return (Pipe if config.root.startswith(PIPE) else Store)(config.root, config.timeout)
     if config.cache:
-        return Store(f"file://{Path(config.root).expanduser().absolute()}", config.timeout)
+        return Store(f"file://{config.folder.absolute()}", config.timeout)
     return None
 
 
 @dataclass(frozen=True)
 class RemoteShard:
-    """One shard, and what the manifest says of it."""
+    """One shard, and what the manifest says of it. Its sha256 is taken when it comes if `hashed`, and each time that it
+    is opened in the cache if `each_time`."""
 
     source: Source
     info: ShardInfo
     hashed: bool
     cache: Cache | None
+    each_time: bool = False
 
     def __str__(self) -> str:
         return self.source.where(self.name)
@@ -81,7 +76,8 @@ class RemoteShard:
     def open(self, mode: Literal["rb"]) -> BinaryIO:
         """The whole shard as a file, from the cache or a nameless one that is gone with its reader."""
         if self.cache is not None:
-            return self.cache.open(f"{self.name}.{self._content}", self.info.bytes, self._fill)
+            holds = self._holds if self.each_time and self.info.sha256 else None
+            return self.cache.open(f"{self.name}.{self._content}", self.info.bytes, self._fill, holds)
         file = tempfile.TemporaryFile()  # noqa: SIM115  (the caller's)
         try:
             os.posix_fallocate(file.fileno(), 0, self.info.bytes)
@@ -93,6 +89,9 @@ class RemoteShard:
         self._fill(file)
         file.seek(0)
         return file
+
+    def _holds(self, file: BinaryIO) -> bool:
+        return hashlib.file_digest(file, "sha256").hexdigest() == self.info.sha256  # type: ignore[arg-type]
 
     @property
     def _content(self) -> str:
@@ -190,4 +189,4 @@ def check(names: Sequence[str], source: Source, listing: Manifest, config: DataC
             manifest.hold(where, sizes.get(info.file), info, listing)
         if cache is not None and info.bytes > cache.limit:
             raise UserError(f"{where} is larger than data.cache_gb={config.cache_gb}; use more")
-    return [RemoteShard(source, info, config.verify != "size", cache) for info in infos]
+    return [RemoteShard(source, info, config.verify != "size", cache, config.verify == "sha256") for info in infos]

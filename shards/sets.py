@@ -4,6 +4,7 @@ import fnmatch
 import hashlib
 import json
 import logging
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ def find(config: DataConfig, split: str) -> ShardSet:
     if split not in ("train", "test"):
         raise UserError(f"data split {split!r} does not exist; use train or test")
     pattern = getattr(config, split)
-    if not pattern or Path(pattern).name != pattern:
+    if Path(pattern).name != pattern or "**" in pattern:
         raise UserError(f"data shards {pattern!r}: not a glob of file names; give the folder as data.root")
     source = source_of(config)
     paths: Sequence[Shard]
@@ -70,15 +71,11 @@ def find(config: DataConfig, split: str) -> ShardSet:
 def listing_of(config: DataConfig) -> Manifest | None:
     """The manifest, wherever the shards are; None for a folder without one."""
     source = source_of(config)
-    return read_manifest(source, config.name) if source else manifest.read(_folder(config), config.name)
-
-
-def _folder(config: DataConfig) -> Path:
-    return Path(config.root).expanduser()
+    return read_manifest(source, config.name) if source else manifest.read(config.folder, config.name)
 
 
 def _local(config: DataConfig, split: str) -> tuple[list[Path], list[ShardInfo]]:
-    root, pattern = _folder(config), getattr(config, split)
+    root, pattern = config.folder, getattr(config, split)
     listing = manifest.read(root, config.name)
     paths = _matching(root, pattern, listing)
     if not paths:
@@ -104,7 +101,7 @@ def _matching(root: Path, pattern: str, listing: Manifest | None) -> list[Path]:
 
 
 def _how(config: DataConfig, split: str) -> str:
-    command = HOW_TO_MAKE.get(config.name, FOLDER).format(root=config.root, name=config.name, split=split)
+    command = HOW_TO_MAKE.get(config.name, FOLDER).format(root=shlex.quote(config.root), name=config.name, split=split)
     return f"make them with `{command}`, or say where they are: data.root=FOLDER data.{split}=GLOB"
 
 

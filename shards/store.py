@@ -1,7 +1,7 @@
 """Shards in object stores and on web servers; the one door to fsspec.
 
-Passwords and keys come from where the libraries look for them (environment, ~/.aws, ~/.netrc, fsspec's own
-configuration), never from `data.root`, which is written into every run's config.
+Passwords and keys come from where the libraries look for them (environment, ~/.aws, fsspec's own configuration; for web
+servers see web.py), never from `data.root`, which is written into every run's config.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import fsspec
 
 from certizoo import UserError
+from shards import web
 
 CHUNK = 8 * 2**20  # bytes asked for at once
 AT_ONCE = 16  # questions to a web server, which has no listing
@@ -38,7 +39,8 @@ class Store:
             raise UserError(f"data.root={self.url}: no such protocol; use a folder, pipe:, or one of {list(PACKAGES)}")
         if parts.password is not None or (web and parts.username is not None):
             raise UserError(
-                f"data.root={parts.scheme}://... holds a name or password; give them by environment or ~/.netrc"
+                f"data.root={parts.scheme}://... holds a name or password; give them by environment, or by "
+                "~/.netrc and CERTIZOO_NETRC=HOST"
             )
         if parts.scheme == "file" and not self.url.startswith("file:///"):
             raise UserError(f"data.root={self.url} is no absolute path; use file:///FOLDER")
@@ -89,10 +91,7 @@ class Store:
 
     def _options(self, protocol: str) -> dict[str, Any]:
         if self._web:
-            from aiohttp import ClientTimeout
-
-            patience = ClientTimeout(total=None, connect=self.timeout, sock_read=self.timeout)
-            return {"client_kwargs": {"timeout": patience, "trust_env": True}}
+            return web.options(self.url, self.timeout)
         if protocol == "s3":
             return {"config_kwargs": {"connect_timeout": self.timeout, "read_timeout": self.timeout}}
         return {}

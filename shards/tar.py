@@ -10,11 +10,25 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import BinaryIO, Literal, Protocol
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Protocol
 
 from certizoo import UserError
 
 MAX_MEMBER_BYTES = 64 * 2**20
+MAX_LABEL_BYTES = 32
+MAX_MEMBERS = 64  # of one sample
+# Of a header that says more of the next member: a long name, or pax. Paths end at 4096 bytes on every system.
+MAX_EXTENSION_BYTES = 8192
+MAX_EXTENSIONS = 4  # one behind the other; tarfile reads each inside the one before
+EXTENSIONS = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
+LONG_NUMBER = re.compile(rb"[0-9]{32}")  # tarfile's patterns take the square of its length
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 END_OF_ARCHIVE = 1024  # bytes: two blocks of zeros close every tar
 OCTAL = re.compile(rb"[0-7]+")
@@ -58,13 +72,12 @@ class Entry:
     def where(self) -> str:
         return f"{self.shard}: sample {self.key}"
 
-    def read(self, extension: str) -> bytes:
-        """The bytes of one member. Raises `SampleError` if it is too large, `UserError` if the shard ends early."""
+    def read(self, extension: str, most: int = MAX_MEMBER_BYTES) -> bytes:
+        """The bytes of one member. Raises `SampleError` if they are more than `most`, `UserError` if the shard ends
+        early."""
         member = self.parts[extension]
-        if member.size > MAX_MEMBER_BYTES:
-            raise SampleError(
-                f"{self.where}: .{extension} holds {member.size} bytes, more than {MAX_MEMBER_BYTES}; {MEND_SAMPLE}"
-            )
+        if member.size > most:
+            raise SampleError(f"{self.where}: .{extension} holds {member.size} bytes, more than {most}; {MEND_SAMPLE}")
         data = os.pread(self.fd, member.size, member.offset_data)
         if len(data) < member.size:
             raise UserError(f"{self.shard}: truncated in {member.name}; {MEND_SHARD}")
@@ -76,7 +89,7 @@ class Entry:
             raise SampleError(f"{self.where}: the member name leaves the folder; {MEND_SAMPLE}")
         if "cls" not in self.parts:
             raise SampleError(f"{self.where} has no .cls (label); {MEND_SAMPLE}")
-        text = self.read("cls")[:32].decode("ascii", "replace").strip()
+        text = self.read("cls", MAX_LABEL_BYTES).decode("ascii", "replace").strip()
         if not text.isdigit() or (num_classes is not None and int(text) >= num_classes):
             allowed = "a whole number" if num_classes is None else f"one of the labels 0..{num_classes - 1}"
             raise SampleError(f"{self.where}: .cls holds {text!r}, not {allowed}; mend the label (or data.num_classes)")
@@ -110,9 +123,37 @@ class Header(tarfile.TarInfo):
         header.size = int(size, 8)
         return header
 
+    def _proc_member(self, tar: "Tar") -> tarfile.TarInfo:
+        """tarfile's place for subclasses that read headers of more than one block. Raises `tarfile.ReadError` for those
+        that it would read without bound."""
+        if self.type == tarfile.GNUTYPE_SPARSE or self.size < 0:
+            raise tarfile.ReadError(f"a member of kind {self.type!r} and {self.size} bytes, no plain file")
+        tar.extensions = tar.extensions + 1 if self.type in EXTENSIONS else 0
+        if tar.extensions:
+            if self.size > MAX_EXTENSION_BYTES or tar.extensions > MAX_EXTENSIONS:
+                raise tarfile.ReadError(f"header {tar.extensions} in a row for one member, of {self.size} bytes")
+            self._refuse_what_tarfile_expands(tar.fileobj)
+        return super()._proc_member(tar)  # type: ignore[misc]
+
+    def _refuse_what_tarfile_expands(self, file: Any) -> None:
+        """Sparse files by pax, whose map is as long as the shard, and long numbers. The file stays where it is."""
+        text = file.read(self.size)
+        file.seek(-len(text), os.SEEK_CUR)
+        if b"GNU.sparse" in text or LONG_NUMBER.search(text):
+            raise tarfile.ReadError("a pax header of a sparse file, or with a number of 32 digits")
+
+
+class Tar(tarfile.TarFile):
+    """`extensions`: how many headers that belong to the next member came since the last one."""
+
+    tarinfo = Header
+    extensions = 0
+
 
 def opened(shard: Shard) -> BinaryIO:
-    """The shard as a file. Raises `UserError`."""
+    """The shard as a file. Raises `UserError`, also for what is there and no file: a pipe would keep us waiting."""
+    if isinstance(shard, Path) and shard.exists() and not shard.is_file():
+        raise UserError(f"{shard} is not a file; {MEND_SHARD}")
     try:
         return shard.open("rb")
     except OSError as error:
@@ -122,7 +163,7 @@ def opened(shard: Shard) -> BinaryIO:
 def walk(path: Shard, file: BinaryIO) -> Iterator[Entry]:
     """The samples of a shard, opened as `file`, in file order. Raises `UserError` unless it is a whole, plain tar."""
     try:
-        with tarfile.open(fileobj=file, mode="r:", tarinfo=Header) as tar:
+        with Tar.open(fileobj=file, mode="r:") as tar:
             for key, group in groupby(_members(path, tar), key=lambda named: named[0]):
                 yield Entry(path, key, _parts(path, key, group), file.fileno())
             file.seek(tar.offset)
@@ -137,7 +178,8 @@ def walk(path: Shard, file: BinaryIO) -> Iterator[Entry]:
 
 def _members(path: Shard, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
     """(key, extension, member) of each file that belongs to a sample."""
-    for member in tar:
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # type: ignore[attr-defined]  # tarfile keeps them all
         if member.isdir():
             continue
         if not member.isreg() or member.issparse() or member.size < 0:  # tarfile would walk back for ever
@@ -152,6 +194,8 @@ def _parts(path: Shard, key: str, group: Iterator[tuple[str, str, tarfile.TarInf
     for _, extension, member in group:
         if extension in parts:
             raise UserError(f"{path}: sample {key} has two .{extension} members; {MEND_SHARD}")
+        if len(parts) == MAX_MEMBERS:
+            raise UserError(f"{path}: sample {key} has more than {MAX_MEMBERS} members; {MEND_SHARD}")
         parts[extension] = member
     return parts
 

@@ -20,7 +20,9 @@ ROOT = TESTS.parent
 # (A file that is missing here costs at most its own time; one that is gone is refused.)
 FIRST = (
     "trainers/weights/test_resume.py",
+    "trainers/weights/test_no_pickle.py",
     "trainers/engine/test_zero.py",
+    "trainers/weights/test_states.py",
     "tuning/test_tune.py",
     "trainers/test_end_to_end.py",
     "trainers/objectives/test_steps.py",
@@ -58,6 +60,16 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     database = tmp_path_factory.mktemp("empty") / "mlflow.db"
     store.connect(f"sqlite:///{database}")
     return database
+
+
+@pytest.fixture
+def store_in(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URI of an empty registry in tmp_path, which is the current folder, with a cache of its own."""
+    shutil.copy(empty_database, tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return f"sqlite:///{tmp_path}/mlflow.db"
 
 
 @pytest.fixture(scope="session")

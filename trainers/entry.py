@@ -4,6 +4,7 @@ The configuration is composed here instead of by `hydra.main`, which would give 
 and know nothing of the launcher's `--local_rank`. Every rank composes the same; rank 0 writes run_dir/config.yaml.
 """
 
+import errno
 import logging
 import os
 import sys
@@ -11,18 +12,22 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from certizoo.compose import compose_config
 from certizoo.errors import EXIT_USER_ERROR, UserError, one_line_errors
 from certizoo.imports import large_imports
 from trainers import ranks
+from trainers.engine.launcher import killed, launchers
 
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 Work = Callable[[str, Sequence[str]], None]
 
 
 def main(config_name: str, argv: Sequence[str] | None = None, work: Work | None = None) -> None:
     """Train (or what `work` does) as `configs/{config_name}.yaml` and the arguments say. Exit status 2: an error of one
     line."""
+    launchers()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     overrides = launcher_argv(sys.argv[1:] if argv is None else argv)
     with leaving_no_rank_behind():
@@ -32,10 +37,25 @@ def main(config_name: str, argv: Sequence[str] | None = None, work: Work | None 
 def one_of_a_machine(work: Work, config_name: str, overrides: Sequence[str]) -> None:
     """`work`; a UserError leaves local rank 0 at once and the others later, when the launcher has ended them."""
     try:
-        work(config_name, overrides)
+        with full_disks_in_one_line():
+            work(config_name, overrides)
     except UserError:
         time.sleep(ranks.GRACE_SECONDS if ranks.local_rank() else 0)
         raise
+
+
+@contextmanager
+def full_disks_in_one_line() -> Iterator[None]:
+    """Whatever a run was writing. (Checkpoints have words of their own: trainers/weights/saving.py.)"""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise UserError(
+            f"{error.filename or 'a file of the run'} could not be written ({error.strerror}); make room, then go on "
+            "by the same command and resume=auto"
+        ) from None
 
 
 def train(config_name: str, overrides: Sequence[str]) -> None:
@@ -46,12 +66,17 @@ def train(config_name: str, overrides: Sequence[str]) -> None:
             from trainers.job.prepare import prepare
         job = prepare(config)
     with large_imports():
+        from trainers.engine import engine
+        from trainers.job.folder import refuse_changed
         from trainers.steps import loop
+        from trainers.steps.sole import sole_trainer
         from trainers.weights import handover
 
-    run_id = loop.train(job)
-    if ranks.rank() == 0:
-        handover.certify_and_publish(job, run_id)
+    world = engine.start(job.deepspeed.timeout_minutes)
+    with sole_trainer(job.run_dir, world, partial(refuse_changed, job)):
+        run_id = loop.train(job, world)
+        if world.rank == 0:
+            handover.certify_and_publish(job, run_id)
 
 
 def launcher_argv(argv: Sequence[str]) -> list[str]:
@@ -82,8 +107,8 @@ def leaving_no_rank_behind() -> Iterator[None]:
         if isinstance(error, SystemExit):
             status = error.code if isinstance(error.code, int) else EXIT_USER_ERROR
         elif isinstance(error, RuntimeError) and any(words in str(error) for words in ranks.PEER_GONE):
-            # Not this rank's fault: the one that ended first has printed why, and a traceback would hide that.
-            sys.stderr.write(f"rank {dist.get_rank()} lost another rank and ends too\n")
+            # Not this rank's fault: the one that ended first has printed why, unless it was killed.
+            sys.stderr.write(f"{lost(dist.get_rank())}\n")
             status = 1
         else:
             traceback.print_exc()
@@ -91,3 +116,11 @@ def leaving_no_rank_behind() -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def lost(rank: int) -> str:
+    """What a rank says that was left by another. One that was killed could not say anything itself."""
+    how = killed()
+    if how:
+        return f"error: {'; '.join(how)}; go on from the newest checkpoint by the same command and resume=auto"
+    return f"rank {rank} lost another rank and ends too"

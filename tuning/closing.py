@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from certizoo.files import whole_file, write_whole
+from registry import credentials
 from tuning.live import Board
 from tuning.search import Search
 from tuning.spaces import Parameter
@@ -156,7 +157,7 @@ def page(search: Search, rows: pd.DataFrame, best: Sequence[str]) -> str:
     order = rows.sort_values(search.metric[0], ascending=False).drop(columns=["run_dir"])
     title = escape(f"Search {search.name}, space {search.space}")
     words = f"{len(rows)} trials; on the Pareto front: {escape(', '.join(best) or 'none')}."
-    command = escape(f"trainers/{search.trainer}.py {' '.join(search.overrides)}")
+    command = escape(f"trainers/{search.trainer}.py {' '.join(credentials.redacted(search.overrides))}")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
         f"<h1>{title}</h1><p>{words}</p>"

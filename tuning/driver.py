@@ -8,7 +8,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, PopulationBasedTra
 from ray.tune.search import BasicVariantGenerator, Searcher
 
 from certizoo import UserError
+from certizoo.files import write_whole
 from tuning import objectives
 from tuning import trial as training
 from tuning.live import Board
@@ -117,7 +118,8 @@ def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
             if row["epoch"] < search.epochs:  # the last one waits for its certificate
                 report(row | objectives.early(search.objectives, row), found, inner)
     except training.Refused as refusal:
-        refused.write_text(str(refusal))
+        with suppress(OSError):  # a full disk costs a second try of what is refused again
+            write_whole(refused, str(refusal))
         raise
     certificate = training.certificate(inner)
     last = training.evaluations(inner)[-1]

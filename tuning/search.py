@@ -6,6 +6,7 @@ STORAGE/NAME/trials/ID/run-1.log    what the trainer printed
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.files import write_whole
+from certizoo.locks import HOLDER, LOCK
 from tuning import objectives, spaces
 from tuning.objectives import Objective
 from tuning.spaces import Space
@@ -82,7 +84,7 @@ class Search:
         return [
             *self.overrides,
             *(f"{key}={value}" for key, value in values.items()),
-            f"name={self.name}-{trial}",
+            f"name={_quoted(f'{self.name}-{trial}')}",
             f"run_dir={_quoted(str(run_dir))}",
             "resume=auto",
             "registry.tags={" + ",".join(f"{key}:{_quoted(text)}" for key, text in tags.items()) + "}",
@@ -96,6 +98,11 @@ def load(folder: Path) -> Search:
     except FileNotFoundError:
         raise UserError(f"{folder} holds no search ({SETTINGS} is missing); see --storage and --resume") from None
     return Search(**content | {key: tuple(content[key]) for key in ("overrides", "metric")})
+
+
+def begun(folder: Path) -> bool:
+    """Whether there is more than the lock of who asks."""
+    return any(path.name not in (LOCK, HOLDER) for path in folder.iterdir())
 
 
 def newest(storage: Path) -> Path:
@@ -151,12 +158,12 @@ def _middle(space: Space) -> dict[str, Any]:
 
 def _anywhere(root: str) -> str:
     """data.root, as it reads from every folder."""
-    from shards.remote import is_remote
+    from shards.config import is_remote
 
     return root if is_remote(root) else str(Path(root).expanduser().absolute())
 
 
 def _quoted(text: str) -> str:
-    """A string for Hydra's grammar."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    """A string for Hydra's grammar, in which a backslash is one, unless a quote comes after it."""
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
     return f"'{escaped}'"

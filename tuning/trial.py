@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from certizoo.errors import EXIT_USER_ERROR
-from certizoo.processes import end_group
+from certizoo.files import write_whole
+from certizoo.processes import end_group, ending
 from trainers.job import checkpoint
 from tuning import guard
 
@@ -164,7 +165,7 @@ def adopt(snapshot_dir: Path, run_dir: Path, changed: dict[str, Any]) -> None:
         if any(content["fingerprint"].get(key) != value for key, value in changed.items()):
             content["fingerprint"] |= changed
             content["run_id"] = None
-        mark.write_text(json.dumps(content))
+        write_whole(mark, json.dumps(content))
 
 
 def why(log: Path, status: int) -> str:
@@ -173,7 +174,7 @@ def why(log: Path, status: int) -> str:
     said = [line for line in lines if line.startswith("error: ")]
     ours = [line for line in lines if "launch.py" not in line and not line.startswith("_rank_mapping")]
     reason = (said or ours or ["it said nothing"])[-1].removeprefix("error: ")
-    return f"{reason} (exit status {status}; {log})"
+    return f"{reason} ({ending(status)}; {log})"
 
 
 def free_port() -> int:

@@ -1,4 +1,8 @@
-"""The hand-over folder: what training passes on. `model.safetensors` (float32) and `config.yaml`; no pickle."""
+"""The hand-over folder: what training passes on. `model.safetensors` (float32) and `config.yaml`; no pickle.
+
+It may come from elsewhere. The config is bounded, names no weights but those beside it, and gets no more memory than
+they fill: its model is first laid out without any, and held against the header of the file.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -6,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from certizoo import UserError
+from certizoo.documents import read_yaml, yaml_of
 from certizoo.files import whole_file, write_whole
 from zoo.models.factory import Options, create_model, model_options, pixel_statistics
 
 WEIGHTS, CONFIG = "model.safetensors", "config.yaml"
+MAX_BUFFERS = 2**32  # bytes of masks and indices, which follow from the options and are no weights
+Shapes = dict[str, tuple[int, ...]]
 
 
 def save(folder: Path, model: nn.Module, model_config: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
@@ -30,7 +36,7 @@ def save(folder: Path, model: nn.Module, model_config: Mapping[str, Any], extra:
     options = model_options(**model_config)
     options |= _brought(model, options)
     config = {**extra, "model": {"name": model_config["name"], **options}}
-    write_whole(folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
+    write_whole(folder / CONFIG, yaml_of(config))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -38,9 +44,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     for name in (WEIGHTS, CONFIG):
         if not (folder / name).is_file():
             raise UserError(f"{folder} is no hand-over: {name} is missing; train with trainers/adv_train.py first")
-    config = yaml.safe_load((folder / CONFIG).read_text())
-    if not isinstance(config, dict) or "name" not in config.get("model", {}):
+    config = read_yaml(folder / CONFIG)
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict) or not all(isinstance(key, str) for key in model):
         raise UserError(f"{folder / CONFIG} names no model; use the file that training wrote beside the weights")
+    if not isinstance(model.get("name"), str):
+        raise UserError(f"{folder / CONFIG} names no model; use the file that training wrote beside the weights")
+    if "pretrained" in model:
+        raise UserError(f"{folder / CONFIG} names other weights than those beside it; remove model.pretrained")
     return config
 
 
@@ -52,24 +63,60 @@ def weights_sha256(folder: Path) -> str:
 def load(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a hand-over in eval mode, and its whole config. Raises UserError where the two do not fit."""
     config = read_config(folder)
+    _hold_together(folder, config["model"])
     model = create_model(**config["model"])
     configured = {name: value.clone() for name, value in _normalisation(model).items()}
-    try:
-        model.load_state_dict(load_file(folder / WEIGHTS))
-    except SafetensorError as error:
-        raise UserError(f"{folder / WEIGHTS} is damaged ({error}); copy or train it again") from None
-    except RuntimeError as error:
-        reason = " ".join(str(error).split()[:40])
-        raise UserError(
-            f"{folder / WEIGHTS} is not a checkpoint of {config['model']['name']}: {reason}; "
-            "use the config.yaml that was written with these weights"
-        ) from None
+    model.load_state_dict(load_file(folder / WEIGHTS))
     if any(not torch.equal(value, configured[name]) for name, value in _normalisation(model).items()):
         raise UserError(
             f"{folder / CONFIG} and {WEIGHTS} normalise images differently; give the config the mean and std that the "
             "weights were trained with"
         )
     return model.eval().requires_grad_(False), config
+
+
+def _hold_together(folder: Path, options: Options) -> None:
+    """Raise UserError unless the weights are exactly those of the model. Neither is in memory yet."""
+    held, wanted = _held(folder), _wanted(folder, options)
+    wrong = sorted(key for key in {*held, *wanted} if held.get(key) != wanted.get(key))
+    if wrong:
+        there, asked = (str(shapes.get(wrong[0], "absent")) for shapes in (held, wanted))
+        raise UserError(
+            f"{folder / WEIGHTS} is not a checkpoint of {options['name']}: {wrong[0][:80]} is {there} there, {asked} "
+            f"in the model, {len(wrong)} differ; use the {CONFIG} that was written with these weights"
+        )
+
+
+def _held(folder: Path) -> Shapes:
+    """What the header of the file says."""
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
+            kinds = {part.get_dtype() for part in slices.values()}
+            shapes = {key: tuple(part.get_shape()) for key, part in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder / WEIGHTS} is damaged ({str(error)[:200]}); copy or train it again") from None
+    if kinds - {"F32"}:
+        raise UserError(f"{folder / WEIGHTS} holds {sorted(kinds - {'F32'})[0]}; hand over float32 weights alone")
+    return shapes
+
+
+def _wanted(folder: Path, options: Options) -> Shapes:
+    """Of the model, made without memory for what it holds."""
+    try:
+        with torch.device("meta"):
+            model = create_model(**options)
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from None
+    except Exception as error:  # options that contradict one another make the parts raise anything
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{folder / CONFIG}: there is no such model ({type(error).__name__}: {reason}); use the file that training "
+            "wrote beside the weights"
+        ) from None
+    if sum(buffer.nbytes for buffer in model.buffers()) > MAX_BUFFERS:
+        raise UserError(f"{folder / CONFIG}: masks and indices beyond {MAX_BUFFERS >> 30} GiB; use a smaller img_size")
+    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
 
 
 def _brought(model: nn.Module, options: Options) -> dict[str, list[float]]:

@@ -20,9 +20,11 @@ def evaluate(config: Config) -> None:
     console.print(tables.table(summary))
     for flag in summary["flags"]:
         console.print(f"warning: {flag['name']}: {flag['message']}", style="yellow", markup=False, soft_wrap=True)
-    console.print(f"card {out / run.CARD}, bars {out / run.BARS}, rows {out / run.TABLE}", soft_wrap=True)
+    console.print(f"card {out / run.CARD}, bars {out / run.BARS}, rows {out / run.TABLE}", soft_wrap=True, markup=False)
     if config["version"]:
         from registry.annotate import annotate
 
-        version = annotate(config["version"], tables.tags(summary), tables.metrics(summary))
-        console.print(f"tags of {version.uri}: attacked_acc.{protocol['name']}.*, flags.{protocol['name']}")
+        tags, metrics = tables.tags(summary), tables.metrics(summary)
+        version = annotate(config["version"], tags, metrics, summary["weights_sha256"])
+        said = f"tags of {version.uri}: attacked_acc.{protocol['name']}.*, flags.{protocol['name']}"
+        console.print(said, markup=False, soft_wrap=True)

@@ -6,7 +6,7 @@ lose: it counts as broken by every attack.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -22,9 +22,9 @@ from certify.evaluation.protocol import attack_of, covering_l2
 from certify.evaluation.refuted import Found, refuse
 from certify.evaluation.settings import Settings
 from certify.methods.bake import logit_differences
+from certify.rows.columns import Columns, Kind, Row, amount, chance, flag, perhaps, real, whole
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.draws import draws
-from certify.rows.records import Row
 from certify.rows.workers import Batch
 
 
@@ -117,6 +117,29 @@ class EvaluateBlock:
 
     def _split(self, images: Tensor) -> tuple[Tensor, ...]:
         return images.split(self.settings.batch_size)
+
+
+def columns_of(settings: Settings, attacks: Mapping[str, Attack]) -> Columns:
+    """What a row of `EvaluateBlock` is made of."""
+    needed: dict[str, Kind] = {"prediction": whole, "correct": flag, "margin": real}
+    if settings.method:
+        needed |= {f"radius.{settings.method}": amount, "failure": chance, "seconds.certify": amount}
+    for name, attack in attacks.items():
+        if settings.method and covering_l2(attack, 1) is not None:
+            needed |= {f"certified.{name}": flag}
+        needed |= {f"survives.{name}": flag, f"l2.{name}": perhaps(amount), f"seconds.{name}": amount}
+
+    def contradiction(row: Row) -> str | None:
+        """Certificates, attacks and clean answers are nested; who survives was not fooled."""
+        if row["correct"] != (row["prediction"] == row["label"]):
+            return f"has correct={row['correct']}, prediction {row['prediction']} and label {row['label']}"
+        for name in attacks:
+            survives, fooled = row[f"survives.{name}"], row[f"l2.{name}"] is not None
+            if row.get(f"certified.{name}", False) > survives or fooled != (row["correct"] and not survives):
+                return f"is certified and does not survive {name}, or that and not correct"
+        return None
+
+    return Columns(needed, contradiction=contradiction)
 
 
 def in_dtype(model: nn.Module, dtype: str | None) -> nn.Module:

@@ -4,10 +4,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from certify.methods.certificate import UnsoundCertificate
+from certizoo.files import whole_file
 
 FOLDER = "refuted"
 
@@ -26,14 +27,24 @@ class Found:
 
 
 def refuse(found: Found, out: Path) -> None:
-    """Write OUT/refuted/KEY.safetensors (image, adversarial; the rest as metadata) and raise UnsoundCertificate."""
+    """Raise UnsoundCertificate, and keep the images where the disk takes them."""
+    kept = _kept(found, out)
+    raise UnsoundCertificate(
+        f"image {found.key} is certified up to {found.radius:.6g} (L2), but {found.attack} changes its class at "
+        f"{found.l2:.6g}: the certificate is wrong. {kept}; please report it with the weights"
+    )
+
+
+def _kept(found: Found, out: Path) -> str:
+    """OUT/refuted/KEY.safetensors: image and adversarial, the rest as metadata."""
     path = out / FOLDER / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', found.key).lstrip('.')}.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"key": found.key, "label": str(found.label), "attack": found.attack}
     facts |= {"l2": repr(found.l2), "certified_radius": repr(found.radius)}
     tensors = {"image": found.image_CHW.cpu().contiguous(), "adversarial": found.adversarial_CHW.cpu().contiguous()}
-    save_file(tensors, path, metadata=facts)
-    raise UnsoundCertificate(
-        f"image {found.key} is certified up to {found.radius:.6g} (L2), but {found.attack} changes its class at "
-        f"{found.l2:.6g}: the certificate is wrong. Both images are in {path}; please report them with the weights"
-    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as part:
+            part.write_bytes(save(tensors, facts))
+    except OSError as error:
+        return f"{path} could not be written ({error.strerror or error})"
+    return f"Both images are in {path}"

@@ -20,12 +20,14 @@ from torch import Tensor
 
 import shards
 from certify.evaluation import accuracies, checks, leaderboard, tables
-from certify.evaluation.evaluate_block import EvaluateBlock
+from certify.evaluation.evaluate_block import EvaluateBlock, columns_of
 from certify.evaluation.settings import Settings
 from certify.rows import images, records, runner
 from certify.rows.draws import nonce_of
 from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, image_facts, model_facts, subject_of
+from certizoo.documents import read_json
+from certizoo.files import write_whole
 
 ROWS, EVALUATION, CHECKS = "evaluation.jsonl", "evaluation.json", "checks.json"
 TABLE, CSV, CARD, BARS = "evaluation.parquet", "evaluation.csv", "evaluation.md", "evaluation.png"
@@ -35,24 +37,31 @@ DEFAULT_BALL = ("linf", 8 / 255)  # of the checks, where no attack has a ball
 def run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress = silent) -> Summary:
     """Evaluate the model in `handover` on the test images; returns the content of evaluation.json.
 
-    Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings.
-    Raises UnsoundCertificate, with the image kept, where an attack succeeds within a certified radius.
+    Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings,
+    or in which another process is at work. Raises UnsoundCertificate, with the image kept, where an attack succeeds
+    within a certified radius.
     """
+    with records.results(out):
+        return _run(handover, data, settings, out, progress)
+
+
+def _run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress) -> Summary:
     settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS))
     make = partial(EvaluateBlock, handover, settings, out)
     own = make()  # refuses what cannot be done before anything is written
     listed = images.image_list(data, settings.images, settings.block)
     subject = subject_of(handover, listed, **_asked(settings))
-    rows = runner.resume(out / ROWS, subject, listed, settings.block)
-    flags = _flags(own, listed, settings.check_images, out / CHECKS)
+    records.require_rows(out / EVALUATION, ROWS)
+    rows = runner.resume(out / ROWS, subject, listed, columns_of(settings, own.attacks), settings.block)
+    flags = _flags(own, listed, {"images": settings.check_images, "subject": subject}, out / CHECKS)
     table = rows.complete(own, make, settings.workers, settings.device, progress)
-    summary = _summary(table, subject, own, flags)
-    table.to_parquet(out / TABLE, index=False)
-    table.to_csv(out / CSV, index=False)
+    records.write_parquet(out / TABLE, table)
+    records.write_csv(out / CSV, table)
+    summary = _summary(table, subject, own, flags) | records.digests(out, ROWS, TABLE, CSV)
     for threat, entry in leaderboard.entries(summary, own.attacks):
         records.write_json(out / f"robustbench_{threat}.json", entry)
     tables.bars(summary, out / BARS)
-    (out / CARD).write_text(tables.card(summary))
+    write_whole(out / CARD, tables.card(summary))
     records.write_json(out / EVALUATION, summary)
     return summary
 
@@ -70,15 +79,17 @@ def _asked(settings: Settings) -> Summary:
     }
 
 
-def _flags(own: EvaluateBlock, listed: images.ImageList, count: int, path: Path) -> list[checks.Flag]:
-    """Of the first `count` correct images, in the ball of the protocol's first attack that has one; kept for a second
-    start."""
-    if not path.exists():
+def _flags(own: EvaluateBlock, listed: images.ImageList, asked: Summary, path: Path) -> list[checks.Flag]:
+    """Of the first `images` correct images, in the ball of the protocol's first attack that has one; kept for a second
+    start that asks the same of the same subject."""
+    asked = json.loads(json.dumps(asked))
+    known = read_json(path) if path.exists() else {}
+    if not isinstance(known, dict) or {key: known.get(key) for key in asked} != asked:
         ball = next(((attack.norm, attack.eps) for attack in own.attacks.values() if attack.eps), DEFAULT_BALL)
-        correct = _correct(own, listed, count)
+        correct = _correct(own, listed, asked["images"])
         flags = checks.of_model(checks.Case(own.attacked, *correct, *ball))
-        records.write_json(path, {"images": count, "flags": [vars(flag) for flag in flags]})
-    return [checks.Flag(**flag) for flag in json.loads(path.read_text())["flags"]]
+        records.write_json(path, known := {**asked, "flags": [vars(flag) for flag in flags]})
+    return [checks.Flag(**flag) for flag in known["flags"]]
 
 
 def _correct(own: EvaluateBlock, listed: images.ImageList, count: int) -> tuple[Tensor, Tensor]:

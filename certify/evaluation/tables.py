@@ -1,13 +1,16 @@
 """What people read of an evaluation: the table of the terminal, the card, the bars, the registry's tags."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from certify.rows.intervals import eps_words, interval, percent
+from certify.rows.records import write_png
 from certify.rows.summary import Summary
+from certizoo.text import code, markdown, plain
 
 COLUMNS = ("attack", "norm", "eps", "accuracy %", "certified %", "median L2", "s/image")
 
@@ -15,31 +18,35 @@ COLUMNS = ("attack", "norm", "eps", "accuracy %", "certified %", "median L2", "s
 def table(summary: Summary) -> Table:
     """The closing table of a run, for the terminal; the intervals are in the card."""
     title = f"{summary['model']['name']} on {summary['images']} images of {summary['dataset']}, {summary['protocol']}"
-    made = Table(title=title)
+    made = Table(title=Text(plain(title)))
     for i, column in enumerate(COLUMNS):
         made.add_column(column, justify="left" if i < 2 else "right")
     for row in _rows(summary, lambda of: percent(of["accuracy"])):
-        made.add_row(*row)
+        made.add_row(*(Text(plain(cell)) for cell in row))
     return made
 
 
 def card(summary: Summary) -> str:
     """Markdown; a paragraph is one line, since the registry shows every line break."""
     attacks = [
-        f"- `{name}`: " + ", ".join(f"{key} {value}" for key, value in options.items())
+        f"- {code(name)}: " + markdown(", ".join(f"{key} {value}" for key, value in options.items()))
         for name, options in summary["attacks"].items()
     ]
 
     def with_interval(of: Summary) -> str:
         return f"{percent(of['accuracy'])} ({interval(of['accuracy'], summary['images'])})"
 
-    flags = [f"- **{flag['name']}**: {flag['message']}" for flag in summary["flags"]] or ["None."]
+    flags = [f"- **{markdown(flag['name'])}**: {markdown(flag['message'])}" for flag in summary["flags"]] or ["None."]
     paragraphs = [
-        f"# {summary['model']['name']}: {summary['protocol']}",
-        f"{summary['images']} test images of {summary['dataset']} (list sha256 "
+        f"# {markdown(summary['model']['name'])}: {markdown(summary['protocol'])}",
+        f"{summary['images']} test images of {markdown(summary['dataset'])} (list sha256 "
         f"`{summary['image_list_sha256'][:16]}`), weights sha256 `{summary['weights_sha256'][:16]}`.",
         "\n".join(
-            ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|", *map(_line, _rows(summary, with_interval))]
+            [
+                "| " + " | ".join(COLUMNS) + " |",
+                "|---" * len(COLUMNS) + "|",
+                *(_line(map(markdown, row)) for row in _rows(summary, with_interval)),
+            ]
         ),
         f"Certified by {summary['method']}." if summary["method"] else "Nothing was certified.",
         "An attacked accuracy is an upper bound of the robust one, a certified accuracy a lower bound, both of these "
@@ -71,7 +78,7 @@ def bars(summary: Summary, path: Path) -> None:
     axes.set_title(f"{summary['protocol']}, {summary['images']} images")
     axes.grid(alpha=0.3, axis="y")
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    write_png(path, figure)
     plt.close(figure)
 
 
@@ -110,5 +117,5 @@ def _rows(summary: Summary, share: Callable[[Summary], str]) -> Iterator[list[st
         yield [f"all {len(of['attacks'])}", of["norm"], eps_words(of["eps"]), share(of), "", "", ""]
 
 
-def _line(cells: list[str]) -> str:
+def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"

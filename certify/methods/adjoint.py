@@ -14,15 +14,16 @@ constant; J_k = Df_k at the clean X_{k-1}, R_k its remainder, G_k = X'_k - X_k, 
 ||J_k|| is the norm of I + J_branch, and ||P_k|| that of the product (certify/methods/operator_norms.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from certify.methods.backwards import Chain, Radii, Rivals
-from certify.methods.bake import bake
+from certify.methods.bake import SERVED, model_of
 from certify.methods.breakdown import names, shares
 from certify.methods.certificate import (
     Breakdown,
@@ -30,19 +31,19 @@ from certify.methods.certificate import (
     Clean,
     binding_class,
     checked,
-    clean_of,
     decide_by,
     gaps,
+    lowered,
     pair_weights,
     per_image,
-    same_function,
 )
 from certify.methods.correct import OfCorrect, of_correct
 from certify.methods.operator_norms import operator_norms
 from zoo.arithmetic import nan_to_inf, product
-from zoo.bounds import lanczos
+from zoo.bounds import lanczos, running
 from zoo.bounds.contracts import Bound
-from zoo.bounds.curvature import trunk_of
+from zoo.bounds.curvature import nodes_of
+from zoo.bounds.rules import trunk
 
 BYTES = 2**31  # memory for the terms of the images that are looked at together, and for those of their rivals
 PAIR = 16  # bytes an entry and token, about
@@ -57,6 +58,7 @@ class Step:
     beta: Bound
     norm_B: Tensor  # ||J_k||
     prefix_B: Tensor  # ||P_k||
+    defect_B: Tensor  # ||X_k - f_k(X_{k-1})||: the clean points are rounded
 
 
 class AdjointAnalysis:
@@ -120,15 +122,15 @@ class AdjointAnalysis:
         radii, betas, rho_B = [eps_B], [], torch.zeros_like(eps_B)
         for step in self.steps:
             e_B = radii[-1]
-            beta_B = nan_to_inf(step.beta(e_B))
+            beta_B = nan_to_inf(step.beta(e_B) + step.defect_B)
             betas.append(beta_B)
-            bound_B = torch.fmin(step.lip(e_B), product(step.norm_B, e_B) + beta_B)
+            bound_B = torch.fmin(step.lip(e_B) + step.defect_B, product(step.norm_B, e_B) + beta_B)
             linear_B = product(step.prefix_B, eps_B)
             rho_B = nan_to_inf(product(step.norm_B, rho_B) + beta_B)
             bound_B = nan_to_inf(torch.fmin(bound_B, linear_B + rho_B))
             rho_B = torch.fmin(rho_B, bound_B + linear_B)
             radii.append(bound_B)
-        return Radii(radii, betas)
+        return Radii(radii, betas, [step.defect_B for step in self.steps])
 
     @torch.no_grad()
     def breakdown(self, eps: float | Tensor) -> Breakdown:
@@ -157,18 +159,24 @@ class Adjoint:
     a model with a module that has no rule of first or of second order.
     """
 
+    types: Collection[torch.dtype] = SERVED
+
     def __init__(self, model: nn.Module, nonce: str | None = None) -> None:
-        self.baked = bake(model)
+        self.model = model_of(model, self.types)
+        self.baked = self.model.exact
         self.nonce = nonce or lanczos.new_nonce()
         self._seed = lanczos.seed_of(self.baked, self.nonce)
-        self.nodes, self.head = trunk_of(self.baked)
+        self.links, self.head = trunk(self.baked)
+        nodes = [nodes_of(link) for link in self.links]
+        self.nodes = [node for of_link in nodes for node in of_link]
+        self.ends = list(accumulate(map(len, nodes)))  # of the links, in numbers of nodes
         self.names = names(self.baked, [layer for layer, _ in self.nodes])
 
     @torch.no_grad()
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> OfCorrect:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
-        clean = clean_of(self.baked(images), labels)
+        clean = self.model.answers(images, labels)
         few = self._few(images) if len(images) else 1
         return of_correct(clean, few, lambda index_I: self.expand(images[index_I], clean[index_I]))
 
@@ -185,9 +193,11 @@ class Adjoint:
             lips.append(layer(points[-1])[1])
             expansions.append(expand(points[-1]))
             points.append(expansions[-1].y)
-        same_function(self.head(points[-1]), clean)
+        clean = lowered(self.head, points[-1], clean)
+        defects = running.defects(self.links, self.ends, points)
         norms = operator_norms(expansions, images_BCHW, self._seed)
-        terms = zip(self.names, lips, expansions, norms.nodes, norms.products, strict=True)
-        steps = [Step(name, lip, expanded.beta, norm_B, prefix_B) for name, lip, expanded, norm_B, prefix_B in terms]
+        betas = [expansion.beta for expansion in expansions]
+        terms = zip(self.names, lips, betas, norms.nodes, norms.products, defects, strict=True)
+        steps = [Step(*of_node) for of_node in terms]
         chain = Chain([expand for _, expand in self.nodes], points, expansions)
         return AdjointAnalysis(clean, steps, chain, self.head, norms.failure, self._few(images_BCHW))

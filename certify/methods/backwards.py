@@ -29,10 +29,12 @@ def cuts(first: Tensor, remainders: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Radii:
-    """e_0 .. e_K (B,), and beta_1(e_0) .. beta_K(e_{K-1}) (B,)."""
+    """e_0 .. e_K (B,), beta_1(e_0) .. beta_K(e_{K-1}) (B,), and of the clean points what they are off by, which is a
+    part of both."""
 
     e: Sequence[Tensor]
     beta: Sequence[Tensor]
+    defect: Sequence[Tensor]
 
     def of(self, image_P: Tensor, wanted_P: Tensor | float = 1.0) -> "Radii":
         """Those of some images, 0 where not wanted: a radius of 0 costs nothing."""
@@ -40,7 +42,7 @@ class Radii:
         def some(values: Sequence[Tensor]) -> list[Tensor]:
             return [product(torch.as_tensor(wanted_P), value_B[image_P]) for value_B in values]
 
-        return Radii(some(self.e), some(self.beta))
+        return Radii(some(self.e), some(self.beta), some(self.defect))
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,10 @@ class Pairs:
     def remainders(self, here: Radii) -> Tensor:
         """Of radii (P,): (K, P)."""
         found = [
-            torch.fmin(bound(e_P[None])[0], product(length_P, beta_P))
-            for bound, e_P, length_P, beta_P in zip(self.bounds, here.e, self.lengths[1:], here.beta, strict=False)
+            torch.fmin(bound(e_P[None])[0] + product(length_P, defect_P), product(length_P, beta_P))
+            for bound, e_P, length_P, beta_P, defect_P in zip(
+                self.bounds, here.e, self.lengths[1:], here.beta, here.defect, strict=False
+            )
         ]
         return torch.stack(found)
 

@@ -1,32 +1,151 @@
 """The function that is certified: the model in eval mode, parametrisations folded, in float64.
 
 Weights are folded in the precision they are served in and only then widened, so that the float64 function has exactly
-the served weights (docs/proofs.md#served-weights).
+the served weights (docs/proofs.md#served-weights). What is given must be what its code and its weights say
+(zoo/bounds/genuine.py): what is certified is a copy of it, and the copy has the same types and the same weights.
 """
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from certify.methods.certificate import Clean, clean_of
 from certizoo import UserError
+from zoo.bounds import genuine
+from zoo.bounds.facts import refuse_altered
 from zoo.layers.fold import folded
 from zoo.layers.patches import Normalize
 
-LOGIT_TOLERANCE = 1e-3  # float32 logits against float64 ones, relative to 1 + max |logit|
+LOGIT_TOLERANCE = 1e-3  # margins of float32 logits against float64 ones, relative to 1 + |margin|, each to its own
+COARSE = 0.25  # the same of bfloat16, whose rounding is part of the certificate
+SERVED = (torch.float32, torch.float64)
+PROBES = 4  # images of each kind at which served and certified logits are compared
+STEP = 1e-2  # of the probes beside an image
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is certified: `served`, a copy of the given model in its own type, and the float64 function `exact`."""
+
+    served: nn.Module
+    exact: nn.Module
+
+    @torch.no_grad()
+    def answers(self, images_BCHW: Tensor, labels_B: Tensor) -> Clean:
+        """What both say of images; correct is what both call correct. Raises UserError for images that the model does
+        not take, and where the two are not one function, at these images or beside them."""
+        refuse_process()
+        try:
+            exact_BJ = self.exact(images_BCHW)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AssertionError, IndexError, ValueError) as error:
+            shape = tuple(images_BCHW.shape[1:])
+            raise UserError(
+                f"the model does not take images of {shape}: {error}; give the size it was made for"
+            ) from None
+        dtype = next(self.served.parameters()).dtype
+        tolerance = COARSE if dtype is torch.bfloat16 else LOGIT_TOLERANCE
+        logit_differences(self.served, self.exact, _probes(images_BCHW), tolerance)
+        return clean_of(exact_BJ, labels_B, self.served(images_BCHW.to(dtype)).argmax(-1))
+
+
+def model_of(model: nn.Module, types: Collection[torch.dtype] = SERVED) -> Model:
+    """A model with weights of one of these types. Raises UserError for one that is not what it seems, see `bake`."""
+    served = _copied(model)
+    _refuse_types(served, types)
+    return Model(served.requires_grad_(False), _widened(served))
 
 
 def bake(model: nn.Module) -> nn.Module:
     """A float64 copy of `model` in eval mode without parametrisations and gradients. `model` stays as it is.
 
-    Raises UserError for a model that is no one function, or none of numbers: see `_refuse`.
+    Raises UserError for a model that is no one function, or none of numbers: see `_refuse`; and NoRule where something
+    else than the code of its types takes part.
     """
-    baked = folded(model).double().requires_grad_(False)
+    return _widened(_copied(model))
+
+
+def refuse_process() -> None:
+    """Raise UserError where this process has changed what every module does."""
+    if fault := genuine.fault_of_process():
+        raise UserError(fault)
+
+
+def refuse_impostor(model: nn.Module) -> None:
+    """Raise UserError for a model that does something else than its code and its weights say. It is looked at, not
+    asked."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"the model is a {type(model).__name__}; give a torch.nn.Module, such as zoo.create_model(...)")
+    refuse_process()
+    for path, module in genuine.modules_of(model):
+        refuse_altered(module, path)
+    for path, tensor in genuine.tensors_of(model):
+        if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+            raise UserError(f"{path} holds no dense numbers; load or dequantise the weights first")
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """The folded copy of a model that is what it seems. A module of unknown type may still copy itself as another."""
+    refuse_impostor(model)
+    copied = folded(model)
+    given = {path: genuine.kind_of(module) for path, module in genuine.modules_of(model) if _outlives(path)}
+    if {path: type(module) for path, module in genuine.modules_of(copied)} != given:
+        raise UserError("a copy of the model has other modules than the model; remove its own __deepcopy__")
+    weights = dict(genuine.tensors_of(copied))
+    for path, tensor in genuine.tensors_of(model):
+        if _outlives(path) and not _equal(weights.get(path), tensor):
+            raise UserError(f"{path} is another in a copy of the model; remove its own __deepcopy__")
+    return copied
+
+
+def _outlives(path: str) -> bool:
+    """Whether folding leaves what stands there."""
+    return "parametrizations" not in path.split(".")
+
+
+def _equal(one: Tensor | None, other: Tensor) -> bool:
+    if one is None or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _refuse_types(served: nn.Module, types: Collection[torch.dtype]) -> None:
+    """Weights of one type. Where types are mixed, sums are taken in one and kept in another: what is served is no
+    longer the widened function."""
+    found = dict[torch.dtype, str]()
+    for path, tensor in genuine.tensors_of(served):
+        if tensor.is_floating_point() or tensor.is_complex():
+            found.setdefault(tensor.dtype, path)
+    names = ", ".join(f"{path} {dtype}".replace("torch.", "") for dtype, path in found.items())
+    if len(found) > 1:
+        raise UserError(f"the weights have several types ({names}); certify model.float()")
+    if not any(dtype in types for dtype in found):
+        raise UserError(
+            f"the weights are {names or 'none'}, and what such a model answers is not what its float64 function does; "
+            "certify model.float() and serve that, or let certify.served_dtype=bfloat16 prove the rounding"
+        )
+
+
+def _probes(images_BCHW: Tensor) -> Tensor:
+    """The first few images, points beside them, and points anywhere in the box; the same every time."""
+    first = images_BCHW[:PROBES]
+    noise = torch.rand(first.shape, generator=torch.Generator().manual_seed(0), dtype=first.dtype).to(first.device)
+    return torch.cat([first, first + STEP * (2 * noise - 1), noise])
+
+
+def _widened(served: nn.Module) -> nn.Module:
+    baked = copy.deepcopy(served).double().requires_grad_(False)
     _refuse(baked)
     return baked
 
 
 def _refuse(baked: nn.Module) -> None:
     """Dropout that eval() does not switch off, weights or buffers that are not finite, a std that does not divide."""
-    for name, module in baked.named_modules():
+    for name, module in genuine.modules_of(baked):
         if module.training:
             raise UserError(
                 f"{name or 'the model'} ({type(module).__name__}) stays in training mode after eval(), so that dropout "
@@ -36,13 +155,14 @@ def _refuse(baked: nn.Module) -> None:
             raise UserError(
                 f"{name} divides by a std that is not above 0; set mean and std of the data in the model's config"
             )
-    for name, tensor in [*baked.named_parameters(), *baked.named_buffers()]:
+    for name, tensor in genuine.tensors_of(baked):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise UserError(f"{name} holds NaN or infinite values; certify an earlier checkpoint or train again")
 
 
 def logit_difference(model: nn.Module, baked: nn.Module, images_BCHW: Tensor) -> float:
-    """max |served logits - baked logits| on these images. Raises UserError where the two are not one function."""
+    """max |served logits - baked logits| on these images. Raises UserError where the margins of the class that is
+    predicted are not the same, image by image and class by class: huge logits of one excuse no other."""
     return float(logit_differences(model, baked, images_BCHW).max())
 
 
@@ -57,11 +177,12 @@ def logit_differences(
         served = model(images_BCHW.to(dtype)).double()
         exact = baked(images_BCHW.double())
     model.train(was_training)
-    difference_B = (served - exact).abs().amax(-1)
-    difference = float(difference_B.max())
-    if not difference <= tolerance * (1 + float(exact.abs().max())):
+    top_B1 = exact.argmax(-1, keepdim=True)
+    margin_BJ, served_margin_BJ = (logits.gather(1, top_B1) - logits for logits in (exact, served))
+    off_BJ = (served_margin_BJ - margin_BJ).abs()
+    if not bool((off_BJ <= tolerance * (1 + margin_BJ)).all()):
         raise UserError(
-            f"the baked float64 model does not reproduce the model's logits (they differ by {difference:.3g}); "
-            "serve it in float32, or look for a module that behaves differently in eval mode"
+            f"the baked float64 model does not reproduce the model's margins (off by {float(off_BJ.max()):.3g}); serve "
+            "it in float32, look for huge offsets in biases, or for a module that behaves differently in eval mode"
         )
-    return difference_B
+    return (served - exact).abs().amax(-1)

@@ -3,16 +3,21 @@
 Letters: B images, J classes; y the label, m_j = logit_y - logit_j.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from zoo.arithmetic import nan_to_inf
+from certizoo import UserError
+from zoo.arithmetic import U, nan_to_inf
+from zoo.bounds import running
 
-# Every quantity is computed in float64 with a relative error far below 1e-11 (sums of fewer than 1e5 terms, depth
-# below 100); the margin has to exceed the loss by this much more, relative to the terms compared.
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+# Norms, gradients and remainders are computed in float64 with a relative error far below 1e-11 (sums of fewer than 1e5
+# terms, depth below 100); the margin has to exceed the loss by this much more, relative to the terms compared. What
+# follows the size of activations and logits instead is bounded for itself (zoo/bounds/running.py).
 SLACK = 1e-9
 
 
@@ -34,7 +39,8 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Clean:
-    """What the model says of a batch of clean images."""
+    """What the model says of a batch of clean images: the float64 function has the margins, and the model as it is
+    served makes the prediction. A label is correct where both give it."""
 
     prediction_B: Tensor
     label_B: Tensor
@@ -42,7 +48,7 @@ class Clean:
 
     @property
     def correct_B(self) -> Tensor:
-        return self.margin_BJ.amin(-1) > 0
+        return (self.margin_BJ.amin(-1) > 0) & (self.prediction_B == self.label_B)
 
     def __getitem__(self, index_I: Tensor) -> "Clean":
         """That of some of the images."""
@@ -95,30 +101,74 @@ class Certifier(Protocol):
 
 
 def checked(images_BCHW: Tensor, labels_B: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
-    """Both on the device of the model, as float64 and integers. Raises ValueError where they are not what they should
+    """Both on the device of the model, as float64 and integers. Raises UserError where they are not what they should
     be."""
-    images, labels = images_BCHW.to(head.weight.device).double(), labels_B.to(head.weight.device).long()
-    if images.ndim != 4 or labels.shape != images.shape[:1]:
-        raise ValueError(
-            f"images must be (B, C, H, W) and labels (B,); got {tuple(images.shape)}, {tuple(labels.shape)}"
+    images, labels = batch_given(images_BCHW, labels_B)
+    classes = len(head.weight)
+    if not bool(((labels >= 0) & (labels < classes)).all()):
+        raise UserError(f"labels must lie in 0..{classes - 1}; the model has {classes} classes")
+    return images.to(head.weight.device).double(), labels.to(head.weight.device)
+
+
+def batch_given(images_BCHW: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as plain tensors, the labels int64. Raises UserError for what is no batch of images in [0,1] with a label
+    each."""
+    for name, given in (("images", images_BCHW), ("labels", labels_B)):
+        if not isinstance(given, Tensor):
+            raise UserError(f"{name} are a {type(given).__name__}; give a tensor, such as torch.as_tensor({name})")
+    with torch._C.DisableTorchFunctionSubclass():  # images of torchvision, and what answers for itself
+        images, labels = images_BCHW.detach().as_subclass(Tensor), labels_B.detach().as_subclass(Tensor)
+    for name, given in (("images", images), ("labels", labels)):
+        if given.is_meta or given.layout is not torch.strided:
+            raise UserError(f"{name} hold no dense numbers ({given.layout}, {given.device}); give a plain tensor")
+    if images.dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            f"images are {images.dtype}; give float32 numbers in [0,1]: images.float(), or images / 255 of bytes"
+        )
+    if labels.dtype not in INTEGERS:
+        raise UserError(f"labels are {labels.dtype}; give whole numbers, such as labels.long()")
+    if images.ndim != 4 or labels.shape != images.shape[:1] or not images.numel():
+        raise UserError(
+            f"images must be (B, C, H, W) and labels (B,), one at least; got {tuple(images.shape)} and "
+            f"{tuple(labels.shape)}"
         )
     if not bool(((images >= 0) & (images <= 1)).all()):
-        raise ValueError("images must lie in [0,1]; the model normalises them itself")
-    if not bool(((labels >= 0) & (labels < head.out_features)).all()):
-        raise ValueError(f"labels must lie in 0..{head.out_features - 1}")
-    return images, labels
+        raise UserError("images must be numbers in [0,1]; the model normalises them itself")
+    return images, labels.long()
 
 
-def clean_of(logits_BJ: Tensor, labels_B: Tensor) -> Clean:
-    """Margins of the label over every other class."""
+def clean_of(logits_BJ: Tensor, labels_B: Tensor, prediction_B: Tensor) -> Clean:
+    """Margins of the label over every other class, beside what the served model predicts."""
+    return Clean(prediction_B, labels_B, margins_of(logits_BJ, labels_B))
+
+
+def margins_of(logits_BJ: Tensor, labels_B: Tensor) -> Tensor:
+    """m_j (B, J); infinite for the label."""
     own_BJ = torch.zeros_like(logits_BJ, dtype=torch.bool).scatter_(1, labels_B[:, None], True)
-    margin_BJ = (logits_BJ.gather(1, labels_B[:, None]) - logits_BJ).masked_fill(own_BJ, torch.inf)
-    return Clean(logits_BJ.argmax(-1), labels_B, margin_BJ)
+    return (logits_BJ.gather(1, labels_B[:, None]) - logits_BJ).masked_fill(own_BJ, torch.inf)
 
 
 def same_function(logits_BJ: Tensor, clean: Clean) -> None:
     """The chain of rules and the model must be one function, or the rules speak of another model."""
-    torch.testing.assert_close(clean_of(logits_BJ, clean.label_B).margin_BJ, clean.margin_BJ, rtol=1e-9, atol=1e-9)
+    margin_BJ = margins_of(logits_BJ, clean.label_B)
+    off_BJ = (margin_BJ - clean.margin_BJ).masked_fill(_own(clean), 0.0).abs()
+    rounding_B1 = 1e-12 * logits_BJ.abs().amax(1, keepdim=True)
+    if not bool((off_BJ <= 1e-9 * (1 + margin_BJ.abs()) + rounding_B1).all()):
+        raise UserError(
+            f"the chain of rules and the model are not one function (margins off by {float(off_BJ.max()):.3g}); look "
+            "for huge offsets in biases, or for a module whose rule is of another function"
+        )
+
+
+def lowered(head: nn.Module, x: Tensor, clean: Clean) -> Clean:
+    """With margins that are never above those of the exact head at x: the two logits of each may be off by what was
+    rounded, and so may their difference. Proof: docs/proofs.md#slack."""
+    logits_BJ = head(x)
+    same_function(logits_BJ, clean)
+    error_BJ = running.RESERVE * running.defect(head, x, logits_BJ)
+    margin_BJ = margins_of(logits_BJ, clean.label_B)
+    off_BJ = error_BJ + error_BJ.gather(1, clean.label_B[:, None]) + U * margin_BJ.abs()
+    return replace(clean, margin_BJ=(margin_BJ - off_BJ).masked_fill(_own(clean), torch.inf))
 
 
 def pair_weights(head: nn.Linear, labels_B: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from certify.methods.bake import bake
-from certify.methods.certificate import Certificate, Clean, checked, clean_of, decide, per_image
+from certify.methods.bake import model_of
+from certify.methods.certificate import Certificate, Clean, checked, decide, lowered, per_image
 from zoo.bounds.rules import classifier_of
 from zoo.layers.mlp import SLL
 from zoo.layers.norms import LayerProject, SmoothProject
@@ -91,7 +91,8 @@ class Crown:
     """The certifier of one model. Raises NoRule for a model that the other methods refuse as well."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.baked = bake(model)
+        self.model = model_of(model)
+        self.baked = self.model.exact
         _, self.head = classifier_of(self.baked)
         self._bounds: Bounds | None = None
         self._tried = False
@@ -102,7 +103,8 @@ class Crown:
         images, labels = checked(images_BCHW, labels_B, self.head)
         if not self._tried:
             self._bounds, self._tried = _bounds_or_none(self.baked, images[:1]), True
-        return CrownAnalysis(clean_of(self.baked(images), labels), images, self._bounds)
+        clean = lowered(self.baked, images, self.model.answers(images, labels))
+        return CrownAnalysis(clean, images, self._bounds)
 
 
 def installed() -> bool:

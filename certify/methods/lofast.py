@@ -11,27 +11,28 @@ sqrt(2) ||W|| e.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
-from certify.methods.bake import bake
+from certify.methods.bake import model_of
 from certify.methods.breakdown import growth, names
 from certify.methods.certificate import (
     Breakdown,
     Certificate,
     Clean,
     checked,
-    clean_of,
     decide,
+    lowered,
     pair_weights,
     per_image,
-    same_function,
 )
 from certify.methods.correct import OfCorrect, of_correct
 from zoo.arithmetic import nan_to_inf, product
+from zoo.bounds import running
 from zoo.bounds.contracts import Bound
-from zoo.bounds.rules import classifier_of, radii, steps_of
+from zoo.bounds.rules import layer_of, radii, steps_of, trunk
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class LoFASTAnalysis:
         return growth(steps, radii(bounds, per_image(eps, self.clean)))
 
 
+def beside(bound: Bound, defect_B: Tensor) -> Bound:
+    """The radius around a point that is off by a defect."""
+    return lambda r: bound(r) + defect_B
+
+
 class LoFAST:
     """The certifier of one model: weights are measured once, here; images by `analyse`; eps by `LoFASTAnalysis.at`.
 
@@ -64,24 +70,30 @@ class LoFAST:
     local = False  # the published rules
 
     def __init__(self, model: nn.Module) -> None:
-        self.baked = bake(model)
-        trunk, self.head = classifier_of(self.baked, local=self.local)
-        self.steps = steps_of(trunk)
+        self.model = model_of(model)
+        self.baked = self.model.exact
+        self.links, self.head = trunk(self.baked)
+        layers = [steps_of(layer_of(link, local=self.local)) for link in self.links]
+        self.steps = [step for steps in layers for step in steps]
+        self.ends = list(accumulate(map(len, layers)))  # of the links, in numbers of steps
         self.names = names(self.baked, self.steps)
 
     @torch.no_grad()
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> OfCorrect:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
-        clean = clean_of(self.baked(images), labels)
+        clean = self.model.answers(images, labels)
         return of_correct(clean, len(images) or 1, lambda index_I: self._bounds(images[index_I], clean[index_I]))
 
     def _bounds(self, x: Tensor, clean: Clean) -> LoFASTAnalysis:
-        bounds = []
+        points, bounds = [x], list[Bound]()
         for step in self.steps:
             x, bound = step(x)
+            points.append(x)
             bounds.append(bound)
-        same_function(self.head(x), clean)
+        defects = running.defects(self.links, self.ends, points)
+        bounds = [beside(bound, defect_B) for bound, defect_B in zip(bounds, defects, strict=True)]
+        clean = lowered(self.head, x, clean)
         weight_BJ = pair_weights(self.head, clean.label_B)
         steps = list(zip(self.names, bounds, strict=True))
         return LoFASTAnalysis(clean, weight_BJ, lambda r: radii(bounds, r)[-1], steps)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
+from certify.methods.bake import refuse_impostor
 from certify.methods.certificate import Breakdown, Certificate, Clean, decide_by, per_image
 from certizoo import UserError
 from zoo.arithmetic import nan_to_inf, product
@@ -51,7 +52,10 @@ class ServedAnalysis:
 class ServedAdjoint(Adjoint):
     """The certifier of `model` served in `dtype`. Raises NoRule where a module has no bound of its rounding."""
 
+    types = tuple(PRECISIONS)
+
     def __init__(self, model: nn.Module, dtype: torch.dtype, nonce: str | None = None) -> None:
+        refuse_impostor(model)
         if dtype not in PRECISIONS:
             raise UserError(f"served_dtype={dtype}: choose one of float32, bfloat16, or null for the float64 function")
         super().__init__(copy.deepcopy(model).to(dtype), nonce)

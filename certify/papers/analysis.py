@@ -23,7 +23,7 @@ from certify.papers import figures, jacobian, paper_bounds
 from certify.papers.ascent import largest, largest_change
 from certify.rows.images import image_list
 from certify.rows.progress import Progress, counting, silent
-from certify.rows.records import write_csv, write_json
+from certify.rows.records import results, write_csv, write_json
 from certizoo import UserError
 from certizoo.files import write_whole
 from zoo.attention.dot_product import DotProductAttention
@@ -246,7 +246,13 @@ def run(
     progress: Progress = silent,
 ) -> pd.DataFrame:
     """All tables and figures of one hand-over, into OUT/analysis; returns Table 3. `progress(done, total)` is called
-    after every step. Raises UserError for a model without transformer blocks."""
+    after every step. Raises UserError for a model without transformer blocks, or where another process is at work in
+    OUT/analysis."""
+    with results(out / FOLDER):
+        return _run(handover, data, settings, out / FOLDER, progress)
+
+
+def _run(handover: Path, data: shards.DataConfig, settings: Settings, folder: Path, progress: Progress) -> pd.DataFrame:
     model, config = zoo.handover.load(handover)
     baked = bake(model)
     images = _images(data, settings.images)
@@ -256,8 +262,6 @@ def run(
     scales = tuple(dict.fromkeys((*settings.input_scales, 1.0)))
     names = (*weights_of(attention.module), "X")
     step = counting(progress, len(parts) + len(settings.eps) * (len(scales) + dot_product) + len(names))
-    folder = out / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
     sigma = jacobians(parts, step)
     write_csv(folder / "sigma_max.csv", sigma)
     figures.violins(sigma, folder / "sigma_max.png")

@@ -27,7 +27,7 @@ from certify.papers.features import Features, clean_and_attacked
 from certify.rows import images
 from certify.rows.devices import device_of, require_device
 from certify.rows.progress import Progress, counting, silent
-from certify.rows.records import write_csv, write_json
+from certify.rows.records import results, write_csv, write_json
 from certify.rows.summary import Summary
 from certify.rows.workers import Batch
 from certizoo import UserError, __version__
@@ -83,7 +83,15 @@ def run(
     progress: Progress = silent,
 ) -> Summary:
     """Writes all of OUT and returns the content of features.json. `progress(done, total)` is called after every step.
-    Raises UserError, before anything is computed, for models or images that do not fit."""
+    Raises UserError, before anything is computed, for models or images that do not fit, or where another process is at
+    work in OUT."""
+    with results(out):
+        return _run(handover, against, data, settings, out, progress)
+
+
+def _run(
+    handover: Path, against: Path | None, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress
+) -> Summary:
     models = list(_models([handover] if against is None else [handover, against], data))
     listed = images.image_list(data, settings.images, settings.batch_size)
     loaded = _loaded(listed, settings)
@@ -100,7 +108,6 @@ def run(
         "settings": asdict(settings),
         "certizoo": __version__,
     }
-    out.mkdir(parents=True, exist_ok=True)
     write_csv(out / "tsne.csv", pd.concat(points))
     feature_figures.planes(pd.concat(points), rows, images.class_names(data), out / "tsne.png")
     if any(len(table) for table in norms):

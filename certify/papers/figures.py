@@ -9,6 +9,8 @@ from typing import Any
 import matplotlib
 import pandas as pd
 
+from certify.rows.records import write_png
+
 EPS_LABEL = r"$\epsilon = \|X' - X\|_F$ at the layer's input (units of the activations)"
 NEAR = 2  # bounds up to so many times the smallest value are shown once more by themselves
 CHANGE_LABEL = r"$\|F(X') - F(X)\|_F$ (units of the activations)"
@@ -23,7 +25,7 @@ def canvas(path: Path, panels: int, rows: int = 1) -> Iterator[Sequence[Sequence
     figure, axes = plt.subplots(rows, panels, figsize=(5.2 * panels, 4.2 * rows), layout="constrained", squeeze=False)
     try:
         yield axes.tolist()
-        figure.savefig(path, dpi=150)
+        write_png(path, figure)
     finally:
         plt.close(figure)
 

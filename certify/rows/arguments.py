@@ -2,11 +2,14 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import zoo
+from attacks import AttackConfig
+from attacks.kinds import fits, words
 from certizoo import UserError
-from shards import DataConfig
+from certizoo.nearest import unknown
+from shards import DataConfig, config_of, from_elsewhere
 
 Config = dict[str, Any]
 S = TypeVar("S")
@@ -33,16 +36,31 @@ def out_of(config: Config, handover: Path, name: str) -> Path:
 
 
 def data_of(config: Config, handover: Path) -> DataConfig:
-    """`data`, or what the model was trained on."""
+    """`data`, or what the model was trained on: a folder of this machine, unless the person says `trust_data`."""
     if config.get("data"):
-        return DataConfig(**config["data"])
-    saved = zoo.handover.read_config(handover)
-    if "data" not in saved:
-        raise UserError(f"the config of {handover} names no data; add data=NAME data.root=FOLDER")
-    return DataConfig(**saved["data"])
+        return config_of(config["data"], "the command")
+    said = zoo.handover.read_config(handover).get("data")
+    return from_elsewhere(said, f"the config of {handover}", trusted=config["trust_data"] is True)
+
+
+def attack_of(config: Config) -> AttackConfig:
+    """The keys of `attack`."""
+    names = [f"attack.{field.name}" for field in fields(AttackConfig)]
+    for key in config["attack"]:
+        if f"attack.{key}" not in names:
+            raise unknown("config key", f"attack.{key}", names)
+    return AttackConfig(**config["attack"])
 
 
 def settings_of(kind: type[S], config: Config, **given: object) -> S:
     """Settings of this class: the keys of their names, but for those that are `given`."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: config[name] for name in names if name not in given}, **given)
+
+
+def refuse_other_types(kind: type, config: Config, *names: str) -> None:
+    """Raise UserError for a key of these names that has not the type of the setting."""
+    types = get_type_hints(kind)
+    for name in names:
+        if not fits(config[name], types[name]):
+            raise UserError(f"{name}={config[name]!r} does not work; give {words(types[name])}")

@@ -1,13 +1,13 @@
 """The random numbers of an image: its own, whatever images come with it and in whatever order, after a restart too."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Generator
 
 from certify.rows.records import SUBJECT
+from certizoo.documents import read_json
 from zoo.bounds import lanczos
 
 
@@ -16,7 +16,7 @@ def nonce_of(given: str | None, rows: Path) -> str:
     is drawn now, after weights and images were fixed."""
     recorded = rows.parent / SUBJECT
     if given is None and rows.exists() and recorded.exists():
-        given = json.loads(recorded.read_text()).get("nonce")
+        given = read_json(recorded).get("nonce")
     return given or lanczos.new_nonce()
 
 

@@ -5,18 +5,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import shards
+from certify.rows.columns import Listed
 from certify.rows.workers import Batch
+from certizoo import UserError
 from shards.sets import listing_of
 
 
 @dataclass(frozen=True)
 class ImageList:
-    """The first `total` images of a test set, which come in batches of `batch_size`."""
+    """The first images of a test set, which come in batches of `batch_size`. `sha256` is that of all that decides what
+    a model gets to see: keys, labels and encoded images, in their order, and to what size they are brought."""
 
     test: shards.ShardSet
     data: shards.DataConfig
-    total: int
     batch_size: int
+    images: tuple[Listed, ...]
+    sha256: str
+
+    @property
+    def total(self) -> int:
+        return len(self.images)
 
     def batches(self, skip: int = 0) -> Iterator[Batch]:
         """Images skip..total. Where a batch begins does not depend on `skip`, but for the first."""
@@ -32,9 +40,18 @@ class ImageList:
 
 def image_list(data: shards.DataConfig, count: int | None, batch_size: int) -> ImageList:
     """The first `count` test images, or all where there are fewer, or where it is None. Raises UserError where `data`
-    has none."""
+    has none, or two of one key."""
     test = shards.find(data, "test")
-    return ImageList(test, data, min(test.samples, count or test.samples), batch_size)
+    found: dict[str, int] = {}
+    content = hashlib.sha256(f"{data.channels} x {data.img_size}\n".encode())
+    for sample in shards.eval_samples(test, data, limit=min(test.samples, count or test.samples)):
+        if sample.key in found:
+            raise UserError(f"{data.root}: two samples have the key {sample.key}; write the shards again")
+        found[sample.key] = sample.label
+        content.update(f"{sample.label} {len(sample.image)} {sample.key}\n".encode())
+        content.update(sample.image)
+    images = tuple(Listed(key, label) for key, label in found.items())
+    return ImageList(test, data, batch_size, images, content.hexdigest())
 
 
 def digest(keys: Iterable[str]) -> str:

@@ -1,52 +1,104 @@
 """Rows on disk: a line for each image, written as soon as it is computed, all of one subject (`summary.subject_of`); a
-second start goes on after the last whole line."""
+second start goes on after the last whole line.
 
+One process at a time writes to a folder of results (`sole_writer`), and what it reads there it reads while it holds it.
+"""
+
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from certify.rows.columns import Columns, Listed, Row
 from certizoo import UserError
-from certizoo.files import write_whole
+from certizoo.documents import read_json
+from certizoo.files import disk_errors, whole_file, write_whole
+from certizoo.locks import sole_writer
 
-SUBJECT = "subject.json"
-Row = dict[str, Any]
+SUBJECT, DIGESTS = "subject.json", "rows_sha256"
 
 
-def resume(path: Path, subject: Mapping[str, Any], block: int = 1) -> list[Row]:
-    """Rows of an earlier start with the same subject, kept in the folder's `subject.json`; a last line that was cut off
-    is dropped, and a last block of rows that is not whole. `subject["images"]` says how many rows there will be.
+@contextmanager
+def results(folder: Path) -> Iterator[None]:
+    """Write results to `folder` as the only process. Raises UserError at once where another does, and where the disk
+    refuses a file."""
+    again = "make room there, then the same command goes on after the last row"
+    with disk_errors(again), sole_writer(folder, "results", "choose another out=DIR"):
+        yield
 
-    Raises UserError where the folder holds the rows of another subject.
+
+def resume(
+    path: Path, subject: Mapping[str, Any], images: Sequence[Listed], columns: Columns, block: int = 1
+) -> list[Row]:
+    """Rows of an earlier start with the same subject, kept in the folder's `subject.json`: those of the first `images`.
+    A last line that was cut off is dropped, and a last block of rows that is not whole.
+
+    Raises UserError where the folder holds the rows of another subject, or of other images, or anything else.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    note = path.parent / SUBJECT
-    if note.exists():
-        before = json.loads(note.read_text())
-        changed = sorted(key for key in subject if before.get(key) != subject[key])
-        if changed:
-            raise UserError(
-                f"{path.parent} holds results with another {changed[0]}; remove that folder or choose another out=DIR"
-            )
-    write_json(note, subject)
+    _same_subject(path, json.loads(json.dumps(subject)))
     if not path.exists():
         return []
-    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    if len(whole) < subject["images"]:
-        whole = whole[: len(whole) // block * block]
-    path.write_text("".join(whole))
-    return [json.loads(line) for line in whole]
+    lines = path.read_bytes().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith(b"\n")]
+    rows = [_parsed(line) for line in whole]
+    require(rows, images, columns, path)
+    if len(rows) < len(images):
+        rows = rows[: len(rows) // block * block]
+    if len(rows) < len(lines):
+        with whole_file(path) as part:
+            part.write_bytes(b"".join(whole[: len(rows)]))
+    return rows
+
+
+def require(rows: Sequence[Any], images: Sequence[Listed], columns: Columns, path: Path) -> None:
+    """Raises UserError naming the first row that is not the one of its image."""
+    if found := columns.fault(rows, images):
+        place, said = found
+        raise UserError(
+            f"{path}: line {place + 1} {said[:300]}; remove {path.parent}, or keep the lines before that one "
+            f"(head -n {place})"
+        )
 
 
 def append(path: Path, rows: list[Row]) -> None:
     """On the disk when it returns."""
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)  # what `write` raises names nothing
+        raise
+
+
+def digests(folder: Path, *names: str) -> dict[str, dict[str, str | None]]:
+    """The files of rows that a summary was made of, as it says them."""
+    return {DIGESTS: {name: _sha256(folder / name) for name in names}}
+
+
+def require_rows(summary: Path, *names: str) -> dict[str, Any]:
+    """What a summary says, {} where there is none yet. Raises UserError where one of the files `names` beside it is not
+    the one that it was made of; a summary of earlier code says nothing of them."""
+    if not summary.exists():
+        return {}
+    content = read_json(summary)
+    said = content.get(DIGESTS, {}) if isinstance(content, dict) else None
+    if not isinstance(said, dict):
+        raise UserError(f"{summary} is no summary of results; remove it, and the same command makes it again")
+    for name in names:
+        if name in said and said[name] != _sha256(summary.with_name(name)):
+            raise UserError(
+                f"{summary} was not made of the {name} beside it, which is missing or was changed; remove "
+                f"{summary.name} and have it made of these rows, or remove the folder"
+            )
+    return content
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -57,3 +109,48 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def write_csv(path: Path, table: pd.DataFrame) -> None:
     """Whole or not at all."""
     write_whole(path, table.to_csv(index=False))
+
+
+def write_parquet(path: Path, table: pd.DataFrame) -> None:
+    """Whole or not at all."""
+    with whole_file(path) as part:
+        table.to_parquet(part, index=False)
+
+
+def write_png(path: Path, figure: Any) -> None:
+    """A figure of matplotlib, whole or not at all."""
+    with whole_file(path) as part:
+        figure.savefig(part, dpi=150, format="png")
+
+
+def _same_subject(path: Path, subject: Row) -> None:
+    """Without any rows in its folder a subject is of nothing, and another takes its place."""
+    note = path.parent / SUBJECT
+    if not any(path.parent.glob("*.jsonl")):
+        write_json(note, subject)
+        return
+    if not note.exists():
+        raise UserError(f"{path.parent} holds rows without the {SUBJECT} that says of what; remove that folder")
+    before = read_json(note)
+    if not isinstance(before, dict):
+        raise UserError(f"{note} does not say what these results are of; remove {path.parent}")
+    absent = object()
+    changed = [key for key in {*before, *subject} if before.get(key, absent) != subject.get(key, absent)]
+    if changed:
+        raise UserError(
+            f"{path.parent} holds results with another {min(changed)}; remove that folder or choose another out=DIR"
+        )
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _sha256(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,11 +8,12 @@ from pathlib import Path
 import pandas as pd
 
 from certify.rows import records
+from certify.rows.columns import Columns, Row
 from certify.rows.images import ImageList
 from certify.rows.progress import Progress, silent
-from certify.rows.records import Row
 from certify.rows.summary import Summary
 from certify.rows.workers import Work, in_order
+from certizoo import UserError
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,14 @@ class Run:
 
     path: Path
     listed: ImageList
+    columns: Columns
     rows: list[Row]
 
     def complete(
         self, own: Work, make: Callable[[int], Work], workers: int, device: str, progress: Progress = silent
     ) -> pd.DataFrame:
-        """Compute the rows that are missing, write each batch when it is done, and return the table of all.
+        """Compute the rows that are missing, write each batch when it is done, and return the table of exactly one row
+        for each image, in the order of the list.
 
         own: what turns a batch into its rows in this process; make: what each of several `workers` calls with its
         number to get the same; device: 'cpu' or 'cuda', where they work. `progress` is called after every batch.
@@ -35,15 +38,22 @@ class Run:
         missing = self.listed.batches(skip=len(rows))
         with closing(in_order(own, make, workers, device, missing)) as computed:
             for new in computed:
-                records.append(self.path, new)
                 rows += new
+                if found := self.columns.fault(rows, self.listed.images, start=len(rows) - len(new)):
+                    raise UserError(  # not written: who mixes up images must not spoil what is there
+                        f"what was computed for image {found[0] + 1} of {self.listed.total} {found[1][:300]}; the rows "
+                        "before it are kept, report this"
+                    )
+                records.append(self.path, new)
                 progress(len(rows), self.listed.total)
+        if len(rows) != self.listed.total:
+            raise UserError(f"{self.path} ends with {len(rows)} rows of {self.listed.total} images; report this")
         return pd.DataFrame(rows)
 
 
-def resume(path: Path, subject: Summary, listed: ImageList, block: int = 1) -> Run:
+def resume(path: Path, subject: Summary, listed: ImageList, columns: Columns, block: int = 1) -> Run:
     """The run whose rows are at `path`, new or where an earlier start of it stopped, cut to whole blocks of rows.
 
-    Raises UserError where the folder of `path` holds the rows of another subject.
+    Raises UserError where the folder of `path` holds the rows of another subject, or of other images.
     """
-    return Run(path, listed, records.resume(path, subject, block))
+    return Run(path, listed, columns, records.resume(path, subject, listed.images, columns, block))

@@ -22,6 +22,7 @@ def subject_of(handover: Path, listed: ImageList, **asked: Any) -> Summary:
         "weights_sha256": zoo.handover.weights_sha256(handover),
         "data_digest": listed.test.digest,
         "images": listed.total,
+        "images_sha256": listed.sha256,
         **asked,
         "certizoo": __version__,
     }

@@ -5,20 +5,22 @@ one thread, or on a GPU, of which each takes the next. So rows do not depend on 
 of sums.
 """
 
+import os
 import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.context import ForkServerContext, SpawnContext
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from certify.rows.records import Row
+from certify.rows.columns import Row
 from certizoo import UserError
 
 if TYPE_CHECKING:
@@ -83,8 +85,17 @@ _work: Work | None = None  # of this process, where it is a worker
 def _start(make: Callable[[int], Work], numbers: "SimpleQueue[int]") -> None:
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     _work = make(numbers.get())
+
+
+def _end_with_parent() -> None:
+    """A killed parent tells nobody: a worker would wait for its next batch for ever, with all its memory."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _rows(keys: list[str], images: np.ndarray, labels: np.ndarray) -> list[Row]:

@@ -4,16 +4,14 @@ from pathlib import Path
 
 import zoo
 from certify.api import certifier
-from certify.methods.bake import LOGIT_TOLERANCE, logit_differences
+from certify.methods.bake import COARSE, LOGIT_TOLERANCE, logit_differences
 from certify.methods.certificate import Certifier
 from certify.methods.served_adjoint import ServedAdjoint
+from certify.rows.columns import Row
 from certify.rows.devices import DTYPES, InType, device_of
-from certify.rows.records import Row
 from certify.rows.workers import Batch
 from certify.stage.outcomes import rows_of
 from certify.stage.settings import Settings
-
-COARSE = 0.25  # LOGIT_TOLERANCE of bfloat16, whose rounding is part of the certificate
 
 
 class CertifyBatch:

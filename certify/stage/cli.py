@@ -1,9 +1,10 @@
 """`python -m certify handover=DIR [data=NAME data.root=FOLDER] [eps=[...]] ...`: the keys of configs/certify.yaml."""
 
+from dataclasses import fields
+
 from rich.console import Console
 
-from attacks import AttackConfig
-from certify.rows.arguments import Config, data_of, handover_of, out_of, settings_of
+from certify.rows.arguments import Config, attack_of, data_of, handover_of, out_of, refuse_other_types, settings_of
 from certify.rows.progress import progress_bar
 from certify.stage import register, run, tables
 from certify.stage.settings import Settings
@@ -11,18 +12,27 @@ from certify.stage.settings import Settings
 
 def certify(config: Config) -> None:
     """Certify one hand-over, print its table and where things are, and publish it if asked to."""
+    register.check(config["registry"]["champion_images"], {})
     handover = handover_of(config)
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)
-    settings = settings_of(Settings, config, eps=tuple(config["eps"]), attack=AttackConfig(**config["attack"]))
+    refuse_other_types(Settings, config, *(field.name for field in fields(Settings) if field.name != "attack"))
+    settings = settings_of(Settings, config, eps=tuple(config["eps"]), attack=attack_of(config))
     console = Console(highlight=False)
     with progress_bar("certifying", console) as progress:
         summary = run.run(handover, data, settings, out, progress)
     console.print(tables.table(summary))
-    console.print(f"curve {out / run.CURVE}, card {out / run.CARD}, rows {out / run.TABLE}", soft_wrap=True)
-    console.print(f"report {out / run.REPORT}", soft_wrap=True)
+    console.print(
+        f"curve {out / run.CURVE}, card {out / run.CARD}, rows {out / run.TABLE}", soft_wrap=True, markup=False
+    )
+    console.print(f"report {out / run.REPORT}", soft_wrap=True, markup=False)
     if config["publish"]:
         line = register.publish(
-            handover, out, registered_name=config["publish"], run_id=None, experiment=config["experiment"]
+            handover,
+            out,
+            registered_name=config["publish"],
+            run_id=None,
+            experiment=config["registry"]["experiment"],
+            champion_images=config["registry"]["champion_images"],
         )
-        console.print(f"registered: {line}")
+        console.print(f"registered: {line}", markup=False, soft_wrap=True)

@@ -2,21 +2,22 @@
 
 from certify.rows.intervals import interval, percent
 from certify.rows.summary import Summary
+from certizoo.text import code, markdown
 from zoo import penalty
 
 
 def model_card(summary: Summary) -> str:
     """What the model is, what is proved of it, how it was trained, how it is used, and what is not claimed."""
     paragraphs = [
-        f"# {summary['model']['name']}",
+        f"# {markdown(summary['model']['name'])}",
         _about(summary),
         _table(summary),
-        "On one page, with curve, histograms and the borderline images: [report.html](report.html).",
+        "On one page, with curve, histograms and the borderline images: `report.html`, among the files of the version.",
         *_proof(summary),
         *_model(summary),
         _use(summary),
-        f"**Weights.** sha256 `{summary['weights_sha256'][:16]}`; trained at commit `{summary['git_commit']}`; "
-        f"certizoo {summary['certizoo']}.",
+        f"**Weights.** sha256 {code(summary['weights_sha256'][:16])}; trained at commit {code(summary['git_commit'])}; "
+        f"certizoo {markdown(summary['certizoo'])}.",
     ]
     return "\n\n".join(paragraphs) + "\n"
 
@@ -24,9 +25,9 @@ def model_card(summary: Summary) -> str:
 def _about(summary: Summary) -> str:
     n, clean = summary["images"], summary["clean"]
     return (
-        f"{summary['attention']} attention, trained on {summary['dataset']} (penalty: "
-        f"{penalty.name_of(summary['penalty'])}). Clean accuracy {percent(clean)} % ({interval(clean, n)}) on {n} test "
-        f"images (list sha256 `{summary['image_list_sha256'][:16]}`); median certified radius "
+        f"{markdown(summary['attention'])} attention, trained on {markdown(summary['dataset'])} (penalty: "
+        f"{markdown(penalty.name_of(summary['penalty']))}). Clean accuracy {percent(clean)} % ({interval(clean, n)}) "
+        f"on {n} test images (list sha256 {code(summary['image_list_sha256'][:16])}); median certified radius "
         f"{summary['median_radius']:.4f}."
     )
 
@@ -51,12 +52,18 @@ def _proof(summary: Summary) -> list[str]:
         f"**Threat model.** L2 ball in {threat['space']}.",
         f"**Attack.** PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, on the "
         "same images.",
-        f"**Numerics.** {numerics['dtype']}; {numerics['norms']}; {numerics['slack']}. The certificate is of the "
-        f"float64 function; served in {numerics['served_dtype']}, its logits differed by at most "
+        f"**Numerics.** {numerics['dtype']}; {numerics['norms']}; {numerics['slack']}. {chance(numerics)} The "
+        f"certificate is of the float64 function; served in {numerics['served_dtype']}, its logits differed by at most "
         f"{numerics['largest_logit_difference_served_to_float64']:.2g} on these images.",
         "**Not claimed.** Anything of other images than those listed, of other norms, of changes beyond eps, or of "
         "inputs that are normalised outside the model. Intervals are Wilson's of 95 %.",
     ]
+
+
+def chance(numerics: Summary) -> str:
+    """The probability that `norms` speaks of."""
+    failure = numerics["failure_probability_of_an_image"]
+    return f"That probability is at most {failure:.2g} for an image." if failure else "No bound here rests on chance."
 
 
 def _model(summary: Summary) -> list[str]:
@@ -73,20 +80,19 @@ def _model(summary: Summary) -> list[str]:
         "attack steps": attack.get("steps"),
         "seed": training.get("seed"),
     }
-    known = [f"{word} {value}" for word, value in words.items() if value is not None]
+    known = [f"{word} {markdown(value)}" for word, value in words.items() if value is not None]
     found = [f"**Training.** {', '.join(known)}."] if known else []
     if breakdown and breakdown["steps"]:
         name, cost = max(breakdown["steps"].items(), key=lambda item: item[1])
         what = f"radius times {cost:.3g}" if breakdown["quantity"] == "growth" else f"{percent(cost)} % of the loss"
         found.append(
-            f"**Costliest step.** `{name}`: {what} at eps {breakdown['eps']:g}, of {len(breakdown['steps'])} steps."
+            f"**Costliest step.** {code(name)}: {what} at eps {breakdown['eps']:g}, of {len(breakdown['steps'])} steps."
         )
     return found
 
 
 def _use(summary: Summary) -> str:
-    size = summary["model"].get("img_size", "H")
-    channels = summary["model"].get("in_chans", "C")
+    size, channels = (markdown(summary["model"].get(key, word)) for key, word in (("img_size", "H"), ("in_chans", "C")))
     return (
         "**Use.** `model, config = zoo.handover.load(Path(FOLDER))` gives the model: images "
         f"(B, {channels}, {size}, {size}) in [0,1] -> logits. `python -m certify handover=FOLDER data=NAME "

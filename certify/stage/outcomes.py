@@ -6,7 +6,7 @@ A certified image that an attack changes would refute the certificate, so it sto
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pandas as pd
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from attacks import AttackConfig
 from certify.api import certifier as certifier_of
-from certify.api import radius_of
-from certify.methods.breakdown import columns
-from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate
+from certify.api import radius_given, radius_of
+from certify.methods.breakdown import QUANTITIES, columns
+from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate, batch_given
+from certify.rows.columns import Columns, Row, amount, chance, flag, one_of, perhaps, real, whole
 from certify.rows.draws import draws
-from certify.rows.records import Row
+from certizoo import UserError
 
 CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
 DEFAULT_ATTACK = AttackConfig(norm="l2", steps=40, loss="margin", stop_when_fooled=True)
@@ -48,11 +49,28 @@ def evaluate(
     nonce: that of `certify.api.certifier`.
     Raises NoRule, UserError for an unknown method, UnsoundCertificate.
     """
-    names = [str(i) for i in range(len(labels_B))] if keys is None else keys
-    certifier, served = certifier_of(model, method, nonce), copy.deepcopy(model).eval()
-    return pd.DataFrame(
-        rows_of(certifier, served, names, images_BCHW, labels_B, method=method, eps_grid=eps, attack=attack)
-    )
+    certifier = certifier_of(model, method, nonce)
+    served = copy.deepcopy(model).eval()
+    weight = next(served.parameters())
+    images, labels = batch_given(images_BCHW, labels_B)
+    images, labels = images.to(weight), labels.to(weight.device)
+    grid = _grid(eps)
+    names = [str(i) for i in range(len(labels))] if keys is None else list(keys)
+    if len(names) != len(labels):
+        raise UserError(f"there are {len(names)} keys for {len(labels)} images; give one each")
+    if not isinstance(attack, AttackConfig):
+        raise UserError(f"attack is a {type(attack).__name__}; give an attacks.AttackConfig")
+    return pd.DataFrame(rows_of(certifier, served, names, images, labels, method=method, eps_grid=grid, attack=attack))
+
+
+def _grid(eps: Sequence[float]) -> list[float]:
+    """Different radii above 0."""
+    if isinstance(eps, str) or not isinstance(eps, Iterable):
+        raise UserError(f"eps={eps!r}: give a list of L2 radii, such as (0.02, 0.1)")
+    grid = [float(radius_given(one, 1)) for one in eps]
+    if not grid or len({f"{one:g}" for one in grid}) < len(grid):
+        raise UserError(f"eps={grid}: give at least one L2 radius, and each one once")
+    return grid
 
 
 def rows_of(
@@ -109,6 +127,37 @@ def rows_of(
                 )
         rows.append(row | costs[i])
     return rows
+
+
+def columns_of(method: str, eps_grid: Sequence[float]) -> Columns:
+    """What a row of `rows_of` is made of, and `served_difference`."""
+    answers = {f"certified.{eps:g}": one_of(CERTIFIED, NOT_CERTIFIED, UNKNOWN) for eps in eps_grid}
+    needed = {
+        "prediction": whole,
+        "correct": flag,
+        "margin": real,
+        f"radius.{method}": amount,
+        "seconds": amount,
+        "failure": chance,
+        "served_difference": amount,
+        **answers,
+        **{f"pgd.{eps:g}": flag for eps in eps_grid},
+    }
+    costs = {f"{quantity}.": perhaps(real) for quantity in QUANTITIES}
+
+    def contradiction(row: Row) -> str | None:
+        """Radii, certificates, attacks and clean answers are nested."""
+        if row["correct"] and row["prediction"] != row["label"]:
+            return f"is correct with prediction {row['prediction']} and label {row['label']}"
+        for eps in eps_grid:
+            certified, survives = row[f"certified.{eps:g}"] == CERTIFIED, row[f"pgd.{eps:g}"]
+            if row[f"radius.{method}"] >= eps and not certified:
+                return f"has radius {row[f'radius.{method}']} and is not certified at {eps:g}"
+            if certified > survives or survives > row["correct"]:
+                return f"is certified at {eps:g} and not attacked in vain, or that and not correct"
+        return None
+
+    return Columns(needed, costs, contradiction)
 
 
 def _survives(

@@ -1,15 +1,25 @@
 """From a finished certificate to a version in the registry."""
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from certify.rows.records import require_rows
 from certify.stage import tables
-from certify.stage.run import CARD, CERTIFICATE
+from certify.stage.run import CARD, CERTIFICATE, TABLE
+from certizoo import UserError
+from certizoo.locks import HOLDER, LOCK
+from registry import champion, credentials, facts
 from registry.publish import publish as publish_version
+
+
+def check(champion_images: object, tags: Mapping[str, object]) -> None:
+    """Refuse before any work what the registry would not take."""
+    if isinstance(champion_images, bool) or not isinstance(champion_images, int) or champion_images < 1:
+        raise UserError(f"champion_images={champion_images}: give a whole number of images above 0, such as 300")
+    facts.refuse_given(tags, "registry.tags")
 
 
 def publish(
@@ -21,39 +31,47 @@ def publish(
     experiment: str,
     uri: str | None = None,
     tags: Mapping[str, object] = MappingProxyType({}),
+    champion_images: int = champion.ENOUGH,
 ) -> str:
     """Register the certified hand-over as a model version; returns a line that says where, or where it waits.
 
-    `tags` join those of the certificate, which win.
+    `tags` join those of the certificate; facts are not for them to say. `champion_images`: with fewer no champion.
 
     The version holds the hand-over's files and those of `out`, collected in `published/` beside `out`.
     """
-    summary = json.loads((out / CERTIFICATE).read_text())
+    check(champion_images, tags)
     folder = _collect([handover, out], out.parent / "published")
+    summary = require_rows(folder / CERTIFICATE, TABLE)
+    if not summary:
+        raise UserError(f"{out} holds no {CERTIFICATE}: what is not certified is not published; certify it first")
     version = publish_version(
         folder,
         name=registered_name,
         loader_module="certify.served",
-        tags={**tags, **tables.tags(summary)},
-        description=(out / CARD).read_text(),
+        tags={**credentials.redacted(tags), **tables.tags(summary), champion.IMAGES: champion_images},
+        description=(folder / CARD).read_text(),
         metrics=tables.metrics(summary),
         run_id=run_id,
         experiment=experiment,
-        headline=f"certified_acc.{summary['headline_eps']:g}",
+        headline=f"{facts.CERTIFIED}.{summary['headline_eps']:g}",
         uri=uri,
     )
     if version.version is None:
         return f"not yet: MLflow is away; {version.uri} waits for `python -m registry sync {out.parent}`"
-    return f"{version.name} version {version.version}" + (" (champion)" if version.champion else "")
+    standing = " (champion)" if version.champion else f" (not champion: {version.why})"
+    return f"{version.name} version {version.version}{standing}"
 
 
 def _collect(folders: list[Path], to: Path) -> Path:
     """The files of several folders in one; linked where the file system can, so that weights are not kept twice."""
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir(parents=True)
-    for path in (path for folder in folders for path in folder.iterdir()):
-        try:
-            os.link(path.resolve(), to / path.name)
-        except OSError:
-            shutil.copyfile(path, to / path.name)
+    for folder in folders:
+        for path in (path for path in folder.iterdir() if path.name not in (LOCK, HOLDER)):
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise UserError(f"{path} is a link to outside of its folder, which is not published; copy the file")
+            try:
+                os.link(path.resolve(), to / path.name)
+            except OSError:
+                shutil.copyfile(path, to / path.name)
     return to

@@ -7,19 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from certify.stage.settings import Settings
+from registry import credentials
 from shards import DataConfig
+from shards.config import is_remote
 
 KEYS = ("method", "nonce", "served_dtype", "images", "eps", "headline_eps", "batch_size")
 
 
 def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: Settings) -> str:
-    """`python -m certify ...` with every setting; the data only where they are not those of the hand-over's config."""
+    """`python -m certify ...` with every setting; the data where a hand-over's config is not asked for them."""
     arguments = {"handover": str(handover)}
-    if config.get("data") != asdict(data):
+    if config.get("data") != asdict(data) or is_remote(data.root):
         arguments |= {"data": data.name, "data.root": data.root}
     arguments |= {key: _value(getattr(settings, key)) for key in KEYS}
     arguments |= {f"attack.{key}": _value(value) for key, value in asdict(settings.attack).items()}
-    return shlex.join(["python", "-m", "certify", *(f"{key}={value}" for key, value in arguments.items())])
+    shown = credentials.redacted(arguments)
+    return shlex.join(["python", "-m", "certify", *(f"{key}={value}" for key, value in shown.items())])
 
 
 def _value(value: object) -> str:

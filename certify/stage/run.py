@@ -26,6 +26,7 @@ from certify.rows.summary import Summary, image_facts, model_facts, subject_of
 from certify.stage import report, reproduce, tables
 from certify.stage.certify_batch import CertifyBatch
 from certify.stage.model_card import model_card
+from certify.stage.outcomes import columns_of
 from certify.stage.report import gallery
 from certify.stage.settings import Settings
 from certizoo.files import write_whole
@@ -36,27 +37,33 @@ CURVE, CARD, REPORT = "curve.png", "card.md", "report.html"
 NORMS = (
     "of weights and small matrices: eigenvalue estimate verified by Cholesky with Rump's margin, proved; of Jacobians "
     "too large to be written out: Lanczos with a bound from the spectrum that it meets, proved but for the probability "
-    "below"
+    "below, over the nonce"
 )
 
 
 def run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress = silent) -> Summary:
     """Certify and attack the test images for the model in `handover`; returns the content of certificate.json.
 
-    Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings.
-    `progress(done, total)` is called after every batch.
+    Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings,
+    or in which another process is at work. `progress(done, total)` is called after every batch.
     """
+    with records.results(out):
+        return _run(handover, data, settings, out, progress)
+
+
+def _run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress) -> Summary:
     settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS))
     make = partial(CertifyBatch, handover, settings)
     own = make()  # refuses what cannot be certified before anything is written
     listed = images.image_list(data, settings.images, settings.batch_size)
     subject = subject_of(handover, listed, **_asked(settings))
-    rows = runner.resume(out / ROWS, subject, listed)
+    records.require_rows(out / CERTIFICATE, ROWS)
+    rows = runner.resume(out / ROWS, subject, listed, columns_of(settings.method, settings.eps))
     table = rows.complete(own, make, settings.workers, settings.device, progress)
-    table.to_parquet(out / TABLE, index=False)
-    summary = _summary(table, subject, own.config, settings)
+    records.write_parquet(out / TABLE, table)
+    summary = _summary(table, subject, own.config, settings) | records.digests(out, ROWS, TABLE)
     tables.curve(table, settings.method, settings.eps, out / CURVE)
-    (out / CARD).write_text(model_card(summary))
+    write_whole(out / CARD, model_card(summary))
     command = reproduce.command(handover, own.config, data, settings)
     write_whole(out / REPORT, _report(table, summary, listed, command))
     records.write_json(out / CERTIFICATE, summary)
@@ -117,7 +124,7 @@ def _numerics(table: pd.DataFrame, served_dtype: str | None) -> Summary:
         "dtype": "float64 weights widened from the served float32 ones",
         "norms": NORMS,
         "failure_probability_of_an_image": float(table["failure"].max()),
-        "slack": f"margin - loss > {SLACK:g} (1 + |margin| + loss)",
+        "slack": f"margin - loss > {SLACK:g} (1 + |margin| + loss), with clean activations' rounding in the loss",
         "served_dtype": served_dtype or "float32",
         "rounding_of_the_served_model": "proved" if served_dtype else "measured",
         "largest_logit_difference_served_to_float64": float(table["served_difference"].max()),

@@ -1,11 +1,14 @@
 """What is asked of the certify stage; wrong values are refused in one line before any work."""
 
+import math
 from dataclasses import dataclass
 
 from attacks import AttackConfig
+from certify.methods import METHODS
 from certify.rows.devices import DTYPES, require_device
 from certify.stage.outcomes import DEFAULT_ATTACK
 from certizoo import UserError
+from certizoo.nearest import unknown
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,12 @@ class Settings:
     device: str = "cpu"  # or 'cuda': every process takes the next GPU
 
     def __post_init__(self) -> None:
-        if not self.eps or any(not eps > 0 for eps in self.eps):
+        if self.method not in METHODS:
+            raise unknown("certification method", self.method, METHODS)
+        if not self.eps or any(not 0 < eps < math.inf for eps in self.eps):
             raise UserError(f"certify.eps={list(self.eps)}: give L2 radii above 0, such as certify.eps=[0.02,0.1]")
+        if len({f"{eps:g}" for eps in self.eps}) < len(self.eps):
+            raise UserError(f"certify.eps={list(self.eps)}: two of them have one name to 6 digits; leave one away")
         if (self.images is not None and self.images < 1) or self.batch_size < 1:
             raise UserError("certify.images and certify.batch_size: give whole numbers above 0 (images=null: all)")
         if self.served_dtype is not None and (self.method != "adjoint" or self.served_dtype not in DTYPES):

@@ -1,14 +1,18 @@
 """What people read of a certificate: the curve, the table of the terminal, the registry's tags."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from rich.table import Table
+from rich.text import Text
 
-from certify.rows.intervals import percent
+from certify.rows.intervals import percent, wilson
+from certify.rows.records import write_png
 from certify.rows.summary import Summary
+from certizoo.text import plain
 from zoo import penalty
 
 
@@ -32,13 +36,14 @@ def curve(table: pd.DataFrame, method: str, eps_grid: Sequence[float], path: Pat
     axes.set_title(f"{len(table)} images")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    write_png(path, figure)
     plt.close(figure)
 
 
 def table(summary: Summary) -> Table:
     """The closing table of a run, for the terminal."""
-    made = Table(title=f"{summary['model']['name']} on {summary['images']} images of {summary['dataset']}, in %")
+    title = f"{summary['model']['name']} on {summary['images']} images of {summary['dataset']}, in %"
+    made = Table(title=Text(plain(title)))
     for column in ("L2 eps", "clean", "PGD", f"certified ({summary['method']})", "unknown"):
         made.add_column(column, justify="right")
     for eps, accuracy in summary["accuracy"].items():
@@ -55,11 +60,19 @@ def tags(summary: Summary) -> dict[str, str]:
         "attention": summary["attention"],
         "penalty": penalty.name_of(summary["penalty"]),
         "git_commit": summary["git_commit"],
-        "norm": "l2",
+        "norm": summary["threat_model"]["norm"],
         "images": str(summary["images"]),
         "dtype": summary["numerics"]["served_dtype"],
+        "torch": summary["numerics"]["torch"],
         "certizoo": summary["certizoo"],
+        **{key: summary[key] for key in ("weights_sha256", "data_digest", "image_list_sha256")},
+        **{f"certified_low.{eps}": _low(of["certified"], summary["images"]) for eps, of in summary["accuracy"].items()},
     }
+
+
+def _low(share: float, n: int) -> str:
+    """What decides about champions: Wilson's lower end, rounded down."""
+    return f"{math.floor(wilson(share, n)[0] * 10**4) / 10**4:.4f}"
 
 
 def metrics(summary: Summary) -> dict[str, float]:

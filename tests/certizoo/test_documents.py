@@ -6,13 +6,23 @@ from pathlib import Path
 import pytest
 
 from certizoo import UserError
-from certizoo.documents import MAX_BYTES, MAX_DEPTH, read_json, read_yaml
+from certizoo.documents import MAX_BYTES, MAX_DEPTH, read_json, read_yaml, yaml_of
 from certizoo.text import plain
 
 BOMB = "a0: &a0 [x,x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1},*a{n - 1},*a{n - 1}]\n" for n in range(1, 40))
 HOSTILE = {
-    "aliases": (BOMB, "alias"),
-    "merged aliases": ("a: &a {x: 1}\nb: {<<: *a}", "alias"),
+    "aliases": (BOMB, "values"),
+    "aliases of aliases, deep": (
+        "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 60)),
+        "levels",
+    ),
+    "merged aliases": (
+        "a0: &a0 {x: 1}\n"
+        + "".join(f"a{n}: &a{n} {{{', '.join(f'k{k}: *a{n - 1}' for k in range(9))}}}\n" for n in range(1, 9)),
+        "values",
+    ),
+    "an alias within itself": ("a: &a [*a]", "alias"),
+    "an alias of nothing": ("a: *b", "alias"),
     "python object": ("a: !!python/object/apply:os.system ['true']", "tag"),
     "local tag": ("a: !x 1", "tag"),
     "depth in brackets": ("a: " + "[" * 10_000, "levels"),
@@ -50,6 +60,15 @@ def test_hostile_json_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(UserError, match=r"a\.json"):
         read_json(tmp_path / "a.json")
+
+
+def test_few_aliases_are_read_and_none_are_written(tmp_path: Path) -> None:
+    """Earlier hand-overs have some."""
+    (tmp_path / "a.yaml").write_text("a: &x [1, 2]\nb: *x\n")
+    said = read_yaml(tmp_path / "a.yaml")
+    assert said == {"a": [1, 2], "b": [1, 2]}
+    assert said["a"] is said["b"]
+    assert yaml_of(said) == "a:\n- 1\n- 2\nb:\n- 1\n- 2\n"
 
 
 def test_plain_values_come_as_they_are(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ FACTS: dict[str, Any] = json.loads((HERE / "facts.json").read_text())
 # The published rule is one formula. Of the others a sharper rule may raise a radius, and another start vector of
 # Lanczos' method may cost some per cent of it.
 LEAST = {"lofast": 1 - 1e-6, "lofast_local": 1 - 1e-6, "adjoint": 0.97}
+ROUNDED = 2e-9  # what the rounding of the clean point may cost of a radius, by a step of the search
 
 
 @pytest.mark.parametrize("name", FACTS)
@@ -39,9 +40,9 @@ def test_a_hand_over_of_earlier_code_gives_its_logits_and_radii(name: str) -> No
     torch.testing.assert_close(model(x), logits, rtol=1e-4, atol=1e-5)
     for method, radius in FACTS[name]["radius"].items():
         again = certified_radius(model, x, logits.argmax(1), method=method)
-        assert (again >= LEAST[method] * torch.tensor(radius, dtype=torch.float64)).all()
+        assert (again >= LEAST[method] * torch.tensor(radius, dtype=torch.float64) - ROUNDED).all()
         if method == "lofast":
-            torch.testing.assert_close(again, torch.tensor(radius, dtype=torch.float64), rtol=1e-6, atol=0.0)
+            torch.testing.assert_close(again, torch.tensor(radius, dtype=torch.float64), rtol=1e-6, atol=ROUNDED)
 
 
 def test_a_version_of_earlier_code_is_served() -> None:

@@ -5,16 +5,16 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from certizoo import UserError
-from registry import browse, champion
+from registry import browse
 from registry.__main__ import main
-from registry.publish import publish
 from registry.select import select
+from tests.tools import versions
 
+EPS = "0.141176"
 Command = Callable[..., str]
 
 
@@ -26,19 +26,9 @@ def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
     uri = f"sqlite:///{folder}/mlflow.db"
     facts = [("a", "digits", 0.1), ("a", "digits", 0.9), ("b", "cifar10", 0.05), ("b", "cifar10", 0.3)]
     for index, (name, dataset, certified) in enumerate(facts):
-        files = folder / f"run{index}" / "handover"
-        files.mkdir(parents=True)
-        (files / "certificate.json").write_text(json.dumps({"run": index}))
-        tags = {
-            "dataset": dataset,
-            "certified_acc.0.141176": f"{certified:.4f}",
-            "attention": "dp",
-            "trial": f"s/{index}",
-        }
-        publish(
-            files, name=name, loader_module="tests.tools.loader", tags=tags, description=f"card {index}", metrics={},
-            run_id=None, experiment="e", headline="certified_acc.0.141176", uri=uri,
-        )  # fmt: skip
+        files = versions.certified(folder / f"run{index}", certified, eps=EPS, dataset=dataset)
+        tags = {"trial": f"s/{index}"}
+        versions.issue(files, uri, EPS, name=name, tags=tags, description=f"card {index}", experiment="e")
     return uri
 
 
@@ -103,7 +93,7 @@ def test_promote_and_pull(command: Command, uri: str, tmp_path: Path) -> None:
     assert command("promote", "a/1", "--alias", "served") == "a/1 is @served\n"
     assert browse.find("a@served", uri).version == "1"
     command("pull", "a@served", str(tmp_path / "copy"))
-    assert json.loads((tmp_path / "copy" / "certificate.json").read_text()) == {"run": 0}
+    assert json.loads((tmp_path / "copy" / "certificate.json").read_text())["run"] == "run0"
     with pytest.raises(SystemExit) as refused:
         command("pull", "a@served", str(tmp_path / "copy"))
     assert refused.value.code == 2
@@ -111,57 +101,7 @@ def test_promote_and_pull(command: Command, uri: str, tmp_path: Path) -> None:
 
 def test_a_trial_has_one_version_however_often_it_is_sent(uri: str, tmp_path: Path) -> None:
     """Restarted after its worker was lost, it has another run and another certificate (seconds differ)."""
-    files = tmp_path / "again" / "handover"
-    files.mkdir(parents=True)
-    (files / "certificate.json").write_text('{"run": "again"}')
-    tags = {"dataset": "digits", "certified_acc.0.141176": "0.9000", "trial": "s/1"}
-    sent = publish(
-        files, name="a", loader_module="tests.tools.loader", tags=tags, description="", metrics={}, run_id=None,
-        experiment="e", headline="certified_acc.0.141176", uri=uri,
-    )  # fmt: skip
+    files = versions.certified(tmp_path / "again", 0.9, eps=EPS)
+    sent = versions.issue(files, uri, EPS, name="a", tags={"trial": "s/1"}, experiment="e")
     assert sent.version == "2"
     assert len(browse.versions("a", uri)) == 2
-
-
-class Racing:
-    """A registry where a better version is crowned by another process while the first one still moves its aliases."""
-
-    def __init__(self) -> None:
-        self.tags = {"1": {"dataset": "d", "h": "0.4"}}
-        self.aliases: dict[str, str] = {}
-
-    def search_model_versions(self, **_: object) -> object:
-        return SearchResult([SimpleNamespace(version=v, tags=t) for v, t in self.tags.items()])
-
-    def get_registered_model(self, _: str) -> object:
-        return SimpleNamespace(aliases=dict(self.aliases))
-
-    def set_registered_model_alias(self, _: str, alias: str, version: str) -> None:
-        if version == "1" and "2" not in self.tags:  # the other process: registers and crowns version 2, just before
-            self.tags["2"] = {"dataset": "d", "h": "0.6"}
-            self.aliases |= {"champion": "2", "champion-d": "2"}
-        self.aliases[alias] = version
-
-
-class SearchResult(list[object]):
-    token = None
-
-
-def test_the_champion_is_the_best_though_two_processes_crown_at_once() -> None:
-    client = Racing()
-    assert not champion.crown(client, "m", "1", "h")  # type: ignore[arg-type]
-    assert client.aliases == {"champion": "2", "champion-d": "2"}
-
-
-def test_of_two_equals_that_see_each_other_one_takes_the_alias() -> None:
-    """Both are registered before either is crowned, and a worse version holds the alias."""
-    client = Racing()
-    client.tags = {
-        "1": {"dataset": "d", "h": "0.3"},
-        "2": {"dataset": "d", "h": "0.6"},
-        "3": {"dataset": "d", "h": "0.6"},
-    }
-    client.aliases = {"champion": "1", "champion-d": "1"}
-    assert not champion.crown(client, "m", "3", "h")  # type: ignore[arg-type]
-    assert champion.crown(client, "m", "2", "h")  # type: ignore[arg-type]
-    assert client.aliases == {"champion": "2", "champion-d": "2"}

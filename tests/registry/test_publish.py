@@ -1,45 +1,38 @@
 """Publishing and browsing on a local store: only with a certificate, once, byte for byte."""
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from certizoo import UserError
-from registry import browse, spool, store
+from registry import browse, manifest, spool, store
 from registry import publish as publishing
 from registry.__main__ import main
-from registry.publish import Published, publish
+from registry.publish import Published
 from registry.track import Tracker
+from tests.tools import versions
+from tests.tools.versions import HEADLINE
 
 AWAY = "http://127.0.0.1:9"  # the discard port: connection refused
-HEADLINE = "certified_acc.0.1"
 
 Publish = Callable[..., Published]
 
 
 @pytest.fixture
-def uri(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    shutil.copy(empty_database, tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return f"sqlite:///{tmp_path}/mlflow.db"
+def uri(store_in: str) -> str:
+    return store_in
 
 
-def handover(run_dir: Path, certified: float = 0.4) -> Path:
-    folder = run_dir / "handover"
-    (folder / "plots").mkdir(parents=True)
-    save_file({"weight": np.random.default_rng(0).normal(size=(3, 2))}, folder / "model.safetensors")
-    (folder / "config.yaml").write_text("model: {name: tiny}\n")
-    (folder / "certificate.json").write_text(json.dumps({"certified": certified, "run": run_dir.name}))
-    (folder / "card.md").write_text("# Card\n")
+def handover(run_dir: Path, certified: float = 0.4, **stated: Any) -> Path:
+    """With a folder of pictures, and a pickle that must not be published."""
+    folder = versions.certified(run_dir, certified, **stated)
+    (folder / "plots").mkdir()
     (folder / "plots" / "curve.png").write_bytes(b"\x89PNG")
     (folder / "checkpoint.pt").write_bytes(b"a pickle")
     return folder
@@ -47,30 +40,14 @@ def handover(run_dir: Path, certified: float = 0.4) -> Path:
 
 @pytest.fixture
 def issue(uri: str) -> Publish:
-    """Publish a folder with the facts of a certificate."""
-
-    def call(folder: Path, certified: float = 0.4, dataset: str = "digits", **changes: object) -> Published:
-        tags = {HEADLINE: f"{certified:.3f}", "dataset": dataset, "clean_acc": "0.9", "attention": "dp"}
-        call_with = {
-            "name": "tiny",
-            "loader_module": "tests.tools.loader",
-            "tags": tags,
-            "description": "# Card\nall of it",
-            "metrics": {HEADLINE: certified},
-            "run_id": None,
-            "experiment": "digits",
-            "headline": HEADLINE,
-            "uri": uri,
-        }
-        return publish(folder, **(call_with | changes))  # type: ignore[arg-type]
-
-    return call
+    return lambda folder, **changes: versions.issue(folder, **({"uri": uri} | changes))
 
 
 def test_tags_description_and_metrics_come_back(issue: Publish, uri: str, tmp_path: Path) -> None:
-    assert issue(handover(tmp_path / "a")) == Published("tiny", "1", "models:/tiny/1", champion=True)
+    published = issue(handover(tmp_path / "a"), metrics={HEADLINE: 0.4})
+    assert published == Published("tiny", "1", "models:/tiny/1", champion=True)
     (version,) = browse.versions("tiny")
-    assert version.tags[HEADLINE] == "0.400"
+    assert version.tags[HEADLINE] == "0.4000"
     assert version.tags["dataset"] == "digits"
     assert version.aliases == ("champion", "champion-digits")
     assert version.description == "# Card\nall of it"
@@ -86,7 +63,7 @@ def test_download_is_byte_equal_and_leaves_pickles_out(issue: Publish, tmp_path:
     issue(folder)
     for reference in ("tiny@champion", "tiny/1", "models:/tiny/1", "tiny"):
         got = browse.download(reference)
-        names = {str(p.relative_to(got)) for p in got.rglob("*") if p.is_file()}
+        names = {str(p.relative_to(got)) for p in got.rglob("*") if p.is_file()} - {manifest.FILE}
         wanted = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} - {"checkpoint.pt"}
         assert names == wanted
         assert all((got / name).read_bytes() == (folder / name).read_bytes() for name in names)
@@ -113,20 +90,20 @@ def test_mlflow_itself_can_load_a_version_without_pickle(
 def test_without_certificate_nothing_is_registered(issue: Publish, uri: str, tmp_path: Path) -> None:
     store.database(uri).unlink()
     folder = handover(tmp_path / "a")
+    tags = versions.tags_of(folder)
     (folder / "certificate.json").write_text("{torn")
-    with pytest.raises(UserError, match="not JSON"):
-        issue(folder)
+    with pytest.raises(UserError, match="no JSON"):
+        issue(folder, all_tags=tags)
     (folder / "certificate.json").unlink()
     with pytest.raises(UserError, match=r"certificate\.json is missing"):
-        issue(folder)
+        issue(folder, all_tags=tags)
     assert not store.database(uri).exists()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tags": {HEADLINE: "0.4"}}, "'dataset' is missing"),
-        ({"tags": {"dataset": "digits"}}, "is missing from the publication"),
+        ({"headline": "certified_acc.0.3"}, "is missing from the publication"),
         ({"name": "a/b"}, "model name"),
         ({"loader_module": "nowhere"}, "loader"),
         ({"run_id": "0" * 32}, "no run"),
@@ -148,30 +125,10 @@ def test_the_same_certificate_is_published_once(issue: Publish, uri: str, tmp_pa
     (version,) = browse.versions("tiny")
     assert version.run_id == run_id
     assert store.connect(uri).get_run(run_id).info.status == "FINISHED"
-    (folder / "certificate.json").write_text('{"certified": 0.5}')  # certified again: a new version
-    assert issue(folder, 0.5, run_id=run_id).version == "2"
-
-
-def test_champion_moves_only_to_strictly_better_of_its_dataset(issue: Publish, tmp_path: Path) -> None:
-    def aliases() -> dict[str, str]:
-        return {alias: v.version for v in browse.versions("tiny") for alias in v.aliases}
-
-    first = handover(tmp_path / "a")
-    assert issue(first, 0.40).champion
-    assert not issue(handover(tmp_path / "b"), 0.40).champion  # a tie
-    assert not issue(handover(tmp_path / "c"), 0.09).champion  # "0.09" < "0.40" as a number too
-    assert aliases() == {"champion": "1", "champion-digits": "1"}
-    assert issue(handover(tmp_path / "d"), 1.0).champion
-    assert aliases() == {"champion": "4", "champion-digits": "4"}
-    assert issue(handover(tmp_path / "e"), 0.2, dataset="cifar/10").champion  # the first of its dataset
-    assert aliases() == {"champion": "5", "champion-digits": "4", "champion-cifar_10": "5"}
-    assert not issue(first, 0.40).champion  # published again: nothing changes
-    assert aliases() == {"champion": "5", "champion-digits": "4", "champion-cifar_10": "5"}
-
-
-def test_a_headline_that_is_no_number_never_beats_one(issue: Publish, tmp_path: Path) -> None:
-    issue(handover(tmp_path / "a"), 0.1)
-    assert not issue(handover(tmp_path / "b"), float("nan")).champion
+    said = json.loads((folder / "certificate.json").read_text())
+    said["accuracy"][versions.EPS]["certified"] = 0.5
+    (folder / "certificate.json").write_text(json.dumps(said))  # certified again: a new version
+    assert issue(folder, run_id=run_id).version == "2"
 
 
 def test_unknown_names_list_what_exists(issue: Publish, uri: str, tmp_path: Path) -> None:
@@ -220,10 +177,13 @@ def test_commands(
         return capsys.readouterr().out
 
     issue(handover(tmp_path / "runs" / "a"), uri=AWAY)
-    assert run("sync", "--uri", uri) == "runs/a: published models:/tiny/1 @champion\n"
+    assert run("sync", "--uri", uri).splitlines() == [
+        f"runs/a: was to go to {AWAY}, goes to {uri}",
+        "runs/a: published models:/tiny/1 @champion",
+    ]
     assert run("sync", "--uri", uri) == "nothing waits to be sent\n"
     listed = run("list")
-    assert all(text in listed for text in ("tiny", "champion", HEADLINE, "0.400", "digits"))
+    assert all(text in listed for text in ("tiny", "champion", HEADLINE, "0.4000", "digits"))
     shown = run("show", "tiny@champion")
     assert "all of it" in shown
     assert "certificate_sha256" in shown

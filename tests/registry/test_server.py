@@ -1,5 +1,6 @@
 """A real `mlflow server`, started by `python -m registry ui`, over the store that runs write to directly."""
 
+import json
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from registry import browse, spool, store
 from registry import publish as publishing
 from registry.publish import Published
 from registry.track import Tracker
+from tests.tools import versions
 
 
 def free_port() -> int:
@@ -56,27 +58,8 @@ def wait_for(url: str, server: "subprocess.Popen[str]", seconds: float = 200) ->
     raise AssertionError(f"{url} did not come up")
 
 
-def handover(run_dir: Path) -> Path:
-    folder = run_dir / "handover"
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(os.urandom(300_000))
-    (folder / "certificate.json").write_text(f'{{"run": "{run_dir.name}"}}')
-    return folder
-
-
 def issue(run_dir: Path, run_id: str | None, uri: str) -> Published:
-    return publishing.publish(
-        run_dir / "handover",
-        name="tiny",
-        loader_module="tests.tools.loader",
-        tags={"dataset": "digits", "certified_acc.0.1": "0.4"},
-        description="card",
-        metrics={"certified_acc.0.1": 0.4},
-        run_id=run_id,
-        experiment="digits",
-        headline="certified_acc.0.1",
-        uri=uri,
-    )
+    return versions.issue(run_dir / "handover", uri, run_id=run_id)
 
 
 def track(run_dir: Path, uri: str) -> str | None:
@@ -93,14 +76,14 @@ def test_direct_server_and_spooled_runs_meet_in_one_registry(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     database, port = f"sqlite:///{tmp_path}/mlflow.db", free_port()
     url = f"http://127.0.0.1:{port}"
-    folders = {name: handover(tmp_path / "runs" / name) for name in ("direct", "spooled", "live")}
+    folders = {name: versions.certified(tmp_path / "runs" / name) for name in ("direct", "spooled", "live")}
 
     assert issue(tmp_path / "runs" / "direct", track(tmp_path / "runs" / "direct", database), database).version
     away = track(tmp_path / "runs" / "spooled", url)  # the server is not up yet
     assert issue(tmp_path / "runs" / "spooled", away, url).version is None
 
     with registry_ui(tmp_path, port):
-        published = publishing.sync(tmp_path / "runs" / "spooled")
+        published = publishing.sync(tmp_path / "runs" / "spooled", url)
         assert published is not None
         assert (published.version, published.champion) == ("2", False)
         assert not spool.waiting(tmp_path / "runs" / "spooled")
@@ -110,7 +93,7 @@ def test_direct_server_and_spooled_runs_meet_in_one_registry(tmp_path: Path, mon
         for version in browse.versions("tiny", url):
             got = f"{url}/get-artifact?path=certificate.json&run_uuid={version.run_id}"
             with urllib.request.urlopen(got, timeout=10) as answer:
-                assert answer.read().startswith(b'{"run"')
+                assert json.loads(answer.read())["run"] in folders
     assert_all_there(database, folders, tmp_path / "cache-direct", monkeypatch)
 
 

@@ -115,8 +115,8 @@ def test_away_is_spooled_and_synced_once(uri: str, artifacts: Path, caplog: pyte
     assert [r.name for r in caplog.records if "python -m registry sync" in r.message] == ["registry.track"]
     assert tracker.run_id is not None
     assert tracker.run_id.startswith(records.PENDING)
-    with pytest.raises(store.Away, match=r"127\.0\.0\.1:9"):
-        spool.sync(run_dir)  # the spool knows where it was meant to go
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
+        spool.sync(run_dir)  # the spool says where it was meant to go, and is not obeyed
     copy = (run_dir / spool.SPOOL).read_bytes()
     run_id = spool.sync(run_dir, uri)
     assert run_id
@@ -209,7 +209,7 @@ def test_what_mlflow_refuses_is_kept_apart(uri: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     tracker = Tracker(run_dir, uri)
     run_id = tracker.start("digits", "first", {})
-    tracker.log_artifacts(tmp_path / "nowhere")
+    tracker.log_artifacts(run_dir / "nowhere")
     tracker.log({"loss": 1.0}, 0)
     tracker.finish()
     assert history(uri, run_id, "loss") == [(0, 1.0)]

@@ -1,7 +1,6 @@
 """The cache: a shard comes once, the bound holds, the least recently opened goes, and nobody's reading is disturbed."""
 
 import errno
-import fcntl
 import multiprocessing
 import os
 import random
@@ -9,15 +8,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 
 import shards
 from certizoo import UserError
+from certizoo.locks import locked
 from shards import DataConfig
-from shards.cache import Cache, _locked
+from shards.cache import Cache
 from tests.tools.shard_server import Server, serving
 
 
@@ -98,12 +98,23 @@ def test_an_abandoned_half_goes_and_one_that_is_written_stays(cache: Cache) -> N
     for name in ("dead", "live"):
         (cache.folder / f"{name}.cached.part").write_bytes(bytes(1000))
         (cache.folder / ".locks" / f"{name}.cached").touch()
-    with (cache.folder / ".locks" / "live.cached").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        get(cache, "b").close()
-        assert names(cache.folder) == {"a", "b", "live.cached.part"}
-        get(cache, "c").close()
-        assert names(cache.folder) == {"b", "c", "live.cached.part"}  # the half counts
+    fork = multiprocessing.get_context("fork")
+    held, over = fork.Event(), fork.Event()
+    writer = fork.Process(target=hold, args=(cache.folder / ".locks" / "live.cached", held, over))
+    writer.start()
+    assert held.wait(20)
+    get(cache, "b").close()
+    assert names(cache.folder) == {"a", "b", "live.cached.part"}
+    get(cache, "c").close()
+    assert names(cache.folder) == {"b", "c", "live.cached.part"}  # the half counts
+    over.set()
+    writer.join(20)
+
+
+def hold(path: Path, held: Any, over: Any) -> None:
+    with locked(path):
+        held.set()
+        over.wait(20)
 
 
 def test_a_failure_leaves_nothing(cache: Cache) -> None:
@@ -160,7 +171,7 @@ def test_processes_share_a_small_cache_within_its_bound(tmp_path: Path) -> None:
         process.start()
     cache, largest = Cache(tmp_path / "cache", 3500), 0
     while any(process.is_alive() for process in readers):
-        with _locked(cache._lock("room")):  # nobody reserves, renames or evicts
+        with locked(cache._lock("room")):  # nobody reserves, renames or evicts
             largest = max(largest, used(cache.folder))
         time.sleep(0.001)
     assert [process.exitcode for process in readers] == [0] * 3
@@ -248,3 +259,48 @@ def test_a_bound_below_one_shard_is_refused_before_any_work(server: Server, tmp_
 def test_bounds_that_are_none_are_refused(wrong: dict[str, float], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"data.{next(iter(wrong))}"):
         config("anywhere", tmp_path, **wrong)
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("how", ["label", "zeros", "link", "fifo", "short"])
+def test_what_was_changed_in_the_cache_comes_again(
+    how: str, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = config(server.url, tmp_path / "cache", verify="sha256")
+    right = epoch(data, 0)
+    victim = sorted((tmp_path / "cache").glob("*.cached"))[0]
+    content = victim.read_bytes()
+    victim.unlink()
+    place = content.index(b".cls")
+    changed = content[: place - place % 512 + 512] + b"6" + content[place - place % 512 + 513 :]
+    (tmp_path / "elsewhere").write_bytes(changed)
+    {
+        "label": lambda: victim.write_bytes(changed),
+        "zeros": lambda: victim.write_bytes(bytes(len(content))),
+        "link": lambda: victim.symlink_to(tmp_path / "elsewhere"),
+        "fifo": lambda: os.mkfifo(victim),
+        "short": lambda: victim.write_bytes(b"short"),
+    }[how]()
+    assert epoch(data, 0) == right
+    assert victim.read_bytes() == content
+    assert not victim.is_symlink()
+    assert caplog.text.count("fetched again") == 1
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("mode", [0o775, 0o777, 0o1777])
+def test_a_folder_that_others_write_is_used_only_with_hashes(mode: int, server: Server, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(mode)
+    with pytest.raises(UserError, match="others may write"):
+        epoch(config(server.url, tmp_path / "cache"), 0)
+    assert epoch(config(server.url, tmp_path / "cache", verify="sha256"), 0)
+
+
+@pytest.mark.hostile
+def test_a_link_where_a_half_will_be_is_not_followed(cache: Cache, tmp_path: Path) -> None:
+    get(cache, "b").close()
+    (tmp_path / "mine").write_bytes(b"mine")
+    (cache.folder / "a.cached.part").symlink_to(tmp_path / "mine")
+    get(cache, "a").close()
+    assert (tmp_path / "mine").read_bytes() == b"mine"

@@ -139,6 +139,7 @@ def good(number: int) -> list[tuple[str, bytes]]:
     return [(f"s{number}.cls", b"1"), (f"s{number}.png", png())]
 
 
+@pytest.mark.hostile
 def test_every_shortened_shard_is_refused(tmp_path: Path) -> None:
     """Not some cuts but all: a shard without its end of archive is never taken for a whole one."""
     whole = tmp_path / "whole.tar"
@@ -153,6 +154,7 @@ def test_every_shortened_shard_is_refused(tmp_path: Path) -> None:
     assert shards.find(config(tmp_path, "cut.tar"), "train").samples == 3
 
 
+@pytest.mark.hostile
 def test_two_tars_in_one_file_are_refused(tmp_path: Path) -> None:
     tar_of(tmp_path / "one.tar", good(0))
     one = (tmp_path / "one.tar").read_bytes()
@@ -160,6 +162,7 @@ def test_two_tars_in_one_file_are_refused(tmp_path: Path) -> None:
     refusal(lambda: shards.find(config(tmp_path, "two.tar"), "train"))
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize(
     ("members", "word"),
     [
@@ -187,6 +190,7 @@ def test_faulty_samples_are_named(tmp_path: Path, members: list[tuple[str, bytes
     assert word in message
 
 
+@pytest.mark.hostile
 def test_links_are_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         link = tarfile.TarInfo("s0.cls")
@@ -239,6 +243,7 @@ def test_a_shard_that_changes_after_the_check_is_noticed(written: DataConfig) ->
     assert "toy-test-000002.tar" in message
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": [{"file": "a.tar"}]}', '{"files": 3}'])
 def test_a_malformed_manifest_is_one_line(written: DataConfig, content: str) -> None:
     (Path(written.root) / "toy.json").write_text(content)
@@ -265,6 +270,7 @@ def test_config_values_that_do_not_exist_are_refused(tmp_path: Path, wrong: dict
     assert f"data.{next(iter(wrong))}" in refusal(lambda: config(tmp_path, "x.tar", **wrong))
 
 
+@pytest.mark.hostile
 def test_no_damage_to_headers_gets_further_than_one_line(tmp_path: Path) -> None:
     """Random bytes in random places of a small shard: read, or refused; never another exception, never a hang."""
     tar_of(tmp_path / "whole.tar", [member for number in range(3) for member in good(number)])

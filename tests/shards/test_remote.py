@@ -192,6 +192,7 @@ def test_no_manifest_and_no_match_say_what_is_sought(server: Server, tmp_path: P
 # --- what comes from elsewhere names no other file and takes no more than its place -----------------------------------
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize("name", ["../toy-train-9.tar", "/etc/toy-train-9.tar", "..", "a/../b.tar"])
 def test_a_listing_that_leaves_its_folder_is_refused(name: str, server: Server, tmp_path: Path) -> None:
     path = tmp_path / "served" / "toy.json"
@@ -202,6 +203,7 @@ def test_a_listing_that_leaves_its_folder_is_refused(name: str, server: Server, 
         assert name in refusal(lambda root=root: shards.find(config(root), "train"))  # type: ignore[misc]
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize("name", ["-rf.tar", "a b.tar", "a%2f.tar", "a?b.tar", "a#b.tar", "$HOME.tar", "a\n.tar", ".a"])
 def test_a_listing_with_names_that_mean_something_elsewhere_is_refused(
     name: str, server: Server, tmp_path: Path
@@ -213,6 +215,7 @@ def test_a_listing_with_names_that_mean_something_elsewhere_is_refused(
     assert "not a plain file name" in refusal(lambda: shards.find(config(server.url), "train"))
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize("change", [{"bytes": -1}, {"bytes": 0}, {"samples": 0}, {"bytes": 10**5000}])
 def test_a_listing_with_impossible_numbers_is_refused(change: dict, server: Server, tmp_path: Path) -> None:
     path = tmp_path / "served" / "toy.json"
@@ -225,11 +228,13 @@ def test_a_listing_with_impossible_numbers_is_refused(change: dict, server: Serv
     refusal(lambda: shards.find(config(server.url), "train"))
 
 
+@pytest.mark.hostile
 def test_a_manifest_is_of_bounded_size(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "MAX_MANIFEST_BYTES", 100)
     assert "toy.json is larger" in refusal(lambda: shards.find(config(server.url), "train"))
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize(
     ("root", "word"),
     [
@@ -274,6 +279,7 @@ def test_no_space_for_a_shard_is_one_line(folder: Path, monkeypatch: pytest.Monk
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.hostile
 def test_a_command_gets_words_and_no_shell(folder: Path, tmp_path: Path) -> None:
     data = config(f"pipe:cat {folder}/{{shard}} ; touch {tmp_path}/evil $(touch {tmp_path}/evil)")
     assert "exit status 1" in refusal(lambda: shards.find(data, "train"))
@@ -297,3 +303,81 @@ def test_a_silent_command_is_ended(script: str, folder: Path, tmp_path: Path) ->
     assert time.monotonic() - start < 30
     for line in pid.read_text().splitlines():
         assert not Path(f"/proc/{line}").exists()
+
+
+# --- servers that lead elsewhere, and secrets -------------------------------------------------------------------------
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://127.0.0.1:{other}/{name}",  # another port is another host
+        "http://localhost:{other}/{name}",
+        "http://localhost:{own}/{name}",
+        "//localhost:{other}/{name}",
+        "http://user:password@127.0.0.1:{other}/{name}",
+        "http://[::1]:{other}/{name}",
+        "http://169.254.169.254/latest/meta-data",
+        "https://127.0.0.1:{own}/{name}",
+        "file:///etc/passwd",
+        "ftp://127.0.0.1/x",
+    ],
+)
+@pytest.mark.parametrize("name", ["toy.json", "toy-train-000001.tar"])
+def test_a_server_leads_nowhere_else(name: str, target: str, server: Server, folder: Path, tmp_path: Path) -> None:
+    with serving(folder) as other:
+        ports = {"own": server.server_address[1], "other": other.server_address[1]}
+        server.leads[name] = target.format(name=name, **ports)
+        assert "lead" in refusal(lambda: shards.find(config(server.url), "train"))
+        assert not other.gets
+    assert server.gets[name] <= 6
+
+
+def test_a_server_may_lead_to_another_of_its_own_paths(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "served" / "other.json").write_bytes((tmp_path / "served" / "toy.json").read_bytes())
+    server.leads["toy.json"] = "/other.json"
+    assert shards.find(config(server.url), "train").samples == 90
+
+
+@pytest.mark.hostile
+def test_a_server_that_leads_in_circles_is_one_line(server: Server) -> None:
+    server.leads["toy.json"] = "/toy.json"
+    assert "toy.json" in refusal(lambda: shards.find(config(server.url), "train"))
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("allowed", [None, "", "other.host", "127.0.0.1.evil", "*"])
+def test_the_secrets_of_netrc_go_nowhere_by_default(
+    allowed: str | None, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(tmp_path, monkeypatch, allowed)
+    assert shards.find(config(server.url), "train").samples == 90
+    assert server.secrets == []
+
+
+def test_the_secrets_of_netrc_go_to_hosts_that_the_person_names(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(tmp_path, monkeypatch, "example.org,127.0.0.1")
+    assert shards.find(config(server.url), "train").samples == 90
+    assert set(server.secrets) == {"Basic bWU6c2VjcmV0"}  # me:secret
+
+
+def plant(home: Path, monkeypatch: pytest.MonkeyPatch, allowed: str | None) -> None:
+    (home / "netrc").write_text("machine 127.0.0.1 login me password secret\ndefault login me password secret\n")
+    (home / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(home / "netrc"))
+    if allowed is None:
+        monkeypatch.delenv("CERTIZOO_NETRC", raising=False)
+    else:
+        monkeypatch.setenv("CERTIZOO_NETRC", allowed)
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("name", ["toy.json", VICTIM])
+def test_what_a_server_packed_is_not_unpacked(name: str, server: Server) -> None:
+    server.fault[name] = "swollen"
+    start = time.monotonic()
+    assert name in refusal(lambda: evaluate(config(server.url)))
+    assert time.monotonic() - start < 20

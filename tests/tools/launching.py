@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -34,13 +35,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launch(script: Path, *arguments: str, cwd: Path) -> "subprocess.Popen[str]":
-    """`deepspeed SCRIPT ARGUMENTS` with 2 ranks; stdout and stderr in one pipe."""
+def launch(script: Path, *arguments: str, cwd: Path, more: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+    """`deepspeed SCRIPT ARGUMENTS` with 2 ranks; stdout and stderr in one pipe. `more` joins the environment."""
     deepspeed = Path(sys.executable).parent / "deepspeed"
     command = [sys.executable, str(deepspeed), f"--master_port={free_port()}", str(script), *arguments]
     return subprocess.Popen(
-        command, cwd=cwd, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+        command, cwd=cwd, env=environment() | dict(more or {}), text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
 
 
 def finish(process: "subprocess.Popen[str]", seconds: float = 300) -> tuple[int, str]:

@@ -4,12 +4,11 @@ Each run logs what a training logs and some are published; a server that is away
 """
 
 import logging
-import os
 import sys
 from pathlib import Path
 
-from registry.publish import publish
 from registry.track import Tracker
+from tests.tools import versions
 
 STEPS = 5
 
@@ -29,16 +28,9 @@ def write(uri: str, folder: Path, runs: int, published: int) -> None:
 
 
 def issue(run_dir: Path, uri: str, run_id: str, certified: float) -> None:
-    files = run_dir / "handover"
-    files.mkdir()
-    (files / "model.safetensors").write_bytes(os.urandom(20_000))
-    (files / "certificate.json").write_text(f'{{"run": "{run_dir}"}}')
-    headline = "certified_acc.0.1"
-    facts = {"dataset": "digits", headline: f"{certified:.4f}", "trial": f"load/{run_dir.parent.name}/{run_dir.name}"}
-    publish(
-        files, name="loaded", loader_module="tests.tools.loader", tags=facts, description="card",
-        metrics={headline: certified}, run_id=run_id, experiment="load", headline=headline, uri=uri,
-    )  # fmt: skip
+    files = versions.certified(run_dir, certified)
+    tags = {"trial": f"load/{run_dir.parent.name}/{run_dir.name}"}
+    versions.issue(files, uri, name="loaded", tags=tags, run_id=run_id, experiment="load")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A web server of a folder on loopback, which counts what it is asked for and misbehaves where told."""
 
+import gzip
 import threading
 import time
 from collections import Counter
@@ -11,12 +12,15 @@ from pathlib import Path
 
 
 class Server(ThreadingHTTPServer):
-    """`fault` of a name: how its bytes are sent; `times`: how often before it is sent well."""
+    """`fault` of a name: how its bytes are sent; `times`: how often before it is sent well. `leads` of a name: where it
+    is instead. `secrets`: every Authorization that came."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
         self.gets: Counter[str] = Counter()
         self.fault: dict[str, str] = {}
+        self.leads: dict[str, str] = {}
+        self.secrets: list[str] = []
         self.times = 10**9
         self.delay = 0.0
         self.over = threading.Event()
@@ -29,9 +33,25 @@ class Server(ThreadingHTTPServer):
 class Handler(SimpleHTTPRequestHandler):
     server: Server
 
+    def do_HEAD(self) -> None:
+        if not self.led_away():
+            super().do_HEAD()
+
+    def led_away(self) -> bool:
+        self.server.secrets += self.headers.get_all("Authorization", [])
+        target = self.server.leads.get(self.path.lstrip("/"))
+        if target is not None:
+            self.send_response(302)
+            self.send_header("Location", target)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        return target is not None
+
     def do_GET(self) -> None:
         name = self.path.lstrip("/")
         self.server.gets[name] += 1
+        if self.led_away():
+            return
         fault = self.server.fault.get(name)
         if fault is None or self.server.gets[name] > self.server.times:
             time.sleep(self.server.delay)
@@ -39,7 +59,9 @@ class Handler(SimpleHTTPRequestHandler):
             return
         content = (Path(self.directory) / name).read_bytes()
         self.send_response(200)
-        if fault != "long":
+        if fault == "swollen":
+            self.send_header("Content-Encoding", "gzip")
+        elif fault != "long":
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if fault == "silent":
@@ -48,6 +70,8 @@ class Handler(SimpleHTTPRequestHandler):
             self.wfile.write(content[: len(content) // 2])
         elif fault == "bit":
             self.wfile.write(bytes([content[0] ^ 1]) + content[1:])
+        elif fault == "swollen":
+            self.wfile.write(gzip.compress(bytes(2**27)))
         elif fault == "long":
             self.wfile.write(content + b"\0")
 

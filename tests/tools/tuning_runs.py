@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.tools.launching import ROOT, environment
 
 # A trial of a few seconds of work: 4 epochs of digits, a certificate of 40 images.
-SHORT = ("--", "train.epochs=4", "certify.images=40", "train.eval_images=80")
+SHORT = ("--", "train.epochs=4", "certify.images=40", "train.eval_images=80", "registry.champion_images=40")
 
 
 def begin(cwd: Path, *arguments: str, uri: str | None = None) -> "subprocess.Popen[str]":

@@ -20,7 +20,9 @@ def test_from_shards_to_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shards.__main__.main(["digits", "data/digits"])
     arguments = ("+model=spec_vit_digits", "data=digits", "name=demo", "train.epochs=12", "certify.images=90")
-    status, output = finish(launch(ROOT / "trainers" / "adv_train.py", *arguments, cwd=tmp_path), seconds=240)
+    status, output = finish(
+        launch(ROOT / "trainers" / "adv_train.py", *arguments, "registry.champion_images=90", cwd=tmp_path), seconds=240
+    )
     assert status == 0, output
     assert "spec_vit_digits version 1 (champion)" in output
     certificate = json.loads(Path("runs/demo/certificate/certificate.json").read_text())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
 from tests.configs.test_configs import one_of_each_shape
+from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, environment
 from trainers import reshape
 from trainers.entry import launcher_argv
@@ -27,9 +28,10 @@ from trainers.objectives import LIPSCHITZ, OBJECTIVES, Probe
 from trainers.seeds import seed_of
 from trainers.settings import DeepSpeedConfig, ObjectiveConfig, OptimizerConfig, PenaltyConfig, TrainConfig
 from trainers.steps.report import ROWS, Report
-from trainers.weights import saving
+from trainers.weights import states
 from zoo.models.convnet import ConvNet
 
+RANK = states.rank_file(0)
 RECIPES = [name for _, name in one_of_each_shape()]
 
 
@@ -135,6 +137,7 @@ def test_a_wrong_value_is_refused_before_any_work(
         "resume=yes": "resume=auto",
         "data.root=nowhere": "nowhere",
         "certify.eps=[]": "certify",
+        "certify.method=WRONG": "no certification method 'WRONG'",
         "registry.uri='http://me:secret@host'": "MLFLOW_TRACKING_URI",
     }
     for override, word in wrong.items():
@@ -159,9 +162,8 @@ def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(digits: Path, tmp_p
     assert " lr " in error or "weights are no longer finite" in error
     saved = checkpoint.newest(tmp_path / "runs" / "wild")
     if saved is not None:
-        file = checkpoint.folder(tmp_path / "runs" / "wild") / saved.tag / "mp_rank_00_model_states.pt"
-        state = torch.load(file, weights_only=False)["module"]
-        assert all(value.isfinite().all() for value in state.values() if value.is_floating_point())
+        state = whole(checkpoint.folder(tmp_path / "runs" / "wild") / saved.tag, "weight")
+        assert all(value.isfinite().all() for value in state.values())
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -263,30 +265,34 @@ def test_adamw_is_torchs_plain_one() -> None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(run_dir: Path, step: int, mark: bool = True) -> Path:
+def write_checkpoint(run_dir: Path, step: int, mark: bool = True, batch: int = 2) -> Path:
     path = checkpoint.folder(run_dir) / checkpoint.tag(step)
     path.mkdir(parents=True)
-    (path / "weights.pt").write_bytes(b"x" * 100)
-    record: dict[str, Any] = {"position": {"step": step, "epoch": 1, "batch_in_epoch": 2}, "world_size": 2}
-    record |= {"run_id": None, "fingerprint": {"seed": 0}, "files": {"weights.pt": 100}}
+    (path / RANK).write_bytes(b"x" * 100)
+    sizes, digests = {RANK: 100}, {RANK: "0" * 64}
+    saved = Saved(path.name, Position(step, 1, batch), 2, None, {"seed": 0}, sizes, digests)
     if mark:
-        (path / checkpoint.MARK).write_text(json.dumps(record))
+        (path / checkpoint.MARK).write_text(saved.mark())
     return path
 
 
-def test_a_checkpoint_of_zero_0_is_whole_for_any_number_of_ranks(tmp_path: Path) -> None:
-    """Nothing of it is cut over ranks; its mark lists the files of the copy. (With training: the slow tests.)"""
-    path = write_checkpoint(tmp_path, 22, mark=False)
-    (path / "weights.pt").unlink()
-    torch.save({"weight": torch.ones(3)}, path / "mp_rank_00_model_states.pt")
-    aside = path.parent / "part" / path.name
-    aside.parent.mkdir()
-    path.rename(aside)
-    saving.complete(aside, path, Saved(path.name, Position(22, 1, 0), 2, "run", {"seed": 0}))
+def test_the_last_epochs_end_is_marked_for_any_number_of_ranks(tmp_path: Path) -> None:
+    """Nothing of it changes but the mark, and nothing is deleted. (With training: the slow tests.)"""
+    path = write_checkpoint(tmp_path, 22, batch=0)
+    later = write_checkpoint(tmp_path, 30)
     reshape.main([str(tmp_path)])
     saved = checkpoint.newest(tmp_path)
     assert saved is not None
-    assert (saved.tag, saved.world_size) == (path.name, None)
+    assert (saved.tag, saved.world_size, saved.files) == (path.name, None, {RANK: 100})
+    assert (path.parent / reshape.ASIDE / later.name / checkpoint.MARK).is_file()
+    with pytest.raises(SystemExit):
+        reshape.main([str(tmp_path)])  # once is enough
+
+
+def test_only_an_epochs_end_can_be_marked(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 30)
+    with pytest.raises(UserError, match="no checkpoint of an epoch's end"):
+        reshape.last_epoch(tmp_path)
 
 
 def test_the_newest_complete_checkpoint_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -298,13 +304,12 @@ def test_the_newest_complete_checkpoint_is_taken(tmp_path: Path, caplog: pytest.
     assert saved.position == Position(step=10, epoch=1, batch_in_epoch=2)
     assert not caplog.records
 
-    (write_checkpoint(tmp_path, 15) / "weights.pt").write_bytes(b"x" * 99)  # shorter than it was
+    (write_checkpoint(tmp_path, 15) / RANK).write_bytes(b"x" * 99)  # shorter than it was
     write_checkpoint(tmp_path, 20, mark=False)  # killed before the mark
-    (write_checkpoint(tmp_path, 25) / checkpoint.MARK).write_text('{"position": {"st')  # a torn mark
     saved = checkpoint.newest(tmp_path)
     assert saved is not None
     assert saved.tag == "step00000010"
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
 
 
 def test_a_difference_is_named(tmp_path: Path) -> None:

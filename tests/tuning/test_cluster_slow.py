@@ -34,7 +34,8 @@ printf '%s\n' 'ListenAddress 127.0.0.1' "HostKey $WORK/host_key" 'StrictModes no
 /usr/sbin/sshd -f "$WORK/sshd_config" -E "$WORK/sshd.log"
 cd "$PROJECT"
 ray up -y cluster/ray.yaml
-ray submit cluster/ray.yaml tune.py --space msvp --num-samples 2 --scheduler none train.epochs=4 certify.images=40
+ray submit cluster/ray.yaml tune.py --space msvp --num-samples 2 --scheduler none train.epochs=4 certify.images=40 \
+  registry.champion_images=40
 if ray submit cluster/ray.yaml tune.py --space nonsense; then echo "SUBMIT HID A FAILURE"; fi
 grep -c . "$HOME/.ray/auth_token"
 if env -u RAY_AUTH_MODE -u RAY_AUTH_TOKEN HOME="$WORK/stranger" RAY_AUTH_MODE=disabled python "$WORK/join.py"

@@ -54,7 +54,13 @@ def test_a_node_is_killed(tmp_path: Path, server: str, monkeypatch: pytest.Monke
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         search = tmp_path / "runs" / "tune" / "nodes"
         trials = ("--space", "msvp", "--num-samples", "2", "--scheduler", "none", "--name", "nodes")
-        overrides = ("--", "train.epochs=16", "certify.images=40", "train.eval_images=80")
+        overrides = (
+            "--",
+            "train.epochs=16",
+            "certify.images=40",
+            "registry.champion_images=40",
+            "train.eval_images=80",
+        )
         driver = begin(tmp_path, *trials, *overrides, uri=server)
         deadline = time.monotonic() + 900
         while len(list(search.glob("trials/*/run-1/checkpoints/step*/complete.json"))) < 2 or len(running(search)) < 2:

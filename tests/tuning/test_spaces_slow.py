@@ -17,7 +17,7 @@ from tuning import spaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-EVERY = ("certify.images=20", "train.eval_images=40")
+EVERY = ("certify.images=20", "registry.champion_images=20", "train.eval_images=40")
 SMALL = {  # trainer -> a run of seconds
     "adv_train": (*EVERY, "train.epochs=1"),
     "constrain": (*EVERY, "constrain.adapt_epochs=1", "constrain.finetune_epochs=1", "constrain.passes=2"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from itertools import count
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -20,7 +21,9 @@ import yaml
 import tune
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
+from certizoo.files import disk_errors
 from registry import credentials
+from tests.tools.full_disk import full_disk
 from tests.tools.launching import ROOT
 from trainers.job import checkpoint
 from tuning import closing, objectives, search, spaces, trial
@@ -190,7 +193,8 @@ def test_an_adopted_checkpoint_is_of_this_trial_and_only_searched_keys_may_diffe
     folder.mkdir(parents=True)
     prints = {"penalty.lambda_q": 1e-3, "model.depth": 2}
     position = {"step": 12, "epoch": 1, "batch_in_epoch": 0}
-    mark = {"position": position, "world_size": 1, "run_id": "theirs", "fingerprint": prints, "files": {}}
+    mark = {"format": checkpoint.FORMAT, "position": position, "world_size": 1, "files": {}, "sha256": {}}
+    mark |= {"run_id": "theirs", "fingerprint": prints}
     (folder / checkpoint.MARK).write_text(json.dumps(mark))
     trial.adopt(theirs, tmp_path / "mine", {"penalty.lambda_q": 5e-4})
     saved = checkpoint.newest(tmp_path / "mine")
@@ -407,3 +411,102 @@ def test_what_listens_beyond_the_loopback_asks_for_a_token_or_a_password(path: P
     text = path.read_text()
     assert yaml.safe_load(text)
     assert any(word in text for word in ("RAY_AUTH_MODE=token", "authOptions: {mode: token}", "ADMIN_PASSWORD:?"))
+
+
+# --- one search a folder ---
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x,y", "a b", "it's", "a=b", "a{b}", "[a]", "$x", "a:b", "1e3", "null", "a\\b", "a\\", "a\\'b", "a\\\\'", 'a"b'],
+)
+def test_a_name_reaches_the_trial_as_it_was_typed(name: str) -> None:
+    wanted = asked("--space", "l2", "--name", name)
+    point = wanted.parameters.draw(Random(0))
+    config = compose_config(wanted.trainer, wanted.trial_overrides("0001", point, Path("r")))
+    assert config["name"] == f"{name}-0001"
+    assert config["registry"]["tags"]["search"] == name
+
+
+@pytest.mark.parametrize("arguments", [("--space", "l2"), ("--resume",), ("--resume", "x")])
+def test_an_object_store_is_no_storage(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    args = tune.parser(DEFAULTS).parse_args([*arguments, "--storage", "s3://bucket/searches"])
+    with pytest.raises(UserError, match=r"not in an object store; give one that all nodes see"):
+        tune.main_search(args, DEFAULTS)
+    assert not list(Path.cwd().glob("s3:*"))
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from certizoo.locks import sole_writer
+with sole_writer(Path(sys.argv[1]), "this search", "x"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("arguments", [("--space", "l2", "--name", "mine"), ("--resume", "mine"), ("--resume",)])
+def test_the_second_driver_of_a_search_is_told_at_once(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a search that runs: begun again, resumed by its name, resumed as the newest."""
+    monkeypatch.setattr(tune, "run", lambda asked, resume: pytest.fail("it was started"))
+    asked("--space", "l2", "--name", "mine", "--storage", str(tmp_path)).save()
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "mine")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        first.stdout.readline()
+        before = sorted(tmp_path.rglob("*"))
+        try:
+            with pytest.raises(UserError, match=f"somebody else writes this search here .process {first.pid} "):
+                tune.main_search(tune.parser(DEFAULTS).parse_args([*arguments, "--storage", str(tmp_path)]), DEFAULTS)
+        finally:
+            first.kill()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_search_that_ended_before_it_began_leaves_its_name_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = tune.parser(DEFAULTS).parse_args(["--space", "l2", "--name", "mine", "--storage", str(tmp_path)])
+
+    def refused(asked: search.Search, resume: bool) -> int:
+        raise UserError("no data")
+
+    monkeypatch.setattr(tune, "run", refused)
+    for _ in range(2):
+        with pytest.raises(UserError, match="no data"):
+            tune.main_search(args, DEFAULTS)
+    asked("--space", "l2", "--name", "mine", "--storage", str(tmp_path)).save()
+    with pytest.raises(UserError, match="finish that search by --resume mine"):
+        tune.main_search(args, DEFAULTS)
+
+
+def test_a_full_disk_leaves_a_search_whole_and_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write of what a search begins and ends with fails in turn."""
+    wanted = asked("--space", "l2", "--name", "mine", "--storage", str(tmp_path))
+    wanted.save()
+    board = Board(wanted.parameters, wanted.metric, 1, wanted.epochs)
+    for name in ("a_0001", "a_0002"):
+        board.started(name, wanted.parameters.draw(Random(1)))
+        board.reported(
+            name, wanted.parameters.draw(Random(1)), {"certified": 1, "clean_acc": 0.5, wanted.metric[0]: 0.2}
+        )
+        board.ended(name)
+    for after in count():
+        refusal = None
+        with full_disk(tmp_path, after) as disk:
+            try:
+                with disk_errors("make room"):
+                    wanted.save()
+                    closing.write(wanted, board)
+            except UserError as error:
+                refusal = error
+        assert search.load(wanted.folder) == wanted
+        assert not list(wanted.folder.glob("*.part"))
+        if not disk.full:
+            break
+        assert refusal or after > len(disk.seen) - 3, disk.seen  # the last file is written before it is renamed
+    assert after > 10
+    assert {path.name for path in wanted.folder.iterdir()} >= {closing.PAGE, closing.TABLE, closing.PARETO}

@@ -17,55 +17,63 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zoo
 from certify.papers import paper_bounds
+from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.files import whole_file, write_whole
+from registry import credentials
 from shards import train_loader
 from trainers import ranks
 from trainers.certvit.douglas_rachford import solve
 from trainers.certvit.layers import constrainable, norm, observe
 from trainers.certvit.prox import magnitude_quantile
 from trainers.engine import engine
+from trainers.engine.world import World
 from trainers.job.job import Job
 from trainers.job.stages import Stages, prepare_stages
 from trainers.seeds import seed_of
 from trainers.settings import ConstrainConfig
 from trainers.steps import loop
-from trainers.weights import handover
+from trainers.steps.sole import sole_trainer
+from trainers.weights import handover, states
+
+FACT = ("layer", "norm_before", "norm_after", "zeros", "missed")
 
 
 def run(config_name: str, overrides: Sequence[str]) -> None:
     """All three stages, on every rank."""
     with ranks.said_once():
         stages = prepare_stages(compose_config(config_name, overrides))
-    with engine.kept():
-        if stages.settings.adapt_epochs and not Path(stages.weights).is_file():
-            loop.train(stages.adapt)
-        constrain(stages)
-        last = finetune(stages) if stages.settings.finetune_epochs else None
-    engine.stop()
-    if last and ranks.rank() == 0:
-        handover.certify_and_publish(*last)
+    world = engine.start(stages.adapt.deepspeed.timeout_minutes)
+    with sole_trainer(stages.folder, world, stages.refuse_changed):
+        with engine.kept():
+            if stages.settings.adapt_epochs and not Path(stages.weights).is_file():
+                loop.train(stages.adapt, world)
+            constrain(stages, world)
+            last = finetune(stages, world) if stages.settings.finetune_epochs else None
+        engine.stop()
+        if last and world.rank == 0:
+            handover.certify_and_publish(*last)
 
 
-def finetune(stages: Stages) -> tuple[Job, str | None]:
+def finetune(stages: Stages, world: World) -> tuple[Job, str | None]:
     """Stage 3: its job and tracking id. The zeros may grow again: report.json says what the norms were before it."""
     with ranks.said_once():
         job = stages.finetune()
-    return job, loop.train(job)
+    return job, loop.train(job, world)
 
 
 # stage 2 -------------------------------------------------------------------------------------------------------------
 
 
-def constrain(stages: Stages) -> None:
+def constrain(stages: Stages, world: World) -> None:
     """Every layer that has no file yet, shared out over the ranks; then rank 0 puts them together."""
     job, settings, layers = stages.adapt, stages.settings, stages.settings_file.parent
-    world = engine.start(job.deepspeed.timeout_minutes)
     if stages.report.is_file():
         return
     with ranks.said_once():
@@ -111,7 +119,7 @@ def constrain_layer(
         missed = max(rows.share(weight.flatten(1).double()) for rows in data.rows)
         new = weight.detach().clone()
         weight.copy_(old)  # the other layers are constrained on what the whole model gave
-    fact = {"layer": name, "norm_before": before, "norm_after": after, "zeros": zeros, "missed": missed}
+    fact = dict(zip(FACT, (name, before, after, zeros, missed), strict=True))
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as part:
         save_file({"weight": new}, part, {"fact": json.dumps(fact)})
@@ -123,22 +131,32 @@ def assemble(stages: Stages, model: nn.Module, names: Sequence[str], images: Seq
     with torch.no_grad():
         for name in names:
             path = stages.settings_file.with_name(f"{name}.safetensors")
-            model.get_submodule(name).get_parameter("weight").copy_(load_file(path)["weight"])
-            rows.append(fact_of(path))
+            weight = model.get_submodule(name).get_parameter("weight")
+            new, fact = read_layer(path, weight)
+            weight.copy_(new)
+            rows.append(fact)
     after = float(paper_bounds.product(model, images[0]))
-    extra = {key: value for key, value in job.config.items() if key != "model"}
+    extra = credentials.redacted({key: value for key, value in job.config.items() if key != "model"})
     zoo.handover.save(stages.constrained, model, job.model, extra)
     report = {"product_before": before, "product_after": after, "layers": rows}
     write_whole(stages.report, json.dumps(report, indent=1))
     Console(highlight=False).print(table(report))
 
 
-def fact_of(path: Path) -> dict[str, Any]:
-    """What `constrain_layer` wrote beside the weight."""
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        return dict(json.loads(file.metadata()["fact"]))
+def read_layer(path: Path, weight: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """What `constrain_layer` wrote: the new weight, formed as `weight`, and its facts. Raises UserError where the file
+    is another."""
+    try:
+        new = states.read_exact(path, {"weight": weight})["weight"]
+        with safe_open(path, "pt") as file:
+            fact = json.loads((file.metadata() or {}).get("fact", "null"))
+        if not isinstance(fact, dict) or tuple(fact) != FACT or {type(fact[key]) for key in FACT[1:]} != {float}:
+            raise ValueError("it does not tell what became of the layer")
+    except states.UNREADABLE as error:
+        raise UserError(
+            f"{path} is not as this run writes it ({str(error)[:200]}); delete it, and go on by the same command"
+        ) from None
+    return new, fact
 
 
 def table(report: dict[str, Any]) -> Table:

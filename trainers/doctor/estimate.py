@@ -47,9 +47,10 @@ def estimate(job: Job, ranks: int) -> Estimate:
     model = zoo.create_model(**job.model)
     count = sum(parameter.numel() for parameter in model.parameters())
     stage, narrow = job.deepspeed.stage, 2 if job.train.precision == "bf16" else 4
-    optimiser = 4 * count * states_a_weight(job) + (4 * count if stage else 0)
+    momenta = 4 * count * states_a_weight(job)
+    optimiser = momenta + (4 * count if stage else 0)
     average = 4 * count if job.train.ema_decay else 0
-    checkpoint = narrow * count + optimiser + average
+    checkpoint = 4 * count + momenta + average  # of a weight, float32 and no narrower copy
     return Estimate(
         parameters=count,
         weights=share(narrow * count, ranks, stage >= 3),

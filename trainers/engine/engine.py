@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,11 +39,13 @@ from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 from certizoo import UserError  # noqa: E402
 from certizoo.memory import keep_freed_memory  # noqa: E402
 from trainers import ranks  # noqa: E402
+from trainers.engine.share import Share  # noqa: E402
 from trainers.engine.world import World  # noqa: E402
 from trainers.engine.wrappers import EngineModel, InFloat32, recompute_blocks_  # noqa: E402
-from trainers.settings import DeepSpeedConfig, OptimizerConfig, TrainConfig, require  # noqa: E402
+from trainers.settings import DeepSpeedConfig, OptimizerConfig, TrainConfig  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+SLACK = 1.0  # minutes that collectives wait longer than the watchdog, whose message says where
 KEPT = ContextVar("KEPT", default=False)
 BUCKET = 500_000_000  # gradients that are summed over ranks at once, at most
 DISABLE = "TORCHDYNAMO_DISABLE"
@@ -81,7 +82,7 @@ def start(timeout_minutes: float) -> World:
         deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
     if dist.is_initialized():
         return World(rank, size, device)
-    patience = timedelta(minutes=timeout_minutes)  # a rank that waits longer for the others ends with an error
+    patience = timedelta(minutes=timeout_minutes + SLACK)  # a rank that waits longer for the others ends with an error
     store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
     backend, bound = ("nccl", device) if gpu else ("gloo", None)  # unbound, NCCL guesses the GPU, and says so each time
     try:
@@ -176,6 +177,7 @@ class Engine:
         world: World,
     ) -> None:
         self.world, self.train_config, self.lr = world, train, optimizer.lr
+        self._stage = settings.stage
         self.accumulation = train.accumulation(world.size)
         self.micro_batch = train.micro_batch(world.size)
         if train.grad_checkpointing:
@@ -263,16 +265,25 @@ class Engine:
             with deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.detach()
 
-    def save(self, folder: Path, tag: str) -> None:
-        """Collective: weights, optimiser partitions and counters under `folder/tag`."""
-        self._engine.save_checkpoint(str(folder), tag=tag)
+    def share(self) -> Share:
+        """What this rank keeps of weights and optimiser, to be saved and restored."""
+        return Share(self.module, self._engine.optimizer, self._stage, self.world.rank)
 
-    def load(self, folder: Path, tag: str, any_ranks: bool = False) -> None:
-        """Collective. DeepSpeed unpickles (weights_only=False): callers pass only folders this project wrote.
-        `any_ranks`: it is a universal checkpoint."""
-        self._engine._config.load_universal_checkpoint = any_ranks and self._engine.zero_optimization()
-        path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
-        require(path is not None, f"{folder / tag} could not be loaded; delete it and resume from the one before")
+    @contextmanager
+    def restoring(self) -> Iterator[Share]:
+        """Collective. The share, to be overwritten; the model has its float32 weights afterwards. DeepSpeed's own
+        `load_checkpoint` unpickles, and is not used."""
+        outer = self._engine.optimizer
+        if self._stage == 3:
+            outer.checkpoint_event_prologue()  # weights that are gathered are given back
+        with torch.no_grad():
+            yield self.share()
+            if self._stage in (1, 2):
+                outer.update_lp_params()
+            elif self._stage == 3:
+                for group in range(len(outer.fp16_groups)):
+                    outer._reassign_or_swap_out_partitioned_parameters(group)
+                outer.checkpoint_event_epilogue()
 
     def float32_weights(self) -> list[Tensor]:
         """The weights in the order of `module.parameters()`: the float32 masters (collective) of a bf16 run."""

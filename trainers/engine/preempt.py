@@ -12,12 +12,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
+from trainers.engine.launcher import ended, launchers
 from trainers.engine.world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -38,7 +38,7 @@ class Request:
         self.reason: str | None = None
         self.signum: int | None = None
         self._at = 0.0
-        self._launcher = launcher()
+        self._launchers = launchers()
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """The signals' handler."""
@@ -50,7 +50,7 @@ class Request:
 
     def agreed(self, world: World) -> bool:
         """Collective: was any rank asked?"""
-        if self.reason is None and any(map(ended, self._launcher)):
+        if self.reason is None and any(map(ended, self._launchers)):
             self.reason = "the end of its launcher"
         return bool(world.sums(torch.tensor([float(self.reason is not None)])).item())
 
@@ -67,22 +67,3 @@ def listening() -> Iterator[Request]:
             signal.signal(number, handler)
     if request.signum is not None:
         os.kill(os.getpid(), request.signum)
-
-
-def launcher() -> list[psutil.Process]:
-    """DeepSpeed's processes above this one: `deepspeed.launcher.launch`, and the `deepspeed` command above that."""
-    found: list[psutil.Process] = []
-    with suppress(psutil.Error):
-        for process in psutil.Process().parents()[:2]:
-            if not any("deepspeed" in word for word in process.cmdline()[:4]):
-                break
-            found.append(process)
-    return found
-
-
-def ended(process: psutil.Process) -> bool:
-    """Whether or not its parent has waited for it (a zombie has ended)."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True

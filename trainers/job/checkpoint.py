@@ -1,23 +1,29 @@
 """Checkpoints that survive being killed while they are written.
 
-    run_dir/checkpoints/step00000500/{DeepSpeed's files, ema.safetensors, complete.json}
+    run_dir/checkpoints/step00000500/{rank00000.safetensors ..., buffers.safetensors, ema.safetensors, complete.json}
 
-A checkpoint is written to a temporary folder (trainers/weights/saving.py), read again and compared with its checksums,
-given `complete.json`, which names every file with its size, and only then renamed; a folder without that mark, or with
-a file that is shorter, does not count. No random state is stored: each step derives its own from (seed, step, rank).
+A checkpoint is written to a temporary folder (trainers/weights/saving.py), read again and compared, given
+`complete.json`, which names every file with its size and digest, and only then renamed; a folder without that mark, or
+with a file that is shorter, does not count. No random state is stored: each step derives its own from (seed, step,
+rank). A mark may come from anywhere: what it says is checked, and it names files of its own folder only.
 """
 
 import json
 import logging
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from certizoo import UserError
+from certizoo.documents import read_json
 
 log = logging.getLogger(__name__)
 MARK = "complete.json"
+FORMAT = 2  # 1 was DeepSpeed's: pickles
+FILE = re.compile(r"(rank\d{5}|buffers|ema)\.safetensors")
+TAG, DIGEST, RUN_ID = re.compile(r"step\d{8,15}"), re.compile("[0-9a-f]{64}"), re.compile(r"[\w.-]{1,100}")
 
 # What may change between a run and its continuation: nothing that the weights depend on.
 FREE = (
@@ -50,13 +56,25 @@ class Position:
 
 @dataclass(frozen=True)
 class Saved:
-    """What `complete.json` tells. `world_size` None: any number of ranks can load it (trainers/reshape.py)."""
+    """What `complete.json` tells. `world_size` None: any number of ranks can load it (trainers/reshape.py); `files`:
+    sizes; `sha256`: their digests."""
 
     tag: str
     position: Position
     world_size: int | None
     run_id: str | None
     fingerprint: dict[str, Any]
+    files: dict[str, int] = field(default_factory=dict)
+    sha256: dict[str, str] = field(default_factory=dict)
+
+    def mark(self) -> str:
+        """The text of `complete.json`."""
+        return json.dumps({"format": FORMAT} | {k: v for k, v in asdict(self).items() if k != "tag"}, indent=1)
+
+    @property
+    def of_ranks(self) -> list[str]:
+        """The ranks' files."""
+        return [name for name in self.files if name.startswith("rank")]
 
 
 def folder(run_dir: Path) -> Path:
@@ -65,7 +83,7 @@ def folder(run_dir: Path) -> Path:
 
 def folders(run_dir: Path) -> list[Path]:
     """Of all checkpoints, complete or not, by step."""
-    return sorted(folder(run_dir).glob("step*"))
+    return sorted(path for path in folder(run_dir).glob("step*") if TAG.fullmatch(path.name))
 
 
 def fingerprint(config: Mapping[str, Any], data_digest: str) -> dict[str, Any]:
@@ -92,14 +110,43 @@ def newest(run_dir: Path) -> Saved | None:
 
 
 def read(path: Path) -> Saved | None:
-    try:
-        mark = json.loads((path / MARK).read_text())
-        whole = all((path / name).stat().st_size == size for name, size in mark["files"].items())
-        position = Position(**mark["position"])
-        saved = Saved(path.name, position, mark["world_size"], mark["run_id"], mark["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
+    """What the mark tells; None for a folder without one, or where a file of its list is shorter, or none: a run that
+    was killed leaves no more. Raises UserError for a mark that no run of this version wrote."""
+    if not _is_file(path / MARK):
         return None
+    mark = read_json(path / MARK)
+    if isinstance(mark, dict) and mark.get("format", 1) != FORMAT:
+        raise UserError(
+            f"{path} was written by another version, as pickles, which may hold code and are not read; go on with that "
+            "version, or start anew with name=ANOTHER"
+        )
+    try:
+        saved = _saved(path.name, mark)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path / MARK} is not as training writes it ({str(error)[:100]}); delete {path}, and resume from the one "
+            "before"
+        ) from None
+    whole = all(_is_file(path / name) and (path / name).stat().st_size == size for name, size in saved.files.items())
     return saved if whole else None
+
+
+def _saved(name: str, mark: dict[str, Any]) -> Saved:
+    """Every value of the kind that it should be. Raises ValueError and its like."""
+    position = Position(**mark["position"])
+    counts = [*vars(position).values(), *mark["files"].values(), mark["world_size"] or 1]
+    if not all(type(count) is int and 0 <= count < 2**53 for count in counts) or tag(position.step) != name:
+        raise ValueError(f"counts that are none: {position}, {mark['world_size']} ranks")
+    if not all(FILE.fullmatch(file) and DIGEST.fullmatch(mark["sha256"][file]) for file in mark["files"]):
+        raise ValueError("files that are none of a checkpoint")
+    if not (mark["run_id"] is None or RUN_ID.fullmatch(mark["run_id"])) or not isinstance(mark["fingerprint"], dict):
+        raise ValueError("a run that is none")
+    return Saved(name, position, mark["world_size"], mark["run_id"], mark["fingerprint"], mark["files"], mark["sha256"])
+
+
+def _is_file(path: Path) -> bool:
+    """A file of its own: what a link leads to may be anything, and a pipe would keep its reader for ever."""
+    return not path.is_symlink() and path.is_file()
 
 
 def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_dir: Path) -> None:
@@ -108,7 +155,7 @@ def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_di
         then, value = saved.fingerprint.get(key), now.get(key)
         if then != value:
             raise UserError(
-                f"{run_dir} was trained with {key}={then}, this command says {key}={value}; "
+                f"{run_dir} was trained with {key}={str(then)[:100]}, this command says {key}={value}; "
                 "resume with the same settings, or start anew with name=ANOTHER"
             )
     if saved.world_size not in (None, world_size):
@@ -116,6 +163,19 @@ def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_di
             f"{run_dir} was trained by {saved.world_size} ranks, now there are {world_size}; start as many "
             f"(`deepspeed --num_gpus {saved.world_size} ...`), or convert its last epoch's end for any number: "
             f"`python -m trainers.reshape {run_dir}`"
+        )
+
+
+def check_position(saved: Saved, steps_per_epoch: int, total_steps: int) -> None:
+    """Raise UserError where a run of so many steps is never where this checkpoint says it was."""
+    at = saved.position
+    counted = at.step == at.epoch * steps_per_epoch + at.batch_in_epoch and at.batch_in_epoch < steps_per_epoch
+    if saved.world_size is None:  # other ranks may have made another number of steps in an epoch
+        counted = at.ends_epoch and at.epoch <= at.step
+    if not counted or at.step > total_steps:
+        raise UserError(
+            f"{saved.tag} says that it is of {at}, where no run of {total_steps} steps, {steps_per_epoch} an epoch, "
+            "ever is; delete it, and resume from the one before"
         )
 
 

@@ -18,6 +18,7 @@ from registry import store
 from shards import DataConfig, ShardSet, find
 from trainers import ranks
 from trainers.job import checkpoint
+from trainers.job.folder import refuse_used_folder
 from trainers.job.job import Job, certify_settings
 from trainers.job.recipe import check_recipe
 from trainers.job.schedule import ScheduleConfig
@@ -75,7 +76,9 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         certify_settings(job)
     check_recipe(job, ranks.world_size())
     if job.saved is not None:
-        checkpoint.check_same_run(job.saved, job.fingerprint, ranks.world_size(), job.run_dir)
+        size = ranks.world_size()
+        checkpoint.check_same_run(job.saved, job.fingerprint, size, job.run_dir)
+        checkpoint.check_position(job.saved, job.steps_per_epoch(size), job.total_steps(size))
     return job
 
 
@@ -113,12 +116,3 @@ def _test_set(data: DataConfig) -> ShardSet | None:
 def _saved(run_dir: Path, resume: str | None) -> checkpoint.Saved | None:
     refuse_used_folder(run_dir, resume)
     return checkpoint.newest(run_dir) if resume else None
-
-
-def refuse_used_folder(run_dir: Path, resume: str | None) -> None:
-    """Raise UserError for a folder that is not empty, unless what is in it is to go on."""
-    require(resume in (None, "auto"), f"resume={resume} does not exist; use resume=auto")
-    require(
-        resume == "auto" or not run_dir.is_dir() or not any(run_dir.iterdir()),
-        f"{run_dir} holds an earlier run; continue it with resume=auto, or start another with name=ANOTHER",
-    )

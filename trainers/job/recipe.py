@@ -18,7 +18,9 @@ from torch import nn
 import zoo
 from attacks import AttackConfig
 from attacks.attention import loss_of
+from certify.stage import register
 from certizoo import UserError
+from certizoo.files import require_file_name
 from certizoo.nearest import choices
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
@@ -68,6 +70,10 @@ def check_recipe(job: Job, ranks: int) -> None:
 
 
 # objective, labels, attack -------------------------------------------------------------------------------------------
+
+
+def the_name_is_that_of_one_folder(r: Recipe) -> None:
+    require_file_name(r.job.config["name"], "name")
 
 
 def the_objective_exists(r: Recipe) -> None:
@@ -288,7 +294,16 @@ def missing_rule(model: Mapping[str, Any], method: str) -> str:
         return ""
 
 
+# the registry --------------------------------------------------------------------------------------------------------
+
+
+def tags_are_no_facts(r: Recipe) -> None:
+    registry = r.job.config["registry"]
+    register.check(registry["champion_images"], registry["tags"] or {})
+
+
 RULES: tuple[Rule, ...] = (
+    the_name_is_that_of_one_folder,
     the_objective_exists,
     blurred_labels_suit_the_objective,
     an_attack_on_probabilities_climbs_their_cross_entropy,
@@ -314,6 +329,7 @@ RULES: tuple[Rule, ...] = (
     penalties_find_weights,
     attacks_suit_the_model,
     certificates_have_rules_for_the_model,
+    tags_are_no_facts,
 )
 
 

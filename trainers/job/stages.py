@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainers import ranks
+from trainers.job.folder import refuse_changed, refuse_used_folder
 from trainers.job.job import Job
-from trainers.job.prepare import prepare, refuse_used_folder
+from trainers.job.prepare import prepare
 from trainers.job.recipe import check_constrain
 from trainers.job.typed import typed
 from trainers.settings import ConstrainConfig, require
@@ -42,6 +43,11 @@ class Stages:
         own |= {"pretrained": str(self.constrained / WEIGHTS)}
         return prepare(stage(self.config, "finetune", self.settings.finetune_epochs) | own, source_exists)
 
+    def refuse_changed(self) -> None:
+        """Raise UserError where another run has written in the folder since this was prepared."""
+        refuse_used_folder(self.folder, self.config["resume"])
+        refuse_changed(self.adapt)
+
     @property
     def report(self) -> Path:
         """The last file that stage 2 writes."""
@@ -69,7 +75,7 @@ def prepare_stages(config: Config) -> Stages:
         stages.finetune(source_exists=False)
     if stages.settings_file.is_file() and not stages.report.is_file():
         require(
-            stages.settings_file.read_text() == stages.settings_text,
+            stages.settings_file.read_bytes() == stages.settings_text.encode(),
             f"{stages.settings_file.parent} was made with other settings than these; use another name=...",
         )
     return stages

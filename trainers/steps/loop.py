@@ -21,6 +21,7 @@ from shards import train_loader
 from trainers.engine import engine, logs
 from trainers.engine.preempt import Request, Stopped, listening
 from trainers.engine.watchdog import Watchdog
+from trainers.engine.world import World
 from trainers.job import checkpoint
 from trainers.job.checkpoint import Position, Saved
 from trainers.job.job import Job
@@ -32,7 +33,6 @@ from trainers.steps.step import Batch, NonFinite, train_step
 from trainers.weights import handover, saving
 from trainers.weights.ema import Average
 
-SLACK = 1.0  # minutes that collectives wait longer than the watchdog, whose message says where
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -58,12 +58,12 @@ class Session:
             yield batch
 
 
-def train(job: Job) -> str | None:
-    """Run the job to its hand-over, on every rank. Returns rank 0's tracking id; the process group is gone then.
+def train(job: Job, world: World) -> str | None:
+    """Run the job to its hand-over, on every rank of a started group. Returns rank 0's tracking id; the group is gone
+    then.
 
     Raises Stopped where the run was asked to stop.
     """
-    world = engine.start(job.deepspeed.timeout_minutes + SLACK)
     with said_once():
         run = assemble(job, world)
         average = Average(job, run.engine) if job.train.ema_decay else None

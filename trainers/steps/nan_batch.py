@@ -3,9 +3,6 @@
 import json
 import math
 from itertools import islice
-from typing import Any
-
-import torch.distributed as dist
 
 from certizoo.files import write_whole
 from shards import train_loader
@@ -21,8 +18,7 @@ def write(run: Run, position: Position, own: dict[str, float]) -> None:
     The file: step, epoch, and for each rank its terms, whether they are finite, and the keys of its micro-batches.
     """
     mine = {"finite": all(map(math.isfinite, own.values())), "terms": own, "keys": keys_of(run, position)}
-    ranks: list[Any] = [None] * run.world.size
-    dist.all_gather_object(ranks, mine)
+    ranks = [json.loads(text) for text in run.world.texts(json.dumps(mine))]
     if run.world.rank == 0:
         record = {"step": position.step, "epoch": position.epoch, "ranks": ranks}
         write_whole(run.job.run_dir / FILE, json.dumps(record, indent=1))

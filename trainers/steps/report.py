@@ -102,7 +102,7 @@ class Report:
     def _drop_rows_after(self, step: int) -> None:
         if not self.path.exists():
             return
-        lines = self.path.read_text().splitlines()
+        lines = self.path.read_text(errors="replace").splitlines()
         kept = [line for line in lines if _step_of(line) < step or (_step_of(line) == step and "clean_acc" not in line)]
         write_whole(self.path, "".join(line + "\n" for line in kept))
 
@@ -112,8 +112,8 @@ def _listed(metrics: Row) -> str:
 
 
 def _step_of(line: str) -> float:
-    """A line cut off by a kill counts as the future."""
+    """A line cut off by a kill, or that is no row, counts as the future."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return float("inf")

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-import yaml
 from torch import Tensor
 
 import zoo
+from certizoo.documents import yaml_of
 from certizoo.files import write_whole
+from registry import credentials
 from registry.track import Tracker
 from trainers.engine.engine import Engine
 from trainers.engine.world import World
@@ -50,7 +51,7 @@ def assemble(job: Job, world: World) -> Run:
     tracker = None
     if world.rank == 0:
         job.run_dir.mkdir(parents=True, exist_ok=True)
-        write_whole(job.run_dir / "config.yaml", yaml.safe_dump(job.config, sort_keys=False))
+        write_whole(job.run_dir / "config.yaml", yaml_of(credentials.redacted(job.config)))
         tracker = open_tracker(job)
     total = job.total_steps(world.size)
     report = Report(job.run_dir, total, enabled=world.rank == 0, tracker=tracker)

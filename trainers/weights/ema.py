@@ -11,16 +11,13 @@ updated alike, of weights that it has whole (ZeRO 0-2); one safetensors file of 
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import zoo
-from certizoo import UserError
-from certizoo.files import whole_file
 from trainers.engine.engine import Engine
 from trainers.job.job import Job
+from trainers.weights import states
 
 FILE = "ema.safetensors"
 
@@ -42,16 +39,11 @@ class Average:
         for mine, its in zip(self.module.buffers(), engine.module.buffers(), strict=True):
             mine.copy_(its)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Path:
         """One rank: folder/ema.safetensors."""
-        with whole_file(folder / FILE) as part:
-            save_file({key: value.cpu().contiguous() for key, value in self.module.state_dict().items()}, part)
+        states.write_file(folder / FILE, self.module.state_dict())
+        return folder / FILE
 
     def load(self, folder: Path) -> None:
-        """Every rank. Raises UserError where the file is damaged."""
-        try:
-            self.module.load_state_dict(load_file(folder / FILE))
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{folder / FILE} could not be read ({error}); delete {folder} and resume from the one before"
-            ) from None
+        """Every rank. Raises UserError where the file is damaged, or of another model."""
+        self.module.load_state_dict(states.read_file(folder / FILE, self.module.state_dict()))

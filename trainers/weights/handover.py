@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
+from safetensors import SafetensorError
 
 import zoo
 from certify.stage import register
@@ -14,6 +16,8 @@ from certify.stage import run as stage
 from certizoo import UserError, __version__
 from certizoo.commit import git_commit
 from certizoo.files import write_whole
+from certizoo.text import plain
+from registry import credentials
 from trainers.engine.engine import Engine
 from trainers.job.job import Job, certify_settings
 from trainers.weights.ema import Average
@@ -30,9 +34,15 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
     if engine.world.rank == 0:
         model = zoo.create_model(**job.model)  # float32, whatever training computed in
         model.load_state_dict(state)
-        extra = {key: value for key, value in job.config.items() if key != "model"}
+        extra = credentials.redacted({key: value for key, value in job.config.items() if key != "model"})
         extra |= {"git_commit": git_commit(), "certizoo": __version__, "ranks": engine.world.size, "steps": step}
-        zoo.handover.save(job.handover, model, job.model, extra)
+        try:
+            zoo.handover.save(job.handover, model, job.model, extra)
+        except SafetensorError as error:
+            raise UserError(
+                f"{job.handover} could not be written ({error}); make room, then go on by the same command and "
+                "resume=auto"
+            ) from None
         write_whole(job.handover / "metrics.json", json.dumps({"step": step, **metrics}, indent=1))
     engine.world.barrier()
 
@@ -78,19 +88,20 @@ def _published(job: Job, folder: Path, out: Path, run_id: str | None) -> str:
         experiment=settings["experiment"],
         uri=settings["uri"],
         tags=settings["tags"] or {},
+        champion_images=settings["champion_images"],
     )
 
 
 def closing_table(job: Job, metrics: dict[str, float], summary: dict[str, Any], published: str) -> Table:
     """Accuracies on test images, and where things are."""
-    table = Table(title=job.config["name"], show_header=False)
+    table = Table(title=Text(plain(job.config["name"])), show_header=False)
     for key in ("clean_acc", "pgd_acc"):
         if key in metrics:
             table.add_row(f"{key} (end of training)", f"{metrics[key]:.1%}")
     for eps, accuracy in summary.get("accuracy", {}).items():
         table.add_row(f"L2 {eps}: certified / under PGD", f"{accuracy['certified']:.1%} / {accuracy['pgd']:.1%}")
-    table.add_row("weights", str(job.handover))
+    table.add_row("weights", Text(plain(str(job.handover))))
     if summary:
-        table.add_row("certificate", str(job.run_dir / CERTIFICATE))
-    table.add_row("registered", published)
+        table.add_row("certificate", Text(plain(str(job.run_dir / CERTIFICATE))))
+    table.add_row("registered", Text(plain(published)))
     return table

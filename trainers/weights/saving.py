@@ -4,19 +4,19 @@
 import json
 import os
 import shutil
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
-import torch
+from safetensors import SafetensorError
 
 from certizoo import UserError
 from certizoo.files import write_whole
 from trainers.engine.engine import Engine
 from trainers.job.checkpoint import MARK, Saved, folder, folders
 from trainers.ranks import PEER_GONE
+from trainers.weights import states
 from trainers.weights.ema import Average
 
 PART = "part"
@@ -32,59 +32,45 @@ def save(engine: Engine, average: Average | None, run_dir: Path, saved: Saved, k
         shutil.rmtree(aside, ignore_errors=True)  # of a save that was killed
     world.barrier()
     with _one_line(folder(run_dir), aside):
-        engine.save(aside, saved.tag)  # ends with a barrier: all ranks have written
+        (aside / saved.tag).mkdir(parents=True, exist_ok=True)
+        written = states.write(engine.share(), aside / saved.tag, world.rank)
         if average is not None and world.rank == 0:
-            average.save(aside / saved.tag)
-        world.barrier()
-        verify(aside / saved.tag, world.rank, world.size)
-    world.barrier()
+            written.append(average.save(aside / saved.tag))
+        own = {file.name: (file.stat().st_size, states.sha256(file)) for file in written}
+    every = {name: facts for text in world.texts(json.dumps(own)) for name, facts in json.loads(text).items()}
     if world.rank == 0:
+        sizes, digests = ({name: facts[i] for name, facts in every.items()} for i in (0, 1))
         with _one_line(folder(run_dir), aside):
-            complete(aside / saved.tag, folder(run_dir) / saved.tag, saved)
+            complete(aside / saved.tag, folder(run_dir) / saved.tag, replace(saved, files=sizes, sha256=digests))
         _prune(run_dir, keep)
     world.barrier()
-
-
-def verify(path: Path, rank: int, size: int) -> None:
-    """Read this rank's share of the files as they are on the disk. Raises OSError where a checksum is wrong."""
-    for file in sorted(path.rglob("*.pt"))[rank::size]:
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
-        with zipfile.ZipFile(file) as archive:  # torch.save writes a zip file with a CRC-32 of each tensor
-            broken = archive.testzip()
-        if broken is not None:
-            raise OSError(f"{file.name} does not hold what was written")
 
 
 def load(engine: Engine, average: Average | None, run_dir: Path, saved: Saved) -> None:
     """Collective. Raises UserError naming a checkpoint that cannot be read."""
     path = folder(run_dir) / saved.tag
-    try:
-        verify(path, engine.world.rank, engine.world.size)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is damaged ({error}); delete it and resume from the one before") from None
-    engine.load(folder(run_dir), saved.tag, any_ranks=saved.world_size is None)
-    if (path / "zero").is_dir():
-        _restore_buffers(engine, path / "zero")
+    verify(path, saved, engine.world.rank, engine.world.size)
+    with engine.restoring() as share:
+        states.read(share, path, saved.of_ranks, saved.position.step)
     if average is not None:
         average.load(path)
 
 
-@torch.no_grad()
-def _restore_buffers(engine: Engine, parts: Path) -> None:
-    """Of a universal checkpoint: it has them, but DeepSpeed loads weights and optimiser only."""
-    for name in engine.module.state_dict().keys() & {name for name, _ in engine.module.named_buffers()}:
-        value = torch.load(parts / f"model.{name}" / "fp32.pt", weights_only=True)["param"]
-        engine.module.get_buffer(name).copy_(value)
+def verify(path: Path, saved: Saved, rank: int, size: int) -> None:
+    """Read this rank's share of the files as they are on the disk. Raises UserError where a digest is wrong."""
+    with states.one_line(path):
+        for name in sorted(saved.files)[rank::size]:
+            if states.sha256(path / name) != saved.sha256[name]:
+                raise ValueError(f"{name} is damaged: it does not hold what was written")
 
 
 @contextmanager
 def _one_line(checkpoints: Path, aside: Path) -> Iterator[None]:
-    """What a full disk raises here (OSError from Python, RuntimeError from torch's writer) becomes a UserError, and
-    what was written aside is deleted: it would keep the disk full."""
+    """What a full disk raises here (OSError, or SafetensorError) becomes a UserError, and what was written aside is
+    deleted: it would keep the disk full. RuntimeError: a rank that waits for one that could not write."""
     try:
         yield
-    except (OSError, RuntimeError, zipfile.BadZipFile) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         if any(words in str(error) for words in PEER_GONE):
             raise  # another rank could not write, and has printed why
         shutil.rmtree(aside, ignore_errors=True)
@@ -102,9 +88,7 @@ def _reason(error: Exception) -> str:
 
 def complete(aside: Path, path: Path, saved: Saved) -> None:
     """Mark, then rename; a damaged folder of the same step makes room."""
-    files = {str(file.relative_to(aside)): file.stat().st_size for file in aside.rglob("*") if file.is_file()}
-    record = {key: value for key, value in asdict(saved).items() if key != "tag"} | {"files": files}
-    write_whole(aside / MARK, json.dumps(record, indent=1))
+    write_whole(aside / MARK, saved.mark())
     if path.exists():
         os.replace(path, aside.with_name("replaced"))
     os.replace(aside, path)

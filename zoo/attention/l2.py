@@ -129,6 +129,11 @@ def distance_bound(n: int) -> float:
     return x
 
 
+def _refuse_scale(module: L2Attention) -> None:
+    if not module.scale > 0:
+        raise NoRule(module, f"its scale is {module.scale}; distances need one above 0")
+
+
 def l2(module: L2Attention) -> Layer:
     """Global (docs/proofs.md#l2-attention, with M_h kept whole and the heads sharing one budget):
 
@@ -149,6 +154,7 @@ def l2(module: L2Attention) -> Layer:
     """
     if module.k is not None:
         raise NoRule(module, "with a W_K of its own (tied=false) L2 attention is not Lipschitz")
+    _refuse_scale(module)
     for part in (module.q, module.v, module.proj):
         expect(part, nn.Linear)
     w_q_HOD, w_v_HOD = (w.weight.detach().double().unflatten(0, (module.num_heads, -1)) for w in (module.q, module.v))
@@ -171,6 +177,7 @@ def l2(module: L2Attention) -> Layer:
 
 def l2_split(module: L2Attention) -> Split:
     """Scores -|q - k|^2 s / 2 = s (q . k - |k|^2 / 2) up to a constant of the row, values Q_h M_h."""
+    _refuse_scale(module)
     for part in module.children():
         expect(part, nn.Linear)
     w_q, w_k = (

@@ -35,7 +35,7 @@ def global_layer(module: QKVAttention, gains: Callable[[int], tuple[float, float
     norm_o = sigma_upper(module.proj.weight)
 
     def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
-        gains_3 = torch.tensor(gains(x_BND.shape[-2])).to(norms_3)
+        gains_3 = torch.tensor(gains(x_BND.shape[-2]), dtype=norms_3.dtype).to(norms_3)
         lipschitz = torch.minimum((gains_3 * norms_3).sum(), gains_3.norm() * norm) * norm_o
         return module(x_BND), lambda r: lipschitz.clamp_min(SMALLEST) * r
 

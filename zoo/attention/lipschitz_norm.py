@@ -21,7 +21,7 @@ from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii
 from zoo.bounds.contracts import Layer
-from zoo.bounds.facts import register
+from zoo.bounds.facts import NoRule, register
 
 SMALLEST_C = 1e-12  # 0 / 0 where two of u, v, w vanish
 
@@ -69,6 +69,9 @@ def lipschitz_norm(module: LipschitzNormAttention) -> Layer:
 
     Proof: docs/proofs.md#lipschitz-norm.
     """
+
+    if module.scale != 1:
+        raise NoRule(module, f"its scale is {module.scale}, and the bound is of 1")
 
     def gains(n: int) -> tuple[float, float, float]:
         if n == 1:

@@ -20,7 +20,7 @@ from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii
 from zoo.bounds.contracts import Bound, Layer
-from zoo.bounds.facts import register
+from zoo.bounds.facts import NoRule, register
 from zoo.layers.norms import bounded_normalisation, normalisation_remainder, smooth_expansion
 
 
@@ -68,6 +68,8 @@ def scsa(module: ScaledCosineAttention) -> Layer:
 
     Proof: docs/proofs.md#scsa.
     """
+    if not module.eps > 0:
+        raise NoRule(module, f"its eps is {module.eps}; set one above 0")
     tau = abs(module.scale)
     size = abs(module.nu) / math.sqrt(module.eps)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node
 from zoo.bounds.facts import Link, NoRule, facts_of
-from zoo.bounds.rules import layer_of, radii, trunk
+from zoo.bounds.rules import added, layer_of, radii, trunk
 
 
 def trunk_of(model: nn.Module) -> tuple[list[Node], nn.Linear]:
@@ -143,7 +143,7 @@ def residual_expansion(branch: Expand) -> Expand:
     def expand(x: Tensor) -> Expansion:
         inner = branch(x)
         return Expansion(
-            x + inner.y,
+            added(x, inner.y),
             1 + inner.gain_B,
             inner.beta,
             inner.remainder,

@@ -25,6 +25,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo import pristine
+from zoo.bounds import genuine
 from zoo.bounds.contracts import Activation, Expand, Layer, Node, Precision, Rounding
 
 M = TypeVar("M", bound=nn.Module)
@@ -74,10 +76,15 @@ _TABLE: dict[type[nn.Module], Facts[Any]] = {}
 
 
 def register(kind: type[M], facts: Facts[M]) -> None:
-    """Enter what is known of modules of exactly this type. Once a type: all of it stands in one place."""
-    if kind in _TABLE:
+    """Enter what is known of modules of exactly this type. Once a type: all of it stands in one place.
+
+    Its code is kept as it is now: what is known is known of that. `Facts()` says that the type is a part which the
+    rules around it read; every module of a certified model is torch's own or registered.
+    """
+    if _TABLE.get(kind, NOTHING) != NOTHING:
         raise ValueError(f"{kind.__module__}.{kind.__qualname__} is registered already; say all of it in one place")
     _TABLE[kind] = facts
+    pristine.remember(kind)
 
 
 def facts_of(module: nn.Module) -> Facts[Any]:
@@ -95,10 +102,12 @@ def types_where(wanted: Callable[[Facts[Any]], Any]) -> list[type[nn.Module]]:
 class NoRule(UserError):
     """The model holds a module for which nothing is proved."""
 
-    def __init__(self, module: nn.Module, reason: str = "") -> None:
+    def __init__(self, module: nn.Module, reason: str = "", path: str = "") -> None:
         kind = type(module)
+        where = f"{path}: " if path else ""
         super().__init__(
-            f"NoRule({kind.__module__}.{kind.__qualname__}): {reason or 'no rule is proved for this module type'}; "
+            f"NoRule({where}{kind.__module__}.{kind.__qualname__}): "
+            f"{reason or 'no rule is proved for this module type'}; "
             "certificates need a rule for every module (CONTRIBUTING.md, 'how to add an attention')"
         )
         self.module_type = kind
@@ -111,8 +120,14 @@ def expect(part: nn.Module, *kinds: type[nn.Module]) -> None:
         raise NoRule(part, f"a {' or '.join(kind.__name__ for kind in kinds)} was expected in its place")
 
 
-def refuse_altered(module: nn.Module) -> None:
-    """A hook or a patched `forward` makes it another function than the one that the facts speak of."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    if hooks or "forward" in vars(module):
-        raise NoRule(module, "it carries a forward hook or a patched forward; remove it before certifying")
+def refuse_altered(module: nn.Module, path: str = "") -> None:
+    """A hook, a patched method, a number in disguise make it another function than the one that the facts speak of:
+    genuine.py. Raises `NoRule`."""
+    if fault := genuine.fault_of(module):
+        raise NoRule(module, fault, path)
+
+
+def refuse_unknown(module: nn.Module, path: str = "") -> None:
+    """Also of parts that no rule asks about: what they do must be code that is known. Raises `NoRule`."""
+    if not genuine.is_known(type(module)):
+        raise NoRule(module, path=path)

@@ -11,7 +11,7 @@ For v uniform on the sphere of R^n the density of <u, v> is at most sqrt(n / 2 p
 
     P[ |<u, v>| < s ]  <=  s sqrt(2 n / pi)  =  FAILURE,
 
-and but for that chance ||A||^2 = lambda is at most the x >= max theta_i where p(x) = b_1 ... b_k / s: p grows beyond
+and but for that chance ||A||^2 = lambda is at most the x > max theta_i where b_1 ... b_k / p(x) = s: p grows beyond
 max theta_i. (The bound of Kuczynski and Wozniakowski 1992 is for the worst spectrum, this one for that which was met.)
 The start is drawn from a stream that is chosen by a nonce, the weights and the image, so neither the batch nor the
 number of processes changes a certificate by more than rounding. The chance is over the nonce: it holds against whoever
@@ -20,7 +20,12 @@ fixed the weights and the images before the nonce was drawn, and not against who
 The bound holds for all k with the same <u, v>: the recurrence goes on, vector by vector, until it is close, and the
 chance to fail is that of one start all the same.
 
-Rounding: with a basis orthonormal to 1e-13 the recurrence is that of M + E, ||E|| <= 1e-12 ||M|| (SLACK).
+Rounding leaves an F in the recurrence, M V = V T + b_k v_{k+1} u_k^T + F with ||F|| <= ROUNDING ||M||, whence
+
+    |<u, v>|  <=  b_1 ... b_k / p(lambda)  +  ROUNDING lambda |(lambda - T)^{-1} u_1|,
+
+u_1 the first unit vector. x is where that falls to s: it keeps its distance from max theta_i, in which the right side
+is infinite, and FAILURE is the chance with rounding.
 
 Letters: B images, S maps of one chain, L vectors at once, k steps.
 """
@@ -29,6 +34,7 @@ import hashlib
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -36,8 +42,9 @@ from torch import Tensor, nn
 
 STEPS = (12, 16, 24, 32, 48)  # where the bound is looked at
 CLOSE = 1.02  # and is good enough, as a multiple of what is a bound from below
-FAILURE = 1e-11  # the chance that one norm is too small
+FAILURE = 1e-9  # the chance that one norm is too small, rounding included
 NUDGE = 1e-14
+ROUNDING = 3e-13  # ||F|| / ||M|| of the recurrence with rounding
 SLACK = 1 + 1e-9
 HALVINGS = 50  # of an interval less than 100 times as long as its lower end
 Map = Callable[[Tensor], Tensor]
@@ -75,9 +82,17 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().numpy().tobytes()
 
 
-def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """After each of these numbers of steps k: Ritz values (L, k), ascending, of a symmetric map (L, n) -> (L, n), and
-    the couplings b (L, k).
+@dataclass(frozen=True)
+class Ritz:
+    """After k steps: the eigenvalues of T, ascending, the first entries of its eigenvectors, and the couplings b."""
+
+    theta_LK: Tensor
+    first_LK: Tensor
+    b_LK: Tensor
+
+
+def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator[Ritz]:
+    """After each of these numbers of steps, of a symmetric map (L, n) -> (L, n).
 
     The image of a vector is made orthogonal to that and the one before, which in exact arithmetic is all; and as a unit
     vector, against rounding, to the whole basis."""
@@ -101,7 +116,8 @@ def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator
         whole = torch.diag_embed(diagonal_LK)
         for offset in (1, -1):
             whole = whole + torch.diag_embed(b_LK[:, :-1], offset)
-        yield torch.linalg.eigvalsh(whole), b_LK
+        theta_LK, vectors_LKK = torch.linalg.eigh(whole)
+        yield Ritz(theta_LK, vectors_LKK[:, 0], b_LK)
 
 
 def _length(v: Tensor) -> Tensor:
@@ -124,18 +140,24 @@ def _without(basis_LKN: Tensor, v_LN: Tensor) -> Tensor:
 
 def ritz(apply: Map, start_LN: Tensor, count: int) -> Tensor:
     """The largest Ritz value (L,): never above lambda_max."""
-    theta_LK, _ = next(tridiagonal(apply, start_LN, (count,)))
-    return theta_LK[:, -1]
+    return next(tridiagonal(apply, start_LN, (count,))).theta_LK[:, -1]
 
 
-def upper(theta_LK: Tensor, b_LK: Tensor, n: int) -> Tensor:
-    """lambda_max <= (L,) but for the chance FAILURE, of a map on R^n: p(x) >= b_1 ... b_k / s by bisection."""
-    most_L = b_LK.log().sum(-1) + math.log(math.sqrt(2 * n / math.pi) / FAILURE)
-    low_L = theta_LK[:, -1]
-    high_L = low_L + (most_L / theta_LK.shape[-1]).exp()  # p(x) >= (x - max theta)^k
+def upper(found: Ritz, n: int) -> Tensor:
+    """lambda_max <= (L,) but for the chance FAILURE, of a map on R^n, by bisection. Infinite where n is so large that
+    rounding alone could hide a direction."""
+    s = FAILURE / math.sqrt(2 * n / math.pi)
+    if s < 4 * ROUNDING:
+        return torch.full_like(found.theta_LK[:, -1], torch.inf)
+    product_L, low_L = found.b_LK.log().sum(-1), found.theta_LK[:, -1]
+    # At the upper end each of the two terms is at most s / 2: p(x) >= (x - max theta)^k.
+    far_L = ((product_L - math.log(s / 2)) / found.theta_LK.shape[-1]).exp()
+    high_L = torch.maximum(low_L + far_L, low_L / (1 - 2 * ROUNDING / s))
     for _ in range(HALVINGS):
         middle_L = (low_L + high_L) / 2
-        enough_L = (middle_L[:, None] - theta_LK).log().sum(-1) >= most_L
+        gap_LK = middle_L[:, None] - found.theta_LK
+        rounding_L = ROUNDING * middle_L * torch.linalg.vector_norm(found.first_LK / gap_LK, dim=-1)
+        enough_L = (product_L - gap_LK.log().sum(-1)).exp() + rounding_L <= s
         low_L, high_L = torch.where(enough_L, low_L, middle_L), torch.where(enough_L, middle_L, high_L)
     return high_L
 
@@ -152,9 +174,9 @@ def norms(gram: Map, start_BX: Tensor, count: int) -> Tensor:
 
     n = start_BX[0].numel()
     found_L = start.new_full((count * len(start_BX),), torch.inf)  # an image's own, whatever its neighbours need
-    for theta_LK, b_LK in tridiagonal(apply, start.flatten(2).flatten(0, 1), sorted({min(n, k) for k in STEPS})):
-        enough_L = CLOSE**2 * theta_LK[:, -1]
-        found_L = torch.where(found_L <= enough_L, found_L, upper(theta_LK, b_LK, n))
+    for spectrum in tridiagonal(apply, start.flatten(2).flatten(0, 1), sorted({min(n, k) for k in STEPS})):
+        enough_L = CLOSE**2 * spectrum.theta_LK[:, -1]
+        found_L = torch.where(found_L <= enough_L, found_L, upper(spectrum, n))
         if bool((found_L <= enough_L).all()):
             break
     return (found_L.clamp_min(0).sqrt() * SLACK).view(count, -1)

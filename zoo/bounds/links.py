@@ -13,7 +13,7 @@ from zoo.bounds.contracts import Bound, Layer, Node, Precision, Rounding
 from zoo.bounds.curvature import affine_expansion, composition, nodes_of, residual_expansion
 from zoo.bounds.facts import Link, NoRule
 from zoo.bounds.rounding import NO_BOUND, residual_rounding, roundings_of
-from zoo.bounds.rules import Step, chain, layer_of, parts_of, residual, residual_layer_of
+from zoo.bounds.rules import Step, added, chain, layer_of, parts_of, residual, residual_layer_of
 
 
 class Residual:
@@ -31,7 +31,7 @@ class Residual:
         y = x
         for part in self.branch:
             y = part(y)
-        return x + y
+        return added(x, y)
 
     def layer(self, local: bool) -> Layer:
         if len(self.branch) == 1:

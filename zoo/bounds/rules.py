@@ -16,13 +16,15 @@ Some types have two rules: the published one, and a sharper one of our own for t
 on to all parts of a chain. Where rules are kept: facts.py.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from certizoo import UserError
 from zoo.bounds.contracts import Bound, Layer
-from zoo.bounds.facts import Link, NoRule, expect, facts_of, refuse_altered
+from zoo.bounds.facts import Link, Links, NoRule, expect, facts_of, refuse_altered, refuse_unknown
+from zoo.bounds.genuine import modules_of
 
 
 @dataclass(frozen=True)
@@ -87,16 +89,34 @@ def classifier_of(model: nn.Module, *, local: bool = False) -> tuple[Layer, nn.L
 
 
 def trunk(model: nn.Module) -> tuple[Sequence[nn.Module | Link], nn.Linear]:
-    """The links of a model, and its head. Raises `NoRule` for a model that was altered anywhere: also inside modules
-    whose rule reads the weights without calling the parts."""
-    for module in model.modules():
-        refuse_altered(module)
+    """The links of a model, modules that are mere chains taken apart, and its head. Raises `NoRule` for a model that
+    was altered anywhere, or holds code that is not known: also inside modules whose rule reads the weights without
+    calling the parts."""
+    for path, module in modules_of(model):
+        refuse_altered(module, path)
+        refuse_unknown(module, path)
     facts = facts_of(model)
     if facts.trunk is None:
         raise NoRule(model)
     links, head = facts.trunk(model)
     expect(head, nn.Linear)
-    return links, head
+    return list(_apart(links)), head
+
+
+def _apart(links: Iterable[nn.Module | Link]) -> Iterator[nn.Module | Link]:
+    for link in links:
+        parts = _parts(link) if isinstance(link, nn.Module) else None
+        if parts is None:
+            yield link
+        else:
+            yield from _apart(parts)
+
+
+def _parts(module: nn.Module) -> Links | None:
+    """Of a mere chain: nothing else is known of it."""
+    facts = facts_of(module)
+    alone = facts.rule is facts.local is facts.expansion is None
+    return facts.chain(module) if facts.chain is not None and alone else None
 
 
 def residual(branch: Layer) -> Layer:
@@ -104,9 +124,16 @@ def residual(branch: Layer) -> Layer:
 
     def layer(x: Tensor) -> tuple[Tensor, Bound]:
         y, bound = branch(x)
-        return x + y, lambda r: r + bound(r)
+        return added(x, y), lambda r: r + bound(r)
 
     return Step(layer, parts_of(branch))
+
+
+def added(x: Tensor, y: Tensor) -> Tensor:
+    """x + y of one shape. Broadcast, a term would stand in the sum many times, and no rule counts that."""
+    if x.shape != y.shape:
+        raise UserError(f"a residual branch makes {tuple(y.shape)} of {tuple(x.shape)}; give both one shape")
+    return x + y
 
 
 def chain(layers: Iterable[Layer]) -> Chain:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from zoo.bounds.facts import Facts, register
 from zoo.spectral import power_step, start_vectors
 
 
@@ -36,6 +37,9 @@ class SpectralCap(nn.Module):
             self.v_KN.copy_(v_KN)
         excess_K = (sigma_K / self.caps_K.float()).clamp_min(1)  # sigma / inf = 0: a free block stays as it is
         return (blocks / excess_K[:, None, None]).to(weight.dtype).reshape(weight.shape)
+
+
+register(SpectralCap, Facts())  # certified models are folded
 
 
 def cap_(module: nn.Module, caps: Sequence[float | None]) -> None:

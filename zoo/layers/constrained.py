@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from certizoo.nearest import unknown
+from zoo.bounds.facts import Facts, register
 from zoo.layers.cap import cap_
 
 
@@ -46,6 +47,10 @@ class _Reshape(nn.Module):
 
     def forward(self, matrix: Tensor) -> Tensor:
         return matrix.reshape(self.shape)
+
+
+for _kind in (AOL, _Reshape):  # certified models are folded
+    register(_kind, Facts())
 
 
 def _aol_(module: nn.Module) -> None:

@@ -19,7 +19,7 @@ from zoo.arithmetic import product
 from zoo.bounds.activations import hinges
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, register
+from zoo.bounds.facts import Facts, NoRule, register
 from zoo.bounds.rounding import OUT, size
 from zoo.bounds.rules import layer_of, scaled
 from zoo.spectral import sigma_upper
@@ -95,6 +95,7 @@ def layer_project(module: LayerProject) -> Layer:
     """Projection on a convex set never expands: r. Where the whole ball of x stays outside the sphere
     (rho - r >= R) both images lie on it, at an angle of at most arcsin(r / rho): R chord(r / rho).
     Proof: docs/proofs.md#layer-project."""
+    _refuse_radius(module)
 
     def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
         rho_BN = torch.linalg.vector_norm(x_BND, dim=-1).flatten(1)
@@ -125,8 +126,14 @@ def bounded_normalisation(u_BND: Tensor, radius: float) -> Bound:
     return bound
 
 
+def _refuse_radius(module: LayerProject | SmoothProject) -> None:
+    if not 0 < module.radius < math.inf:
+        raise NoRule(module, f"its radius is {module.radius}; set a finite one above 0")
+
+
 def smooth_project(module: SmoothProject) -> Layer:
     """First order of docs/proofs.md#bounded-normalisation."""
+    _refuse_radius(module)
     return lambda x: (module(x), bounded_normalisation(x, module.radius))
 
 
@@ -134,6 +141,8 @@ def layer_norm(module: nn.LayerNorm) -> Layer:
     """LayerNorm is local-Lipschitz: with u = x - mean(x) (a projection) and R^2 = d eps_ln it is
     gamma / sqrt(eps_ln) N_R(u) + b, so the bound is max|gamma| / sqrt(eps_ln) times that of N_R.
     Proof: docs/proofs.md#layer-norm."""
+    if not module.eps > 0 or len(module.normalized_shape) != 1:
+        raise NoRule(module, "it is bounded for one axis and an eps above 0; set eps, such as 1e-6")
     (dim,) = module.normalized_shape
     gamma = 1.0 if module.weight is None else float(module.weight.detach().abs().max())
     gain = gamma / math.sqrt(module.eps)

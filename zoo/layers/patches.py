@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
+from certizoo import UserError
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, expect, register
@@ -29,7 +30,10 @@ class Normalize(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        return (x_BCHW - self.mean) / self.std
+        y_BCHW = (x_BCHW - self.mean) / self.std
+        if y_BCHW.shape != x_BCHW.shape:  # one channel is broadcast to all
+            raise UserError(f"the images have {x_BCHW.shape[1]} channels, give them {y_BCHW.shape[1]}")
+        return y_BCHW
 
 
 def normalize(module: Normalize) -> Layer:
@@ -57,6 +61,10 @@ class PatchProjection(nn.Conv2d):
         x_BCYPXQ = x_BCHW.unflatten(3, (-1, q)).unflatten(2, (-1, p))
         patches_BYXI = x_BCYPXQ.permute(0, 2, 4, 1, 3, 5).flatten(3)
         return F.linear(patches_BYXI, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+register(PatchEmbed, Facts())  # what is around them reads them
+register(PatchProjection, Facts())
 
 
 def by_products_(patch_embed: PatchEmbed) -> None:

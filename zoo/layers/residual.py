@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.bounds.contracts import Layer
+from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, register
-from zoo.bounds.rules import scaled
+from zoo.bounds.facts import Facts, NoRule, register
 
 
 class _Projected(torch.autograd.Function):
@@ -65,8 +64,15 @@ class WeightedResidual(nn.Module):
 
 
 def weighted_residual(module: WeightedResidual) -> Layer:
-    """Diagonal: max alpha."""
-    return scaled(module, module.weights_D().detach().double().max())
+    """Diagonal: max |alpha|. One channel would be broadcast to all."""
+    gain = module.weights_D().detach().double().abs().max()
+
+    def layer(x: Tensor) -> tuple[Tensor, Bound]:
+        if x.shape[-1:] != module.alpha_D.shape:
+            raise NoRule(module, f"its {len(module.alpha_D)} weights would be broadcast over {x.shape[-1]} channels")
+        return module(x), lambda r: gain * r
+
+    return layer
 
 
 register(WeightedResidual, Facts(rule=weighted_residual, expansion=affine))

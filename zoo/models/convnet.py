@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from certizoo import UserError
 from zoo.arithmetic import U
 from zoo.bounds.activations import Hinge
-from zoo.bounds.contracts import Bound, Expand, Layer
+from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.curvature import affine
 from zoo.bounds.elementwise import elementwise
 from zoo.bounds.facts import Facts, Links, NoRule, register
-from zoo.bounds.rules import scaled
 from zoo.layers.init import orthogonal_init_
 from zoo.layers.patches import Normalize
 from zoo.spectral import sigma_upper
@@ -180,12 +179,29 @@ def conv2d(module: nn.Conv2d) -> Layer:
 
 def relux(module: ReLUx) -> Layer:
     """0 <= sigma' <= 1."""
-    return scaled(module, 1.0)
+
+    def layer(x: Tensor) -> tuple[Tensor, Bound]:
+        _refuse_broadcast(module, x)
+        return module(x), lambda r: r
+
+    return layer
 
 
 def relux_expansion(module: ReLUx) -> Expand:
     """One unit per entry, with kinks at 0 and theta (`activations.Hinge`)."""
-    return elementwise(module, Hinge(module.theta.detach().double().flatten()))
+    expand = elementwise(module, Hinge(module.theta.detach().double().flatten()))
+
+    def checked(x: Tensor) -> Expansion:
+        _refuse_broadcast(module, x)
+        return expand(x)
+
+    return checked
+
+
+def _refuse_broadcast(module: ReLUx, x: Tensor) -> None:
+    """One entry under many thresholds would become many."""
+    if module.theta.shape != x.shape[1:]:
+        raise NoRule(module, f"its thresholds are for {tuple(module.theta.shape)}, and it gets {tuple(x.shape[1:])}")
 
 
 def convnet_trunk(module: ConvNet) -> tuple[Links, nn.Linear]:

@@ -23,7 +23,7 @@ from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
 from zoo.layers.monotone import MonotoneGELU
 from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
 from zoo.layers.residual import WeightedResidual
-from zoo.models import catalog
+from zoo.models import catalog, limits
 from zoo.models.catalog import Options
 from zoo.models.convnet import ConvNet
 from zoo.models.pretrained import load_pretrained
@@ -81,9 +81,10 @@ def create_model(name: str, *, pretrained: str | None = None, **overrides: Any) 
     pretrained: weights to start from, a full timm tag or a file (`zoo.models.pretrained`); no option of the model.
     Overrides: any option of the model (num_classes, img_size, in_chans, embed_dim, depth, attention, norm, ...).
     `attention`, `norm`, `attn_norm`, `mlp` and `residual` are a name or a mapping {name: ..., option: value}.
-    Raises UserError for an unknown name or option.
+    Raises UserError for an unknown name or option, and for values that no model can have (`zoo.models.limits`).
     """
     options = model_options(name, **overrides)
+    limits.check(options)
     options |= pixel_statistics(options)
     model = _choice("backbone", options.pop("backbone"), BACKBONES)(options)
     if pretrained is not None:

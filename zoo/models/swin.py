@@ -14,6 +14,7 @@ from typing import Any
 import timm.layers
 import torch
 import torch.nn.functional as F
+from timm.layers.adaptive_avgmax_pool import FastAdaptiveAvgPool, FastAdaptiveMaxPool
 from timm.models import swin_transformer
 from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, SwinTransformerStage
 from torch import Tensor, nn
@@ -230,9 +231,14 @@ def _pool(module: Swin, x_BHWD: Tensor) -> Tensor:
 
 def _pooling(module: Swin) -> Layer:
     """Mean of H W tokens: 1 / sqrt(H W)."""
-    expect(module.head, timm.layers.ClassifierHead)
+    head = module.head
+    expect(head, timm.layers.ClassifierHead)
+    expect(head.global_pool, timm.layers.SelectAdaptivePool2d)
     if module.head.global_pool.pool_type != "avg":
         raise NoRule(module.head, "the pooling has to be the mean, 'avg'")
+    expect(head.global_pool.pool, FastAdaptiveAvgPool)
+    for part in (head.drop, head.flatten, head.global_pool.flatten):
+        expect(part, nn.Identity, nn.Dropout)
 
     def layer(x_BHWD: Tensor) -> tuple[Tensor, Bound]:
         gain = x_BHWD[0, ..., 0].numel() ** -0.5
@@ -253,6 +259,8 @@ def swin_trunk(module: Swin) -> tuple[Links, nn.Linear]:
     return (embedding, module.patch_embed.norm, module.layers, module.norm, pooling), module.head.fc
 
 
+for _kind in (timm.layers.ClassifierHead, timm.layers.SelectAdaptivePool2d, FastAdaptiveAvgPool, FastAdaptiveMaxPool):
+    register(_kind, Facts())  # what is around them reads them
 register(SwinTransformerBlock, Facts(chain=swin_block_chain))
 register(PatchMerging, Facts(chain=patch_merging_chain))
 register(SwinTransformerStage, Facts(chain=swin_stage_chain))

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from certizoo import UserError
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounded, Rounding
 from zoo.bounds.curvature import expansion_of
-from zoo.bounds.facts import Facts, Link, Links, expect, register
+from zoo.bounds.facts import Facts, Link, Links, NoRule, expect, register
 from zoo.bounds.links import Affine
 from zoo.bounds.rounding import OUT, exact, roundings_of, size
 from zoo.bounds.rules import Step, layer_of
@@ -139,7 +139,15 @@ def _embedding(module: ViT) -> Layer:
     """Positions and class token are constant."""
     expect(module.patch_embed.norm, nn.Identity)
     norm = patches_norm(module.normalize, module.patch_embed)
-    return Step(lambda x: (module.embed(x), lambda r: norm * r), (module.patch_embed,))
+    constant, positions = int(module.cls_token is not None and module.cls_after == 0), module.pos_embed.shape[1]
+
+    def layer(x_BCHW: Tensor) -> tuple[Tensor, Bound]:
+        patches = module.patch_embed(module.normalize(x_BCHW)).shape[1]
+        if patches + constant != positions:  # one patch would be broadcast to all positions
+            raise NoRule(module, f"the image has {patches} patches, and there are {positions} positions for tokens")
+        return module.embed(x_BCHW), lambda r: norm * r
+
+    return Step(layer, (module.patch_embed,))
 
 
 def _embedding_gram(module: ViT) -> Callable[[Tensor], Tensor]:

@@ -65,6 +65,7 @@ def facts(summary: Summary, circumstances: Circumstances) -> list[Element]:
     """Everything that a reader needs to check the certificate, or to make it again."""
     attack, numerics, model = summary["attack"], summary["numerics"], summary["model"]
     difference = numerics["largest_logit_difference_served_to_float64"]
+    failure = numerics["failure_probability_of_an_image"]
     found = {
         "model": f"{model['name']}, {summary['attention']} attention, penalty {penalty.name_of(summary['penalty'])}",
         "dataset": f"{summary['dataset']}, its first {summary['images']} test images",
@@ -75,6 +76,7 @@ def facts(summary: Summary, circumstances: Circumstances) -> list[Element]:
         "threat model": f"L2 ball in {summary['threat_model']['space']}",
         "attack": f"PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, same images",
         "numerics": f"{numerics['dtype']}; {numerics['norms']}; {numerics['slack']}",
+        "chance": f"the bounds of an image fail with a probability of at most {failure:.2g}",
         "served": f"{numerics['served_dtype']}; its logits differed from the certified ones by up to {difference:.2g}",
         "time": f"{summary['seconds_per_image']:.3g} s an image to certify",
         "code": f"certizoo {summary['certizoo']}, torch {numerics['torch']}; trained at commit {summary['git_commit']}",

@@ -21,15 +21,17 @@ from attacks.kinds import KINDS
 from attacks.norms import distance
 from certify import api
 from certify.__main__ import main
-from certify.evaluation import evaluate_block, leaderboard
+from certify.evaluation import evaluate_block, leaderboard, refuted
 from certify.evaluation import run as evaluation
 from certify.methods.certificate import UnsoundCertificate
 from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError
+from certizoo.locks import HOLDER, LOCK
 from registry import browse
 from tests.certify.stage.test_stage import SETTINGS as FEW
 from tests.certify.stage.test_stage import data
+from tests.tools.full_disk import full_disk
 from tests.tools.rounding import assert_same_to_rounding
 
 PGD: Mapping[str, Mapping[str, object]] = {
@@ -127,6 +129,7 @@ def test_a_start_that_was_cut_off_goes_on_at_a_block(handover: Path, digits: Pat
     evaluation.run(handover, data(digits), SETTINGS, tmp_path)
     lines = (tmp_path / evaluation.ROWS).read_text().splitlines(keepends=True)
     (tmp_path / evaluation.ROWS).write_text("".join(lines[:25]) + lines[25][:40])  # killed in the middle of a line
+    (tmp_path / evaluation.EVALUATION).unlink()
     done: list[int] = []
     evaluation.run(handover, data(digits), SETTINGS, tmp_path, progress=lambda now, total: done.append(now))
     assert done == [40]
@@ -189,13 +192,21 @@ def test_senseless_settings_are_refused(changes: dict[str, Any], said: str) -> N
         replace(SETTINGS, **changes)
 
 
+def test_a_full_disk_hides_no_wrong_certificate(tmp_path: Path) -> None:
+    found = refuted.Found("k", torch.zeros(1, 2, 2), torch.ones(1, 2, 2), 1, "pgd", 0.1, 0.2)
+    with full_disk(tmp_path, 1), pytest.raises(UnsoundCertificate, match=r"could not be written \(File too large"):
+        refuted.refuse(found, tmp_path)
+    with pytest.raises(UnsoundCertificate, match="Both images are in"):
+        refuted.refuse(found, tmp_path)
+
+
 @pytest.mark.parametrize(
     "options", [{"kind": "fgms"}, {"kind": "pgd", "epsilon": 1}, {"kind": "transfer", "source": "away"}], ids=str
 )
 def test_a_wrong_entry_is_named(handover: Path, digits: Path, tmp_path: Path, options: dict[str, object]) -> None:
     with pytest.raises(UserError, match=r"protocol\.attacks\.mine"):
         evaluation.run(handover, data(digits), replace(SETTINGS, attacks={"mine": options}), tmp_path)
-    assert not any(tmp_path.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} <= {LOCK, HOLDER}
 
 
 def test_transfer_finds_its_points_on_the_other_model(handover: Path, digits: Path, tmp_path: Path) -> None:
@@ -222,7 +233,9 @@ def test_a_published_version_gets_the_figures_as_tags_and_metrics(
     monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     stage.run(handover, data(digits), replace(FEW, images=20), tmp_path / "out")
-    register.publish(handover, tmp_path / "out", registered_name="digits", run_id=None, experiment="test")
+    register.publish(
+        handover, tmp_path / "out", registered_name="digits", run_id=None, experiment="test", champion_images=20
+    )
     command = ["evaluate", "version=digits@champion", f"out={tmp_path / 'evaluation'}", "images=20", "check_images=0"]
     main(command)
     summary = json.loads((tmp_path / "evaluation" / evaluation.EVALUATION).read_text())

@@ -71,7 +71,10 @@ def test_first_order_is_exact(parts: str) -> None:
     exact_RB = torch.stack(gradients).gather(0, analysis.rivals_BR.mT)
     rivals = analysis.rivals(0, 3)
     torch.testing.assert_close(rivals.lengths[0], exact_RB)
-    assert (rivals.tight(radii, torch.ones_like(exact_RB, dtype=torch.bool)) <= exact_RB * eps * 1.001).all()
+    rounding_RB = (rivals.lengths[1:] * torch.stack(list(radii.defect))[:, None]).sum(0)
+    tight_RB = rivals.tight(radii, torch.ones_like(exact_RB, dtype=torch.bool))
+    assert (tight_RB <= exact_RB * eps * 1.001 + rounding_RB * 1.001).all()
+    assert (rounding_RB < 1e-8).all()
 
 
 @pytest.mark.parametrize("parts", PARTS)
@@ -146,8 +149,8 @@ def test_norms_without_matrices_are_those_of_the_matrices(parts: str) -> None:
             z = expand(z).y
         return z.flatten()
 
-    exact, found = dense(expansions), random(expansions, x.double())
-    assert exact.failure == 0 < found.failure <= 1e-9
+    exact, found = dense(expansions), random(expansions, x.double(), b"")
+    assert exact.failure == 0 < found.failure <= 1e-7
     whole = torch.autograd.functional.jacobian(trunk, x[0].double()).flatten(1)
     ratio = float(exact.products[-1][0] / torch.linalg.matrix_norm(whole, 2))
     assert 1 <= ratio < 1.001, "from the image to the pooled token"

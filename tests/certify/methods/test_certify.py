@@ -170,12 +170,12 @@ def test_uncertifiable_models_and_methods_are_refused() -> None:
     x, y = easy_batch(model, 2, 0)
     with pytest.raises(UserError, match="nearest: "):
         certify(model, x, y, eps=0.1, method="hope")
-    with pytest.raises(ValueError, match="in \\[0,1\\]"):
+    with pytest.raises(UserError, match="in \\[0,1\\]"):
         certify(model, x * 255, y, eps=0.1)
-    with pytest.raises(ValueError, match="labels"):
+    with pytest.raises(UserError, match="labels"):
         certify(model, x, y + 10, eps=0.1)
     for eps in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="eps"):
+        with pytest.raises(UserError, match="eps"):
             certify(model, x, y, eps=eps)
     handle = model.blocks[0].attn.qkv.register_forward_hook(lambda module, args, output: 2 * output)
     with pytest.raises(NoRule, match="hook"):

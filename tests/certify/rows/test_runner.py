@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from certify.rows import images, runner
+from certify.rows.columns import Columns, Row
 from certify.rows.images import ImageList
-from certify.rows.records import Row
 from certify.rows.workers import Batch
 from certizoo import UserError
 from tests.certify.stage.test_stage import data
@@ -45,13 +45,13 @@ def test_what_is_missing_is_computed_and_nothing_else(
     listed: ImageList, tmp_path: Path, lines: int, block: int, sizes: list[int]
 ) -> None:
     path, whole = tmp_path / "rows.jsonl", tmp_path / "whole" / "rows.jsonl"
-    expected = runner.resume(whole, subject(), listed).complete(Label(), Label, 1, "cpu")
+    expected = runner.resume(whole, subject(), listed, Columns()).complete(Label(), Label, 1, "cpu")
     assert len(expected) == TOTAL == expected["key"].nunique()
-    runner.resume(path, subject(), listed, block)
+    runner.resume(path, subject(), listed, Columns(), block)
     text = whole.read_text().splitlines(keepends=True)
     path.write_text("".join(text[:lines]) + ("".join(text[lines : lines + 1])[:9]))  # cut off in a line
     own, done = Label(), list[tuple[int, int]]()
-    run = runner.resume(path, subject(), listed, block)
+    run = runner.resume(path, subject(), listed, Columns(), block)
     table = run.complete(own, Label, 1, "cpu", lambda *now: done.append(now))
     assert table.equals(expected)
     assert own.sizes == sizes
@@ -62,9 +62,9 @@ def test_what_is_missing_is_computed_and_nothing_else(
 
 def test_rows_of_another_subject_are_left_alone(listed: ImageList, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    runner.resume(path, subject(), listed).complete(Label(), Label, 1, "cpu")
+    runner.resume(path, subject(), listed, Columns()).complete(Label(), Label, 1, "cpu")
     before = path.read_bytes()
     with pytest.raises(UserError, match="another method"):
-        runner.resume(path, subject("other"), listed)
+        runner.resume(path, subject("other"), listed, Columns())
     assert path.read_bytes() == before
     assert json.loads((tmp_path / "subject.json").read_text()) == subject()

@@ -3,12 +3,16 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
 
 import pandas as pd
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
@@ -18,7 +22,9 @@ from certify.rows import records
 from certify.rows.devices import device_of
 from certify.stage import run as stage
 from certizoo import UserError
+from certizoo.locks import sole_writer
 from tests.certify.stage.test_stage import CONFIG, SETTINGS, data
+from tests.tools.launching import ROOT
 
 FEW = replace(SETTINGS, images=50, batch_size=10, eps=(0.01, 0.1))
 
@@ -66,11 +72,11 @@ def test_a_nonce_is_drawn_once_for_a_result(handover: Path, digits: Path, tmp_pa
     assert stage.run(handover, data(digits), asked, tmp_path / "one")["nonce"] == one["nonce"]
     again = stage.run(handover, data(digits), replace(asked, nonce=one["nonce"], workers=2), tmp_path / "again")
     assert again["nonce"] == one["nonce"]
-    tables = [
+    before, after = (
         pd.read_parquet(tmp_path / name / "certificates.parquet").drop(columns=["seconds", "served_difference"])
         for name in ("one", "again")
-    ]
-    pd.testing.assert_frame_equal(*tables, rtol=1e-5)
+    )
+    pd.testing.assert_frame_equal(before, after, rtol=1e-5)
     with pytest.raises(UserError, match="another nonce"):
         stage.run(handover, data(digits), replace(asked, nonce="n0"), tmp_path / "one")
 
@@ -95,6 +101,22 @@ def test_a_killed_worker_is_one_line_and_the_next_start_goes_on(handover: Path, 
     summary = stage.run(handover, data(digits), FEW, tmp_path)
     keys = [json.loads(line)["key"] for line in (tmp_path / stage.ROWS).read_text().splitlines()]
     assert len(keys) == len(set(keys)) == summary["images"] == 50
+
+
+def test_workers_end_with_a_killed_parent(handover: Path, digits: Path, tmp_path: Path) -> None:
+    """SIGKILL to it alone, in the middle: its workers wait for nobody, and the folder is free at once."""
+    words = f"handover={handover} data=digits data.root={digits} out={tmp_path} batch_size=2 workers=2".split()
+    command = [sys.executable, "-m", "certify", *words]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        while not (tmp_path / stage.ROWS).exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 2
+        process.kill()
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    with sole_writer(tmp_path, "results", "x"):
+        pass
 
 
 def test_ctrl_c_is_one_line(

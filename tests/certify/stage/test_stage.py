@@ -121,7 +121,9 @@ def test_published_version_comes_back_bit_equal(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
     stage.run(handover, data(digits), replace(SETTINGS, images=20), tmp_path / "out")
-    line = register.publish(handover, tmp_path / "out", registered_name="digits", run_id=None, experiment="test")
+    line = register.publish(
+        handover, tmp_path / "out", registered_name="digits", run_id=None, experiment="test", champion_images=20
+    )
     assert line == "digits version 1 (champion)"
     (version,) = browse.versions("digits")
     for tag in ("certified_acc.0.1", "clean_acc", "pgd_acc.0.1", "method", "dataset", "attention", "git_commit"):
@@ -136,6 +138,53 @@ def test_published_version_comes_back_bit_equal(
     mlflow.set_registry_uri(f"sqlite:///{tmp_path}/mlflow.db")
     by_mlflow = mlflow.pyfunc.load_model("models:/digits@champion").predict(x.numpy())
     assert np.array_equal(by_mlflow, original(x).numpy())
+
+
+def test_the_experiment_of_a_published_version_can_be_chosen(
+    handover: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[object] = []
+    monkeypatch.setattr(register, "publish", lambda *folders, **said: chosen.append(said["experiment"]))
+    words = [f"handover={handover}", f"out={tmp_path}", "images=2", "eps=[0.1]", "attack.steps=1", "publish=digits"]
+    main(words)
+    main([*words, "registry.experiment=mine"])
+    assert chosen == ["certify", "mine"]
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("+attack.foo=1", "no config key 'attack.foo'"),
+        ("attack.steps=abc", "attack.steps=abc"),
+        ("attack.eps=[1]", "attack.eps=[1]"),
+        ("attack.norm=l7", "attack.norm=l7"),
+        ("+attack.kind=cw_l2", "attack.kind"),
+        ("method=WRONG", "no certification method 'WRONG'"),
+        ("method=3", "method=3"),
+        ("images=abc", "images='abc'"),
+        ("batch_size=1.5", "batch_size=1.5"),
+        ("workers=two", "workers='two'"),
+        ("eps=0.1", "eps=0.1"),
+        ("eps=[abc]", "eps="),
+        ("eps=[nan]", "certify.eps="),
+        ("eps=[inf]", "certify.eps="),
+        ("headline_eps=x", "headline_eps='x'"),
+        ("served_dtype=int8", "served_dtype=int8"),
+        ("data=digits +data.foo=1", "no config key"),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_line_before_any_work(
+    override: str, words: str, handover: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([f"handover={handover}", f"out={tmp_path / 'out'}", *override.split()])
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert words in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -16,7 +15,7 @@ import zoo
 from certizoo import UserError
 from tests.trainers.objectives.test_objectives import conv_net
 from trainers.certvit.layers import constrainable, norm, observe
-from trainers.certvit.run import constrain_layer, fact_of
+from trainers.certvit.run import constrain_layer, read_layer
 from trainers.settings import ConstrainConfig
 
 SETTINGS = ConstrainConfig(0, 0, eta=0.02, iterations=30, passes=10, rows=64)
@@ -89,8 +88,8 @@ def test_a_layer_gets_smaller_within_its_tolerance(name: str, tmp_path: Path) ->
         constrain_layer(model, name, images(), SETTINGS, 3, file)
     assert files[0].read_bytes() == files[1].read_bytes()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), "the model is as it was"
-    fact, weight = fact_of(files[0]), load_file(files[0])["weight"]
     old = before[f"{name}.weight"]
+    weight, fact = read_layer(files[0], old)
     assert weight.shape == old.shape
     assert fact["layer"] == name
     assert fact["zeros"] == pytest.approx(float((weight == 0).double().mean()))

@@ -2,26 +2,33 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from certizoo import UserError
+from tests.tools.full_disk import full_disk
 from tests.tools.launching import ROOT, environment
-from trainers.engine import preempt
+from tests.tools.trained import Alone, Trained
+from trainers.engine import launcher, preempt
 from trainers.job import checkpoint
 from trainers.job.checkpoint import Position, Saved
 from trainers.steps.report import ROWS, Report
-from trainers.weights import saving
+from trainers.weights import saving, states
+
+RANK = states.rank_file(0)
 
 
 def python(code: str, cwd: Path, seconds: float = 120) -> "subprocess.CompletedProcess[str]":
@@ -31,18 +38,6 @@ def python(code: str, cwd: Path, seconds: float = 120) -> "subprocess.CompletedP
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------
-
-
-class Alone:
-    """A world of one rank."""
-
-    rank, size = 0, 1
-
-    def sums(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
-    def barrier(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("number", preempt.SIGNALS)
@@ -63,18 +58,38 @@ def test_a_launcher_that_died_counts_as_a_request() -> None:
     """Also while nobody has taken note of its end (a zombie)."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = psutil.Process(child.pid)
-    assert not preempt.ended(process)
+    assert not launcher.ended(process)
     child.kill()
     while process.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    assert preempt.ended(process)
+    assert launcher.ended(process)
     child.communicate(timeout=10)
-    assert preempt.ended(process)
+    assert launcher.ended(process)
+
+
+RANKS = """
+import subprocess, sys, time
+import psutil
+from trainers.engine import launcher
+ends = ["input()", "import os; os.kill(os.getpid(), 9)", "raise SystemExit(1)"]
+for end in ends:
+    child = subprocess.Popen([sys.executable, "-c", end], stdin=subprocess.PIPE)
+while sum(each.status() == psutil.STATUS_ZOMBIE for each in psutil.Process().children()) < 2:
+    time.sleep(0.01)
+launcher.launchers = lambda: (psutil.Process(),)
+print(launcher.killed())
+"""
+
+
+def test_a_rank_that_was_killed_is_named_by_those_beside_it(tmp_path: Path) -> None:
+    """One lives, one was killed, one ended by itself and has said why; nobody has waited for them."""
+    done = python(RANKS, tmp_path)
+    assert done.stdout == "['rank 1 was killed (SIGKILL): out of memory?']\n", done.stderr
 
 
 SECOND = """
 import os, signal, time
-from trainers.engine import preempt
+from trainers.engine import launcher, preempt
 preempt.SAME_REQUEST = 0.5
 with preempt.listening() as request:
     os.kill(os.getpid(), signal.SIGTERM)
@@ -85,7 +100,7 @@ with preempt.listening() as request:
 """
 LATE = """
 import os, signal
-from trainers.engine import preempt
+from trainers.engine import launcher, preempt
 with preempt.listening():
     os.kill(os.getpid(), signal.SIGTERM)
 print("on and on")
@@ -131,26 +146,26 @@ def test_silence_ends_the_process_with_one_line(tmp_path: Path) -> None:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-class Writer:
-    """Writes as the engine does; `fault` is what the disk says."""
+@contextmanager
+def patched_disk(fault: Exception | None) -> Iterator[None]:
+    """Files are written, and then the disk says `fault`."""
+    with pytest.MonkeyPatch.context() as patch:
 
-    world = Alone()
+        def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+            write_whole(path, tensors)
+            if fault:
+                raise fault
 
-    def __init__(self, run_dir: Path, fault: Exception | None = None) -> None:
-        self.run_dir, self.fault = run_dir, fault
-
-    def save(self, folder: Path, tag: str) -> None:
-        assert folder != checkpoint.folder(self.run_dir), "it is written aside"
-        (folder / tag).mkdir(parents=True)
-        torch.save({"weight": torch.arange(1000.0)}, folder / tag / "states.pt")
-        if self.fault:
-            raise self.fault
+        write_whole = states.write_file
+        patch.setattr(states, "write_file", write_file)
+        yield
 
 
 def write(run_dir: Path, step: int, fault: Exception | None = None, keep: int = 2) -> Path:
     saved = Saved(checkpoint.tag(step), Position(step), world_size=1, run_id=None, fingerprint={})
-    writer: Any = Writer(run_dir, fault)
-    saving.save(writer, None, run_dir, saved, keep)
+    trained: Any = Trained()
+    with patched_disk(fault):
+        saving.save(trained, None, run_dir, saved, keep)
     return checkpoint.folder(run_dir) / saved.tag
 
 
@@ -164,7 +179,7 @@ def test_the_last_k_are_kept(tmp_path: Path) -> None:
     assert steps(tmp_path) == [checkpoint.tag(step) for step in (3, 4, 5)]
 
 
-@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), SafetensorError("file write failed")])
 def test_a_save_that_fails_is_one_line_and_harms_nothing(tmp_path: Path, fault: Exception) -> None:
     before = {path: path.read_bytes() for path in write(tmp_path, 1).iterdir()}
     with pytest.raises(UserError, match=r"could not be written to .*checkpoints .*MB free.* resume=auto"):
@@ -176,6 +191,37 @@ def test_a_save_that_fails_is_one_line_and_harms_nothing(tmp_path: Path, fault: 
     assert saved.position.step == 1
 
 
+def on_a_full_disk(run_dir: Path, after: int, room: int) -> tuple[bool, UserError | None]:
+    """Is there a moment of that number in a save, and what did the save say?"""
+    with full_disk(run_dir, after, room) as disk:
+        try:
+            write(run_dir, 2)
+        except UserError as error:
+            return disk.full, error
+    return disk.full, None
+
+
+@pytest.mark.parametrize("room", [0, 300])  # bytes of a file: nothing can be written; small files can
+def test_a_disk_that_is_full_from_any_moment_of_a_save(tmp_path: Path, room: int) -> None:
+    """One line; the checkpoint before is whole, nothing is left aside, and with room again the save is made."""
+    write(tmp_path, 1)
+    said = []
+    for after in count():
+        full, error = on_a_full_disk(tmp_path, after, room)
+        found = checkpoint.newest(tmp_path)
+        assert found is not None
+        assert found.position.step == (1 if error else 2)
+        saving.verify(checkpoint.folder(tmp_path) / found.tag, found, 0, 1)
+        assert not (checkpoint.folder(tmp_path) / saving.PART).exists()
+        if not full:
+            break
+        said.append(str(error))
+        shutil.rmtree(checkpoint.folder(tmp_path) / checkpoint.tag(2), ignore_errors=True)
+    assert len(said) > 10
+    assert sum("make room" in line and "resume=auto" in line for line in said) > 5
+    assert steps(tmp_path) == [checkpoint.tag(1), checkpoint.tag(2)]
+
+
 def test_a_lost_rank_is_not_called_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="by peer"):
         write(tmp_path, 1, RuntimeError("Connection closed by peer [127.0.0.1]"))
@@ -184,14 +230,14 @@ def test_a_lost_rank_is_not_called_a_full_disk(tmp_path: Path) -> None:
 def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
     aside = checkpoint.folder(tmp_path) / saving.PART / checkpoint.tag(1)
     aside.mkdir(parents=True)
-    (aside / "states.pt").write_bytes(b"half")
+    (aside / RANK).write_bytes(b"half")
     assert checkpoint.newest(tmp_path) is None
     write(tmp_path, 2)
     assert steps(tmp_path) == [checkpoint.tag(2)]
 
 
 def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    file = write(tmp_path, 1) / "states.pt"
+    file = write(tmp_path, 1) / RANK
     file.write_bytes(file.read_bytes()[:-1])
     assert checkpoint.newest(tmp_path) is None
     write(tmp_path, 1)
@@ -200,29 +246,32 @@ def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_one_flipped_bit_is_found_before_it_is_loaded(tmp_path: Path) -> None:
-    file = write(tmp_path, 1) / "states.pt"
+    file = write(tmp_path, 1) / RANK
     content = bytearray(file.read_bytes())
-    content[content.index(torch.tensor([500.0, 501.0]).numpy().tobytes())] ^= 1
+    content[-5] ^= 1
     file.write_bytes(bytes(content))
     saved = checkpoint.newest(tmp_path)
     assert saved is not None, "its size is right"
-    with pytest.raises(UserError, match=f"{saved.tag} is damaged .*delete it"):
-        saving.load(Writer(tmp_path), None, tmp_path, saved)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=f"{saved.tag} cannot be resumed from .*is damaged.*delete it"):
+        saving.load(Trained(), None, tmp_path, saved)  # type: ignore[arg-type]
 
 
 def test_ranks_share_the_reading(tmp_path: Path) -> None:
     """Every file is read by exactly one of three ranks."""
-    for name in "abcde":
-        torch.save(torch.zeros(3), tmp_path / f"{name}.pt")
-    for broken in tmp_path.glob("*.pt"):
-        content, found = broken.read_bytes(), 0
-        broken.write_bytes(content[:50])
+    names = [states.rank_file(rank) for rank in range(5)]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    digests = {name: states.sha256(tmp_path / name) for name in names}
+    saved = Saved("step1", Position(1), 5, None, {}, dict.fromkeys(names, 22), digests)
+    for broken in names:
+        (tmp_path / broken).write_text("x" * 22)
+        found = 0
         for rank in range(3):
             try:
-                saving.verify(tmp_path, rank, 3)
-            except (OSError, zipfile.BadZipFile):
+                saving.verify(tmp_path, saved, rank, 3)
+            except UserError:
                 found += 1
-        broken.write_bytes(content)
+        (tmp_path / broken).write_text(broken)
         assert found == 1
 
 

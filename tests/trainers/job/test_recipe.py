@@ -56,6 +56,11 @@ CASES: dict[str, list[Case]] = {
             "certify.attack.loss=attention: ConvNet",
         ),
     ],
+    "tags_are_no_facts": [
+        ("adv_train", [*TINY, "registry.tags={clean_acc:1.0}"], "clean_acc is a fact"),
+        ("adv_train", [*TINY, "registry.tags={certified_acc.0.1:1.0}"], "certified_acc.0.1 is a fact"),
+        ("adv_train", [*TINY, "registry.champion_images=0"], "champion_images=0"),
+    ],
     "ranks_share_the_batch": [("adv_train", [*TINY, "train.batch_size=63"], "cannot be shared by 2 ranks")],
     "micro_batches_make_the_batch": [("adv_train", [*TINY, "train.micro_batch_size=5"], "train.micro_batch_size")],
     "images_make_a_batch": [("adv_train", [*TINY, "train.batch_size=4096"], "1437 training images")],

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import zoo
 from certizoo import UserError
 from certizoo.compose import compose_config
+from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, finish, launch, ranks, reach, rows
 from trainers.job.prepare import prepare
 
@@ -64,7 +65,7 @@ def test_killed_and_resumed_equals_undisturbed(folder: Path, undisturbed: Path) 
 
     marks = sorted((run_dir / "checkpoints").glob("step*/complete.json"))
     assert marks, "checkpoints every 5 steps should exist"
-    torn = max((run_dir / "checkpoints").glob("step*")) / "mp_rank_00_model_states.pt"
+    torn = max((run_dir / "checkpoints").glob("step*")) / "rank00001.safetensors"
     if torn.exists():
         torn.write_bytes(torn.read_bytes()[:1000])  # as if it had been killed while writing this one
     status, output = finish(launch(SCRIPT, *arguments("killed"), "resume=auto", cwd=folder))
@@ -85,9 +86,8 @@ def test_killed_and_resumed_equals_undisturbed(folder: Path, undisturbed: Path) 
 
 def trained_weights(run_dir: Path) -> dict[str, torch.Tensor]:
     """Those that training goes on with, not their average."""
-    path = max((run_dir / "checkpoints").glob("step*")) / "mp_rank_00_model_states.pt"
-    state: dict[str, torch.Tensor] = torch.load(path, weights_only=False)["module"]
-    return {name.removeprefix("model."): value for name, value in state.items()}
+    path = max((run_dir / "checkpoints").glob("step*"))
+    return whole(path, "weight") | load_file(path / "buffers.safetensors")
 
 
 def test_another_run_is_not_resumed_by_mistake(undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

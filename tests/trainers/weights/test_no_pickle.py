@@ -1,0 +1,51 @@
+"""Whole trainings by processes that end where a pickle is begun to be read: by us, DeepSpeed, torch, another rank."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tools.launching import ROOT, TINY, environment, finish, launch
+
+SCRIPT = ROOT / "trainers" / "adv_train.py"
+STATUS = 77  # of the guard
+GUARD = {"PYTHONPATH": f"{ROOT / 'tests' / 'tools' / 'guard'}{os.pathsep}{ROOT}"}
+READERS = {
+    "pickle": "pickle.loads(pickle.dumps(1))",
+    "file": "pickle.load(open('x', 'rb'))",
+    "of python": "pickle._Unpickler(open('x', 'rb')).load()",
+    "unpickler": "pickle.Unpickler(open('x', 'rb')).load()",
+    "torch": "torch.load('x', weights_only=False)",
+    "collective": "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
+    "dist.all_gather_object([None], 1)",
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_the_guard_sees_every_reader(reader: str, tmp_path: Path) -> None:
+    write = "import pickle, torch, torch.distributed as dist; torch.save([1], 'x'); "
+    done = subprocess.run(
+        [sys.executable, "-c", write + READERS[reader]], cwd=tmp_path, env=environment() | GUARD, timeout=60,
+        text=True, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == STATUS, done.stderr
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nothing_reads_a_pickle(folder: Path, stage: int) -> None:
+    """Two ranks, from the start to the hand-over, and again from the checkpoint. (Loaders in the ranks' own processes:
+    what workers send is pickled, between processes of one start.)"""
+    run = (*TINY, f"deepspeed=zero{stage}", "train.max_steps=3", "train.eval_images=64", "data.workers=0",
+           "++deepspeed.persistent_below=0", f"name=zero{stage}")  # fmt: skip
+    status, output = finish(launch(SCRIPT, *run, cwd=folder, more=GUARD))
+    assert status == 0, output
+    run_dir = folder / "runs" / f"zero{stage}"
+    weights = (run_dir / "handover" / "model.safetensors").read_bytes()
+    shutil.rmtree(run_dir / "handover")
+    status, output = finish(launch(SCRIPT, *run, "resume=auto", cwd=folder, more=GUARD))
+    assert status == 0, output
+    assert "at step 3" in output
+    assert (run_dir / "handover" / "model.safetensors").read_bytes() == weights

@@ -1,0 +1,51 @@
+"""A checkpoint's tensors: bit for bit at every ZeRO stage, for any number of ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tools.checkpoints import whole
+from tests.tools.launching import ROOT, TINY, finish, launch
+from tests.tools.workers.resume import HALF, VARIANTS
+from trainers.job import checkpoint
+
+WORKER = ROOT / "tests" / "tools" / "workers" / "resume.py"
+CAPS = "+model.attention={name:dp,v_cap:1.0,o_cap:1.0}"  # vectors of power iterations: buffers that training moves
+Facts = dict[str, dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Facts:
+    small = [override for override in TINY if not override.startswith("train.batch_size")]
+    out = folder / "out.json"
+    status, output = finish(launch(WORKER, *small, CAPS, "train.batch_size=16", "name=any", str(out), cwd=folder))
+    assert status == 0, output
+    return dict(json.loads(out.read_text()))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(found: Facts, variant: str) -> None:
+    """Weights and buffers, momenta, and the optimiser's own count of steps; on both ranks."""
+    facts = found[variant]
+    assert {key: facts[key] for key in ("restored", "weights", "moved", "kept")} == dict.fromkeys(
+        ("restored", "weights", "moved", "kept"), 2.0
+    )
+    assert facts["steps"] == 2 * 2 * HALF
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_pieces_of_all_ranks_are_every_weight(found: Facts, folder: Path, variant: str) -> None:
+    run_dir = folder / "runs" / variant
+    path = checkpoint.folder(run_dir) / checkpoint.tag(HALF)
+    expected = load_file(run_dir / "middle.safetensors")
+    weights = whole(path, "weight") | load_file(path / "buffers.safetensors")
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(weights[name].float().view(value.shape), value), name
+    copies = 2 if variant.startswith("zero0") else 1  # held by both ranks, or cut over them
+    momenta = 1 if variant.endswith("sgd") else 2
+    entries = sum(value.numel() for value in whole(path, "weight").values())
+    assert found[variant]["entries"] == copies * entries * (1 + momenta)

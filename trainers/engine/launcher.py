@@ -1,0 +1,51 @@
+"""DeepSpeed's processes above this rank, and how the ranks beside it ended."""
+
+import os
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from certizoo.processes import ending
+from trainers import ranks
+
+
+@cache
+def launchers() -> tuple[psutil.Process, ...]:
+    """`deepspeed.launcher.launch`, and the `deepspeed` command above that. A rank asks when it starts, and remembers:
+    once they are gone, nothing shows that they were there."""
+    found: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        for process in psutil.Process().parents()[:2]:
+            if not any("deepspeed" in word for word in process.cmdline()[:4]):
+                break
+            found.append(process)
+    return tuple(found)
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether or not its parent has waited for it (a zombie has ended)."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def killed() -> list[str]:
+    """For each rank of this machine that a signal has ended: "rank 1 was killed (SIGKILL): out of memory?" The kernel
+    knows until the launcher has looked, once a second."""
+    try:
+        children = sorted(launchers()[0].children() if launchers() else [], key=psutil.Process.create_time)
+        first = ranks.rank() - ranks.local_rank()
+        found = [(first + local, _signal(child)) for local, child in enumerate(children)]
+    except (psutil.Error, OSError):
+        return []
+    return [f"rank {rank} was {ending(-number)}" for rank, number in found if number]
+
+
+def _signal(process: psutil.Process) -> int:
+    """The number of the one that ended it, 0 where it lives or ended by itself (proc(5), field 52)."""
+    if process.status() != psutil.STATUS_ZOMBIE:
+        return 0
+    return os.WTERMSIG(int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[-1]))

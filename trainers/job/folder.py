@@ -1,0 +1,45 @@
+"""The run folder: who may write in it, and what may be found there.
+
+A run that goes on may do so in a folder that came from elsewhere: what is read there is checked (checkpoint.py,
+trainers/weights/states.py), and nothing is written through a link, which may lead to any file of the person's.
+"""
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from certizoo import UserError
+from certizoo.locks import HOLDER, LOCK, sole_writer
+from trainers.job import checkpoint
+from trainers.job.job import Job
+from trainers.settings import require
+
+
+def held(run_dir: Path) -> AbstractContextManager[None]:
+    """Be the only one who writes in the folder. Raises UserError at once where there is another."""
+    return sole_writer(run_dir, "a training", "start another one with name=ANOTHER")
+
+
+def refuse_used_folder(run_dir: Path, resume: str | None) -> None:
+    """Raise UserError for a folder that is not empty, unless what is in it is to go on, and is no link."""
+    require(resume in (None, "auto"), f"resume={resume} does not exist; use resume=auto")
+    content = {path.name for path in run_dir.iterdir()} - {LOCK, HOLDER} if run_dir.is_dir() else set()
+    require(
+        resume == "auto" or not content,
+        f"{run_dir} holds an earlier run; continue it with resume=auto, or start another with name=ANOTHER",
+    )
+    for folder, subfolders, files in os.walk(run_dir):
+        for name in (*subfolders, *files):
+            path = Path(folder, name)
+            require(
+                not path.is_symlink(),
+                f"{path} is a link, and a run writes through none in its folder; put what it leads to in its place",
+            )
+
+
+def refuse_changed(job: Job) -> None:
+    """Raise UserError where another run has written in the folder since the job was prepared."""
+    resume = job.config["resume"]
+    refuse_used_folder(job.run_dir, resume)
+    if resume and checkpoint.newest(job.run_dir) != job.saved:
+        raise UserError(f"{job.run_dir} was written in while this run started; give the same command again")

@@ -1,0 +1,247 @@
+"""Whether a module does what its type's code says, and nothing else: what a certificate rests on besides weights.
+
+Rules speak of code (the type) and numbers (the state). `fault_of(module)` says what else takes part: a hook, a patched
+method, code that is no longer that which was registered, a weight or an option that computes by itself.
+`fault_of_process()` says the same of what all modules share. What is a module's own fault is found without asking the
+module: its class may have any attribute answer as it likes.
+"""
+
+import enum
+import inspect
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrizations, parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from zoo import pristine
+
+KEPT = ("_modules", "_parameters", "_buffers")
+HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+PLAIN = (type(None), bool, int, float, str, np.float32, np.float64, np.int32, np.int64)
+COMPUTES = ("__add__", "__radd__", "__mul__", "__rmul__", "__truediv__", "__float__", "__index__", "__torch_function__")
+DEPTH = 8  # of lists in lists; no rule reads that far
+GATHER = "gather the weights and certify the model inside"
+
+
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module with its path, as they are stored; a shared one once."""
+    seen: set[int] = set()
+    left = [("", model)]
+    while left:
+        path, module = left.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield path, module
+            parts = [(key, part) for key, part in _parts(module).items() if isinstance(part, nn.Module)]
+            left += [(f"{path}.{key}" if path else str(key), part) for key, part in reversed(parts)]
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer by its path."""
+    for path, module in modules_of(model):
+        for kept in ("_parameters", "_buffers"):
+            for key, tensor in _state(module).get(kept, {}).items():
+                if tensor is not None:
+                    yield f"{path}.{key}" if path else key, tensor
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """The type, without torch's parametrisations."""
+    kind = type(module)
+    return kind.__mro__[1] if _is_parametrized(module) else kind
+
+
+def is_known(kind: type[nn.Module]) -> bool:
+    """Whether its code is remembered: torch's modules, and those that are registered."""
+    return pristine.is_remembered(kind)
+
+
+def fault_of(module: nn.Module) -> str | None:
+    """What makes the module another function than its type's; None if nothing does. Of an unknown type only the
+    instance is looked at."""
+    kind = kind_of(module)
+    if is_known(kind) and (change := pristine.change_of(kind)):
+        return f"{change} was replaced since its rules were registered; start a fresh process"
+    return _fault_of_class(module) or _fault_of_state(module)
+
+
+def fault_of_process() -> str | None:
+    """What makes every module another function."""
+    for name in HOOKS:
+        if getattr(torch_module, f"_global_{name}"):
+            return f"torch.nn.modules.module._global_{name} is not empty; remove the hook before certifying"
+    modes = [mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
+    for mode in (*modes, *_get_current_dispatch_mode_stack()):
+        return f"{type(mode).__name__} is active and may change every operation; certify outside of it"
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            return f"torch.autocast is active for {device}; certify outside of it"
+    if torch.get_default_dtype() not in (torch.float32, torch.float64):
+        return f"the default dtype is {torch.get_default_dtype()}; run torch.set_default_dtype(torch.float32)"
+    if torch.get_float32_matmul_precision() != "highest":
+        return "matrix products are not of float32; run torch.set_float32_matmul_precision('highest')"
+    if parametrize._cache_enabled:
+        return "torch.nn.utils.parametrize.cached() is active; certify outside of it"
+    if change := pristine.change_of_torch():
+        return f"{change} was replaced in this process; start a fresh one"
+    return None
+
+
+# the class of one object ----------------------------------------------------------------------------------------------
+
+
+def _is_parametrized(module: nn.Module) -> bool:
+    kind = type(module)
+    return "parametrizations" in _parts(module) and kind.__name__ == f"Parametrized{kind.__mro__[1].__name__}"
+
+
+def _fault_of_class(module: nn.Module) -> str | None:
+    """Of a class that torch made for parametrised weights: it must be as torch makes it, and they must be known."""
+    if not _is_parametrized(module):
+        return None
+    kind, lists = type(module), _parts(module)["parametrizations"]
+    names = _parts(lists)
+    for name, value in vars(kind).items():
+        made = _reads(value, name) if name in names else _is_made_like(value, _TORCH_MADE.get(name))
+        if not made and name not in pristine.NOT_RUN:
+            return f"{kind.__name__}.{name} is not what torch's parametrisation makes; remove it"
+    for path, part in modules_of(lists):
+        if not is_known(kind_of(part)):
+            name = path.split(".")[0]
+            return (
+                f"the parametrisation {type(part).__name__} of its {name} is not known; fold it first, by torch.nn."
+                f"utils.parametrize.remove_parametrizations(module, {name!r})"
+            )
+    return None if len(kind.__bases__) == 1 else f"{kind.__name__} has several ancestors; remove them"
+
+
+def _reads(value: object, name: str) -> bool:
+    """Whether this is torch's property of the parametrised tensor `name`."""
+    made = _TORCH_MADE["weight"]
+    if not isinstance(value, property) or not _is_made_like(value.fget, made.fget):
+        return False
+    texts = [cell.cell_contents for cell in value.fget.__closure__ if isinstance(cell.cell_contents, str)]  # type: ignore[union-attr]
+    return texts == [name]
+
+
+def _is_made_like(value: object, made: object) -> bool:
+    """Functions of the same bytecode."""
+    if not inspect.isfunction(value) or not inspect.isfunction(made):
+        return False
+    return value.__code__ is made.__code__ and value.__defaults__ == made.__defaults__
+
+
+def _template() -> dict[str, Any]:
+    """The class that torch makes."""
+    example = nn.Linear(1, 1)
+    parametrize.register_parametrization(example, "weight", nn.Identity())
+    return dict(vars(type(example)))
+
+
+# the state of one object ----------------------------------------------------------------------------------------------
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """The instance's own dictionary, whatever its class says that it is."""
+    found: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return found
+
+
+def _parts(module: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = _state(module).get("_modules", {})
+    return found
+
+
+def _fault_of_state(module: nn.Module) -> str | None:
+    own = _state(module)
+    for name in HOOKS:
+        if own.get(f"_{name}"):
+            return f"it carries a hook (_{name}); remove it before certifying"
+    if own.get("_compiled_call_impl") is not None:
+        return "it is compiled (_compiled_call_impl); certify it before model.compile()"
+    if "_orig_mod" in _parts(module):
+        return "it is compiled; certify the model inside, model._orig_mod"
+    for kept in KEPT:
+        if type(own.get(kept)) not in (dict, OrderedDict):
+            return f"its {kept} is no plain dictionary; {GATHER}"
+    for name, part in own["_modules"].items():
+        if part is not None and not isinstance(part, nn.Module):
+            return f"its {name} is a {type(part).__name__} and no module; assign a module"
+    for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
+        if tensor is not None and (fault := _fault_of_tensor(tensor)):
+            return f"its {name} {fault}"
+    for name in (name for kept in KEPT for name in own[kept]):
+        if any(name in vars(base) for base in type(module).__mro__):
+            return f"its {name} is hidden by its class; remove that from the class"
+    for name in own.keys() - set(KEPT):
+        if fault := _fault_of_attribute(type(module), own, name, own[name]):
+            return f"its {name} {fault}"
+    return _fault_of_shapes(module, own)
+
+
+def _fault_of_attribute(kind: type, own: dict[str, Any], name: str, value: object) -> str | None:
+    if _hides(kind, name) or name.startswith("__"):
+        return "is patched on the instance; delete that attribute"
+    if any(name in own[kept] for kept in KEPT):
+        return "stands in front of a part of the same name; delete that attribute"
+    if isinstance(value, nn.Module):
+        return "is a module that is no part of the model; assign it as an attribute"
+    return _fault_of_value(value)
+
+
+def _fault_of_value(value: object, depth: int = 0) -> str | None:
+    """Options are numbers, texts and their lists; other objects are let be unless they can compute."""
+    if type(value) in (tuple, list, set, frozenset, dict, OrderedDict, torch.Size):
+        assert isinstance(value, Collection)
+        items = value.values() if isinstance(value, dict) else value
+        inner = (_fault_of_value(item, depth + 1) for item in items if depth < DEPTH)
+        return next((fault for fault in inner if fault), None)
+    if isinstance(value, Tensor):
+        return _fault_of_tensor(value)
+    if type(value) in PLAIN or isinstance(value, type | nn.Module):  # a module in a list is no part
+        return None
+    if isinstance(value, enum.Enum) and not isinstance(value, int | float):
+        return None
+    if any(hasattr(type(value), name) for name in COMPUTES):
+        return f"is a {type(value).__name__}, which may compute anything; set a plain number"
+    if hasattr(value, "__deepcopy__"):
+        return f"is a {type(value).__name__} with a __deepcopy__ of its own; set a plain value"
+    return None
+
+
+def _fault_of_tensor(tensor: object) -> str | None:
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return f"is a {type(tensor).__name__} and no plain tensor; {GATHER}"
+    for name in vars(tensor):
+        if _hides(type(tensor), name) or name.startswith("__"):
+            return f"has its {name} patched; delete that attribute"
+    return None
+
+
+def _fault_of_shapes(module: nn.Module, own: dict[str, Any]) -> str | None:
+    """A bias of another shape would be broadcast: one output would become many."""
+    weight, bias = (own["_parameters"].get(name) for name in ("weight", "bias"))
+    if not isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or weight is None or bias is None:
+        return None
+    fits = bias.shape == weight.shape[:1]
+    return None if fits else f"its bias has the shape {tuple(bias.shape)} beside weights of {tuple(weight.shape)}"
+
+
+def _hides(kind: type, name: str) -> bool:
+    """Whether the class has code of that name, which an attribute of the instance would replace."""
+    found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    return callable(found) or hasattr(type(found), "__get__")
+
+
+for _kind in (*vars(nn).values(), parametrize.ParametrizationList, *vars(parametrizations).values()):
+    if isinstance(_kind, type) and issubclass(_kind, nn.Module):
+        pristine.remember(_kind)
+_TORCH_MADE = _template()

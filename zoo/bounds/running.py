@@ -1,0 +1,346 @@
+"""How far a tensor that torch computed in float64 is from the one that exact arithmetic would have given: running error
+analysis (Higham 2002, section 3.3), operation by operation, of whatever a module does.
+
+Of every tensor two others are known, entry by entry: its error, and its size: what it is the sum of, without
+cancellation (that of W x is |W| |x|), so that small values of large terms are large. An operation passes on the errors
+of its operands by its own slope, and adds what it rounds itself, in proportion to the size of its result:
+
+    fl(A B) = A B + D,   |D| <= gamma_{K+2} |A| |B|,        |A' B' - A B| <= |A| e_B + e_A (|B| + e_B).
+
+Assumed of the kernels: IEEE double precision, sums in any order, exp, erf and tanh within LIBM units. An operation that
+is not in the table is refused. Proof: docs/proofs.md#slack.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from certizoo import UserError
+from zoo.arithmetic import U, gamma, nan_to_inf
+
+OUT = 1 + 1e-9  # outwards over the rounding of these formulas themselves
+RESERVE = 8  # what the rule of a link computes of the same tensors, in its function's own rounding
+TOGETHER = 16  # images, whose tensors are all held while one link is followed
+TINY = 1e-290  # over underflow
+LIBM = 40 * U  # of exp, erf and tanh, relative to their values
+
+
+def defects(links: Sequence[Callable[[Tensor], Tensor]], ends: Sequence[int], points: Sequence[Tensor]) -> list[Tensor]:
+    """Of every step of a chain what its clean point may be off by, RESERVE ||X_l - f_l(X_{l-1})||_F (B,), never below:
+    of the last step of each link f_l, which ends behind so many steps; 0 inside links. `points`: X_0 (B, ...) and those
+    behind the steps, which were computed in whichever way."""
+    found = [torch.zeros(len(points[0]), dtype=torch.float64, device=points[0].device) for _ in points[1:]]
+    for link, start, end in zip(links, (0, *ends), ends, strict=False):
+        error = defect(link, points[start], points[end])
+        found[end - 1] = nan_to_inf(RESERVE * torch.linalg.vector_norm(error.flatten(1), dim=1))
+    return found
+
+
+def defect(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """|y - f(x)| entry by entry, never below, f(x) being exact."""
+    parts = [_defect(f, *part) for part in zip(x.split(TOGETHER), y.split(TOGETHER), strict=True)]
+    return torch.cat(parts) if parts else y.abs()
+
+
+def _defect(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), RunningError() as running:
+        found = running.of(f(x))
+    return nan_to_inf((y - found.value).abs() + found.error) * OUT
+
+
+@dataclass(frozen=True)
+class Known:
+    """A tensor as it was computed, |it| without cancellation, and how far it is from the exact one."""
+
+    value: Tensor
+    size: Tensor
+    error: Tensor
+
+
+class RunningError(TorchDispatchMode):
+    """Follows everything that is computed in float64 while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, Known] = {}  # by identity; a tensor that is held keeps it
+
+    def of(self, x: Tensor) -> Known:
+        """What was not computed here is exact: weights, constants, the input."""
+        if id(x) not in self._known:
+            self._known[id(x)] = Known(x, x.abs(), torch.zeros_like(x))
+        return self._known[id(x)]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = self._found(func, args, kwargs or {})
+        for known in found if isinstance(found, (list, tuple)) else [found]:
+            if isinstance(known, Known):
+                self._known[id(known.value)] = known
+        return tree_map(lambda known: known.value if isinstance(known, Known) else known, found)
+
+    def _found(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func.overloadpacket.__name__
+        floats = [x for x in _tensors(args) if x.is_floating_point()]
+        if not floats or name in CREATE:
+            return func(*args, **kwargs)
+        if any(x.dtype is not torch.float64 for x in floats):
+            raise UserError(f"{name} computes in {floats[0].dtype}; a certificate needs float64 throughout")
+        operands = tree_map(lambda x: self.of(x) if isinstance(x, Tensor) and x.is_floating_point() else x, args)
+        if name in RULES:
+            return RULES[name](*operands, **kwargs)
+        if name in MOVE:
+            return _moved(func, operands, kwargs)
+        raise UserError(f"no bound of the rounding of torch's {name} is written; add one to zoo/bounds/running.py")
+
+
+def _tensors(args: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map(lambda x: found.append(x) if isinstance(x, Tensor) else None, args)
+    return found
+
+
+def _moved(func: Any, operands: Any, kwargs: Any) -> Any:
+    """Of operations that move entries, or choose among them."""
+
+    def by(part: str) -> Any:
+        return func(*tree_map(lambda x: getattr(x, part) if isinstance(x, Known) else x, operands), **kwargs)
+
+    value, size, error = by("value"), by("size"), by("error")
+    if not isinstance(value, (list, tuple)):
+        return Known(value, size, error)
+    return [Known(*parts) for parts in zip(value, size, error, strict=True)]
+
+
+CREATE = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"}
+MOVE = {
+    *("alias", "amax", "as_strided", "cat", "clone", "copy", "detach", "diagonal", "expand", "flip"),
+    *("gather", "index", "index_select", "lift_fresh", "permute", "repeat", "roll", "select", "slice", "split", "t"),
+    *("split_with_sizes", "squeeze", "stack", "transpose", "unbind", "unfold", "unsqueeze", "view", "_to_copy"),
+    *("_unsafe_view", "_reshape_alias"),
+}
+
+# rules: of operands, Known or plain numbers ---------------------------------------------------------------------------
+
+Operand = Known | float
+
+
+def _known(x: Operand, like: Tensor) -> Known:
+    if isinstance(x, Known):
+        return x
+    number = torch.as_tensor(x, dtype=torch.float64, device=like.device)
+    return Known(number, number.abs(), torch.zeros_like(number))
+
+
+def _pair(a: Operand, b: Operand) -> tuple[Known, Known]:
+    like = a.value if isinstance(a, Known) else b.value  # type: ignore[union-attr]
+    return _known(a, like), _known(b, like)
+
+
+def _fresh(value: Tensor, error: Tensor) -> Known:
+    """Of what does not cancel: the size is that of the value."""
+    return Known(value, value.abs() + error, error)
+
+
+def _add(a: Operand, b: Operand, alpha: float = 1.0) -> Known:
+    x, y = _pair(a, b)
+    size = x.size + abs(alpha) * y.size
+    return Known(x.value + alpha * y.value, size, x.error + abs(alpha) * y.error + 2 * U * size)
+
+
+def _sub(a: Operand, b: Operand, alpha: float = 1.0) -> Known:
+    return _add(a, b, -alpha)
+
+
+def _mul(a: Operand, b: Operand) -> Known:
+    x, y = _pair(a, b)
+    size = x.size * y.size
+    return Known(x.value * y.value, size, x.size * y.error + x.error * (y.size + y.error) + U * size + TINY)
+
+
+def _div(a: Operand, b: Operand) -> Known:
+    return _mul(a, _reciprocal(_pair(a, b)[1]))
+
+
+def _reciprocal(x: Known) -> Known:
+    low = (x.value.abs() - x.error).clamp_min(0)
+    return _fresh(1 / x.value, x.error / (x.value.abs() * low) + U / low)
+
+
+def _rsqrt(x: Known) -> Known:
+    """The slope of x^-1/2 at the low end."""
+    low = (x.value - x.error).clamp_min(0)
+    return _fresh(x.value.rsqrt(), x.error / (2 * low * low.sqrt()) + 4 * U / low.sqrt())
+
+
+def _sqrt(x: Known) -> Known:
+    value, low = x.value.sqrt(), (x.value - x.error).clamp_min(0).sqrt()
+    steep = torch.where(x.error > 0, x.error / (value + low), 0.0)  # |a - b| / (sqrt a + sqrt b)
+    return _fresh(value, steep + U * value)
+
+
+def _pow(x: Known, exponent: float) -> Known:
+    if exponent == 2:
+        return _mul(x, x)
+    if exponent == 0.5:
+        return _sqrt(x)
+    if exponent == -0.5:
+        return _rsqrt(x)
+    if exponent == 3:
+        return _mul(_mul(x, x), x)
+    raise UserError(f"no bound of the rounding of x^{exponent:g} is written; add one to zoo/bounds/running.py")
+
+
+def _product(apply: Callable[[Tensor, Tensor], Tensor], x: Known, y: Known, terms: int) -> Known:
+    size = apply(x.size, y.size)
+    passed = apply(x.error, y.size + y.error)
+    if bool((y.error > 0).any()):
+        passed = passed + apply(x.size, y.error)
+    return Known(apply(x.value, y.value), size, passed + gamma(terms + 2) * size + TINY)
+
+
+def _matmul(x: Known, y: Known) -> Known:
+    return _product(torch.matmul, x, y, x.value.shape[-1])
+
+
+def _addmm(b: Known, x: Known, y: Known, beta: float = 1.0, alpha: float = 1.0) -> Known:
+    return _add(_mul(_matmul(x, y), alpha), _mul(b, beta))
+
+
+def _convolution(x: Known, weight: Known, bias: Known | None, *options: Any) -> Known:
+    def apply(a: Tensor, b: Tensor) -> Tensor:
+        return torch.convolution(a, b, None, *options)
+
+    y = _product(apply, x, weight, weight.value[0].numel())
+    return y if bias is None else _add(y, _reshaped(bias, (-1, *[1] * (x.value.ndim - 2))))
+
+
+def _pad(x: Known, pad: Sequence[int], value: float = 0.0) -> Known:
+    def by(t: Tensor, fill: float) -> Tensor:
+        return torch.constant_pad_nd(t, pad, fill)
+
+    return Known(by(x.value, value), by(x.size, abs(value)), by(x.error, 0.0))
+
+
+def _reshaped(x: Known, shape: tuple[int, ...]) -> Known:
+    return Known(x.value.view(shape), x.size.view(shape), x.error.view(shape))
+
+
+def _sum(x: Known, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any) -> Known:
+    def add(t: Tensor) -> Tensor:
+        return t.sum(tuple(range(t.ndim)) if dim is None or len(dim) == 0 else tuple(dim), keepdim)
+
+    value, size = add(x.value), add(x.size)
+    terms = x.value.numel() // max(1, value.numel())
+    return Known(value, size, add(x.error) + gamma(terms + 2) * size)
+
+
+def _mean(x: Known, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any) -> Known:
+    total = _sum(x, dim, keepdim)
+    return _div(total, x.value.numel() / total.value.numel())
+
+
+def _vector_norm(
+    x: Known, order: float = 2, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any
+) -> Known:
+    if order != 2:
+        raise UserError(f"no bound of the rounding of a {order:g}-norm is written; add one to zoo/bounds/running.py")
+
+    def norm(t: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(t, 2, None if dim is None else tuple(dim), keepdim)
+
+    value = norm(x.value)
+    terms = x.value.numel() // max(1, value.numel())
+    return _fresh(value, norm(x.error) + gamma(terms + 4) * value + TINY)
+
+
+def _layer_norm(x: Known, shape: Sequence[int], weight: Known | None, bias: Known | None, eps: float) -> list[Known]:
+    dims = tuple(range(-len(shape), 0))
+    mean = _mean(x, dims, True)
+    centred = _sub(x, mean)
+    centred = _fresh(centred.value, centred.error)
+    rstd = _rsqrt(_add(_mean(_mul(centred, centred), dims, True), eps))
+    y = _mul(centred, rstd)
+    y = y if weight is None else _mul(y, weight)
+    return [y if bias is None else _add(y, bias), mean, rstd]
+
+
+def _softmax(x: Known, dim: int, *_: Any) -> Known:
+    """A score off by e changes every weight by a factor within e^(+-2e); beyond that, each exponent rounds in
+    proportion to its distance from the largest, which the weights themselves make small in the sum."""
+    value, far = x.value.softmax(dim), (x.value.amax(dim, True) - x.value) * 2 * U
+    share = torch.expm1(x.error + x.error.amax(dim, True) + far + LIBM) + gamma(3 * x.value.shape[dim] + 200)
+    return _fresh(value, torch.where(value > 0, value * share, TINY) + TINY)
+
+
+def _lipschitz(f: Callable[..., Tensor], slope: float, rounding: float) -> Callable[..., Known]:
+    """f of |f'| <= slope, computed to `rounding` of |f| and of |x|, whichever is larger."""
+
+    def rule(x: Known, *args: Any, **kwargs: Any) -> Known:
+        value = f(x.value, *args, **kwargs)
+        return _fresh(value, slope * x.error + rounding * torch.maximum(value.abs(), x.value.abs()) + TINY)
+
+    return rule
+
+
+def _exp(x: Known) -> Known:
+    value = x.value.exp()
+    return _fresh(value, value * (torch.expm1(x.error) + LIBM * (1 + x.error.exp())) + TINY)
+
+
+def _sigmoid(x: Known) -> Known:
+    value = x.value.sigmoid()
+    return _fresh(value, 0.25 * x.error + 2 * LIBM * value + TINY)
+
+
+def _extremum(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Operand, Operand], Known]:
+    def rule(a: Operand, b: Operand) -> Known:
+        x, y = _pair(a, b)
+        return Known(f(x.value, y.value), torch.maximum(x.size, y.size), torch.maximum(x.error, y.error))
+
+    return rule
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "add": _add,
+    "sub": _sub,
+    "rsub": lambda a, b, alpha=1.0: _sub(_mul(b, 1.0) if isinstance(b, Known) else b, a, alpha),
+    "constant_pad_nd": _pad,
+    "neg": lambda x: Known(-x.value, x.size, x.error),
+    "abs": lambda x: Known(x.value.abs(), x.size, x.error),
+    "mul": _mul,
+    "div": _div,
+    "reciprocal": _reciprocal,
+    "rsqrt": _rsqrt,
+    "sqrt": _sqrt,
+    "pow": _pow,
+    "mm": _matmul,
+    "bmm": _matmul,
+    "addmm": _addmm,
+    "baddbmm": _addmm,
+    "convolution": _convolution,
+    "sum": _sum,
+    "mean": _mean,
+    "linalg_vector_norm": _vector_norm,
+    "native_layer_norm": _layer_norm,
+    "_softmax": _softmax,
+    "_safe_softmax": _softmax,
+    "exp": _exp,
+    "sigmoid": _sigmoid,
+    "tanh": _lipschitz(torch.tanh, 1.0, LIBM),
+    "gelu": _lipschitz(torch.nn.functional.gelu, 1.13, 2 * LIBM),
+    "silu": _lipschitz(torch.nn.functional.silu, 1.1, 2 * LIBM),
+    "softplus": _lipschitz(torch.nn.functional.softplus, 1.0, 2 * LIBM),
+    "relu": _lipschitz(torch.relu, 1.0, 0.0),
+    "clamp": _lipschitz(torch.clamp, 1.0, 0.0),
+    "clamp_min": _lipschitz(torch.clamp_min, 1.0, 0.0),
+    "clamp_max": _lipschitz(torch.clamp_max, 1.0, 0.0),
+    "maximum": _extremum(torch.maximum),
+    "minimum": _extremum(torch.minimum),
+}
