@@ -95,7 +95,7 @@ class ImageAnalysis:
             asked_CB &= (~asked_CB | (gaps(margin_CB, first_CB) > 0)).all(0)  # what no remainder can mend stays
             if bool(asked_CB.any()):
                 rho = rho or self._rests(eps_B)
-                found_CB = nan_to_inf(first_CB + self._remainders(g, eps_B, rho, start))
+                found_CB = nan_to_inf(first_CB + self._remainders(g, eps_B, rho, start) + self._rounded(g))
                 loss_CB = torch.where(asked_CB, torch.minimum(found_CB, old_CB), old_CB)
                 loss_BJ = loss_BJ.scatter(1, class_CB.mT, loss_CB.mT)
             still_BJ = ~(gaps(margin_BJ, loss_BJ) > 0) & open_BJ
@@ -140,14 +140,19 @@ class ImageAnalysis:
     def _radius(self, at: int, eps_B: Tensor, rho: Sizes) -> Tensor:
         """|H_i| (B,)."""
         lengths = self._lengths[at]
-        return sum((product(norm_B, rho[k]) for k, norm_B in lengths.by_rest.items()), product(lengths.by_image, eps_B))
+        by_image_B = product(lengths.by_image, eps_B) + self._drifts[at]
+        return sum((product(norm_B, rho[k]) for k, norm_B in lengths.by_rest.items()), by_image_B)
 
     def _reach(self, at: int, eps_B: Tensor, rho: Sizes) -> Tensor:
         """Of the functionals of its forms (B, ...)."""
         lengths, forms = self._lengths[at], self.tape.leaves[at].forms
         assert forms is not None
         assert lengths.reach_by_image is not None
-        whole = [(lengths.reach_by_image, eps_B), *((by, rho[k]) for k, by in lengths.reach_by_rest.items())]
+        whole = [
+            (lengths.reach_by_image, eps_B),
+            (_beside(torch.ones_like(eps_B), lengths.reach_by_image) * forms.sizes, self._drifts[at]),
+        ]
+        whole += [(by, rho[k]) for k, by in lengths.reach_by_rest.items()]
         return torch.stack(torch.broadcast_tensors(*(product(by, _beside(size_B, by)) for by, size_B in whole))).sum(0)
 
     def _seminorm(self, forms: dict[int, QuadraticForm], eps_B: Tensor, rho: Sizes, count: int, word: str) -> Tensor:
@@ -158,7 +163,8 @@ class ImageAnalysis:
             g, _ = self.tape.pull(None, self._applied(forms, self.tape.push(v, {}, last)))
             return torch.zeros_like(v) if g is None else g
 
-        total_CB = product(self._norms(by_image, self.images.shape[1:], count, word, eps_B), eps_B)
+        drift_CB = torch.stack([product(form.largest, self._drifts[at].square()) for at, form in forms.items()]).sum(0)
+        total_CB = product(self._norms(by_image, self.images.shape[1:], count, word, eps_B), eps_B) + drift_CB.sqrt()
         sources = {k: rho[k] for k in rho if k < last}
         if not any(bool((size_B > 0).any()) for size_B in sources.values()):
             return total_CB
@@ -182,6 +188,24 @@ class ImageAnalysis:
         norm_CB = self._norms(by_rest, width, count, f"{word} by rest", eps_B)
         total_CB = total_CB + product(norm_CB, torch.stack(list(share.values())).sum(0).sqrt())
         return torch.where(unknown_B, torch.inf, total_CB)
+
+    @cached_property
+    def _drifts(self) -> Sizes:
+        """How far the clean input of every leaf may be from the exact one, passed on by norms: it is rounding."""
+        found, drift_B = Sizes(), torch.zeros_like(self._one)
+        for leaves, step in zip(self.tape.of_nodes, self.inner.steps, strict=True):
+            inside_B = drift_B
+            for at in leaves:
+                found[at] = inside_B
+                inside_B = product(1 + self.tape.leaves[at].gain_B, inside_B)  # with and without a sum around it
+            drift_B = product(step.norm_B, drift_B) + step.defect_B
+        return found
+
+    def _rounded(self, g: dict[int, Tensor]) -> Tensor:
+        """What the defects of the clean points cost of margins with these gradients: (C, B)."""
+        nodes = zip(self.tape.of_nodes, self.inner.steps, strict=True)
+        costs = [product(g[leaves[-1]].flatten(2).norm(dim=-1), step.defect_B) for leaves, step in nodes]
+        return torch.stack(costs).sum(0)
 
     @staticmethod
     def _applied(forms: dict[int, QuadraticForm], seen: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -9,6 +9,7 @@ Letters: B images, C vectors of each.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -24,8 +25,13 @@ class Tape:
     """Around one clean batch."""
 
     def __init__(self, chain: Sequence[Expansion]) -> None:
-        self._ops = [op for expansion in chain for op in _laid_out(expansion)]
+        laid_out = [_laid_out(expansion) for expansion in chain]
+        self._ops = [op for ops in laid_out for op in ops]
         self.leaves = {at: op for at, op in enumerate(self._ops) if isinstance(op, Expansion)}
+        ends = list(accumulate(map(len, laid_out)))
+        self.of_nodes = [
+            [at for at in self.leaves if end - len(ops) <= at < end] for ops, end in zip(laid_out, ends, strict=True)
+        ]
         self.bent = [at for at, leaf in self.leaves.items() if not leaf.affine]
 
     def push(self, v: Tensor | None, entering: Mapping[int, Tensor], last: int) -> Vectors:
