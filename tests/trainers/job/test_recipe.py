@@ -34,6 +34,10 @@ UNTIED = "model.attention={name:l2,tied:false}"  # which no certificate has a ru
 # rule -> (script, overrides, words of the refusal), on 2 ranks
 Case = tuple[str, Sequence[str], str]
 CASES: dict[str, list[Case]] = {
+    "the_name_is_that_of_one_folder": [
+        ("adv_train", [*TINY, "name=../../x", "run_dir=runs/x"], "no name of a folder"),
+        ("adv_train", [*TINY, "name=.hidden", "run_dir=runs/x"], "no name of a folder"),
+    ],
     "the_objective_exists": [("adv_train", [*TINY, "objective.name=nope"], "objective.name=nope")],
     "blurred_labels_suit_the_objective": [
         ("adv_train", [*TINY, "objective=mart", "mix.mixup=0.8"], "one class an image, which mix"),
