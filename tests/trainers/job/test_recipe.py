@@ -165,10 +165,10 @@ def test_trainer_and_doctor_refuse_in_one_line_before_work(
     monkeypatch.setattr(engine, "start", started)
     train = certvit.run if script == "constrain" else entry.train
     with pytest.raises(UserError) as caught:
-        train(script, [*overrides, "name=refused"])
+        train(script, ["name=refused", *overrides])
     assert str(caught.value) == str(error)
     assert not dist.is_initialized()
-    told = findings.configured([f"trainers/{script}.py", *overrides, "name=refused"])
+    told = findings.configured([f"trainers/{script}.py", "name=refused", *overrides])
     assert told == [findings.Finding("configuration", str(error), False)]
     assert sorted(here.rglob("*")) == before, "nothing is written"
 
