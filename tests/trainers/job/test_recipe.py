@@ -141,7 +141,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refusal(script: str, overrides: Sequence[str]) -> UserError:
     with pytest.raises(UserError) as caught:
-        prepare_first(compose_config(script, [*overrides, "name=refused"]))
+        prepare_first(compose_config(script, ["name=refused", *overrides]))
     return caught.value
 
 
