@@ -117,10 +117,10 @@ def batch_given(images_BCHW: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
         if not isinstance(given, Tensor):
             raise UserError(f"{name} are a {type(given).__name__}; give a tensor, such as torch.as_tensor({name})")
     with torch._C.DisableTorchFunctionSubclass():  # images of torchvision, and what answers for itself
+        for name, given in (("images", images_BCHW), ("labels", labels_B)):
+            if given.is_meta or given.layout is not torch.strided:
+                raise UserError(f"{name} hold no dense numbers ({given.layout}, {given.device}); give a plain tensor")
         images, labels = images_BCHW.detach().as_subclass(Tensor), labels_B.detach().as_subclass(Tensor)
-    for name, given in (("images", images), ("labels", labels)):
-        if given.is_meta or given.layout is not torch.strided:
-            raise UserError(f"{name} hold no dense numbers ({given.layout}, {given.device}); give a plain tensor")
     if images.dtype not in (torch.float32, torch.float64):
         raise UserError(
             f"images are {images.dtype}; give float32 numbers in [0,1]: images.float(), or images / 255 of bytes"

@@ -116,11 +116,15 @@ def _word(value: Any) -> bool:
 
 
 def _part(value: Any) -> bool:
-    """A name, or a mapping with one; options of a part are numbers, names, switches, and lists of numbers."""
+    """A name, or a mapping with one and options of the part."""
     if isinstance(value, Mapping) and isinstance(value.get("name"), str) and len(value) <= LONGEST:
-        each, several = (None, True, False), _list_of(_finite)
-        return all(any(v is e for e in each) or _word(v) or _finite(v) or several(v) for v in value.values())
+        return all(map(_option, value.values()))
     return _word(value)
+
+
+def _option(value: Any) -> bool:
+    """A number, name, switch, or list of numbers; or the class of a module, which no file can hold."""
+    return value is None or isinstance(value, bool | type) or _word(value) or _finite(value) or _list_of(_finite)(value)
 
 
 def _short(value: Any) -> str:

@@ -19,6 +19,7 @@ from certify.papers import feature_distance, feature_report, features, layer_nor
 from certify.rows import images
 from certizoo import UserError
 from certizoo.compose import compose_config
+from certizoo.locks import HOLDER, LOCK
 from shards import DataConfig
 from zoo.models.overview import tiny_options
 
@@ -226,7 +227,7 @@ def test_a_conv_net_alone_has_no_figure_of_norms(
     folder, out = handover(tmp_path / "handover", digits, CONV), tmp_path / "out"
     main(["features", f"handover={folder}", f"out={out}", *QUICK, "attack.eps=0"])
     assert "none" in capsys.readouterr().out
-    assert {path.name for path in out.iterdir()} == {"features.json", "tsne.csv", "tsne.png"}
+    assert {path.name for path in out.iterdir()} == {"features.json", "tsne.csv", "tsne.png", LOCK, HOLDER}
     (row,) = json.loads((out / "features.json").read_text())["models"]
     assert (row["a_distance"], row["sigma_max"], row["sigma_max_note"]) == (0, {}, "none"), "eps is 0"
     assert row["clean"] == row["attacked"]
@@ -269,7 +270,7 @@ def test_faults_are_one_line(
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert words in error
-    assert not (tmp_path / "features").exists()
+    assert not list((tmp_path / "features").glob("[!.]*"))
 
 
 def test_models_of_other_images_are_refused_before_anything_runs(digits: Path, tmp_path: Path) -> None:

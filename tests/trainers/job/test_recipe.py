@@ -34,6 +34,10 @@ UNTIED = "model.attention={name:l2,tied:false}"  # which no certificate has a ru
 # rule -> (script, overrides, words of the refusal), on 2 ranks
 Case = tuple[str, Sequence[str], str]
 CASES: dict[str, list[Case]] = {
+    "the_name_is_that_of_one_folder": [
+        ("adv_train", [*TINY, "name=../../x", "run_dir=runs/x"], "no name of a folder"),
+        ("adv_train", [*TINY, "name=.hidden", "run_dir=runs/x"], "no name of a folder"),
+    ],
     "the_objective_exists": [("adv_train", [*TINY, "objective.name=nope"], "objective.name=nope")],
     "blurred_labels_suit_the_objective": [
         ("adv_train", [*TINY, "objective=mart", "mix.mixup=0.8"], "one class an image, which mix"),
@@ -142,7 +146,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refusal(script: str, overrides: Sequence[str]) -> UserError:
     with pytest.raises(UserError) as caught:
-        prepare_first(compose_config(script, [*overrides, "name=refused"]))
+        prepare_first(compose_config(script, ["name=refused", *overrides]))
     return caught.value
 
 
@@ -166,10 +170,10 @@ def test_trainer_and_doctor_refuse_in_one_line_before_work(
     monkeypatch.setattr(engine, "start", started)
     train = certvit.run if script == "constrain" else entry.train
     with pytest.raises(UserError) as caught:
-        train(script, [*overrides, "name=refused"])
+        train(script, ["name=refused", *overrides])
     assert str(caught.value) == str(error)
     assert not dist.is_initialized()
-    told = findings.configured([f"trainers/{script}.py", *overrides, "name=refused"])
+    told = findings.configured([f"trainers/{script}.py", "name=refused", *overrides])
     assert told == [findings.Finding("configuration", str(error), False)]
     assert sorted(here.rglob("*")) == before, "nothing is written"
 
