@@ -21,7 +21,7 @@ if "CERTIZOO_HOME" in os.environ:  # `ray submit` copies this file to the home f
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
-from certizoo.files import disk_errors
+from certizoo.files import disk_errors, require_file_name
 from certizoo.locks import sole_writer
 from registry import credentials, store
 from tuning import objectives, search, spaces
@@ -65,8 +65,10 @@ def new_search(args: argparse.Namespace, defaults: dict[str, Any]) -> Search:
         raise UserError("--scheduler pbt proposes by itself; leave --search away")
     trainer = args.trainer or space.trainer
     overrides, epochs = search.fixed_overrides(space, metric, args.overrides, trainer)
+    name = args.name or f"{space.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    require_file_name(f"{name}-0001", "--name (of a trial)")
     return Search(
-        name=args.name or f"{space.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}",
+        name=name,
         space=space.name,
         storage=str(storage_of(args)),
         overrides=tuple(overrides),

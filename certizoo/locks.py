@@ -5,10 +5,12 @@ which that one forks (workers that outlive a killed parent keep nothing), and ho
 process, so that two writers within one process are kept apart here.
 """
 
+import errno
 import fcntl
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -18,6 +20,7 @@ from typing import BinaryIO
 from certizoo.errors import UserError
 
 LOCK, HOLDER = ".lock", ".lock.holder"
+PATIENCE = 0.05  # seconds
 _HERE: dict[Path, threading.Lock] = {}
 _GUARD = threading.Lock()
 
@@ -77,16 +80,19 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _taken(handle: int, path: Path, wait: bool) -> bool:
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except (BlockingIOError, PermissionError):  # both are POSIX for: another has it
-        return False
-    except OSError as error:
-        raise UserError(
-            f"{path.parent} has no file locks ({error.strerror}); mount it with them (Lustre: -o flock), or write to "
-            "another file system"
-        ) from None
-    return True
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return True
+        except (BlockingIOError, PermissionError):  # both are POSIX for: another has it
+            return False
+        except OSError as error:
+            if error.errno != errno.EDEADLK:
+                raise UserError(
+                    f"{path.parent} has no file locks ({error.strerror}); mount it with them (Lustre: -o flock), or "
+                    "write to another file system"
+                ) from None
+            time.sleep(PATIENCE)  # the kernel took threads of two processes, each with a lock, for a deadlock of those
 
 
 def _unlinked(path: str, flags: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from certizoo import UserError
 from certizoo.compose import compose_config
+from certizoo.documents import read_json
 from certizoo.files import write_whole
 from certizoo.locks import HOLDER, LOCK
 from tuning import objectives, spaces
@@ -93,10 +94,9 @@ class Search:
 
 def load(folder: Path) -> Search:
     """The search that was begun in `folder`."""
-    try:
-        content = json.loads((folder / SETTINGS).read_text())
-    except FileNotFoundError:
-        raise UserError(f"{folder} holds no search ({SETTINGS} is missing); see --storage and --resume") from None
+    if not (folder / SETTINGS).is_file():
+        raise UserError(f"{folder} holds no search ({SETTINGS} is missing); see --storage and --resume")
+    content = read_json(folder / SETTINGS)
     return Search(**content | {key: tuple(content[key]) for key in ("overrides", "metric")})
 
 

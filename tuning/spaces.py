@@ -17,10 +17,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import yaml
-
 from certizoo import UserError
 from certizoo.compose import CONFIGS
+from certizoo.documents import read_yaml
 from certizoo.nearest import unknown
 
 KINDS = ("log_uniform", "uniform", "integer", "choice")
@@ -96,7 +95,7 @@ def load(name: str, configs: Path = CONFIGS) -> Space:
     path = configs / "space" / f"{name}.yaml"
     if not path.is_file():
         raise unknown("space", name, names(configs), "configs/space")
-    content = yaml.safe_load(path.read_text())
+    content = read_yaml(path)
     parameters = {key: _parameter(f"{path}: {key}", facts) for key, facts in content["parameters"].items()}
     trainer = str(content.get("trainer", "adv_train"))
     return Space(name, trainer, tuple(content["overrides"]), tuple(content["without_model"]), parameters)

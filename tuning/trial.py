@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from certizoo.documents import read_json
 from certizoo.errors import EXIT_USER_ERROR
 from certizoo.files import write_whole
 from certizoo.processes import end_group, ending
@@ -80,7 +81,7 @@ def train(command: Command, run_dir: Path, log: Path) -> Iterator[Progress]:
 
 def certificate(run_dir: Path) -> dict[str, Any]:
     """What was proved of a finished trial."""
-    content: dict[str, Any] = json.loads((run_dir / CERTIFICATE).read_text())
+    content: dict[str, Any] = read_json(run_dir / CERTIFICATE)
     return content
 
 
@@ -161,7 +162,7 @@ def adopt(snapshot_dir: Path, run_dir: Path, changed: dict[str, Any]) -> None:
     """
     shutil.copytree(snapshot_dir, run_dir, dirs_exist_ok=True)
     for mark in run_dir.glob(f"checkpoints/*/{checkpoint.MARK}"):
-        content = json.loads(mark.read_text())
+        content = read_json(mark)
         if any(content["fingerprint"].get(key) != value for key, value in changed.items()):
             content["fingerprint"] |= changed
             content["run_id"] = None

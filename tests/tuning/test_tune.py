@@ -418,8 +418,31 @@ def test_what_listens_beyond_the_loopback_asks_for_a_token_or_a_password(path: P
 
 @pytest.mark.parametrize(
     "name",
-    ["x,y", "a b", "it's", "a=b", "a{b}", "[a]", "$x", "a:b", "1e3", "null", "a\\b", "a\\", "a\\'b", "a\\\\'", 'a"b'],
+    [
+        "x,y",
+        "a b",
+        "it's",
+        "a{b}",
+        "[a]",
+        "$x",
+        "a:b",
+        "a\\b",
+        "a\\'b",
+        'a"b',
+        "../../x",
+        "/x",
+        ".x",
+        "-x",
+        "x" * 197,
+        "é",
+    ],
 )
+def test_a_name_that_is_no_folder_of_a_trial_is_refused_at_once(name: str) -> None:
+    with pytest.raises(UserError, match="is no name of a folder"):
+        asked("--space", "l2", "--name", name)
+
+
+@pytest.mark.parametrize("name", ["1e3", "null", "true", "a=b", "a.b", "x@y+z", "0x1"])
 def test_a_name_reaches_the_trial_as_it_was_typed(name: str) -> None:
     wanted = asked("--space", "l2", "--name", name)
     point = wanted.parameters.draw(Random(0))

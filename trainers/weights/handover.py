@@ -15,6 +15,7 @@ from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError, __version__
 from certizoo.commit import git_commit
+from certizoo.documents import read_json
 from certizoo.files import write_whole
 from certizoo.text import plain
 from registry import credentials
@@ -61,7 +62,7 @@ def certify_and_publish(job: Job, run_id: str | None) -> None:
         summary = _certified(job, folder, out, console)
         if job.config["registry"]["enabled"]:
             published = _published(job, folder, out, run_id)
-    metrics = json.loads((folder / "metrics.json").read_text())
+    metrics = read_json(folder / "metrics.json")
     console.print(closing_table(job, metrics, summary, published))
 
 
