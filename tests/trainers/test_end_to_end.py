@@ -37,3 +37,13 @@ def test_from_shards_to_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyP
     trained, _ = zoo.handover.load(Path("runs/demo/handover"))
     x = torch.rand(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(served(x), trained(x))
+
+
+def test_a_model_of_zero_3_is_certified_in_the_process_that_trained_it(tmp_path: Path, digits: Path) -> None:
+    """DeepSpeed puts a linear of its own into torch there, which no certificate is of."""
+    arguments = ("+model=spec_vit_digits", "data=digits", f"data.root={digits}", "name=z3", "deepspeed.stage=3",
+                 "train.epochs=1", "train.eval_images=20", "certify.images=4", "registry.enabled=false")  # fmt: skip
+    status, output = finish(launch(ROOT / "trainers" / "adv_train.py", *arguments, cwd=tmp_path), seconds=240)
+    assert status == 0, output
+    certificate = json.loads((tmp_path / "runs" / "z3" / "certificate" / "certificate.json").read_text())
+    assert certificate["images"] == 4
