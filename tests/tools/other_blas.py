@@ -63,6 +63,14 @@ class OtherBlas(TorchDispatchMode):
         return result
 
 
+def pytest_configure() -> None:
+    """Another machine is no fault of the process, which certificates refuse."""
+    from zoo.bounds import genuine
+
+    active = genuine._get_current_dispatch_mode_stack
+    genuine._get_current_dispatch_mode_stack = lambda: [mode for mode in active() if type(mode) is not OtherBlas]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
     """Fixtures too."""
