@@ -527,7 +527,9 @@ def test_a_weighted_residual_moves_no_further_than_its_rule_says(bound: float) -
     module.bound = bound
     x, r = torch.zeros(1, 4, 16), torch.ones(1)
     y, moves = rules.layer_of(module)(x)
-    assert float((module(x + 0.125) - y).norm()) <= float(moves(r))
+    with torch.no_grad():
+        moved = float((module(x + 0.125) - y).norm())
+    assert moved <= float(moves(r)) * (1 + 1e-6)  # its own sum rounds in float32
 
 
 @pytest.mark.hostile
