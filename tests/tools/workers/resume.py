@@ -5,6 +5,7 @@ Writes {variant: facts, summed over ranks} to the file of the last argument; the
 # ruff: noqa: E402
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +120,9 @@ def main() -> None:
     if world.rank == 0:
         Path(out).write_text(json.dumps(of_both))
     engine.stop()
+    # So many engines hold parts of the group that is gone, whose threads may abort the process in its last moment.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
