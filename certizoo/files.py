@@ -1,5 +1,6 @@
-"""Files that appear whole or not at all, whatever kills the process or fills the disk."""
+"""Files that appear whole or not at all, whatever kills the process or fills the disk; their names and digests."""
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -41,6 +42,17 @@ def write_whole(path: Path, text: str) -> None:
     """`path.write_text(text)`, whole or not at all."""
     with whole_file(path) as part:
         part.write_text(text)
+
+
+def sha256(path: Path) -> str:
+    """Of the file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def no_link(path: str, flags: int) -> int:
+    """For `open(..., opener=no_link)`: a link in a folder from elsewhere may lead to any file of ours."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from certizoo.errors import UserError
+from certizoo.files import no_link
 
 LOCK, HOLDER = ".lock", ".lock.holder"
 PATIENCE = 0.05  # seconds
@@ -74,7 +75,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
 def _opened(path: Path) -> BinaryIO:
     try:
-        return open(path, "ab", opener=_unlinked)
+        return open(path, "ab", opener=no_link)
     except OSError as error:
         raise UserError(f"{path} cannot be opened ({error.strerror}); remove it, or write to another folder") from None
 
@@ -95,14 +96,9 @@ def _taken(handle: int, path: Path, wait: bool) -> bool:
             time.sleep(PATIENCE)  # the kernel took threads of two processes, each with a lock, for a deadlock of those
 
 
-def _unlinked(path: str, flags: int) -> int:
-    """Open for writing what is no link: one in a folder from elsewhere may point to any file of ours."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
 def _say(folder: Path, text: str) -> None:
     """For the message that others get; the lock is the kernel's, so that a full disk or a stale note do no harm."""
-    with suppress(OSError), open(folder / HOLDER, "w", opener=_unlinked) as file:
+    with suppress(OSError), open(folder / HOLDER, "w", opener=no_link) as file:
         file.write(text)
 
 

@@ -3,7 +3,6 @@
 It is looked at whenever a version is used: after a download, in the cache, and by MLflow's own loader.
 """
 
-import hashlib
 import json
 import logging
 import re
@@ -14,6 +13,7 @@ from typing import Any
 from certizoo import UserError
 from certizoo.commit import code_sha256, git_commit
 from certizoo.documents import read_json, read_yaml
+from certizoo.files import sha256
 from certizoo.text import plain
 from registry import facts, store
 
@@ -64,11 +64,6 @@ def verify_loaded(folder: Path) -> None:
     else:
         logger.warning("%s is of earlier code, or incomplete: nothing binds its files", what)
     _say_other_code(folder)
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _as_listed(folder: Path, what: str) -> None:

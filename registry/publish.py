@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from certizoo import UserError
 from certizoo.documents import read_json
-from certizoo.files import disk_errors, write_whole
+from certizoo.files import disk_errors, sha256, write_whole
 from certizoo.locks import locked
 from registry import champion, checks, facts, manifest, package, records, spool, store
 
@@ -170,7 +170,7 @@ def check(request: Request, run_dir: Path) -> None:
         raise UserError(f"{certificate} is missing: a run without a certificate is not published; certify it first")
     said = read_json(certificate)
     weights = certificate.with_name(manifest.WEIGHTS)
-    if not isinstance(said, dict) or not weights.is_file() or said.get(facts.WEIGHTS) != manifest.sha256(weights):
+    if not isinstance(said, dict) or not weights.is_file() or said.get(facts.WEIGHTS) != sha256(weights):
         raise UserError(f"{certificate} is not of the weights beside it; certify these again")
     if not re.fullmatch(r"(?=.*\w)[\w.-]{1,100}", request.name, re.ASCII):
         raise UserError(f"registered model name {request.name[:80]!r}: use up to 100 letters, digits, '_', '-' and '.'")
@@ -209,7 +209,7 @@ def _send(request: Request, run_dir: Path, uri: str) -> Published:
         if spool.waiting(run_dir):  # the version belongs to a run that MLflow may not know yet
             spool.sync(run_dir, uri)
         folder = run_dir / request.folder
-        digest = manifest.sha256(folder / manifest.CERTIFICATE)
+        digest = sha256(folder / manifest.CERTIFICATE)
         run_id = _run(client, request, digest)
         version = _find(client, request, run_id, digest) or _create(client, request, folder, run_id, digest)
         standing = champion.crown(client, request.name, str(version.version))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from certizoo import UserError
-from certizoo.files import write_whole
+from certizoo.files import no_link, write_whole
 from certizoo.locks import locked
 from certizoo.text import plain
 from registry import checks, records, store
@@ -42,7 +42,7 @@ class State(TypedDict):
 def append(run_dir: Path, record: records.Record, file: str = SPOOL) -> None:
     """Add one record. A line torn by a crash is ended first, so that it spoils no other."""
     line = json.dumps(record).encode() + b"\n"
-    with store.locked(run_dir), open(run_dir / file, "ab+", opener=_unlinked) as stream:
+    with store.locked(run_dir), open(run_dir / file, "ab+", opener=no_link) as stream:
         if stream.tell():
             stream.seek(-1, os.SEEK_END)
             line = line if stream.read(1) == b"\n" else b"\n" + line
@@ -148,7 +148,7 @@ def _parsed(line: bytes) -> Any:
 
 def _lines(run_dir: Path, offset: int) -> Iterator[tuple[bytes, int]]:
     """Lines from a byte offset on, each with the offset behind it; of one longer than MAX_LINE, its head."""
-    with open(run_dir / SPOOL, "rb", opener=_unlinked) as stream:
+    with open(run_dir / SPOOL, "rb", opener=no_link) as stream:
         stream.seek(offset)
         while line := stream.readline(MAX_LINE + 1):
             rest = line
@@ -179,8 +179,3 @@ def _remove(run_dir: Path, state: State, *, finished: bool) -> None:
             (run_dir / STATE).unlink(missing_ok=True)
         else:
             write_whole(run_dir / STATE, json.dumps(State(run_id=state["run_id"], offset=0, uri=state["uri"])))
-
-
-def _unlinked(path: str, flags: int) -> int:
-    """Open what is no link."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

@@ -4,7 +4,6 @@
 number of labels that occur. The writer adds `class_names`. `{name}.json` goes before `manifest.json`.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from certizoo import UserError
-from certizoo.files import write_whole
+from certizoo.files import sha256, write_whole
 from shards.decode import decode
 from shards.tar import SampleError, Shard, opened, walk
 
@@ -165,7 +164,6 @@ def scan(path: Shard, num_classes: int | None = None, *, lenient: bool = False, 
 
 def sha256_of(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); copy or write the shard again") from None

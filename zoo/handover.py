@@ -4,7 +4,6 @@ It may come from elsewhere. The config is bounded, names no weights but those be
 they fill: its model is first laid out without any, and held against the header of the file.
 """
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 
 from certizoo import UserError
 from certizoo.documents import read_yaml, yaml_of
-from certizoo.files import whole_file, write_whole
+from certizoo.files import sha256, whole_file, write_whole
 from zoo.models.factory import Options, create_model, model_options, pixel_statistics
 
 WEIGHTS, CONFIG = "model.safetensors", "config.yaml"
@@ -46,9 +45,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise UserError(f"{folder} is no hand-over: {name} is missing; train with trainers/adv_train.py first")
     config = read_yaml(folder / CONFIG)
     model = config.get("model") if isinstance(config, dict) else None
-    if not isinstance(model, dict) or not all(isinstance(key, str) for key in model):
-        raise UserError(f"{folder / CONFIG} names no model; use the file that training wrote beside the weights")
-    if not isinstance(model.get("name"), str):
+    if not isinstance(model, dict) or not all(isinstance(word, str) for word in (*model, model.get("name"))):
         raise UserError(f"{folder / CONFIG} names no model; use the file that training wrote beside the weights")
     if "pretrained" in model:
         raise UserError(f"{folder / CONFIG} names other weights than those beside it; remove model.pretrained")
@@ -57,7 +54,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def weights_sha256(folder: Path) -> str:
     """Of the file with the weights: what a result belongs to."""
-    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+    return sha256(folder / WEIGHTS)
 
 
 def load(folder: Path) -> tuple[nn.Module, dict[str, Any]]:

@@ -4,7 +4,6 @@ second start goes on after the last whole line.
 One process at a time writes to a folder of results (`sole_writer`), and what it reads there it reads while it holds it.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import pandas as pd
 from certify.rows.columns import Columns, Listed, Row
 from certizoo import UserError
 from certizoo.documents import read_json
-from certizoo.files import disk_errors, whole_file, write_whole
+from certizoo.files import disk_errors, sha256, whole_file, write_whole
 from certizoo.locks import sole_writer
 
 SUBJECT, DIGESTS = "subject.json", "rows_sha256"
@@ -80,7 +79,7 @@ def append(path: Path, rows: list[Row]) -> None:
 
 def digests(folder: Path, *names: str) -> dict[str, dict[str, str | None]]:
     """The files of rows that a summary was made of, as it says them."""
-    return {DIGESTS: {name: _sha256(folder / name) for name in names}}
+    return {DIGESTS: {name: _digest(folder / name) for name in names}}
 
 
 def require_rows(summary: Path, *names: str) -> dict[str, Any]:
@@ -93,7 +92,7 @@ def require_rows(summary: Path, *names: str) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise UserError(f"{summary} is no summary of results; remove it, and the same command makes it again")
     for name in names:
-        if name in said and said[name] != _sha256(summary.with_name(name)):
+        if name in said and said[name] != _digest(summary.with_name(name)):
             raise UserError(
                 f"{summary} was not made of the {name} beside it, which is missing or was changed; remove "
                 f"{summary.name} and have it made of these rows, or remove the folder"
@@ -149,8 +148,5 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
-def _sha256(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest(path: Path) -> str | None:
+    return sha256(path) if path.is_file() else None

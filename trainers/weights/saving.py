@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from certizoo import UserError
-from certizoo.files import write_whole
+from certizoo.files import sha256, write_whole
 from trainers.engine.engine import Engine
 from trainers.job.checkpoint import MARK, Saved, folder, folders
 from trainers.ranks import PEER_GONE
@@ -36,7 +36,7 @@ def save(engine: Engine, average: Average | None, run_dir: Path, saved: Saved, k
         written = states.write(engine.share(), aside / saved.tag, world.rank)
         if average is not None and world.rank == 0:
             written.append(average.save(aside / saved.tag))
-        own = {file.name: (file.stat().st_size, states.sha256(file)) for file in written}
+        own = {file.name: (file.stat().st_size, sha256(file)) for file in written}
     every = {name: facts for text in world.texts(json.dumps(own)) for name, facts in json.loads(text).items()}
     if world.rank == 0:
         sizes, digests = ({name: facts[i] for name, facts in every.items()} for i in (0, 1))
@@ -60,7 +60,7 @@ def verify(path: Path, saved: Saved, rank: int, size: int) -> None:
     """Read this rank's share of the files as they are on the disk. Raises UserError where a digest is wrong."""
     with states.one_line(path):
         for name in sorted(saved.files)[rank::size]:
-            if states.sha256(path / name) != saved.sha256[name]:
+            if sha256(path / name) != saved.sha256[name]:
                 raise ValueError(f"{name} is damaged: it does not hold what was written")
 
 

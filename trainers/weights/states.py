@@ -8,7 +8,6 @@ another number wrote, each what is its own (the idea of docs/references.md#unive
 says is checked against the model before a number is copied; it may come from anywhere.
 """
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -57,11 +56,6 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # reading -------------------------------------------------------------------------------------------------------------

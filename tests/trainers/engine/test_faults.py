@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from certizoo import UserError
+from certizoo.files import sha256
 from tests.tools.full_disk import full_disk
 from tests.tools.launching import ROOT, environment
 from tests.tools.trained import Alone, Trained
@@ -261,7 +262,7 @@ def test_ranks_share_the_reading(tmp_path: Path) -> None:
     names = [states.rank_file(rank) for rank in range(5)]
     for name in names:
         (tmp_path / name).write_text(name)
-    digests = {name: states.sha256(tmp_path / name) for name in names}
+    digests = {name: sha256(tmp_path / name) for name in names}
     saved = Saved("step1", Position(1), 5, None, {}, dict.fromkeys(names, 22), digests)
     for broken in names:
         (tmp_path / broken).write_text("x" * 22)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from certizoo import UserError
+from certizoo.files import sha256
 from tests.tools.launching import ROOT, TINY, environment
 from tests.tools.trained import Trained
 from trainers.certvit.run import FACT, read_layer
@@ -205,7 +206,7 @@ def rewritten(run_dir: Path, name: str, content: bytes) -> None:
     path = run_dir / "checkpoints" / checkpoint.tag(1)
     (path / name).write_bytes(content)
     mark = json.loads((path / MARK).read_text())
-    mark["files"][name], mark["sha256"][name] = len(content), states.sha256(path / name)
+    mark["files"][name], mark["sha256"][name] = len(content), sha256(path / name)
     (path / MARK).write_text(json.dumps(mark))
 
 
