@@ -44,6 +44,7 @@ class QuadraticForm:
 
     apply: Callable[[Tensor], Tensor]  # v (C, B, *x) -> C v
     largest: Tensor
+    constant: Tensor | float = 0.0  # (C, B), what a remainder can cost besides
 
 
 class Forms(Protocol):
@@ -60,11 +61,15 @@ class Forms(Protocol):
         ...
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
-        """g (C, B, *y): -<g, R(H)> <= <H, C H> / 2."""
+        """g (C, B, *y): -<g, R(H)> <= <H, C H> / 2 + constant. C and the constant grow with the reach."""
         ...
 
     def of_rest(self, reach: Tensor) -> QuadraticForm:
-        """|r(H)|^2 <= <H, C H>; one for each of B."""
+        """|r(H)|^2 <= <H, C H>; one for each of B. C grows with the reach."""
+        ...
+
+    def shrink(self, small: Tensor, large: Tensor) -> Tensor:
+        """Of two reaches, small <= large: t (B,), at most 1, with C <= t C' for the forms `of_rest` of both."""
         ...
 
     def spread(self, r: Tensor) -> Tensor:

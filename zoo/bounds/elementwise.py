@@ -58,6 +58,10 @@ class UnitForms:
     def of_rest(self, reach: Tensor) -> QuadraticForm:
         return self._form((self.form.scales_H * self.activation.chord(self.z_BNH, reach)).square()[None])
 
+    def shrink(self, small: Tensor, large: Tensor) -> Tensor:
+        less, more = (self.activation.chord(self.z_BNH, reach) for reach in (small, large))
+        return (less / more.clamp_min(1e-300)).square().flatten(1).amax(1).clamp_max(1)
+
     def spread(self, r: Tensor) -> Tensor:
         return self.outputs(r / self.form.scales_H)
 
