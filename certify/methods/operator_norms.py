@@ -87,7 +87,7 @@ def random(expansions: Sequence[Expansion], images_BCHW: Tensor, seed: bytes) ->
 def _products(chain: Sequence[Expansion], ends: Sequence[int], images_BCHW: Tensor, seed: bytes) -> dict[int, Tensor]:
     """||P_k|| (B,) of the chain for every k of `ends`, whose outputs have one shape."""
     start_BX = lanczos.starts(images_BCHW, chain[ends[0]].y.shape[1:], seed)
-    return dict(zip(ends, lanczos.norms(_gram(chain, ends), start_BX, len(ends)), strict=True))
+    return dict(zip(ends, lanczos.norms(_gram(chain, ends), start_BX.expand(len(ends), *start_BX.shape)), strict=True))
 
 
 def _gram(chain: Sequence[Expansion], ends: Sequence[int]) -> lanczos.Map:

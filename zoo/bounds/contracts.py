@@ -64,8 +64,12 @@ class Forms(Protocol):
         """g (C, B, *y): -<g, R(H)> <= <H, C H> / 2 + constant. C and the constant grow with the reach."""
         ...
 
-    def of_rest(self, reach: Tensor) -> QuadraticForm:
-        """|r(H)|^2 <= <H, C H>; one for each of B. C grows with the reach."""
+    def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
+        """|weight r(H)|^2 <= <H, C H>, weight (B, ...) >= 0 entry by entry; one for each of B. C grows with the reach."""
+        ...
+
+    def size(self, reach: Tensor) -> Tensor:
+        """About |r|, entry by entry: an estimate, which chooses weights."""
         ...
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:

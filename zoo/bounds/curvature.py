@@ -17,6 +17,7 @@ docs/proofs.md#composition.
 Shapes: x (B, ...), float64; g (C, B, ...) for C classes; r (..., B) for beta, (..., C or 1, B) for remainder.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 
@@ -67,8 +68,8 @@ def affine_expansion(
     def expand(x: Tensor) -> Expansion:
         y, bound = layer(x)
         gain_B = bound(torch.ones(len(x), dtype=x.dtype, device=x.device))
-        pull = pullback(f, x)
-        return Expansion(y, gain_B, torch.zeros_like, lambda g: torch.zeros_like, pull, own_gram=gram, affine=True)
+        pull, push = pullback(f, x), linear_part(f, x)
+        return Expansion(y, gain_B, torch.zeros_like, lambda g: torch.zeros_like, pull, push, gram, affine=True)
 
     return expand
 
@@ -81,6 +82,20 @@ def pullback(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Ten
         return torch.vmap(lambda g_one: vjp(g_one)[0])(g)
 
     return pull
+
+
+def linear_part(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
+    """v (C, B, *x) -> J v (C, B, *y) of an affine map: (f(s v) - f(0)) / s, where s, a power of two, lets v be as large
+    as the offset f(0), so that rounding is relative to |v| whatever the offset."""
+    offset = f(torch.zeros_like(x[:1]))
+    size = float(offset.abs().max()) + 1e-300
+
+    def push(v: Tensor) -> Tensor:
+        s = 2.0 ** math.ceil(math.log2(size / (float(v.abs().max()) + 1e-300)))
+        s = min(max(s, 2.0**-500), 2.0**500)
+        return (f((s * v).flatten(0, 1)) - offset).unflatten(0, v.shape[:2]) / s
+
+    return push
 
 
 def composition(parts: Sequence[Node]) -> Expand:

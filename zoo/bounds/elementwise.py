@@ -34,8 +34,8 @@ class Form:
 
 @dataclass(frozen=True)
 class UnitForms:
-    """The quadratic forms of units d = W_1 H, R = W_2 R_sigma: sums of c_h d_h^2. See `Forms` in contracts.py, with
-    r = S R_sigma and B = W_2 S^{-1}. Linear maps of (C, B, ...): units for W_1, outputs for W_2, and the transposes."""
+    """The quadratic forms of units d = W_1 H, R = W_2 r with r = R_sigma: sums of c_h d_h^2. See `Forms` in
+    contracts.py. Linear maps of (C, B, ...): units for W_1, outputs for W_2, and the transposes."""
 
     activation: Smooth
     form: Form
@@ -55,18 +55,21 @@ class UnitForms:
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
         return self._form(self.activation.parabola(self.z_BNH, self.outputs_T(g), reach))
 
-    def of_rest(self, reach: Tensor) -> QuadraticForm:
-        return self._form((self.form.scales_H * self.activation.chord(self.z_BNH, reach)).square()[None])
+    def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
+        return self._form((weight * self.activation.chord(self.z_BNH, reach)).square()[None])
+
+    def size(self, reach: Tensor) -> Tensor:
+        return self.activation.chord(self.z_BNH, reach) * reach
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
         less, more = (self.activation.chord(self.z_BNH, reach) for reach in (small, large))
         return (less / more.clamp_min(1e-300)).square().flatten(1).amax(1).clamp_max(1)
 
     def spread(self, r: Tensor) -> Tensor:
-        return self.outputs(r / self.form.scales_H)
+        return self.outputs(r)
 
     def collect(self, g: Tensor) -> Tensor:
-        return self.outputs_T(g) / self.form.scales_H
+        return self.outputs_T(g)
 
     def _form(self, c_CBNH: Tensor) -> QuadraticForm:
         largest_P = self.form.lambda_max(c_CBNH.amax(2, keepdim=True).flatten(0, 1))

@@ -73,7 +73,7 @@ def starts(images_BCHW: Tensor, shape: torch.Size, seed: bytes) -> Tensor:
     drawn = []
     for image_CHW in images_BCHW:
         key = hashlib.sha256(seed + _bytes(image_CHW.double())).digest()[:16]
-        stream = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "big")))
+        stream = np.random.Generator(np.random.SFC64(int.from_bytes(key, "big")))
         drawn.append(torch.from_numpy(stream.standard_normal(tuple(shape))))
     return torch.stack(drawn).to(images_BCHW.device)
 
@@ -162,21 +162,23 @@ def upper(found: Ritz, n: int) -> Tensor:
     return high_L
 
 
-def norms(gram: Map, start_BX: Tensor, count: int) -> Tensor:
-    """Upper bounds (S, B) of ||A|| for `count` = S maps, gram: v (S, B, ...) -> A^T A v, each with its own start.
+def norms(gram: Map, start: Tensor, close: float = CLOSE) -> Tensor:
+    """Upper bounds (S, B) of ||A|| of S maps for each of B images, gram: v (S, B, ...) -> A^T A v, from starts
+    (S, B, ...); of several maps they may be one. `close`: see CLOSE.
 
     Proof: docs/proofs.md#lanczos.
     """
-    start = start_BX.expand(count, *start_BX.shape)
 
     def apply(v_LN: Tensor) -> Tensor:
         return gram(v_LN.view(start.shape)).flatten(2).flatten(0, 1)
 
-    n = start_BX[0].numel()
-    found_L = start.new_full((count * len(start_BX),), torch.inf)  # an image's own, whatever its neighbours need
+    n = start[0, 0].numel()
+    found_L = start.new_full(
+        (start.shape[0] * start.shape[1],), torch.inf
+    )  # an image's own, whatever its neighbours need
     for spectrum in tridiagonal(apply, start.flatten(2).flatten(0, 1), sorted({min(n, k) for k in STEPS})):
-        enough_L = CLOSE**2 * spectrum.theta_LK[:, -1]
+        enough_L = close**2 * spectrum.theta_LK[:, -1]
         found_L = torch.where(found_L <= enough_L, found_L, upper(spectrum, n))
         if bool((found_L <= enough_L).all()):
             break
-    return (found_L.clamp_min(0).sqrt() * SLACK).view(count, -1)
+    return (found_L.clamp_min(0).sqrt() * SLACK).view(start.shape[:2])

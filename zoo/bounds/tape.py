@@ -8,7 +8,7 @@ B r where the leaf has forms, R itself where it has none.
 Letters: B images, C vectors of each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -19,6 +19,7 @@ from zoo.bounds.contracts import Expansion
 
 Mark = Literal["FORK", "JOIN"]
 Vectors = dict[int, Tensor]  # one (C, B, ...) a leaf
+Visit = Callable[[int, Tensor], Tensor | None]
 
 
 class Tape:
@@ -34,26 +35,24 @@ class Tape:
         ]
         self.bent = [at for at, leaf in self.leaves.items() if not leaf.affine]
 
-    def push(self, v: Tensor | None, entering: Mapping[int, Tensor], last: int) -> Vectors:
-        """v (C, B, *image) at the image, if any, and what enters at the outputs of leaves: what comes by at the input
-        of every leaf up to `last`, where something has come so far."""
-        skips, seen = list[Tensor | None](), Vectors()
+    def push(self, v: Tensor, visit: Visit, last: int) -> None:
+        """v (C, B, *image) from the image to the input of the leaf `last`. At every leaf on its way `visit` is shown
+        what comes by at the input, and says what enters at the output besides, if any."""
+        skips = list[Tensor]()
         for at, op in enumerate(self._ops[: last + 1]):
             if op == "FORK":
                 skips.append(v)
             elif op == "JOIN":
-                v = _sum(v, skips.pop())
+                v = v + skips.pop()
             else:
-                if v is not None:
-                    seen[at] = v
-                    v = op.push(v) if at < last else None
-                if at in entering:
-                    v = _sum(v, self._spread(op, entering[at]))
-        return seen
+                entering = visit(at, v)
+                if at < last:
+                    v = op.push(v)
+                    v = v if entering is None else v + self._spread(op, entering)
 
-    def pull(self, g: Tensor | None, joining: Mapping[int, Tensor]) -> tuple[Tensor | None, Vectors]:
+    def pull(self, g: Tensor | None, joining: Mapping[int, Tensor], kept: Collection[int]) -> tuple[Tensor, Vectors]:
         """The transpose: g (C, B, *y) at the end, if any, and what joins at the inputs of leaves: what arrives at the
-        image, and what comes by at the output of every leaf."""
+        image, and what comes by at the outputs of those leaves that are kept, 0 where nothing does."""
         skips, seen = list[Tensor | None](), Vectors()
         for at in range(len(self._ops) - 1, -1, -1):
             op = self._ops[at]
@@ -63,10 +62,12 @@ class Tape:
                 g = _sum(g, skips.pop())
             else:
                 if g is not None:
-                    seen[at] = g
+                    if at in kept:
+                        seen[at] = g
                     g = op.pull(g)
                 if at in joining:
                     g = _sum(g, joining[at])
+        assert g is not None
         return g, seen
 
     def collected(self, seen: Mapping[int, Tensor], at: int) -> Tensor:

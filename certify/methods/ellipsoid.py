@@ -1,0 +1,276 @@
+"""Where the ball of images takes the input of every leaf: an ellipsoid, the image of one ball of images and remainders.
+
+The change H_i of the input of leaf i is linear in the image's change G and in the remainders in front,
+
+    H_i = A_i G + sum_{k<i} J_{k->i} B_k r_k = M_i u,      u = ( G / E,  r_k / W_k, k < i ),
+
+with weights W_k > 0, entry by entry, that may be chosen freely (weights.py) and E the largest radius that is asked for.
+With |G| <= e <= E and |r_k / W_k|^2 <= theta_k(e),
+
+    |u|^2 <= Theta_i(e) = (e / E)^2 + sum_{k<i} theta_k(e),
+
+so a functional <a, H_i> stays within |M_i^T a| Theta_i^(1/2), and a form within lambda_max(M_i^T C M_i) Theta_i. The maps
+M_i hang on weights that were fixed before a random vector was drawn; what was proved of remainders enters Theta alone.
+Proof: docs/proofs.md#image-forms.
+
+Letters: B images, C rivals of each, M random vectors.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zoo.arithmetic import nan_to_inf, product
+from zoo.bounds import lanczos
+from zoo.bounds.contracts import Bound, QuadraticForm
+from zoo.bounds.tape import Tape, Vectors
+
+PROBES = 1024  # random vectors that find how far functionals reach: a quarter more than they do
+TOGETHER = 64  # of them
+PROBE_FAILURE = 1e-11  # the chance that one reach of an image is too small
+CLOSE, COARSE = 1.03, 1.2  # of norms, as in zoo/bounds/lanczos.py
+
+Sizes = dict[int, Tensor]  # of leaves: (B,)
+Draw = Callable[[torch.Size, str, Tensor], Tensor]  # room, purpose, numbers (B, n) -> a Gaussian vector (B, *room) each
+
+
+class Joint:
+    """u -> H_i, of all leaves at once: the weighted sources pushed through the tape. u is flat, (C, B, n)."""
+
+    def __init__(self, tape: Tape, images_BCHW: Tensor, most_B: Tensor, weights: Mapping[int, Tensor]) -> None:
+        self.tape, self._image, self.most_B, self.weights = tape, images_BCHW.shape[1:], most_B, weights
+        self.ones_B = torch.ones_like(most_B)
+
+    def sources(self, last: int) -> list[int]:
+        """Leaves whose remainders move the input of leaf `last`."""
+        return [k for k in self.weights if k < last]
+
+    def room(self, last: int) -> int:
+        """The entries of u that count there."""
+        return self._image.numel() + sum(self.tape.room(k).numel() for k in self.sources(last))
+
+    def part(self, source: int | None, last: int) -> Tensor:
+        """1 for the entries of u that a source has (None: the image), 0 for the others: (n,)."""
+        sizes = {None: self._image.numel(), **{k: self.tape.room(k).numel() for k in self.sources(last)}}
+        return torch.cat([self.ones_B.new_full((size,), float(k == source)) for k, size in sizes.items()])
+
+    def push(self, u: Tensor, visit: Callable[[int, Tensor], None], last: int) -> None:
+        """Show H_i of every leaf up to `last`."""
+        sources = self.sources(last)
+        first, *rest = u.split([self._image.numel(), *(self.tape.room(k).numel() for k in sources)], -1)
+        pieces = dict(zip(sources, rest, strict=True))
+
+        def at_leaf(at: int, v: Tensor) -> Tensor | None:
+            visit(at, v)
+            return pieces[at].unflatten(-1, self.tape.room(at)) * self.weights[at] if at in pieces else None
+
+        self.tape.push(first.unflatten(-1, self._image) * beside(self.most_B, self._image), at_leaf, last)
+
+    def pull(self, joining: Vectors, last: int) -> Tensor:
+        """The transpose of what joins at the inputs of leaves up to `last`."""
+        sources = self.sources(last)
+        g, seen = self.tape.pull(None, joining, sources)
+        back = [g * beside(self.most_B, self._image)]
+        back += [self.tape.collected(seen, k) * self.weights[k] for k in sources]
+        return torch.cat([piece.flatten(2) for piece in back], -1)
+
+    def gram(self, forms: Mapping[int, QuadraticForm]) -> Callable[[Tensor], Tensor]:
+        """u -> sum_i M_i^T C_i M_i u."""
+        last = max(forms)
+
+        def apply(u: Tensor) -> Tensor:
+            joining = Vectors()
+
+            def visit(at: int, v: Tensor) -> None:
+                if at in forms:
+                    joining[at] = forms[at].apply(v)
+
+            self.push(u, visit, last)
+            return self.pull(joining, last)
+
+        return apply
+
+
+def identity(like_B: Tensor) -> QuadraticForm:
+    return QuadraticForm(lambda v: v, torch.ones_like(like_B)[None])
+
+
+@dataclass(frozen=True)
+class Grown:
+    """At one e: Theta in front of every leaf that bends, and theta of each."""
+
+    before: Sizes
+    theta: Sizes
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What bounds |r / W| of a leaf: the seminorm of its form for Theta = 1 (without forms, |H|), at the largest e."""
+
+    norm_B: Tensor
+    largest_B: Tensor
+    reach: Tensor | None
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Of some rivals: what the remainders of forms can cost of their margins, (C, B), and what those of leaves without
+    a form can."""
+
+    norm: Tensor
+    drift: Tensor
+    constant: Tensor
+    last: int  # leaf with a form
+    bounds: Mapping[int, Bound]
+
+
+class Ellipsoids:
+    """Around a batch of clean images; `drifts`: how far the clean input of a leaf may be from the exact one."""
+
+    def __init__(self, joint: Joint, drifts: Sizes, draw: Draw) -> None:
+        self.joint, self.tape, self.most_B, self.drifts, self._draw = joint, joint.tape, joint.most_B, drifts, draw
+        self.runs = 0  # of Lanczos, of an image
+        self._reaches = self._probed()
+        self._rests, total_B = dict[int, Rest](), joint.ones_B
+        for at in self.tape.bent:
+            self._rests[at] = self._rest(at, total_B)
+            total_B = total_B + self._theta(at, total_B)
+
+    @property
+    def failure(self) -> float:
+        return self.runs * lanczos.FAILURE + PROBE_FAILURE
+
+    def at(self, eps_B: Tensor) -> Grown:
+        """For eps <= the largest."""
+        before, theta, total_B = Sizes(), Sizes(), (eps_B / self.most_B).square()
+        for at in self.tape.bent:
+            before[at], theta[at] = total_B, self._theta(at, total_B)
+            total_B = total_B + theta[at]
+        return Grown(before, theta)
+
+    def margins(self, g: Vectors, class_CB: Tensor, close: float) -> Margins:
+        """g (C, B, *y): the gradients at the outputs of the leaves that bend, of the margins over these classes."""
+        forms, bounds = dict[int, QuadraticForm](), dict[int, Bound]()
+        for at in self.tape.bent:
+            leaf, reach = self.tape.leaves[at], self._rests[at].reach
+            if leaf.forms is None or reach is None:
+                bounds[at] = leaf.remainder(g[at])
+            else:
+                forms[at] = leaf.forms.of_gradient(g[at], reach)
+        zero = torch.zeros_like(self.most_B).expand(class_CB.shape)
+        if not forms:
+            return Margins(zero, zero, zero, self.tape.bent[-1], bounds)
+        squares = (product(form.largest, self.drifts[at].square()) for at, form in forms.items())
+        numbers = (torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB)
+        norm = self._seminorms(forms, f"margin {close}", list(numbers), close)
+        constant = sum((form.constant for form in forms.values()), zero)
+        return Margins(norm, sum(squares, zero).sqrt(), constant, max(forms), bounds)
+
+    def cost(self, margins: Margins, grown: Grown) -> Tensor:
+        """What remainders can cost of the margins: (C, B)."""
+        half = (
+            0.5 * (product(margins.norm, grown.before[margins.last].sqrt()) + margins.drift).square() + margins.constant
+        )
+        bounds = (bound(self._radius(at, grown.before[at])) for at, bound in margins.bounds.items())
+        return sum((nan_to_inf(bound) for bound in bounds), nan_to_inf(half))
+
+    def lengths(self, g: Vectors) -> Vectors:
+        """|W_k B_k^T g_k| of all leaves that bend, (C, B): times theta^(1/2), what remainders can cost at most."""
+        return {
+            at: torch.linalg.vector_norm((self.tape.collected(g, at) * self.joint.weights[at]).flatten(2), dim=-1)
+            for at in self.tape.bent
+        }
+
+    def _theta(self, at: int, total_B: Tensor) -> Tensor:
+        """theta of a leaf, for Theta in front of it. What is proved at the largest e holds below, and shrinks."""
+        leaf, rest = self.tape.leaves[at], self._rests[at]
+        if leaf.forms is None or rest.reach is None:
+            weight_B = self.joint.weights[at].flatten(1).amin(1)
+            return nan_to_inf(leaf.beta(self._radius(at, total_B)) / weight_B).square()
+        shrunk_B = leaf.forms.shrink(self._reach(at, total_B), rest.reach)
+        size_B = product(rest.norm_B, total_B.sqrt()) + product(rest.largest_B.sqrt(), self.drifts[at])
+        return nan_to_inf(product(size_B.square(), shrunk_B))
+
+    def _rest(self, at: int, total_B: Tensor) -> Rest:
+        leaf = self.tape.leaves[at]
+        if leaf.forms is None:
+            one_B = torch.ones_like(total_B)
+            return Rest(
+                self._seminorms({at: identity(one_B)}, f"input {at}", [self.most_B[:, None]], COARSE)[0], one_B, None
+            )
+        reach = self._reach(at, total_B)
+        form = leaf.forms.of_rest(reach, 1 / self.joint.weights[at])
+        return Rest(self._seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], CLOSE)[0], form.largest[0], reach)
+
+    def _radius(self, at: int, total_B: Tensor) -> Tensor:
+        """|H_i| (B,)."""
+        return product(self._rests[at].norm_B, total_B.sqrt()) + self.drifts[at]
+
+    def _reach(self, at: int, total_B: Tensor) -> Tensor:
+        """Of the functionals of a leaf's forms (B, ...)."""
+        forms, length = self.tape.leaves[at].forms, self._reaches[at]
+        assert forms is not None
+        room = length.shape[1:]
+        return product(length, beside(total_B.sqrt(), room)) + forms.sizes * beside(self.drifts[at], room)
+
+    def _seminorms(
+        self, forms: Mapping[int, QuadraticForm], word: str, numbers: Sequence[Tensor], close: float
+    ) -> Tensor:
+        """lambda_max(sum_i M_i^T C_i M_i)^(1/2), at most: (C, B), with C tensors of numbers for the starts. Infinite
+        where a form is."""
+        self.runs += len(numbers)
+        unknown = ~torch.stack([torch.isfinite(form.largest) for form in forms.values()]).all(0)
+        known = {at: _silenced(form, unknown) for at, form in forms.items()} if bool(unknown.any()) else forms
+        room = torch.Size([self.joint.room(max(forms))])
+        start = torch.stack([self._draw(room, word, of_map) for of_map in numbers])
+        return torch.where(unknown, torch.inf, lanczos.norms(self.joint.gram(known), start, close))
+
+    def _probed(self) -> Sizes:
+        """Lengths |M_i^T a| of the functionals of all leaves. Of a Gaussian vector u <a, M_i u> is normal with the
+        variance |M_i^T a|^2, so that a sum of M squares falls short of `share` |M_i^T a|^2 by chance only
+        (docs/proofs.md#probes)."""
+        formed = {at: forms for at in self.tape.bent if (forms := self.tape.leaves[at].forms) is not None}
+        if not formed:
+            return {}
+        last, squares = max(formed), Sizes()
+        room = torch.Size([TOGETHER, self.joint.room(last)])
+
+        def visit(at: int, v: Tensor) -> None:
+            if at in formed:
+                squares[at] = formed[at].squares(v) + squares.get(at, 0.0)
+
+        for number in range(PROBES // TOGETHER):
+            self.joint.push(self._draw(room, f"probes {number}", self.most_B[:, None]).movedim(1, 0), visit, last)
+        count = sum(found[0].numel() for found in squares.values())
+        share = least_square_sum(PROBES, PROBE_FAILURE / count)
+        return {at: (found / share).sqrt() for at, found in squares.items()}
+
+
+def _silenced(form: QuadraticForm, unknown: Tensor) -> QuadraticForm:
+    """0 where there is no form."""
+
+    def apply(v: Tensor) -> Tensor:
+        return torch.where(unknown.view(*unknown.shape, *(1,) * (v.ndim - 2)), 0.0, form.apply(v))
+
+    return QuadraticForm(apply, form.largest, form.constant)
+
+
+def beside(size_B: Tensor, room: torch.Size) -> Tensor:
+    """(B,) -> (B, 1, ...), beside (B, *room)."""
+    return size_B.view(-1, *(1,) * len(room))
+
+
+def least_square_sum(count: int, chance: float) -> float:
+    """x with P[chi^2 with `count` degrees of freedom <= x] <= chance: Chernoff, (t e^(1 - t))^(count / 2) for
+    x = t count, t <= 1, which grows with t. Proof: docs/proofs.md#probes."""
+    low, high = 0.0, 1.0
+    for _ in range(100):
+        t = (low + high) / 2
+        if t > 0 and math.log(t) + 1 - t > 2 / count * math.log(chance):
+            high = t
+        else:
+            low = t
+    return low * count

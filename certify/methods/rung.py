@@ -1,0 +1,193 @@
+"""Margins of a few images on the ball of images, for all eps up to a largest one.
+
+Letters: B images, J classes, C rivals of each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from certify.methods.adjoint import AdjointAnalysis, groups
+from certify.methods.certificate import Clean, gaps
+from certify.methods.ellipsoid import CLOSE, COARSE, Ellipsoids, Grown, Joint, Margins, Sizes
+from certify.methods.weights import Look
+from zoo.arithmetic import nan_to_inf, product
+from zoo.bounds import lanczos
+from zoo.bounds.tape import Tape, Vectors
+
+AT_ONCE = 8  # rivals
+FAR = 0.8  # radius / largest eps of a rung that needs no next one
+LOST = 1 / 4  # the next largest eps where a rung certifies nothing
+HALVINGS = 5  # of the search for its radius
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Some images, with what is known around them."""
+
+    images: Tensor
+    clean: Clean
+    tape: Tape
+    head: nn.Linear
+    defects: Sequence[Tensor]  # of nodes, (B,)
+    norms: Sequence[Tensor]
+    rivals_BR: Tensor
+    seed: bytes
+
+    @staticmethod
+    def of(inner: AdjointAnalysis, images: Tensor, index_I: Tensor, seed: bytes) -> "Situation":
+        whole = len(index_I) == len(images)
+        chain = inner.chain if whole else inner.chain.of(index_I)
+        defects = [step.defect_B[index_I] for step in inner.steps]
+        norms = [step.norm_B[index_I] for step in inner.steps]
+        rivals = inner.rivals_BR[index_I]
+        tape = Tape(chain.expansions)
+        return Situation(images[index_I], inner.clean[index_I], tape, inner.head, defects, norms, rivals, seed)
+
+    def gradients(self, class_CB: Tensor) -> tuple[Tensor, Vectors]:
+        """Of the margins over these classes: at the image, and at the output of the leaves that bend, or end a node."""
+        weight = self.head.weight
+        g_CBD = weight[self.clean.label_B] - weight[class_CB]
+        kept = {*self.tape.bent, *(leaves[-1] for leaves in self.tape.of_nodes)}
+        end = self.tape.leaves[max(self.tape.leaves)].y.shape
+        return self.tape.pull(g_CBD.view(len(g_CBD), *end), {}, kept)
+
+    def draw(self, room: torch.Size, word: str, numbers: Tensor) -> Tensor:
+        """(B, *room), of a stream of their own for every purpose and these numbers (B, n): what was found with one
+        start chooses the maps that others measure."""
+        return lanczos.starts(torch.cat([self.images.flatten(1), numbers], 1), room, self.seed + word.encode())
+
+    @cached_property
+    def drifts(self) -> Sizes:
+        """How far the clean input of every leaf may be from the exact one, passed on by norms: it is rounding."""
+        found, drift_B = Sizes(), torch.zeros_like(self.images[:, 0, 0, 0])
+        for leaves, norm_B, defect_B in zip(self.tape.of_nodes, self.norms, self.defects, strict=True):
+            inside_B = drift_B
+            for at in leaves:
+                found[at] = inside_B
+                inside_B = product(1 + self.tape.leaves[at].gain_B, inside_B)  # with and without a sum around it
+            drift_B = product(norm_B, drift_B) + defect_B
+        return found
+
+    def rounded(self, g: Vectors) -> Tensor:
+        """What the defects of the clean points cost of margins with these gradients: (C, B)."""
+        ends = zip(self.tape.of_nodes, self.defects, strict=True)
+        return torch.stack([product(g[leaves[-1]].flatten(2).norm(dim=-1), defect_B) for leaves, defect_B in ends]).sum(
+            0
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some rivals of every image, by their gradients alone: (C, B) each."""
+
+    class_CB: Tensor
+    first: Tensor
+    rounded: Tensor
+    lengths: Vectors
+
+
+@dataclass(frozen=True)
+class Formed:
+    """Some rivals of every image with what their remainders can cost: (C, B) each."""
+
+    class_CB: Tensor
+    first: Tensor
+    rounded: Tensor
+    margins: Margins
+
+
+class Rung:
+    """For all eps up to `most_B`."""
+
+    def __init__(self, here: Situation, most_B: Tensor) -> None:
+        self.here, self.most_B = here, most_B
+        closest_B = here.rivals_BR[:, 0]
+        _, g = here.gradients(closest_B[None])
+        weights = Look(here.tape, here.images, most_B, g, here.draw).weights()
+        self.ellipsoids = Ellipsoids(Joint(here.tape, here.images, most_B, weights), here.drifts, here.draw)
+        self._groups = dict[int, Group]()
+        self._formed, self._formed_BJ = list[Formed](), torch.zeros_like(here.clean.margin_BJ, dtype=torch.bool)
+
+    @property
+    def failure(self) -> float:
+        return self.ellipsoids.failure
+
+    @cached_property
+    def next_most(self) -> Tensor:
+        """The largest eps of the next rung; not a number where none is needed."""
+        none_BJ = torch.full_like(self.here.clean.margin_BJ, torch.inf)
+        low_B, high_B = torch.zeros_like(self.most_B), self.most_B
+        eps_B = FAR * high_B
+        for _ in range(HALVINGS):
+            margin = self.here.clean.margin_BJ
+            won_B = ((gaps(margin, self.losses(eps_B, none_BJ)) > 0) | torch.isinf(margin)).all(-1)
+            low_B, high_B = torch.where(won_B, eps_B, low_B), torch.where(won_B, high_B, eps_B)
+            eps_B = (low_B + high_B) / 2
+            if bool((low_B >= FAR * self.most_B).all()):
+                break
+        after_B = torch.where(low_B > 0, (low_B * self.most_B).sqrt(), LOST * self.most_B)
+        return torch.where(low_B >= FAR * self.most_B, torch.nan, after_B)
+
+    def losses(self, eps_B: Tensor, loss_BJ: Tensor) -> Tensor:
+        """What margins can lose, where that is less than it was: the closest rivals first, until one stays open."""
+        here = self.here
+        grown = self.ellipsoids.at(eps_B)
+        loss_BJ = loss_BJ.clone()
+        for formed in self._formed:
+            self._lower(loss_BJ, formed, eps_B, grown)
+        lost_B = torch.zeros_like(here.clean.correct_B)
+        for start, end in groups(here.rivals_BR.shape[1]):
+            class_CB = here.rivals_BR[:, start:end].mT
+            if not bool((self._open(loss_BJ).gather(1, class_CB.mT).mT & ~lost_B).any()):
+                continue
+            group = self._group(start, end)
+            cheap_CB = product(group.first, eps_B) + group.rounded
+            for at, lengths_CB in group.lengths.items():
+                cheap_CB = cheap_CB + product(lengths_CB, grown.theta[at].sqrt())
+            loss_BJ = loss_BJ.scatter_reduce(1, class_CB.mT, nan_to_inf(cheap_CB).mT, "amin")
+            lost_B = self._form(class_CB, loss_BJ, lost_B, eps_B, grown)
+        return loss_BJ
+
+    def _form(self, class_CB: Tensor, loss_BJ: Tensor, lost_B: Tensor, eps_B: Tensor, grown: Grown) -> Tensor:
+        """Lower the losses of the open ones of these rivals by forms, first the worst one of every image; the images
+        with one that stays open."""
+        for most, close in ((1, CLOSE), (len(class_CB), COARSE)):
+            open_BC = self._open(loss_BJ).gather(1, class_CB.mT)
+            lost_B = lost_B | (open_BC & self._formed_BJ.gather(1, class_CB.mT)).any(1)
+            wanted_BC = open_BC & ~lost_B[:, None]
+            count = int(wanted_BC.sum(1).max())
+            if not count:
+                break
+            gap_BC = gaps(self.here.clean.margin_BJ, loss_BJ).gather(1, class_CB.mT)
+            rank_BC = gap_BC.masked_fill(~wanted_BC, torch.inf).argsort(1)
+            for some_BC in rank_BC[:, : min(most, count)].split(AT_ONCE, 1):
+                formed = self._formed_of(class_CB.mT.gather(1, some_BC).mT, close)
+                self._formed.append(formed)
+                self._lower(loss_BJ, formed, eps_B, grown)
+        return lost_B
+
+    def _formed_of(self, class_CB: Tensor, close: float) -> "Formed":
+        g_0, g = self.here.gradients(class_CB)
+        self._formed_BJ.scatter_(1, class_CB.mT, True)
+        margins = self.ellipsoids.margins(g, class_CB, close)
+        return Formed(class_CB, g_0.flatten(2).norm(dim=-1), self.here.rounded(g), margins)
+
+    def _lower(self, loss_BJ: Tensor, formed: "Formed", eps_B: Tensor, grown: Grown) -> None:
+        found_CB = product(formed.first, eps_B) + formed.rounded + self.ellipsoids.cost(formed.margins, grown)
+        loss_BJ.scatter_reduce_(1, formed.class_CB.mT, nan_to_inf(found_CB).mT, "amin")
+
+    def _open(self, loss_BJ: Tensor) -> Tensor:
+        margin_BJ = self.here.clean.margin_BJ
+        return ~(gaps(margin_BJ, loss_BJ) > 0) & torch.isfinite(margin_BJ)
+
+    def _group(self, start: int, end: int) -> Group:
+        if start not in self._groups:
+            class_CB = self.here.rivals_BR[:, start:end].mT
+            g_0, g = self.here.gradients(class_CB)
+            first, rounded = g_0.flatten(2).norm(dim=-1), self.here.rounded(g)
+            self._groups[start] = Group(class_CB, first, rounded, self.ellipsoids.lengths(g))
+        return self._groups[start]
