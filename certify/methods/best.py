@@ -8,8 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from certify.methods import crown
-from certify.methods.adjoint import Adjoint
-from certify.methods.certificate import Analysis, Breakdown, Certificate, Certifier, Clean, Explained
+from certify.methods.ball import L2, Ball
+from certify.methods.certificate import (
+    Analysis,
+    Breakdown,
+    Certificate,
+    Certifier,
+    Clean,
+    Explained,
+    Guessing,
+    guess_of,
+)
+from certify.methods.image import Image
 from certify.methods.lofast import LoFAST
 from zoo.bounds.facts import NoRule
 
@@ -26,6 +36,10 @@ class BestAnalysis:
         return self._analysis(0).clean
 
     @property
+    def ball(self) -> Ball:
+        return self._analysis(0).ball
+
+    @property
     def failure(self) -> float:
         return sum(analysis.failure for analysis in self._made)
 
@@ -38,6 +52,11 @@ class BestAnalysis:
             other = self._analysis(k).at(torch.where(open_B, best.eps_B, 0.0))  # eps = 0 costs nothing
             best = _better(best, other, open_B)
         return best
+
+    def guess(self) -> Tensor:
+        """That of the tightest method that has one of its own, which is asked in the end."""
+        analyses = [self._analysis(k) for k in range(len(self._certifiers))]
+        return guess_of(next((one for one in analyses[::-1] if isinstance(one, Guessing)), analyses[0]))
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
         """That of the tightest method that can tell."""
@@ -62,16 +81,17 @@ def _better(one: Certificate, other: Certificate, open_B: Tensor) -> Certificate
 
 
 class Best:
-    """LoFAST, the adjoint certificate where the model has its rules, CROWN where auto_LiRPA is installed. Raises NoRule
-    where LoFAST has none. `nonce` is that of `Adjoint`. Proof: docs/proofs.md#best."""
+    """LoFAST, the adjoint certificate on the ball of images where the model has its rules, CROWN where auto_LiRPA is
+    installed. Raises NoRule where LoFAST has none. `nonce` and `norm` are those of `Adjoint`. Proof:
+    docs/proofs.md#best."""
 
-    def __init__(self, model: nn.Module, nonce: str | None = None) -> None:
-        first = LoFAST(model)
+    def __init__(self, model: nn.Module, nonce: str | None = None, norm: str = L2) -> None:
+        first = LoFAST(model, norm)
         self.baked, self.certifiers = first.baked, list[Certifier]([first])
         with suppress(NoRule):
-            self.certifiers.append(Adjoint(model, nonce))
+            self.certifiers.append(Image(model, nonce, norm))
         if crown.installed():
-            self.certifiers.append(crown.Crown(model))
+            self.certifiers.append(crown.Crown(model, norm))
 
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> BestAnalysis:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from certify.methods.ball import Ball
 from certizoo import UserError
 from zoo.arithmetic import U, nan_to_inf
 from zoo.bounds import running
@@ -19,6 +20,9 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # terms, depth below 100); the margin has to exceed the loss by this much more, relative to the terms compared. What
 # follows the size of activations and logits instead is bounded for itself (zoo/bounds/running.py).
 SLACK = 1e-9
+
+
+FIRST_RADIUS = 0.05  # of the L2 ball where the search for a radius begins
 
 
 class UnsoundCertificate(Exception):
@@ -56,10 +60,14 @@ class Clean:
 
 
 class Analysis(Protocol):
-    """What is known of a batch of images before an eps is chosen; any number of eps may be asked of it."""
+    """What is known of a batch of images before an eps is chosen; any number of eps may be asked of it, all of them
+    radii in the norm of its `ball`."""
 
     @property
     def clean(self) -> Clean: ...
+
+    @property
+    def ball(self) -> Ball: ...
 
     @property
     def failure(self) -> float:
@@ -71,11 +79,20 @@ class Analysis(Protocol):
         ...
 
 
+@runtime_checkable
+class Guessing(Analysis, Protocol):
+    """An analysis that expects certain radii; no method has to."""
+
+    def guess(self) -> Tensor:
+        """An eps for each image where a search for its radius best begins: (B,)."""
+        ...
+
+
 @dataclass(frozen=True)
 class Breakdown:
     """What every step of a model costs at one eps, image by image, in one of two quantities:
 
-    growth   e_k / e_{k-1}: by how much the step widens the radius; their product is e_K / eps
+    growth   e_k / e_{k-1}: by how much the step widens the radius; their product is e_K / e_0
     share    the step's part of the loss of the class that binds; they add up to 1
     """
 
@@ -169,6 +186,13 @@ def lowered(head: nn.Module, x: Tensor, clean: Clean) -> Clean:
     margin_BJ = margins_of(logits_BJ, clean.label_B)
     off_BJ = error_BJ + error_BJ.gather(1, clean.label_B[:, None]) + U * margin_BJ.abs()
     return replace(clean, margin_BJ=(margin_BJ - off_BJ).masked_fill(_own(clean), torch.inf))
+
+
+def guess_of(analysis: Analysis) -> Tensor:
+    """Its own, or the same for all images."""
+    if isinstance(analysis, Guessing):
+        return analysis.guess()
+    return analysis.ball.eps_within(torch.full_like(analysis.clean.margin_BJ[:, 0], FIRST_RADIUS))
 
 
 def pair_weights(head: nn.Linear, labels_B: Tensor) -> Tensor:

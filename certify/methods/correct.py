@@ -10,7 +10,16 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from certify.methods.certificate import Breakdown, Certificate, Clean, Explained, per_image
+from certify.methods.ball import Ball
+from certify.methods.certificate import (
+    FIRST_RADIUS,
+    Breakdown,
+    Certificate,
+    Clean,
+    Explained,
+    guess_of,
+    per_image,
+)
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,7 @@ class OfCorrect:
     """An analysis of the whole batch, made of those of its parts: (index_I, analysis of those images)."""
 
     clean: Clean
+    ball: Ball
     parts: Sequence[tuple[Tensor, Explained]]
 
     @property
@@ -41,6 +51,12 @@ class OfCorrect:
                 getattr(whole, field.name)[index_I] = getattr(part, field.name)
         return whole
 
+    def guess(self) -> Tensor:
+        guess_B = self.ball.eps_within(torch.full_like(self.clean.margin_BJ[:, 0], FIRST_RADIUS))
+        for index_I, analysis in self.parts:
+            guess_B[index_I] = guess_of(analysis)
+        return guess_B
+
     def breakdown(self, eps: float | Tensor) -> Breakdown:
         """That of the correct images; not a number for the others. Nothing if there are none."""
         eps_B = per_image(eps, self.clean)
@@ -53,7 +69,7 @@ class OfCorrect:
         return Breakdown(quantity, costs)
 
 
-def of_correct(clean: Clean, few: int, analyse: Callable[[Tensor], Explained]) -> OfCorrect:
+def of_correct(clean: Clean, ball: Ball, few: int, analyse: Callable[[Tensor], Explained]) -> OfCorrect:
     """`analyse(index_I)` of the images that are classified correctly, at most `few` at a time."""
     index = clean.correct_B.nonzero().flatten()
-    return OfCorrect(clean, [(index_I, analyse(index_I)) for index_I in index.split(few) if len(index_I)])
+    return OfCorrect(clean, ball, [(index_I, analyse(index_I)) for index_I in index.split(few) if len(index_I)])

@@ -9,8 +9,8 @@ With |G| <= e <= E and |r_k / W_k|^2 <= theta_k(e),
 
     |u|^2 <= Theta_i(e) = (e / E)^2 + sum_{k<i} theta_k(e),
 
-so a functional <a, H_i> stays within |M_i^T a| Theta_i^(1/2), and a form within lambda_max(M_i^T C M_i) Theta_i. The maps
-M_i hang on weights that were fixed before a random vector was drawn; what was proved of remainders enters Theta alone.
+so a functional <a, H_i> stays within |M_i^T a| Theta_i^(1/2), and a form within lambda_max(M_i^T C M_i) Theta_i. The
+maps M_i hang on weights that were fixed before a vector was drawn; what is proved of remainders enters Theta alone.
 Proof: docs/proofs.md#image-forms.
 
 Letters: B images, C rivals of each, M random vectors.
@@ -28,7 +28,7 @@ from zoo.bounds import lanczos
 from zoo.bounds.contracts import Bound, QuadraticForm
 from zoo.bounds.tape import Tape, Vectors
 
-PROBES = 1024  # random vectors that find how far functionals reach: a quarter more than they do
+PROBES = 1536  # random vectors that find how far functionals reach: a fifth more than they do
 TOGETHER = 64  # of them
 PROBE_FAILURE = 1e-11  # the chance that one reach of an image is too small
 CLOSE, COARSE = 1.03, 1.2  # of norms, as in zoo/bounds/lanczos.py

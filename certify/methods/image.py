@@ -1,19 +1,19 @@
 """The adjoint certificate with its remainders measured on the ball of images, not on a ball at every module.
 
 Of module i let H_i be the change of its input and g_i the gradient of a margin at its output. Modules that have
-quadratic forms (`Forms`), such as hidden units, bound -<g_i, R_i> by <H_i, C_i H_i> / 2. With H_i = M_i u, and |u|^2 <=
-Theta for an image that moves by no more than eps (ellipsoid.py),
+quadratic forms (`Forms`), such as hidden units, bound -<g_i, R_i> by <H_i, C_i H_i> / 2. With H_i = M_i u and
+|u|^2 <= Theta for an image of the ball (ellipsoid.py),
 
-    the margin falls by at most  |g_0| eps + lambda_max( sum_i M_i^T C_i M_i ) Theta / 2
+    the margin falls by at most  what <g_0, G> can  +  lambda_max( sum_i M_i^T C_i M_i ) Theta / 2
 
 plus what modules without a form cost at |H_i|. The worst direction of a form is seldom one that images reach: this is
-often a tenth of ||C_i|| |H_i|^2. The lesser of this and of the adjoint certificate counts. Proof:
+often a hundredth of ||C_i|| |H_i|^2. The lesser of this and of the adjoint certificate counts. Proof:
 docs/proofs.md#image-forms.
 
-The maps are made for one largest eps, and hold below. Beyond min_j m_j / |g_0| nothing can be certified, which is the
-first of an image's *rungs*; each of the next ones is closer to the radius that was found so far.
+The maps M_i are made for one largest eps, and hold below: a *rung* (rung.py). The first of an image is a little beyond
+the radius that a look expects; there is a next one where that was wrong.
 
-Letters: B images, J classes, C rivals of each, I some of the images.
+Letters: B images, J classes, C rivals of each, I some of the images; e the radius of the L2 ball around a ball of eps.
 """
 
 from functools import cached_property
@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
+from certify.methods.ball import Ball
 from certify.methods.certificate import Breakdown, Certificate, Clean, binding_class, decide_by, gaps, per_image
 from certify.methods.rung import Rung, Situation
 from certify.methods.weights import Look
 
-RUNGS = 8
+RUNGS = 6
+LOOKS = 4  # before the first of them
+BEYOND, BELOW = 1.15, 0.8  # the first largest e, in units of what is expected; and where a search begins
 MOST = 2.0**10
-LOOKS = 4
-BEYOND = 1.1
-FEW_RIVALS = 64  # whose gradients say where to begin
+FEW_RIVALS = 64  # whose gradients say what to expect
 
 
 class ImageAnalysis:
@@ -39,24 +40,31 @@ class ImageAnalysis:
 
     def __init__(self, inner: AdjointAnalysis, images_BCHW: Tensor, seed: bytes) -> None:
         self.inner, self.images, self._seed = inner, images_BCHW, seed
-        self._rungs: list[list[tuple[Tensor, Rung]]] = [[] for _ in range(RUNGS)]
+        self.rungs: list[list[tuple[Tensor, Rung]]] = [[] for _ in range(RUNGS)]
 
     @property
     def clean(self) -> Clean:
         return self.inner.clean
 
     @property
+    def ball(self) -> Ball:
+        return self.inner.ball
+
+    @property
     def failure(self) -> float:
         failure_B = torch.zeros_like(self.clean.margin_BJ[:, 0])
-        for level in self._rungs:
+        for level in self.rungs:
             for index_I, rung in level:
-                failure_B[index_I] += rung.failure
+                failure_B[index_I] += rung.ellipsoids.failure
         return self.inner.failure + float(failure_B.max())
+
+    def guess(self) -> Tensor:
+        return self.ball.eps_within(BELOW * self.expected_B)
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
         loss_BJ, class_B = self.inner.losses(self.inner.radii(eps_B))
-        loss_BJ, class_B = self._sharper(eps_B, loss_BJ, class_B)
+        loss_BJ, class_B = self._sharper(self.ball.radius(eps_B), loss_BJ, class_B)
         return decide_by(self.clean, loss_BJ, eps_B, class_B)
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
@@ -64,53 +72,54 @@ class ImageAnalysis:
         return self.inner.breakdown(eps)
 
     @torch.no_grad()
-    def _sharper(self, eps_B: Tensor, loss_BJ: Tensor, class_B: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses again: one rung after the other, as long as an image is open."""
-        open_B, most_B = self._open(loss_BJ) & (eps_B > 0), self._first_most
-        was_open_B = open_B
+    def _sharper(self, e_B: Tensor, loss_BJ: Tensor, class_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses again, and the class that decides: one rung after the other, as long as an image is open."""
+        open_B = was_open_B = self._open(loss_BJ) & (e_B > 0)
+        most_B = BEYOND * self.expected_B if bool(open_B.any()) else e_B
         for level in range(RUNGS):
-            open_B = open_B & (eps_B < most_B)  # not a number: there is no rung
+            open_B = open_B & (e_B < most_B)  # not a number: there is no further rung
             if not bool(open_B.any()):
                 break
             self._build(level, open_B, most_B)
-            next_B = torch.full_like(most_B, torch.nan)
-            for index_I, rung in self._rungs[level]:
-                next_B[index_I] = rung.next_most
-                asked_I = open_B[index_I]
-                if bool(asked_I.any()):
-                    found_IJ = rung.losses(torch.where(asked_I, eps_B[index_I], 0.0), loss_BJ[index_I])
-                    loss_BJ[index_I] = torch.where(asked_I[:, None], found_IJ, loss_BJ[index_I])
-            open_B, most_B = self._open(loss_BJ), next_B
+            most_B = torch.full_like(most_B, torch.nan)
+            for index_I, rung in self.rungs[level]:
+                most_B[index_I] = rung.next_most_B
+                if bool(open_B[index_I].any()):
+                    found_IJ = rung.losses(torch.where(open_B[index_I], e_B[index_I], 0.0), loss_BJ[index_I])
+                    loss_BJ[index_I] = torch.where(open_B[index_I, None], found_IJ, loss_BJ[index_I])
+            open_B = self._open(loss_BJ)
         won_B = was_open_B & ~self._open(loss_BJ)
         return loss_BJ, torch.where(won_B, binding_class(self.clean, loss_BJ), class_B)
 
     def _open(self, loss_BJ: Tensor) -> Tensor:
+        """Images with a margin that may be lost."""
         return (~(gaps(self.clean.margin_BJ, loss_BJ) > 0) & torch.isfinite(self.clean.margin_BJ)).any(-1)
 
     @cached_property
-    def _first_most(self) -> Tensor:
-        """Where an image is likely to be lost: before min_j m_j / |g_0|, as remainders take their part."""
+    @torch.no_grad()
+    def expected_B(self) -> Tensor:
+        """The radius e that rungs are likely to prove: below min_j m_j / |g_0|, as remainders take their part."""
         here = Situation.of(self.inner, self.images, torch.arange(len(self.images)), self._seed)
         class_CB = self.inner.rivals_BR[:, :FEW_RIVALS].mT
-        g_0, _ = here.gradients(class_CB)
-        first_CB, margin_CB = g_0.flatten(2).norm(dim=-1), self.clean.margin_BJ.gather(1, class_CB.mT).mT
-        share_B, rank_B = (margin_CB / first_CB).nan_to_num(torch.inf).min(0)
+        first_CB, margin_CB = here.first(class_CB), self.clean.margin_BJ.gather(1, class_CB.mT).mT
+        most_B, rank_B = (margin_CB / first_CB).nan_to_num(MOST).min(0)
         first_B, margin_B, class_B = (t.gather(0, rank_B[None])[0] for t in (first_CB, margin_CB, class_CB))
         _, g = here.gradients(class_B[None])
-        most_B = share_B.clamp_max(MOST)
+        most_B = most_B.clamp_max(MOST)
         for _ in range(LOOKS):
-            most_B = (most_B * Look(here.tape, self.images, most_B, g, here.draw).radius(first_B, margin_B)).sqrt()
-        return BEYOND * most_B
+            look = Look(here.tape, self.images, most_B, g, here.draw)
+            most_B = (most_B * look.radius(first_B, margin_B)).sqrt()
+        return most_B
 
-    def _build(self, level: int, open_B: Tensor, most_B: Tensor) -> None:
-        """The rungs that open images lack at this level."""
-        for index_I, _ in self._rungs[level]:
-            open_B = open_B.clone()
-            open_B[index_I] = False
-        index_I = open_B.nonzero().flatten()
-        if len(index_I):
-            rung = Rung(Situation.of(self.inner, self.images, index_I, self._seed), most_B[index_I])
-            self._rungs[level].append((index_I, rung))
+    def _build(self, level: int, wanted_B: Tensor, most_B: Tensor) -> None:
+        """The rungs of this level that these images lack."""
+        lacking_B = wanted_B.clone()
+        for index_I, _ in self.rungs[level]:
+            lacking_B[index_I] = False
+        if bool(lacking_B.any()):
+            index_I = lacking_B.nonzero().flatten()
+            here = Situation.of(self.inner, self.images, index_I, self._seed)
+            self.rungs[level].append((index_I, Rung(here, most_B[index_I])))
 
 
 class Image(Adjoint):

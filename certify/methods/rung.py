@@ -1,6 +1,6 @@
-"""Margins of a few images on the ball of images, for all eps up to a largest one.
+"""Margins of a few images on the ball of images, for all radii up to a largest one.
 
-Letters: B images, J classes, C rivals of each.
+Letters: B images, J classes, C rivals of each, R all rivals, the closest first; e the radius of an L2 ball.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from certify.methods.adjoint import AdjointAnalysis, groups
+from certify.methods.ball import Ball
 from certify.methods.certificate import Clean, gaps
 from certify.methods.ellipsoid import CLOSE, COARSE, Ellipsoids, Grown, Joint, Margins, Sizes
 from certify.methods.weights import Look
@@ -19,17 +20,18 @@ from zoo.bounds import lanczos
 from zoo.bounds.tape import Tape, Vectors
 
 AT_ONCE = 8  # rivals
-FAR = 0.8  # radius / largest eps of a rung that needs no next one
-LOST = 1 / 4  # the next largest eps where a rung certifies nothing
+ENOUGH = 0.8  # radius / largest e of a rung that needs no next one
+LOST = 1 / 4  # the next largest e where a rung proves nothing, in units of this one
 HALVINGS = 5  # of the search for its radius
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Some images, with what is known around them."""
+    """Some images, and what is known around them."""
 
     images: Tensor
     clean: Clean
+    ball: Ball
     tape: Tape
     head: nn.Linear
     defects: Sequence[Tensor]  # of nodes, (B,)
@@ -39,21 +41,22 @@ class Situation:
 
     @staticmethod
     def of(inner: AdjointAnalysis, images: Tensor, index_I: Tensor, seed: bytes) -> "Situation":
-        whole = len(index_I) == len(images)
-        chain = inner.chain if whole else inner.chain.of(index_I)
-        defects = [step.defect_B[index_I] for step in inner.steps]
-        norms = [step.norm_B[index_I] for step in inner.steps]
-        rivals = inner.rivals_BR[index_I]
-        tape = Tape(chain.expansions)
-        return Situation(images[index_I], inner.clean[index_I], tape, inner.head, defects, norms, rivals, seed)
+        chain = inner.chain if len(index_I) == len(images) else inner.chain.of(index_I)
+        defects, norms = ([getattr(s, f)[index_I] for s in inner.steps] for f in ("defect_B", "norm_B"))
+        clean, rivals, tape = inner.clean[index_I], inner.rivals_BR[index_I], Tape(chain.expansions)
+        return Situation(images[index_I], clean, inner.ball, tape, inner.head, defects, norms, rivals, seed)
 
     def gradients(self, class_CB: Tensor) -> tuple[Tensor, Vectors]:
-        """Of the margins over these classes: at the image, and at the output of the leaves that bend, or end a node."""
+        """Of the margins over these classes: at the image, and at the outputs of the leaves that bend or end a node."""
         weight = self.head.weight
         g_CBD = weight[self.clean.label_B] - weight[class_CB]
         kept = {*self.tape.bent, *(leaves[-1] for leaves in self.tape.of_nodes)}
         end = self.tape.leaves[max(self.tape.leaves)].y.shape
         return self.tape.pull(g_CBD.view(len(g_CBD), *end), {}, kept)
+
+    def first(self, class_CB: Tensor) -> Tensor:
+        """What margins over these classes lose at first order, at e = 1: (C, B)."""
+        return self.ball.length(self.gradients(class_CB)[0])
 
     def draw(self, room: torch.Size, word: str, numbers: Tensor) -> Tensor:
         """(B, *room), of a stream of their own for every purpose and these numbers (B, n): what was found with one
@@ -75,16 +78,14 @@ class Situation:
     def rounded(self, g: Vectors) -> Tensor:
         """What the defects of the clean points cost of margins with these gradients: (C, B)."""
         ends = zip(self.tape.of_nodes, self.defects, strict=True)
-        return torch.stack([product(g[leaves[-1]].flatten(2).norm(dim=-1), defect_B) for leaves, defect_B in ends]).sum(
-            0
-        )
+        costs = [product(g[leaves[-1]].flatten(2).norm(dim=-1), defect_B) for leaves, defect_B in ends]
+        return torch.stack(costs).sum(0)
 
 
 @dataclass(frozen=True)
 class Group:
     """Some rivals of every image, by their gradients alone: (C, B) each."""
 
-    class_CB: Tensor
     first: Tensor
     rounded: Tensor
     lengths: Vectors
@@ -101,93 +102,82 @@ class Formed:
 
 
 class Rung:
-    """For all eps up to `most_B`."""
+    """For all e up to `most_B`."""
 
     def __init__(self, here: Situation, most_B: Tensor) -> None:
         self.here, self.most_B = here, most_B
-        closest_B = here.rivals_BR[:, 0]
-        _, g = here.gradients(closest_B[None])
+        _, g = here.gradients(here.rivals_BR[:, :1].mT)
         weights = Look(here.tape, here.images, most_B, g, here.draw).weights()
         self.ellipsoids = Ellipsoids(Joint(here.tape, here.images, most_B, weights), here.drifts, here.draw)
         self._groups = dict[int, Group]()
         self._formed, self._formed_BJ = list[Formed](), torch.zeros_like(here.clean.margin_BJ, dtype=torch.bool)
 
-    @property
-    def failure(self) -> float:
-        return self.ellipsoids.failure
-
     @cached_property
-    def next_most(self) -> Tensor:
-        """The largest eps of the next rung; not a number where none is needed."""
-        none_BJ = torch.full_like(self.here.clean.margin_BJ, torch.inf)
+    def next_most_B(self) -> Tensor:
+        """The largest e of the next rung; not a number where none is needed."""
+        unknown_BJ = torch.full_like(self.here.clean.margin_BJ, torch.inf)
         low_B, high_B = torch.zeros_like(self.most_B), self.most_B
-        eps_B = FAR * high_B
+        e_B = ENOUGH * self.most_B
         for _ in range(HALVINGS):
-            margin = self.here.clean.margin_BJ
-            won_B = ((gaps(margin, self.losses(eps_B, none_BJ)) > 0) | torch.isinf(margin)).all(-1)
-            low_B, high_B = torch.where(won_B, eps_B, low_B), torch.where(won_B, high_B, eps_B)
-            eps_B = (low_B + high_B) / 2
-            if bool((low_B >= FAR * self.most_B).all()):
+            won_B = ~self._open(self.losses(e_B, unknown_BJ)).any(-1)
+            low_B, high_B = torch.where(won_B, e_B, low_B), torch.where(won_B, high_B, e_B)
+            e_B = (low_B + high_B) / 2
+            if bool((low_B >= ENOUGH * self.most_B).all()):
                 break
         after_B = torch.where(low_B > 0, (low_B * self.most_B).sqrt(), LOST * self.most_B)
-        return torch.where(low_B >= FAR * self.most_B, torch.nan, after_B)
+        return torch.where(low_B >= ENOUGH * self.most_B, torch.nan, after_B)
 
-    def losses(self, eps_B: Tensor, loss_BJ: Tensor) -> Tensor:
+    def losses(self, e_B: Tensor, loss_BJ: Tensor) -> Tensor:
         """What margins can lose, where that is less than it was: the closest rivals first, until one stays open."""
-        here = self.here
-        grown = self.ellipsoids.at(eps_B)
-        loss_BJ = loss_BJ.clone()
+        grown, loss_BJ = self.ellipsoids.at(e_B), loss_BJ.clone()
         for formed in self._formed:
-            self._lower(loss_BJ, formed, eps_B, grown)
-        lost_B = torch.zeros_like(here.clean.correct_B)
-        for start, end in groups(here.rivals_BR.shape[1]):
-            class_CB = here.rivals_BR[:, start:end].mT
-            if not bool((self._open(loss_BJ).gather(1, class_CB.mT).mT & ~lost_B).any()):
-                continue
-            group = self._group(start, end)
-            cheap_CB = product(group.first, eps_B) + group.rounded
-            for at, lengths_CB in group.lengths.items():
-                cheap_CB = cheap_CB + product(lengths_CB, grown.theta[at].sqrt())
-            loss_BJ = loss_BJ.scatter_reduce(1, class_CB.mT, nan_to_inf(cheap_CB).mT, "amin")
-            lost_B = self._form(class_CB, loss_BJ, lost_B, eps_B, grown)
+            self._lower(loss_BJ, formed, e_B, grown)
+        lost_B = torch.zeros_like(self.here.clean.correct_B)
+        for start, end in groups(self.here.rivals_BR.shape[1]):
+            class_CB = self.here.rivals_BR[:, start:end].mT
+            if bool((self._open(loss_BJ).gather(1, class_CB.mT).mT & ~lost_B).any()):
+                cheap_CB = self._cheap(class_CB, start, e_B, grown)
+                loss_BJ = loss_BJ.scatter_reduce(1, class_CB.mT, cheap_CB.mT, "amin")
+                lost_B = self._form(class_CB, loss_BJ, lost_B, e_B, grown)
         return loss_BJ
 
-    def _form(self, class_CB: Tensor, loss_BJ: Tensor, lost_B: Tensor, eps_B: Tensor, grown: Grown) -> Tensor:
+    def _cheap(self, class_CB: Tensor, start: int, e_B: Tensor, grown: Grown) -> Tensor:
+        """What the gradients alone say."""
+        if start not in self._groups:
+            g_0, g = self.here.gradients(class_CB)
+            of_group = Group(self.here.ball.length(g_0), self.here.rounded(g), self.ellipsoids.lengths(g))
+            self._groups[start] = of_group
+        group = self._groups[start]
+        total_CB = product(group.first, e_B) + group.rounded
+        for at, lengths_CB in group.lengths.items():
+            total_CB = total_CB + product(lengths_CB, grown.theta[at].sqrt())
+        return nan_to_inf(total_CB)
+
+    def _form(self, class_CB: Tensor, loss_BJ: Tensor, lost_B: Tensor, e_B: Tensor, grown: Grown) -> Tensor:
         """Lower the losses of the open ones of these rivals by forms, first the worst one of every image; the images
         with one that stays open."""
-        for most, close in ((1, CLOSE), (len(class_CB), COARSE)):
+        for most, close in ((1, CLOSE), (len(class_CB), COARSE), (0, CLOSE)):
             open_BC = self._open(loss_BJ).gather(1, class_CB.mT)
             lost_B = lost_B | (open_BC & self._formed_BJ.gather(1, class_CB.mT)).any(1)
             wanted_BC = open_BC & ~lost_B[:, None]
-            count = int(wanted_BC.sum(1).max())
-            if not count:
-                break
             gap_BC = gaps(self.here.clean.margin_BJ, loss_BJ).gather(1, class_CB.mT)
             rank_BC = gap_BC.masked_fill(~wanted_BC, torch.inf).argsort(1)
-            for some_BC in rank_BC[:, : min(most, count)].split(AT_ONCE, 1):
-                formed = self._formed_of(class_CB.mT.gather(1, some_BC).mT, close)
-                self._formed.append(formed)
-                self._lower(loss_BJ, formed, eps_B, grown)
+            for some_BC in rank_BC[:, : min(most, int(wanted_BC.sum(1).max()))].split(AT_ONCE, 1):
+                if some_BC.numel():
+                    self._formed.append(self._formed_of(class_CB.mT.gather(1, some_BC).mT, close))
+                    self._lower(loss_BJ, self._formed[-1], e_B, grown)
         return lost_B
 
-    def _formed_of(self, class_CB: Tensor, close: float) -> "Formed":
+    def _formed_of(self, class_CB: Tensor, close: float) -> Formed:
         g_0, g = self.here.gradients(class_CB)
         self._formed_BJ.scatter_(1, class_CB.mT, True)
         margins = self.ellipsoids.margins(g, class_CB, close)
-        return Formed(class_CB, g_0.flatten(2).norm(dim=-1), self.here.rounded(g), margins)
+        return Formed(class_CB, self.here.ball.length(g_0), self.here.rounded(g), margins)
 
-    def _lower(self, loss_BJ: Tensor, formed: "Formed", eps_B: Tensor, grown: Grown) -> None:
-        found_CB = product(formed.first, eps_B) + formed.rounded + self.ellipsoids.cost(formed.margins, grown)
+    def _lower(self, loss_BJ: Tensor, formed: Formed, e_B: Tensor, grown: Grown) -> None:
+        found_CB = product(formed.first, e_B) + formed.rounded + self.ellipsoids.cost(formed.margins, grown)
         loss_BJ.scatter_reduce_(1, formed.class_CB.mT, nan_to_inf(found_CB).mT, "amin")
 
     def _open(self, loss_BJ: Tensor) -> Tensor:
         margin_BJ = self.here.clean.margin_BJ
         return ~(gaps(margin_BJ, loss_BJ) > 0) & torch.isfinite(margin_BJ)
-
-    def _group(self, start: int, end: int) -> Group:
-        if start not in self._groups:
-            class_CB = self.here.rivals_BR[:, start:end].mT
-            g_0, g = self.here.gradients(class_CB)
-            first, rounded = g_0.flatten(2).norm(dim=-1), self.here.rounded(g)
-            self._groups[start] = Group(class_CB, first, rounded, self.ellipsoids.lengths(g))
-        return self._groups[start]

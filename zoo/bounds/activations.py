@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from zoo.bounds.contracts import Activation, LambdaMax
 from zoo.bounds.facts import NoRule, facts_of
 
+PIECES = 5  # of the way to z + d
 PAD = 1e-13  # above the rounding of sigma'' and of its extrema
 FAR = 40.0  # beyond it every |sigma''| here is below PAD
 THRESHOLDS = tuple(2.0**i for i in range(-3, 6))  # what the search over majorants of a hinge tries
@@ -83,12 +84,12 @@ class Smooth:
 
     def parabola(self, z: Tensor, w: Tensor, reach: Tensor) -> Tensor:
         """c >= 0 with -w_h R_h <= c_h d_h^2 / 2."""
-        lo, hi = range_of_second(self, z, reach)
+        lo, hi = range_of_mean_second(self, z, reach)
         return (-torch.minimum(w * lo, w * hi)).clamp_min(0)
 
     def chord(self, z: Tensor, reach: Tensor) -> Tensor:
         """k with |R_h| <= k_h |d_h|: kappa D / 2, or the range of slopes."""
-        lo, hi = range_of_second(self, z, reach)
+        lo, hi = range_of_mean_second(self, z, reach)
         return (0.5 * torch.maximum(-lo, hi) * reach).clamp_max(slope_range(self))
 
 
@@ -111,6 +112,20 @@ def range_of_second(act: Smooth, z: Tensor, reach: Tensor) -> tuple[Tensor, Tens
         lo = torch.where(inside, lo.clamp(max=value), lo)
         hi = torch.where(inside, hi.clamp(min=value), hi)
     return lo - PAD, hi + PAD
+
+
+def range_of_mean_second(act: Smooth, z: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds (lo, hi) of 2 R / d^2 for |d| <= reach, R the remainder of second order: the mean of sigma''(z + t d) over
+    0 <= t <= 1 with weights 2 (1 - t), which are largest where t d is small.
+
+    Proof: docs/proofs.md#mean-hull.
+    """
+    lo, hi, before = torch.zeros_like(z), torch.zeros_like(z), 0.0
+    for t in (k / PIECES for k in range(1, PIECES + 1)):
+        weight, before = 2 * t - t**2 - before, 2 * t - t**2
+        lo_t, hi_t = range_of_second(act, z, t * reach)
+        lo, hi = lo + weight * lo_t, hi + weight * hi_t
+    return lo, hi
 
 
 # kinks ----------------------------------------------------------------------------------------------------------------

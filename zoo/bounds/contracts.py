@@ -65,7 +65,8 @@ class Forms(Protocol):
         ...
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        """|weight r(H)|^2 <= <H, C H>, weight (B, ...) >= 0 entry by entry; one for each of B. C grows with the reach."""
+        """|weight r(H)|^2 <= <H, C H>, weight (B, ...) >= 0 entry by entry; one for each of B. What holds for a reach
+        holds for a smaller one."""
         ...
 
     def size(self, reach: Tensor) -> Tensor:

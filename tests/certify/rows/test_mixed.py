@@ -285,7 +285,8 @@ NO_ROW = {
 }
 OTHER: dict[type, dict[str, Any]] = {
     stage.Settings: {
-        "method": "adjoint", "images": 11, "eps": (0.02, 0.1), "headline_eps": 0.01, "served_dtype": "float32",
+        "method": "adjoint", "norm": "linf", "images": 11,
+        "eps": (0.02, 0.1), "headline_eps": 0.01, "served_dtype": "float32",
         "nonce": "another",
         "attack": replace(FEW.attack, steps=4),
     },
@@ -303,7 +304,7 @@ def test_every_setting_that_changes_a_row_is_part_of_the_subject(kind: type, dig
     asked: Any = stage._asked if kind is stage.Settings else evaluation._asked
     assert {field.name for field in fields(kind)} == set(NO_ROW[kind]) | set(OTHER[kind])
     for name, value in OTHER[kind].items():
-        also: dict[str, Any] = {"method": "adjoint"} if name == "served_dtype" else {}
+        also: dict[str, Any] = {"served_dtype": {"method": "adjoint"}, "norm": {"headline_eps": 0.1}}.get(name, {})
         first, other = replace(settings, **also), replace(settings, **also | {name: value})
         assert (asked(first) != asked(other)) == (name != "images"), name
     for name, value in NO_ROW[kind].items():
