@@ -85,6 +85,7 @@ def test_the_smallest_ball_around_an_attacks_ball(of: str, norm: str, wanted: fl
     """Its longest vector, in the other norm, is the radius."""
     attack = AttackConfig(norm=of, eps=0.1)
     found = covering(attack, norm, 64)
+    assert found is not None
     assert found == pytest.approx(wanted)
     longest = torch.full((1, 1, 8, 8), 0.1) if of == "linf" else torch.zeros(1, 1, 8, 8)
     longest[0, 0, 0, 0] = 0.1
