@@ -54,8 +54,9 @@ class Joint:
 
     def part(self, source: int | None, last: int) -> Tensor:
         """1 for the entries of u that a source has (None: the image), 0 for the others: (n,)."""
-        sizes = {None: self._image.numel(), **{k: self.tape.room(k).numel() for k in self.sources(last)}}
-        return torch.cat([self.ones_B.new_full((size,), float(k == source)) for k, size in sizes.items()])
+        of_image = self.ones_B.new_full((self._image.numel(),), float(source is None))
+        of_leaves = (self.ones_B.new_full(self.tape.room(k), float(k == source)) for k in self.sources(last))
+        return torch.cat([of_image, *(part.flatten() for part in of_leaves)])
 
     def push(self, u: Tensor, visit: Callable[[int, Tensor], None], last: int) -> None:
         """Show H_i of every leaf up to `last`."""
@@ -166,7 +167,7 @@ class Ellipsoids:
         squares = (product(form.largest, self._drifts[at].square()) for at, form in forms.items())
         numbers = (torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB)
         norm = self._seminorms(forms, f"margin {close}", list(numbers), close)
-        constant = sum((form.constant for form in forms.values()), zero)
+        constant = torch.stack([zero + form.constant for form in forms.values()]).sum(0)
         return Margins(norm, sum(squares, zero).sqrt(), constant, max(forms), bounds)
 
     def cost(self, margins: Margins, grown: Grown) -> Tensor:
