@@ -8,27 +8,29 @@ import torch
 from torch import Tensor, nn
 
 from certify.methods import METHODS
+from certify.methods.ball import L2, known
 from certify.methods.certificate import Analysis, Certificate, Certifier
 from certizoo import UserError
 from certizoo.nearest import unknown
 
-MAX_EPS = 2.0**10  # far beyond the diameter of any image's box
-FIRST_EPS = 0.05  # where the search for a radius starts
+MAX_EPS = 2.0**10  # far beyond the diameter of any image's box, in either norm
+FIRST_EPS = 0.05  # where the search for a radius starts: at balls inside this L2 ball
 TOLERANCE = 2.0**-9  # relative precision of a radius
 WIDE = 1.2  # high / low of a bracket that may be halved
 STRIDE = 1.5  # the least step upwards, as a factor
 MAX_TRIALS = 60  # a radius below 8^-20 of FIRST_EPS counts as 0
 
 
-def certifier(model: nn.Module, method: str, nonce: str | None = None) -> Certifier:
-    """The certifier of a method; raises UserError for an unknown one and NoRule for an uncertifiable model.
+def certifier(model: nn.Module, method: str, nonce: str | None = None, norm: str = L2) -> Certifier:
+    """The certifier of a method for balls in a norm, "l2" or "linf"; raises UserError for an unknown one of either, and
+    NoRule for an uncertifiable model.
 
     `nonce` chooses the random starts of a method that has any, so that an answer can be had again; None: one that is
     drawn now. A probability to fail holds against whoever fixed the weights and images before the nonce was drawn.
     """
     if not isinstance(method, str) or method not in METHODS:
         raise unknown("certification method", str(method), METHODS)
-    return METHODS[method](model, nonce)
+    return METHODS[method](model, nonce, known(norm))
 
 
 def certify(
@@ -38,8 +40,9 @@ def certify(
     eps: float | Tensor,
     method: str = "lofast",
     nonce: str | None = None,
+    norm: str = L2,
 ) -> Certificate:
-    """Certificates at one L2 radius `eps` in [0,1] pixel space, or at one an image, (B,).
+    """Certificates at one radius `eps` in [0,1] pixel space, or at one an image, (B,); `norm`: "l2" or "linf".
 
     images (B, C, H, W) in [0,1], float32 or float64; labels (B,), of any integer type. Returns (B,) tensors margin_B,
     loss_B, certified_B, correct_B, unknown_B. The whole ball is covered, also the part of it outside the [0,1] box.
@@ -51,15 +54,20 @@ def certify(
     Proof: docs/proofs.md#threat-model.
     """
     radius = radius_given(eps, labels_B.numel() if isinstance(labels_B, Tensor) else 1)
-    return certifier(model, method, nonce).analyse(images_BCHW, labels_B).at(radius)
+    return certifier(model, method, nonce, norm).analyse(images_BCHW, labels_B).at(radius)
 
 
 def certified_radius(
-    model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, method: str = "lofast", nonce: str | None = None
+    model: nn.Module,
+    images_BCHW: Tensor,
+    labels_B: Tensor,
+    method: str = "lofast",
+    nonce: str | None = None,
+    norm: str = L2,
 ) -> Tensor:
-    """The largest eps proved for each image, rounded down: (B,) float64, 0 where misclassified. `nonce`: that of
-    `certifier`."""
-    return radius_of(certifier(model, method, nonce).analyse(images_BCHW, labels_B))
+    """The largest eps proved for each image, rounded down: (B,) float64, 0 where misclassified. `nonce` and `norm`:
+    those of `certifier`."""
+    return radius_of(certifier(model, method, nonce, norm).analyse(images_BCHW, labels_B))
 
 
 def radius_of(analysis: Analysis) -> Tensor:
@@ -77,7 +85,7 @@ def radius_of(analysis: Analysis) -> Tensor:
     correct_B = analysis.clean.correct_B
     low_B = torch.zeros(len(correct_B), dtype=torch.float64, device=correct_B.device)
     low, high = End(low_B, low_B), End(torch.full_like(low_B, torch.inf), torch.full_like(low_B, torch.inf))
-    eps_B = torch.full_like(low_B, FIRST_EPS)
+    eps_B = torch.full_like(low_B, analysis.ball.eps_within(FIRST_EPS))
     for step in range(MAX_TRIALS):
         open_B = correct_B & (high.eps_B > low.eps_B * (1 + TOLERANCE)) & (low.eps_B < MAX_EPS)
         if not bool(open_B.any()):
@@ -94,7 +102,7 @@ def radius_given(eps: object, count: int) -> float | Tensor:
     """eps, one or one an image, as numbers that are radii. Raises UserError."""
     shown = " ".join(repr(eps).split())[:60]
     if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating | Tensor):
-        raise UserError(f"eps={shown} is no number; give an L2 radius in [0,1] pixel space, such as 0.1")
+        raise UserError(f"eps={shown} is no number; give a radius in [0,1] pixel space, such as 0.1")
     if isinstance(eps, Tensor) and (eps.is_complex() or eps.dtype is torch.bool or eps.shape not in ((), (count,))):
         raise UserError(f"eps={shown} has to be one number, or one for each of the {count} images")
     given = torch.as_tensor(eps, dtype=torch.float64).detach()

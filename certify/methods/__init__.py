@@ -11,14 +11,14 @@ from certify.methods.crown import Crown
 from certify.methods.image import Image
 from certify.methods.lofast import LocalLoFAST, LoFAST
 
-Method = Callable[[nn.Module, str | None], Certifier]
+Method = Callable[[nn.Module, str | None, str], Certifier]
 
 
-def _without_chance(method: Callable[[nn.Module], Certifier]) -> Method:
-    return lambda model, nonce: method(model)
+def _without_chance(method: Callable[[nn.Module, str], Certifier]) -> Method:
+    return lambda model, nonce, norm: method(model, norm)
 
 
-# Of a model and the nonce of its random starts, None: one that is drawn anew.
+# Of a model, the nonce of its random starts, None: one that is drawn anew, and the norm of the balls.
 METHODS: dict[str, Method] = {
     "lofast": _without_chance(LoFAST),
     "lofast_local": _without_chance(LocalLoFAST),

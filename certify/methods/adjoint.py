@@ -8,8 +8,11 @@ constant; J_k = Df_k at the clean X_{k-1}, R_k its remainder, G_k = X'_k - X_k, 
 (docs/proofs.md#adjoint-certificate; c = K is the LoFAST test of pairs.) The radii, with P_k = J_k ... J_1:
 
     G_k = P_k (x' - x) + rest,    ||rest|| <= rho_k,
-    e_k = min( lip_k(e_{k-1}),  ||J_k|| e_{k-1} + beta_k(e_{k-1}),  ||P_k|| eps + rho_k ),
-    rho_k = min( ||J_k|| rho_{k-1} + beta_k(e_{k-1}),  e_k + ||P_k|| eps ).
+    e_k = min( lip_k(e_{k-1}),  ||J_k|| e_{k-1} + beta_k(e_{k-1}),  ||P_k|| e_0 + rho_k ),
+    rho_k = min( ||J_k|| rho_{k-1} + beta_k(e_{k-1}),  e_k + ||P_k|| e_0 ).
+
+e_0 is the radius of the L2 ball around the ball of images, and ||g_0|| e_0 what the first order costs on that ball
+(certify/methods/ball.py).
 
 ||J_k|| is the norm of I + J_branch, and ||P_k|| that of the product (certify/methods/operator_norms.py).
 """
@@ -24,6 +27,7 @@ from torch.nn.functional import one_hot
 
 from certify.methods.backwards import Chain, Radii, Rivals
 from certify.methods.bake import SERVED, model_of
+from certify.methods.ball import L2, Ball, known
 from certify.methods.breakdown import names, shares
 from certify.methods.certificate import (
     Breakdown,
@@ -77,6 +81,10 @@ class AdjointAnalysis:
         self.rivals_BR = clean.margin_BJ.argsort(-1)[:, :-1]  # the label's own margin is infinite
         self.head, self._few, self._groups = head, few, dict[tuple[int, int], Rivals]()
 
+    @property
+    def ball(self) -> Ball:
+        return self.chain.ball
+
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
         loss_BJ, class_B = self.losses(self.radii(eps_B))
@@ -118,14 +126,15 @@ class AdjointAnalysis:
         return self._groups[start, end]
 
     def radii(self, eps_B: Tensor) -> Radii:
-        """A bound that is not a number counts as infinite. Proof: docs/proofs.md#radii."""
-        radii, betas, rho_B = [eps_B], [], torch.zeros_like(eps_B)
+        """Of balls of eps in their norm; all radii are L2. A bound that is not a number counts as infinite. Proof:
+        docs/proofs.md#radii."""
+        radii, betas, rho_B = [self.ball.radius(eps_B)], [], torch.zeros_like(eps_B)
         for step in self.steps:
             e_B = radii[-1]
             beta_B = nan_to_inf(step.beta(e_B) + step.defect_B)
             betas.append(beta_B)
             bound_B = torch.fmin(step.lip(e_B) + step.defect_B, product(step.norm_B, e_B) + beta_B)
-            linear_B = product(step.prefix_B, eps_B)
+            linear_B = product(step.prefix_B, radii[0])
             rho_B = nan_to_inf(product(step.norm_B, rho_B) + beta_B)
             bound_B = nan_to_inf(torch.fmin(bound_B, linear_B + rho_B))
             rho_B = torch.fmin(rho_B, bound_B + linear_B)
@@ -155,13 +164,15 @@ def groups(ranks: int) -> Iterator[tuple[int, int]]:
 class Adjoint:
     """The certifier of one model: weights are measured once, here; images by `analyse`; eps by `AdjointAnalysis.at`.
 
-    `nonce` chooses the random starts of norms (zoo/bounds/lanczos.py); None: one that is drawn now. Raises NoRule for
-    a model with a module that has no rule of first or of second order.
+    `nonce` chooses the random starts of norms (zoo/bounds/lanczos.py); None: one that is drawn now. `norm`: of the
+    balls (certify/methods/ball.py). Raises NoRule for a model with a module that has no rule of first or of second
+    order.
     """
 
     types: Collection[torch.dtype] = SERVED
 
-    def __init__(self, model: nn.Module, nonce: str | None = None) -> None:
+    def __init__(self, model: nn.Module, nonce: str | None = None, norm: str = L2) -> None:
+        self.norm = known(norm)
         self.model = model_of(model, self.types)
         self.baked = self.model.exact
         self.nonce = nonce or lanczos.new_nonce()
@@ -177,8 +188,9 @@ class Adjoint:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
         clean = self.model.answers(images, labels)
-        few = self._few(images) if len(images) else 1
-        return of_correct(clean, few, lambda index_I: self.expand(images[index_I], clean[index_I]))
+        few = self._few(images)
+        ball = Ball(self.norm, images[0].numel())
+        return of_correct(clean, ball, few, lambda index_I: self.expand(images[index_I], clean[index_I]))
 
     def _few(self, images_BCHW: Tensor) -> int:
         """How many images, or pairs of an image and a rival, fit the memory: of attention, pairs of tokens have a
@@ -199,5 +211,6 @@ class Adjoint:
         betas = [expansion.beta for expansion in expansions]
         terms = zip(self.names, lips, betas, norms.nodes, norms.products, defects, strict=True)
         steps = [Step(*of_node) for of_node in terms]
-        chain = Chain([expand for _, expand in self.nodes], points, expansions)
+        ball = Ball(self.norm, images_BCHW[0].numel())
+        chain = Chain(ball, [expand for _, expand in self.nodes], points, expansions)
         return AdjointAnalysis(clean, steps, chain, self.head, norms.failure, self._few(images_BCHW))

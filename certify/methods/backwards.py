@@ -6,6 +6,8 @@ For one margin, with ||G_k|| <= e_k and ||R_k(G_{k-1})|| <= beta_k, every cut c 
     coarse   ||g_c|| e_c + sum_{k>c} ||g_k|| beta_k                       gradients alone
     tight    ||g_c|| e_c + sum_{k>c} min( rem_k(e_{k-1}), ||g_k|| beta_k )
 
+||g_0|| is in the norm that is dual to that of the ball of images, and scaled so that this holds (`Ball.length`).
+
 Letters: B images, K nodes, R rivals of every image, P pairs of an image and a rival.
 """
 
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from certify.methods.ball import Ball
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds.contracts import Bound, Expand, Expansion
 
@@ -47,8 +50,9 @@ class Radii:
 
 @dataclass(frozen=True)
 class Chain:
-    """The nodes of a model around clean inputs X_0 .. X_{K-1}; X_K is the last."""
+    """The nodes of a model around clean inputs X_0 .. X_{K-1}; X_K is the last. `ball`: that of the images X_0."""
 
+    ball: Ball
     nodes: Sequence[Expand]
     points: Sequence[Tensor]
     expansions: Sequence[Expansion]
@@ -56,7 +60,7 @@ class Chain:
     def of(self, image_P: Tensor) -> "Chain":
         """The same around some of the images; one may come more than once."""
         points = [x[image_P] for x in self.points]
-        return Chain(self.nodes, points, [expand(x) for expand, x in zip(self.nodes, points, strict=False)])
+        return Chain(self.ball, self.nodes, points, [expand(x) for expand, x in zip(self.nodes, points, strict=False)])
 
     def lengths(self, g: Tensor) -> Tensor:
         """g (R, B, ...) at X_K -> ||g_k|| (K + 1, R, B), k = 0 .. K."""
@@ -64,6 +68,7 @@ class Chain:
         for expansion in reversed(self.expansions):
             g = expansion.pull(g)
             found.append(_length(g))
+        found[-1] = self.ball.length(g)
         return torch.stack(found[::-1])
 
     def remainders(self, g: Tensor) -> list[Bound]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from certify.methods import crown
 from certify.methods.adjoint import Adjoint
+from certify.methods.ball import L2, Ball
 from certify.methods.certificate import Analysis, Breakdown, Certificate, Certifier, Clean, Explained
 from certify.methods.lofast import LoFAST
 from zoo.bounds.facts import NoRule
@@ -24,6 +25,10 @@ class BestAnalysis:
     @property
     def clean(self) -> Clean:
         return self._analysis(0).clean
+
+    @property
+    def ball(self) -> Ball:
+        return self._analysis(0).ball
 
     @property
     def failure(self) -> float:
@@ -63,15 +68,15 @@ def _better(one: Certificate, other: Certificate, open_B: Tensor) -> Certificate
 
 class Best:
     """LoFAST, the adjoint certificate where the model has its rules, CROWN where auto_LiRPA is installed. Raises NoRule
-    where LoFAST has none. `nonce` is that of `Adjoint`. Proof: docs/proofs.md#best."""
+    where LoFAST has none. `nonce` and `norm` are those of `Adjoint`. Proof: docs/proofs.md#best."""
 
-    def __init__(self, model: nn.Module, nonce: str | None = None) -> None:
-        first = LoFAST(model)
+    def __init__(self, model: nn.Module, nonce: str | None = None, norm: str = L2) -> None:
+        first = LoFAST(model, norm)
         self.baked, self.certifiers = first.baked, list[Certifier]([first])
         with suppress(NoRule):
-            self.certifiers.append(Adjoint(model, nonce))
+            self.certifiers.append(Adjoint(model, nonce, norm))
         if crown.installed():
-            self.certifiers.append(crown.Crown(model))
+            self.certifiers.append(crown.Crown(model, norm))
 
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> BestAnalysis:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""

@@ -44,7 +44,7 @@ def _joined(words: Sequence[str]) -> str:
 
 
 def growth(steps: Sequence[str], radii: Sequence[Tensor]) -> Breakdown:
-    """e_k / e_{k-1} of radii e_0 .. e_K (B,); their product is e_K / eps."""
+    """e_k / e_{k-1} of radii e_0 .. e_K (B,); their product is e_K / e_0."""
     ratios = [after / before for before, after in pairwise(radii)]
     return Breakdown("growth", dict(zip(steps, ratios, strict=True)))
 

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from certify.methods.ball import Ball
 from certizoo import UserError
 from zoo.arithmetic import U, nan_to_inf
 from zoo.bounds import running
@@ -56,10 +57,14 @@ class Clean:
 
 
 class Analysis(Protocol):
-    """What is known of a batch of images before an eps is chosen; any number of eps may be asked of it."""
+    """What is known of a batch of images before an eps is chosen; any number of eps may be asked of it, all of them
+    radii in the norm of its `ball`."""
 
     @property
     def clean(self) -> Clean: ...
+
+    @property
+    def ball(self) -> Ball: ...
 
     @property
     def failure(self) -> float:
@@ -75,7 +80,7 @@ class Analysis(Protocol):
 class Breakdown:
     """What every step of a model costs at one eps, image by image, in one of two quantities:
 
-    growth   e_k / e_{k-1}: by how much the step widens the radius; their product is e_K / eps
+    growth   e_k / e_{k-1}: by how much the step widens the radius; their product is e_K / e_0
     share    the step's part of the loss of the class that binds; they add up to 1
     """
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from certify.methods.ball import Ball
 from certify.methods.certificate import Breakdown, Certificate, Clean, Explained, per_image
 
 
@@ -18,6 +19,7 @@ class OfCorrect:
     """An analysis of the whole batch, made of those of its parts: (index_I, analysis of those images)."""
 
     clean: Clean
+    ball: Ball
     parts: Sequence[tuple[Tensor, Explained]]
 
     @property
@@ -53,7 +55,7 @@ class OfCorrect:
         return Breakdown(quantity, costs)
 
 
-def of_correct(clean: Clean, few: int, analyse: Callable[[Tensor], Explained]) -> OfCorrect:
+def of_correct(clean: Clean, ball: Ball, few: int, analyse: Callable[[Tensor], Explained]) -> OfCorrect:
     """`analyse(index_I)` of the images that are classified correctly, at most `few` at a time."""
     index = clean.correct_B.nonzero().flatten()
-    return OfCorrect(clean, [(index_I, analyse(index_I)) for index_I in index.split(few) if len(index_I)])
+    return OfCorrect(clean, ball, [(index_I, analyse(index_I)) for index_I in index.split(few) if len(index_I)])

@@ -1,6 +1,6 @@
 """CROWN (Zhang et al. 2018; Xu et al. 2020) by auto_LiRPA, where that is installed: its one door.
 
-    m_j(x') >= min over ||x' - x||_2 <= eps of  <a_j, x'> + b_j  =  <a_j, x> + b_j - eps ||a_j||_2
+    m_j(x') >= min over ||x' - x||_p <= eps of  <a_j, x'> + b_j  =  <a_j, x> + b_j - eps ||a_j||_q,    1/p + 1/q = 1
 
 with the linear lower bounds (a_j, b_j) of m_j = <e_y - e_j, logits> that auto_LiRPA propagates backwards through the
 traced model. The ball is the whole one, without the [0,1] box, as everywhere here; bounds are computed in float64. A
@@ -27,11 +27,13 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from certify.methods.bake import model_of
+from certify.methods.ball import L2, LINF, Ball, known
 from certify.methods.certificate import Certificate, Clean, checked, decide, lowered, per_image
 from zoo.bounds.rules import classifier_of
 from zoo.layers.mlp import SLL
 from zoo.layers.norms import LayerProject, SmoothProject
 
+ORDER = {L2: 2.0, LINF: math.inf}
 TOLERANCE = 1e-6  # of 1 + |m_j|: far above what auto_LiRPA neglects, and added to every loss
 INSTALL = (
     "pip install 'certizoo[crown]' && pip install --no-deps git+https://github.com/Verified-Intelligence/auto_LiRPA"
@@ -46,8 +48,8 @@ class CrownAnalysis:
 
     failure = 0.0
 
-    def __init__(self, clean: Clean, images_BCHW: Tensor, bounds: Bounds | None) -> None:
-        self.clean, self._images, self._bounds = clean, images_BCHW, bounds
+    def __init__(self, clean: Clean, ball: Ball, images_BCHW: Tensor, bounds: Bounds | None) -> None:
+        self.clean, self.ball, self._images, self._bounds = clean, ball, images_BCHW, bounds
         self._known: list[dict[float, Tensor]] = [{} for _ in images_BCHW]  # eps -> loss (J,)
 
     def at(self, eps: float | Tensor) -> Certificate:
@@ -90,7 +92,8 @@ class CrownAnalysis:
 class Crown:
     """The certifier of one model. Raises NoRule for a model that the other methods refuse as well."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, norm: str = L2) -> None:
+        self.norm = known(norm)
         self.model = model_of(model)
         self.baked = self.model.exact
         _, self.head = classifier_of(self.baked)
@@ -102,9 +105,9 @@ class Crown:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
         if not self._tried:
-            self._bounds, self._tried = _bounds_or_none(self.baked, images[:1]), True
+            self._bounds, self._tried = _bounds_or_none(self.baked, images[:1], self.norm), True
         clean = lowered(self.baked, images, self.model.answers(images, labels))
-        return CrownAnalysis(clean, images, self._bounds)
+        return CrownAnalysis(clean, Ball(self.norm, images[0].numel()), images, self._bounds)
 
 
 def installed() -> bool:
@@ -112,18 +115,18 @@ def installed() -> bool:
     return importlib.util.find_spec("auto_LiRPA") is not None
 
 
-def _bounds_or_none(baked: nn.Module, x_1CHW: Tensor) -> Bounds | None:
+def _bounds_or_none(baked: nn.Module, x_1CHW: Tensor, norm: str) -> Bounds | None:
     if not installed():
         _log.warning("crown answers unknown: auto_LiRPA is not installed; %s", INSTALL)
         return None
     try:
-        return _bounds(baked, x_1CHW)
+        return _bounds(baked, x_1CHW, norm)
     except Exception as error:  # an operation that auto_LiRPA does not know, most often
         _log.warning("crown answers unknown: auto_LiRPA cannot take this model: %s", _one_line(error))
         return None
 
 
-def _bounds(baked: nn.Module, x_1CHW: Tensor) -> Bounds:
+def _bounds(baked: nn.Module, x_1CHW: Tensor, norm: str) -> Bounds:
     """The model traced for one image. Raises where the trace is another function than the model."""
     import auto_LiRPA
 
@@ -134,7 +137,7 @@ def _bounds(baked: nn.Module, x_1CHW: Tensor) -> Bounds:
     torch.testing.assert_close(bounded(x_1CHW), baked(x_1CHW), rtol=1e-9, atol=1e-9)
 
     def lower(x: Tensor, rows_RJ: Tensor, eps: float) -> Tensor:
-        ball = auto_LiRPA.PerturbationLpNorm(norm=2, eps=eps)  # no x_L, x_U: the ball alone
+        ball = auto_LiRPA.PerturbationLpNorm(norm=ORDER[norm], eps=eps)  # no x_L, x_U: the ball alone
         with _float64():
             found, _ = bounded.compute_bounds(
                 x=(auto_LiRPA.BoundedTensor(x, ball),), C=rows_RJ[None], method="CROWN", bound_upper=False

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from certify.methods.adjoint import Adjoint, AdjointAnalysis, groups
+from certify.methods.ball import Ball
 from certify.methods.certificate import Breakdown, Certificate, Clean, binding_class, decide_by, gaps, per_image
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
@@ -66,13 +67,17 @@ class ImageAnalysis:
         return self.inner.clean
 
     @property
+    def ball(self) -> Ball:
+        return self.inner.ball
+
+    @property
     def failure(self) -> float:
         return self.inner.failure + self._runs * lanczos.FAILURE + (PROBE_FAILURE if self._runs else 0.0)
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
         loss_BJ, class_B = self.inner.losses(self.inner.radii(eps_B))
-        loss_BJ, class_B = self._sharper(eps_B, loss_BJ, class_B)
+        loss_BJ, class_B = self._sharper(self.ball.radius(eps_B), loss_BJ, class_B)
         return decide_by(self.clean, loss_BJ, eps_B, class_B)
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
@@ -81,7 +86,8 @@ class ImageAnalysis:
 
     @torch.no_grad()
     def _sharper(self, eps_B: Tensor, loss_BJ: Tensor, class_B: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses again, those of open rivals on the ball of images: until one of an image stays open."""
+        """The losses again, those of open rivals on the ball of images: until one of an image stays open. `eps_B`: the
+        radius of the L2 ball around it."""
         margin_BJ = self.clean.margin_BJ
         open_BJ = ~(gaps(margin_BJ, loss_BJ) > 0) & torch.isfinite(margin_BJ) & (eps_B > 0)[:, None]
         rivals_BR = torch.where(open_BJ, margin_BJ, torch.inf).argsort(-1)
@@ -91,7 +97,7 @@ class ImageAnalysis:
             asked_CB = (torch.arange(start, end, device=eps_B.device)[:, None] < count_B) & ~lost_B
             margin_CB, old_CB = (t.gather(1, class_CB.mT).mT for t in (margin_BJ, loss_BJ))
             g_0, g = self._gradients(class_CB)
-            first_CB = product(torch.linalg.vector_norm(g_0.flatten(2), dim=-1), eps_B)
+            first_CB = product(self.ball.length(g_0), eps_B)
             asked_CB &= (~asked_CB | (gaps(margin_CB, first_CB) > 0)).all(0)  # what no remainder can mend stays
             if bool(asked_CB.any()):
                 rho = rho or self._rests(eps_B)

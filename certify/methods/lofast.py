@@ -3,8 +3,9 @@ Theorem 1).
 
 Letters: B images, J classes; y the label, m_j = logit_y - logit_j, W = (w_j) the head, e the radius before the head.
 
-    ||x' - x||_2 <= eps  =>  ||h(x') - h(x)||_2 <= e(eps)  =>  m_j(x') >= m_j(x) - ||w_y - w_j||_2 e(eps)
+    ||x' - x||_2 <= r  =>  ||h(x') - h(x)||_2 <= e(r)  =>  m_j(x') >= m_j(x) - ||w_y - w_j||_2 e(r)
 
+with r the radius of the L2 ball that holds the ball of eps (certify/methods/ball.py).
 The last step compares classes in pairs (docs/references.md#erratum-lofast-pairs); it is never worse than the paper's
 sqrt(2) ||W|| e.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from certify.methods.bake import model_of
+from certify.methods.ball import L2, Ball, known
 from certify.methods.breakdown import growth, names
 from certify.methods.certificate import (
     Breakdown,
@@ -40,20 +42,21 @@ class LoFASTAnalysis:
     """The stored terms of a batch."""
 
     clean: Clean
+    ball: Ball
     weight_BJ: Tensor  # ||w_y - w_j||
-    radius: Bound  # eps -> e(eps)
+    radius: Bound  # r -> e(r), in L2
     steps: Sequence[tuple[str, Bound]]  # what it is the composition of
     failure: float = 0.0
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
-        e_B = nan_to_inf(self.radius(eps_B))
+        e_B = nan_to_inf(self.radius(self.ball.radius(eps_B)))
         return decide(self.clean, product(self.weight_BJ, e_B[:, None]), eps_B)
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
         """The growth of the radius in every step."""
         steps, bounds = zip(*self.steps, strict=True)
-        return growth(steps, radii(bounds, per_image(eps, self.clean)))
+        return growth(steps, radii(bounds, self.ball.radius(per_image(eps, self.clean))))
 
 
 def beside(bound: Bound, defect_B: Tensor) -> Bound:
@@ -69,7 +72,8 @@ class LoFAST:
 
     local = False  # the published rules
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, norm: str = L2) -> None:
+        self.norm = known(norm)
         self.model = model_of(model)
         self.baked = self.model.exact
         self.links, self.head = trunk(self.baked)
@@ -83,9 +87,10 @@ class LoFAST:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
         clean = self.model.answers(images, labels)
-        return of_correct(clean, len(images) or 1, lambda index_I: self._bounds(images[index_I], clean[index_I]))
+        ball = Ball(self.norm, images[0].numel())
+        return of_correct(clean, ball, len(images), lambda index_I: self._bounds(images[index_I], clean[index_I], ball))
 
-    def _bounds(self, x: Tensor, clean: Clean) -> LoFASTAnalysis:
+    def _bounds(self, x: Tensor, clean: Clean, ball: Ball) -> LoFASTAnalysis:
         points, bounds = [x], list[Bound]()
         for step in self.steps:
             x, bound = step(x)
@@ -96,7 +101,7 @@ class LoFAST:
         clean = lowered(self.head, x, clean)
         weight_BJ = pair_weights(self.head, clean.label_B)
         steps = list(zip(self.names, bounds, strict=True))
-        return LoFASTAnalysis(clean, weight_BJ, lambda r: radii(bounds, r)[-1], steps)
+        return LoFASTAnalysis(clean, ball, weight_BJ, lambda r: radii(bounds, r)[-1], steps)
 
 
 class LocalLoFAST(LoFAST):

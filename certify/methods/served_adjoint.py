@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.bake import refuse_impostor
+from certify.methods.ball import L2, Ball
 from certify.methods.certificate import Breakdown, Certificate, Clean, decide_by, per_image
 from certizoo import UserError
 from zoo.arithmetic import nan_to_inf, product
@@ -35,6 +36,10 @@ class ServedAnalysis:
     @property
     def clean(self) -> Clean:
         return self._inner.clean
+
+    @property
+    def ball(self) -> Ball:
+        return self._inner.ball
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
@@ -54,11 +59,11 @@ class ServedAdjoint(Adjoint):
 
     types = tuple(PRECISIONS)
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, nonce: str | None = None) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, nonce: str | None = None, norm: str = L2) -> None:
         refuse_impostor(model)
         if dtype not in PRECISIONS:
             raise UserError(f"served_dtype={dtype}: choose one of float32, bfloat16, or null for the float64 function")
-        super().__init__(copy.deepcopy(model).to(dtype), nonce)
+        super().__init__(copy.deepcopy(model).to(dtype), nonce, norm)
         self.precision = PRECISIONS[dtype]
         roundings = trunk_roundings(self.baked, self.precision)
         self.nodes = [_rounded(node, rounding) for node, rounding in zip(self.nodes, roundings, strict=True)]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from attacks import AttackConfig
 from certify.api import certifier as certifier_of
 from certify.api import radius_given, radius_of
+from certify.methods.ball import L2
 from certify.methods.breakdown import QUANTITIES, columns
 from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate, batch_given
 from certify.rows.columns import Columns, Row, amount, chance, flag, one_of, perhaps, real, whole
@@ -42,14 +43,15 @@ def evaluate(
     attack: AttackConfig = DEFAULT_ATTACK,
     keys: Sequence[str] | None = None,
     nonce: str | None = None,
+    norm: str = L2,
 ) -> pd.DataFrame:
     """Clean, attacked and certified answers for the same images: one row an image, the columns of `rows_of`.
 
-    images (B, C, H, W) in [0,1], labels (B,); eps: L2 radii in [0,1] pixel space; keys default to 0..B-1;
-    nonce: that of `certify.api.certifier`.
+    images (B, C, H, W) in [0,1], labels (B,); eps: radii in [0,1] pixel space, of certificates and attack alike; keys
+    default to 0..B-1; nonce and norm: those of `certify.api.certifier`.
     Raises NoRule, UserError for an unknown method, UnsoundCertificate.
     """
-    certifier = certifier_of(model, method, nonce)
+    certifier = certifier_of(model, method, nonce, norm)
     served = copy.deepcopy(model).eval()
     weight = next(served.parameters())
     images, labels = batch_given(images_BCHW, labels_B)
@@ -66,10 +68,10 @@ def evaluate(
 def _grid(eps: Sequence[float]) -> list[float]:
     """Different radii above 0."""
     if isinstance(eps, str) or not isinstance(eps, Iterable):
-        raise UserError(f"eps={eps!r}: give a list of L2 radii, such as (0.02, 0.1)")
+        raise UserError(f"eps={eps!r}: give a list of radii, such as (0.02, 0.1)")
     grid = [float(radius_given(one, 1)) for one in eps]
     if not grid or len({f"{one:g}" for one in grid}) < len(grid):
-        raise UserError(f"eps={grid}: give at least one L2 radius, and each one once")
+        raise UserError(f"eps={grid}: give at least one radius, and each one once")
     return grid
 
 
@@ -88,8 +90,8 @@ def rows_of(
     """Rows {key, label, prediction, correct, margin, radius.<method>, certified.<eps>, pgd.<eps>, seconds, failure}.
 
     certifier: that of `method`; served: the model as it is served (float32), which the attack sees; images
-    (B, C, H, W) in [0,1]. `attack` is run at every eps of the grid in L2. With `explain_at`, an eps, also what every
-    step of the model costs there, where the method can tell: `growth.<step>` or `share.<step>`
+    (B, C, H, W) in [0,1]. `attack` is run at every eps of the grid in the certifier's norm. With `explain_at`, an eps,
+    also what every step of the model costs there, where the method can tell: `growth.<step>` or `share.<step>`
     (certificate.Breakdown). Raises UnsoundCertificate.
     """
     start = time.perf_counter()
@@ -101,9 +103,8 @@ def rows_of(
     costs: list[dict[str, float | None]] = [{} for _ in keys]
     if explain_at is not None and isinstance(analysis, Explained):
         costs = columns(analysis.breakdown(explain_at)) or costs
-    survives = {
-        eps: _survives(served, keys, images_BCHW, labels_B, replace(attack, norm="l2", eps=eps)) for eps in eps_grid
-    }
+    ball = replace(attack, norm=analysis.ball.norm)
+    survives = {eps: _survives(served, keys, images_BCHW, labels_B, replace(ball, eps=eps)) for eps in eps_grid}
     clean = analysis.clean
     margin_B = clean.margin_BJ.amin(-1)
     rows = []

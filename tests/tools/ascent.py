@@ -1,4 +1,4 @@
-"""The search for counter-examples: projected gradient ascent over the ball ||Gamma||_F <= r, float64."""
+"""The search for counter-examples: projected gradient ascent over the ball ||Gamma||_F <= r, or over a box, float64."""
 
 from collections.abc import Callable
 
@@ -31,6 +31,32 @@ def ascend(objective: Callable[[Tensor], Tensor], x: Tensor, r_B: Tensor, steps:
         gamma = (gamma + (1.0 if step < steps // 2 else 0.2) * r * unit(g)).detach()
         gamma = gamma * (r / gamma.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, *ones)).clamp(max=1)
     return best_B.view(starts, -1).amax(0)
+
+
+def ascend_box(objective: Callable[[Tensor], Tensor], x: Tensor, eps_B: Tensor, steps: int, starts: int) -> Tensor:
+    """max of objective(x + Gamma) (B, ...) -> (B,) found over |Gamma_i| <= eps, image by image: a lower bound.
+
+    From corners and from points inside, by the sign of the gradient and by the gradient itself, both projected on the
+    box; the steps shrink, and the best point of the whole path counts.
+    """
+    ones = (1,) * (x.ndim - 1)
+    count = 2 * starts
+    x, eps_B = x.repeat(count, *ones), eps_B.repeat(count)
+    eps = eps_B.view(-1, *ones)
+    by_sign = (torch.arange(len(x)) < len(x) // 2).view(-1, *ones)
+    start = _starts(x)
+    gamma = torch.where(by_sign, start.sign(), start.clamp(-1, 1)) * eps
+    best_B = torch.full_like(eps_B, -torch.inf)
+    for step in range(steps + 1):
+        gamma.requires_grad_(True)
+        value_B = objective(x + gamma)
+        best_B = torch.maximum(best_B, value_B.detach())
+        (g,) = torch.autograd.grad(value_B.sum(), gamma)
+        largest = g.flatten(1).abs().amax(1).clamp_min(1e-300).view(-1, *ones)
+        move = torch.where(by_sign, g.sign(), 4 * g / largest)
+        gamma = (gamma + (2.0 if step == 0 else 1.0 if step < steps // 2 else 0.2) * eps * move).detach()
+        gamma = gamma.clamp(-eps, eps)
+    return best_B.view(count, -1).amax(0)
 
 
 def _starts(x: Tensor) -> Tensor:

@@ -30,9 +30,10 @@ class StandIn:
 
     answer: Answer = field(default=lambda margins_1R, eps: margins_1R - GAIN * eps)
     calls: list[tuple[float, Tensor]] = field(default_factory=list)
+    norm: float = 2  # that is to be asked for
 
     def PerturbationLpNorm(self, *, norm: float, eps: float) -> SimpleNamespace:
-        assert norm == 2
+        assert norm == self.norm
         return SimpleNamespace(eps=eps)
 
     def BoundedTensor(self, x: Tensor, ball: SimpleNamespace) -> SimpleNamespace:
@@ -175,6 +176,15 @@ def test_larger_and_smaller_balls_are_not_asked_for_again(stand_in: StandIn) -> 
     assert len(stand_in.calls) == 2
     radius = certified_radius(model, x, y, method="crown")
     assert 0.99 * limit <= radius <= limit
+
+
+def test_a_box_is_asked_for_as_one(stand_in: StandIn) -> None:
+    model, stand_in.norm = small_model("standard", 0), float("inf")
+    x, y = labelled(model, 1, 0)
+    analysis = Crown(model, "linf").analyse(x, y)
+    limit = float(analysis.clean.margin_BJ.amin()) / GAIN
+    assert analysis.at(limit / 2).certified_B.all()
+    assert [eps for eps, _ in stand_in.calls] == [limit / 2]
 
 
 MODELS: dict[str, Callable[[], Any]] = {
