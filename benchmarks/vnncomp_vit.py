@@ -36,7 +36,7 @@ from benchmarks.vnncomp import vit, vnnlib
 from benchmarks.vnncomp.contents import content
 from certify.api import certifier, radius_of
 from certify.methods import METHODS
-from certify.methods.breakdown import averaged, columns
+from certify.methods.breakdown import FIRST_ORDER, averaged, columns
 from certify.methods.certificate import Analysis, Explained
 from certizoo import UserError
 from certizoo.errors import one_line_errors
@@ -50,6 +50,8 @@ PUBLISHED = {
 }
 VERDICTS = ("verified", "unknown", "misclassified")
 EPS = 1 / 255
+FIRST = f"share.{FIRST_ORDER}"
+COLUMNS = ("net", "instance", "verdict", "eps", "margin", "loss", "radius", "seconds", "failure")  # that are recorded
 MAX_INSTANCES = 1000
 LOGITS_OFF = 1e-5  # of ours from onnxruntime's float32
 OUTSIDE = 1e-6  # how far the middle of a box may lie outside [0,1] by rounding
@@ -171,7 +173,7 @@ def rows_of(folder: Path, listed: list[Instance], given: argparse.Namespace) -> 
     ]
     compare(net, model, torch.cat([one.image_1CHW for one in balls]), listed[0].net)
     begun, radii = time.monotonic(), given.radii
-    prover = certifier(model, given.method, given.nonce)
+    prover = certifier(model, given.method, given.nonce, "linf")
     for one, around in zip(listed, balls, strict=True):
         if time.monotonic() - begun > given.seconds:
             return
@@ -198,6 +200,9 @@ def summary(net: str, listed: int, rows: list[Row]) -> Row:
         **{word: verdicts.count(word) for word in VERDICTS},
         "seconds": _median([row["seconds"] for row in rows]),
         "loss_over_margin": _median(ratios),
+        "first_order_over_margin": _median(
+            [row[FIRST] * row["loss"] / row["margin"] for row in rows if row.get(FIRST)]
+        ),
         "radius_over_eps": _median([row["radius"] / row["eps"] for row in rows if "radius" in row]),
         "stages": averaged(open_rows, EPS) if len(open_rows) else None,
         "published": PUBLISHED.get(net, {}),
@@ -209,21 +214,24 @@ def _median(values: list[float]) -> float | None:
 
 
 def show(found: list[Row]) -> None:
-    """One line a net, then what costs most in it."""
+    """One line a net, then how far what stays unknown is from a proof, and what costs most in it."""
     tools = list(dict.fromkeys(tool for one in found for tool in one["published"]))
     table = Table(box=None, pad_edge=False)
-    for column in ("net", "tried", *VERDICTS, "s", "loss/margin", *tools):
+    for column in ("net", "tried", *VERDICTS, "s", *tools):
         table.add_column(column, justify="left" if column == "net" else "right")
     for one in found:
-        numbers = [one[key] for key in ("tried", *VERDICTS, "seconds", "loss_over_margin")]
+        numbers = [one[key] for key in ("tried", *VERDICTS, "seconds")]
         published = [f"{one['published'][tool]}/{one['listed']}" if tool in one["published"] else "" for tool in tools]
         table.add_row(one["net"], *("" if number is None else f"{number:g}" for number in numbers), *published)
     console = Console()
     console.print(table)
-    for one in found:
+    for one in filter(lambda one: one["unknown"], found):
+        keys = ("loss_over_margin", "first_order_over_margin", "radius_over_eps")
+        said = [f"{key.replace('_', ' ')} {one[key]:.3g}" for key in keys if one[key] is not None]
         if one["stages"] is not None and one["stages"]["steps"]:
             stage, cost = max(one["stages"]["steps"].items(), key=lambda item: item[1])
-            console.print(f"{one['net']}, unknown: {stage} costs most ({one['stages']['quantity']} {cost:.3g})")
+            said.append(f"{stage} costs most ({one['stages']['quantity']} {cost:.3g})")
+        console.print(f"{one['net']}, unknown: {'; '.join(said) or 'no bound'}", soft_wrap=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -248,7 +256,8 @@ def main() -> None:
         found.append(summary(Path(net).stem, len(listed), own))
     show(found)
     if given.record:
-        record(given.record, {"method": given.method, "norm": "linf", "nets": found, "rows": rows})
+        kept = [{key: row[key] for key in COLUMNS if key in row} for row in rows]
+        record(given.record, {"method": given.method, "norm": "linf", "nets": found, "rows": kept})
 
 
 if __name__ == "__main__":
