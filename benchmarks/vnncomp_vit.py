@@ -67,11 +67,11 @@ class Instance:
     """One line of instances.csv: a net and a property, names of files."""
 
     net: str
-    property: str
+    said: str
 
     @property
     def name(self) -> str:
-        return Path(self.property).stem
+        return Path(self.said).stem
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,7 @@ def rows_of(folder: Path, listed: list[Instance], given: argparse.Namespace) -> 
     net = content(folder, listed[0].net)
     model = vit.read(net)
     shape = (model.patch_embed.proj.in_channels, *model.patch_embed.img_size)
-    balls = [
-        ball(vnnlib.parse(content(folder, one.property), one.property), model, shape, one.property) for one in listed
-    ]
+    balls = [ball(vnnlib.parse(content(folder, one.said), one.said), model, shape, one.said) for one in listed]
     compare(net, model, torch.cat([one.image_1CHW for one in balls]), listed[0].net)
     begun, radii = time.monotonic(), given.radii
     prover = certifier(model, given.method, given.nonce, "linf")

@@ -115,11 +115,9 @@ def test_a_property_of_another_net_is_refused(pixels: Tensor, label: int, classe
         vnncomp_vit.ball(said, vit.read(exported(NET)), SHAPE, "p")
 
 
-@pytest.mark.hostile
 @pytest.mark.parametrize("seed", range(3))
 def test_no_ascent_leaves_the_class_within_a_proved_radius(seed: int) -> None:
-    """Class token, mean of all tokens and folded norms together: ascent from many starts in the box of Linf, and 30
-    times as far it gets away."""
+    """Class token, mean of all tokens and folded norms together, in Linf."""
     net = exported(published_vit(seed))
     model = vit.read(net)
     images = torch.rand(4, *SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

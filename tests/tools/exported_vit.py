@@ -80,6 +80,8 @@ def published_vit(seed: int, **sizes: int) -> PublishedViT:
     model = PublishedViT(**sizes)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
+            assert module.running_mean is not None
+            assert module.running_var is not None
             nn.init.normal_(module.running_mean)
             nn.init.uniform_(module.running_var, 0.5, 2.0)
             nn.init.uniform_(module.weight, -1.5, 1.5)
