@@ -2,7 +2,7 @@
 
 import gzip
 import zlib
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from certizoo import UserError
 
@@ -12,9 +12,6 @@ MAX_BYTES = 16 * 2**20  # fifty times the largest net of the benchmark
 def content(folder: Path, name: str) -> bytes:
     """Of the file `name` below `folder`, or of NAME.gz unpacked. Raises UserError for one that is not there, leads out
     of the folder or is larger than MAX_BYTES."""
-    parts = PurePosixPath(name).parts
-    if not parts or "\0" in name or ".." in parts or PurePosixPath(name).is_absolute():
-        raise UserError(f"{name[:200]!r} is no file of {folder}; give names below it")
     try:
         found = _found(folder, name)
     except (OSError, EOFError, zlib.error) as error:

@@ -1,5 +1,6 @@
 """A net of the competition's benchmark is read as the function that onnxruntime makes of its file, or refused."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -279,6 +280,23 @@ def test_a_rewired_node_is_refused_or_read_as_it_is(at: int) -> None:
 
     read_as_it_is += refused_or_equal(altered(NET, turn))
     assert read_as_it_is <= len(others) + 1
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("heads", [1, 2])
+def test_other_transpositions_are_refused_or_read_as_they_are(heads: int) -> None:
+    """As many tokens as numbers of a head: keys may be exchanged for their transposition, and shapes say nothing."""
+    net = exported(published_vit(0, dim=5 * heads, heads=heads, depth=1))
+    nodes = onnx.ModelProto.FromString(net).graph.node
+    changed = 0
+    for at in (at for at, node in enumerate(nodes) if node.op_type == "Transpose"):
+        for perm in itertools.permutations(range(len(nodes[at].attribute[0].ints))):
+
+            def turn(model: Model, at: int = at, perm: tuple[int, ...] = perm) -> None:
+                model.graph.node[at].attribute[0].ints[:] = perm
+
+            changed += not refused_or_equal(altered(net, turn))
+    assert changed > 50
 
 
 @pytest.mark.hostile

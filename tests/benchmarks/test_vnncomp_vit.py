@@ -74,6 +74,21 @@ def test_the_first_of_each_net_until_the_time_is_over(
     assert ["one", "0"] in [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
 
 
+def test_what_is_proved_is_a_cube(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between the two radii of one image there is a proof in L2 alone, and that is none."""
+    model, image = vit.read(exported(NET)), IMAGES[:1].double()
+    label = torch.tensor(classes(IMAGES[:1]))
+    linf, l2 = (
+        float(radius_of(certifier(model, "lofast", "n", norm).analyse(image, label))) for norm in ("linf", "l2")
+    )
+    assert linf < l2
+    texts = [written(IMAGES[0], eps, int(label), 4) for eps in (0.9 * linf, (linf * l2) ** 0.5)]
+    run(monkeypatch, benchmark(tmp_path / "vit", {"one": NET}, {"one": texts}), "--method", "lofast")
+    assert ["one", "2", "1", "1", "0"] in [line.split()[:5] for line in capsys.readouterr().out.splitlines()]
+
+
 # boxes and balls ------------------------------------------------------------------------------------------------------
 
 
