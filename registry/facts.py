@@ -1,5 +1,8 @@
 """Facts: tags that say what was proved or measured of a version.
 
+`certified_acc.0.1` is of L2, `certified_acc.linf.0.0156863` of another norm: a share has the norm in its name, so that
+figures of two norms are never taken for each other.
+
 They are written by who measured them, and say what certificate.json says. No configuration, no command line and no
 spool gives them.
 """
@@ -12,6 +15,8 @@ from certizoo import UserError
 
 WEIGHTS, DATA = "weights_sha256", "data_digest"
 CERTIFIED, LOW = "certified_acc", "certified_low"  # with .EPS: the share of images, and its lower confidence bound
+L2 = "l2"  # what a share is of that names no norm
+NORMS = (L2, "linf")
 # tag -> where certificate.json says the same
 STATED = {
     "clean_acc": ("clean",),
@@ -65,13 +70,27 @@ def contradiction(tags: Mapping[str, str], certificate: Any) -> str | None:
     if not isinstance(certificate, dict):
         return "certificate.json is no object"
     for tag, text in tags.items():
-        family, _, eps = tag.partition(".")
+        family, norm, eps = parts(tag)
         path = ("accuracy", eps, SHARES[family]) if family in SHARES else STATED.get(tag)
-        if path is not None and not _same(text, _at(certificate, path)):
-            return f"{tag} is {text}, and certificate.json says {_at(certificate, path)}"
-        if family == LOW and not number(text) <= number(tags.get(f"{CERTIFIED}.{eps}", "")):
+        if path is not None and not _same(text, stated := _at(certificate, path)):
+            return f"{tag} is {text}, and certificate.json says {stated}"
+        if family in (*SHARES, LOW) and norm != (stated := _at(certificate, STATED["norm"])):
+            return f"{tag} is of {norm}, and certificate.json of {stated}"
+        if family == LOW and not number(text) <= number(tags.get(share(CERTIFIED, norm, eps), "")):
             return f"{tag} is {text}, above the share that it bounds"
     return None
+
+
+def share(family: str, norm: str, eps: str) -> str:
+    """The name of a share, such as `certified_acc.0.1`."""
+    return f"{family}.{eps}" if norm == L2 else f"{family}.{norm}.{eps}"
+
+
+def parts(name: str) -> tuple[str, str, str]:
+    """(family, norm, eps) of a share's name; `certified_acc.l2.0.1` is `certified_acc.0.1`."""
+    family, _, rest = name.partition(".")
+    norm, _, eps = rest.partition(".")
+    return (family, norm, eps) if norm in NORMS else (family, L2, rest)
 
 
 def number(text: str) -> float:
@@ -88,9 +107,11 @@ def _letters(name: str) -> str:
 
 
 def _at(certificate: Any, path: tuple[str, ...]) -> Any:
+    """None where it does not say; of earlier code, which knew one norm, that one."""
+    found = certificate
     for key in path:
-        certificate = certificate.get(key) if isinstance(certificate, dict) else None
-    return certificate
+        found = found.get(key) if isinstance(found, dict) else None
+    return L2 if found is None and path == STATED["norm"] else found
 
 
 def _same(text: str, stated: Any) -> bool:

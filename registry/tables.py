@@ -7,10 +7,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from certizoo.text import plain
+from registry import facts
 from registry.browse import Version
 from registry.select import fact
 
-CERTIFIED = "certified_acc."
 FACTS = ("dataset", "attention", "penalty", "method", "clean_acc")
 OWN = ("certificate_sha256", "files_sha256", "code_sha256", "weights_sha256", "certizoo", "git_commit", "trial",
        "search")  # never the same, and no result  # fmt: skip
@@ -19,7 +19,7 @@ MAX_CARD = 5000
 
 def versions(found: Sequence[Version]) -> Table:
     """A row each, with what is certified of it."""
-    radii = sorted({tag for v in found for tag in v.tags if tag.startswith(CERTIFIED)}, key=_radius)
+    radii = sorted({tag for v in found for tag in v.tags if tag.startswith(f"{facts.CERTIFIED}.")}, key=_radius)
     table = _table("name", "version", "alias", *(key.removesuffix("_acc") for key in FACTS), *radii)
     for v in found:
         cells = (v.name, v.version, " ".join(v.aliases), *(fact(v, tag) for tag in (*FACTS, *radii)))
@@ -61,9 +61,10 @@ def _text(value: str, style: str = "") -> Text:
     return Text(plain(value), style=style)
 
 
-def _radius(tag: str) -> tuple[float, str]:
-    """Sort key: by the number behind the dot, other texts last."""
+def _radius(tag: str) -> tuple[str, float, str]:
+    """Sort key: by the norm, then by the number at the end, other texts last."""
+    _, norm, eps = facts.parts(tag)
     try:
-        return float(tag.removeprefix(CERTIFIED)), tag
+        return norm, float(eps), tag
     except ValueError:
-        return float("inf"), tag
+        return norm, float("inf"), tag

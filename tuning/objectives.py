@@ -16,7 +16,7 @@ KINDS = {"certified_acc": "certified", "pgd_acc": "pgd"}  # name -> key in certi
 
 @dataclass(frozen=True)
 class Objective:
-    """`name` at the L2 radius `eps` as typed ('' for clean_acc). All are maximised."""
+    """`name` at the radius `eps`, in certify.norm, as typed ('' for clean_acc). All are maximised."""
 
     name: str
     eps: str = ""
@@ -47,7 +47,9 @@ def parse(text: str) -> Objective:
     except ValueError:
         right = False
     if not right:
-        raise UserError(f"metric {text!r}: write certified_acc@EPS, pgd_acc@EPS (EPS an L2 radius) or clean_acc")
+        raise UserError(
+            f"metric {text!r}: write certified_acc@EPS, pgd_acc@EPS (a radius in certify.norm) or clean_acc"
+        )
     return Objective(name, eps)
 
 

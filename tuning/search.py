@@ -119,11 +119,15 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
     `given`, the person's, come last and win. The objectives' radii join certify.eps, and the first of them decides
     about the champion. Paths are made absolute: a trial runs elsewhere.
     """
+    from certify.methods.ball import known
+    from certify.stage.settings import EPS
+
     own_model = any(override.lstrip("+").startswith("model=") for override in given)
     fixed = [*(() if own_model else space.without_model), *space.overrides, *given]
     wanted = [objectives.parse(text) for text in metric]
     config = compose_config(trainer, fixed)
-    grid = objectives.grid_with(config["certify"]["eps"], wanted)
+    asked = config["certify"]["eps"]
+    grid = objectives.grid_with(EPS[known(config["certify"]["norm"])] if asked is None else asked, wanted)
     fixed += [f"certify.eps={grid}", f"data.root={_quoted(_anywhere(config['data']['root']))}"]
     headline = next((objective for objective in wanted if objective.eps), None)
     if headline:

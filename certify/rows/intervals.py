@@ -1,7 +1,9 @@
-"""How far an accuracy of n images can be from that of all images of their kind; numbers as papers write them."""
+"""How far an accuracy of n images can be from that of all images of their kind; numbers and radii as papers write
+them."""
 
 import math
 
+NAMES = {"l2": "L2", "linf": "Linf"}  # of norms, as people write them
 Z = 1.959963984540054  # the 97.5 % point of the normal distribution: intervals of 95 %
 
 
@@ -29,8 +31,26 @@ def interval(share: float, n: int) -> str:
 
 
 def eps_words(eps: float | None) -> str:
-    """0.0313725 -> '8/255'; 0.5 -> '0.5'; nothing for no radius."""
+    """0.0313725 -> '8/255'; 0.5 -> '0.5'; nothing for no radius. Six digits are enough to be known by."""
     if eps is None:
         return ""
     steps = eps * 255
-    return f"{round(steps)}/255" if eps > 0 and abs(steps - round(steps)) < 1e-6 else f"{eps:g}"
+    whole = eps > 0 and abs(steps - round(steps)) <= 5e-6 * steps
+    return f"{round(steps)}/255" if whole else f"{eps:g}"
+
+
+def eps_in(norm: str, eps: float) -> str:
+    """An eps of certificates in this norm: '0.1' of L2, '8/255' of Linf where it is one."""
+    return eps_words(eps) if norm == "linf" else f"{eps:g}"
+
+
+def radius_in(norm: str, radius: float) -> str:
+    """A measured radius: '0.1234' of L2, '1.234/255' of Linf."""
+    return f"{255 * radius:.3f}/255" if norm == "linf" else f"{radius:.4f}"
+
+
+def axis_of(norm: str) -> tuple[float, str]:
+    """The unit of an axis of radii, as the number of it in 1, and its label."""
+    if norm == "linf":
+        return 255.0, "Linf radius eps in 1/255 of [0,1] pixel space"
+    return 1.0, f"{NAMES[norm]} radius eps in [0,1] pixel space"

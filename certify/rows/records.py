@@ -20,6 +20,7 @@ from certizoo.files import disk_errors, sha256, whole_file, write_whole
 from certizoo.locks import sole_writer
 
 SUBJECT, DIGESTS = "subject.json", "rows_sha256"
+UNSAID = {"norm": "l2"}  # what rows of earlier code are of, whose subject does not say it
 
 
 @contextmanager
@@ -133,11 +134,13 @@ def _same_subject(path: Path, subject: Row) -> None:
     before = read_json(note)
     if not isinstance(before, dict):
         raise UserError(f"{note} does not say what these results are of; remove {path.parent}")
+    before = {key: value for key, value in UNSAID.items() if key in subject} | before
     absent = object()
-    changed = [key for key in {*before, *subject} if before.get(key, absent) != subject.get(key, absent)]
+    keys = dict.fromkeys([*subject, *before])  # in their order: the norm comes before the attack that follows from it
+    changed = [key for key in keys if before.get(key, absent) != subject.get(key, absent)]
     if changed:
         raise UserError(
-            f"{path.parent} holds results with another {min(changed)}; remove that folder or choose another out=DIR"
+            f"{path.parent} holds results with another {changed[0]}; remove that folder or choose another out=DIR"
         )
 
 

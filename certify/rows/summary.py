@@ -28,6 +28,12 @@ def subject_of(handover: Path, listed: ImageList, **asked: Any) -> Summary:
     }
 
 
+def norm_of(summary: Summary) -> str:
+    """The norm of the certified radii; earlier code knew L2 alone, and need not say so."""
+    norm: str = summary.get("norm", "l2")
+    return norm
+
+
 def model_facts(config: Summary) -> Summary:
     """The model of a hand-over, by the `config` in it."""
     return {

@@ -24,10 +24,10 @@ class CertifyBatch:
         self.settings = settings
         self.certifier: Certifier
         if settings.served_dtype is None:
-            self.certifier = certifier(self.model, settings.method, settings.nonce)
+            self.certifier = certifier(self.model, settings.method, settings.nonce, settings.norm)
         else:
             dtype = DTYPES[settings.served_dtype]
-            self.certifier = ServedAdjoint(self.model, dtype, settings.nonce)
+            self.certifier = ServedAdjoint(self.model, dtype, settings.nonce, settings.norm)
             self.model = InType(self.model.to(dtype))
 
     def __call__(self, batch: Batch) -> list[Row]:
@@ -42,8 +42,8 @@ class CertifyBatch:
             images,
             labels,
             method=self.settings.method,
-            eps_grid=self.settings.eps,
-            attack=self.settings.attack,
-            explain_at=self.settings.headline_eps,
+            eps_grid=self.settings.grid,
+            attack=self.settings.attack_in_norm,
+            explain_at=self.settings.headline,
         )
         return [{**row, "served_difference": difference} for row, difference in zip(rows, differences, strict=True)]

@@ -17,7 +17,8 @@ def certify(config: Config) -> None:
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)
     refuse_other_types(Settings, config, *(field.name for field in fields(Settings) if field.name != "attack"))
-    settings = settings_of(Settings, config, eps=tuple(config["eps"]), attack=attack_of(config))
+    eps = None if config["eps"] is None else tuple(config["eps"])
+    settings = settings_of(Settings, config, eps=eps, attack=attack_of(config))
     console = Console(highlight=False)
     with progress_bar("certifying", console) as progress:
         summary = run.run(handover, data, settings, out, progress)

@@ -1,7 +1,7 @@
 """The model card of the registry, Markdown; a paragraph is one line, since the registry shows every line break."""
 
-from certify.rows.intervals import interval, percent
-from certify.rows.summary import Summary
+from certify.rows.intervals import NAMES, eps_in, interval, percent, radius_in
+from certify.rows.summary import Summary, norm_of
 from certizoo.text import code, markdown
 from zoo import penalty
 
@@ -28,20 +28,21 @@ def _about(summary: Summary) -> str:
         f"{markdown(summary['attention'])} attention, trained on {markdown(summary['dataset'])} (penalty: "
         f"{markdown(penalty.name_of(summary['penalty']))}). Clean accuracy {percent(clean)} % ({interval(clean, n)}) "
         f"on {n} test images (list sha256 {code(summary['image_list_sha256'][:16])}); median certified radius "
-        f"{summary['median_radius']:.4f}."
+        f"{radius_in(norm_of(summary), summary['median_radius'])} ({NAMES[norm_of(summary)]})."
     )
 
 
 def _table(summary: Summary) -> str:
     """Accuracies with their 95 % intervals; the headline is bold."""
-    n, bold = summary["images"], f"{summary['headline_eps']:g}"
+    n, bold, norm = summary["images"], f"{summary['headline_eps']:g}", norm_of(summary)
 
     def row(eps: str, at: dict[str, float]) -> str:
         shown = [f"{percent(at[key])} ({interval(at[key], n)})" for key in ("certified", "pgd")]
         mark = "**" if eps == bold else ""
-        return f"| {mark}{eps}{mark} | {mark}{shown[0]}{mark} | {percent(at['unknown'])} | {shown[1]} |"
+        name = f"{mark}{eps_in(norm, float(eps))}{mark}"
+        return f"| {name} | {mark}{shown[0]}{mark} | {percent(at['unknown'])} | {shown[1]} |"
 
-    head = f"| L2 eps | certified ({summary['method']}) % | unknown % | PGD % (upper bound) |"
+    head = f"| {NAMES[norm]} eps | certified ({summary['method']}) % | unknown % | PGD % (upper bound) |"
     return "\n".join([head, "|---|---|---|---|", *(row(*item) for item in summary["accuracy"].items())])
 
 
@@ -49,7 +50,7 @@ def _proof(summary: Summary) -> list[str]:
     """What the certificate says and rests on."""
     attack, numerics, threat = summary["attack"], summary["numerics"], summary["threat_model"]
     return [
-        f"**Threat model.** L2 ball in {threat['space']}.",
+        f"**Threat model.** {NAMES[norm_of(summary)]} ball in {threat['space']}.",
         f"**Attack.** PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, on the "
         "same images.",
         f"**Numerics.** {numerics['dtype']}; {numerics['norms']}; {numerics['slack']}. {chance(numerics)} The "
@@ -85,9 +86,8 @@ def _model(summary: Summary) -> list[str]:
     if breakdown and breakdown["steps"]:
         name, cost = max(breakdown["steps"].items(), key=lambda item: item[1])
         what = f"radius times {cost:.3g}" if breakdown["quantity"] == "growth" else f"{percent(cost)} % of the loss"
-        found.append(
-            f"**Costliest step.** {code(name)}: {what} at eps {breakdown['eps']:g}, of {len(breakdown['steps'])} steps."
-        )
+        eps = eps_in(norm_of(summary), breakdown["eps"])
+        found.append(f"**Costliest step.** {code(name)}: {what} at eps {eps}, of {len(breakdown['steps'])} steps.")
     return found
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from certify.rows.records import require_rows
+from certify.rows.summary import norm_of
 from certify.stage import tables
 from certify.stage.run import CARD, CERTIFICATE, TABLE
 from certizoo import UserError
@@ -53,7 +54,7 @@ def publish(
         metrics=tables.metrics(summary),
         run_id=run_id,
         experiment=experiment,
-        headline=f"{facts.CERTIFIED}.{summary['headline_eps']:g}",
+        headline=facts.share(facts.CERTIFIED, norm_of(summary), f"{summary['headline_eps']:g}"),
         uri=uri,
     )
     if version.version is None:

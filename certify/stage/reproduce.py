@@ -11,7 +11,7 @@ from registry import credentials
 from shards import DataConfig
 from shards.config import is_remote
 
-KEYS = ("method", "nonce", "served_dtype", "images", "eps", "headline_eps", "batch_size")
+KEYS = ("method", "norm", "nonce", "served_dtype", "images", "batch_size")
 
 
 def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: Settings) -> str:
@@ -20,7 +20,8 @@ def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: 
     if config.get("data") != asdict(data) or is_remote(data.root):
         arguments |= {"data": data.name, "data.root": data.root}
     arguments |= {key: _value(getattr(settings, key)) for key in KEYS}
-    arguments |= {f"attack.{key}": _value(value) for key, value in asdict(settings.attack).items()}
+    arguments |= {"eps": _value(settings.grid), "headline_eps": _value(settings.headline)}
+    arguments |= {f"attack.{key}": _value(value) for key, value in asdict(settings.attack_in_norm).items()}
     shown = credentials.redacted(arguments)
     return shlex.join(["python", "-m", "certify", *(f"{key}={value}" for key, value in shown.items())])
 

@@ -58,11 +58,11 @@ def _run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path,
     listed = images.image_list(data, settings.images, settings.batch_size)
     subject = subject_of(handover, listed, **_asked(settings))
     records.require_rows(out / CERTIFICATE, ROWS)
-    rows = runner.resume(out / ROWS, subject, listed, columns_of(settings.method, settings.eps))
+    rows = runner.resume(out / ROWS, subject, listed, columns_of(settings.method, settings.grid))
     table = rows.complete(own, make, settings.workers, settings.device, progress)
     records.write_parquet(out / TABLE, table)
     summary = _summary(table, subject, own.config, settings) | records.digests(out, ROWS, TABLE)
-    tables.curve(table, settings.method, settings.eps, out / CURVE)
+    tables.curve(table, settings.method, settings.norm, settings.grid, out / CURVE)
     write_whole(out / CARD, model_card(summary))
     command = reproduce.command(handover, own.config, data, settings)
     write_whole(out / REPORT, _report(table, summary, listed, command))
@@ -74,11 +74,12 @@ def _asked(settings: Settings) -> Summary:
     """What decides the rows besides weights and images."""
     return {
         "method": settings.method,
+        "norm": settings.norm,
         "nonce": settings.nonce,
         "served_dtype": settings.served_dtype,
-        "eps": list(settings.eps),
-        "headline_eps": settings.headline_eps,
-        "attack": asdict(settings.attack),
+        "eps": list(settings.grid),
+        "headline_eps": settings.headline,
+        "attack": asdict(settings.attack_in_norm),
     }
 
 
@@ -98,13 +99,13 @@ def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: S
         "penalty": config.get("penalty") or {},
         "training": {key: config.get(key) for key in ("attack", "objective", "optimizer", "train", "seed")},
         "threat_model": {
-            "norm": "l2",
+            "norm": settings.norm,
             "space": f"[0,1] pixels of the {_size(config['model'])} image the model takes; the whole ball, box ignored",
         },
         "numerics": _numerics(table, settings.served_dtype),
         **image_facts(table, settings.method),
-        "accuracy": {f"{eps:g}": _accuracy(table, f"{eps:g}") for eps in settings.eps},
-        "breakdown": averaged(table, settings.headline_eps),
+        "accuracy": {f"{eps:g}": _accuracy(table, f"{eps:g}") for eps in settings.grid},
+        "breakdown": averaged(table, settings.headline),
         "seconds_per_image": float(table["seconds"].mean()),
     }
 

@@ -1,24 +1,31 @@
 """What is asked of the certify stage; wrong values are refused in one line before any work."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attacks import AttackConfig
 from certify.methods import METHODS
+from certify.methods.ball import L2, LINF, known
 from certify.rows.devices import DTYPES, require_device
 from certify.stage.outcomes import DEFAULT_ATTACK
 from certizoo import UserError
 from certizoo.nearest import unknown
 
+# Of a norm: the radii that are certified unless others are given, and the one by which versions are compared.
+EPS = {L2: (0.02, 0.05, 0.1, 36 / 255), LINF: (1 / 255, 2 / 255, 4 / 255, 8 / 255)}
+HEADLINE = {L2: 0.1, LINF: 1 / 255}
+
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of the stage. eps are L2 radii in [0,1] pixel space of the image the model takes."""
+    """What is asked of the stage. eps are radii in `norm`, in [0,1] pixel space of the image the model takes; None:
+    those of EPS and HEADLINE. The attack's own norm and eps give way to them."""
 
     method: str = "lofast"
+    norm: str = L2
     images: int | None = 500
-    eps: tuple[float, ...] = (0.02, 0.05, 0.1, 36 / 255)
-    headline_eps: float = 0.1
+    eps: tuple[float, ...] | None = None
+    headline_eps: float | None = None
     batch_size: int = 50
     attack: AttackConfig = DEFAULT_ATTACK
     nonce: str | None = None  # of random starts; None: that of the rows that are there, or one that is drawn now
@@ -29,10 +36,16 @@ class Settings:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise unknown("certification method", self.method, METHODS)
-        if not self.eps or any(not 0 < eps < math.inf for eps in self.eps):
-            raise UserError(f"certify.eps={list(self.eps)}: give L2 radii above 0, such as certify.eps=[0.02,0.1]")
-        if len({f"{eps:g}" for eps in self.eps}) < len(self.eps):
-            raise UserError(f"certify.eps={list(self.eps)}: two of them have one name to 6 digits; leave one away")
+        known(self.norm)
+        if not self.grid or any(not 0 < eps < math.inf for eps in self.grid):
+            raise UserError(f"certify.eps={list(self.grid)}: give radii above 0, such as certify.eps=[0.02,0.1]")
+        if self.norm == LINF and max(self.grid) > 1:
+            raise UserError(
+                f"certify.eps={list(self.grid)}: in Linf the ball of 1 holds every image; give shares of the pixel "
+                "range, such as 0.0157 for 4/255, or certify.eps=null for those of certify.norm=linf"
+            )
+        if len({f"{eps:g}" for eps in self.grid}) < len(self.grid):
+            raise UserError(f"certify.eps={list(self.grid)}: two of them have one name to 6 digits; leave one away")
         if (self.images is not None and self.images < 1) or self.batch_size < 1:
             raise UserError("certify.images and certify.batch_size: give whole numbers above 0 (images=null: all)")
         if self.served_dtype is not None and (self.method != "adjoint" or self.served_dtype not in DTYPES):
@@ -42,5 +55,20 @@ class Settings:
         if self.workers < 1:
             raise UserError(f"certify.workers={self.workers}: give a whole number above 0, such as that of the cores")
         require_device(self.device, "certify.device")
-        if not any(f"{eps:g}" == f"{self.headline_eps:g}" for eps in self.eps):
-            raise UserError(f"certify.headline_eps={self.headline_eps:g} is not among certify.eps; add it there")
+        if not any(f"{eps:g}" == f"{self.headline:g}" for eps in self.grid):
+            raise UserError(f"certify.headline_eps={self.headline:g} is not among certify.eps; add it there")
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """The radii that are certified."""
+        return EPS[self.norm] if self.eps is None else self.eps
+
+    @property
+    def headline(self) -> float:
+        """The one of them by which versions are compared."""
+        return HEADLINE[self.norm] if self.headline_eps is None else self.headline_eps
+
+    @property
+    def attack_in_norm(self) -> AttackConfig:
+        """What the certificate is held against, at each eps of the grid."""
+        return replace(self.attack, norm=self.norm)

@@ -9,14 +9,15 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from certify.rows.intervals import percent, wilson
+from certify.rows.intervals import NAMES, axis_of, eps_in, percent, wilson
 from certify.rows.records import write_png
-from certify.rows.summary import Summary
+from certify.rows.summary import Summary, norm_of
 from certizoo.text import plain
+from registry import facts
 from zoo import penalty
 
 
-def curve(table: pd.DataFrame, method: str, eps_grid: Sequence[float], path: Path) -> None:
+def curve(table: pd.DataFrame, method: str, norm: str, eps_grid: Sequence[float], path: Path) -> None:
     """Certified accuracy against eps from the radii of all images, with the attacked accuracy at the grid."""
     import matplotlib
 
@@ -27,12 +28,13 @@ def curve(table: pd.DataFrame, method: str, eps_grid: Sequence[float], path: Pat
     end = 1.25 * max(*eps_grid, float(np.quantile(radius, 0.95)))
     eps = np.linspace(0, end, 400)
     certified = 100 * (radius[:, None] >= eps).mean(0)
+    unit, label = axis_of(norm)
     figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    axes.plot(eps, certified, label=f"certified ({method})")
+    axes.plot(unit * eps, certified, label=f"certified ({method})")
     attacked = [100 * table[f"pgd.{e:g}"].mean() for e in eps_grid]
-    axes.plot(eps_grid, attacked, "x", color="C3", label="attacked (PGD, upper bound)")
+    axes.plot(unit * np.array(eps_grid), attacked, "x", color="C3", label="attacked (PGD, upper bound)")
     axes.axhline(100 * table["correct"].mean(), color="grey", linewidth=0.8, linestyle="--", label="clean")
-    axes.set(xlabel="L2 radius eps in [0,1] pixel space", ylabel="accuracy in %", xlim=(0, end), ylim=(0, 100))
+    axes.set(xlabel=label, ylabel="accuracy in %", xlim=(0, unit * end), ylim=(0, 100))
     axes.set_title(f"{len(table)} images")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -44,29 +46,32 @@ def table(summary: Summary) -> Table:
     """The closing table of a run, for the terminal."""
     title = f"{summary['model']['name']} on {summary['images']} images of {summary['dataset']}, in %"
     made = Table(title=Text(plain(title)))
-    for column in ("L2 eps", "clean", "PGD", f"certified ({summary['method']})", "unknown"):
+    norm = norm_of(summary)
+    for column in (f"{NAMES[norm]} eps", "clean", "PGD", f"certified ({summary['method']})", "unknown"):
         made.add_column(column, justify="right")
     for eps, accuracy in summary["accuracy"].items():
         cells = (summary["clean"], accuracy["pgd"], accuracy["certified"], accuracy["unknown"])
-        made.add_row(eps, *(percent(value) for value in cells))
+        made.add_row(eps_in(norm, float(eps)), *(percent(value) for value in cells))
     return made
 
 
 def tags(summary: Summary) -> dict[str, str]:
-    """Tags of the registered version: `certified_acc.<eps>`, `clean_acc`, `pgd_acc.<eps>`, `method`, ..."""
+    """Tags of the registered version: `certified_acc.<eps>`, `clean_acc`, `pgd_acc.<eps>`, `method`, ...; of a norm
+    other than L2 `certified_acc.<norm>.<eps>` (registry/facts.py)."""
+    norm, accuracy = norm_of(summary), summary["accuracy"]
     return {key: f"{value:.4f}" for key, value in metrics(summary).items()} | {
         "method": summary["method"],
         "dataset": summary["dataset"],
         "attention": summary["attention"],
         "penalty": penalty.name_of(summary["penalty"]),
         "git_commit": summary["git_commit"],
-        "norm": summary["threat_model"]["norm"],
+        "norm": norm,
         "images": str(summary["images"]),
         "dtype": summary["numerics"]["served_dtype"],
         "torch": summary["numerics"]["torch"],
         "certizoo": summary["certizoo"],
         **{key: summary[key] for key in ("weights_sha256", "data_digest", "image_list_sha256")},
-        **{f"certified_low.{eps}": _low(of["certified"], summary["images"]) for eps, of in summary["accuracy"].items()},
+        **{facts.share(facts.LOW, norm, eps): _low(of["certified"], summary["images"]) for eps, of in accuracy.items()},
     }
 
 
@@ -79,6 +84,6 @@ def metrics(summary: Summary) -> dict[str, float]:
     """The accuracies as numbers."""
     values = {"clean_acc": summary["clean"]}
     for eps, accuracy in summary["accuracy"].items():
-        values[f"certified_acc.{eps}"] = accuracy["certified"]
-        values[f"pgd_acc.{eps}"] = accuracy["pgd"]
+        for family, key in facts.SHARES.items():
+            values[facts.share(family, norm_of(summary), eps)] = accuracy[key]
     return values

@@ -10,12 +10,13 @@ import yaml
 from attacks import AttackConfig, make
 from attacks.auto import STANDARD, AutoAttack
 from attacks.minimal import CarliniWagner
+from certify.stage.settings import EPS
 from certizoo.compose import CONFIGS
 
 FILES = sorted((CONFIGS / "protocol").glob("*.yaml"))
 EXPECTED = {
     "quick", "specformer_std", "specformer_at", "covit", "lofast", "certvit", "robustbench", "robustbench_imagenet",
-    "nested",
+    "nested", "quick_linf", "nested_linf",
 }  # fmt: skip
 
 
@@ -64,10 +65,16 @@ def test_the_papers_numbers() -> None:
         "pgd_20_l2": AttackConfig("l2", 2.0, 20, 0.2, stop_when_fooled=True),
         "cw_l2": CarliniWagner(c=1, confidence=0, lr=0.01, steps=100, binary_search_steps=1, threshold=260),
     }
-    certified = yaml.safe_load((CONFIGS / "certify.yaml").read_text())["eps"]
+    certified = EPS["l2"]
     for name, eps in (("quick", certified), ("lofast", [0.02, 0.05, 0.1, 36 / 255]), ("certvit", [1.58, 36 / 255])):
         wanted = [AttackConfig("l2", radius, 40, loss="margin", stop_when_fooled=True) for radius in eps]
         assert list(found[name].values()) == wanted
+    wanted = [AttackConfig("linf", radius, 40, loss="margin", stop_when_fooled=True) for radius in EPS["linf"]]
+    assert list(found["quick_linf"].values()) == wanted
+    assert found["nested_linf"] == {
+        "pgd100": AttackConfig("linf", 2 / 255, 100, loss="margin", stop_when_fooled=True),
+        "autoattack": AutoAttack("linf", 2 / 255, STANDARD),
+    }
     assert found["nested"] == {
         "pgd100": AttackConfig("l2", 36 / 255, 100, loss="margin", stop_when_fooled=True),
         "autoattack": AutoAttack("l2", 36 / 255, STANDARD),

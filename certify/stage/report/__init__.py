@@ -9,6 +9,8 @@ from typing import Any
 
 import pandas as pd
 
+from certify.rows.intervals import NAMES, eps_in
+from certify.rows.summary import norm_of
 from certify.stage.report.accuracy import curve, grid, tiles
 from certify.stage.report.html import data, document, el
 from certify.stage.report.images import borderline, histograms
@@ -23,7 +25,8 @@ def report(
 ) -> str:
     """The page of a certificate and its rows. pictures: row -> data: URI, for the rows of `gallery.chosen`."""
     name = str(summary["model"]["name"])
-    words = f"Certified L2 robustness by {summary['method']} on {summary['images']} test images of "
+    norm = norm_of(summary)
+    words = f"Certified {NAMES[norm]} robustness by {summary['method']} on {summary['images']} test images of "
     return document(
         f"{name}: certified robustness",
         CSS,
@@ -34,10 +37,10 @@ def report(
         grid(summary),
         el("h2", "Margins and certified radii"),
         *histograms(summary, rows),
-        el("h2", f"Borderline images at eps {summary['headline_eps']:g}"),
+        el("h2", f"Borderline images at eps {eps_in(norm, summary['headline_eps'])}"),
         *borderline(summary, rows, pictures, circumstances.class_names),
         el("h2", "Which step costs most"),
-        *costs(summary["breakdown"]),
+        *costs(summary["breakdown"], norm),
         el("h2", "What was certified, and how"),
         *facts(summary, circumstances),
         el("details", el("summary", "certificate.json"), el("pre", json.dumps(summary, indent=2), id="certificate")),

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from certify.rows.summary import Summary
+from certify.rows.intervals import NAMES, axis_of, eps_in, radius_in
+from certify.rows.summary import Summary, norm_of
 from certify.stage.report import gallery
 from certify.stage.report.charts import histogram, legend
 from certify.stage.report.html import Element, data, el
@@ -16,18 +17,19 @@ KINDS = {"certified": "certified", "not certified": "open", "unknown": "unknown"
 
 def histograms(summary: Summary, rows: pd.DataFrame) -> list[Element]:
     """Margins of all images, radii of the correct ones; coloured by the answer at the headline eps."""
-    eps = summary["headline_eps"]
+    eps, norm = summary["headline_eps"], norm_of(summary)
+    unit, _ = axis_of(norm)
     kind = np.where(rows["correct"], rows[f"certified.{eps:g}"], "misclassified")
     margins, radii = (rows[column].to_numpy(float) for column in ("margin", f"radius.{summary['method']}"))
     return [
-        el("p", f"Coloured by the answer at eps {eps:g}."),
+        el("p", f"Coloured by the answer at eps {eps_in(norm, eps)}."),
         *_histogram("Margins of the label over the next class, in logits", "margin", margins, kind, 0.0),
         *_histogram(
             "Certified radii of the correctly classified images",
-            "L2 radius",
-            radii[kind != "misclassified"],
+            f"{NAMES[norm]} radius" + (" in 1/255" if unit > 1 else ""),
+            unit * radii[kind != "misclassified"],
             kind[kind != "misclassified"],
-            eps,
+            unit * eps,
         ),
     ]
 
@@ -69,7 +71,7 @@ def _figure(summary: Summary, row: dict[Any, Any], uri: str, names: Sequence[str
         "label": called(row["label"]),
         "predicted": called(row["prediction"]),
         "margin": f"{row['margin']:.4g}",
-        "radius": f"{radius:.4f}",
+        "radius": radius_in(norm_of(summary), radius),
         "proof": str(row[f"certified.{eps}"]),
         "PGD": "withstood" if row[f"pgd.{eps}"] else "beaten",
     }

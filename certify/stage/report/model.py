@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from certify.rows.intervals import percent
-from certify.rows.summary import Summary
+from certify.rows.intervals import NAMES, eps_in, percent
+from certify.rows.summary import Summary, norm_of
 from certify.stage.report.html import Element, data, el
 from zoo import penalty
 
 SIDE_FILES = ("certificate.json", "certificates.parquet", "card.md", "curve.png")
 MEANINGS = {
     "growth": "By how much each step widens the radius that reaches it, e_k / e_(k-1). The product of all is the "
-    + "radius in front of the head divided by eps, and the loss is proportional to it. Geometric means over",
+    + "radius in front of the head divided by that of the L2 ball around the images, and the loss is proportional to "
+    + "it. Geometric means over",
     "share": "Parts of the loss of the class that binds: the first-order term, which no better bound would lower; what "
     + "the growth of the radius up to the cut adds to it; and the second-order remainder of each step behind the cut. "
     + "Means over",
@@ -27,17 +28,17 @@ class Circumstances:
     class_names: Sequence[str] | None = None
 
 
-def costs(breakdown: Summary | None) -> list[Element]:
+def costs(breakdown: Summary | None, norm: str) -> list[Element]:
     """The steps in the order of the model, with a bar for the cost of each."""
     if breakdown is None:
         return [el("p", "This method does not say.", class_="dim")]
-    steps, quantity, eps = breakdown["steps"], breakdown["quantity"], breakdown["eps"]
+    steps, quantity, eps = breakdown["steps"], breakdown["quantity"], eps_in(norm, breakdown["eps"])
     if not steps:
-        return [el("p", f"No image has a finite loss at eps {eps:g}.", class_="dim")]
+        return [el("p", f"No image has a finite loss at eps {eps}.", class_="dim")]
     costliest = max(steps, key=lambda name: steps[name])
     head = el("tr", el("th", "step", scope="col"), el("th", quantity, scope="col"), el("td", aria_hidden="true"))
     meaning = (
-        f"{MEANINGS[quantity]} the {breakdown['images']} correctly classified images with a finite loss at eps {eps:g}."
+        f"{MEANINGS[quantity]} the {breakdown['images']} correctly classified images with a finite loss at eps {eps}."
     )
     return [
         el("p", meaning),
@@ -73,7 +74,7 @@ def facts(summary: Summary, circumstances: Circumstances) -> list[Element]:
         "image list": f"sha256 {summary['image_list_sha256']}",
         "weights": f"sha256 {summary['weights_sha256']}",
         "method": summary["method"],
-        "threat model": f"L2 ball in {summary['threat_model']['space']}",
+        "threat model": f"{NAMES[norm_of(summary)]} ball in {summary['threat_model']['space']}",
         "attack": f"PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, same images",
         "numerics": f"{numerics['dtype']}; {numerics['norms']}; {numerics['slack']}",
         "chance": f"the bounds of an image fail with a probability of at most {failure:.2g}",
