@@ -34,7 +34,8 @@ class ViT(nn.Module):
     Args:
         block: index, drop_path -> one block; the model does not know what is in it.
         norm: embed_dim -> the norm before pooling, or after it if `fc_norm`.
-        global_pool: 'avg' (mean of all tokens) or 'cls' (a class token).
+        global_pool: 'avg' (mean of all tokens) or 'cls' (the class token).
+        class_token: whether there is one; None: where it is pooled.
         cls_after: the number of blocks after which the class token joins; it has a position only if that is 0.
         bias: whether the patch embedding and the head have one.
         init: gives the weights their initial values.
@@ -56,6 +57,7 @@ class ViT(nn.Module):
         global_pool: str,
         mean: tuple[float, ...],
         std: tuple[float, ...],
+        class_token: bool | None = None,
         cls_after: int = 0,
         fc_norm: bool = False,
         bias: bool = True,
@@ -75,7 +77,9 @@ class ViT(nn.Module):
         self.normalize = Normalize(mean, std)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, bias=bias)
         by_products_(self.patch_embed)
-        has_cls = global_pool == "cls"
+        has_cls = global_pool == "cls" if class_token is None else class_token
+        if global_pool == "cls" and not has_cls:
+            raise UserError("global_pool is 'cls' and there is no class token; set class_token=True, or pool by 'avg'")
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if has_cls else None
         self.cls_after = cls_after
         positions = self.patch_embed.num_patches + (has_cls and cls_after == 0)
