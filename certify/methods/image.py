@@ -123,6 +123,8 @@ class ImageAnalysis:
         if not forms:
             return total_CB
         count = len(next(iter(g.values())))
+        for form in forms.values():
+            total_CB = total_CB + form.constant
         return total_CB + 0.5 * self._seminorm(forms, eps_B, rho, count, f"rivals {group}").square()
 
     def _rests(self, eps_B: Tensor) -> Sizes:
@@ -223,13 +225,15 @@ class ImageAnalysis:
             whole = {at: QuadraticForm(lambda v: v, self.images.new_ones(()))}
             fronts = self.tape.bent[:number]
             norms = {k: self._between(k, at) for k in fronts}
-            reach = {
-                k: by_rest[k][at] if k in formed else formed[at].sizes * _beside(norms[k], by_image[at])
-                for k in fronts
-                if at in formed
-            }
             radius_B = self._seminorm(whole, self._one, {}, 1, f"input {at}")[0]
-            found[at] = Lengths(radius_B, norms, by_image.get(at), reach)
+            if at not in formed:
+                found[at] = Lengths(radius_B, norms, None, {})
+                continue
+            far = by_image[at]
+            reach = {k: formed[at].sizes * _beside(norms[k], far) for k in fronts}
+            reach |= {k: torch.minimum(by_rest[k][at], reach[k]) for k in fronts if k in formed}
+            far = torch.minimum(far, formed[at].sizes * _beside(radius_B, far))
+            found[at] = Lengths(radius_B, norms, far, reach)
         return found
 
     def _input(self, at: int) -> Tensor:
