@@ -5,14 +5,15 @@ remainder and g_i the gradient of a margin at its output. For an image that move
 
     H_i = A_i G + sum_{k<i} J_{k->i} B_k r_k,          |r_k| <= rho_k,
 
-J_{k->i} from the output of module k to the input of module i. Modules that have quadratic forms (`Forms`), such as
-hidden units, bound -<g_i, R_i> by <H_i, C_i H_i> / 2 and |r_i|^2 by <H_i, C'_i H_i>. The square root of a sum of forms
+J_{k->i} from the output of module k to the input of module i. Modules that have quadratic forms (`Forms`), all but
+attention, bound -<g_i, R_i> by <H_i, C_i H_i> / 2 and |r_i|^2 by <H_i, C'_i H_i>. The square root of a sum of forms
 is a seminorm of (H_i), so with F_k the linear map from r_k (from G for k = 0) to (C_i^(1/2) H_i)
 
     the margin falls by at most  |g_0| eps + ( sum_k ||F_k|| rho_k )^2 / 2,          rho_i <= sum_{k<i} ||F'_k|| rho_k
 
-plus what modules without a form cost in the adjoint certificate on |H_i|. The worst direction of a form is seldom one
-that images reach: this is often a tenth of ||C_i|| |H_i|^2. The lesser of this and of the adjoint certificate counts.
+plus the constants of forms, plus what modules without a form cost in the adjoint certificate on |H_i|. The worst
+direction of a form is seldom one that images reach: this is often a tenth of ||C_i|| |H_i|^2. The lesser of this and of
+the adjoint certificate counts.
 Proof: docs/proofs.md#image-forms.
 
 Letters: B images, J classes, C rivals of each, M random vectors.

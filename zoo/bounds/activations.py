@@ -25,7 +25,7 @@ from zoo.bounds.facts import NoRule, facts_of
 
 PAD = 1e-13  # above the rounding of sigma'' and of its extrema
 FAR = 40.0  # beyond it every |sigma''| here is below PAD
-TYPICAL = 0.25  # of its reach, what the change of a unit is taken for where any choice is sound
+TYPICAL = 0.35  # of its reach, what the change of a unit is taken for where any choice is sound
 THRESHOLDS = tuple(2.0**i for i in range(-3, 6))  # what the search over majorants of a hinge tries
 
 

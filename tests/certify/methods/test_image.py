@@ -21,10 +21,11 @@ from tests.tools.ascent import ascend
 from tests.tools.small_models import PARTS, labelled, small_model
 from zoo.bounds.activations import Smooth
 from zoo.bounds.elementwise import UnitForms
+from zoo.models.convnet import ConvNet
 
 ROOT = Path(__file__).parents[3]
 EPS = (0.02, 0.2)
-SMOOTH = ("standard", "smooth", "cls")  # parts with hidden units that have forms
+SMOOTH = ("standard", "smooth", "cls")  # parts with hidden units that bend smoothly
 
 
 def analysis_of(parts: str, seed: int = 0, count: int = 3) -> tuple[Image, ImageAnalysis]:
@@ -63,7 +64,7 @@ def test_the_tape_is_the_model(parts: str) -> None:
     torch.testing.assert_close((pushed * g).sum(), (v * pulled).sum())
 
 
-@pytest.mark.parametrize("parts", SMOOTH)
+@pytest.mark.parametrize("parts", [*SMOOTH, "lofast"])
 def test_norms_reaches_and_seminorms_are_those_of_dense_jacobians(parts: str) -> None:
     """Never below, and as close as each promises."""
     _, analysis = analysis_of(parts)
@@ -75,12 +76,16 @@ def test_norms_reaches_and_seminorms_are_those_of_dense_jacobians(parts: str) ->
         assert (share_B >= 1).all()
         assert (share_B < 1.03).all()
         forms = analysis.tape.leaves[at].forms
-        if not isinstance(forms, UnitForms):
+        if forms is None:
             continue
         reach = analysis._lengths[at].reach_by_image
         assert reach is not None
         columns = dense(analysis, at).permute(2, 0, 1).unflatten(-1, analysis._input(at).shape[1:])
-        share = reach / forms.squares(columns).sqrt()  # unit vectors: the exact lengths
+        exact = forms.squares(columns).sqrt()  # unit vectors: the exact lengths
+        whole = analysis._lengths[at].by_image.view(-1, *(1,) * (reach.ndim - 1)) * forms.sizes
+        assert (reach <= whole).all()
+        assert (reach == whole)[exact.isinf()].all()  # what is no functional
+        share = (reach / exact)[exact.isfinite() & (exact > 0)]
         assert (share >= 1).all()
         assert (share < 1.8).all()
         form = forms.of_rest(analysis._reach(at, eps_B, rho))
@@ -148,12 +153,31 @@ def act_value(act: Smooth, z: Tensor, d: Tensor) -> Tensor:
 @pytest.mark.parametrize("parts", PARTS)
 def test_radii_are_never_below_the_adjoint_ones_and_ascent_beats_none(parts: str) -> None:
     model = small_model(parts, 1)
-    x, y = labelled(model, 8, 2)
+    x, y = labelled(model, 4, 2)
     adjoint_B, image_B = (certified_radius(model, x, y, method=method) for method in ("adjoint", "image"))
     assert (image_B >= adjoint_B * (1 - 2**-8)).all()
     baked = Adjoint(model).baked
     found_B = ascend(margin_loss(baked, y), x.double(), image_B, steps=40, starts=4)
     assert not ((found_B > 0) & (image_B > 0)).any()
+
+
+@pytest.mark.parametrize("theta", [None, 1.0])
+def test_kinks_cost_less_on_the_ball_of_images(theta: float | None) -> None:
+    """A conv net of ReLU or ReLU_theta, whose remainders had no forms once: certified further, and never beaten."""
+    torch.manual_seed(1)
+    model = conv_net(theta)
+    x, y = labelled(model, 8, 2)
+    adjoint_B, image_B = (certified_radius(model, x, y, method=method, nonce="one") for method in ("adjoint", "image"))
+    assert (image_B >= adjoint_B * (1 - 2**-8)).all()
+    assert (image_B / adjoint_B).median() > 1.05
+    found_B = ascend(margin_loss(Adjoint(model).baked, y), x.double(), image_B, steps=60, starts=6)
+    assert not (found_B > 0).any()
+
+
+def conv_net(theta: float | None) -> ConvNet:
+    layers, statistics = [(8, 3, 1, 1), (8, 3, 2, 1)], {"mean": (0.5,), "std": (0.5,)}
+    sizes: dict[str, Any] = {"img_size": 8, "in_chans": 1, "num_classes": 4, "hidden": [32, 32]}
+    return ConvNet(layers=layers, theta=theta, **sizes, **statistics).eval()
 
 
 def test_remainders_of_the_committed_model_are_a_fraction_of_the_adjoint_ones() -> None:
@@ -199,7 +223,7 @@ def exceeded(certifier: Image, analysis: ImageAnalysis) -> bool:
 def exceeded_at(eps: float, certifier: Image, analysis: ImageAnalysis) -> bool:
     eps_B = analysis._one * eps
     rho = analysis._rests(eps_B)
-    last = max(at for at, leaf in analysis.tape.leaves.items() if leaf.forms is not None)
+    last = max(at for at, leaf in analysis.tape.leaves.items() if isinstance(leaf.forms, UnitForms))
     radius_B = analysis._radius(last, eps_B, rho)
     point = input_of_last(certifier, analysis)
     clean = point(analysis.images)
