@@ -180,7 +180,7 @@ def test_which_leaves_that_bend_have_no_forms() -> None:
                 found.add(type(module).__name__)
         seen |= met.keys()
     assert found == NONE
-    assert {kind.__name__ for kind in bent - seen} == set()
+    assert bent - seen <= set(CASES)  # what no model has is attacked below, and must have forms
 
 
 @each_case
