@@ -135,6 +135,7 @@ class Ellipsoids:
         self.joint, self.tape, self.most_B, self._drifts, self._draw = joint, joint.tape, joint.most_B, drifts, draw
         self.runs = 0  # of Lanczos, of an image
         self._reaches = self._probed()
+        self._norms = {at: self._norm(at) for at, length in self._reaches.items() if bool(torch.isinf(length).any())}
         self.rests, total_B = dict[int, Rest](), joint.ones_B
         for at in self.tape.bent:
             self.rests[at] = self._rest(at, total_B)
@@ -198,13 +199,15 @@ class Ellipsoids:
     def _rest(self, at: int, total_B: Tensor) -> Rest:
         leaf = self.tape.leaves[at]
         if leaf.forms is None:
-            one_B = torch.ones_like(total_B)
-            return Rest(
-                self._seminorms({at: identity(one_B)}, f"input {at}", [self.most_B[:, None]], COARSE)[0], one_B, None
-            )
+            return Rest(self._norm(at), self.joint.ones_B, None)
         reach = self._reach(at, total_B)
         form = leaf.forms.of_rest(reach, 1 / self.joint.weights[at])
         return Rest(self._seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], CLOSE)[0], form.largest[0], reach)
+
+    def _norm(self, at: int) -> Tensor:
+        """||M_i|| (B,)."""
+        whole = {at: identity(self.joint.ones_B)}
+        return self._seminorms(whole, f"input {at}", [self.most_B[:, None]], COARSE)[0]
 
     def _radius(self, at: int, total_B: Tensor) -> Tensor:
         """|H_i| (B,)."""
@@ -215,7 +218,11 @@ class Ellipsoids:
         forms, length = self.tape.leaves[at].forms, self._reaches[at]
         assert forms is not None
         room = length.shape[1:]
-        return product(length, beside(total_B.sqrt(), room)) + forms.sizes * beside(self._drifts[at], room)
+        reach = product(length, beside(total_B.sqrt(), room)) + forms.sizes * beside(self._drifts[at], room)
+        if at not in self._norms:
+            return reach
+        radius_B = product(self._norms[at], total_B.sqrt()) + self._drifts[at]
+        return torch.fmin(reach, forms.sizes * beside(radius_B, room))
 
     def _seminorms(
         self, forms: Mapping[int, QuadraticForm], word: str, numbers: Sequence[Tensor], close: float

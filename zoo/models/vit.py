@@ -25,6 +25,7 @@ from zoo.bounds.rules import Step, layer_of
 from zoo.layers.cap import cap_
 from zoo.layers.constrained import constrain_
 from zoo.layers.init import finish_init_, trunc_normal_init_
+from zoo.layers.norm_forms import NormForms
 from zoo.layers.patches import Normalize, by_products_, patches_gram, patches_norm, patches_rounding
 
 
@@ -226,12 +227,14 @@ class OneToken:
 
         def expand(x_BD: Tensor) -> Expansion:
             of_token = expand_token(x_BD.unsqueeze(1))
+            forms = of_token.forms
             return replace(
                 of_token,
                 y=of_token.y.squeeze(1),
                 remainder=lambda g_CBD: of_token.remainder(g_CBD.unsqueeze(-2)),
                 pull=lambda g_CBD: of_token.pull(g_CBD.unsqueeze(-2)).squeeze(-2),
                 own_push=lambda v_CBD: of_token.push(v_CBD.unsqueeze(-2)).squeeze(-2),
+                forms=replace(forms, u=forms.u.squeeze(1)) if isinstance(forms, NormForms) else None,
             )
 
         return expand
