@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zoo.attention.theory.core import Core
-from zoo.attention.theory.forms import REACH_MAX, CoreForms
+from zoo.attention.theory.forms import CoreForms
 from zoo.attention.theory.squares import QKV, Squares, applied, largest
 from zoo.bounds.contracts import Expansion, QuadraticForm
 from zoo.spectral import sigma_upper
@@ -37,11 +37,11 @@ class CoreLeafForms:
         return self.core.functionals(QKV(*probes.unbind(2))).square().sum(0)
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
-        return _form(self.core.gradient(g, self.core.reach(reach)), reach, 2.0)
+        return _form(self.core.gradient(g, self.core.reach(reach)), 2.0)
 
     def of_rest(self, reach: Tensor) -> QuadraticForm:
         found = self.core.reach(reach)
-        return _form(self.core.rest(found, self.core.weights(found)), reach, 1.0)
+        return _form(self.core.rest(found, self.core.weights(found)), 1.0)
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
         return self.core.shrink(self.core.reach(small), self.core.reach(large))
@@ -53,15 +53,14 @@ class CoreLeafForms:
         return g
 
 
-def _form(sums: Sequence[Squares], reach: Tensor, factor: float) -> QuadraticForm:
-    """<H, C H> = factor F(H). Of what reaches without bound nothing is known."""
-    unknown_B = reach.amax(-1) > REACH_MAX
+def _form(sums: Sequence[Squares], factor: float) -> QuadraticForm:
+    """<H, C H> = factor F(H)."""
 
     def apply(v: Tensor) -> Tensor:
         return factor * torch.stack(applied(sums, QKV(*v.unbind(2))), 2)
 
-    largest_CB = torch.where(unknown_B, torch.inf, factor * largest(sums)).view(-1, len(reach))  # C = 1 of a rest
-    return QuadraticForm(apply, largest_CB, torch.where(unknown_B, torch.inf, 0.0).expand(largest_CB.shape))
+    found = factor * largest(sums)
+    return QuadraticForm(apply, found.view(-1, found.shape[-1]))  # C = 1 of a rest
 
 
 def affine_leaf(y: Tensor, gain_B: Tensor, pull: Map, push: Map) -> Expansion:

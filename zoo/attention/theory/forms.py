@@ -11,21 +11,26 @@ within its own. So eta may move far where no score notices. With core.py's T1, T
     delta is delta^1 + Q, and |Q_ilk| <= s |eta^k_lk| |eta^q_il - kappa eta^k_lk / 2| with the reach of the first
 
 Where tau is so large that exponentials are worse, slope and curvature of the softmax on the box take their place, row
-by row. All weights (m, theta, shares) are free, chosen by the reaches. Proofs: docs/proofs.md#attention-forms.
+by row; and where that is worse than what holds everywhere (everywhere.py), that takes the place of all. The weights (m,
+theta, shares) are free, chosen by the reaches. Proofs: docs/proofs.md#attention-forms.
 
 Letters: as in core.py.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from zoo.attention.theory.core import Core
-from zoo.attention.theory.softmax_row import ROUND, TAU_MAX, e1, e2, norm_upper
+from zoo.attention.theory.everywhere import gradient_everywhere, rest_everywhere
+from zoo.attention.theory.reach import REACH_MAX, TINY, WEIGHTS, Reach, ratio
+from zoo.attention.theory.softmax_row import ROUND, e1, e2, norm_upper
 from zoo.attention.theory.squares import (
     QKV,
+    Chosen,
     ProductSquares,
     Scores,
     ScoreSquares,
@@ -33,67 +38,17 @@ from zoo.attention.theory.squares import (
     Squares,
     TokenSquares,
     ValueSquares,
+    value,
 )
 from zoo.spectral import sigma_upper
-
-REACH_MAX = 1e30  # what reaches further is as good as unbounded
-TINY = 1e-300
-WEIGHTS = (1e-6, 1e6)  # a free weight is not taken beyond
-
-
-def ratio(above: Tensor, below: Tensor) -> Tensor:
-    """A free weight."""
-    return ((above + TINY) / (below + TINY)).clamp(*WEIGHTS)
-
-
-class Reach:
-    """What the reaches of delta^1~ (B, H, N, N) and of the coordinates of eta (B, 3, H, N, O) say of the scores."""
-
-    def __init__(self, core: Core, linear: Tensor, eta: Tensor) -> None:
-        q, k, v = eta.unbind(1)
-        self.core, self.linear, self.v = core, linear, v
-        self.q, self.k = q.norm(dim=-1) * ROUND, k.norm(dim=-1) * ROUND
-        product = core.s * (q @ k.mT + core.score.kappa / 2 * self.k.square().unsqueeze(-2))
-        # Q less its mean is (1 - p_k) Q_k - sum_{j != k} p_j Q_j.
-        self.quadratic = (1 - 2 * core.p) * product + (core.p * product).sum(-1, keepdim=True)
-        self.delta = (linear + self.quadratic) * ROUND
-        self.variance = (core.p * self.delta.square()).sum(-1)
-        self.sd, self.change = self.variance.sqrt(), self.delta.norm(dim=-1) * ROUND
-        self.tau = self.delta.amax(-1)
-        self.gentle = self.tau <= TAU_MAX  # rows that may have exponentials
-        self.exponent, self.exponent_most = self.delta.clamp_max(TAU_MAX), self.tau.clamp_max(TAU_MAX)
-
-    @cached_property
-    def third(self) -> tuple[Tensor, Tensor]:
-        """int (1 - t) t e^{2 t tau} dt and int (1 - t) t^2 e^{3 t tau} dt, at most (B, H, N)."""
-        t = self.exponent_most
-        return (2 * t).exp() / 6 * ROUND, (3 * t).exp() / 12 * ROUND
-
-    def gentler(self, exponential: Tensor, box: Tensor) -> Tensor:
-        """In which rows is sum_k a_ilk delta~_ilk^2 less at the reach with exponentials than with the box?"""
-        by_exponential, by_box = ((a * self.delta.square()).sum(-1) for a in (exponential, box))
-        return self.gentle & (by_exponential <= by_box)
-
-    def products(self, a: Tensor) -> TokenSquares:
-        """sum a_ilk Q_ilk^2 <= s^2 (1 + kappa) sum a_ilk reach(eta^k_lk)^2 (|eta^q_il|^2 + kappa |eta^k_lk|^2 / 4)."""
-        kappa = self.core.score.kappa
-        a = self.core.s**2 * (1 + kappa) * a * self.k.square().unsqueeze(-2)
-        return TokenSquares(a.sum(-1), kappa / 4 * a.sum(-2))
-
-    def centred(self, a: Tensor) -> Tensor:
-        """b with sum a_k Q~_k^2 <= sum_k b_k Q_k^2: of a multiple of p, whose sum is a variance, at most the second
-        moment, and of the rest 2 (a_k + p_k sum a)."""
-        p = self.core.p
-        even = p * (a / p.clamp_min(TINY)).amin(-1, keepdim=True)
-        a = (a - even).clamp_min(0)
-        return even + 2 * (a + p * a.sum(-1, keepdim=True))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Those of the rest: which rows go by exponentials, for P' V and for P' eta^v (B, H, N), and the shares of its
-    three terms in the whole (3, B)."""
+    """Those of the rest: which images go by the reach (B,), which rows by exponentials, for P' V and for P' eta^v
+    (B, H, N), and the shares of its three terms in the whole (3, B)."""
 
+    local: Tensor
     by_values: Tensor
     by_inputs: Tensor
     shares: Tensor
@@ -131,6 +86,12 @@ class CoreForms:
 
     def gradient(self, o: Tensor, reach: Reach) -> list[Squares]:
         """F for gradients o (C, B, H, N, O)."""
+        local, everywhere = self.local_gradient(o, reach), gradient_everywhere(self.scores, o, reach)
+        by_reach, by_none = (value(sums, reach.linear, reach.tokens) for sums in (local, everywhere))
+        return _chosen(reach.bounded & (by_reach <= by_none), local, everywhere)
+
+    def local_gradient(self, o: Tensor, reach: Reach) -> list[Squares]:
+        """That within the reach."""
         core, c = self.core, self.core.directional(o)
         a = self._t2(c, reach)
         o = core.gain_H[:, None, None] * o
@@ -156,7 +117,7 @@ class CoreForms:
             zero = torch.zeros_like(vectors)
             return [
                 ProductSquares(core.s / 2 * values.clamp_min(0), zero, vectors),
-                TokenSquares(torch.zeros_like(rest), rest),
+                TokenSquares(QKV(0 * rest, rest, 0 * rest)),
             ]
         u, sigma, x_T = torch.linalg.svd(g)
         x, sign = x_T.mT, -1.0 if core.score.s < 0 else 1.0
@@ -167,7 +128,7 @@ class CoreForms:
         root = m.unsqueeze(-1).sqrt()
         return [
             ProductSquares(core.s / 4 * sigma, root * u, -sign * x / root),
-            TokenSquares((left * m).expand(keys.shape), left / m + keys),
+            TokenSquares(QKV((left * m).expand(keys.shape), left / m + keys, torch.zeros_like(keys))),
         ]
 
     @staticmethod
@@ -201,19 +162,23 @@ class CoreForms:
         turned = [w * d for w, d in zip(self._turned(reach), (self.core.p, torch.ones_like(self.core.p)), strict=True)]
         v2 = reach.v.square().sum(-1).unsqueeze(-2)
         by_inputs = reach.gentle & ((turned[0] * v2).sum(-1) <= (turned[1] * v2).sum(-1))
-        even = Weights(by_values, by_inputs, torch.ones_like(reach.tau[:, 0, 0]).expand(3, -1))
-        first, products, inputs = self.rest(reach, even)
-        sizes = [
-            (first.a * reach.linear.square()).flatten(1).sum(-1),
-            (products.q * reach.q.square() + products.k * reach.k.square()).flatten(1).sum(-1),
-            (inputs.b * v2).flatten(1).sum(-1),
-        ]
+        everywhere_B = torch.zeros_like(reach.bounded)
+        even = Weights(everywhere_B, by_values, by_inputs, torch.ones_like(reach.tau[:, 0, 0]).expand(3, -1))
+        sizes = [one.at(reach.linear, reach.tokens) for one in self.local_rest(reach, even)]
         share = (torch.stack(sizes).sqrt() + TINY).clamp_max(1 / TINY)
         share = (share / share.amax(0)).clamp_min(WEIGHTS[0])
-        return Weights(by_values, by_inputs, share / share.sum(0))
+        weights = Weights(everywhere_B, by_values, by_inputs, share / share.sum(0))
+        by_reach = value(self.local_rest(reach, weights), reach.linear, reach.tokens)
+        by_none = value(rest_everywhere(self.scores), reach.linear, reach.tokens)
+        return replace(weights, local=reach.bounded & (by_reach <= by_none))
 
-    def rest(self, reach: Reach, weights: Weights) -> tuple[ScoreSquares, TokenSquares, ValueSquares]:
-        """F', row by row (A + B + C)^2 <= A^2 / t_A + B^2 / t_B + C^2 / t_C for shares with the sum 1."""
+    def rest(self, reach: Reach, weights: Weights) -> list[Squares]:
+        """F'."""
+        return _chosen(weights.local, self.local_rest(reach, weights), rest_everywhere(self.scores))
+
+    def local_rest(self, reach: Reach, weights: Weights) -> tuple[ScoreSquares, TokenSquares, ValueSquares]:
+        """That within the reach: row by row (A + B + C)^2 <= A^2 / t_A + B^2 / t_B + C^2 / t_C for shares with the sum
+        1."""
         core = self.core
         for_scores, for_products, for_values = (1 / t.view(-1, 1, 1, 1) for t in weights.shares)
         a = torch.where(weights.by_values.unsqueeze(-1), *self._bent(reach))
@@ -228,12 +193,13 @@ class CoreForms:
         )
 
     def shrink(self, small: Reach, large: Reach) -> Tensor:
-        """t (B,) <= 1 with |R|^2 <= t F'(eta) within the small reach, for the F' made for the large one."""
+        """t (B,) <= 1 with |R|^2 <= t F'(eta) within the small reach, for the F' made for the large one: what holds
+        everywhere does not shrink."""
         weights = self.weights(large)
-        less, more = (self.rest(reach, weights) for reach in (small, large))
-        pairs = [(less[0].a, more[0].a), (less[1].q, more[1].q), (less[1].k, more[1].k), (less[2].b, more[2].b)]
+        less, more = (self.local_rest(reach, weights) for reach in (small, large))
+        pairs = [(less[0].a, more[0].a), (less[2].b, more[2].b), *zip(less[1].d, more[1].d, strict=True)]
         shares = [(one / most.clamp_min(TINY)).flatten(1).amax(1) for one, most in pairs]
-        return torch.stack(shares).amax(0).clamp_max(1)
+        return torch.where(weights.local, torch.stack(shares).amax(0).clamp_max(1), 1.0)
 
     def _bent(self, reach: Reach) -> tuple[Tensor, Tensor]:
         """a with |(p' - p) v - Cov(delta, v)|^2 <= sum_k a_k delta~_k^2: with exponentials, and by the box."""
@@ -261,3 +227,9 @@ class CoreForms:
         core, most = self.core, norm_upper(self.core.values).amax(-1)
         scores = core.s * norm_upper(core.keys).amax(-1) + self.scores.lengths2().sum(-2).amax((-2, -1)).sqrt()
         return core.softmax.slope_BHN.amax((-2, -1)) * scores * most * ROUND + sigma_upper(core.mixed).amax(-1)
+
+
+def _chosen(local: Tensor, by_reach: Sequence[Squares], everywhere: Sequence[Squares]) -> list[Squares]:
+    """By the reach where `local` (..., B) says so; what nobody chose is not applied."""
+    kinds = [(local, by_reach), (~local, everywhere)]
+    return [Chosen(where, sums) for where, sums in kinds if bool(where.any())]

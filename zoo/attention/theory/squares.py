@@ -38,6 +38,10 @@ class Squares(Protocol):
     @property
     def upper(self) -> QKV: ...
 
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        """About the largest F with delta^1~ and the tokens of eta within these: (C, B), what a choice goes by."""
+        ...
+
 
 def applied(sums: Sequence[Squares], eta: QKV) -> QKV:
     return reduce(QKV.plus, (one.apply(eta) for one in sums))
@@ -45,8 +49,19 @@ def applied(sums: Sequence[Squares], eta: QKV) -> QKV:
 
 def largest(sums: Sequence[Squares]) -> Tensor:
     """(C, B), with F(eta) <= largest |eta|^2 for their sum F."""
-    whole = reduce(QKV.plus, (one.upper for one in sums))
-    return torch.stack([d.amax((-2, -1)) for d in whole]).amax(0)
+    return torch.stack([d.amax((-2, -1)) for d in uppers(sums)]).amax(0)
+
+
+def uppers(sums: Sequence[Squares]) -> QKV:
+    return reduce(QKV.plus, (one.upper for one in sums))
+
+
+def value(sums: Sequence[Squares], scores: Tensor, tokens: QKV) -> Tensor:
+    return reduce(torch.add, (one.at(scores, tokens) for one in sums))
+
+
+def at_tokens(d: QKV, tokens: QKV) -> Tensor:
+    return reduce(torch.add, ((one * size.square()).flatten(-2).sum(-1) for one, size in zip(d, tokens, strict=True)))
 
 
 class Scores:
@@ -99,6 +114,9 @@ class ScoreSquares:
         q, k = self.scores.upper(self.a)
         return QKV(q, k, torch.zeros_like(k))
 
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        return (self.a * scores.square()).flatten(-3).sum(-1)
+
 
 @dataclass(frozen=True)
 class ScoreValueSquares:
@@ -126,20 +144,49 @@ class ScoreValueSquares:
         nu = self.scores.core.softmax.centring(self.b) * self.u.square().sum(-1) / self.m
         return QKV(q, k, 2 * nu.sum(-1, keepdim=True).expand_as(k))
 
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        along = (self.u.norm(dim=-1) / self.m.sqrt()).unsqueeze(-1) * tokens.v.unsqueeze(-2)
+        both = self.a * scores.square() + self.b * (self.m.sqrt().unsqueeze(-1) * scores + along).square()
+        return both.flatten(-3).sum(-1)
+
 
 @dataclass(frozen=True)
 class TokenSquares:
-    """sum_lk d^q |eta^q_lk|^2 + d^k |eta^k_lk|^2."""
+    """sum_lk d^q |eta^q_lk|^2 + d^k |eta^k_lk|^2 + d^v |eta^v_lk|^2."""
 
-    q: Tensor
-    k: Tensor
+    d: QKV
 
     def apply(self, eta: QKV) -> QKV:
-        return QKV(self.q.unsqueeze(-1) * eta.q, self.k.unsqueeze(-1) * eta.k, torch.zeros_like(eta.v))
+        return QKV(*(d.unsqueeze(-1) * one for d, one in zip(self.d, eta, strict=True)))
 
     @property
     def upper(self) -> QKV:
-        return QKV(self.q, self.k, torch.zeros_like(self.k))
+        return self.d
+
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        return at_tokens(self.d, tokens)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The sum of these where `where` (C, B) says so, and 0 elsewhere."""
+
+    where: Tensor
+    sums: Sequence[Squares]
+
+    def apply(self, eta: QKV) -> QKV:
+        return self._masked(applied(self.sums, eta), 3)
+
+    @property
+    def upper(self) -> QKV:
+        return self._masked(uppers(self.sums), 2)
+
+    def _masked(self, whole: QKV, dims: int) -> QKV:
+        where = self.where.view(*self.where.shape, *(1,) * dims)
+        return QKV(*(torch.where(where, one, 0.0) for one in whole))
+
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        return torch.where(self.where, value(self.sums, scores, tokens), 0.0)
 
 
 @dataclass(frozen=True)
@@ -160,6 +207,9 @@ class ProductSquares:
         q, k = (2 * norm_upper(root * one).square().unsqueeze(-1).expand(one.shape[:-1]) for one in (self.u, self.x))
         return QKV(q, k, torch.zeros_like(k))
 
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        return at_tokens(self.upper, tokens)
+
 
 @dataclass(frozen=True)
 class ValueSquares:
@@ -178,3 +228,6 @@ class ValueSquares:
     def upper(self) -> QKV:
         nu = self.core.softmax.centring(self.b).sum(-1, keepdim=True).expand(self.b.shape[:-1])
         return QKV(torch.zeros_like(nu), torch.zeros_like(nu), nu)
+
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        return (self.b * tokens.v.square().unsqueeze(-2)).flatten(-3).sum(-1)
