@@ -73,6 +73,7 @@ class Split:
     w_3HOD: Tensor
     proj: nn.Linear
     transform: Callable[[Tensor], QKVTransform] = identity
+    whole: bool = False  # one leaf of the tape: the bounds of `transform` want the three radii apart
 
 
 def split_of(module: nn.Module) -> Split:
@@ -169,19 +170,23 @@ class AttentionBounds:
 
         ones, y_BND = torch.ones(len(x_BND), dtype=x_BND.dtype, device=x_BND.device), self.module(x_BND)
         gain_B = self.norm_o * through(transform.first(self.projected(ones)))
-        parts = [
-            projection_leaf(projected_3BHNO.transpose(0, 1), self.split.w_3HOD),
-            core_leaf(core, transform.y_3[2]),
-            merge_leaf(y_BND, self.o_HDO.mT),
-        ]
-        if self.split.transform is not identity:
-            parts.insert(1, transform_leaf(transform, ones))
-        return Expansion(y_BND, gain_B, beta, remainder, pull, parts=tuple(parts))
+        parts = () if self.split.whole else self._leaves(projected_3BHNO, transform, core, y_BND)
+        return Expansion(y_BND, gain_B, beta, remainder, pull, parts=parts)
+
+    def _leaves(
+        self, projected_3BHNO: Tensor, transform: QKVTransform, core: SeparateCore, y_BND: Tensor
+    ) -> tuple[Expansion, ...]:
+        """See parts.py."""
+        first = projection_leaf(projected_3BHNO.transpose(0, 1), self.split.w_3HOD)
+        last = core_leaf(core, transform.y_3[2]), merge_leaf(y_BND, self.o_HDO.mT)
+        return (first, *last) if self.split.transform is identity else (first, transform_leaf(transform), *last)
 
 
-def transform_leaf(transform: QKVTransform, ones_B: Tensor) -> Expansion:
+def transform_leaf(transform: QKVTransform) -> Expansion:
     """What a variant does to its projections, of which there are no forms: each of q, k and v is given the whole radius
     of all three."""
+
+    ones_B = torch.ones_like(transform.y_3[0].flatten(1)[:, 0])
 
     def length(r: QKVRadii) -> Tensor:
         return torch.stack(r).square().sum(0).sqrt()

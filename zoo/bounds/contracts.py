@@ -61,15 +61,16 @@ class Forms(Protocol):
         ...
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
-        """g (C, B, *y): -<g, R(H)> <= <H, C H> / 2 + constant. C and the constant grow with the reach."""
+        """g (C, B, *y): -<g, R(H)> <= <H, C H> / 2 + constant, for every smaller reach too."""
         ...
 
     def of_rest(self, reach: Tensor) -> QuadraticForm:
-        """|r(H)|^2 <= <H, C H>; one for each of B. C grows with the reach."""
+        """|r(H)|^2 <= <H, C H>, for every smaller reach too; one for each of B."""
         ...
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
-        """Of two reaches, small <= large: t (B,), at most 1, with C <= t C' for the forms `of_rest` of both."""
+        """Of two reaches, small <= large: t (B,), at most 1, with |r(H)|^2 <= t <H, C H> within the small one, for the
+        form C that `of_rest` makes for the large one."""
         ...
 
     def spread(self, r: Tensor) -> Tensor:

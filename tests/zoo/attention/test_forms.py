@@ -17,7 +17,6 @@ from tests.zoo.attention.test_curvature import random_
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
-from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.parts import CoreLeafForms, core_leaf
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.theory import forms
@@ -327,7 +326,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "L2": lambda: L2Attention(12, 2),
     "L2 with keys": lambda: L2Attention(12, 2, tied=False),
     "SCSA": lambda: ScaledCosineAttention(12, 2),
-    "LN": lambda: LipschitzNormAttention(12, 2),
     "window of L2": lambda: WindowAttention(L2Attention(12, 2), (2, 2)),
     "gated SCSA": lambda: GPSA(ScaledCosineAttention(12, 2)),
 }
@@ -355,7 +353,7 @@ def test_the_leaves_of_an_attention_are_its_chain(kind: str) -> None:
     assert sum(leaf.forms is not None for leaf in whole.parts) == 1
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "SCSA" not in kind and "LN" not in kind])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "SCSA" not in kind])
 def test_ascent_over_tokens_beats_no_form(kind: str) -> None:
     """Through the projections: what the certificate measures."""
     torch.manual_seed(1)
