@@ -19,8 +19,11 @@ from certify.methods.image import Image, ImageAnalysis, least_square_sum
 from tests.certify.methods.test_certify import margin_loss
 from tests.tools.ascent import ascend
 from tests.tools.small_models import PARTS, labelled, small_model
+from zoo.attention.parts import CoreLeafForms
 from zoo.bounds.activations import Smooth
+from zoo.bounds.contracts import Expansion
 from zoo.bounds.elementwise import UnitForms
+from zoo.bounds.tape import Tape
 
 ROOT = Path(__file__).parents[3]
 EPS = (0.02, 0.2)
@@ -170,6 +173,33 @@ def test_remainders_of_the_committed_model_are_a_fraction_of_the_adjoint_ones() 
     rest_B = analysis._remainders(g, eps_B, analysis._rests(eps_B), 0)[0]
     by_adjoint_B = inner.rivals(0, 1).tight(inner.radii(eps_B), torch.ones(1, 2, dtype=torch.bool))[0]
     assert (rest_B < 0.5 * (by_adjoint_B - g_0[0].flatten(1).norm(dim=1) * eps_B)).all()
+
+
+def test_forms_of_attention_leave_a_fraction_of_its_remainder() -> None:
+    """Content attention of large scores: against the same analysis with every attention as one leaf without forms."""
+    _, analysis = analysis_of("standard", 1, count=2)
+    share_B = remainder(analysis, 0.002) / remainder(without_core(analysis), 0.002)
+    assert (share_B < 0.25).all()
+
+
+def remainder(analysis: ImageAnalysis, eps: float) -> Tensor:
+    """Of the closest rival (B,)."""
+    eps_B = analysis._one * eps
+    _, g = analysis._gradients(analysis.clean.margin_BJ.argmin(1)[None])
+    return analysis._remainders(g, eps_B, analysis._rests(eps_B), 0)[0]
+
+
+def without_core(analysis: ImageAnalysis) -> ImageAnalysis:
+    other = ImageAnalysis(analysis.inner, analysis.images, analysis._seed)
+    other.tape = Tape([whole(expansion) for expansion in analysis.inner.chain.expansions])
+    return other
+
+
+def whole(expansion: Expansion) -> Expansion:
+    """Attention, which ends in three leaves of which the second is a core, in one piece."""
+    if any(isinstance(part.forms, CoreLeafForms) for part in expansion.parts):
+        return replace(expansion, parts=())
+    return replace(expansion, parts=tuple(whole(part) for part in expansion.parts))
 
 
 FAULTS: dict[str, Callable[[ImageAnalysis], object]] = {

@@ -42,6 +42,8 @@ from zoo.attention.theory.squares import (
 )
 from zoo.spectral import sigma_upper
 
+RUN_AWAY = 10  # of what holds everywhere, that within the reach is given up: both are estimated, and the latter by more
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -88,7 +90,7 @@ class CoreForms:
         """F for gradients o (C, B, H, N, O)."""
         local, everywhere = self.local_gradient(o, reach), gradient_everywhere(self.scores, o, reach)
         by_reach, by_none = (value(sums, reach.linear, reach.tokens) for sums in (local, everywhere))
-        return _chosen(reach.bounded & (by_reach <= by_none), local, everywhere)
+        return _chosen(reach.bounded & (by_reach <= RUN_AWAY * by_none), local, everywhere)
 
     def local_gradient(self, o: Tensor, reach: Reach) -> list[Squares]:
         """That within the reach."""
@@ -170,7 +172,7 @@ class CoreForms:
         weights = Weights(everywhere_B, by_values, by_inputs, share / share.sum(0))
         by_reach = value(self.local_rest(reach, weights), reach.linear, reach.tokens)
         by_none = value(rest_everywhere(self.scores), reach.linear, reach.tokens)
-        return replace(weights, local=reach.bounded & (by_reach <= by_none))
+        return replace(weights, local=reach.bounded & (by_reach <= RUN_AWAY * by_none))
 
     def rest(self, reach: Reach, weights: Weights) -> list[Squares]:
         """F'."""

@@ -38,7 +38,9 @@ class Reach:
         self.sd, self.change = self.variance.sqrt(), self.delta.norm(dim=-1) * ROUND
         self.tau = self.delta.amax(-1)
         self.gentle = self.tau <= TAU_MAX  # rows that may have exponentials
-        self.tokens = QKV(self.q, self.k, v.norm(dim=-1))
+        # What choices go by: the coordinates of a token do not all reach as far at once as each can by itself.
+        likely = q.shape[-1] ** -0.5
+        self.tokens = QKV(*(likely * one for one in (self.q, self.k, v.norm(dim=-1))))
         self.bounded = eta.flatten(1).amax(1).maximum(linear.flatten(1).amax(1)) < REACH_MAX
         self.exponent, self.exponent_most = self.delta.clamp_max(TAU_MAX), self.tau.clamp_max(TAU_MAX)
 
