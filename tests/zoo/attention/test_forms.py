@@ -136,7 +136,7 @@ def squared(apply: Callable[[Tensor], Tensor], eta: Tensor) -> Tensor:
 @pytest.mark.parametrize("r", RADII)
 @pytest.mark.parametrize("score", SCORES)
 def test_no_ascent_within_the_reaches_beats_a_form(score: str, r: float) -> None:
-    """And of small reach the forms are not looser than was measured: a factor of 4 of -<g, R>, of 20 of |R|^2."""
+    """While the reaches are the exact ones."""
     case = case_of(SCORES[score])
     by_gradient, by_rest = share_of_gradient(case, r), share_of_rest(case, r)
     print(f"{score} {r}: of gradient {by_gradient.median():.3f}, of rest {by_rest.median():.4f}")
@@ -287,14 +287,6 @@ def keys_off(eta: Tensor) -> Tensor:
 
 def values_do_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms.ValueSquares, "apply", lambda self, eta: QKV(*(0 * one for one in eta)))
-
-
-def no_third_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second order at the clean point alone."""
-    monkeypatch.setattr(Reach, "third", property(lambda self: (0 * self.tau, 0 * self.tau)))
-    for name in ("e1", "e2"):
-        exact = getattr(forms, name)
-        monkeypatch.setattr(forms, name, lambda t, exact=exact: exact(0 * t))
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], float]] = {
