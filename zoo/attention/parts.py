@@ -39,9 +39,16 @@ class CoreLeafForms:
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
         return _form(self.core.gradient(g, self.core.reach(reach)), 2.0)
 
-    def of_rest(self, reach: Tensor) -> QuadraticForm:
+    def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
+        """By the largest weight of an image: |R| is known, and no entry of it."""
         found = self.core.reach(reach)
-        return _form(self.core.rest(found, self.core.weights(found)), 1.0)
+        form = _form(self.core.rest(found, self.core.weights(found)), 1.0)
+        most_B = weight.flatten(1).amax(1).square()
+        room = (-1, *(1,) * self.core.core.q.ndim)
+        return QuadraticForm(lambda v: most_B.view(room) * form.apply(v), most_B * form.largest)
+
+    def size(self, reach: Tensor) -> Tensor:
+        return torch.ones_like(self.core.core.q)
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
         return self.core.shrink(self.core.reach(small), self.core.reach(large))

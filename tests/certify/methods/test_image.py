@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from certify.methods.rung import Rung, Situation
 from tests.certify.methods.test_certify import margin_loss
 from tests.tools.ascent import ascend, ascend_box
 from tests.tools.small_models import PARTS, labelled, small_model
+from zoo.attention.parts import CoreLeafForms
 from zoo.bounds import lanczos
 from zoo.bounds.activations import Smooth
+from zoo.bounds.contracts import Expansion
 from zoo.bounds.elementwise import UnitForms
-from zoo.bounds.tape import Vectors
+from zoo.bounds.tape import Tape, Vectors
+from zoo.models.convnet import ConvNet
 
 ROOT = Path(__file__).parents[3]
 EPS = (0.02, 0.2)
@@ -230,6 +234,47 @@ def test_radii_are_never_below_the_adjoint_ones_and_ascent_beats_none(parts: str
     baked = Adjoint(model).baked
     found_B = ascend(margin_loss(baked, y), x.double(), image_B, steps=40, starts=4)
     assert not ((found_B > 0) & (image_B > 0)).any()
+
+
+@pytest.mark.parametrize("theta", [None, 1.0])
+def test_kinks_cost_less_on_the_ball_of_images(theta: float | None) -> None:
+    """A conv net of ReLU or ReLU_theta, whose remainders had no forms once: certified further, and never beaten."""
+    torch.manual_seed(1)
+    model = conv_net(theta)
+    x, y = labelled(model, 8, 2)
+    adjoint_B, image_B = (certified_radius(model, x, y, method=method, nonce="one") for method in ("adjoint", "image"))
+    assert (image_B >= adjoint_B * (1 - 2**-8)).all()
+    assert (image_B / adjoint_B).median() > 1.05
+    found_B = ascend(margin_loss(Adjoint(model).baked, y), x.double(), image_B, steps=60, starts=6)
+    assert not (found_B > 0).any()
+
+
+def conv_net(theta: float | None) -> ConvNet:
+    layers, statistics = [(8, 3, 1, 1), (8, 3, 2, 1)], {"mean": (0.5,), "std": (0.5,)}
+    sizes: dict[str, Any] = {"img_size": 8, "in_chans": 1, "num_classes": 4, "hidden": [32, 32]}
+    return ConvNet(layers=layers, theta=theta, **sizes, **statistics).eval()
+
+
+def test_forms_of_attention_leave_a_fraction_of_its_remainder() -> None:
+    """Content attention of large scores: against the same with every attention as one leaf without forms."""
+    _, analysis = analysis_of("standard", 1, count=2)
+    e_B = torch.full((2,), 0.002, dtype=torch.float64)
+    with_forms, here = rung_of(analysis, 0.002), situation(analysis)
+    chain = analysis.inner.chain.expansions
+    plain = Rung(replace(here, tape=Tape([in_one_piece(expansion) for expansion in chain])), e_B)
+    class_CB = here.rivals_BR[:, :1].mT
+    costs = [
+        rung.ellipsoids.cost(rung._formed_of(class_CB, ellipsoid.CLOSE).margins, rung.ellipsoids.at(e_B))
+        for rung in (with_forms, plain)
+    ]
+    assert (costs[0] < 0.25 * costs[1]).all()
+
+
+def in_one_piece(expansion: Expansion) -> Expansion:
+    """Attention, which ends in three leaves of which the second is a core, in one piece."""
+    if any(isinstance(part.forms, CoreLeafForms) for part in expansion.parts):
+        return replace(expansion, parts=())
+    return replace(expansion, parts=tuple(in_one_piece(part) for part in expansion.parts))
 
 
 def smooth_images(count: int) -> Tensor:

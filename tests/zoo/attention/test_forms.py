@@ -104,6 +104,9 @@ def case_of(score: Score, seed: int = 0, tokens: Tensor | None = None) -> Case:
     return Case(core, core_leaf(core, v), moved, m, randn(1, B, H, N, W))
 
 
+ONE = torch.ones(1, 1, 1, 1, dtype=torch.float64)  # weights of an image
+
+
 def share_of_gradient(case: Case, r: float) -> Tensor:
     """max -<g, R> / (<H, C H> / 2) found: (B,)."""
     form = case.forms.of_gradient(case.g, case.reach(r))
@@ -118,7 +121,7 @@ def share_of_gradient(case: Case, r: float) -> Tensor:
 
 def share_of_rest(case: Case, r: float) -> Tensor:
     """max |R|^2 / <H, C H> found: (B,)."""
-    form = case.forms.of_rest(case.reach(r))
+    form = case.forms.of_rest(case.reach(r), ONE)
 
     def share(u: Tensor) -> Tensor:
         eta = case.eta(u)
@@ -177,7 +180,7 @@ def dense(case: Case, apply: Callable[[Tensor], Tensor]) -> Tensor:
 @pytest.mark.parametrize("score", SCORES)
 def test_forms_are_symmetric_not_negative_and_below_their_largest(score: str, r: float) -> None:
     case = case_of(SCORES[score])
-    for form in (case.forms.of_gradient(case.g, case.reach(r)), case.forms.of_rest(case.reach(r))):
+    for form in (case.forms.of_gradient(case.g, case.reach(r)), case.forms.of_rest(case.reach(r), ONE)):
         c = dense(case, form.apply)
         size = c.abs().amax((-2, -1)).clamp_min(1e-300)
         assert ((c - c.mT).abs().amax((-2, -1)) <= 1e-12 * size).all()
@@ -223,7 +226,7 @@ def test_a_smaller_reach_shrinks_the_rest_as_it_says(score: str) -> None:
         t = case.forms.shrink(case.reach(small), case.reach(large))
         assert (t <= 1).all()
         assert t.median() < 0.5 or large == 5.0  # what holds everywhere does not shrink
-        form = case.forms.of_rest(case.reach(large))
+        form = case.forms.of_rest(case.reach(large), ONE)
 
         def share(u: Tensor, form: Any = form, t: Tensor = t) -> Tensor:
             eta = case.eta(u)
@@ -242,7 +245,7 @@ def test_a_smaller_reach_shrinks_the_rest_as_it_says(score: str) -> None:
 def test_extreme_reaches_have_an_answer(score: str, reach: float) -> None:
     case = case_of(SCORES[score])
     whole = torch.full_like(case.reach(1.0), reach)
-    rest, gradient = case.forms.of_rest(whole), case.forms.of_gradient(case.g, whole)
+    rest, gradient = case.forms.of_rest(whole, ONE), case.forms.of_gradient(case.g, whole)
     for form in (rest, gradient):
         assert not form.largest.isnan().any()
         assert not torch.as_tensor(form.constant).isnan().any()

@@ -100,13 +100,19 @@ class Attack:
         def sigma(z: Tensor) -> Tensor:
             return act(z.reshape(-1, *shape[1:])).reshape(z.shape)
 
-        return forms.form.scales_H * (sigma(z + d) - sigma(z) - forms.activation.slope(z) * d)
+        return sigma(z + d) - sigma(z) - forms.activation.slope(z) * d
+
+    @property
+    def weight(self) -> Tensor:
+        """Of the entries of r, (B, ...)."""
+        room = self.forms.collect(self.instance.g[:1])[0]
+        return 0.5 + torch.rand(room.shape, generator=torch.Generator().manual_seed(0), dtype=room.dtype)
 
     def beaten(self) -> bool:
         """Does ascent find a change that loses more than a form says?"""
         size_B = self.instance.size_B()
         gradient = self.forms.of_gradient(self.instance.g[:1], self.reach)
-        rest = self.forms.of_rest(self.reach)
+        rest = self.forms.of_rest(self.reach, self.weight)
         weight_B = self.instance.g[0].flatten(1).norm(dim=1)
 
         def excess(v: Tensor) -> Tensor:
@@ -115,7 +121,9 @@ class Attack:
 
         def longer(v: Tensor) -> Tensor:
             h = self.change(v)
-            return (self.inner_rest(h).flatten(2).norm(dim=2) - _energy(rest, h).clamp_min(1e-300).sqrt()).flatten()
+            return (
+                (self.weight * self.inner_rest(h)).flatten(2).norm(dim=2) - _energy(rest, h).clamp_min(1e-300).sqrt()
+            ).flatten()
 
         start, one_B = torch.zeros(len(size_B), RANK, dtype=torch.float64), torch.ones_like(size_B)
         found_B = ascend(excess, start, one_B, steps=30, starts=4)
@@ -209,7 +217,10 @@ def dense(form: QuadraticForm, x: Tensor) -> Tensor:
 @each_case
 def test_forms_are_symmetric_and_never_above_their_largest(kind: type[nn.Module], i: int) -> None:
     for attack in attacks(CASES[kind][i], 2, 2):
-        for form in (attack.forms.of_gradient(attack.instance.g, attack.reach), attack.forms.of_rest(attack.reach)):
+        for form in (
+            attack.forms.of_gradient(attack.instance.g, attack.reach),
+            attack.forms.of_rest(attack.reach, attack.weight),
+        ):
             c = dense(form, attack.instance.x)
             size = c.abs().amax((-2, -1)).clamp_min(1e-300)
             assert ((c - c.mT).abs().amax((-2, -1)) <= 1e-12 * size).all()
@@ -227,7 +238,9 @@ def test_shrink_says_how_forms_shrink(kind: type[nn.Module], i: int) -> None:
             small, large = attack.reach * part, attack.reach
             t = attack.forms.shrink(small, large)
             assert (t <= 1).all()
-            less, more = (dense(attack.forms.of_rest(reach), attack.instance.x)[0] for reach in (small, large))
+            less, more = (
+                dense(attack.forms.of_rest(reach, attack.weight), attack.instance.x)[0] for reach in (small, large)
+            )
             gap = torch.linalg.eigvalsh(t[:, None, None] * more - less)[:, 0]
             assert (gap >= -1e-12 * more.abs().amax((-2, -1))).all()
         assert (attack.forms.shrink(0 * attack.reach, attack.reach) == 0).all()
@@ -241,7 +254,10 @@ def test_extreme_reaches_have_an_answer(kind: type[nn.Module], i: int) -> None:
         far = torch.full_like(attack.reach, torch.inf)
         some = torch.where(torch.rand_like(attack.reach) < 0.5, far, attack.reach)
         for reach in (torch.zeros_like(far), torch.full_like(far, 1e-12), torch.full_like(far, 1e-200), some, far):
-            gradient, rest = attack.forms.of_gradient(attack.instance.g, reach), attack.forms.of_rest(reach)
+            gradient, rest = (
+                attack.forms.of_gradient(attack.instance.g, reach),
+                attack.forms.of_rest(reach, attack.weight),
+            )
             for form in (gradient, rest):
                 assert not form.largest.isnan().any()
                 assert not torch.as_tensor(form.constant).isnan().any()
