@@ -131,12 +131,12 @@ class Ellipsoids:
     """Around a batch of clean images; `drifts`: how far the clean input of a leaf may be from the exact one."""
 
     def __init__(self, joint: Joint, drifts: Sizes, draw: Draw) -> None:
-        self.joint, self.tape, self.most_B, self.drifts, self._draw = joint, joint.tape, joint.most_B, drifts, draw
+        self.joint, self.tape, self.most_B, self._drifts, self._draw = joint, joint.tape, joint.most_B, drifts, draw
         self.runs = 0  # of Lanczos, of an image
         self._reaches = self._probed()
-        self._rests, total_B = dict[int, Rest](), joint.ones_B
+        self.rests, total_B = dict[int, Rest](), joint.ones_B
         for at in self.tape.bent:
-            self._rests[at] = self._rest(at, total_B)
+            self.rests[at] = self._rest(at, total_B)
             total_B = total_B + self._theta(at, total_B)
 
     @property
@@ -155,7 +155,7 @@ class Ellipsoids:
         """g (C, B, *y): the gradients at the outputs of the leaves that bend, of the margins over these classes."""
         forms, bounds = dict[int, QuadraticForm](), dict[int, Bound]()
         for at in self.tape.bent:
-            leaf, reach = self.tape.leaves[at], self._rests[at].reach
+            leaf, reach = self.tape.leaves[at], self.rests[at].reach
             if leaf.forms is None or reach is None:
                 bounds[at] = leaf.remainder(g[at])
             else:
@@ -163,7 +163,7 @@ class Ellipsoids:
         zero = torch.zeros_like(self.most_B).expand(class_CB.shape)
         if not forms:
             return Margins(zero, zero, zero, self.tape.bent[-1], bounds)
-        squares = (product(form.largest, self.drifts[at].square()) for at, form in forms.items())
+        squares = (product(form.largest, self._drifts[at].square()) for at, form in forms.items())
         numbers = (torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB)
         norm = self._seminorms(forms, f"margin {close}", list(numbers), close)
         constant = sum((form.constant for form in forms.values()), zero)
@@ -186,12 +186,12 @@ class Ellipsoids:
 
     def _theta(self, at: int, total_B: Tensor) -> Tensor:
         """theta of a leaf, for Theta in front of it. What is proved at the largest e holds below, and shrinks."""
-        leaf, rest = self.tape.leaves[at], self._rests[at]
+        leaf, rest = self.tape.leaves[at], self.rests[at]
         if leaf.forms is None or rest.reach is None:
             weight_B = self.joint.weights[at].flatten(1).amin(1)
             return nan_to_inf(leaf.beta(self._radius(at, total_B)) / weight_B).square()
         shrunk_B = leaf.forms.shrink(self._reach(at, total_B), rest.reach)
-        size_B = product(rest.norm_B, total_B.sqrt()) + product(rest.largest_B.sqrt(), self.drifts[at])
+        size_B = product(rest.norm_B, total_B.sqrt()) + product(rest.largest_B.sqrt(), self._drifts[at])
         return nan_to_inf(product(size_B.square(), shrunk_B))
 
     def _rest(self, at: int, total_B: Tensor) -> Rest:
@@ -207,14 +207,14 @@ class Ellipsoids:
 
     def _radius(self, at: int, total_B: Tensor) -> Tensor:
         """|H_i| (B,)."""
-        return product(self._rests[at].norm_B, total_B.sqrt()) + self.drifts[at]
+        return product(self.rests[at].norm_B, total_B.sqrt()) + self._drifts[at]
 
     def _reach(self, at: int, total_B: Tensor) -> Tensor:
         """Of the functionals of a leaf's forms (B, ...)."""
         forms, length = self.tape.leaves[at].forms, self._reaches[at]
         assert forms is not None
         room = length.shape[1:]
-        return product(length, beside(total_B.sqrt(), room)) + forms.sizes * beside(self.drifts[at], room)
+        return product(length, beside(total_B.sqrt(), room)) + forms.sizes * beside(self._drifts[at], room)
 
     def _seminorms(
         self, forms: Mapping[int, QuadraticForm], word: str, numbers: Sequence[Tensor], close: float
