@@ -54,8 +54,9 @@ class Joint:
 
     def part(self, source: int | None, last: int) -> Tensor:
         """1 for the entries of u that a source has (None: the image), 0 for the others: (n,)."""
-        sizes = {None: self._image.numel(), **{k: self.tape.room(k).numel() for k in self.sources(last)}}
-        return torch.cat([self.ones_B.new_full((size,), float(k == source)) for k, size in sizes.items()])
+        of_image = self.ones_B.new_full((self._image.numel(),), float(source is None))
+        of_leaves = (self.ones_B.new_full(self.tape.room(k), float(k == source)) for k in self.sources(last))
+        return torch.cat([of_image, *(part.flatten() for part in of_leaves)])
 
     def push(self, u: Tensor, visit: Callable[[int, Tensor], None], last: int) -> None:
         """Show H_i of every leaf up to `last`."""
@@ -134,6 +135,7 @@ class Ellipsoids:
         self.joint, self.tape, self.most_B, self._drifts, self._draw = joint, joint.tape, joint.most_B, drifts, draw
         self.runs = 0  # of Lanczos, of an image
         self._reaches = self._probed()
+        self._norms = {at: self._norm(at) for at, length in self._reaches.items() if bool(torch.isinf(length).any())}
         self.rests, total_B = dict[int, Rest](), joint.ones_B
         for at in self.tape.bent:
             self.rests[at] = self._rest(at, total_B)
@@ -166,7 +168,7 @@ class Ellipsoids:
         squares = (product(form.largest, self._drifts[at].square()) for at, form in forms.items())
         numbers = (torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB)
         norm = self._seminorms(forms, f"margin {close}", list(numbers), close)
-        constant = sum((form.constant for form in forms.values()), zero)
+        constant = torch.stack([zero + form.constant for form in forms.values()]).sum(0)
         return Margins(norm, sum(squares, zero).sqrt(), constant, max(forms), bounds)
 
     def cost(self, margins: Margins, grown: Grown) -> Tensor:
@@ -197,13 +199,15 @@ class Ellipsoids:
     def _rest(self, at: int, total_B: Tensor) -> Rest:
         leaf = self.tape.leaves[at]
         if leaf.forms is None:
-            one_B = torch.ones_like(total_B)
-            return Rest(
-                self._seminorms({at: identity(one_B)}, f"input {at}", [self.most_B[:, None]], COARSE)[0], one_B, None
-            )
+            return Rest(self._norm(at), self.joint.ones_B, None)
         reach = self._reach(at, total_B)
         form = leaf.forms.of_rest(reach, 1 / self.joint.weights[at])
         return Rest(self._seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], CLOSE)[0], form.largest[0], reach)
+
+    def _norm(self, at: int) -> Tensor:
+        """||M_i|| (B,)."""
+        whole = {at: identity(self.joint.ones_B)}
+        return self._seminorms(whole, f"input {at}", [self.most_B[:, None]], COARSE)[0]
 
     def _radius(self, at: int, total_B: Tensor) -> Tensor:
         """|H_i| (B,)."""
@@ -214,7 +218,11 @@ class Ellipsoids:
         forms, length = self.tape.leaves[at].forms, self._reaches[at]
         assert forms is not None
         room = length.shape[1:]
-        return product(length, beside(total_B.sqrt(), room)) + forms.sizes * beside(self._drifts[at], room)
+        reach = product(length, beside(total_B.sqrt(), room)) + forms.sizes * beside(self._drifts[at], room)
+        if at not in self._norms:
+            return reach
+        radius_B = product(self._norms[at], total_B.sqrt()) + self._drifts[at]
+        return torch.fmin(reach, forms.sizes * beside(radius_B, room))
 
     def _seminorms(
         self, forms: Mapping[int, QuadraticForm], word: str, numbers: Sequence[Tensor], close: float

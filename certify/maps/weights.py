@@ -39,10 +39,10 @@ class Look:
 
     def weights(self) -> dict[int, Tensor]:
         """W_k (B, ...) of every leaf that bends."""
-        weights, image_B = dict(self._weights), self._parts.get(None)
+        weights = dict(self._weights)
         for at, adds_B in self._parts.items():
             if at is not None:
-                theta_B = (adds_B / image_B).nan_to_num(THETA[1]).clamp(*THETA)
+                theta_B = (adds_B / self._parts[None]).nan_to_num(THETA[1]).clamp(*THETA)
                 weights[at] = weights[at] * beside((GUESS / theta_B).sqrt(), weights[at].shape[1:])
         return weights
 

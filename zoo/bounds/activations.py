@@ -26,6 +26,7 @@ from zoo.bounds.facts import NoRule, facts_of
 PIECES = 5  # of the way to z + d
 PAD = 1e-13  # above the rounding of sigma'' and of its extrema
 FAR = 40.0  # beyond it every |sigma''| here is below PAD
+TYPICAL = 0.35  # of its reach, what the change of a unit is taken for where any choice is sound
 THRESHOLDS = tuple(2.0**i for i in range(-3, 6))  # what the search over majorants of a hinge tries
 
 
@@ -82,13 +83,14 @@ class Smooth:
         m_PN1 = (kappa_PNH * reach_PNH.square()).amax(-1, keepdim=True)
         return 0.5 * r_P * lambda_max(_of_all(kappa_PNH * m_PN1)).sqrt()
 
-    def parabola(self, z: Tensor, w: Tensor, reach: Tensor) -> Tensor:
-        """c >= 0 with -w_h R_h <= c_h d_h^2 / 2."""
+    def parabola(self, z: Tensor, w: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+        """A curve: no constant."""
         lo, hi = range_of_mean_second(self, z, reach)
-        return (-torch.minimum(w * lo, w * hi)).clamp_min(0)
+        c = (-torch.minimum(w * lo, w * hi)).clamp_min(0)
+        return c, torch.zeros_like(c)
 
     def chord(self, z: Tensor, reach: Tensor) -> Tensor:
-        """k with |R_h| <= k_h |d_h|: kappa D / 2, or the range of slopes."""
+        """kappa D / 2, or the range of slopes."""
         lo, hi = range_of_mean_second(self, z, reach)
         return (0.5 * torch.maximum(-lo, hi) * reach).clamp_max(slope_range(self))
 
@@ -152,22 +154,45 @@ class Hinge:
         """docs/proofs.md#kinks, with the thresholds of `hinges`; and v (|d| - k)_+ <= v (1 - k/D) |d| = u |d| with
 
         sum_h u_h |d_h| <= ( sum_h u_h  sum_h u_h d_h^2 )^(1/2)     per token, tokens by Cauchy."""
-        none = torch.full_like(z_PNH, torch.inf)
-        rising = torch.where(z_PNH < self.theta, z_PNH.abs(), none)
-        falling = torch.where(z_PNH > 0, (z_PNH - self.theta).abs(), none)
-        v_PNH, k_PNH = w_PNH.abs() * (self.theta > 0), torch.where(w_PNH < 0, rising, falling)
-        u_PNH = v_PNH * _beyond(k_PNH, reach_PNH)
+        v_PNH, k_PNH = self._kink(z_PNH, w_PNH)
+        u_PNH = v_PNH * beyond(k_PNH, reach_PNH)
         square = r_P.square()[:, None, None]
         cauchy = r_P * (lambda_max(u_PNH) * u_PNH.sum((-2, -1))).sqrt()
         return torch.minimum(hinges(v_PNH, k_PNH, reach_PNH, r_P, lambda c: lambda_max(square * c)), cauchy)
 
     def beta(self, z_PNH: Tensor, s_H: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
         """|R_h| <= (|d_h| - k_h)_+ <= (1 - k_h / D_h)_+ |d_h|, k the distance to the nearest kink."""
-        k_PNH = torch.minimum(z_PNH.abs(), (z_PNH - self.theta).abs())
-        return r_P * lambda_max(((self.theta > 0) * s_H * _beyond(k_PNH, reach_PNH)).square()).sqrt()
+        return r_P * lambda_max((s_H * self.chord(z_PNH, reach_PNH)).square()).sqrt()
+
+    def parabola(self, z: Tensor, w: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+        """That of the one kink that counts."""
+        return hinge_parabola(*self._kink(z, w), reach)
+
+    def chord(self, z: Tensor, reach: Tensor) -> Tensor:
+        """(1 - k / D)_+, k the distance to the nearest kink."""
+        return (self.theta > 0) * beyond(torch.minimum(z.abs(), (z - self.theta).abs()), reach)
+
+    def _kink(self, z: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """v and k."""
+        none = torch.full_like(z, torch.inf)
+        rising = torch.where(z < self.theta, z.abs(), none)
+        falling = torch.where(z > 0, (z - self.theta).abs(), none)
+        return w.abs() * (self.theta > 0), torch.where(w < 0, rising, falling)
 
 
-def _beyond(k: Tensor, reach: Tensor) -> Tensor:
+def hinge_parabola(v: Tensor, k: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+    """(c, s) with v (|d| - k)_+ <= c d^2 / 2 + s for |d| <= D: the parabolas of `hinges` with t = TYPICAL D, that is
+    the line that touches the concave envelope over d^2 in [0, D^2] at a change of that size."""
+    live = (reach > k) & (v > 0)
+    k = torch.where(live, k, torch.zeros_like(k))  # finite
+    t = (TYPICAL * reach).clamp_min(1e-100)
+    lifted = t >= 2 * k
+    low = torch.where(reach > 2 * k, 1 / (2 * k), 2 * (reach - k) / reach.square())
+    c = torch.where(live, v * torch.where(lifted, 1 / t, low), 0.0)
+    return c, torch.where(live & lifted, v * (t / 2 - k), 0.0)
+
+
+def beyond(k: Tensor, reach: Tensor) -> Tensor:
     """(1 - k / D)_+, and 0 where D = 0."""
     return torch.where(reach > k, 1 - k / reach, torch.zeros_like(k))
 

@@ -37,6 +37,12 @@ class Activation(Protocol):
     def beta(self, z_PNH: Tensor, s_H: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
         """(P,) never below (sum (s_h R_h)^2)^(1/2)."""
 
+    def parabola(self, z: Tensor, w: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+        """(c, s) with -w_h R_h <= c_h d_h^2 / 2 + s_h, both >= 0."""
+
+    def chord(self, z: Tensor, reach: Tensor) -> Tensor:
+        """k with |R_h| <= k_h |d_h|, nondecreasing in the reach."""
+
 
 @dataclass(frozen=True)
 class QuadraticForm:
@@ -49,7 +55,8 @@ class QuadraticForm:
 
 class Forms(Protocol):
     """The remainder R = B r of a module around one clean batch, in quadratic forms of the change H of its input. They
-    hold while every functional <a, H> of some, one an entry of (B, ...), stays within its `reach`."""
+    hold while every functional <a, H> of some, one an entry of (B, ...), stays within its `reach`. An entry may stand
+    for any other function of H that is at most |a| |H|."""
 
     @property
     def sizes(self) -> Tensor:
@@ -57,11 +64,11 @@ class Forms(Protocol):
         ...
 
     def squares(self, probes: Tensor) -> Tensor:
-        """sum_m <a, v_m>^2 for vectors v (M, B, *x): (B, ...)."""
+        """sum_m <a, v_m>^2 for vectors v (M, B, *x): (B, ...); infinite where there is no a, only its size."""
         ...
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
-        """g (C, B, *y): -<g, R(H)> <= <H, C H> / 2 + constant. C and the constant grow with the reach."""
+        """g (C, B, *y): -<g, R(H)> <= <H, C H> / 2 + constant. What holds for a reach holds for a smaller one."""
         ...
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:

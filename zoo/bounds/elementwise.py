@@ -4,13 +4,12 @@ Letters as in activations.py: B images, C classes, P pairs (class, image), N tok
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from zoo.bounds.activations import Smooth, activation_of, lipschitz, slope_range
+from zoo.bounds.activations import activation_of, lipschitz, slope_range
 from zoo.bounds.contracts import Activation, Bound, Expand, Expansion, LambdaMax, Layer, QuadraticForm
 from zoo.bounds.facts import Facts, M
 from zoo.bounds.rules import scaled
@@ -37,7 +36,7 @@ class UnitForms:
     """The quadratic forms of units d = W_1 H, R = W_2 r with r = R_sigma: sums of c_h d_h^2. See `Forms` in
     contracts.py. Linear maps of (C, B, ...): units for W_1, outputs for W_2, and the transposes."""
 
-    activation: Smooth
+    activation: Activation
     form: Form
     z_BNH: Tensor
     units: Callable[[Tensor], Tensor]  # *x -> N, H
@@ -53,7 +52,8 @@ class UnitForms:
         return self.units(probes).square().sum(0)
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
-        return self._form(self.activation.parabola(self.z_BNH, self.outputs_T(g), reach))
+        c_CBNH, s_CBNH = self.activation.parabola(self.z_BNH, self.outputs_T(g), reach)
+        return replace(self._form(c_CBNH), constant=s_CBNH.sum((-2, -1)))
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
         return self._form((weight * self.activation.chord(self.z_BNH, reach)).square()[None])
@@ -62,8 +62,9 @@ class UnitForms:
         return self.activation.chord(self.z_BNH, reach) * reach
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
+        """The forms are diagonal in d."""
         less, more = (self.activation.chord(self.z_BNH, reach) for reach in (small, large))
-        return (less / more.clamp_min(1e-300)).square().flatten(1).amax(1).clamp_max(1)
+        return largest_share(less, more).square()
 
     def spread(self, r: Tensor) -> Tensor:
         return self.outputs(r)
@@ -76,9 +77,9 @@ class UnitForms:
         return QuadraticForm(lambda v: self.units_T(c_CBNH * self.units(v)), largest_P.view(c_CBNH.shape[:2]))
 
 
-def unit_forms(activation: Activation, *units: Any) -> UnitForms | None:
-    """Those of smooth activations: no parabola lies above a kink."""
-    return UnitForms(activation, *units) if isinstance(activation, Smooth) else None
+def largest_share(less: Tensor, more: Tensor) -> Tensor:
+    """max of less / more over the entries of each of B, 0 <= less <= more: (B,)."""
+    return torch.where(less < more, less / more, (less > 0).to(less)).flatten(1).amax(1)
 
 
 def units_beta(activation: Activation, form: Form, z_BNH: Tensor) -> Bound:
@@ -140,7 +141,7 @@ def elementwise(module: nn.Module, activation: Activation) -> Expand:
             lambda g: units_remainder(activation, form, z_B1H, g.flatten(2).unsqueeze(2)),
             lambda g: g * slope,
             lambda v: v * slope,
-            forms=unit_forms(activation, form, z_B1H, rows, back, back, rows),
+            forms=UnitForms(activation, form, z_B1H, rows, back, back, rows),
         )
 
     return expand

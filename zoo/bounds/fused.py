@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zoo.arithmetic import U
 from zoo.bounds.contracts import Activation, Expand, Expansion, LambdaMax
-from zoo.bounds.elementwise import Form, unit_forms, units_beta, units_remainder
+from zoo.bounds.elementwise import Form, UnitForms, units_beta, units_remainder
 from zoo.bounds.lanczos import ritz
 from zoo.spectral import sigma_upper, start_vectors
 
@@ -61,7 +61,7 @@ def fused(
             lambda g: units_remainder(activation, form, z_BNH, g.flatten(2, -2) @ w_2_DH),
             lambda g: skip * g + (g @ w_2_DH * slope) @ w_1_HD,
             lambda v: skip * v + (v @ w_1_HD.mT * slope) @ w_2_DH.mT,
-            forms=unit_forms(
+            forms=UnitForms(
                 activation,
                 form,
                 z_BNH,

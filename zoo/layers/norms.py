@@ -22,6 +22,7 @@ from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, NoRule, register
 from zoo.bounds.rounding import OUT, size
 from zoo.bounds.rules import layer_of, scaled
+from zoo.layers.norm_forms import BoundedForms, ProjectForms
 from zoo.spectral import sigma_upper
 
 
@@ -209,6 +210,7 @@ def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
         remainder,
         times_j,
         times_j,
+        forms=BoundedForms(u_BND, radius),
     )
 
 
@@ -226,14 +228,14 @@ def layer_norm_expansion(module: nn.LayerNorm) -> Expand:
     outer = scale * float(gamma.abs().max())
 
     def expand(x: Tensor) -> Expansion:
-        core = smooth_expansion(x - x.mean(-1, keepdim=True), math.sqrt(dim * module.eps))
+        u, radius = _centred(x), math.sqrt(dim * module.eps)
+        core = smooth_expansion(u, radius)
 
         def outwards(v: Tensor) -> Tensor:
             return scale * gamma.to(v) * v
 
         def inwards(g: Tensor) -> Tensor:
-            g = outwards(g)
-            return g - g.mean(-1, keepdim=True)
+            return _centred(outwards(g))
 
         return Expansion(
             module(x),
@@ -241,10 +243,15 @@ def layer_norm_expansion(module: nn.LayerNorm) -> Expand:
             lambda r: outer * core.beta(r),
             lambda g: core.remainder(inwards(g)),
             lambda g: core.pull(inwards(g)),
-            lambda v: outwards(core.push(v - v.mean(-1, keepdim=True))),
+            lambda v: outwards(core.push(_centred(v))),
+            forms=BoundedForms(u, radius, _centred, lambda r: outwards(_centred(r)), inwards),
         )
 
     return expand
+
+
+def _centred(v: Tensor) -> Tensor:
+    return v - v.mean(-1, keepdim=True)
 
 
 def layer_project_expansion(module: LayerProject) -> Expand:
@@ -299,7 +306,8 @@ def layer_project_expansion(module: LayerProject) -> Expand:
             n = x / rho.clamp_min(radius)
             return torch.where(rho > radius, radius / rho * (g - n * (n * g).sum(-1, keepdim=True)), g)
 
-        return Expansion(module(x), (radius / rho_BN).clamp(max=1).amax(1), beta, remainder, times_j, times_j)
+        gain_B = (radius / rho_BN).clamp(max=1).amax(1)
+        return Expansion(module(x), gain_B, beta, remainder, times_j, times_j, forms=ProjectForms(x, radius))
 
     return expand
 

@@ -25,6 +25,7 @@ from zoo.bounds.rules import Step, layer_of
 from zoo.layers.cap import cap_
 from zoo.layers.constrained import constrain_
 from zoo.layers.init import finish_init_, trunc_normal_init_
+from zoo.layers.norm_forms import NormForms
 from zoo.layers.patches import Normalize, by_products_, patches_gram, patches_norm, patches_rounding
 
 
@@ -34,7 +35,8 @@ class ViT(nn.Module):
     Args:
         block: index, drop_path -> one block; the model does not know what is in it.
         norm: embed_dim -> the norm before pooling, or after it if `fc_norm`.
-        global_pool: 'avg' (mean of all tokens) or 'cls' (a class token).
+        global_pool: 'avg' (mean of all tokens) or 'cls' (the class token).
+        class_token: whether there is one; None: where it is pooled.
         cls_after: the number of blocks after which the class token joins; it has a position only if that is 0.
         bias: whether the patch embedding and the head have one.
         init: gives the weights their initial values.
@@ -56,6 +58,7 @@ class ViT(nn.Module):
         global_pool: str,
         mean: tuple[float, ...],
         std: tuple[float, ...],
+        class_token: bool | None = None,
         cls_after: int = 0,
         fc_norm: bool = False,
         bias: bool = True,
@@ -75,7 +78,9 @@ class ViT(nn.Module):
         self.normalize = Normalize(mean, std)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, bias=bias)
         by_products_(self.patch_embed)
-        has_cls = global_pool == "cls"
+        has_cls = global_pool == "cls" if class_token is None else class_token
+        if global_pool == "cls" and not has_cls:
+            raise UserError("global_pool is 'cls' and there is no class token; set class_token=True, or pool by 'avg'")
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if has_cls else None
         self.cls_after = cls_after
         positions = self.patch_embed.num_patches + (has_cls and cls_after == 0)
@@ -222,12 +227,14 @@ class OneToken:
 
         def expand(x_BD: Tensor) -> Expansion:
             of_token = expand_token(x_BD.unsqueeze(1))
+            forms = of_token.forms
             return replace(
                 of_token,
                 y=of_token.y.squeeze(1),
                 remainder=lambda g_CBD: of_token.remainder(g_CBD.unsqueeze(-2)),
                 pull=lambda g_CBD: of_token.pull(g_CBD.unsqueeze(-2)).squeeze(-2),
                 own_push=lambda v_CBD: of_token.push(v_CBD.unsqueeze(-2)).squeeze(-2),
+                forms=replace(forms, u=forms.u.squeeze(1)) if isinstance(forms, NormForms) else None,
             )
 
         return expand

@@ -1,0 +1,33 @@
+"""The bytes of a benchmark's files, plain or as .gz, bounded: they were made by somebody else."""
+
+import gzip
+import zlib
+from pathlib import Path
+
+from certizoo import UserError
+
+MAX_BYTES = 16 * 2**20  # fifty times the largest net of the benchmark
+
+
+def content(folder: Path, name: str) -> bytes:
+    """Of the file `name` below `folder`, or of NAME.gz unpacked. Raises UserError for one that is not there, leads out
+    of the folder or is larger than MAX_BYTES."""
+    try:
+        found = _found(folder, name)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{name[:200]} of {folder} cannot be read ({reason}); fetch it again") from None
+    if len(found) > MAX_BYTES:
+        raise UserError(f"{name} holds more than {MAX_BYTES // 2**20} MiB, which no file of this benchmark does")
+    return found
+
+
+def _found(folder: Path, name: str) -> bytes:
+    """At most one byte more than MAX_BYTES."""
+    path = next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+    if path is None:
+        raise UserError(f"{folder / name} is not there, nor with .gz; give the folder that holds instances.csv")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{path} leads out of {folder}; put the file itself there")
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        return file.read(MAX_BYTES + 1)

@@ -1,0 +1,262 @@
+"""The `vit` benchmark of VNN-COMP 2023: how many of its properties are proved, beside the published counts.
+
+Two Vision Transformers with batch norms and ReLU (Shi et al. 2023: pgd_2_3_16 and ibp_3_3_8) on CIFAR-10 and 100
+properties of each: an image keeps its class on the box of +-1/255 around it, clipped to [0,1]. What plain CROWN proves
+or an attack refutes was left out when the benchmark was made. FOLDER is `benchmarks/vit` of
+https://github.com/ChristopherBrix/vnncomp2023_benchmarks: instances.csv, onnx/ and vnnlib/, packed or not.
+
+A net is read into our modules (benchmarks/vnncomp), and its logits are held against those of onnxruntime on the file
+itself, at the middle of every box and beside it, before anything is certified. What is certified is the ball in Linf
+around the middle that holds the box.
+
+    python -m benchmarks.vnncomp_vit FOLDER [--method best] [--instances 20] [--seconds 600] [--radii 5]
+"""
+
+import argparse
+import csv
+import io
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.record import record
+from benchmarks.vnncomp import vit, vnnlib
+from benchmarks.vnncomp.contents import content
+from certify.api import certifier, radius_of
+from certify.methods import METHODS
+from certify.methods.breakdown import FIRST_ORDER, averaged, columns
+from certify.methods.certificate import Analysis, Explained
+from certizoo import UserError
+from certizoo.errors import one_line_errors
+from zoo.models.vit import ViT
+
+# Verified within 100 s each on the competition's machines: alpha_beta_crown/2023_vit/results.csv and
+# marabou/2023_vit/results.csv of https://github.com/ChristopherBrix/vnncomp2023_results. The other tools proved none.
+PUBLISHED = {
+    "pgd_2_3_16": {"alpha-beta-CROWN": 42, "Marabou": 100},
+    "ibp_3_3_8": {"alpha-beta-CROWN": 37, "Marabou": 100},
+}
+VERDICTS = ("verified", "unknown", "misclassified")
+EPS = 1 / 255
+FIRST = f"share.{FIRST_ORDER}"
+COLUMNS = ("net", "instance", "verdict", "eps", "margin", "loss", "radius", "seconds", "failure")  # that are recorded
+MAX_INSTANCES = 1000
+LOGITS_OFF = 1e-5  # of ours from onnxruntime's float32
+OUTSIDE = 1e-6  # how far the middle of a box may lie outside [0,1] by rounding
+OUT = 1e-12  # boxes are turned into balls in float64, and grow by this
+NOISE = 0.05  # of the images beside the middles of boxes at which logits are compared
+
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One line of instances.csv: a net and a property, names of files."""
+
+    net: str
+    said: str
+
+    @property
+    def name(self) -> str:
+        return Path(self.said).stem
+
+
+@dataclass(frozen=True)
+class Ball:
+    """An image (1, C, H, W) in [0,1] and a radius in Linf: it holds the box of a property."""
+
+    image_1CHW: Tensor
+    eps: float
+    label: int
+
+
+def instances(folder: Path) -> dict[str, list[Instance]]:
+    """Those of instances.csv by their nets, in order. Raises UserError."""
+    text = content(folder, "instances.csv").decode("utf-8", "replace")
+    try:
+        lines = [line for line in csv.reader(io.StringIO(text)) if line]
+    except csv.Error as error:
+        raise UserError(f"{folder}/instances.csv is no table ({error}); fetch it again") from None
+    if not 0 < len(lines) <= MAX_INSTANCES or any(len(line) != 3 for line in lines):
+        raise UserError(f"{folder}/instances.csv has to be up to {MAX_INSTANCES} lines of net,property,seconds")
+    found: dict[str, list[Instance]] = {}
+    for net, name, _ in lines:
+        found.setdefault(net, []).append(Instance(net, name))
+    return found
+
+
+def ball(said: vnnlib.Property, model: ViT, shape: tuple[int, ...], name: str) -> Ball:
+    """The smallest ball around the middle of the box, in the pixels that `model` normalises. shape: of its images.
+
+    The net's input is (pixels - mean) / std with the model's own numbers, so that lower * std + mean is the box in
+    pixels whatever they are.
+    """
+    if len(said.lower_I) != torch.Size(shape).numel():
+        raise UserError(
+            f"{name} bounds {len(said.lower_I)} inputs, and the net has {list(shape)}; give its own property"
+        )
+    if said.label >= model.num_classes:
+        raise UserError(
+            f"{name} has the label {said.label} of {model.num_classes} classes; give the net's own property"
+        )
+    mean, std = model.normalize.mean.double(), model.normalize.std.double()
+    lower, upper = (torch.from_numpy(side).view(shape) * std + mean for side in (said.lower_I, said.upper_I))
+    middle = (lower + upper) / 2
+    if bool(((middle < -OUTSIDE) | (middle > 1 + OUTSIDE)).any()):
+        raise UserError(f"{name} has a box beyond pixels in [0,1]; certificates speak of images in [0,1]")
+    middle = middle.clamp(0, 1)
+    eps = float(torch.maximum(upper - middle, middle - lower).max()) * (1 + OUT) + OUT
+    return Ball(middle[None], eps, said.label)
+
+
+def onnxruntime_logits(net: bytes, inputs: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+    """Of the file itself, one image at a time. Raises UserError where it cannot be computed."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 4
+    try:
+        session = onnxruntime.InferenceSession(net, options, providers=["CPUExecutionProvider"])
+        (given,) = session.get_inputs()
+        return np.concatenate([session.run(None, {given.name: one[None]})[0] for one in inputs])
+    except Exception as error:  # of a foreign library, whatever it is
+        raise UserError(f"onnxruntime cannot compute {name} ({str(error)[:200]}); fetch it again") from None
+
+
+def compare(net: bytes, model: ViT, images_BCHW: Tensor, name: str) -> float:
+    """The largest difference of logits between the file in onnxruntime and our model, over 1 + |logit|. Raises
+    UserError where they are not one function."""
+    noise = NOISE * (2 * torch.rand(images_BCHW.shape, generator=torch.Generator().manual_seed(0)) - 1)
+    images = torch.cat([images_BCHW, (images_BCHW + noise).clamp(0, 1)])
+    with torch.no_grad():
+        inputs, ours = model.normalize(images).float().numpy(), model(images).numpy()
+    theirs = onnxruntime_logits(net, inputs, name)
+    off = float((abs(ours - theirs) / (1 + abs(ours))).max()) if theirs.shape == ours.shape else np.inf
+    if not off <= LOGITS_OFF:
+        raise UserError(
+            f"{name} was read as another function than onnxruntime's (logits off by {off:.3g}); not certified"
+        )
+    return off
+
+
+def answer(analysis: Analysis, eps: float) -> dict[str, Any]:
+    """What is proved of the one ball of an analysis; a loss without a bound is left out."""
+    found = analysis.at(eps)
+    margin, loss = found.margin_B.item(), found.loss_B.item()
+    return {
+        "verdict": "verified" if found.certified_B.item() else "unknown" if found.correct_B.item() else "misclassified",
+        "eps": eps,
+        "margin": float(f"{margin:.6g}"),
+        "loss": float(f"{loss:.6g}") if math.isfinite(loss) else None,
+        "failure": analysis.failure,
+    }
+
+
+def rows_of(folder: Path, listed: list[Instance], given: argparse.Namespace) -> Iterator[Row]:
+    """One for each instance of a net, until its time is over."""
+    net = content(folder, listed[0].net)
+    model = vit.read(net)
+    shape = (model.patch_embed.proj.in_channels, *model.patch_embed.img_size)
+    balls = [ball(vnnlib.parse(content(folder, one.said), one.said), model, shape, one.said) for one in listed]
+    compare(net, model, torch.cat([one.image_1CHW for one in balls]), listed[0].net)
+    begun, radii = time.monotonic(), given.radii
+    prover = certifier(model, given.method, given.nonce, "linf")
+    for one, around in zip(listed, balls, strict=True):
+        if time.monotonic() - begun > given.seconds:
+            return
+        start = time.perf_counter()
+        analysis = prover.analyse(around.image_1CHW, torch.tensor([around.label]))
+        row = answer(analysis, around.eps)
+        row["seconds"] = round(time.perf_counter() - start, 3)
+        if row["verdict"] == "unknown":
+            row |= columns(analysis.breakdown(around.eps))[0] if isinstance(analysis, Explained) else {}
+            row |= {"radius": float(radius_of(analysis))} if radii > 0 else {}
+            radii -= 1
+        yield {"net": Path(one.net).stem, "instance": one.name, **row}
+
+
+def summary(net: str, listed: int, rows: list[Row]) -> Row:
+    """Of one net: counts, times, how far the bounds are off, and what the stages cost where the answer is unknown."""
+    verdicts = [row["verdict"] for row in rows]
+    ratios = [row["loss"] / row["margin"] for row in rows if row["margin"] > 0 and row["loss"] is not None]
+    open_rows = pd.DataFrame([row | {"correct": True} for row in rows if row["verdict"] == "unknown"])
+    return {
+        "net": net,
+        "listed": listed,
+        "tried": len(rows),
+        **{word: verdicts.count(word) for word in VERDICTS},
+        "seconds": _median([row["seconds"] for row in rows]),
+        "loss_over_margin": _median(ratios),
+        "first_order_over_margin": _median(
+            [row[FIRST] * row["loss"] / row["margin"] for row in rows if row.get(FIRST)]
+        ),
+        "radius_over_eps": _median([row["radius"] / row["eps"] for row in rows if "radius" in row]),
+        "stages": averaged(open_rows, EPS) if len(open_rows) else None,
+        "published": PUBLISHED.get(net, {}),
+    }
+
+
+def _median(values: list[float]) -> float | None:
+    return float(f"{np.median(values):.4g}") if values else None
+
+
+def show(found: list[Row]) -> None:
+    """One line a net, then how far what stays unknown is from a proof, and what costs most in it."""
+    tools = list(dict.fromkeys(tool for one in found for tool in one["published"]))
+    table = Table(box=None, pad_edge=False)
+    for column in ("net", "tried", *VERDICTS, "s", *tools):
+        table.add_column(column, justify="left" if column == "net" else "right")
+    for one in found:
+        numbers = [one[key] for key in ("tried", *VERDICTS, "seconds")]
+        published = [f"{one['published'][tool]}/{one['listed']}" if tool in one["published"] else "" for tool in tools]
+        table.add_row(one["net"], *("" if number is None else f"{number:g}" for number in numbers), *published)
+    console = Console()
+    console.print(table)
+    for one in filter(lambda one: one["unknown"], found):
+        keys = ("loss_over_margin", "first_order_over_margin", "radius_over_eps")
+        said = [f"{key.replace('_', ' ')} {one[key]:.3g}" for key in keys if one[key] is not None]
+        if one["stages"] is not None and one["stages"]["steps"]:
+            stage, cost = max(one["stages"]["steps"].items(), key=lambda item: item[1])
+            said.append(f"{stage} costs most ({one['stages']['quantity']} {cost:.3g})")
+        console.print(f"{one['net']}, unknown: {'; '.join(said) or 'no bound'}", soft_wrap=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--method", default="best", choices=METHODS)
+    parser.add_argument("--instances", type=int, metavar="N", help="only the first N of each net")
+    parser.add_argument("--seconds", type=float, default=np.inf, help="start none of a net after so many")
+    parser.add_argument("--radii", type=int, default=0, metavar="N", help="search the radius of N unknown ones a net")
+    parser.add_argument("--nonce", help="repeats a result")
+    parser.add_argument("--record", metavar="NAME", help="write benchmarks/results/NAME.json")
+    return parser.parse_args()
+
+
+@one_line_errors
+def main() -> None:
+    given = arguments()
+    rows, found = list[Row](), list[Row]()
+    for net, listed in instances(given.folder).items():
+        own = list(rows_of(given.folder, listed[: given.instances], given))
+        rows += own
+        found.append(summary(Path(net).stem, len(listed), own))
+    show(found)
+    if given.record:
+        kept = [{key: row[key] for key in COLUMNS if key in row} for row in rows]
+        record(given.record, {"method": given.method, "norm": "linf", "nets": found, "rows": kept})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""Quadratic forms of remainders, of every type that has them: ascent within an ellipsoid of changes finds none that is
+above its form; forms are what dense matrices say; faults are seen."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+import zoo.bounds.activations as activations
+import zoo.layers.norm_forms as norm_forms
+from certify.methods.bake import bake
+from tests.tools.ascent import ascend
+from tests.tools.expansions import Instance
+from tests.tools.small_models import distinct
+from tests.zoo.bounds.test_curvature import CASES, Case, instances
+from zoo.bounds.activations import Hinge, hinge_parabola
+from zoo.bounds.contracts import Expansion, Forms, QuadraticForm
+from zoo.bounds.curvature import affine, expansion_of
+from zoo.bounds.elementwise import UnitForms
+from zoo.bounds.facts import types_where
+from zoo.layers.mlp import SLL
+from zoo.layers.norm_forms import NormForms, ProjectForms
+from zoo.layers.norms import LayerProject, SmoothProject
+from zoo.models.overview import tiny_options
+
+NONE = {  # types that bend and have no forms: attention
+    "DotProductAttention",
+    "GPSA",
+    "L2Attention",
+    "LipschitzNormAttention",
+    "ScaledCosineAttention",
+    "WindowAttention",
+}
+HERE = [(kind, i) for kind, cases in CASES.items() for i in range(len(cases))]
+NORMS = (nn.LayerNorm, SmoothProject, LayerProject)
+RANK = 5  # of an ellipsoid of changes
+each_case = pytest.mark.parametrize(("kind", "i"), HERE, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Changes H = L v, |v| <= 1, of each of B inputs: L (K, B, ...), and the reach of all functionals among them."""
+
+    instance: Instance
+    expansion: Expansion
+    forms: Forms
+    axes: Tensor
+    reach: Tensor
+
+    @classmethod
+    def of(cls, instance: Instance, seed: int) -> "Attack":
+        """|H| <= r: for odd inputs most of L is one direction, the token's own for every fourth."""
+        torch.manual_seed(seed)
+        expansion = instance.expansion()
+        forms = expansion.forms
+        assert forms is not None
+        axes = torch.randn(RANK, *instance.x.shape, dtype=torch.float64)
+        axes[1:, 1::2] *= 0.1
+        axes[0, 3::4] = instance.x[3::4]
+        length_B = torch.linalg.matrix_norm(axes.flatten(2).permute(1, 0, 2), 2)
+        axes = axes * (instance.r_B / length_B).view(1, -1, *(1,) * (instance.x.ndim - 1))
+        squares = forms.squares(axes)
+        sizes = forms.sizes * instance.r_B.view(-1, *(1,) * (squares.ndim - 1))
+        return cls(instance, expansion, forms, axes, torch.minimum(squares.sqrt(), sizes) * (1 + 1e-12))
+
+    def change(self, v: Tensor) -> Tensor:
+        """v (S B, K) -> H (S, B, ...)."""
+        return torch.einsum("sbk,kb...->sb...", v.unflatten(0, (-1, len(self.instance.x))), self.axes)
+
+    def rest(self, change: Tensor) -> Tensor:
+        """R(H), (S, B, *y)."""
+        x, module = self.instance.x, self.instance.module
+        return torch.stack([module(x + h) for h in change]) - self.expansion.y - self.expansion.push(change)
+
+    def inner_rest(self, change: Tensor) -> Tensor:
+        """r (S, B, ...), of which R = B r."""
+        forms = self.forms
+        if isinstance(forms, NormForms):
+            radius = forms.radius
+
+            def scaled(u: Tensor) -> Tensor:
+                length = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+                kinked = isinstance(forms, ProjectForms)
+                return u * radius / (length.clamp_min(radius) if kinked else (length.square() + radius**2).sqrt())
+
+            eta = forms.inner(change)
+            n, t = forms._n, forms._divisor
+            turned = eta - n * (n * eta).sum(-1, keepdim=True) * (1 - forms._omega)
+            inside = forms._inside if isinstance(forms, ProjectForms) else torch.zeros_like(t).bool()
+            return scaled(forms.u + eta) - scaled(forms.u) - torch.where(inside, eta, turned * radius / t)
+        assert isinstance(forms, UnitForms)
+        act = self.instance.module if not hasattr(self.instance.module, "act") else self.instance.module.act
+        z, d = forms.z_BNH, forms.units(change)
+        shape = self.instance.x.shape if act is self.instance.module else z.shape
+
+        def sigma(z: Tensor) -> Tensor:
+            return act(z.reshape(-1, *shape[1:])).reshape(z.shape)
+
+        return forms.form.scales_H * (sigma(z + d) - sigma(z) - forms.activation.slope(z) * d)
+
+    def beaten(self) -> bool:
+        """Does ascent find a change that loses more than a form says?"""
+        size_B = self.instance.size_B()
+        gradient = self.forms.of_gradient(self.instance.g[:1], self.reach)
+        rest = self.forms.of_rest(self.reach)
+        weight_B = self.instance.g[0].flatten(1).norm(dim=1)
+
+        def excess(v: Tensor) -> Tensor:
+            h = self.change(v)
+            return (-_dot(self.instance.g[:1], self.rest(h)) - _energy(gradient, h) / 2 - gradient.constant).flatten()
+
+        def longer(v: Tensor) -> Tensor:
+            h = self.change(v)
+            return (self.inner_rest(h).flatten(2).norm(dim=2) - _energy(rest, h).clamp_min(1e-300).sqrt()).flatten()
+
+        start, one_B = torch.zeros(len(size_B), RANK, dtype=torch.float64), torch.ones_like(size_B)
+        found_B = ascend(excess, start, one_B, steps=30, starts=4)
+        found_rest_B = ascend(longer, start, one_B, steps=30, starts=4)
+        scale_B = size_B * self._unit_scale()
+        return bool((found_B > 1e-10 * size_B * weight_B).any() or (found_rest_B > 1e-10 * scale_B).any())
+
+    def _unit_scale(self) -> float:
+        """Sizes of hidden units, relative to the input."""
+        return float(1 + (self.forms.form.norm if isinstance(self.forms, UnitForms) else 0))
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).flatten(2).sum(2)
+
+
+def _energy(form: QuadraticForm, h: Tensor) -> Tensor:
+    return _dot(h, form.apply(h))
+
+
+def attacks(case: Case, seed: int, modules: int = 5) -> Iterator[Attack]:
+    for instance in instances(case, seed, modules):
+        yield Attack.of(instance, seed)
+
+
+def grazing(seed: int) -> Iterator[Attack]:
+    """LayerProject with tokens near its sphere, on either side, and changes that cross it."""
+    torch.manual_seed(seed)
+    for radius in (0.5, 2.0):
+        x = torch.randn(20, 1, 4, dtype=torch.float64)
+        x = x / x.norm(dim=-1, keepdim=True) * radius * (0.7 + 0.6 * torch.rand(20, 1, 1))
+        g = torch.randn(1, 20, 1, 4, dtype=torch.float64) + torch.sign(torch.randn(20, 1, 1)) * 3 * x / radius
+        yield Attack.of(Instance(LayerProject(4, radius), x, g, radius * (0.05 + torch.rand(20).double())), seed)
+
+
+def test_no_ascent_beats_a_projection_near_its_sphere() -> None:
+    assert not any(attack.beaten() for seed in range(5) for attack in grazing(seed))
+
+
+def test_which_leaves_that_bend_have_no_forms() -> None:
+    """Of all modules of all models, shrunk; nothing else is forgotten silently."""
+    bent = set(types_where(lambda facts: facts.expansion not in (None, affine)))
+    found, seen = set[str](), set[type[nn.Module]]()
+    for name in distinct():
+        torch.manual_seed(0)
+        met = dict[type[nn.Module], tuple[nn.Module, Tensor]]()
+        model: Any = bake(zoo.create_model(name, **tiny_options(name)).eval())
+        options = zoo.model_options(name, **tiny_options(name))
+
+        def look(module: nn.Module, inputs: tuple[Tensor, ...], met: Any = met) -> None:
+            if type(module) in bent:
+                met[type(module)] = module, inputs[0]
+
+        hooks = [module.register_forward_pre_hook(look) for module in model.modules()]
+        with torch.no_grad():
+            model(torch.rand(2, options["in_chans"], options["img_size"], options["img_size"], dtype=torch.float64))
+        for hook in hooks:
+            hook.remove()
+        for module, x in met.values():
+            x = x.unsqueeze(1) if x.ndim == 2 and isinstance(module, NORMS) else x  # a pooled token
+            if expansion_of(module)(x).forms is None:
+                found.add(type(module).__name__)
+        seen |= met.keys()
+    assert found == NONE
+    assert bent - seen <= set(CASES)  # what no model has is attacked below, and must have forms
+
+
+@each_case
+def test_no_ascent_beats_a_form(kind: type[nn.Module], i: int) -> None:
+    assert not any(attack.beaten() for attack in attacks(CASES[kind][i], 0))
+
+
+@each_case
+def test_the_remainder_is_spread_and_collected(kind: type[nn.Module], i: int) -> None:
+    """R = B r, and B^T is the transpose."""
+    for attack in attacks(CASES[kind][i], 1, 2):
+        h = attack.change(torch.randn(3 * len(attack.instance.x), RANK, dtype=torch.float64))
+        r, wanted = attack.inner_rest(h), attack.rest(h)
+        torch.testing.assert_close(attack.forms.spread(r), wanted, rtol=1e-6, atol=1e-9)
+        g, v = torch.randn_like(wanted), torch.randn_like(r)
+        torch.testing.assert_close(_dot(g, attack.forms.spread(v)), _dot(attack.forms.collect(g), v))
+
+
+def dense(form: QuadraticForm, x: Tensor) -> Tensor:
+    """(C, B, n, n)."""
+    eye = torch.eye(x[0].numel(), dtype=torch.float64)
+    columns = [form.apply(e.view(1, 1, *x.shape[1:]).expand(1, *x.shape)).flatten(2) for e in eye]
+    return torch.stack(columns, -1)
+
+
+@each_case
+def test_forms_are_symmetric_and_never_above_their_largest(kind: type[nn.Module], i: int) -> None:
+    for attack in attacks(CASES[kind][i], 2, 2):
+        for form in (attack.forms.of_gradient(attack.instance.g, attack.reach), attack.forms.of_rest(attack.reach)):
+            c = dense(form, attack.instance.x)
+            size = c.abs().amax((-2, -1)).clamp_min(1e-300)
+            assert ((c - c.mT).abs().amax((-2, -1)) <= 1e-12 * size).all()
+            values = torch.linalg.eigvalsh((c + c.mT) / 2)
+            assert (values[..., 0] >= -1e-12 * size).all()
+            assert (values[..., -1] <= form.largest * (1 + 1e-12)).all()
+            assert (torch.as_tensor(form.constant) >= 0).all()
+
+
+@each_case
+def test_shrink_says_how_forms_shrink(kind: type[nn.Module], i: int) -> None:
+    for attack in attacks(CASES[kind][i], 3, 2):
+        for factor in (1.0, 0.9, 0.5, 1e-3, 0.0):
+            part = factor + (1 - factor) * torch.rand_like(attack.reach) * (factor == 0.5)
+            small, large = attack.reach * part, attack.reach
+            t = attack.forms.shrink(small, large)
+            assert (t <= 1).all()
+            less, more = (dense(attack.forms.of_rest(reach), attack.instance.x)[0] for reach in (small, large))
+            gap = torch.linalg.eigvalsh(t[:, None, None] * more - less)[:, 0]
+            assert (gap >= -1e-12 * more.abs().amax((-2, -1))).all()
+        assert (attack.forms.shrink(0 * attack.reach, attack.reach) == 0).all()
+
+
+@each_case
+def test_extreme_reaches_have_an_answer(kind: type[nn.Module], i: int) -> None:
+    """Forms are finite; what they cost may be infinite, and never is "not a number"."""
+    for attack in attacks(CASES[kind][i], 4, 2):
+        attack.instance.g[0, 0] = 0
+        far = torch.full_like(attack.reach, torch.inf)
+        some = torch.where(torch.rand_like(attack.reach) < 0.5, far, attack.reach)
+        for reach in (torch.zeros_like(far), torch.full_like(far, 1e-12), torch.full_like(far, 1e-200), some, far):
+            gradient, rest = attack.forms.of_gradient(attack.instance.g, reach), attack.forms.of_rest(reach)
+            for form in (gradient, rest):
+                assert not form.largest.isnan().any()
+                assert not torch.as_tensor(form.constant).isnan().any()
+                v = torch.randn(len(form.largest), *attack.instance.x.shape, dtype=torch.float64)
+                assert form.apply(v).isfinite().all()
+            assert (torch.as_tensor(gradient.constant).expand_as(gradient.largest)[0, 0] == 0).all()
+            t = attack.forms.shrink(reach, far)
+            assert ((t >= 0) & (t <= 1)).all()
+
+
+def no_constant(v: Tensor, k: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+    c, s = hinge_parabola(v, k, reach)
+    return c, 0 * s
+
+
+def at_the_clean_point(forms: NormForms, reach: norm_forms.Reach) -> norm_forms.Factors:
+    found = factors(forms, reach)
+    half = torch.full_like(found.a, 0.5)
+    return replace(found, a=0 * half, change=1e-9 * half, alpha=(half, half), beta=(half, half))
+
+
+kink, factors, chord, turned = Hinge._kink, NormForms._factors, Hinge.chord, NormForms._turned
+# a fault: the type that has it, what is replaced, and by what
+FAULTS: dict[str, tuple[type[nn.Module], object, str, Callable[..., object]]] = {
+    "constant forgotten": (nn.ReLU, activations, "hinge_parabola", no_constant),
+    "constant forgotten of hidden units": (SLL, activations, "hinge_parabola", no_constant),
+    "the other kink": (nn.ReLU, Hinge, "_kink", lambda self, z, w: kink(self, z, -w)),
+    "a chord too flat": (nn.ReLU, Hinge, "chord", lambda self, z, reach: 0.9 * chord(self, z, reach)),
+    "the norm at the clean point": (SmoothProject, NormForms, "_factors", at_the_clean_point),
+    "the norm of a projection at the clean point": (LayerProject, NormForms, "_factors", at_the_clean_point),
+    "a rest too small": (nn.LayerNorm, NormForms, "_turned", lambda self, reach: 0.3 * turned(self, reach)),
+    "nothing comes out of the sphere": (
+        LayerProject, ProjectForms, "_comes_out", lambda self, reach: torch.zeros_like(reach.size).bool()
+    ),
+    "nothing goes through the sphere": (LayerProject, ProjectForms, "_through", ProjectForms._curved),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, where, name, by = FAULTS[fault]
+    monkeypatch.setattr(where, name, by)
+    many = [attack for case in CASES[kind] for attack in attacks(case, 0, 10)]
+    assert any(attack.beaten() for attack in [*many, *(grazing(0) if kind is LayerProject else ())])

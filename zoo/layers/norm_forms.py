@@ -1,0 +1,351 @@
+"""Quadratic forms of normalisations that divide a token by a function of its length. Proof: docs/proofs.md#norm-forms.
+
+Of one token u (d,), n = u / |u|, let t be what it is divided by: |u| outside of the sphere that LayerProject projects
+on, (|u|^2 + R^2)^(1/2) for the bounded normalisation. With four functions of the change eta,
+
+    a = <u, eta> / t^2,   b^2 = |eta|^2 / t^2 - a^2,   w = <g - |u|^2 / t^2 <n, g> n, eta> / t,   s^2 = (1 + a)^2 + b^2,
+
+the remainder is not a series but, where u + eta ends outside of the sphere (of the bounded normalisation everywhere),
+
+    -<g, R> / R = <g, u> / t alpha b^2 + beta w (2 a + a^2 + b^2),      alpha = 1 / (s (s + 1 + a)),
+    |R|^2 / R^2 <= b^2 (alpha^2 b^2 + beta^2 (2 a + a^2 + b^2)^2),      beta = 1 / (s (s + 1)).
+
+The reach of <n, eta>, and how long eta is, keep s within bounds. What is left are squares and products of functionals:
+a 2 x 2 matrix in the plane of n and g, and a multiple of the identity off it.
+
+Letters: B inputs, C gradients; reach (B, ..., d + 2), of the coordinates of eta, of <n, eta> and of |eta|.
+"""
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from zoo.arithmetic import product
+from zoo.bounds.activations import beyond, hinge_parabola
+from zoo.bounds.contracts import QuadraticForm
+from zoo.bounds.elementwise import largest_share
+
+PAD = 1e-12  # relative: above the rounding of a form, and of a plane that is none
+HALF_CURVATURE = 0.42932510  # of N_1: half its largest second derivative (docs/proofs.md#bounded-normalisation)
+
+
+@dataclass(frozen=True)
+class Plane:
+    """g = along n + across m with unit vectors n and m, of every token. (C, B, ..., d), numbers (C, B, ..., 1)."""
+
+    g: Tensor
+    n: Tensor
+    m: Tensor
+    along: Tensor
+    across: Tensor
+    length: Tensor
+
+    @classmethod
+    def of(cls, g: Tensor, n: Tensor) -> "Plane":
+        along, length = _dot(g, n), _length(g)
+        rest = g - along * n
+        rest = rest - _dot(rest, n) * n  # twice, for the digits
+        across = _length(rest)
+        flat = across <= 1e-13 * length  # there is no plane: PAD is above what is left out
+        m = torch.where(flat, 0.0, rest / across.clamp_min(1e-300))
+        return cls(g, n, m, along, torch.where(flat, 0.0, across), length)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Of the coordinates of a token's change, of its length, and of its part along n."""
+
+    axes: Tensor
+    size: Tensor
+    line: Tensor
+
+    @classmethod
+    def of(cls, reach: Tensor) -> "Reach":
+        axes, line, size = reach.tensor_split([reach.shape[-1] - 2, reach.shape[-1] - 1], -1)
+        size = torch.minimum(size, _length(axes))
+        return cls(axes, size, torch.minimum(line, size))
+
+
+@dataclass(frozen=True)
+class TokenForm:
+    """<eta, C eta> / 2 + constant: `plain` off the plane, [[along, mixed], [mixed, across]] in it. (C, B, ..., 1)."""
+
+    plain: Tensor
+    along: Tensor
+    mixed: Tensor
+    across: Tensor
+    constant: Tensor
+
+    @classmethod
+    def round(cls, c: Tensor, constant: Tensor) -> "TokenForm":
+        """c times the identity."""
+        return cls(c, c, torch.zeros_like(c), c, constant)
+
+    @property
+    def top(self) -> Tensor:
+        """The largest eigenvalue."""
+        mean, spread = self._eigenvalues
+        return torch.maximum(self.plain, mean + spread)
+
+    def positive(self) -> "TokenForm":
+        """The positive part: that of a matrix M with eigenvalues p > q is x M + y with x p + y = p^+, x q + y = q^+."""
+        mean, spread = self._eigenvalues
+        more, less = (mean + spread).clamp_min(0), (mean - spread).clamp_min(0)
+        x = ((more - less) / (2 * spread).clamp_min(1e-300)).clamp(max=1)
+        y = more - x * (mean + spread)
+        return TokenForm(
+            self.plain.clamp_min(0), x * self.along + y, x * self.mixed, x * self.across + y, self.constant
+        )
+
+    def only(self, where: Tensor) -> "TokenForm":
+        """Elsewhere it is no bound, and costs infinitely much."""
+        constant = torch.where(where, self.constant, torch.inf)
+        return TokenForm(self.plain, self.along, self.mixed, self.across, constant)
+
+    def or_cheaper(self, other: "TokenForm", size: Tensor) -> "TokenForm":
+        """Token by token, of a change that is as long as it may be; what is not a number is not chosen."""
+        chosen = other._cost(size) < self._cost(size)
+        return TokenForm(
+            *(torch.where(chosen, new, old) for new, old in zip(astuple(other), astuple(self), strict=True))
+        )
+
+    def times(self, eta: Tensor, plane: Plane) -> Tensor:
+        """C eta."""
+        x, y = _dot(eta, plane.n), _dot(eta, plane.m)
+        on_n = (self.along - self.plain) * x + self.mixed * y
+        on_m = self.mixed * x + (self.across - self.plain) * y
+        return self.plain * eta + on_n * plane.n + on_m * plane.m
+
+    @property
+    def _eigenvalues(self) -> tuple[Tensor, Tensor]:
+        """Of the plane: their mean, and how far they are from it."""
+        return (self.along + self.across) / 2, torch.hypot((self.along - self.across) / 2, self.mixed)
+
+    def _cost(self, size: Tensor) -> Tensor:
+        return product(self.top / 2, size.square()) + self.constant
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the reach says of a, |eta| / t, alpha and beta, where |a| stays below 1 (`near`)."""
+
+    near: Tensor
+    a: Tensor
+    change: Tensor
+    alpha: tuple[Tensor, Tensor]
+    beta: tuple[Tensor, Tensor]
+
+    @property
+    def square(self) -> Tensor:
+        """|R|^2 / R^2 <= square |eta|^2 / t^2, from the equation of above."""
+        return (self.alpha[1] * self.change).square() + (self.beta[1] * (2 * self.a + self.change.square())).square()
+
+
+def _same(v: Tensor) -> Tensor:
+    return v
+
+
+@dataclass(frozen=True)
+class NormForms:
+    """See `Forms`: of a map outer o N o inner with N(u + eta) = N(u) + J eta + r around u, `inner` a symmetric
+    projection that does not change u and r. u (B, ..., d)."""
+
+    u: Tensor
+    radius: float
+    inner: Callable[[Tensor], Tensor] = _same
+    outer: Callable[[Tensor], Tensor] = _same
+    outer_T: Callable[[Tensor], Tensor] = _same
+
+    @property
+    def sizes(self) -> Tensor:
+        return self.u.new_ones(())
+
+    def squares(self, probes: Tensor) -> Tensor:
+        eta = self.inner(probes)
+        line = _dot(eta, self._n).square().sum(0)
+        return torch.cat([eta.square().sum(0), line, torch.full_like(line, torch.inf)], -1)
+
+    def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
+        plane = Plane.of(self.outer_T(g), self._n)
+        form = self._of_tokens(plane, Reach.of(reach))
+        largest_CB, constant_CB = form.top.flatten(2).amax(2), form.constant.flatten(2).sum(2)
+        return QuadraticForm(lambda v: self.inner(form.times(self.inner(v), plane)), largest_CB, constant_CB)
+
+    def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
+        c = weight.square().amax(-1, keepdim=True) * self._of_rest(Reach.of(reach))
+        return QuadraticForm(lambda v: self.inner(c * self.inner(v)), c.flatten(1).amax(1)[None])
+
+    def size(self, reach: Tensor) -> Tensor:
+        reaches = Reach.of(reach)
+        return (self._of_rest(reaches).sqrt() * reaches.size * self.u.shape[-1] ** -0.5).expand(self.u.shape)
+
+    def shrink(self, small: Tensor, large: Tensor) -> Tensor:
+        return largest_share(self._of_rest(Reach.of(small)), self._of_rest(Reach.of(large)))
+
+    def spread(self, r: Tensor) -> Tensor:
+        return self.outer(r)
+
+    def collect(self, g: Tensor) -> Tensor:
+        return self.outer_T(g)
+
+    def _of_tokens(self, plane: Plane, reach: Reach) -> TokenForm:
+        raise NotImplementedError
+
+    def _of_rest(self, reach: Reach) -> Tensor:
+        """c (B, ..., 1), nondecreasing in the reach, with |r|^2 <= c |eta|^2 of every token."""
+        raise NotImplementedError
+
+    @property
+    def _divisor(self) -> Tensor:
+        """t (B, ..., 1)."""
+        raise NotImplementedError
+
+    @property
+    def _omega(self) -> Tensor:
+        """1 - |u|^2 / t^2."""
+        raise NotImplementedError
+
+    @property
+    def _n(self) -> Tensor:
+        return torch.where(self._rho > 1e-300, self.u / self._rho.clamp_min(1e-300), 0.0)
+
+    @property
+    def _rho(self) -> Tensor:
+        return _length(self.u)
+
+    def _factors(self, reach: Reach) -> Factors:
+        """s >= 1 + a, and s t is at least the R of the sphere, or of the coordinate that N_R drops."""
+        t = self._divisor
+        a, change = reach.line * self._rho / t.square(), reach.size / t
+        near = a < 1
+        a = torch.where(near, a, 0.0)
+        low, high = torch.maximum(1 - a, (self.radius / t).clamp(max=1)), torch.hypot(1 + a, change)
+        alpha = 1 / (high * (high + 1 + a)), 1 / (low * (low + 1 - a))
+        return Factors(near, a, change, alpha, (1 / (high * (high + 1)), 1 / (low * (low + 1))))
+
+    def _curved(self, plane: Plane, reach: Reach) -> TokenForm:
+        """The equation of above, for changes that end outside of the sphere and do not come near it."""
+        t, f, omega = self._divisor, self._factors(reach), self._omega
+        lever = self._rho / t.square()  # a = lever <n, eta>
+        bend = plane.along * self._rho / t**3 * torch.where(plane.along > 0, f.alpha[1], f.alpha[0])
+        middle, half = (f.beta[1] + f.beta[0]) / 2, (f.beta[1] - f.beta[0]) / 2
+        cross, lift = lever * plane.across / t, self._lift(plane, reach, f)
+        straight = 2 * lever * omega / t * (middle * plane.along + half * plane.along.abs())
+        parts = (bend + lift, omega * bend + straight + half * cross + lift, middle * cross, bend + half * cross + lift)
+        return TokenForm(*(2 * self.radius * part for part in parts), torch.zeros_like(lift)).positive().only(f.near)
+
+    def _turned(self, reach: Reach) -> Tensor:
+        """c of `_of_rest` for changes that do not come near the sphere: by the equation, by the second derivative on
+        the way (docs/proofs.md#bounded-normalisation), and 1 in any case, as 0 <= J <= I."""
+        f, share = self._factors(reach), (self.radius / self._divisor).square()
+        second = torch.where(f.change < 1, f.change / (1 - f.change), torch.inf).square() / 3
+        return (share * torch.minimum(torch.where(f.near, f.square, torch.inf), second)).clamp(max=1)
+
+    def _lift(self, plane: Plane, reach: Reach, f: Factors) -> Tensor:
+        """beta |w| |eta|^2 / t^2 with |w| within the reach, and the rounding of everything."""
+        t = self._divisor
+        g = plane.g - (1 - self._omega) * plane.along * plane.n
+        w = torch.minimum(product(g.abs(), reach.axes).sum(-1, keepdim=True), product(_length(g), reach.size)) / t
+        return (f.beta[1] * w + PAD * plane.length * (1 + f.alpha[1] + f.beta[1])) / t.square()
+
+
+class BoundedForms(NormForms):
+    """Of u R / (|u|^2 + R^2)^(1/2)."""
+
+    @property
+    def _divisor(self) -> Tensor:
+        return torch.hypot(self._rho, torch.full_like(self._rho, self.radius))
+
+    @property
+    def _omega(self) -> Tensor:
+        return (self.radius / self._divisor).square()
+
+    def _of_tokens(self, plane: Plane, reach: Reach) -> TokenForm:
+        """Also at most half the largest second derivative anywhere, and |g| |eta|, as 0 <= J <= I everywhere."""
+        flat = 2 * HALF_CURVATURE / self.radius * plane.length
+        straight = TokenForm.round(*hinge_parabola(plane.length, torch.zeros_like(reach.size), reach.size))
+        form = TokenForm.round(flat, torch.zeros_like(flat)).or_cheaper(straight, reach.size)
+        return form.or_cheaper(self._curved(plane, reach), reach.size)
+
+    def _of_rest(self, reach: Reach) -> Tensor:
+        return torch.minimum(self._turned(reach), (HALF_CURVATURE / self.radius * reach.size).square())
+
+
+class ProjectForms(NormForms):
+    """Of u R / max(|u|, R). With k = | |u| - R |,
+
+    |u| <= R    r = (R - |y|)_+ y / |y|   at y = u + eta
+    |u| > R     the equation of above where y ends outside, and r = (<n, eta> + k) n + k / |u| (eta - <n, eta> n)
+                with <n, eta> <= -k where it ends inside.
+    """
+
+    @property
+    def _divisor(self) -> Tensor:
+        return self._rho.clamp_min(self.radius)
+
+    @property
+    def _omega(self) -> Tensor:
+        return torch.zeros_like(self._rho)
+
+    @property
+    def _inside(self) -> Tensor:
+        return self._rho <= self.radius
+
+    @property
+    def _k(self) -> Tensor:
+        return (self._rho - self.radius).abs()
+
+    def _comes_out(self, reach: Reach) -> Tensor:
+        """|u + eta|^2 = |u|^2 + 2 <u, eta> + |eta|^2 can exceed R^2."""
+        most = self._rho.square() + 2 * product(self._rho, reach.line) + reach.size.square()
+        return most > self.radius**2 * (1 - PAD)
+
+    def _of_tokens(self, plane: Plane, reach: Reach) -> TokenForm:
+        """-<g, r> is at most |g| |eta| in any case. Of a token inside it is <g, y>^+ / |y| (|y| - R)_+ where |y| >= R,
+        with (|y| - R)_+ <= (|eta| - k)_+, or (|y|^2 - R^2)_+ / 2R: a hinge of <n, eta> and |eta|^2 / 2R."""
+        inside, zero = self._inside, torch.zeros_like(reach.size)
+        change = product(plane.g.abs(), reach.axes).sum(-1, keepdim=True)
+        most = plane.along * self._rho + torch.minimum(change, product(plane.length, reach.size))
+        weight = torch.minimum(plane.length, most.clamp_min(0) / self.radius) * self._comes_out(reach)
+        weight = torch.where(inside, weight, plane.length)
+        form = TokenForm.round(*hinge_parabola(weight, torch.where(inside, self._k, zero), reach.size))
+        lever, k = self._rho / self.radius, (self.radius**2 - self._rho.square()) / (2 * self._rho)
+        c, s = hinge_parabola(weight * lever, k.clamp_min(0), reach.line)
+        plain = weight / self.radius
+        split = TokenForm(plain, plain + c, torch.zeros_like(c), plain.expand_as(c), s)
+        form = form.or_cheaper(split.only(inside), reach.size)
+        clear = reach.line < self._k
+        form = form.or_cheaper(self._curved(plane, reach).only(~inside & clear), reach.size)
+        return form.or_cheaper(self._through(plane, reach).only(~inside & ~clear), reach.size)
+
+    def _through(self, plane: Plane, reach: Reach) -> TokenForm:
+        """Above both of a change that ends outside and of one that ends inside."""
+        f, rho = self._factors(reach), self._divisor
+        lift, ahead = self._lift(plane, reach, f), plane.along.clamp_min(0)
+        plain = 2 * self.radius * (ahead * f.alpha[1] / rho.square() + lift)
+        cross = plane.across * torch.maximum(2 * self.radius * f.beta[1] / rho.square(), 1 / rho)
+        c, s = hinge_parabola(ahead, self._k, reach.line)
+        along = 2 * self.radius * lift + cross + c
+        return TokenForm(plain, along, torch.zeros_like(along), plain + cross, s).only(f.near)
+
+    def _of_rest(self, reach: Reach) -> Tensor:
+        """Of a token inside (1 - k / D)_+ |eta|, or |eta|^2 / 2R as long as <n, eta> alone does not lead out. Of one
+        outside whose change may end inside, also (|<n, eta>| - k)_+ along n and k / |u| |eta| across."""
+        f, rho, k = self._factors(reach), self._divisor, self._k
+        share = torch.where(f.near, (self.radius / rho).square() * f.square, torch.inf)
+        through = torch.maximum(torch.maximum(share, (k / rho).square()), beyond(k, reach.line).square()).clamp(max=1)
+        outside = torch.where(reach.line < k, self._turned(reach), through)
+        leads_out = 2 * product(self._rho, reach.line) > self.radius**2 - self._rho.square()
+        slight = torch.where(leads_out, torch.inf, reach.size / (2 * self.radius))
+        inside = (torch.minimum(beyond(k, reach.size), slight) * self._comes_out(reach)).square()
+        return torch.where(self._inside, inside, outside)
+
+
+def _dot(v: Tensor, w: Tensor) -> Tensor:
+    return (v * w).sum(-1, keepdim=True)
+
+
+def _length(v: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(v, dim=-1, keepdim=True)
