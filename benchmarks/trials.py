@@ -20,11 +20,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+import zoo
 from benchmarks.record import RESULTS, circumstances, write
 from tests.tools.trials import STEPS, WORTH, Outcome, Subject, numbered, outcomes
 
 NAME = "trials"
-IMAGES, STARTS = 4, 512  # of each model; of each image, method and norm
+IMAGES = 4  # of each model
+STARTS = {"vit": 512, "swin": 256, "convnet": 32}  # of each image, method and norm, by what one costs
 Result = dict[str, Any]
 COUNTS = ("models", "images", "worth", "trials", "beaten")
 
@@ -41,18 +43,22 @@ def next_seed(result: Result) -> int:
     return max((run["seeds"][1] + 1 for run in result["runs"]), default=0)
 
 
+def starts_of(subject: Subject) -> int:
+    return STARTS[zoo.model_options(subject.name)["backbone"]]
+
+
 def add(result: Result, subject: Subject, found: Iterable[Outcome]) -> None:
     """Count the outcomes of one model, which are of the last run."""
     rows = {(row["norm"], row["method"]): row for row in result["rows"]}
-    run = result["runs"][-1]
+    run, starts = result["runs"][-1], starts_of(subject)
     for outcome in found:
         key = outcome.norm, outcome.method
         row = rows.setdefault(key, dict(zip(("norm", "method"), key, strict=True)) | dict.fromkeys(COUNTS, 0))
-        counts = 1, len(outcome.worth_B), outcome.worth, outcome.worth * STARTS, int(outcome.beaten_B.sum())
+        counts = 1, len(outcome.worth_B), outcome.worth, outcome.worth * starts, int(outcome.beaten_B.sum())
         for name, count in zip(COUNTS, counts, strict=True):
             row[name] += count
-        run["trials"] += outcome.worth * STARTS
-        result["trials"] += outcome.worth * STARTS
+        run["trials"] += outcome.worth * starts
+        result["trials"] += outcome.worth * starts
         result["beaten"] += [beaten(subject, outcome, index) for index in outcome.beaten_B.nonzero()]
     result["rows"] = [rows[key] for key in sorted(rows)]
     run["seeds"][1] = subject.seed
@@ -68,7 +74,7 @@ def beaten(subject: Subject, outcome: Outcome, index: Tensor) -> Result:
         "seed": subject.seed,
         "images": IMAGES,
         "image": int(index),
-        "starts": STARTS,
+        "starts": starts_of(subject),
         "method": outcome.method,
         "norm": outcome.norm,
         "radius": float(outcome.radius_B[index]),
@@ -95,7 +101,7 @@ def main() -> None:
     result["runs"].append(run)
     while run["trials"] < arguments.trials and time.monotonic() < end and not result["beaten"]:
         subject = numbered(next_seed(result))
-        add(result, subject, outcomes(subject, IMAGES, STARTS))
+        add(result, subject, outcomes(subject, IMAGES, starts_of(subject)))
         write(NAME, result)
     show(result)
     if result["beaten"]:

@@ -18,6 +18,8 @@ from certify import certified_radius
 from certify.api import radius_of
 from certify.methods.bake import bake
 from certify.methods.ball import LINF, NORMS, Ball
+from certify.methods.certificate import Certificate, Clean, decide_by, per_image
+from certify.methods.image import Image, ImageAnalysis
 from certify.methods.served_adjoint import ServedAdjoint
 from certizoo import UserError
 from tests.tools.ascent import ascend, ascend_box, margin_loss
@@ -28,8 +30,8 @@ SIZES = {"small": 0.3, "medium": 1.0, "large": 1.7}  # of random weights, in uni
 TRAINED = "trained"
 WEIGHTS = (*SIZES, TRAINED)
 KINDS = (*PARTS, *distinct())
-SERVED = "served"
-METHODS = ("lofast_local", "adjoint", "image", "best", SERVED)
+SERVED, FORMS = "served", "forms"
+METHODS = ("lofast_local", "adjoint", "image", FORMS, "best", SERVED)
 STEPS = 20
 WORTH = 1e-4  # the radius of the L2 ball around, from which on an attack has room to succeed
 
@@ -128,10 +130,30 @@ def outcomes(
 
 
 def certified(model: Any, x: Tensor, y: Tensor, method: str, norm: str, nonce: str) -> Tensor:
-    """Radii (B,). Raises UserError where the method has no rules for the model."""
+    """Radii (B,) of one of METHODS. Raises UserError where it has no rules for the model."""
     if method == SERVED:
         return radius_of(ServedAdjoint(model, torch.float32, nonce, norm).analyse(x, y))
+    if method == FORMS:
+        return radius_of(Forms(model, nonce, norm).analyse(x, y))
     return certified_radius(model, x, y, method, nonce, norm)
+
+
+class FormsAnalysis(ImageAnalysis):
+    """What forms prove alone. The adjoint analysis, which answers first, hides it where it proves more."""
+
+    def at(self, eps: float | Tensor) -> Certificate:
+        eps_B, margin_BJ = per_image(eps, self.clean), self.clean.margin_BJ
+        nothing_BJ, class_B = torch.full_like(margin_BJ, torch.inf), margin_BJ.argmin(-1)
+        loss_BJ, class_B = self._sharper(self.ball.radius(eps_B), nothing_BJ, class_B)
+        return decide_by(self.clean, loss_BJ, eps_B, class_B)
+
+
+class Forms(Image):
+    """The certifier of method `image` without the help of `adjoint`."""
+
+    def expand(self, images_BCHW: Tensor, clean: Clean) -> ImageAnalysis:  # type: ignore[override]
+        whole = super().expand(images_BCHW, clean)
+        return FormsAnalysis(whole.inner, whole.images, whole._seed)
 
 
 def attacked(

@@ -66,7 +66,7 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(benchmark, "RESULTS", tmp_path)
     monkeypatch.setattr(benchmark, "IMAGES", 2)
-    monkeypatch.setattr(benchmark, "STARTS", 4)
+    monkeypatch.setattr(benchmark, "STARTS", dict.fromkeys(benchmark.STARTS, 4))
     monkeypatch.setattr(benchmark, "outcomes", lambda *given: outcomes(*given, methods=["lofast_local"]))
     return tmp_path / "trials.json"
 

@@ -174,3 +174,22 @@ def test_starts_depend_on_nonce_weights_and_image() -> None:
     assert torch.equal(lanczos.starts(IMAGE, shape, lanczos.seed_of(model, "a")), drawn[0])
     both = lanczos.starts(torch.cat([1 - IMAGE, IMAGE]), shape, seeds[0])
     assert torch.equal(both[1], drawn[0][0]), "neighbours change nothing"
+
+
+@pytest.mark.parametrize("factor", [1e99, 1e200, torch.inf, torch.nan])
+def test_a_map_beyond_the_numbers_has_an_infinite_norm_and_its_neighbours_their_own(factor: float) -> None:
+    values_N = spectrum("flat")
+    start_LN = torch.randn(2, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def gram(v: Tensor) -> Tensor:
+        image = v * values_N.square()
+        return torch.cat([image[..., :1, :] * factor, image[..., 1:, :]], -2)
+
+    bound_L, ritz_L = lanczos.norms(gram, start_LN[None])[0], lanczos.ritz(gram, start_LN, 8)
+    torch.testing.assert_close(bound_L[1:], found(values_N, start_LN[1:]))
+    if factor < lanczos.HUGE:
+        torch.testing.assert_close(bound_L[0], found(values_N, start_LN[:1])[0] * factor**0.5)
+    else:
+        assert torch.isinf(bound_L[0])
+        assert torch.isinf(ritz_L[0])
+    assert torch.isfinite(ritz_L[1])
