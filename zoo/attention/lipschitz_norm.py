@@ -9,6 +9,7 @@ Letters: B images, N tokens, D width, H heads, O = D / H.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -218,7 +219,7 @@ def lipschitz_norm_split(module: LipschitzNormAttention) -> Split:
         y_3BHNO = torch.stack(module.scores(*projected_3BHNO))
         return QKVTransform(y_3BHNO, of.first, of.radii, of.betas, of.remainder, of.pull)
 
-    return qkv_split(module, transform)
+    return replace(qkv_split(module, transform), whole=True)
 
 
 register(LipschitzNormAttention, softmax_facts(lipschitz_norm, lipschitz_norm_split))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zoo.arithmetic import nan_to_inf
 from zoo.attention.lofast import SOFTMAX, zeta
+from zoo.attention.parts import core_leaf, join_heads, merge_leaf, projection_leaf, split_heads
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.joint import Heads, JointCore, measure, same
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
@@ -94,23 +95,16 @@ def expand_attention(
             return join_heads(torch.cat(core.pull(split_heads(g_CBND, heads.o_HOD)), dim=-3), qkv_HOD)
 
         def push(v_CBND: Tensor) -> Tensor:
-            """J v: what the scores do to the values, and the values themselves."""
-            dq, dk, dv = split_heads(v_CBND, qkv_HOD).chunk(3, dim=-3)
-            dp = heads.s * p_BHNN * (dq @ k.mT + q @ dk.mT)
-            dp = dp - p_BHNN * dp.sum(-1, keepdim=True)
-            return join_heads(dp @ core.values + mixed @ dv, heads.o_HOD)
+            """J v."""
+            return join_heads(core.push(*split_heads(v_CBND, qkv_HOD).chunk(3, dim=-3)), heads.o_HOD)
 
         gain_B = through_values + through_scores
-        return Expansion(module(x_BND), gain_B, lambda r: core.beta(same(r)), remainder, pull, push)
+        y_BND = module(x_BND)
+        parts = (
+            projection_leaf(torch.stack([q, k, v], 1), qkv_HOD.unflatten(0, (3, -1))),
+            core_leaf(core, v),
+            merge_leaf(y_BND, heads.o_HOD),
+        )
+        return Expansion(y_BND, gain_B, lambda r: core.beta(same(r)), remainder, pull, push, parts=parts)
 
     return expand
-
-
-def split_heads(x: Tensor, w_HOD: Tensor) -> Tensor:
-    """x W_l^T of every head in one product: (..., N, D) -> (..., H, N, O)."""
-    return (x @ w_HOD.flatten(0, 1).mT).unflatten(-1, w_HOD.shape[:2]).transpose(-3, -2)
-
-
-def join_heads(z: Tensor, w_HOD: Tensor) -> Tensor:
-    """sum_l z_l W_l: (..., H, N, O) -> (..., N, D)."""
-    return z.transpose(-3, -2).flatten(-2) @ w_HOD.flatten(0, 1)

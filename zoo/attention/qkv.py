@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from zoo.arithmetic import product
+from zoo.attention.parts import core_leaf, merge_leaf, projection_leaf
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii, Score
+from zoo.attention.theory.joint import same
 from zoo.attention.theory.separate import SeparateCore
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.facts import NoRule, expect, facts_of
@@ -71,6 +73,7 @@ class Split:
     w_3HOD: Tensor
     proj: nn.Linear
     transform: Callable[[Tensor], QKVTransform] = identity
+    whole: bool = False  # one leaf of the tape: the bounds of `transform` want the three radii apart
 
 
 def split_of(module: nn.Module) -> Split:
@@ -136,7 +139,8 @@ class AttentionBounds:
 
     def expand(self, x_BND: Tensor) -> Expansion:
         """Second order; all bounds superhomogeneous."""
-        transform = self.split.transform(self.split.project(x_BND))
+        projected_3BHNO = self.split.project(x_BND)
+        transform = self.split.transform(projected_3BHNO)
         core = self.core(transform)
         gains = core.gains
 
@@ -164,9 +168,40 @@ class AttentionBounds:
             pulled_3CBHNO = transform.pull(torch.stack(core.pull(outwards(g_CBND))))
             return torch.einsum("xcbhno,xhod->cbnd", pulled_3CBHNO, self.split.w_3HOD)
 
-        ones = torch.ones(len(x_BND), dtype=x_BND.dtype, device=x_BND.device)
+        ones, y_BND = torch.ones(len(x_BND), dtype=x_BND.dtype, device=x_BND.device), self.module(x_BND)
         gain_B = self.norm_o * through(transform.first(self.projected(ones)))
-        return Expansion(self.module(x_BND), gain_B, beta, remainder, pull)
+        parts = () if self.split.whole else self._leaves(projected_3BHNO, transform, core, y_BND)
+        return Expansion(y_BND, gain_B, beta, remainder, pull, parts=parts)
+
+    def _leaves(
+        self, projected_3BHNO: Tensor, transform: QKVTransform, core: SeparateCore, y_BND: Tensor
+    ) -> tuple[Expansion, ...]:
+        """See parts.py."""
+        first = projection_leaf(projected_3BHNO.transpose(0, 1), self.split.w_3HOD)
+        last = core_leaf(core, transform.y_3[2]), merge_leaf(y_BND, self.o_HDO.mT)
+        return (first, *last) if self.split.transform is identity else (first, transform_leaf(transform), *last)
+
+
+def transform_leaf(transform: QKVTransform) -> Expansion:
+    """What a variant does to its projections, of which there are no forms: each of q, k and v is given the whole radius
+    of all three."""
+
+    ones_B = torch.ones_like(transform.y_3[0].flatten(1)[:, 0])
+
+    def length(r: QKVRadii) -> Tensor:
+        return torch.stack(r).square().sum(0).sqrt()
+
+    def remainder(g_CB3HNO: Tensor) -> Bound:
+        of_three = transform.remainder(g_CB3HNO.movedim(2, 0))
+        return lambda r: of_three(same(r))
+
+    return Expansion(
+        transform.y_3.transpose(0, 1),
+        length(transform.first(same(ones_B))),
+        lambda r: length(transform.betas(same(r))),
+        remainder,
+        lambda g_CB3HNO: transform.pull(g_CB3HNO.movedim(2, 0)).movedim(0, 2),
+    )
 
 
 def bounded(expand: Expand, layer: Layer) -> Expand:

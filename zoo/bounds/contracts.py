@@ -68,12 +68,12 @@ class Forms(Protocol):
         ...
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
-        """g (C, B, *y): -<g, R(H)> <= <H, C H> / 2 + constant. What holds for a reach holds for a smaller one."""
+        """g (C, B, *y): -<g, R(H)> <= <H, C H> / 2 + constant, for every smaller reach too."""
         ...
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        """|weight r(H)|^2 <= <H, C H>, weight (B, ...) >= 0 entry by entry; one for each of B. What holds for a reach
-        holds for a smaller one."""
+        """|weight r(H)|^2 <= <H, C H>, weight (B, ...) >= 0 entry by entry; one for each of B. For every
+        smaller reach too."""
         ...
 
     def size(self, reach: Tensor) -> Tensor:
@@ -81,7 +81,8 @@ class Forms(Protocol):
         ...
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
-        """Of two reaches, small <= large: t (B,), at most 1, with C <= t C' for the forms `of_rest` of both."""
+        """Of two reaches, small <= large: t (B,), at most 1, with |r(H)|^2 <= t <H, C H> within the small one, for the
+        form C that `of_rest` makes for the large one."""
         ...
 
     def spread(self, r: Tensor) -> Tensor:

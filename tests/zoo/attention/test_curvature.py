@@ -18,7 +18,8 @@ from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
-from zoo.attention.local import heads_of, split_heads
+from zoo.attention.local import heads_of
+from zoo.attention.parts import split_heads
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.attention.theory.core import CoreRemainder, Forms

@@ -5,4 +5,7 @@ core.py          softmax(scores) V: how far it moves, and how far it leaves its 
                  scores may move
 separate.py      how far they may move where q, k and v are changed independently of each other
 joint.py         where all three are linear in the same tokens: dot-product attention
+forms.py         the remainder in quadratic forms of the changes of q, k and v, while each entry of the scores stays
+                 within a reach of its own (reach.py); everywhere.py: those that hold however far scores move;
+                 squares.py: the sums of squares that forms are made of
 """

@@ -206,6 +206,15 @@ class Core:
             to_keys = to_keys - kappa * g.sum(-2).unsqueeze(-1) * self.k
         return g @ self.k, to_keys, self.mixed.mT @ o
 
+    def push(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """J (q, k, v), each (C, B, H, N, O): what the scores do to the values, and the values themselves."""
+        s, kappa = self.score.s, self.score.kappa
+        rows = q @ self.k.mT + self.q @ k.mT
+        if kappa:
+            rows = rows - kappa * (self.k * k).sum(-1).unsqueeze(-2)
+        p = s * self.p * rows
+        return (p - self.p * p.sum(-1, keepdim=True)) @ self.values + self.mixed @ v
+
     def directional(self, o: Tensor) -> Tensor:
         """c~_ilk = o_il . v~_lk."""
         return self.softmax.centred_along(o, self.values)

@@ -1,0 +1,371 @@
+"""Quadratic forms of the core of attention: ascent within the reaches beats none, and dense matrices agree.
+
+The change of (q, k, v) is eta = M u, |u| <= r, as that which images bring about. Letters: B instances, C gradients, H
+heads, N tokens, W width of a head, X numbers of u.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tools.ascent import ascend
+from tests.zoo.attention.test_curvature import random_
+from zoo.attention.dot_product import DotProductAttention
+from zoo.attention.gpsa import GPSA
+from zoo.attention.l2 import L2Attention
+from zoo.attention.parts import CoreLeafForms, core_leaf
+from zoo.attention.scsa import ScaledCosineAttention
+from zoo.attention.theory import forms
+from zoo.attention.theory.core import Score
+from zoo.attention.theory.forms import CoreForms, Reach
+from zoo.attention.theory.separate import SeparateCore
+from zoo.attention.theory.squares import QKV, ScoreValueSquares
+from zoo.attention.window import WindowAttention
+from zoo.bounds.contracts import Expansion
+from zoo.bounds.curvature import expansion_of
+
+B, H, N, W, X = 10, 2, 4, 3, 9
+SCORES = {
+    "dot product": Score(0.8),
+    "negative scale": Score(-0.8),
+    "distances": Score(0.8, kappa=1.0),
+    "tied distances": Score(0.8, kappa=1.0, tied=True),
+}
+RADII = (1e-3, 0.03, 0.3, 1.0, 5.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One core, its leaf, and what moves q, k and v."""
+
+    core: SeparateCore
+    leaf: Expansion
+    moved: Callable[[Tensor], Tensor]
+    m_XB3HNW: Tensor
+    g: Tensor
+
+    @property
+    def forms(self) -> CoreLeafForms:
+        assert isinstance(self.leaf.forms, CoreLeafForms)
+        return self.leaf.forms
+
+    def eta(self, u_BX: Tensor) -> Tensor:
+        """(many B, 3, H, N, W)."""
+        many = len(u_BX) // B
+        return torch.einsum("mbx,xb...->mb...", u_BX.view(many, B, X), self.m_XB3HNW).flatten(0, 1)
+
+    def reach(self, r: float) -> Tensor:
+        """The exact ones."""
+        return self.forms.squares(self.m_XB3HNW).sqrt() * r
+
+    def rest(self, eta: Tensor) -> Tensor:
+        """R of changes (many B, ...)."""
+        linear = self.leaf.push(eta.view(-1, B, 3, H, N, W)).flatten(0, 1)
+        return self.moved(eta) - linear
+
+
+def case_of(score: Score, seed: int = 0, tokens: Tensor | None = None) -> Case:
+    """Diffuse to sharp attention, with a bias and a gain as windows and gated positions have; eta larger here, and
+    smaller there."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    size = 10 ** torch.linspace(-1, 0.5, B, dtype=torch.float64).view(-1, 1, 1, 1)
+    q, k, v = (randn(B, H, N, W) * size for _ in range(3))
+    if score.tied:
+        q = k
+    bias, gain, constant = randn(1, H, N, N), torch.tensor([0.6, 1.0], dtype=torch.float64), randn(H, N, N)
+
+    def mixed(p: Tensor) -> Tensor:
+        return gain[:, None, None] * p + constant
+
+    def p_of(q: Tensor, k: Tensor) -> Tensor:
+        s = score.s * (q @ k.mT - score.kappa / 2 * k.square().sum(-1).unsqueeze(-2))
+        return (s + bias).softmax(-1)
+
+    p = p_of(q, k)
+    core = SeparateCore(score, q, k, v, p, mixed(p), gain)
+    m = randn(X, B, 3, H, N, W) * randn(1, B, 3, H, N, 1).exp() * X**-0.5
+    if score.tied:
+        m[:, :, 0] = m[:, :, 1]
+    y = mixed(p) @ v
+
+    def moved(eta: Tensor) -> Tensor:
+        many = len(eta) // B
+        q_, k_, v_ = (t.repeat(many, 1, 1, 1) + e for t, e in zip((q, k, v), eta.unbind(1), strict=True))
+        return mixed(p_of(q_, k_)) @ v_ - y.repeat(many, 1, 1, 1)
+
+    return Case(core, core_leaf(core, v), moved, m, randn(1, B, H, N, W))
+
+
+def share_of_gradient(case: Case, r: float) -> Tensor:
+    """max -<g, R> / (<H, C H> / 2) found: (B,)."""
+    form = case.forms.of_gradient(case.g, case.reach(r))
+
+    def share(u: Tensor) -> Tensor:
+        eta = case.eta(u)
+        dip = -(case.g.expand(len(u) // B, *case.g.shape[1:]).flatten(0, 1) * case.rest(eta)).flatten(1).sum(1)
+        return dip / (0.5 * squared(form.apply, eta)).clamp_min(1e-300)
+
+    return ascend(share, torch.zeros(B, X).double(), torch.full((B,), r).double(), 60, 6)
+
+
+def share_of_rest(case: Case, r: float) -> Tensor:
+    """max |R|^2 / <H, C H> found: (B,)."""
+    form = case.forms.of_rest(case.reach(r))
+
+    def share(u: Tensor) -> Tensor:
+        eta = case.eta(u)
+        return case.rest(eta).flatten(1).square().sum(1) / squared(form.apply, eta).clamp_min(1e-300)
+
+    return ascend(share, torch.zeros(B, X).double(), torch.full((B,), r).double(), 60, 6)
+
+
+def squared(apply: Callable[[Tensor], Tensor], eta: Tensor) -> Tensor:
+    """<H, C H> of changes (many B, ...), C the same for all."""
+    v = eta.view(-1, B, 3, H, N, W)
+    return (v * torch.cat([apply(one[None]) for one in v])).flatten(2).sum(-1).flatten()
+
+
+@pytest.mark.parametrize("r", RADII)
+@pytest.mark.parametrize("score", SCORES)
+def test_no_ascent_within_the_reaches_beats_a_form(score: str, r: float) -> None:
+    """While the reaches are the exact ones."""
+    case = case_of(SCORES[score])
+    by_gradient, by_rest = share_of_gradient(case, r), share_of_rest(case, r)
+    print(f"{score} {r}: of gradient {by_gradient.median():.3f}, of rest {by_rest.median():.4f}")
+    assert (by_gradient <= 1 + 1e-6).all()
+    assert (by_rest <= 1 + 1e-6).all()
+
+
+@pytest.mark.parametrize("r", [0.03, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("score", SCORES)
+def test_no_ascent_beats_what_holds_everywhere(score: str, r: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far scores move."""
+    monkeypatch.setattr(Reach, "__init__", unbounded(Reach.__init__))
+    case = case_of(SCORES[score])
+    by_gradient, by_rest = share_of_gradient(case, r), share_of_rest(case, r)
+    print(f"{score} {r}: of gradient {by_gradient.median():.2g}, of rest {by_rest.median():.2g}")
+    assert (by_gradient <= 1 + 1e-6).all()
+    assert (by_rest <= 1 + 1e-6).all()
+    assert (by_rest > 1e-4).any()
+
+
+def unbounded(init: Callable[..., None]) -> Callable[..., None]:
+    """No reach is known."""
+
+    def of(self: Reach, *known: Any) -> None:
+        init(self, *known)
+        self.bounded = torch.zeros_like(self.bounded)
+
+    return of
+
+
+def dense(case: Case, apply: Callable[[Tensor], Tensor]) -> Tensor:
+    """C (B, 3HNO, 3HNO), by applying it to every unit vector."""
+    eye = torch.eye(3 * H * N * W, dtype=torch.float64).view(-1, 1, 3, H, N, W).expand(-1, B, -1, -1, -1, -1)
+    return torch.cat([apply(one[None]) for one in eye]).flatten(2).permute(1, 0, 2)
+
+
+@pytest.mark.parametrize("r", [0.0, 1e-3, 0.5])
+@pytest.mark.parametrize("score", SCORES)
+def test_forms_are_symmetric_not_negative_and_below_their_largest(score: str, r: float) -> None:
+    case = case_of(SCORES[score])
+    for form in (case.forms.of_gradient(case.g, case.reach(r)), case.forms.of_rest(case.reach(r))):
+        c = dense(case, form.apply)
+        size = c.abs().amax((-2, -1)).clamp_min(1e-300)
+        assert ((c - c.mT).abs().amax((-2, -1)) <= 1e-12 * size).all()
+        values = torch.linalg.eigvalsh(c)
+        assert (values[:, 0] >= -1e-9 * size).all()
+        assert (form.largest[0] >= values[:, -1] * (1 - 1e-12)).all()
+        assert form.largest.shape == (1, B)
+        assert (form.largest[0] / values[:, -1].clamp_min(1e-9)).median() < 30
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_at_small_reach_the_form_is_near_the_true_second_order(score: str) -> None:
+    """lambda_max of the form on what is reached, against the largest -<g, R> found."""
+    case, r = case_of(SCORES[score]), 1e-3
+    m = case.m_XB3HNW.flatten(2).permute(1, 2, 0)
+    c = dense(case, case.forms.of_gradient(case.g, case.reach(r)).apply)
+    bound = 0.5 * torch.linalg.eigvalsh(m.mT @ c @ m)[:, -1] * r**2
+
+    def dip(u: Tensor) -> Tensor:
+        many = len(u) // B
+        return -(case.g[0].repeat(many, 1, 1, 1) * case.rest(case.eta(u))).flatten(1).sum(1)
+
+    found = ascend(dip, torch.zeros(B, X).double(), torch.full((B,), r).double(), 100, 6)
+    share = bound / found
+    print(score, share)
+    assert (share >= 1 - 1e-6).all()
+    assert share.median() < 3
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_the_functionals_are_linear_and_their_sizes_are_lengths(score: str) -> None:
+    """The first are the linear changes of the scores, less their means."""
+    case = case_of(SCORES[score])
+    eye = torch.eye(3 * H * N * W, dtype=torch.float64).view(-1, 1, 3, H, N, W).expand(-1, B, -1, -1, -1, -1)
+    torch.testing.assert_close(case.forms.squares(eye), case.forms.sizes.square(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_a_smaller_reach_shrinks_the_rest_as_it_says(score: str) -> None:
+    """t C of the large reach holds within the small one; t falls like its square where forms are of second order."""
+    case = case_of(SCORES[score])
+    for small, large in ((1e-3, 2e-3), (0.01, 0.02), (0.3, 5.0)):
+        t = case.forms.shrink(case.reach(small), case.reach(large))
+        assert (t <= 1).all()
+        assert t.median() < 0.5 or large == 5.0  # what holds everywhere does not shrink
+        form = case.forms.of_rest(case.reach(large))
+
+        def share(u: Tensor, form: Any = form, t: Tensor = t) -> Tensor:
+            eta = case.eta(u)
+            bound = t.repeat(len(u) // B) * squared(form.apply, eta)
+            return case.rest(eta).flatten(1).square().sum(1) / bound.clamp_min(1e-300)
+
+        found = ascend(share, torch.zeros(B, X).double(), torch.full((B,), small).double(), 40, 4)
+        assert (found <= 1 + 1e-6).all()
+    t = case.forms.shrink(case.reach(1e-5), case.reach(2e-5))
+    torch.testing.assert_close(t, torch.full_like(t, 0.25), rtol=0.01, atol=0)
+    torch.testing.assert_close(case.forms.shrink(case.reach(1.0), case.reach(1.0)), torch.ones(B).double())
+
+
+@pytest.mark.parametrize("reach", [0.0, 1e-300, 1e-12, 1e12, 1e40, float("inf")])
+@pytest.mark.parametrize("score", SCORES)
+def test_extreme_reaches_have_an_answer(score: str, reach: float) -> None:
+    case = case_of(SCORES[score])
+    whole = torch.full_like(case.reach(1.0), reach)
+    rest, gradient = case.forms.of_rest(whole), case.forms.of_gradient(case.g, whole)
+    for form in (rest, gradient):
+        assert not form.largest.isnan().any()
+        assert not torch.as_tensor(form.constant).isnan().any()
+        assert torch.isfinite(form.apply(case.m_XB3HNW[:1])).all()
+        assert torch.isfinite(form.largest).all()
+    assert not case.forms.shrink(whole, whole).isnan().any()
+    assert not case.forms.shrink(0 * case.reach(1.0), whole).isnan().any()
+    if reach == 0:
+        assert squared(rest.apply, case.m_XB3HNW[0]).max() < 1e-9
+
+
+def test_a_gradient_that_vanishes_costs_nothing() -> None:
+    case = case_of(SCORES["dot product"])
+    form = case.forms.of_gradient(0 * case.g, case.reach(0.1))
+    assert form.apply(case.m_XB3HNW[:1]).abs().max() < 1e-9
+
+
+def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CoreForms, "_t1", lambda *_: [])
+
+
+def one_sided_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """m on the scores alone."""
+    init = ScoreValueSquares.__init__
+    monkeypatch.setattr(
+        ScoreValueSquares,
+        "__init__",
+        lambda self, scores, a, b, m, u: init(self, scores, a, b, m, u * (m.unsqueeze(-1) * 1e-3).clamp_max(1)),
+    )
+
+
+def keys_do_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = Reach.__init__
+    monkeypatch.setattr(
+        Reach, "__init__", lambda self, core, linear, eta: init(self, core, linear, eta * keys_off(eta))
+    )
+
+
+def keys_off(eta: Tensor) -> Tensor:
+    return torch.tensor([1.0, 0.0, 1.0]).double().view(3, 1, 1, 1).expand_as(eta)
+
+
+def values_do_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms.ValueSquares, "apply", lambda self, eta: QKV(*(0 * one for one in eta)))
+
+
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], float]] = {
+    "T1 forgotten": (without_products, 1e-3),
+    "m on one side": (one_sided_weight, 1e-3),
+    "reach of k forgotten": (keys_do_not_reach, 0.3),
+    "change of values forgotten": (values_do_not_move, 1e-3),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same search."""
+    plant, r = FAULTS[fault]
+    plant(monkeypatch)
+    found = torch.cat([torch.cat([share_of_gradient(c, r), share_of_rest(c, r)]) for c in map(only, range(6))])
+    print(fault, found.max())
+    assert found.max() > 1.01
+
+
+def only(seed: int) -> Case:
+    return case_of(SCORES["dot product"], seed)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "dot product": lambda: DotProductAttention(12, 2),
+    "gated positions": lambda: GPSA(DotProductAttention(12, 2)),
+    "window": lambda: WindowAttention(DotProductAttention(12, 2), (2, 2)),
+    "L2": lambda: L2Attention(12, 2),
+    "L2 with keys": lambda: L2Attention(12, 2, tied=False),
+    "SCSA": lambda: ScaledCosineAttention(12, 2),
+    "window of L2": lambda: WindowAttention(L2Attention(12, 2), (2, 2)),
+    "gated SCSA": lambda: GPSA(ScaledCosineAttention(12, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_leaves_of_an_attention_are_its_chain(kind: str) -> None:
+    """Their outputs, the Jacobian through them and its transpose, and no gain that is too small."""
+    torch.manual_seed(0)
+    module = random_(KINDS[kind](), 1.0)
+    x = torch.randn(3, 4, 12).double()
+    whole = expansion_of(module)(x)
+    torch.testing.assert_close(whole.parts[-1].y, whole.y)
+    v, g = torch.randn(2, *x.shape).double(), torch.randn(2, *x.shape).double()
+    pushed, pulled = v, g
+    for leaf in whole.parts:
+        out = leaf.push(pushed)
+        assert out.shape[1:] == leaf.y.shape
+        assert (out.flatten(2).norm(dim=-1) <= leaf.gain_B * pushed.flatten(2).norm(dim=-1) * (1 + 1e-9)).all()
+        pushed = out
+    for leaf in reversed(whole.parts):
+        pulled = leaf.pull(pulled)
+    torch.testing.assert_close(pushed, whole.push(v))
+    torch.testing.assert_close(pulled, whole.pull(g))
+    assert sum(leaf.forms is not None for leaf in whole.parts) == 1
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "SCSA" not in kind])
+def test_ascent_over_tokens_beats_no_form(kind: str) -> None:
+    """Through the projections: what the certificate measures."""
+    torch.manual_seed(1)
+    module = random_(KINDS[kind](), 1.0)
+    x, g, r = torch.randn(6, 4, 12).double(), torch.randn(1, 6, 4, 12).double(), 0.05
+    whole = expansion_of(module)(x)
+    project, core, merge = whole.parts
+    assert core.forms is not None
+    eye = torch.eye(48, dtype=torch.float64).view(48, 1, 4, 12).expand(-1, 6, -1, -1)
+    form = core.forms.of_gradient(merge.pull(g), core.forms.squares(project.push(eye)).sqrt() * r)
+
+    def share(z: Tensor) -> Tensor:
+        many = len(z) // 6
+        h = (z - x.repeat(many, 1, 1)).view(many, 6, 4, 12)
+        rest = module(z).view(h.shape) - whole.y - whole.push(h)
+        eta = project.push(h)
+        bound = (eta * torch.cat([form.apply(one[None]) for one in eta])).flatten(2).sum(-1) / 2
+        return (-(g * rest).flatten(2).sum(-1) / bound.clamp_min(1e-300)).flatten()
+
+    found = ascend(share, x, torch.full((6,), r).double(), 60, 6)
+    print(kind, found.median())
+    assert (found <= 1 + 1e-6).all()
+    assert found.median() > 0.15

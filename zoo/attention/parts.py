@@ -1,0 +1,119 @@
+"""Attention as a chain of leaves, for what measures vectors on their way through a model (zoo/bounds/tape.py):
+
+    X  ->  (q^, k^, v^)  ->  (q, k, v)  ->  softmax(scores) V  ->  Y
+
+The first and the last step are linear, the second is what a variant does to its projections, if anything. The third is
+the core, of which there are quadratic forms: theory/forms.py. Proof: docs/proofs.md#attention-forms.
+
+Letters: B images, C vectors of each, H heads, N tokens, O width of a head; 3 stands for q, k, v.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zoo.attention.theory.core import Core
+from zoo.attention.theory.forms import CoreForms
+from zoo.attention.theory.squares import QKV, Squares, applied, largest
+from zoo.bounds.contracts import Expansion, QuadraticForm
+from zoo.spectral import sigma_upper
+
+Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class CoreLeafForms:
+    """See `Forms` in zoo/bounds/contracts.py; inputs (B, 3, H, N, O), B = I."""
+
+    core: CoreForms
+
+    @property
+    def sizes(self) -> Tensor:
+        return self.core.sizes
+
+    def squares(self, probes: Tensor) -> Tensor:
+        return self.core.functionals(QKV(*probes.unbind(2))).square().sum(0)
+
+    def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
+        return _form(self.core.gradient(g, self.core.reach(reach)), 2.0)
+
+    def of_rest(self, reach: Tensor) -> QuadraticForm:
+        found = self.core.reach(reach)
+        return _form(self.core.rest(found, self.core.weights(found)), 1.0)
+
+    def shrink(self, small: Tensor, large: Tensor) -> Tensor:
+        return self.core.shrink(self.core.reach(small), self.core.reach(large))
+
+    def spread(self, r: Tensor) -> Tensor:
+        return r
+
+    def collect(self, g: Tensor) -> Tensor:
+        return g
+
+
+def _form(sums: Sequence[Squares], factor: float) -> QuadraticForm:
+    """<H, C H> = factor F(H)."""
+
+    def apply(v: Tensor) -> Tensor:
+        return factor * torch.stack(applied(sums, QKV(*v.unbind(2))), 2)
+
+    found = factor * largest(sums)
+    return QuadraticForm(apply, found.view(-1, found.shape[-1]))  # C = 1 of a rest
+
+
+def affine_leaf(y: Tensor, gain_B: Tensor, pull: Map, push: Map) -> Expansion:
+    return Expansion(y, gain_B, torch.zeros_like, lambda g: torch.zeros_like, pull, push, affine=True)
+
+
+def projection_leaf(y_B3HNO: Tensor, w_3HOD: Tensor) -> Expansion:
+    """X -> X W^T of queries, keys and values, plus constants."""
+    w_HOD = w_3HOD.flatten(0, 1)  # 3 H heads: one product instead of three
+
+    def pull(g: Tensor) -> Tensor:
+        return join_heads(g.flatten(2, 3), w_HOD)
+
+    def push(v: Tensor) -> Tensor:
+        return split_heads(v, w_HOD).unflatten(-3, (3, -1))
+
+    return affine_leaf(y_B3HNO, sigma_upper(w_HOD.flatten(0, 1)).expand(len(y_B3HNO)), pull, push)
+
+
+def merge_leaf(y_BND: Tensor, o_HOD: Tensor) -> Expansion:
+    """Heads -> sum_l Y_l W_Ol, plus constants."""
+
+    def pull(g: Tensor) -> Tensor:
+        return split_heads(g, o_HOD)
+
+    def push(v: Tensor) -> Tensor:
+        return join_heads(v, o_HOD)
+
+    return affine_leaf(y_BND, sigma_upper(o_HOD.flatten(0, 1)).expand(len(y_BND)), pull, push)
+
+
+def split_heads(x: Tensor, w_HOD: Tensor) -> Tensor:
+    """x W_l^T of every head in one product: (..., N, D) -> (..., H, N, O)."""
+    return (x @ w_HOD.flatten(0, 1).mT).unflatten(-1, w_HOD.shape[:2]).transpose(-3, -2)
+
+
+def join_heads(z: Tensor, w_HOD: Tensor) -> Tensor:
+    """sum_l z_l W_l: (..., H, N, O) -> (..., N, D)."""
+    return z.transpose(-3, -2).flatten(-2) @ w_HOD.flatten(0, 1)
+
+
+def core_leaf(core: Core, v: Tensor) -> Expansion:
+    """The core, known by its forms alone."""
+    forms = CoreForms(core)
+
+    def pull(o: Tensor) -> Tensor:
+        return torch.stack(core.pull(o), 2)
+
+    def push(v: Tensor) -> Tensor:
+        return core.push(*v.unbind(2))
+
+    return Expansion(core.mixed @ v, forms.gain, _unknown, lambda g: _unknown, pull, push, forms=CoreLeafForms(forms))
+
+
+def _unknown(r: Tensor) -> Tensor:
+    return torch.where(r > 0, torch.inf, 0.0)

@@ -1,0 +1,54 @@
+"""Quadratic forms of the core's remainder that hold for every change eta, however far scores move.
+
+delta^1 moves the scores first, Q the rest of the way; a softmax moves by half of what its scores do, and by sqrt(2) at
+most. Products of lengths become sums of squares by 2 x y <= x^2 + y^2 and min(D, x) <= (D x)^(1/2). They are loose, and
+grow no faster than the forms say: far out, what forgets the reach is less than what exponentials or curvature on a wide
+box make of it. Proof: docs/proofs.md#attention-forms-everywhere.
+
+Letters: as in core.py.
+"""
+
+import torch
+from torch import Tensor
+
+from zoo.attention.theory.reach import Reach, ratio
+from zoo.attention.theory.softmax_row import K2_MAX, ROUND, norm_upper
+from zoo.attention.theory.squares import QKV, Scores, ScoreSquares, Squares, TokenSquares, ValueSquares
+
+HALF_STEP = 2**-0.25 * ROUND  # min(sqrt(2), x / 2) <= this times sqrt(x)
+
+
+def rest_everywhere(scores: Scores) -> list[Squares]:
+    """|R|^2, row by row 3 times the squares of: what delta^1 makes of P' V and of its linear part, what Q makes of P'
+    V, and (P' - P) eta^v."""
+    core = scores.core
+    size = norm_upper(core.values).unsqueeze(-1)
+    along = (size.unsqueeze(-1) / 2 + core.nu_BHN.unsqueeze(-1) * core.p.sqrt()).square()
+    by_q = 3 / 2 * (HALF_STEP**2 * core.s) * size.square().expand(core.nu_BHN.shape)
+    by_k = by_q * (1 + core.score.kappa / 2) ** 2 * core.p.shape[-1]
+    values = 6 * ROUND * core.gain_H.square().view(-1, 1, 1).expand(core.p.shape)
+    return [
+        ScoreSquares(scores, 3 * ROUND * along),
+        TokenSquares(QKV(by_q, by_k, torch.zeros_like(by_q))),
+        ValueSquares(core, values),
+    ]
+
+
+def gradient_everywhere(scores: Scores, o: Tensor, reach: Reach) -> list[Squares]:
+    """-<o, R> for gradients o (C, B, H, N, O); the reach chooses a weight."""
+    core, kappa = scores.core, scores.core.score.kappa
+    c = core.directional(o)
+    c = (c - c.mean(-1, keepdim=True)).norm(dim=-1) * ROUND
+    o = (core.gain_H[:, None, None] * o).norm(dim=-1) * ROUND
+    m = ratio(reach.tokens.v.norm(dim=-1, keepdim=True), reach.linear.norm(dim=(-2, -1)).unsqueeze(-1))
+    along = K2_MAX / 2 * c + m / 4 * o
+    total, length = o.sum(-1, keepdim=True), o.norm(dim=-1, keepdim=True)
+    step = HALF_STEP * core.s**0.5 / 4
+    more = 1 + kappa / 2
+    by_q = core.s / 4 * c.norm(dim=-1, keepdim=True) + step * length
+    by_k = core.s / 4 * (c.norm(dim=-1, keepdim=True) + kappa * c.sum(-1, keepdim=True)) + step * more * total
+    by_v = total / (4 * m) + step * (length + more * total)
+    return [
+        ScoreSquares(scores, along.unsqueeze(-1).expand(c.shape + c.shape[-1:])),
+        TokenSquares(QKV(*(d.expand(c.shape) for d in (by_q, by_k, by_v)))),
+    ]

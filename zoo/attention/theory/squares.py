@@ -1,0 +1,233 @@
+"""Sums of squares of the changes eta of queries, keys and values: what quadratic forms of attention are made of.
+
+Each kind of sum F >= 0 says how to apply it, eta -> grad F(eta) / 2, and how large it is at most: numbers d for every
+token with F(eta) <= sum_lk d^q |eta^q_lk|^2 + d^k |eta^k_lk|^2 + d^v |eta^v_lk|^2. delta^1~ is the linear change of the
+scores less its mean under each row of P. Proofs: docs/proofs.md#attention-forms.
+
+Letters: as in core.py; J vectors of a matrix of scores.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from zoo.attention.theory.core import Core
+from zoo.attention.theory.softmax_row import norm_upper
+
+
+class QKV(NamedTuple):
+    """Of queries, keys and values: changes (..., B, H, N, O), or one number for each token (..., B, H, N)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def plus(self, other: "QKV") -> "QKV":
+        return QKV(*(one + more for one, more in zip(self, other, strict=True)))
+
+
+class Squares(Protocol):
+    """F."""
+
+    def apply(self, eta: QKV) -> QKV: ...
+
+    @property
+    def upper(self) -> QKV: ...
+
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        """About the largest F with delta^1~ and the tokens of eta within these: (C, B), what a choice goes by."""
+        ...
+
+
+def applied(sums: Sequence[Squares], eta: QKV) -> QKV:
+    return reduce(QKV.plus, (one.apply(eta) for one in sums))
+
+
+def largest(sums: Sequence[Squares]) -> Tensor:
+    """(C, B), with F(eta) <= largest |eta|^2 for their sum F."""
+    return torch.stack([d.amax((-2, -1)) for d in uppers(sums)]).amax(0)
+
+
+def uppers(sums: Sequence[Squares]) -> QKV:
+    return reduce(QKV.plus, (one.upper for one in sums))
+
+
+def value(sums: Sequence[Squares], scores: Tensor, tokens: QKV) -> Tensor:
+    return reduce(torch.add, (one.at(scores, tokens) for one in sums))
+
+
+def at_tokens(d: QKV, tokens: QKV) -> Tensor:
+    return reduce(torch.add, ((one * size.square()).flatten(-2).sum(-1) for one, size in zip(d, tokens, strict=True)))
+
+
+class Scores:
+    """(eta^q, eta^k) -> delta^1~ (..., B, H, N, N), and its transpose."""
+
+    def __init__(self, core: Core) -> None:
+        self.core, self.s, self.kappa = core, core.score.s, core.score.kappa
+
+    def change(self, q: Tensor, k: Tensor) -> Tensor:
+        core = self.core
+        rows = q @ core.keys.mT + core.q @ k.mT
+        if self.kappa:
+            rows = rows - self.kappa * (core.k * k).sum(-1).unsqueeze(-2)
+        return self.s * (rows - (core.p * rows).sum(-1, keepdim=True))
+
+    def transposed(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        core = self.core
+        w = self.s * (w - core.p * w.sum(-1, keepdim=True))
+        to_keys = w.mT @ core.q
+        if self.kappa:
+            to_keys = to_keys - self.kappa * w.sum(-2).unsqueeze(-1) * core.k
+        return w @ core.keys, to_keys
+
+    def lengths2(self) -> Tensor:
+        """|beta_ilk|^2 = s^2 |q_il - kappa k_lk|^2 (B, H, N, N)."""
+        distance = torch.cdist(self.core.q, self.kappa * self.core.k, compute_mode="donot_use_mm_for_euclid_dist")
+        return (self.s * distance).square()
+
+    def upper(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """d^q, d^k for sum a delta^1~^2: the form of each row has no eigenvalue above nu = `centring`, and the row of
+        delta^1 has two parts."""
+        nu = self.core.softmax.centring(a)
+        keys2 = (self.s * norm_upper(self.core.keys)).square().unsqueeze(-1)
+        return 2 * nu * keys2, 2 * (nu.unsqueeze(-1) * self.lengths2()).sum(-2)
+
+
+@dataclass(frozen=True)
+class ScoreSquares:
+    """sum_ilk a_ilk delta^1~_ilk^2."""
+
+    scores: Scores
+    a: Tensor
+
+    def apply(self, eta: QKV) -> QKV:
+        q, k = self.scores.transposed(self.a * self.scores.change(eta.q, eta.k))
+        return QKV(q, k, torch.zeros_like(eta.v))
+
+    @property
+    def upper(self) -> QKV:
+        q, k = self.scores.upper(self.a)
+        return QKV(q, k, torch.zeros_like(k))
+
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        return (self.a * scores.square()).flatten(-3).sum(-1)
+
+
+@dataclass(frozen=True)
+class ScoreValueSquares:
+    """sum_ilk a_ilk delta^1~_ilk^2 + b_ilk (m_il^(1/2) delta^1~_ilk - m_il^(-1/2) u_il . eta^v~_lk)^2, eta^v~ less its
+    mean under the row too."""
+
+    scores: Scores
+    a: Tensor
+    b: Tensor
+    m: Tensor
+    u: Tensor
+
+    def apply(self, eta: QKV) -> QKV:
+        change, along = self.scores.change(eta.q, eta.k), self.scores.core.softmax.centred_along(self.u, eta.v)
+        m = self.m.unsqueeze(-1)
+        both = self.b * (m * change - along)
+        q, k = self.scores.transposed(self.a * change + both)
+        on_values = -both / m
+        on_values = on_values - self.scores.core.p * on_values.sum(-1, keepdim=True)
+        return QKV(q, k, on_values.mT @ self.u)
+
+    @property
+    def upper(self) -> QKV:
+        q, k = self.scores.upper(self.a + 2 * self.m.unsqueeze(-1) * self.b)
+        nu = self.scores.core.softmax.centring(self.b) * self.u.square().sum(-1) / self.m
+        return QKV(q, k, 2 * nu.sum(-1, keepdim=True).expand_as(k))
+
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        along = (self.u.norm(dim=-1) / self.m.sqrt()).unsqueeze(-1) * tokens.v.unsqueeze(-2)
+        both = self.a * scores.square() + self.b * (self.m.sqrt().unsqueeze(-1) * scores + along).square()
+        return both.flatten(-3).sum(-1)
+
+
+@dataclass(frozen=True)
+class TokenSquares:
+    """sum_lk d^q |eta^q_lk|^2 + d^k |eta^k_lk|^2 + d^v |eta^v_lk|^2."""
+
+    d: QKV
+
+    def apply(self, eta: QKV) -> QKV:
+        return QKV(*(d.unsqueeze(-1) * one for d, one in zip(self.d, eta, strict=True)))
+
+    @property
+    def upper(self) -> QKV:
+        return self.d
+
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        return at_tokens(self.d, tokens)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The sum of these where `where` (C, B) says so, and 0 elsewhere."""
+
+    where: Tensor
+    sums: Sequence[Squares]
+
+    def apply(self, eta: QKV) -> QKV:
+        return self._masked(applied(self.sums, eta), 3)
+
+    @property
+    def upper(self) -> QKV:
+        return self._masked(uppers(self.sums), 2)
+
+    def _masked(self, whole: QKV, dims: int) -> QKV:
+        where = self.where.view(*self.where.shape, *(1,) * dims)
+        return QKV(*(torch.where(where, one, 0.0) for one in whole))
+
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        return torch.where(self.where, value(self.sums, scores, tokens), 0.0)
+
+
+@dataclass(frozen=True)
+class ProductSquares:
+    """sum_lj w_lj |sum_i u_lij eta^q_li + x_lij eta^k_li|^2; w (..., H, J), u and x (..., H, N, J)."""
+
+    w: Tensor
+    u: Tensor
+    x: Tensor
+
+    def apply(self, eta: QKV) -> QKV:
+        z = self.w.unsqueeze(-1) * (self.u.mT @ eta.q + self.x.mT @ eta.k)
+        return QKV(self.u @ z, self.x @ z, torch.zeros_like(eta.v))
+
+    @property
+    def upper(self) -> QKV:
+        root = self.w.sqrt().unsqueeze(-2)
+        q, k = (2 * norm_upper(root * one).square().unsqueeze(-1).expand(one.shape[:-1]) for one in (self.u, self.x))
+        return QKV(q, k, torch.zeros_like(k))
+
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        return at_tokens(self.upper, tokens)
+
+
+@dataclass(frozen=True)
+class ValueSquares:
+    """sum_ilk b_ilk |eta^v~_ilk|^2, less the mean under each row."""
+
+    core: Core
+    b: Tensor
+
+    def apply(self, eta: QKV) -> QKV:
+        p, mean = self.core.p, self.core.p @ eta.v
+        down = self.b.sum(-2).unsqueeze(-1) * eta.v - self.b.mT @ mean
+        up = self.b.sum(-1).unsqueeze(-1) * mean - self.b @ eta.v
+        return QKV(torch.zeros_like(eta.q), torch.zeros_like(eta.k), down + p.mT @ up)
+
+    @property
+    def upper(self) -> QKV:
+        nu = self.core.softmax.centring(self.b).sum(-1, keepdim=True).expand(self.b.shape[:-1])
+        return QKV(torch.zeros_like(nu), torch.zeros_like(nu), nu)
+
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        return (self.b * tokens.v.square().unsqueeze(-2)).flatten(-3).sum(-1)
