@@ -22,17 +22,25 @@ def hardware() -> str:
     return f"CPU, {os.cpu_count()} cores, {platform.machine()}"
 
 
-def record(name: str, result: dict[str, Any]) -> None:
-    """Write the result and show it."""
-    entry = {
+def circumstances() -> dict[str, Any]:
+    """How a result was made."""
+    return {
         "command": " ".join(["python", *sys.orig_argv[1:]]),
         "commit": git_commit(),
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
-        **result,
     }
+
+
+def write(name: str, entry: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(entry, indent=2) + "\n")
+
+
+def record(name: str, result: dict[str, Any]) -> None:
+    """Write the result and show it."""
+    entry = circumstances() | result
+    write(name, entry)
     sys.stdout.write(f"{name}: {json.dumps(entry)}\n")

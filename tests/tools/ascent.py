@@ -59,6 +59,17 @@ def ascend_box(objective: Callable[[Tensor], Tensor], x: Tensor, eps_B: Tensor, 
     return best_B.view(count, -1).amax(0)
 
 
+def margin_loss(model: torch.nn.Module, y: Tensor) -> Callable[[Tensor], Tensor]:
+    """max_{j != y} logit_j - logit_y: positive where the class has changed."""
+
+    def loss(x: Tensor) -> Tensor:
+        logits = model(x)
+        label = y.repeat(len(x) // len(y))[:, None]
+        return logits.scatter(1, label, -torch.inf).amax(1) - logits.gather(1, label).squeeze(1)
+
+    return loss
+
+
 def _starts(x: Tensor) -> Tensor:
     """Gaussian directions, half of them in a single token, where the worst cases of token-wise maps lie."""
     generator = torch.Generator().manual_seed(0)

@@ -85,15 +85,16 @@ def pullback(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Ten
 
 
 def linear_part(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
-    """v (C, B, *x) -> J v (C, B, *y) of an affine map: (f(s v) - f(0)) / s, where s, a power of two, lets v be as large
-    as the offset f(0), so that rounding is relative to |v| whatever the offset."""
+    """v (C, B, *x) -> J v (C, B, *y) of an affine map: (f(s v) - f(0)) / s, where s, a power of two for each of the
+    vectors, lets v be as large as the offset f(0), so that rounding is relative to |v| whatever the offset."""
     offset = f(torch.zeros_like(x[:1]))
-    size = float(offset.abs().max()) + 1e-300
+    size = math.log2(float(offset.abs().max()) + 1e-300)
 
     def push(v: Tensor) -> Tensor:
-        s = 2.0 ** math.ceil(math.log2(size / (float(v.abs().max()) + 1e-300)))
-        s = min(max(s, 2.0**-500), 2.0**500)
-        return (f((s * v).flatten(0, 1)) - offset).unflatten(0, v.shape[:2]) / s
+        length_CB = v.flatten(2).abs().amax(-1).nan_to_num(1.0, 1.0)  # of what is no number nothing is known anyway
+        s_CB = (size - length_CB.clamp_min(1e-300).log2()).ceil().clamp(-500, 500).exp2()
+        pushed = f((s_CB.view(*s_CB.shape, *(1,) * (v.ndim - 2)) * v).flatten(0, 1)) - offset
+        return pushed.unflatten(0, v.shape[:2]) / s_CB.view(*s_CB.shape, *(1,) * (pushed.ndim - 1))
 
     return push
 

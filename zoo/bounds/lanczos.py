@@ -44,6 +44,7 @@ STEPS = (12, 16, 24, 32, 48)  # where the bound is looked at
 CLOSE = 1.02  # and is good enough, as a multiple of what is a bound from below
 FAILURE = 1e-9  # the chance that one norm is too small, rounding included
 NUDGE = 1e-14
+HUGE = 1e100  # of an entry of an image: beyond it a map is taken for an infinite one
 ROUNDING = 3e-13  # ||F|| / ||M|| of the recurrence with rounding
 SLACK = 1 + 1e-9
 HALVINGS = 50  # of an interval less than 100 times as long as its lower end
@@ -139,8 +140,21 @@ def _without(basis_LKN: Tensor, v_LN: Tensor) -> Tensor:
 
 
 def ritz(apply: Map, start_LN: Tensor, count: int) -> Tensor:
-    """The largest Ritz value (L,): never above lambda_max."""
-    return next(tridiagonal(apply, start_LN, (count,))).theta_LK[:, -1]
+    """The largest Ritz value (L,): never above lambda_max. Infinite where the map is not within the numbers."""
+    lost_L = torch.zeros_like(start_LN[:, 0], dtype=torch.bool)
+    found_L = next(tridiagonal(_within_numbers(apply, lost_L), start_LN, (count,))).theta_LK[:, -1]
+    return torch.where(lost_L, torch.inf, found_L)
+
+
+def _within_numbers(apply: Map, lost_L: Tensor) -> Map:
+    """The map, and the identity where its image is too large to be squared, or is no number: `lost_L` is set there."""
+
+    def within(v_LN: Tensor) -> Tensor:
+        image_LN = apply(v_LN)
+        lost_L.logical_or_(~(image_LN.abs().amax(-1) < HUGE))
+        return torch.where(lost_L[:, None], v_LN, image_LN)
+
+    return within
 
 
 def upper(found: Ritz, n: int) -> Tensor:
@@ -164,7 +178,7 @@ def upper(found: Ritz, n: int) -> Tensor:
 
 def norms(gram: Map, start: Tensor, close: float = CLOSE) -> Tensor:
     """Upper bounds (S, B) of ||A|| of S maps for each of B images, gram: v (S, B, ...) -> A^T A v, from starts
-    (S, B, ...); of several maps they may be one. `close`: see CLOSE.
+    (S, B, ...); of several maps they may be one. `close`: see CLOSE. Infinite where a map is not within the numbers.
 
     Proof: docs/proofs.md#lanczos.
     """
@@ -173,12 +187,13 @@ def norms(gram: Map, start: Tensor, close: float = CLOSE) -> Tensor:
         return gram(v_LN.view(start.shape)).flatten(2).flatten(0, 1)
 
     n = start[0, 0].numel()
-    found_L = start.new_full(
-        (start.shape[0] * start.shape[1],), torch.inf
-    )  # an image's own, whatever its neighbours need
-    for spectrum in tridiagonal(apply, start.flatten(2).flatten(0, 1), sorted({min(n, k) for k in STEPS})):
+    found_L = start.new_full((start.shape[0] * start.shape[1],), torch.inf)  # an image's own, whatever others need
+    lost_L = torch.zeros_like(found_L, dtype=torch.bool)
+    within = _within_numbers(apply, lost_L)
+    for spectrum in tridiagonal(within, start.flatten(2).flatten(0, 1), sorted({min(n, k) for k in STEPS})):
         enough_L = close**2 * spectrum.theta_LK[:, -1]
         found_L = torch.where(found_L <= enough_L, found_L, upper(spectrum, n))
         if bool((found_L <= enough_L).all()):
             break
+    found_L = torch.where(lost_L, torch.inf, found_L)
     return (found_L.clamp_min(0).sqrt() * SLACK).view(start.shape[:2])

@@ -1,6 +1,5 @@
 """The whole certificate: no attack beats it, it is monotone, and it refuses what it does not know."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from certify.methods.certificate import UnsoundCertificate
 from certify.methods.correct import OfCorrect
 from certify.methods.lofast import LoFAST
 from certizoo import UserError
-from tests.tools.ascent import ascend
+from tests.tools.ascent import ascend, margin_loss
 from zoo.bounds.facts import NoRule
 
 SMALL: dict[str, Any] = {
@@ -56,17 +55,6 @@ def easy_batch(model: Any, count: int, seed: int) -> tuple[torch.Tensor, torch.T
     x = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         return x, model(x).argmax(-1)  # its own answers: correct by construction
-
-
-def margin_loss(model: Any, y: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """max_{j != y} logit_j - logit_y: positive where the class has changed."""
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        logits = model(x)
-        label = y.repeat(len(x) // len(y))[:, None]
-        return logits.scatter(1, label, -torch.inf).amax(1) - logits.gather(1, label).squeeze(1)
-
-    return loss
 
 
 @pytest.mark.parametrize("group", [0, 1, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 10))])

@@ -19,7 +19,7 @@ from tests.zoo.bounds.test_rules import CASES as FIRST_ORDER
 from tests.zoo.bounds.test_rules import SHAPES, norm_with_affine, scaled_
 from zoo.attention.conv_mixing import ConvMixing
 from zoo.bounds.activations import Smooth, range_of_second
-from zoo.bounds.curvature import affine, expansion_of
+from zoo.bounds.curvature import affine, expansion_of, linear_part
 from zoo.bounds.facts import NoRule, types_where
 from zoo.bounds.fused import eigenvalue_bound
 from zoo.bounds.torch_modules import GELU, SIGMOID, SILU, TANH, TANH_GELU, softplus
@@ -327,3 +327,30 @@ def test_an_mlp_with_an_unknown_part_is_refused() -> None:
         expansion_of(SLL(D, D, nn.GELU))
     with pytest.raises(NoRule, match="LayerNorm"):
         expansion_of(Mlp(D, D, norm_layer=nn.LayerNorm).requires_grad_(False))
+
+
+@pytest.mark.parametrize("bias", [0.0, 1.0, 1e100])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1.0, 1e30, 1e300])
+def test_the_linear_part_of_any_vector(size: float, bias: float) -> None:
+    """Also without an offset, where a scale that fits both is beyond the numbers."""
+    weight = torch.randn(3, 4, dtype=torch.float64)
+    v = size * torch.randn(2, 1, 4, dtype=torch.float64)
+    push = linear_part(lambda x: x @ weight.mT + bias, torch.zeros(1, 4, dtype=torch.float64))
+    torch.testing.assert_close(push(v), v @ weight.mT, rtol=1e-12, atol=1e-14 * size)
+
+
+@pytest.mark.parametrize("size", [torch.inf, torch.nan])
+def test_the_linear_part_of_no_number_is_none(size: float) -> None:
+    """What overflowed stays unknown."""
+    push = linear_part(lambda x: 2 * x, torch.zeros(1, 4, dtype=torch.float64))
+    assert not push(torch.full((1, 1, 4), size, dtype=torch.float64)).isfinite().any()
+
+
+@pytest.mark.parametrize("other", [1e-25, 1e25, torch.inf, torch.nan])
+def test_a_linear_part_is_a_vectors_own_whatever_its_neighbours_are(other: float) -> None:
+    weight, v = torch.randn(3, 4, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
+    push = linear_part(lambda x: x @ weight.mT + 1, torch.zeros(3, 4, dtype=torch.float64))
+    mixed = v.clone()
+    mixed[0] *= other
+    mixed[1, 0] *= other
+    torch.testing.assert_close(push(mixed)[1, 1:], (v @ weight.mT)[1, 1:])

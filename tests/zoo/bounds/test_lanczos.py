@@ -27,7 +27,7 @@ def spectrum(kind: str) -> Tensor:
 
 def found(values_N: Tensor, start_LN: Tensor) -> Tensor:
     """Of the diagonal matrix: any other is that one, turned, and starts are as likely in all directions."""
-    return lanczos.norms(lambda v: v * values_N.square(), start_LN, 1)[0]
+    return lanczos.norms(lambda v: v * values_N.square(), start_LN[None])[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +99,7 @@ def test_neighbours_that_need_more_steps_change_nothing() -> None:
     """Every vector stops where it would stop alone."""
     squares_LN = torch.stack([spectrum(kind).square() for kind in KINDS])
     start_LN = torch.randn(len(KINDS), N, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    together_L = lanczos.norms(lambda v: v * squares_LN, start_LN, 1)[0]
+    together_L = lanczos.norms(lambda v: v * squares_LN, start_LN[None])[0]
     steps = set[int]()
     for square_N, start_N, bound in zip(squares_LN, start_LN, together_L, strict=True):
         calls = list[int]()
@@ -108,7 +108,7 @@ def test_neighbours_that_need_more_steps_change_nothing() -> None:
             calls.append(1)
             return v * square_N
 
-        torch.testing.assert_close(lanczos.norms(apply, start_N[None], 1)[0, 0], bound, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(lanczos.norms(apply, start_N[None, None])[0, 0], bound, rtol=1e-12, atol=1e-14)
         steps.add(len(calls))
     assert min(steps) < max(steps), "all of them stop alike: nothing was tried"
 
@@ -159,10 +159,10 @@ def test_a_direction_hidden_from_every_start_known_before_is_found(top: float) -
         rest = squares_N * (v - (v @ w_N)[..., None] * w_N)
         return rest + (top**2 * (v @ w_N) - rest @ w_N)[..., None] * w_N
 
-    assert lanczos.norms(gram, known, 1)[0, 0] < 0.99 * top, "nothing was hidden"
+    assert lanczos.norms(gram, known[None])[0, 0] < 0.99 * top, "nothing was hidden"
     for _ in range(20):
         seed = lanczos.seed_of(torch.nn.Identity(), lanczos.new_nonce())
-        assert lanczos.norms(gram, lanczos.starts(IMAGE, shape, seed).flatten(1), 1)[0, 0] >= top
+        assert lanczos.norms(gram, lanczos.starts(IMAGE, shape, seed).flatten(1)[None])[0, 0] >= top
 
 
 def test_starts_depend_on_nonce_weights_and_image() -> None:
@@ -174,3 +174,22 @@ def test_starts_depend_on_nonce_weights_and_image() -> None:
     assert torch.equal(lanczos.starts(IMAGE, shape, lanczos.seed_of(model, "a")), drawn[0])
     both = lanczos.starts(torch.cat([1 - IMAGE, IMAGE]), shape, seeds[0])
     assert torch.equal(both[1], drawn[0][0]), "neighbours change nothing"
+
+
+@pytest.mark.parametrize("factor", [1e99, 1e200, torch.inf, torch.nan])
+def test_a_map_beyond_the_numbers_has_an_infinite_norm_and_its_neighbours_their_own(factor: float) -> None:
+    values_N = spectrum("flat")
+    start_LN = torch.randn(2, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def gram(v: Tensor) -> Tensor:
+        image = v * values_N.square()
+        return torch.cat([image[..., :1, :] * factor, image[..., 1:, :]], -2)
+
+    bound_L, ritz_L = lanczos.norms(gram, start_LN[None])[0], lanczos.ritz(gram, start_LN, 8)
+    torch.testing.assert_close(bound_L[1:], found(values_N, start_LN[1:]))
+    if factor < lanczos.HUGE:
+        torch.testing.assert_close(bound_L[0], found(values_N, start_LN[:1])[0] * factor**0.5)
+    else:
+        assert torch.isinf(bound_L[0])
+        assert torch.isinf(ritz_L[0])
+    assert torch.isfinite(ritz_L[1])

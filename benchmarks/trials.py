@@ -1,0 +1,112 @@
+"""Attacks at certified radii, run after run: none of them may change a class that was certified.
+
+A trial is a model, an image, a method, a norm and a start of gradient ascent on the margin loss
+(tests/tools/trials.py): the zoo's models, shrunk, with random and with trained weights. It counts where the radius
+leaves an attack room; smaller ones are attacked all the same. Counts add up in benchmarks/results/trials.json, written
+after every model: a run goes on with the seeds behind those of the runs before. A certificate that is beaten is written
+down there, and ends this and all further runs until somebody has looked.
+
+    python -m benchmarks.trials [--trials N] [--minutes M]
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import zoo
+from benchmarks.record import RESULTS, circumstances, write
+from tests.tools.trials import STEPS, WORTH, Outcome, Subject, numbered, outcomes
+
+NAME = "trials"
+IMAGES = 4  # of each model
+STARTS = {"vit": 512, "swin": 256, "convnet": 32}  # of each image, method and norm, by what one costs
+Result = dict[str, Any]
+COUNTS = ("models", "images", "worth", "trials", "beaten")
+
+
+def begun() -> Result:
+    """What the runs before have counted."""
+    path = RESULTS / f"{NAME}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    return {"worth_above": WORTH, "steps": STEPS, "trials": 0, "beaten": [], "rows": [], "runs": []}
+
+
+def next_seed(result: Result) -> int:
+    return max((run["seeds"][1] + 1 for run in result["runs"]), default=0)
+
+
+def starts_of(subject: Subject) -> int:
+    return STARTS[zoo.model_options(subject.name)["backbone"]]
+
+
+def add(result: Result, subject: Subject, found: Iterable[Outcome]) -> None:
+    """Count the outcomes of one model, which are of the last run."""
+    rows = {(row["norm"], row["method"]): row for row in result["rows"]}
+    run, starts = result["runs"][-1], starts_of(subject)
+    for outcome in found:
+        key = outcome.norm, outcome.method
+        row = rows.setdefault(key, dict(zip(("norm", "method"), key, strict=True)) | dict.fromkeys(COUNTS, 0))
+        counts = 1, len(outcome.worth_B), outcome.worth, outcome.worth * starts, int(outcome.beaten_B.sum())
+        for name, count in zip(COUNTS, counts, strict=True):
+            row[name] += count
+        run["trials"] += outcome.worth * starts
+        result["trials"] += outcome.worth * starts
+        result["beaten"] += [beaten(subject, outcome, index) for index in outcome.beaten_B.nonzero()]
+    result["rows"] = [rows[key] for key in sorted(rows)]
+    run["seeds"][1] = subject.seed
+
+
+def beaten(subject: Subject, outcome: Outcome, index: Tensor) -> Result:
+    """All that it takes to meet this one again."""
+    return {
+        "kind": subject.kind,
+        "model": subject.name,
+        "options": subject.options,
+        "weights": subject.weights,
+        "seed": subject.seed,
+        "images": IMAGES,
+        "image": int(index),
+        "starts": starts_of(subject),
+        "method": outcome.method,
+        "norm": outcome.norm,
+        "radius": float(outcome.radius_B[index]),
+        "margin_loss": float(outcome.found_B[index]),
+    }
+
+
+def show(result: Result) -> None:
+    table = Table("norm", "method", *COUNTS, box=None, pad_edge=False)
+    for row in result["rows"]:
+        table.add_row(*(str(value) for value in row.values()))
+    Console().print(table)
+    print(f"{result['trials']:,} trials in {len(result['runs'])} runs, {len(result['beaten'])} certificates beaten")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=1_000_000, metavar="N", help="of this run, at least")
+    parser.add_argument("--minutes", type=float, default=float("inf"), metavar="M", help="stop behind the model then")
+    arguments = parser.parse_args()
+    end, result = time.monotonic() + 60 * arguments.minutes, begun()
+    first = next_seed(result)
+    run = circumstances() | {"seeds": [first, first - 1], "trials": 0}
+    result["runs"].append(run)
+    while run["trials"] < arguments.trials and time.monotonic() < end and not result["beaten"]:
+        subject = numbered(next_seed(result))
+        add(result, subject, outcomes(subject, IMAGES, starts_of(subject)))
+        write(NAME, result)
+    show(result)
+    if result["beaten"]:
+        sys.exit(f"a certificate was beaten: see {RESULTS / NAME}.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Attacks at certified radii: a trial is a model, an image, a method, a norm and a start; none may succeed.
+
+Every start ascends the margin loss over the ball that was certified for its image. Models: the parts of small_models.py
+and every model of the zoo, shrunk, with random weights of three sizes or trained for a few steps.
+
+Letters: B images, C channels, H x W pixels.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import zoo
+from certify import certified_radius
+from certify.api import radius_of
+from certify.methods.bake import bake
+from certify.methods.ball import LINF, NORMS, Ball
+from certify.methods.certificate import Certificate, Clean, decide_by, per_image
+from certify.methods.image import Image, ImageAnalysis
+from certify.methods.served_adjoint import ServedAdjoint
+from certizoo import UserError
+from tests.tools.ascent import ascend, ascend_box, margin_loss
+from tests.tools.small_models import PARTS, SMALL, distinct
+from zoo.models.overview import tiny_options
+
+SIZES = {"small": 0.3, "medium": 1.0, "large": 1.7}  # of random weights, in units of what keeps lengths as they are
+TRAINED = "trained"
+WEIGHTS = (*SIZES, TRAINED)
+KINDS = (*PARTS, *distinct())
+SERVED, FORMS = "served", "forms"
+METHODS = ("lofast_local", "adjoint", "image", FORMS, "best", SERVED)
+STEPS = 20
+WORTH = 1e-4  # the radius of the L2 ball around, from which on an attack has room to succeed
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and images by name: `kind` of KINDS, `weights` of WEIGHTS; the seed chooses everything that is random."""
+
+    kind: str
+    weights: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return "dp_vit_ti" if self.kind in PARTS else self.kind
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return SMALL | PARTS[self.kind] if self.kind in PARTS else tiny_options(self.kind)
+
+    def model(self) -> Any:
+        torch.manual_seed(self.seed)
+        model = zoo.create_model(self.name, **self.options).eval()
+        return _trained(model, self.images(4)) if self.weights == TRAINED else _random(model, SIZES[self.weights])
+
+    def images(self, count: int) -> Tensor:
+        options = zoo.model_options(self.name, **self.options)
+        shape = (count, options["in_chans"], options["img_size"], options["img_size"])
+        return torch.rand(shape, generator=torch.Generator().manual_seed(self.seed))
+
+
+def numbered(number: int) -> Subject:
+    """The subjects of an endless list, in which every kind meets all weights, and no seed comes twice."""
+    turn, kind = divmod(number, len(KINDS))
+    return Subject(KINDS[kind], WEIGHTS[(kind + turn) % len(WEIGHTS)], number)
+
+
+def _random(model: Any, size: float) -> Any:
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim > 1:
+                p.copy_(torch.randn_like(p) * size * p[0].numel() ** -0.5)
+            elif "bias" in name:
+                p.copy_(0.1 * torch.randn_like(p))
+    return model.requires_grad_(False)
+
+
+def _trained(model: Any, prototypes: Tensor) -> Any:
+    """40 steps on noisy prototypes: margins and gradients of a classifier, not of chance."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(40):
+        y = torch.randint(len(prototypes), (64,))
+        x = (prototypes[y] + 0.2 * torch.randn(64, *prototypes.shape[1:])).clamp(0, 1)
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one method and norm: the radius of every image, (B,), and the largest margin loss found in its ball."""
+
+    method: str
+    norm: str
+    radius_B: Tensor
+    found_B: Tensor
+    worth_B: Tensor  # whether the radius leaves an attack room
+
+    @property
+    def worth(self) -> int:
+        return int(self.worth_B.sum())
+
+    @property
+    def beaten_B(self) -> Tensor:
+        return ~(self.found_B < 0) & (self.radius_B > 0)
+
+
+def outcomes(
+    subject: Subject, count: int, starts: int, methods: Sequence[str] = METHODS, norms: Sequence[str] = NORMS
+) -> Iterator[Outcome]:
+    """Of `count` images and every method that has rules for the model; the labels are the model's own answers."""
+    model, x = subject.model(), subject.images(count)
+    with torch.no_grad():
+        y = model(x).argmax(-1)
+    for method in methods:
+        for norm in norms:
+            try:
+                radius_B = certified(model, x, y, method, norm, nonce=str(subject.seed))
+            except UserError:
+                continue
+            found_B = attacked(model, x, y, radius_B, norm, starts, served=method == SERVED)
+            worth_B = Ball(norm, x[0].numel()).radius(radius_B) > WORTH
+            yield Outcome(method, norm, radius_B, found_B, worth_B)
+
+
+def certified(model: Any, x: Tensor, y: Tensor, method: str, norm: str, nonce: str) -> Tensor:
+    """Radii (B,) of one of METHODS. Raises UserError where it has no rules for the model."""
+    if method == SERVED:
+        return radius_of(ServedAdjoint(model, torch.float32, nonce, norm).analyse(x, y))
+    if method == FORMS:
+        return radius_of(Forms(model, nonce, norm).analyse(x, y))
+    return certified_radius(model, x, y, method, nonce, norm)
+
+
+class FormsAnalysis(ImageAnalysis):
+    """What forms prove alone. The adjoint analysis, which answers first, hides it where it proves more."""
+
+    def at(self, eps: float | Tensor) -> Certificate:
+        eps_B, margin_BJ = per_image(eps, self.clean), self.clean.margin_BJ
+        nothing_BJ, class_B = torch.full_like(margin_BJ, torch.inf), margin_BJ.argmin(-1)
+        loss_BJ, class_B = self._sharper(self.ball.radius(eps_B), nothing_BJ, class_B)
+        return decide_by(self.clean, loss_BJ, eps_B, class_B)
+
+
+class Forms(Image):
+    """The certifier of method `image` without the help of `adjoint`."""
+
+    def expand(self, images_BCHW: Tensor, clean: Clean) -> ImageAnalysis:  # type: ignore[override]
+        whole = super().expand(images_BCHW, clean)
+        return FormsAnalysis(whole.inner, whole.images, whole._seed)
+
+
+def attacked(
+    model: Any, x: Tensor, y: Tensor, radius_B: Tensor, norm: str, starts: int, served: bool = False
+) -> Tensor:
+    """The largest margin loss that `starts` starts an image find of the baked float64 model, or of the served float32
+    one at float32 points: (B,)."""
+    dtype = torch.float32 if served else torch.float64
+    within_B = inside(x, radius_B, norm, dtype)
+    loss = served_loss(model, y) if served else margin_loss(bake(model), y)
+    if norm == LINF:
+        return ascend_box(loss, x.double(), within_B, STEPS, starts // 2)  # from each two
+    return ascend(loss, x.double(), within_B, STEPS, starts)
+
+
+def inside(x: Tensor, radius_B: Tensor, norm: str, dtype: torch.dtype) -> Tensor:
+    """The radius from which rounding a point to `dtype` cannot leave the ball."""
+    size_B = x.double().flatten(1).norm(dim=1, p=torch.inf if norm == LINF else 2)
+    return (radius_B * (1 - 1e-12) - torch.finfo(dtype).eps * (size_B + radius_B)).clamp_min(0)
+
+
+def served_loss(model: Any, y: Tensor) -> Callable[[Tensor], Tensor]:
+    """The value that the float32 model has, with the gradient that the float64 one has."""
+    exact, real = margin_loss(bake(model), y), margin_loss(model, y)
+
+    def loss(x: Tensor) -> Tensor:
+        smooth = exact(x)
+        return smooth + (real(x.detach().float()).double() - smooth).detach()
+
+    return loss
