@@ -132,16 +132,12 @@ class Ellipsoids:
 
     def __init__(self, joint: Joint, drifts: Sizes, draw: Draw) -> None:
         self.joint, self.tape, self.most_B, self._drifts, self._draw = joint, joint.tape, joint.most_B, drifts, draw
-        self.runs = 0  # of Lanczos, of an image
+        self.failure = PROBE_FAILURE  # of an image
         self._reaches = self._probed()
         self.rests, total_B = dict[int, Rest](), joint.ones_B
         for at in self.tape.bent:
             self.rests[at] = self._rest(at, total_B)
             total_B = total_B + self._theta(at, total_B)
-
-    @property
-    def failure(self) -> float:
-        return self.runs * lanczos.FAILURE + PROBE_FAILURE
 
     def at(self, eps_B: Tensor) -> Grown:
         """For eps <= the largest."""
@@ -221,10 +217,10 @@ class Ellipsoids:
     ) -> Tensor:
         """lambda_max(sum_i M_i^T C_i M_i)^(1/2), at most: (C, B), with C tensors of numbers for the starts. Infinite
         where a form is."""
-        self.runs += len(numbers)
         unknown = ~torch.stack([torch.isfinite(form.largest) for form in forms.values()]).all(0)
         known = {at: _silenced(form, unknown) for at, form in forms.items()} if bool(unknown.any()) else forms
         room = torch.Size([self.joint.room(max(forms))])
+        self.failure += len(numbers) * lanczos.chance(room.numel())
         start = torch.stack([self._draw(room, word, of_map) for of_map in numbers])
         return torch.where(unknown, torch.inf, lanczos.norms(self.joint.gram(known), start, close))
 
