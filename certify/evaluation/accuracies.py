@@ -31,11 +31,11 @@ def by_ball(table: pd.DataFrame, attacks: Mapping[str, Attack]) -> list[Accuracy
     ]
 
 
-def within_radius(table: pd.DataFrame, attacks: Mapping[str, Attack], method: str | None) -> int:
+def within_radius(table: pd.DataFrame, attacks: Mapping[str, Attack], method: str | None, norm: str) -> int:
     """Points that fool at a distance that was certified, over all images and attacks."""
     if method is None:
         return 0
-    return int(sum((table[f"l2.{name}"] <= table[f"radius.{method}"]).sum() for name in attacks))
+    return int(sum((table[f"{norm}.{name}"] <= table[f"radius.{method}"]).sum() for name in attacks))
 
 
 def _of(table: pd.DataFrame, name: str, attack: Attack) -> Accuracy:

@@ -18,10 +18,11 @@ from attacks.attack import Attack
 from attacks.losses import margin
 from attacks.norms import distance
 from certify.api import certifier, radius_of
-from certify.evaluation.protocol import attack_of, covering_l2
+from certify.evaluation.protocol import attack_of, covering
 from certify.evaluation.refuted import Found, refuse
 from certify.evaluation.settings import Settings
 from certify.methods.bake import logit_differences
+from certify.methods.ball import L2
 from certify.rows.columns import Columns, Kind, Row, amount, chance, flag, perhaps, real, whole
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.draws import draws
@@ -36,14 +37,17 @@ class EvaluateBlock:
         self.settings, self.out, self.device = settings, out, device_of(worker, settings.device)
         self.model, self.config = zoo.handover.load(handover)
         self.model.to(self.device)
-        self.certifier = certifier(self.model, settings.method, settings.nonce) if settings.method else None
+        self.certifier = None
+        if settings.method:
+            self.certifier = certifier(self.model, settings.method, settings.nonce, settings.norm)
         self.attacked = in_dtype(self.model, settings.attack_dtype)
         self.attacks = {name: attack_of(name, options, self.device) for name, options in settings.attacks.items()}
 
     def __call__(self, block: Batch) -> list[Row]:
         """A row an image: {key, label, prediction, correct, margin}; with a method {radius.<method>, failure,
         seconds.certify}; for every attack {survives.<name>, l2.<name>: how far the point that fools is, None if none,
-        seconds.<name>, and certified.<name> where it keeps to a ball}.
+        <norm>.<name>: the same in the norm of the radii, seconds.<name>, and certified.<name> where it keeps to a
+        ball}.
 
         Raises UnsoundCertificate where an attack fools within a certified radius; its image is in OUT/refuted.
         """
@@ -96,16 +100,17 @@ class EvaluateBlock:
             adversarial[part] = attack.run(self.attacked, images[part], labels[part], own).to(images)
         seconds = (time.perf_counter() - start) / max(1, len(index_I))
         survives = correct & (torch.cat([self.model(x).argmax(1) for x in self._split(adversarial)]) == labels)
-        l2_B, fooled = distance(adversarial, images, "l2").cpu(), (correct & ~survives).cpu()
-        for i in (fooled & (l2_B <= radius_B)).nonzero().flatten().tolist():
-            found = Found(keys[i], images[i], adversarial[i], int(labels[i]), name, float(l2_B[i]), float(radius_B[i]))
-            refuse(found, self.out)
+        fooled, norm = (correct & ~survives).cpu(), self.settings.norm
+        far = {each: distance(adversarial, images, each).cpu() for each in dict.fromkeys((L2, norm))}
+        for i in (fooled & (far[norm] <= radius_B)).nonzero().flatten().tolist():
+            distances = float(far[norm][i]), float(radius_B[i])
+            refuse(Found(keys[i], images[i], adversarial[i], int(labels[i]), name, norm, *distances), self.out)
         columns: dict[str, list[object]] = {
             f"survives.{name}": survives.tolist(),
-            f"l2.{name}": [far if found else None for far, found in zip(l2_B.tolist(), fooled.tolist(), strict=True)],
+            **{f"{each}.{name}": _where(fooled, far_B) for each, far_B in far.items()},
             f"seconds.{name}": [seconds] * len(keys),
         }
-        ball = covering_l2(attack, images[0].numel())
+        ball = covering(attack, norm, images[0].numel())
         if ball is not None and self.certifier is not None:
             columns[f"certified.{name}"] = (radius_B >= ball).tolist()
         return columns
@@ -119,15 +124,21 @@ class EvaluateBlock:
         return images.split(self.settings.batch_size)
 
 
+def _where(chosen_B: Tensor, values_B: Tensor) -> list[object]:
+    """None where not chosen."""
+    return [value if chosen else None for value, chosen in zip(values_B.tolist(), chosen_B.tolist(), strict=True)]
+
+
 def columns_of(settings: Settings, attacks: Mapping[str, Attack]) -> Columns:
     """What a row of `EvaluateBlock` is made of."""
     needed: dict[str, Kind] = {"prediction": whole, "correct": flag, "margin": real}
     if settings.method:
         needed |= {f"radius.{settings.method}": amount, "failure": chance, "seconds.certify": amount}
     for name, attack in attacks.items():
-        if settings.method and covering_l2(attack, 1) is not None:
+        if settings.method and covering(attack, settings.norm, 1) is not None:
             needed |= {f"certified.{name}": flag}
-        needed |= {f"survives.{name}": flag, f"l2.{name}": perhaps(amount), f"seconds.{name}": amount}
+        needed |= {f"{norm}.{name}": perhaps(amount) for norm in (L2, settings.norm)}
+        needed |= {f"survives.{name}": flag, f"seconds.{name}": amount}
 
     def contradiction(row: Row) -> str | None:
         """Certificates, attacks and clean answers are nested; who survives was not fooled."""

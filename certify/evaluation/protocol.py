@@ -9,6 +9,7 @@ import zoo
 from attacks.attack import Attack
 from attacks.kinds import make
 from attacks.transfer import Transfer
+from certify.methods.ball import L2, LINF, NORMS
 from certizoo import UserError
 
 Options = Mapping[str, object]
@@ -34,14 +35,14 @@ def _transfer(options: Options, device: torch.device) -> Attack:
     return Transfer(model.to(device), make(attack))
 
 
-def covering_l2(attack: Attack, pixels: int) -> float | None:
-    """The smallest L2 radius whose ball holds that of the attack; an image certified there survives it.
+def covering(attack: Attack, norm: str, pixels: int) -> float | None:
+    """The smallest radius in the norm whose ball holds that of the attack; an image certified there survives it.
 
-    ||d||_2 <= sqrt(n) ||d||_inf for n numbers an image. None where the attack keeps to no ball.
+    ||d||_inf <= ||d||_2 <= sqrt(n) ||d||_inf for n numbers an image. None where the attack keeps to no ball.
     """
-    if attack.eps is None or attack.norm not in ("l2", "linf"):
+    if attack.eps is None or attack.norm not in NORMS:
         return None
-    return attack.eps if attack.norm == "l2" else outwards(attack.eps * pixels**0.5)
+    return outwards(attack.eps * pixels**0.5) if (attack.norm, norm) == (LINF, L2) else attack.eps
 
 
 def outwards(radius: float) -> float:

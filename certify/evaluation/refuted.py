@@ -8,6 +8,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from certify.methods.certificate import UnsoundCertificate
+from certify.rows.intervals import NAMES
 from certizoo.files import whole_file
 
 FOLDER = "refuted"
@@ -15,14 +16,15 @@ FOLDER = "refuted"
 
 @dataclass(frozen=True)
 class Found:
-    """An image (C, H, W) in [0,1] whose class an attack changed at the L2 distance `l2` <= `radius`, the certified."""
+    """An image (C, H, W) in [0,1] whose class an attack changed at a distance in `norm` <= `radius`, the certified."""
 
     key: str
     image_CHW: Tensor
     adversarial_CHW: Tensor
     label: int
     attack: str
-    l2: float
+    norm: str
+    distance: float
     radius: float
 
 
@@ -30,8 +32,8 @@ def refuse(found: Found, out: Path) -> None:
     """Raise UnsoundCertificate, and keep the images where the disk takes them."""
     kept = _kept(found, out)
     raise UnsoundCertificate(
-        f"image {found.key} is certified up to {found.radius:.6g} (L2), but {found.attack} changes its class at "
-        f"{found.l2:.6g}: the certificate is wrong. {kept}; please report it with the weights"
+        f"image {found.key} is certified up to {found.radius:.6g} ({NAMES[found.norm]}), but {found.attack} changes "
+        f"its class at {found.distance:.6g}: the certificate is wrong. {kept}; please report it with the weights"
     )
 
 
@@ -39,7 +41,7 @@ def _kept(found: Found, out: Path) -> str:
     """OUT/refuted/KEY.safetensors: image and adversarial, the rest as metadata."""
     path = out / FOLDER / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', found.key).lstrip('.')}.safetensors"
     facts = {"key": found.key, "label": str(found.label), "attack": found.attack}
-    facts |= {"l2": repr(found.l2), "certified_radius": repr(found.radius)}
+    facts |= {found.norm: repr(found.distance), "certified_radius": repr(found.radius)}
     tensors = {"image": found.image_CHW.cpu().contiguous(), "adversarial": found.adversarial_CHW.cpu().contiguous()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

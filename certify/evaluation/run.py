@@ -72,6 +72,7 @@ def _asked(settings: Settings) -> Summary:
         "protocol": settings.protocol,
         "attacks": {name: dict(options) for name, options in settings.attacks.items()},
         "method": settings.method,
+        "norm": settings.norm,
         "nonce": settings.nonce,
         "block": settings.block,
         "seed": settings.seed,
@@ -115,6 +116,6 @@ def _summary(table: pd.DataFrame, subject: Summary, own: EvaluateBlock, flags: l
         **image_facts(table, method),
         "accuracy": accuracies.by_attack(table, attacks),
         "worst_case": accuracies.by_ball(table, attacks),
-        "found_within_certified_radius": accuracies.within_radius(table, attacks, method),
+        "found_within_certified_radius": accuracies.within_radius(table, attacks, method, own.settings.norm),
         "flags": [vars(flag) for flag in [*flags, *checks.of_table(table, attacks)]],
     }

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from certify.methods.ball import L2, known
 from certify.rows.devices import DEVICES, DTYPES
 from certizoo import UserError
 
@@ -15,7 +16,7 @@ class Settings:
 
     Attributes:
         protocol: its name; `attacks`: its entries, {name: {kind: ..., ...}}, eps in [0,1] pixel units.
-        method: how radii are certified; None: not at all.
+        method: how radii are certified; None: not at all. norm: of these radii, 'l2' or 'linf'.
         nonce: of its random starts; None: that of the rows that are there, or one that is drawn now.
         images: the first so many test images; None: all.
         block: images that are handed out, and written, together; batch_size: of those, how many at a time.
@@ -28,6 +29,7 @@ class Settings:
     protocol: str
     attacks: Mapping[str, Mapping[str, object]] = field(hash=False)
     method: str | None = "lofast"
+    norm: str = L2
     nonce: str | None = None
     images: int | None = 500
     batch_size: int = 50
@@ -39,6 +41,7 @@ class Settings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        known(self.norm)
         if not self.attacks:
             raise UserError(f"protocol {self.protocol} has no attacks; choose one of configs/protocol")
         for key, least in {"images": 1, "batch_size": 1, "block": 1, "check_images": 0, "workers": 1}.items():

@@ -7,9 +7,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from certify.rows.intervals import eps_words, interval, percent
+from certify.rows.intervals import NAMES, eps_words, interval, percent
 from certify.rows.records import write_png
-from certify.rows.summary import Summary
+from certify.rows.summary import Summary, norm_of
 from certizoo.text import code, markdown, plain
 
 COLUMNS = ("attack", "norm", "eps", "accuracy %", "certified %", "median L2", "s/image")
@@ -37,6 +37,7 @@ def card(summary: Summary) -> str:
         return f"{percent(of['accuracy'])} ({interval(of['accuracy'], summary['images'])})"
 
     flags = [f"- **{markdown(flag['name'])}**: {markdown(flag['message'])}" for flag in summary["flags"]] or ["None."]
+    certified = f"Certified by {summary['method']}, radii in {NAMES[norm_of(summary)]}."
     paragraphs = [
         f"# {markdown(summary['model']['name'])}: {markdown(summary['protocol'])}",
         f"{summary['images']} test images of {markdown(summary['dataset'])} (list sha256 "
@@ -48,7 +49,7 @@ def card(summary: Summary) -> str:
                 *(_line(map(markdown, row)) for row in _rows(summary, with_interval)),
             ]
         ),
-        f"Certified by {summary['method']}." if summary["method"] else "Nothing was certified.",
+        certified if summary["method"] else "Nothing was certified.",
         "An attacked accuracy is an upper bound of the robust one, a certified accuracy a lower bound, both of these "
         "images; intervals are Wilson's of 95 %. Attacks that succeeded within a certified radius: "
         f"{summary['found_within_certified_radius']}. Median L2: of the points that fooled, how far they are.",

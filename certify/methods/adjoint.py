@@ -14,7 +14,7 @@ constant; J_k = Df_k at the clean X_{k-1}, R_k its remainder, G_k = X'_k - X_k, 
 e_0 is the radius of the L2 ball around the ball of images, and ||g_0|| e_0 what the first order costs on that ball
 (certify/methods/ball.py).
 
-||J_k|| is the norm of I + J_branch, and ||P_k|| that of the product (certify/methods/operator_norms.py).
+||J_k|| is the norm of I + J_branch, and ||P_k|| that of the product (certify/maps/operator_norms.py).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from certify.maps.operator_norms import operator_norms
 from certify.methods.backwards import Chain, Radii, Rivals
 from certify.methods.bake import SERVED, model_of
 from certify.methods.ball import L2, Ball, known
@@ -42,7 +43,6 @@ from certify.methods.certificate import (
     per_image,
 )
 from certify.methods.correct import OfCorrect, of_correct
-from certify.methods.operator_norms import operator_norms
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos, running
 from zoo.bounds.contracts import Bound

@@ -21,11 +21,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from certify.maps.weights import Look
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.ball import Ball
 from certify.methods.certificate import Breakdown, Certificate, Clean, binding_class, decide_by, gaps, per_image
 from certify.methods.rung import Rung, Situation
-from certify.methods.weights import Look
 
 RUNGS = 6
 LOOKS = 4  # before the first of them

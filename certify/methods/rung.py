@@ -10,11 +10,11 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from certify.maps.ellipsoid import CLOSE, COARSE, Ellipsoids, Grown, Joint, Margins, Sizes
+from certify.maps.weights import Look
 from certify.methods.adjoint import AdjointAnalysis, groups
 from certify.methods.ball import Ball
 from certify.methods.certificate import Clean, gaps
-from certify.methods.ellipsoid import CLOSE, COARSE, Ellipsoids, Grown, Joint, Margins, Sizes
-from certify.methods.weights import Look
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.tape import Tape, Vectors
@@ -22,6 +22,7 @@ from zoo.bounds.tape import Tape, Vectors
 AT_ONCE = 8  # rivals
 ENOUGH = 0.8  # radius / largest e of a rung that needs no next one
 LOST = 1 / 4  # the next largest e where a rung proves nothing, in units of this one
+BITS = 2**12
 HALVINGS = 5  # of the search for its radius
 
 
@@ -60,8 +61,10 @@ class Situation:
 
     def draw(self, room: torch.Size, word: str, numbers: Tensor) -> Tensor:
         """(B, *room), of a stream of their own for every purpose and these numbers (B, n): what was found with one
-        start chooses the maps that others measure."""
-        return lanczos.starts(torch.cat([self.images.flatten(1), numbers], 1), room, self.seed + word.encode())
+        start chooses the maps that others measure. Of numbers the first bits count, as the others are rounding."""
+        mantissa, exponent = numbers.frexp()
+        key = torch.cat([self.images.flatten(1), (BITS * mantissa).round(), exponent], 1)
+        return lanczos.starts(key, room, self.seed + word.encode())
 
     @cached_property
     def drifts(self) -> Sizes:

@@ -29,8 +29,8 @@ def subject_of(handover: Path, listed: ImageList, **asked: Any) -> Summary:
 
 
 def norm_of(summary: Summary) -> str:
-    """The norm of a certificate's radii; earlier code knew L2 alone, and need not say so."""
-    norm: str = summary.get("threat_model", {}).get("norm", "l2")
+    """The norm of the certified radii; earlier code knew L2 alone, and need not say so."""
+    norm: str = summary.get("norm", "l2")
     return norm
 
 

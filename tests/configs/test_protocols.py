@@ -16,7 +16,7 @@ from certizoo.compose import CONFIGS
 FILES = sorted((CONFIGS / "protocol").glob("*.yaml"))
 EXPECTED = {
     "quick", "specformer_std", "specformer_at", "covit", "lofast", "certvit", "robustbench", "robustbench_imagenet",
-    "nested",
+    "nested", "quick_linf", "nested_linf",
 }  # fmt: skip
 
 
@@ -69,6 +69,12 @@ def test_the_papers_numbers() -> None:
     for name, eps in (("quick", certified), ("lofast", [0.02, 0.05, 0.1, 36 / 255]), ("certvit", [1.58, 36 / 255])):
         wanted = [AttackConfig("l2", radius, 40, loss="margin", stop_when_fooled=True) for radius in eps]
         assert list(found[name].values()) == wanted
+    wanted = [AttackConfig("linf", radius, 40, loss="margin", stop_when_fooled=True) for radius in EPS["linf"]]
+    assert list(found["quick_linf"].values()) == wanted
+    assert found["nested_linf"] == {
+        "pgd100": AttackConfig("linf", 2 / 255, 100, loss="margin", stop_when_fooled=True),
+        "autoattack": AutoAttack("linf", 2 / 255, STANDARD),
+    }
     assert found["nested"] == {
         "pgd100": AttackConfig("l2", 36 / 255, 100, loss="margin", stop_when_fooled=True),
         "autoattack": AutoAttack("l2", 36 / 255, STANDARD),

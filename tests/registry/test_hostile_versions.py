@@ -180,7 +180,7 @@ def test_an_evaluation_writes_over_nothing_that_was_certified(uri: str, tag: str
 @pytest.mark.hostile
 @pytest.mark.parametrize(
     "tag",
-    ["certified_acc.0.1", "certified_acc.0.99", "Certified-Acc 0.1", "clean_acc", "CLEAN_ACC", "pgd_acc.0.1",
+    ["certified_acc.0.1", "certified_acc.linf.0.1", "Certified-Acc 0.1", "clean_acc", "CLEAN_ACC", "pgd_acc.0.1",
      "aa_acc.linf", "attacked_acc.quick.pgd", "proved_acc.x", "flags.quick", "weights_sha256", "method", "dataset",
      "norm", "images", "certified_low.0.1", "champion_by", "champion_images", "files_sha256", "certificate_sha256",
      "headline", "git_commit", "сertified_acc.0.1", "a\x1b[2Jb", "x" * 200],

@@ -38,18 +38,29 @@ def certified(run_dir: Path, share: float = 0.4, images: int = 500, eps: str = E
     return folder
 
 
+def norm_of(folder: Path) -> str:
+    """What the certificate says; L2 where it says nothing."""
+    said = json.loads((folder / "certificate.json").read_text())
+    return str((said["threat_model"] or {}).get("norm", "l2"))
+
+
+def radius_of(folder: Path, eps: str) -> str:
+    """The end of the tags of a share: the eps, with its norm in front where that is not L2."""
+    return eps if norm_of(folder) == "l2" else f"{norm_of(folder)}.{eps}"
+
+
 def tags_of(folder: Path, eps: str = EPS) -> dict[str, str]:
     """What the stage would write of the certificate. The lower bound is taken a little below the share."""
     said = json.loads((folder / "certificate.json").read_text())
-    share = said["accuracy"][eps]["certified"]
+    share, radius = said["accuracy"][eps]["certified"], radius_of(folder, eps)
     return {
         "dataset": said["dataset"],
-        "norm": "l2",
+        "norm": norm_of(folder),
         "images": str(said["images"]),
         "clean_acc": f"{said['clean']:.4f}",
         "method": said["method"],
-        f"certified_acc.{eps}": f"{share:.4f}",
-        f"certified_low.{eps}": f"{max(0.0, share - 1 / said['images'] ** 0.5):.4f}",
+        f"certified_acc.{radius}": f"{share:.4f}",
+        f"certified_low.{radius}": f"{max(0.0, share - 1 / said['images'] ** 0.5):.4f}",
         "weights_sha256": said["weights_sha256"],
         "data_digest": said["data_digest"],
         "image_list_sha256": said["image_list_sha256"],
@@ -68,7 +79,7 @@ def issue(folder: Path, uri: str | None, eps: str = EPS, **changes: Any) -> Publ
         "metrics": {},
         "run_id": None,
         "experiment": "digits",
-        "headline": f"certified_acc.{eps}",
+        "headline": f"certified_acc.{radius_of(folder, eps)}",
         "uri": uri,
     }
     return publish(folder, **(given | changes))

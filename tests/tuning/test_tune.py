@@ -131,6 +131,15 @@ def test_a_radius_is_found_as_people_write_it_and_added_where_it_is_missing() ->
     assert read == [0.9, 0.6, 0.3]
 
 
+def test_a_search_in_linf_certifies_the_radii_of_linf_and_its_own() -> None:
+    metric = "certified_acc@0.00784"
+    mine = asked("--space", "msvp", "--metric", metric, "--", "certify.norm=linf", "certify.eps=null")
+    config = compose_config("adv_train", mine.overrides)["certify"]
+    assert config["norm"] == "linf"
+    assert config["eps"] == pytest.approx([k / 255 for k in (1, 2, 4, 8)])
+    assert config["headline_eps"] == pytest.approx(2 / 255)
+
+
 @pytest.mark.parametrize("text", ["accuracy", "certified_acc", "certified_acc@", "pgd_acc@-1", "clean_acc@0.1"])
 def test_a_wrong_metric_says_what_is_right(text: str) -> None:
     with pytest.raises(UserError, match="certified_acc@EPS"):

@@ -193,7 +193,7 @@ def test_senseless_settings_are_refused(changes: dict[str, Any], said: str) -> N
 
 
 def test_a_full_disk_hides_no_wrong_certificate(tmp_path: Path) -> None:
-    found = refuted.Found("k", torch.zeros(1, 2, 2), torch.ones(1, 2, 2), 1, "pgd", 0.1, 0.2)
+    found = refuted.Found("k", torch.zeros(1, 2, 2), torch.ones(1, 2, 2), 1, "pgd", "l2", 0.1, 0.2)
     with full_disk(tmp_path, 1), pytest.raises(UnsoundCertificate, match=r"could not be written \(File too large"):
         refuted.refuse(found, tmp_path)
     with pytest.raises(UnsoundCertificate, match="Both images are in"):

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import zoo
 from certify import certified_radius, certify
+from certify.maps.operator_norms import dense, jacobian, random, unit_vectors
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.bake import bake
-from certify.methods.operator_norms import dense, jacobian, random, unit_vectors
 from tests.tools.ascent import ascend, largest_change
 from tests.tools.small_models import PARTS, labelled, small_model
 from zoo.bounds.curvature import nodes_of, trunk_of

@@ -261,7 +261,7 @@ def test_a_search_in_the_box_takes_no_longer(monkeypatch: pytest.MonkeyPatch) ->
         model = small_model("standard", seed)
         x, y = labelled(model, 4, seed)
         for norm in NORMS:
-            analysis, asked = inner(model, x, y, norm), []
+            analysis, asked = inner(model, x, y, norm), list[Tensor]()
             at = analysis.at
             monkeypatch.setattr(analysis, "at", lambda eps, at=at, asked=asked: asked.append(eps) or at(eps))
             radius_of(analysis)

@@ -12,10 +12,10 @@ from torch import Tensor
 import zoo
 from certify import certified_radius
 from certify.api import radius_of
-from certify.methods import ellipsoid
+from certify.maps import ellipsoid
+from certify.maps.ellipsoid import Ellipsoids, Joint, least_square_sum
 from certify.methods.adjoint import Adjoint
 from certify.methods.ball import NORMS
-from certify.methods.ellipsoid import Ellipsoids, Joint, least_square_sum
 from certify.methods.image import Image, ImageAnalysis
 from certify.methods.rung import Rung, Situation
 from tests.certify.methods.test_certify import margin_loss

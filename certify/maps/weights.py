@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.methods.ellipsoid import Draw, Joint, beside, identity
+from certify.maps.ellipsoid import Draw, Joint, beside, identity
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import Forms, QuadraticForm
 from zoo.bounds.tape import Tape, Vectors

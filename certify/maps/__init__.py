@@ -1,0 +1,1 @@
+"""Linear maps of a whole network, measured around a clean batch."""
