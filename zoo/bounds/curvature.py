@@ -91,8 +91,8 @@ def linear_part(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], 
     size = float(offset.abs().max()) + 1e-300
 
     def push(v: Tensor) -> Tensor:
-        s = 2.0 ** math.ceil(math.log2(size / (float(v.abs().max()) + 1e-300)))
-        s = min(max(s, 2.0**-500), 2.0**500)
+        power = math.log2(size) - math.log2(float(v.abs().max()) + 1e-300)
+        s = 2.0 ** math.ceil(min(500.0, max(-500.0, power)))
         return (f((s * v).flatten(0, 1)) - offset).unflatten(0, v.shape[:2]) / s
 
     return push
