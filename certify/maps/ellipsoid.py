@@ -23,15 +23,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from certify.maps.effort import at_once, effort
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import Bound, QuadraticForm
 from zoo.bounds.tape import Tape, Vectors
 
-PROBES = 1536  # random vectors that find how far functionals reach: a fifth more than they do
-TOGETHER = 64  # of them
+TOGETHER = 64  # random vectors that find how far functionals reach, at most
 PROBE_FAILURE = 1e-11  # the chance that one reach of an image is too small
-CLOSE, COARSE = 1.03, 1.2  # of norms, as in zoo/bounds/lanczos.py
+COARSE = 1.2  # of norms, as in zoo/bounds/lanczos.py; what is close, effort.py says
 
 Sizes = dict[int, Tensor]  # of leaves: (B,)
 Draw = Callable[[torch.Size, str, Tensor], Tensor]  # room, purpose, numbers (B, n) -> a Gaussian vector (B, *room) each
@@ -133,17 +133,13 @@ class Ellipsoids:
 
     def __init__(self, joint: Joint, drifts: Sizes, draw: Draw) -> None:
         self.joint, self.tape, self.most_B, self._drifts, self._draw = joint, joint.tape, joint.most_B, drifts, draw
-        self.runs = 0  # of Lanczos, of an image
+        self.effort, self.failure = effort(self.tape), PROBE_FAILURE  # the chance, of an image
         self._reaches = self._probed()
         self._norms = {at: self._norm(at) for at, length in self._reaches.items() if bool(torch.isinf(length).any())}
         self.rests, total_B = dict[int, Rest](), joint.ones_B
         for at in self.tape.bent:
             self.rests[at] = self._rest(at, total_B)
             total_B = total_B + self._theta(at, total_B)
-
-    @property
-    def failure(self) -> float:
-        return self.runs * lanczos.FAILURE + PROBE_FAILURE
 
     def at(self, eps_B: Tensor) -> Grown:
         """For eps <= the largest."""
@@ -202,7 +198,8 @@ class Ellipsoids:
             return Rest(self._norm(at), self.joint.ones_B, None)
         reach = self._reach(at, total_B)
         form = leaf.forms.of_rest(reach, 1 / self.joint.weights[at])
-        return Rest(self._seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], CLOSE)[0], form.largest[0], reach)
+        norm_B = self._seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.effort.close)[0]
+        return Rest(norm_B, form.largest[0], reach)
 
     def _norm(self, at: int) -> Tensor:
         """||M_i|| (B,)."""
@@ -229,10 +226,10 @@ class Ellipsoids:
     ) -> Tensor:
         """lambda_max(sum_i M_i^T C_i M_i)^(1/2), at most: (C, B), with C tensors of numbers for the starts. Infinite
         where a form is."""
-        self.runs += len(numbers)
         unknown = ~torch.stack([torch.isfinite(form.largest) for form in forms.values()]).all(0)
         known = {at: _silenced(form, unknown) for at, form in forms.items()} if bool(unknown.any()) else forms
         room = torch.Size([self.joint.room(max(forms))])
+        self.failure += len(numbers) * lanczos.chance(room.numel())
         start = torch.stack([self._draw(room, word, of_map) for of_map in numbers])
         return torch.where(unknown, torch.inf, lanczos.norms(self.joint.gram(known), start, close))
 
@@ -244,16 +241,18 @@ class Ellipsoids:
         if not formed:
             return {}
         last, squares = max(formed), Sizes()
-        room = torch.Size([TOGETHER, self.joint.room(last)])
+        room = self.joint.room(last)
 
         def visit(at: int, v: Tensor) -> None:
             if at in formed:
                 squares[at] = formed[at].squares(v) + squares.get(at, 0.0)
 
-        for number in range(PROBES // TOGETHER):
-            self.joint.push(self._draw(room, f"probes {number}", self.most_B[:, None]).movedim(1, 0), visit, last)
+        together = torch.arange(self.effort.probes).split(min(TOGETHER, at_once(self.most_B.numel() * room)))
+        for numbers in together:  # the same vectors, however many fit
+            u = [self._draw(torch.Size([room]), f"probe {number}", self.most_B[:, None]) for number in numbers.tolist()]
+            self.joint.push(torch.stack(u), visit, last)
         count = sum(found[0].numel() for found in squares.values())
-        share = least_square_sum(PROBES, PROBE_FAILURE / count)
+        share = least_square_sum(self.effort.probes, PROBE_FAILURE / count)
         return {at: (found / share).sqrt() for at, found in squares.items()}
 
 

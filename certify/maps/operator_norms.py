@@ -81,7 +81,8 @@ def random(expansions: Sequence[Expansion], images_BCHW: Tensor, seed: bytes) ->
         products.append(nodes[-1] * products[-1])
         if k in ends:
             products[-1] = torch.fmin(products[-1], found[k])
-    return Norms(nodes, products, (len(wide) + len(ends)) * lanczos.FAILURE)
+    failure = sum(lanczos.chance(expansions[k].y[0].numel()) for k in (*wide, *ends))
+    return Norms(nodes, products, failure)
 
 
 def _products(chain: Sequence[Expansion], ends: Sequence[int], images_BCHW: Tensor, seed: bytes) -> dict[int, Tensor]:

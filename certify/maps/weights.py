@@ -14,17 +14,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from certify.maps.effort import effort
 from certify.maps.ellipsoid import Draw, Joint, beside, identity
 from zoo.bounds import lanczos
-from zoo.bounds.contracts import Forms, QuadraticForm
+from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Tape, Vectors
 
-LOOKS = 24  # random vectors
-STEPS = 5  # of Lanczos
 THETA = (0.002, 1.0)  # from, to
 GUESS = 0.1  # of theta, while it is not known
 OVER = 1.2  # what will be proved of reaches and lengths, in units of what a look finds
 LEAST = 0.1  # of an entry, in units of the mean
+WEIGHTS = (1e-100, 1e30)  # from, to: where a look diverges, what it says is finite
 
 
 class Look:
@@ -32,6 +32,7 @@ class Look:
 
     def __init__(self, tape: Tape, images_BCHW: Tensor, most_B: Tensor, g: Vectors, draw: Draw) -> None:
         self._tape, self._images, self._most_B, self._g, self._draw = tape, images_BCHW, most_B, g, draw
+        self._effort = effort(tape)
         self._formed = {at: forms for at in tape.bent if (forms := tape.leaves[at].forms) is not None}
         self._forms, self._pulled = dict[int, QuadraticForm](), Vectors()
         if self._formed:
@@ -49,35 +50,50 @@ class Look:
     def radius(self, first_B: Tensor, margin_B: Tensor) -> Tensor:
         """About the eps where first_B eps and what remainders cost reach the margin: (B,). They cost less and less of
         it below the largest eps."""
-        a_B = 0.5 * (OVER * sum(self._parts.values(), torch.zeros_like(first_B)) / self._most_B).square()
+        a_B = 0.5 * (OVER * self._whole_B / self._most_B).square()
         root_B = 2 * margin_B / (first_B + (first_B.square() + 4 * a_B * margin_B).sqrt())
         return torch.fmin(root_B, self._most_B).clamp_min(1e-6 * self._most_B)
 
-    def _weight(self, at: int, joint: Joint, total_B: Tensor) -> Tensor:
-        """With |r / W|^2 about GUESS."""
-        leaf, around_B = self._tape.leaves[at], OVER * total_B.sqrt()
+    def _weight(self, at: int, v: Tensor, joint: Joint, total: float) -> Tensor:
+        """With |r / W|^2 about GUESS; v: random changes of the input."""
+        leaf, around = self._tape.leaves[at], OVER * total**0.5
         if leaf.forms is None:
             weight, form = torch.ones_like(leaf.y), identity(self._most_B)
         else:
-            reach = self._reach(joint, at, leaf.forms)
-            reach = reach * beside(around_B, reach.shape[1:])
+            reach = around * (leaf.forms.squares(v) / len(v)).sqrt()
             size = leaf.forms.size(reach)
             weight = (_floored(size) / _floored(self._pulled.get(at, torch.ones_like(size)))).sqrt()
             form = leaf.forms.of_rest(reach, 1 / weight)
         start = self._draw(torch.Size([joint.room(at)]), f"length {at}", self._most_B[:, None])
-        length_B = around_B * _ritz(joint, {at: form}, start)
+        length_B = around * self._ritz(joint, {at: form}, start)
         length_B = leaf.beta(length_B) if leaf.forms is None else length_B
-        factor_B = (length_B / GUESS**0.5).nan_to_num(1.0, 1.0, 1.0).clamp(1e-100, 1e100)
-        return weight * beside(factor_B, weight.shape[1:])
+        factor_B = (length_B / GUESS**0.5).nan_to_num(1.0, 1.0, 1.0)
+        return (weight * beside(factor_B, weight.shape[1:])).clamp(*WEIGHTS)
 
     @cached_property
     def _weights(self) -> dict[int, Tensor]:
-        """With theta = GUESS everywhere."""
-        weights, total_B = dict[int, Tensor](), torch.ones_like(self._most_B)
-        for at in self._tape.bent:
-            weights[at] = self._weight(at, Joint(self._tape, self._images, self._most_B, weights), total_B)
-            total_B = total_B + GUESS
+        """With theta = GUESS everywhere: vectors go through once, and what a leaf adds to them is chosen on the way."""
+        weights = dict[int, Tensor]()
+        joint, last = Joint(self._tape, self._images, self._most_B, weights), self._tape.bent[-1]
+
+        def visit(at: int, v: Tensor) -> Tensor | None:
+            if at not in self._tape.bent:
+                return None
+            weights[at] = self._weight(at, v, joint, 1 + GUESS * len(weights))
+            return self._gaussian(self._tape.room(at), f"look {at}") * weights[at]
+
+        v = self._gaussian(self._images.shape[1:], "look") * beside(self._most_B, self._images.shape[1:])
+        self._tape.push(v, visit, last)
         return weights
+
+    @cached_property
+    def _whole_B(self) -> Tensor:
+        """The seminorm of the margin's forms, with theta = GUESS everywhere."""
+        if not self._forms:
+            return torch.zeros_like(self._most_B)
+        joint, last = Joint(self._tape, self._images, self._most_B, self._weights), max(self._forms)
+        start = self._draw(torch.Size([joint.room(last)]), "whole", self._most_B[:, None])
+        return (1 + GUESS * len(joint.sources(last))) ** 0.5 * self._ritz(joint, self._forms, start)
 
     @cached_property
     def _parts(self) -> dict[int | None, Tensor]:
@@ -88,18 +104,18 @@ class Look:
         room, parts = torch.Size([joint.room(last)]), dict[int | None, Tensor]()
         for source in (None, *joint.sources(last)):
             start = self._draw(room, f"part {source}", self._most_B[:, None]) * joint.part(source, last)
-            parts[source] = _ritz(joint, self._forms, start) * (1.0 if source is None else GUESS**0.5)
+            parts[source] = self._ritz(joint, self._forms, start) * (1.0 if source is None else GUESS**0.5)
         return parts
 
     def _sensitivity(self) -> tuple[dict[int, QuadraticForm], Vectors]:
         """The forms of the margin, and |B_k^T J^T C A G|, entry by entry, of random changes G."""
         joint, last = Joint(self._tape, self._images, self._most_B, {}), max(self._formed)
-        u = self._draw(torch.Size([LOOKS, joint.room(last)]), "look", self._most_B[:, None]).movedim(1, 0)
+        u = self._gaussian(torch.Size([joint.room(last)]), "sensitivity")
         forms, joining = dict[int, QuadraticForm](), Vectors()
 
         def visit(at: int, v: Tensor) -> None:
             if at in self._formed:
-                reach = OVER * (self._formed[at].squares(v) / LOOKS).sqrt()
+                reach = OVER * (self._formed[at].squares(v) / len(v)).sqrt()
                 forms[at] = self._formed[at].of_gradient(self._g[at], reach)
                 joining[at] = forms[at].apply(v).nan_to_num(0.0, 0.0, 0.0)
 
@@ -107,18 +123,18 @@ class Look:
         _, seen = self._tape.pull(None, joining, [at for at in self._tape.bent if at < last])
         return forms, {at: self._tape.collected(seen, at).square().mean(0).sqrt() for at in seen}
 
-    def _reach(self, joint: Joint, at: int, forms: Forms) -> Tensor:
-        u = self._draw(torch.Size([LOOKS, joint.room(at)]), f"look {at}", self._most_B[:, None]).movedim(1, 0)
-        found = Vectors()
-        joint.push(u, lambda here, v: found.update({at: forms.squares(v)} if here == at else {}), at)
-        return (found[at] / LOOKS).sqrt()
+    def _gaussian(self, room: torch.Size, word: str) -> Tensor:
+        """The random vectors (M, B, *room)."""
+        return self._draw(torch.Size([self._effort.looks, *room]), word, self._most_B[:, None]).movedim(1, 0)
 
+    def _ritz(self, joint: Joint, forms: Mapping[int, QuadraticForm], start_BN: Tensor) -> Tensor:
+        """lambda_max^(1/2) of the forms, about, in the part of u where the start is not 0."""
+        part_BN, gram = start_BN != 0, joint.gram(forms)
 
-def _ritz(joint: Joint, forms: Mapping[int, QuadraticForm], start_BN: Tensor) -> Tensor:
-    """lambda_max^(1/2) of the forms, about, in the part of u where the start is not 0."""
-    part_BN, gram = start_BN != 0, joint.gram(forms)
-    found_B = lanczos.ritz(lambda u_BN: (gram(u_BN[None])[0] * part_BN).nan_to_num(0.0, 0.0, 0.0), start_BN, STEPS)
-    return found_B.clamp_min(1e-300).sqrt()
+        def apply(u_BN: Tensor) -> Tensor:
+            return (gram(u_BN[None])[0] * part_BN).nan_to_num(0.0, 0.0, 0.0)
+
+        return lanczos.ritz(apply, start_BN, self._effort.steps).clamp_min(1e-300).sqrt()
 
 
 def _floored(size: Tensor) -> Tensor:

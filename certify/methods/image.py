@@ -28,7 +28,7 @@ from certify.methods.certificate import Breakdown, Certificate, Clean, binding_c
 from certify.methods.rung import Rung, Situation
 
 RUNGS = 6
-LOOKS = 4  # before the first of them
+LOOKS, SETTLED = 8, 1.1  # before the first of them, at most; and until two of them differ by less
 BEYOND, BELOW = 1.15, 0.8  # the first largest e, in units of what is expected; and where a search begins
 MOST = 2.0**10
 FEW_RIVALS = 64  # whose gradients say what to expect
@@ -105,10 +105,17 @@ class ImageAnalysis:
         most_B, rank_B = (margin_CB / first_CB).nan_to_num(MOST).min(0)
         first_B, margin_B, class_B = (t.gather(0, rank_B[None])[0] for t in (first_CB, margin_CB, class_CB))
         _, g = here.gradients(class_B[None])
-        most_B = most_B.clamp_max(MOST)
+        most_B = above_B = most_B.clamp_max(MOST)
+        settled_B = torch.zeros_like(self.clean.correct_B)  # an image's own, whatever its neighbours need
         for _ in range(LOOKS):
-            look = Look(here.tape, self.images, most_B, g, here.draw)
-            most_B = (most_B * look.radius(first_B, margin_B)).sqrt()
+            found_B = Look(here.tape, self.images, most_B, g, here.draw).radius(first_B, margin_B)
+            above_B = torch.where(found_B < most_B, most_B, above_B)
+            next_B = (most_B * torch.where(found_B < most_B, found_B, above_B)).sqrt()
+            next_B = torch.where(settled_B, most_B, next_B)
+            settled_B = settled_B | (torch.maximum(next_B / most_B, most_B / next_B) < SETTLED)
+            most_B = next_B
+            if bool(settled_B.all()):
+                break
         return most_B
 
     def _build(self, level: int, wanted_B: Tensor, most_B: Tensor) -> None:

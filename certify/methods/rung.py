@@ -10,7 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from certify.maps.ellipsoid import CLOSE, COARSE, Ellipsoids, Grown, Joint, Margins, Sizes
+from certify.maps.effort import at_once
+from certify.maps.ellipsoid import COARSE, Ellipsoids, Grown, Joint, Margins, Sizes
 from certify.maps.weights import Look
 from certify.methods.adjoint import AdjointAnalysis, groups
 from certify.methods.ball import Ball
@@ -19,7 +20,7 @@ from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.tape import Tape, Vectors
 
-AT_ONCE = 8  # rivals
+AT_ONCE = 8  # rivals, at most
 ENOUGH = 0.8  # radius / largest e of a rung that needs no next one
 LOST = 1 / 4  # the next largest e where a rung proves nothing, in units of this one
 BITS = 2**12
@@ -112,6 +113,9 @@ class Rung:
         _, g = here.gradients(here.rivals_BR[:, :1].mT)
         weights = Look(here.tape, here.images, most_B, g, here.draw).weights()
         self.ellipsoids = Ellipsoids(Joint(here.tape, here.images, most_B, weights), here.drifts, here.draw)
+        self._close = self.ellipsoids.effort.close
+        room = self.ellipsoids.joint.room(here.tape.bent[-1]) * len(here.images)
+        self._at_once = min(AT_ONCE, at_once(room, lanczos.STEPS[-1]))
         self._groups = dict[int, Group]()
         self._formed, self._formed_BJ = list[Formed](), torch.zeros_like(here.clean.margin_BJ, dtype=torch.bool)
 
@@ -159,13 +163,13 @@ class Rung:
     def _form(self, class_CB: Tensor, loss_BJ: Tensor, lost_B: Tensor, e_B: Tensor, grown: Grown) -> Tensor:
         """Lower the losses of the open ones of these rivals by forms, first the worst one of every image; the images
         with one that stays open."""
-        for most, close in ((1, CLOSE), (len(class_CB), COARSE), (0, CLOSE)):
+        for most, close in ((1, self._close), (len(class_CB), COARSE), (0, self._close)):
             open_BC = self._open(loss_BJ).gather(1, class_CB.mT)
             lost_B = lost_B | (open_BC & self._formed_BJ.gather(1, class_CB.mT)).any(1)
             wanted_BC = open_BC & ~lost_B[:, None]
             gap_BC = gaps(self.here.clean.margin_BJ, loss_BJ).gather(1, class_CB.mT)
             rank_BC = gap_BC.masked_fill(~wanted_BC, torch.inf).argsort(1)
-            for some_BC in rank_BC[:, : min(most, int(wanted_BC.sum(1).max()))].split(AT_ONCE, 1):
+            for some_BC in rank_BC[:, : min(most, int(wanted_BC.sum(1).max()))].split(self._at_once, 1):
                 if some_BC.numel():
                     self._formed.append(self._formed_of(class_CB.mT.gather(1, some_BC).mT, close))
                     self._lower(loss_BJ, self._formed[-1], e_B, grown)

@@ -9,7 +9,7 @@ section 12.3), and so, u being the eigenvector of lambda = lambda_max(M),
 
 For v uniform on the sphere of R^n the density of <u, v> is at most sqrt(n / 2 pi), whence
 
-    P[ |<u, v>| < s ]  <=  s sqrt(2 n / pi)  =  FAILURE,
+    P[ |<u, v>| < s ]  <=  s sqrt(2 n / pi)  =  chance(n),
 
 and but for that chance ||A||^2 = lambda is at most the x > max theta_i where b_1 ... b_k / p(x) = s: p grows beyond
 max theta_i. (The bound of Kuczynski and Wozniakowski 1992 is for the worst spectrum, this one for that which was met.)
@@ -25,7 +25,7 @@ Rounding leaves an F in the recurrence, M V = V T + b_k v_{k+1} u_k^T + F with |
     |<u, v>|  <=  b_1 ... b_k / p(lambda)  +  ROUNDING lambda |(lambda - T)^{-1} u_1|,
 
 u_1 the first unit vector. x is where that falls to s: it keeps its distance from max theta_i, in which the right side
-is infinite, and FAILURE is the chance with rounding.
+is infinite, and `chance` is that with rounding.
 
 Letters: B images, S maps of one chain, L vectors at once, k steps.
 """
@@ -42,10 +42,11 @@ from torch import Tensor, nn
 
 STEPS = (12, 16, 24, 32, 48)  # where the bound is looked at
 CLOSE = 1.02  # and is good enough, as a multiple of what is a bound from below
-FAILURE = 1e-9  # the chance that one norm is too small, rounding included
+FAILURE = 1e-9  # the chance that one norm is too small, rounding included; of huge maps see `chance`
 NUDGE = 1e-14
 HUGE = 1e100  # of an entry of an image: beyond it a map is taken for an infinite one
 ROUNDING = 3e-13  # ||F|| / ||M|| of the recurrence with rounding
+SEEN = 4  # the least share of a start in a direction that is asked about, in units of ROUNDING
 SLACK = 1 + 1e-9
 HALVINGS = 50  # of an interval less than 100 times as long as its lower end
 Map = Callable[[Tensor], Tensor]
@@ -157,12 +158,15 @@ def _within_numbers(apply: Map, lost_L: Tensor) -> Map:
     return within
 
 
+def chance(n: int) -> float:
+    """That one norm of a map on R^n is too small: FAILURE, and more where n is so large that s would be near ROUNDING,
+    and rounding could hide a direction."""
+    return max(FAILURE, SEEN * ROUNDING * math.sqrt(2 * n / math.pi))
+
+
 def upper(found: Ritz, n: int) -> Tensor:
-    """lambda_max <= (L,) but for the chance FAILURE, of a map on R^n, by bisection. Infinite where n is so large that
-    rounding alone could hide a direction."""
-    s = FAILURE / math.sqrt(2 * n / math.pi)
-    if s < 4 * ROUNDING:
-        return torch.full_like(found.theta_LK[:, -1], torch.inf)
+    """lambda_max <= (L,) but for `chance`, of a map on R^n, by bisection."""
+    s = chance(n) / math.sqrt(2 * n / math.pi)
     product_L, low_L = found.b_LK.log().sum(-1), found.theta_LK[:, -1]
     # At the upper end each of the two terms is at most s / 2: p(x) >= (x - max theta)^k.
     far_L = ((product_L - math.log(s / 2)) / found.theta_LK.shape[-1]).exp()
