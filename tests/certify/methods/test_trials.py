@@ -67,7 +67,9 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(benchmark, "RESULTS", tmp_path)
     monkeypatch.setattr(benchmark, "IMAGES", 2)
     monkeypatch.setattr(benchmark, "STARTS", dict.fromkeys(benchmark.STARTS, 4))
-    monkeypatch.setattr(benchmark, "outcomes", lambda *given: outcomes(*given, methods=["lofast_local"]))
+    monkeypatch.setattr(
+        benchmark, "outcomes", lambda subject, images, starts: outcomes(subject, images, starts, ["lofast_local"])
+    )
     return tmp_path / "trials.json"
 
 
