@@ -1,4 +1,4 @@
-"""How much is spent on one image: the size of a model decides, here and nowhere else. Any choice is sound; less is looser.
+"""How much is spent on one image: the size of a model decides, here and nowhere else. Less is looser, and sound.
 
 A push through a ViT-Ti at 224 pixels costs a thousand times what it costs through a small model at 32, and a map has
 millions of entries. So of what is only estimated, or found to a factor, large models get less, and what may be done at

@@ -13,8 +13,8 @@ from torch import Generator, Tensor, nn
 
 from attacks import pgd
 from attacks.loop import probing
-from tests.certify.methods.test_trials_slow import trained
 from tests.tools.small_models import SMALL
+from tests.tools.trials import trained
 
 IMAGES, STEPS = 1000, 10
 KINDS: dict[str, Any] = {"linf": foolbox.attacks.LinfPGD, "l2": foolbox.attacks.L2PGD}
@@ -32,9 +32,8 @@ def subject() -> tuple[nn.Module, Tensor, Tensor]:
     """A small trained model, and noisy pictures of its four classes."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.GELU(), nn.Flatten(), nn.Linear(288, SMALL["num_classes"]))
-    state, model = torch.get_rng_state(), trained(net).eval()
-    torch.set_rng_state(state)  # the prototypes that it was trained on
     prototypes, generator = torch.rand(4, 1, 8, 8), Generator().manual_seed(1)
+    model = trained(net, prototypes).eval()
     labels = torch.arange(IMAGES) % 4
     return model, (prototypes[labels] + 0.2 * torch.randn(IMAGES, 1, 8, 8, generator=generator)).clamp(0, 1), labels
 

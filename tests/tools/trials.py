@@ -55,7 +55,7 @@ class Subject:
     def model(self) -> Any:
         torch.manual_seed(self.seed)
         model = zoo.create_model(self.name, **self.options).eval()
-        return _trained(model, self.images(4)) if self.weights == TRAINED else _random(model, SIZES[self.weights])
+        return trained(model, self.images(4)) if self.weights == TRAINED else _random(model, SIZES[self.weights])
 
     def images(self, count: int) -> Tensor:
         options = zoo.model_options(self.name, **self.options)
@@ -79,7 +79,7 @@ def _random(model: Any, size: float) -> Any:
     return model.requires_grad_(False)
 
 
-def _trained(model: Any, prototypes: Tensor) -> Any:
+def trained(model: Any, prototypes: Tensor) -> Any:
     """40 steps on noisy prototypes: margins and gradients of a classifier, not of chance."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(40):

@@ -234,7 +234,8 @@ class NormForms:
         cross, lift = lever * plane.across / t, self._lift(plane, reach, f)
         straight = 2 * lever * omega / t * (middle * plane.along + half * plane.along.abs())
         parts = (bend + lift, omega * bend + straight + half * cross + lift, middle * cross, bend + half * cross + lift)
-        return TokenForm(*(2 * self.radius * part for part in parts), torch.zeros_like(lift)).positive().only(f.near)
+        plain, along, mixed, over = (2 * self.radius * part for part in parts)
+        return TokenForm(plain, along, mixed, over, torch.zeros_like(lift)).positive().only(f.near)
 
     def _turned(self, reach: Reach) -> Tensor:
         """c of `_of_rest` for changes that do not come near the sphere: by the equation, by the second derivative on

@@ -25,13 +25,14 @@ from tests.tools.small_models import PARTS, labelled, small_model
 from zoo.attention.parts import CoreLeafForms
 from zoo.bounds import lanczos
 from zoo.bounds.activations import Smooth
-from zoo.bounds.contracts import Expansion
+from zoo.bounds.contracts import Activation, Expansion
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Tape, Vectors
 from zoo.models.convnet import ConvNet
 
 ROOT = Path(__file__).parents[3]
 EPS = (0.02, 0.2)
+CLOSE = 1.03
 SMOOTH = ("standard", "smooth", "cls")  # parts with hidden units that have forms
 
 
@@ -124,7 +125,7 @@ def test_the_forms_of_margins_are_those_of_dense_maps(parts: str) -> None:
     found = rung_of(analysis, 0.05).ellipsoids
     class_CB = here.rivals_BR[:, :2].mT
     _, g = here.gradients(class_CB)
-    margins = found.margins(g, class_CB, ellipsoid.CLOSE)
+    margins = found.margins(g, class_CB, CLOSE)
     maps, total = dense(found.joint, margins.last), torch.zeros(())
     for at in found.tape.bent:
         forms, reach = found.tape.leaves[at].forms, found.rests[at].reach
@@ -195,7 +196,7 @@ def beaten(certifier: Image, analysis: ImageAnalysis, rung: Rung, radii: tuple[f
 def formed_losses(rung: Rung, e_B: Tensor) -> Tensor:
     """By the forms of every rival, also of those that a decision does not need."""
     class_CB = rung.here.rivals_BR.mT
-    formed = rung._formed_of(class_CB, ellipsoid.CLOSE)
+    formed = rung._formed_of(class_CB, CLOSE)
     loss_BJ = torch.full_like(rung.here.clean.margin_BJ, torch.inf)
     rung._lower(loss_BJ, formed, e_B, rung.ellipsoids.at(e_B))
     return loss_BJ
@@ -218,7 +219,7 @@ def test_remainders_of_units_stay_below_their_forms(parts: str) -> None:
         assert (exact.abs() <= act.chord(z, reach) * d.abs() + 1e-9).all()
 
 
-def act_value(act: Smooth, z: Tensor, d: Tensor) -> Tensor:
+def act_value(act: Activation, z: Tensor, d: Tensor) -> Tensor:
     """sigma(z + d) - sigma(z) - sigma'(z) d, by quadrature of sigma'."""
     nodes = torch.linspace(0, 1, 201, dtype=torch.float64).view(-1, *(1,) * d.ndim)
     slopes = act.slope(z + nodes * d) - act.slope(z)
@@ -250,9 +251,9 @@ def test_kinks_cost_less_on_the_ball_of_images(theta: float | None) -> None:
 
 
 def conv_net(theta: float | None) -> ConvNet:
-    layers, statistics = [(8, 3, 1, 1), (8, 3, 2, 1)], {"mean": (0.5,), "std": (0.5,)}
     sizes: dict[str, Any] = {"img_size": 8, "in_chans": 1, "num_classes": 4, "hidden": [32, 32]}
-    return ConvNet(layers=layers, theta=theta, **sizes, **statistics).eval()
+    layers = [(8, 3, 1, 1), (8, 3, 2, 1)]
+    return ConvNet(layers=layers, theta=theta, mean=(0.5,), std=(0.5,), **sizes).eval()
 
 
 def test_forms_of_attention_leave_a_fraction_of_its_remainder() -> None:
@@ -264,7 +265,7 @@ def test_forms_of_attention_leave_a_fraction_of_its_remainder() -> None:
     plain = Rung(replace(here, tape=Tape([in_one_piece(expansion) for expansion in chain])), e_B)
     class_CB = here.rivals_BR[:, :1].mT
     costs = [
-        rung.ellipsoids.cost(rung._formed_of(class_CB, ellipsoid.CLOSE).margins, rung.ellipsoids.at(e_B))
+        rung.ellipsoids.cost(rung._formed_of(class_CB, CLOSE).margins, rung.ellipsoids.at(e_B))
         for rung in (with_forms, plain)
     ]
     assert (costs[0] < 0.25 * costs[1]).all()
@@ -415,8 +416,8 @@ def test_the_chance_is_counted() -> None:
     assert analysis.failure == analysis.inner.failure == 0
     analysis.at(1.02 * radius_of(analysis.inner))
     assert analysis.rungs[0]
-    runs = max(rung.ellipsoids.runs for _, rung in analysis.rungs[0])
-    assert runs * lanczos.FAILURE < analysis.failure < 1e-6
+    assert max(rung.ellipsoids.failure for _, rung in analysis.rungs[0]) <= analysis.failure < 1e-6
+    assert analysis.failure > ellipsoid.PROBE_FAILURE + 4 * lanczos.FAILURE
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-9, 1e9])

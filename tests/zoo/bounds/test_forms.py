@@ -93,7 +93,7 @@ class Attack:
             inside = forms._inside if isinstance(forms, ProjectForms) else torch.zeros_like(t).bool()
             return scaled(forms.u + eta) - scaled(forms.u) - torch.where(inside, eta, turned * radius / t)
         assert isinstance(forms, UnitForms)
-        act = self.instance.module if not hasattr(self.instance.module, "act") else self.instance.module.act
+        act: Any = getattr(self.instance.module, "act", self.instance.module)
         z, d = forms.z_BNH, forms.units(change)
         shape = self.instance.x.shape if act is self.instance.module else z.shape
 
