@@ -9,7 +9,7 @@ from tests.tools.ascent import ascend, margin_loss
 from tests.tools.small_models import PARTS
 from tests.tools.trials import METHODS, NORMS, STEPS, TRAINED, WEIGHTS, Subject, outcomes
 
-IMAGES, STARTS = 4, 256
+IMAGES, STARTS = 4, 128
 OTHERS = ("l2_vit_s_w768", "scsa_vit_s_w768")  # kinds of attention with rules of their own
 SUBJECTS = [Subject(kind, weights, seed) for seed, weights in enumerate(WEIGHTS) for kind in (*PARTS, *OTHERS)]
 
