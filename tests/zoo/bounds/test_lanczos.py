@@ -126,10 +126,19 @@ def test_the_bound_keeps_the_distance_that_rounding_asks_for(kind: str) -> None:
         assert (x_L <= 1.3 * ritz.theta_LK[:, -1] + 2e-9).all() or ritz.theta_LK.shape[1] < 24
 
 
-def test_where_rounding_could_hide_a_direction_nothing_is_said() -> None:
-    start_LN = torch.randn(1, N, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    ritz = next(lanczos.tridiagonal(lambda v: v * spectrum("flat"), start_LN, (12,)))
-    assert lanczos.upper(ritz, 10**9).isinf().all()
+@pytest.mark.parametrize("n", [10**6, 4 * 10**6, 10**9])
+def test_of_a_huge_map_the_chance_grows_and_the_bound_stays(n: int) -> None:
+    """No share of a start is asked about that rounding could hide."""
+    start_LN = torch.randn(L, N, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    *_, ritz = lanczos.tridiagonal(lambda v: v * spectrum("isolated").square(), start_LN, lanczos.STEPS)
+    x_L, s = lanczos.upper(ritz, n), lanczos.chance(n) / math.sqrt(2 * n / math.pi)
+    assert lanczos.chance(10**5) == lanczos.FAILURE
+    assert (lanczos.chance(n) > lanczos.FAILURE) == (n > 2 * 10**6)
+    assert s >= 3.99 * lanczos.ROUNDING
+    gap_LK = x_L[:, None] - ritz.theta_LK
+    assert (lanczos.ROUNDING * x_L * (ritz.first_LK / gap_LK).norm(dim=-1) <= s * (1 + 1e-6)).all()
+    assert x_L.isfinite().all()
+    assert (x_L >= spectrum("isolated").square().amax()).all()
 
 
 IMAGE = torch.rand(1, 1, 5, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
