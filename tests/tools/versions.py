@@ -39,8 +39,11 @@ def certified(run_dir: Path, share: float = 0.4, images: int = 500, eps: str = E
 
 
 def norm_of(folder: Path) -> str:
-    """What the certificate says; L2 where it says nothing."""
-    said = json.loads((folder / "certificate.json").read_text())
+    """What the certificate says; L2 where it says nothing, is torn or missing."""
+    try:
+        said = json.loads((folder / "certificate.json").read_text())
+    except (ValueError, OSError):
+        return "l2"
     return str((said["threat_model"] or {}).get("norm", "l2"))
 
 

@@ -26,7 +26,7 @@ def test_a_wrong_radius_is_beaten_and_the_right_one_is_not(
     (honest,) = outcomes(SUBJECT, 4, 8, [method], [norm])
     assert honest.worth == 4
     assert not honest.beaten_B.any()
-    monkeypatch.setattr(trials, "certified", lambda *_, **__: 16 * honest.radius_B)
+    monkeypatch.setattr(trials, "certified", lambda *_, **__: 64 * honest.radius_B)
     (wrong,) = outcomes(SUBJECT, 4, 8, [method], [norm])
     assert wrong.beaten_B.any()
 
