@@ -31,7 +31,7 @@ def effort(tape: Tape) -> Effort:
     share = min(1.0, LARGE / sum(leaf.y[0].numel() for leaf in tape.leaves.values()))
 
     def between(least: float, most: float) -> float:
-        return least + share * (most - least) if share < 1 else most
+        return most - (1 - share) * (most - least)
 
     return Effort(round(between(*PROBES)), round(between(*LOOKS)), round(between(*STEPS)), between(*CLOSE))
 

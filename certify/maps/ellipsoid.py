@@ -50,23 +50,21 @@ class Joint:
 
     def room(self, last: int) -> int:
         """The entries of u that count there."""
-        return self._image.numel() + sum(self.tape.room(k).numel() for k in self.sources(last))
+        return sum(self._sizes(last))
 
     def part(self, source: int | None, last: int) -> Tensor:
         """1 for the entries of u that a source has (None: the image), 0 for the others: (n,)."""
-        of_image = self.ones_B.new_full((self._image.numel(),), float(source is None))
-        of_leaves = (self.ones_B.new_full(self.tape.room(k), float(k == source)) for k in self.sources(last))
-        return torch.cat([of_image, *(part.flatten() for part in of_leaves)])
+        parts = zip((None, *self.sources(last)), self._sizes(last), strict=True)
+        return torch.cat([self.ones_B.new_full((size,), float(k == source)) for k, size in parts])
 
     def push(self, u: Tensor, visit: Callable[[int, Tensor], None], last: int) -> None:
         """Show H_i of every leaf up to `last`."""
-        sources = self.sources(last)
-        first, *rest = u.split([self._image.numel(), *(self.tape.room(k).numel() for k in sources)], -1)
-        pieces = dict(zip(sources, rest, strict=True))
+        first, *rest = u.split(self._sizes(last), -1)
+        pieces = dict(zip(self.sources(last), rest, strict=True))
 
         def at_leaf(at: int, v: Tensor) -> Tensor | None:
             visit(at, v)
-            return pieces[at].unflatten(-1, self.tape.room(at)) * self.weights[at] if at in pieces else None
+            return pieces[at].unflatten(-1, self.tape.rooms[at]) * self.weights[at] if at in pieces else None
 
         self.tape.push(first.unflatten(-1, self._image) * beside(self.most_B, self._image), at_leaf, last)
 
@@ -77,6 +75,10 @@ class Joint:
         back = [g * beside(self.most_B, self._image)]
         back += [self.tape.collected(seen, k) * self.weights[k] for k in sources]
         return torch.cat([piece.flatten(2) for piece in back], -1)
+
+    def _sizes(self, last: int) -> list[int]:
+        """The entries of the image, and of each source."""
+        return [self._image.numel(), *(self.tape.rooms[k].numel() for k in self.sources(last))]
 
     def gram(self, forms: Mapping[int, QuadraticForm]) -> Callable[[Tensor], Tensor]:
         """u -> sum_i M_i^T C_i M_i u."""

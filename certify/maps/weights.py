@@ -80,7 +80,7 @@ class Look:
             if at not in self._tape.bent:
                 return None
             weights[at] = self._weight(at, v, joint, 1 + GUESS * len(weights))
-            return self._gaussian(self._tape.room(at), f"look {at}") * weights[at]
+            return self._gaussian(self._tape.rooms[at], f"look {at}") * weights[at]
 
         v = self._gaussian(self._images.shape[1:], "look") * beside(self._most_B, self._images.shape[1:])
         self._tape.push(v, visit, last)

@@ -152,8 +152,7 @@ class Rung:
         """What the gradients alone say."""
         if start not in self._groups:
             g_0, g = self.here.gradients(class_CB)
-            of_group = Group(self.here.ball.length(g_0), self.here.rounded(g), self.ellipsoids.lengths(g))
-            self._groups[start] = of_group
+            self._groups[start] = Group(self.here.ball.length(g_0), self.here.rounded(g), self.ellipsoids.lengths(g))
         group = self._groups[start]
         total_CB = product(group.first, e_B) + group.rounded
         for at, lengths_CB in group.lengths.items():

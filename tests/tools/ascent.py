@@ -21,16 +21,11 @@ def ascend(objective: Callable[[Tensor], Tensor], x: Tensor, r_B: Tensor, steps:
     def unit(g: Tensor) -> Tensor:
         return g / g.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, *ones)
 
-    gamma = unit(_starts(x)) * r
-    best_B = torch.full_like(r_B, -torch.inf)
-    for step in range(steps + 1):
-        gamma.requires_grad_(True)
-        value_B = objective(x + gamma)
-        best_B = torch.maximum(best_B, value_B.detach())
-        (g,) = torch.autograd.grad(value_B.sum(), gamma)
-        gamma = (gamma + (1.0 if step < steps // 2 else 0.2) * r * unit(g)).detach()
-        gamma = gamma * (r / gamma.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, *ones)).clamp(max=1)
-    return best_B.view(starts, -1).amax(0)
+    def moved(gamma: Tensor, g: Tensor, step: int) -> Tensor:
+        gamma = gamma + (1.0 if step < steps // 2 else 0.2) * r * unit(g)
+        return gamma * (r / gamma.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, *ones)).clamp(max=1)
+
+    return _best(objective, x, unit(_starts(x)) * r, moved, steps).view(starts, -1).amax(0)
 
 
 def ascend_box(objective: Callable[[Tensor], Tensor], x: Tensor, eps_B: Tensor, steps: int, starts: int) -> Tensor:
@@ -45,18 +40,32 @@ def ascend_box(objective: Callable[[Tensor], Tensor], x: Tensor, eps_B: Tensor, 
     eps = eps_B.view(-1, *ones)
     by_sign = (torch.arange(len(x)) < len(x) // 2).view(-1, *ones)
     start = _starts(x)
+
+    def moved(gamma: Tensor, g: Tensor, step: int) -> Tensor:
+        largest = g.flatten(1).abs().amax(1).clamp_min(1e-300).view(-1, *ones)
+        move = torch.where(by_sign, g.sign(), 4 * g / largest)
+        return (gamma + (2.0 if step == 0 else 1.0 if step < steps // 2 else 0.2) * eps * move).clamp(-eps, eps)
+
     gamma = torch.where(by_sign, start.sign(), start.clamp(-1, 1)) * eps
-    best_B = torch.full_like(eps_B, -torch.inf)
+    return _best(objective, x, gamma, moved, steps).view(count, -1).amax(0)
+
+
+def _best(
+    objective: Callable[[Tensor], Tensor],
+    x: Tensor,
+    gamma: Tensor,
+    moved: Callable[[Tensor, Tensor, int], Tensor],
+    steps: int,
+) -> Tensor:
+    """The largest value on the way of gamma -> moved(gamma, gradient, step): (B,)."""
+    best_B = torch.full((len(x),), -torch.inf, dtype=gamma.dtype)
     for step in range(steps + 1):
         gamma.requires_grad_(True)
         value_B = objective(x + gamma)
         best_B = torch.maximum(best_B, value_B.detach())
         (g,) = torch.autograd.grad(value_B.sum(), gamma)
-        largest = g.flatten(1).abs().amax(1).clamp_min(1e-300).view(-1, *ones)
-        move = torch.where(by_sign, g.sign(), 4 * g / largest)
-        gamma = (gamma + (2.0 if step == 0 else 1.0 if step < steps // 2 else 0.2) * eps * move).detach()
-        gamma = gamma.clamp(-eps, eps)
-    return best_B.view(count, -1).amax(0)
+        gamma = moved(gamma.detach(), g, step)
+    return best_B
 
 
 def margin_loss(model: torch.nn.Module, y: Tensor) -> Callable[[Tensor], Tensor]:

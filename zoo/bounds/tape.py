@@ -9,6 +9,7 @@ Letters: B images, C vectors of each.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
@@ -52,7 +53,7 @@ class Tape:
 
     def pull(self, g: Tensor | None, joining: Mapping[int, Tensor], kept: Collection[int]) -> tuple[Tensor, Vectors]:
         """The transpose: g (C, B, *y) at the end, if any, and what joins at the inputs of leaves: what arrives at the
-        image, and what comes by at the outputs of those leaves that are kept, 0 where nothing does."""
+        image, and what comes by at the outputs of those leaves that are kept, where something does."""
         skips, seen = list[Tensor | None](), Vectors()
         for at in range(len(self._ops) - 1, -1, -1):
             op = self._ops[at]
@@ -75,10 +76,10 @@ class Tape:
         forms = self.leaves[at].forms
         return seen[at] if forms is None else forms.collect(seen[at])
 
-    def room(self, at: int) -> torch.Size:
-        """The shape of a remainder r of one image."""
-        y = self.leaves[at].y
-        return self.collected({at: y[None]}, at).shape[2:]
+    @cached_property
+    def rooms(self) -> dict[int, torch.Size]:
+        """The shape of a remainder r of one image, of every leaf that bends."""
+        return {at: self.collected({at: self.leaves[at].y[None]}, at).shape[2:] for at in self.bent}
 
     @staticmethod
     def _spread(leaf: Expansion, r: Tensor) -> Tensor:

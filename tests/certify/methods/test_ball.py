@@ -25,6 +25,7 @@ from certizoo import UserError
 from tests.certify.methods.test_certify import margin_loss
 from tests.tools.ascent import ascend, ascend_box
 from tests.tools.small_models import PARTS, labelled, small_model
+from tests.tools.trials import served_loss
 from zoo.bounds.curvature import nodes_of
 
 METHODS = ("lofast", "lofast_local", "adjoint", "best")
@@ -273,21 +274,13 @@ def test_the_served_model_in_the_box() -> None:
     """Float32 logits at the points that ascent finds, and radii below those of the exact function."""
     model = small_model("standard", 0)
     x, y = labelled(model, 4, 0)
-    analysis, baked = ServedAdjoint(model, torch.float32, "n", "linf").analyse(x, y), bake(model)
+    analysis, loss = ServedAdjoint(model, torch.float32, "n", "linf").analyse(x, y), served_loss(model, y)
     radius_B = radius_of(analysis)
     assert (radius_B > 0).all()
     assert (radius_B <= radius_of(Adjoint(model, "n", "linf").analyse(x, y)) * (1 + 2e-3)).all()
     for eps_B in (radius_B, 3 * radius_B):
         certificate = analysis.at(eps_B)
-        seen: list[Tensor] = []
-
-        def fall(z: Tensor, seen: list[Tensor] = seen) -> Tensor:
-            with torch.no_grad():
-                seen.append(margin_loss(model, y)(z.detach().float()).view(-1, 4).amax(0).double())
-            return margin_loss(baked, y)(z)
-
-        ascend_box(fall, x.double(), eps_B * (1 - 1e-6), steps=20, starts=3)
-        worst_B = torch.stack(seen).amax(0)
+        worst_B = ascend_box(loss, x.double(), eps_B * (1 - 1e-6), steps=20, starts=3)
         assert (worst_B < 0)[certificate.certified_B].all()
         assert (-worst_B >= certificate.margin_B - certificate.loss_B - 1e-9)[torch.isfinite(certificate.loss_B)].all()
 

@@ -12,9 +12,10 @@ from certify.methods.adjoint import Adjoint
 from certify.methods.bake import bake
 from certify.methods.served_adjoint import ServedAdjoint
 from certizoo import UserError
-from tests.certify.methods.test_certify import SMALL, margin_loss
+from tests.certify.methods.test_certify import SMALL
 from tests.tools.ascent import ascend
 from tests.tools.small_models import AVG, PARTS, labelled, small_model
+from tests.tools.trials import served_loss
 from tests.zoo.bounds.test_rules import norm_with_affine, scaled_
 from zoo.attention.dot_product import DotProductAttention
 from zoo.bounds.contracts import Precision
@@ -92,21 +93,13 @@ def test_the_served_margin_never_falls_by_more_than_the_loss(parts: str, monkeyp
     monkeypatch.setitem(PARTS, "post norm", POST_NORM)
     model = small_model(parts, 0)
     x, y = labelled(model, 4, 0)
-    analysis, baked = ServedAdjoint(model, torch.float32).analyse(x, y), bake(model)
+    analysis, loss = ServedAdjoint(model, torch.float32).analyse(x, y), served_loss(model, y)
     radius_B = radius_of(analysis)
     assert (radius_B > 0).any()
     assert (radius_B <= radius_of(Adjoint(model).analyse(x, y)) * (1 + 2e-3)).all()
     for eps_B in (radius_B, 3 * radius_B + 1e-3):
         certificate = analysis.at(eps_B)
-        seen: list[Tensor] = []
-
-        def fall(z: Tensor, seen: list[Tensor] = seen) -> Tensor:
-            with torch.no_grad():
-                seen.append(margin_loss(model, y)(z.detach().float()).view(-1, 4).amax(0).double())
-            return margin_loss(baked, y)(z)
-
-        ascend(fall, x.double(), eps_B * (1 - 1e-6), steps=20, starts=3)
-        worst_B = torch.stack(seen).amax(0)
+        worst_B = ascend(loss, x.double(), eps_B * (1 - 1e-6), steps=20, starts=3)
         kept_B = certificate.certified_B
         assert (worst_B < 0)[kept_B].all()
         # that class which decides: its margin falls to no less than margin - loss

@@ -208,12 +208,14 @@ class Core:
 
     def push(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """J (q, k, v), each (C, B, H, N, O): what the scores do to the values, and the values themselves."""
-        s, kappa = self.score.s, self.score.kappa
-        rows = q @ self.k.mT + self.q @ k.mT
-        if kappa:
-            rows = rows - kappa * (self.k * k).sum(-1).unsqueeze(-2)
-        p = s * self.p * rows
-        return (p - self.p * p.sum(-1, keepdim=True)) @ self.values + self.mixed @ v
+        return (self.p * self.turned(q, k)) @ self.values + self.mixed @ v
+
+    def turned(self, q: Tensor, k: Tensor) -> Tensor:
+        """delta^1~: the linear change of the scores, less its mean under each row of P (..., B, H, N, N)."""
+        rows = q @ self.keys.mT + self.q @ k.mT
+        if self.score.kappa:
+            rows = rows - self.score.kappa * (self.k * k).sum(-1).unsqueeze(-2)
+        return self.score.s * (rows - (self.p * rows).sum(-1, keepdim=True))
 
     def directional(self, o: Tensor) -> Tensor:
         """c~_ilk = o_il . v~_lk."""

@@ -71,11 +71,7 @@ class Scores:
         self.core, self.s, self.kappa = core, core.score.s, core.score.kappa
 
     def change(self, q: Tensor, k: Tensor) -> Tensor:
-        core = self.core
-        rows = q @ core.keys.mT + core.q @ k.mT
-        if self.kappa:
-            rows = rows - self.kappa * (core.k * k).sum(-1).unsqueeze(-2)
-        return self.s * (rows - (core.p * rows).sum(-1, keepdim=True))
+        return self.core.turned(q, k)
 
     def transposed(self, w: Tensor) -> tuple[Tensor, Tensor]:
         core = self.core
