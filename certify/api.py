@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from certify.methods import METHODS
+from certify.methods import AUTO, METHODS, named
 from certify.methods.ball import L2, known
 from certify.methods.certificate import Analysis, Certificate, Certifier, guess_of
 from certizoo import UserError
@@ -21,15 +21,15 @@ MAX_TRIALS = 60  # a radius below 8^-20 of the first guess counts as 0
 
 
 def certifier(model: nn.Module, method: str, nonce: str | None = None, norm: str = L2) -> Certifier:
-    """The certifier of a method for balls in a norm, "l2" or "linf"; raises UserError for an unknown one of either, and
-    NoRule for an uncertifiable model.
+    """The certifier of a method, one of METHODS or "auto" (certify/methods/__init__.py), for balls in a norm, "l2" or
+    "linf"; raises UserError for an unknown one of either, and NoRule for an uncertifiable model.
 
     `nonce` chooses the random starts of a method that has any, so that an answer can be had again; None: one that is
     drawn now. A probability to fail holds against whoever fixed the weights and images before the nonce was drawn.
     """
-    if not isinstance(method, str) or method not in METHODS:
-        raise unknown("certification method", str(method), METHODS)
-    return METHODS[method](model, nonce, known(norm))
+    if not isinstance(method, str) or method not in (AUTO, *METHODS):
+        raise unknown("certification method", str(method), (AUTO, *METHODS))
+    return METHODS[named(method, model)](model, nonce, known(norm))
 
 
 def certify(
@@ -37,7 +37,7 @@ def certify(
     images_BCHW: Tensor,
     labels_B: Tensor,
     eps: float | Tensor,
-    method: str = "lofast",
+    method: str = AUTO,
     nonce: str | None = None,
     norm: str = L2,
 ) -> Certificate:
@@ -60,7 +60,7 @@ def certified_radius(
     model: nn.Module,
     images_BCHW: Tensor,
     labels_B: Tensor,
-    method: str = "lofast",
+    method: str = AUTO,
     nonce: str | None = None,
     norm: str = L2,
 ) -> Tensor:

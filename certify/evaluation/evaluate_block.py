@@ -34,9 +34,10 @@ class EvaluateBlock:
     returns its rows."""
 
     def __init__(self, handover: Path, settings: Settings, out: Path, worker: int = 0) -> None:
-        self.settings, self.out, self.device = settings, out, device_of(worker, settings.device)
+        self.out, self.device = out, device_of(worker, settings.device)
         self.model, self.config = zoo.handover.load(handover)
         self.model.to(self.device)
+        self.settings = settings = settings.of(self.model)
         self.certifier = None
         if settings.method:
             self.certifier = certifier(self.model, settings.method, settings.nonce, settings.norm)

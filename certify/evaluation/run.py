@@ -49,6 +49,7 @@ def _run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path,
     settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS))
     make = partial(EvaluateBlock, handover, settings, out)
     own = make()  # refuses what cannot be done before anything is written
+    settings = own.settings
     listed = images.image_list(data, settings.images, settings.block)
     subject = subject_of(handover, listed, **_asked(settings))
     records.require_rows(out / EVALUATION, ROWS)

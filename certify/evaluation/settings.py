@@ -1,8 +1,11 @@
 """What is asked of the evaluation; wrong values are refused in one line before any work."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from torch import nn
+
+from certify.methods import AUTO, named
 from certify.methods.ball import L2, known
 from certify.rows.devices import DEVICES, DTYPES
 from certizoo import UserError
@@ -28,7 +31,7 @@ class Settings:
 
     protocol: str
     attacks: Mapping[str, Mapping[str, object]] = field(hash=False)
-    method: str | None = "lofast"
+    method: str | None = AUTO
     norm: str = L2
     nonce: str | None = None
     images: int | None = 500
@@ -52,3 +55,7 @@ class Settings:
             if getattr(self, key) not in choices:
                 words = ", ".join("null" if choice is None else choice for choice in choices)
                 raise UserError(f"{key}={getattr(self, key)}: choose one of {words}")
+
+    def of(self, model: nn.Module) -> "Settings":
+        """With a method that is named, if any."""
+        return replace(self, method=named(self.method, model)) if self.method else self

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from zoo.bounds.tape import Tape
 
 LARGE = 2**19  # entries of the outputs of all leaves: from here on models get less
-PROBES = (384, 1536)  # random vectors that find how far functionals reach: by half more than they do, or by a fifth
-LOOKS = (8, 24)  # random vectors of a look
+PROBES = (384, 768)  # random vectors that find how far functionals reach: by a half more than they do, or by a third
+LOOKS = (8, 16)  # random vectors of a look
 STEPS = (2, 5)  # of Lanczos, of a look
 CLOSE = (1.1, 1.03)  # of norms, as in zoo/bounds/lanczos.py
 BYTES = 2**30  # of the vectors of one basis, and of probes

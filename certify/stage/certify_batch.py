@@ -21,7 +21,7 @@ class CertifyBatch:
         self.device = device_of(worker, settings.device)
         self.model, self.config = zoo.handover.load(handover)
         self.model.to(self.device)
-        self.settings = settings
+        self.settings = settings = settings.of(self.model)
         self.certifier: Certifier
         if settings.served_dtype is None:
             self.certifier = certifier(self.model, settings.method, settings.nonce, settings.norm)

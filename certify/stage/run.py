@@ -55,6 +55,7 @@ def _run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path,
     settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS))
     make = partial(CertifyBatch, handover, settings)
     own = make()  # refuses what cannot be certified before anything is written
+    settings = own.settings
     listed = images.image_list(data, settings.images, settings.batch_size)
     subject = subject_of(handover, listed, **_asked(settings))
     records.require_rows(out / CERTIFICATE, ROWS)

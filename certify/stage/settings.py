@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from attacks import AttackConfig
-from certify.methods import METHODS
+from certify.methods import AUTO, METHODS, named
 from certify.methods.ball import L2, LINF, known
 from certify.rows.devices import DTYPES, require_device
 from certify.stage.outcomes import DEFAULT_ATTACK
@@ -21,7 +23,7 @@ class Settings:
     """What is asked of the stage. eps are radii in `norm`, in [0,1] pixel space of the image the model takes; None:
     those of EPS and HEADLINE. The attack's own norm and eps give way to them."""
 
-    method: str = "lofast"
+    method: str = AUTO  # or one of METHODS
     norm: str = L2
     images: int | None = 500
     eps: tuple[float, ...] | None = None
@@ -34,8 +36,8 @@ class Settings:
     device: str = "cpu"  # or 'cuda': every process takes the next GPU
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise unknown("certification method", self.method, METHODS)
+        if self.method not in (AUTO, *METHODS):
+            raise unknown("certification method", self.method, (AUTO, *METHODS))
         known(self.norm)
         if not self.grid or any(not 0 < eps < math.inf for eps in self.grid):
             raise UserError(f"certify.eps={list(self.grid)}: give radii above 0, such as certify.eps=[0.02,0.1]")
@@ -48,15 +50,20 @@ class Settings:
             raise UserError(f"certify.eps={list(self.grid)}: two of them have one name to 6 digits; leave one away")
         if (self.images is not None and self.images < 1) or self.batch_size < 1:
             raise UserError("certify.images and certify.batch_size: give whole numbers above 0 (images=null: all)")
-        if self.served_dtype is not None and (self.method != "adjoint" or self.served_dtype not in DTYPES):
+        if self.served_dtype is not None and (self.method not in (AUTO, "adjoint") or self.served_dtype not in DTYPES):
             raise UserError(
-                f"certify.served_dtype={self.served_dtype}: null, or one of {', '.join(DTYPES)} with method=adjoint"
+                f"certify.served_dtype={self.served_dtype}: null, or one of {', '.join(DTYPES)} with method=adjoint "
+                "(or auto, which is adjoint then)"
             )
         if self.workers < 1:
             raise UserError(f"certify.workers={self.workers}: give a whole number above 0, such as that of the cores")
         require_device(self.device, "certify.device")
         if not any(f"{eps:g}" == f"{self.headline:g}" for eps in self.grid):
             raise UserError(f"certify.headline_eps={self.headline:g} is not among certify.eps; add it there")
+
+    def of(self, model: nn.Module) -> "Settings":
+        """With a method that is named."""
+        return replace(self, method=named(self.method, model) if self.served_dtype is None else "adjoint")
 
     @property
     def grid(self) -> tuple[float, ...]:

@@ -282,7 +282,8 @@ def certificates_have_rules_for_the_model(r: Recipe) -> None:
     if r.job.config["certify"]["enabled"]:
         method = certify_settings(r.job).method
         reason = missing_rule(
-            r.job.model, {"lofast_local": "lofast", "best": "lofast", "image": "adjoint"}.get(method, method)
+            r.job.model,
+            {"auto": "lofast", "lofast_local": "lofast", "best": "lofast", "image": "adjoint"}.get(method, method),
         )
         require(not reason, f"certify.method={method}: {reason}; train without by certify.enabled=false")
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from certify import certified_radius, certify
+from certify import certified_radius
 from certify.maps.operator_norms import dense, jacobian, random, unit_vectors
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.bake import bake
@@ -161,17 +161,14 @@ def test_norms_without_matrices_are_those_of_the_matrices(parts: str) -> None:
             assert (found.products[node] <= exact.products[node] * 1.08).all()
 
 
-def test_best_is_the_union() -> None:
+def test_best_is_the_strongest() -> None:
     model = small_model("smooth", 1)
     x, y = labelled(model, 12, 3)
     methods = ("lofast", "adjoint", "image", "best")
     radii = {method: certified_radius(model, x, y, method=method, nonce="one") for method in methods}
-    union = torch.maximum(radii["lofast"], radii["image"])
-    torch.testing.assert_close(radii["best"], union, rtol=2**-8, atol=1e-6)  # a search ends at 2^-9
+    assert torch.equal(radii["best"], radii["image"])
+    assert (radii["image"] >= radii["adjoint"] * (1 - 2**-8)).all(), "a search ends at 2^-9"
     assert (radii["adjoint"] > radii["lofast"] * 1.2).all(), "the adjoint certificate is there to be tighter"
-    for eps in (0.02, 0.2):
-        both = [certify(model, x, y, eps, method, nonce="one").certified_B for method in ("lofast", "image")]
-        assert torch.equal(certify(model, x, y, eps=eps, method="best").certified_B, both[0] | both[1])
 
 
 def test_a_model_without_remainders_is_refused() -> None:

@@ -12,10 +12,12 @@ import zoo
 from attacks import pgd
 from certify import certified_radius, certify, evaluate
 from certify.api import TOLERANCE, certifier, radius_of
+from certify.methods import named
 from certify.methods.bake import bake, logit_difference
 from certify.methods.certificate import UnsoundCertificate
 from certify.methods.correct import OfCorrect
 from certify.methods.lofast import LoFAST
+from certify.stage.settings import Settings
 from certizoo import UserError
 from tests.tools.ascent import ascend, margin_loss
 from zoo.bounds.facts import NoRule
@@ -184,7 +186,7 @@ def test_uncertifiable_models_and_methods_are_refused() -> None:
 def test_evaluate_answers_clean_attack_and_proof_together() -> None:
     model = random_model(2)
     x, y = easy_batch(model, 6, 2)
-    table = evaluate(model, x, y, eps=(1e-3, 0.1))
+    table = evaluate(model, x, y, eps=(1e-3, 0.1), method="lofast")
     assert list(table["key"]) == [str(i) for i in range(6)]
     assert table["correct"].all()
     np.testing.assert_array_equal(table["radius.lofast"], certified_radius(model, x, y))
@@ -205,4 +207,15 @@ def test_a_refuted_certificate_stops_the_evaluation(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(LoFAST, "analyse", wrong)
     with pytest.raises(UnsoundCertificate, match="image"):
-        evaluate(model, x, y, eps=(20.0,))
+        evaluate(model, x, y, eps=(20.0,), method="lofast")
+
+
+def test_auto_is_best_where_that_can_be_afforded() -> None:
+    small, (x, y) = random_model(2), easy_batch(random_model(2), 1, 0)
+    with torch.device("meta"):
+        large = zoo.create_model("dp_vit_ti")
+    assert (named("auto", small), named("auto", large), named("adjoint", large)) == ("best", "lofast", "adjoint")
+    assert "radius.best" in evaluate(small, x, y, eps=(1e-3,), nonce="one").columns
+    settings = Settings(served_dtype="float32")
+    assert settings.of(small).method == "adjoint", "which has the rules of rounding"
+    assert Settings().of(small) == replace(Settings(), method="best")

@@ -26,10 +26,13 @@ from certizoo.locks import sole_writer
 from tests.certify.stage.test_stage import CONFIG, data
 
 FEW = stage.Settings(
-    images=12, eps=(0.01, 0.1), batch_size=6, nonce="one", attack=AttackConfig(norm="l2", steps=3, loss="margin")
+    method="lofast", images=12, eps=(0.01, 0.1), batch_size=6, nonce="one",
+    attack=AttackConfig(norm="l2", steps=3, loss="margin")
 )  # fmt: skip
 PGD = {"pgd": {"kind": "pgd", "norm": "l2", "eps": 0.1, "steps": 3}}
-ATTACKED = evaluation.Settings("test", PGD, images=12, block=6, batch_size=6, check_images=0, nonce="one")
+ATTACKED = evaluation.Settings(
+    "test", PGD, method="lofast", images=12, block=6, batch_size=6, check_images=0, nonce="one"
+)
 Rows = list[dict[str, Any]]
 
 

@@ -21,10 +21,17 @@ from tests.certify.stage.test_stage import data
 from tests.tools.full_disk import full_disk
 
 FEW = stage.Settings(
-    images=4, eps=(0.1,), batch_size=2, nonce="one", attack=AttackConfig(norm="l2", steps=1, loss="margin")
+    method="lofast",
+    images=4,
+    eps=(0.1,),
+    batch_size=2,
+    nonce="one",
+    attack=AttackConfig(norm="l2", steps=1, loss="margin"),
 )
 PGD = {"pgd": {"kind": "pgd", "norm": "l2", "eps": 0.1, "steps": 1}}
-ATTACKED = evaluation.Settings("test", PGD, images=4, block=2, batch_size=2, check_images=0, nonce="one")
+ATTACKED = evaluation.Settings(
+    "test", PGD, method="lofast", images=4, block=2, batch_size=2, check_images=0, nonce="one"
+)
 FEATURES = feature_report.Settings(images=10, perplexity=3, batch_size=10, attack=replace(FEW.attack, eps=0.1))
 ANALYSIS = analysis.Settings(images=1, attention_images=1, eps=(0.1,), input_scales=(1.0,), samples=1)
 Run = Callable[[Path, Path, Path], object]

@@ -23,7 +23,9 @@ from registry import browse
 from shards import DataConfig
 
 CONFIG: dict[str, Any] = {"name": "spec_vit_digits", "num_classes": 10, "img_size": 8, "in_chans": 1}
-SETTINGS = stage.Settings(images=20, eps=(0.1,), batch_size=20, attack=AttackConfig(norm="l2", steps=2, loss="margin"))
+SETTINGS = stage.Settings(
+    method="lofast", images=20, eps=(0.1,), batch_size=20, attack=AttackConfig(norm="l2", steps=2, loss="margin")
+)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,12 @@ from tests.certify.methods.test_certify import SMALL
 from tests.certify.stage.test_stage import data
 
 SETTINGS = stage.Settings(
-    images=90, eps=(0.01, 0.05, 5.0), headline_eps=0.05, batch_size=40, attack=AttackConfig(norm="l2", steps=5)
+    method="lofast",
+    images=90,
+    eps=(0.01, 0.05, 5.0),
+    headline_eps=0.05,
+    batch_size=40,
+    attack=AttackConfig(norm="l2", steps=5),
 )
 HOSTILE = "</title></pre><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&amp;'\""
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -25,7 +25,11 @@ from zoo.models import catalog
 
 CONFIG: dict[str, Any] = {"name": "spec_vit_digits", "num_classes": 10, "img_size": 8, "in_chans": 1}
 SETTINGS = stage.Settings(
-    images=60, eps=(0.01, 0.1, 5.0), batch_size=20, attack=AttackConfig(norm="l2", steps=10, loss="margin")
+    method="lofast",
+    images=60,
+    eps=(0.01, 0.1, 5.0),
+    batch_size=20,
+    attack=AttackConfig(norm="l2", steps=10, loss="margin"),
 )
 
 

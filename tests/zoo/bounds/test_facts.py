@@ -105,11 +105,23 @@ def test_a_module_is_added_by_one_registration() -> None:
     model.norm = Half()
     x, y = labelled(model, 3, 0)
     with pytest.raises(NoRule, match="Half"):
-        certified_radius(model, x, y)
+        certified_radius(model, x, y, "lofast")
     register(Half, Facts(rule=half, expansion=affine, rounding=exact_module))
     radii = [certified_radius(model, x, y, method=method) for method in ("lofast", "lofast_local", "adjoint")]
     assert all(bool((radius_B > 0).all()) for radius_B in radii)
     assert ServedAdjoint(model, torch.float32).analyse(x, y).at(1e-6).certified_B.all()
+
+
+@pytest.mark.usefixtures("own_table")
+def test_a_module_with_a_rule_of_first_order_alone_is_left_to_lofast() -> None:
+    torch.manual_seed(0)
+    model: Any = zoo.create_model("dp_vit_ti", **(SMALL | AVG | {"depth": 1, "norm": "smoothproject"})).eval()
+    model.norm = Half()
+    x, y = labelled(model, 3, 0)
+    register(Half, Facts(rule=half))
+    with pytest.raises(NoRule, match="Half"):
+        certified_radius(model, x, y, "adjoint")
+    assert torch.equal(certified_radius(model, x, y, "best"), certified_radius(model, x, y, "lofast"))
 
 
 class Lukewarm(QKVAttention):

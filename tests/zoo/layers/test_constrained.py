@@ -191,7 +191,7 @@ def test_constrained_models_certify_and_bake_to_the_same_function(name: str) -> 
     assert logit_difference(model, bake(model), x) < 1e-5
     for weight in (model.patch_embed.proj.weight, model.blocks[0].mlp.fc1.weight, model.blocks[1].mlp.fc2.weight):
         assert float(sigma_upper(weight.flatten(1))) <= 1 + 1e-6
-    radius_B = certified_radius(model, x, y)
+    radius_B = certified_radius(model, x, y, "lofast")
     assert int((radius_B > 1e-3).sum()) > len(y) // 2
     label = y[:, None]
 
@@ -207,7 +207,7 @@ def test_every_mlp_fits_into_a_model_and_has_a_proof(mlp: str) -> None:
     torch.manual_seed(0)
     model: Any = zoo.create_model("lofast_vit_c10", **SMALL, mlp=mlp).eval()
     x, _ = examples()
-    assert bool((certified_radius(model, x, model(x).argmax(-1)) > 0).any())
+    assert bool((certified_radius(model, x, model(x).argmax(-1), "lofast") > 0).any())
     if type(model.blocks[0].mlp) is not Mlp:  # the others bring their residual and are 1-Lipschitz
         _, bound = layer_of(bake(model).get_submodule("blocks.0.mlp"))(torch.zeros(1, N, D, dtype=torch.float64))
         assert float(bound(torch.ones(1, dtype=torch.float64))) <= 1 + 1e-6

@@ -215,7 +215,7 @@ def test_no_attack_beats_the_certified_radius(theta: float | None) -> None:
         x = torch.rand(16, 3, 9, 9)
         with torch.no_grad():
             label = model(x).argmax(-1)
-        radius_B = certified_radius(model, x, label)
+        radius_B = certified_radius(model, x, label, "lofast")
         certified += int((radius_B > 1e-5).sum())
         baked = bake(model)
 
