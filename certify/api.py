@@ -81,7 +81,7 @@ def radius_of(analysis: Analysis) -> Tensor:
 
     Proof: docs/proofs.md#certified-radius.
     """
-    correct_B = analysis.clean.correct_B
+    correct_B = analysis.at(0.0).certified_B  # where rounding alone may cost the class, no radius is looked for
     low_B = torch.zeros(len(correct_B), dtype=torch.float64, device=correct_B.device)
     low, high = End(low_B, low_B), End(torch.full_like(low_B, torch.inf), torch.full_like(low_B, torch.inf))
     eps_B = guess_of(analysis)

@@ -34,6 +34,7 @@ from certify.methods.certificate import (
     Breakdown,
     Certificate,
     Clean,
+    Explained,
     binding_class,
     checked,
     decide_by,
@@ -79,7 +80,7 @@ class AdjointAnalysis:
         self.clean, self.steps, self.chain, self.failure = clean, steps, chain, failure
         self.weight_BJ = pair_weights(head, clean.label_B)
         self.rivals_BR = clean.margin_BJ.argsort(-1)[:, :-1]  # the label's own margin is infinite
-        self.head, self._few, self._groups = head, few, dict[tuple[int, int], Rivals]()
+        self.head, self.few, self._groups = head, few, dict[tuple[int, int], Rivals]()
 
     @property
     def ball(self) -> Ball:
@@ -87,14 +88,24 @@ class AdjointAnalysis:
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
-        loss_BJ, class_B = self.losses(self.radii(eps_B))
-        return decide_by(self.clean, loss_BJ, eps_B, class_B)
+        radii = self.radii(eps_B)
+        loss_BJ, class_B = self.losses(radii)
+        return decide_by(self.within(radii), loss_BJ, eps_B, class_B)
+
+    def within(self, radii: Radii) -> Clean:
+        """The clean margins, less what has to be kept back of them within these radii: here, nothing."""
+        return self.clean
+
+    def off(self, radii: Radii) -> list[Tensor]:
+        """How far what a node answers within these radii may be from X_k + J_k G + R_k: (B,) each."""
+        return [step.defect_B for step in self.steps]
 
     @torch.no_grad()
     def losses(self, radii: Radii) -> tuple[Tensor, Tensor]:
         """What every margin can lose at most (B, J), and the class that decides (B,): the one that comes closest to
         taking over; of an image that is lost, the first that was seen to."""
-        margin_RB = self.clean.margin_BJ.gather(1, self.rivals_BR).mT
+        clean = self.within(radii)
+        margin_RB = clean.margin_BJ.gather(1, self.rivals_BR).mT
         loss_BJ = nan_to_inf(product(self.weight_BJ, radii.e[-1][:, None]))
         loss_RB = loss_BJ.gather(1, self.rivals_BR).mT.contiguous()
         decider_B = torch.full_like(self.clean.label_B, -1)  # a rank, once the image is lost
@@ -115,20 +126,23 @@ class AdjointAnalysis:
             decider_B = torch.where(lost.any(0), worst_B, decider_B)
         loss_BJ = loss_BJ.scatter(1, self.rivals_BR, loss_RB.mT)
         lost_to_B = self.rivals_BR.gather(1, decider_B.clamp_min(0)[:, None])[:, 0]
-        return loss_BJ, torch.where(decider_B < 0, binding_class(self.clean, loss_BJ), lost_to_B)
+        return loss_BJ, torch.where(decider_B < 0, binding_class(clean, loss_BJ), lost_to_B)
 
     def rivals(self, start: int, end: int) -> Rivals:
         """Every image's rivals of these ranks, 0 the closest; followed backwards when they are first asked for."""
         if (start, end) not in self._groups:
             weight = self.head.weight
             g_RBD = weight[self.clean.label_B] - weight[self.rivals_BR[:, start:end].mT]
-            self._groups[start, end] = Rivals(self.chain, g_RBD, self._few)
+            self._groups[start, end] = Rivals(self.chain, g_RBD, self.few)
         return self._groups[start, end]
 
     def radii(self, eps_B: Tensor) -> Radii:
-        """Of balls of eps in their norm; all radii are L2. A bound that is not a number counts as infinite. Proof:
-        docs/proofs.md#radii."""
-        radii, betas, rho_B = [self.ball.radius(eps_B)], [], torch.zeros_like(eps_B)
+        """Of balls of eps in their norm; all radii are L2."""
+        return self.radii_within(self.ball.radius(eps_B))
+
+    def radii_within(self, e_B: Tensor) -> Radii:
+        """Of L2 balls of e_0. A bound that is not a number counts as infinite. Proof: docs/proofs.md#radii."""
+        radii, betas, rho_B = [e_B], [], torch.zeros_like(e_B)
         for step in self.steps:
             e_B = radii[-1]
             beta_B = nan_to_inf(step.beta(e_B) + step.defect_B)
@@ -149,7 +163,7 @@ class AdjointAnalysis:
         weight = self.head.weight
         g_1BD = (weight[self.clean.label_B] - weight[binding_B])[None]
         image_B = torch.arange(len(binding_B), device=binding_B.device)
-        _, pairs = Rivals(self.chain, g_1BD, self._few).pairs(torch.zeros_like(image_B), image_B)
+        _, pairs = Rivals(self.chain, g_1BD, self.few).pairs(torch.zeros_like(image_B), image_B)
         return shares([step.name for step in self.steps], pairs.lengths, radii.e, pairs.remainders(radii))
 
 
@@ -190,13 +204,17 @@ class Adjoint:
         clean = self.model.answers(images, labels)
         few = self._few(images)
         ball = Ball(self.norm, images[0].numel())
-        return of_correct(clean, ball, few, lambda index_I: self.expand(images[index_I], clean[index_I]))
+        return of_correct(clean, ball, few, lambda index_I: self.closer(images[index_I], clean[index_I]))
 
     def _few(self, images_BCHW: Tensor) -> int:
         """How many images, or pairs of an image and a rival, fit the memory: of attention, pairs of tokens have a
         vector each."""
         y = self.nodes[0][0](images_BCHW[:1])[0]
         return max(1, BYTES // (PAIR * len(self.nodes) * y.numel() * (y.shape[1] if y.ndim == 3 else 1)))
+
+    def closer(self, images_BCHW: Tensor, clean: Clean) -> Explained:
+        """The analysis of these images, all of them correct."""
+        return self.expand(images_BCHW, clean)
 
     def expand(self, images_BCHW: Tensor, clean: Clean) -> AdjointAnalysis:
         """The terms of these images, float64, all of them correct."""

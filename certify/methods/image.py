@@ -63,18 +63,21 @@ class ImageAnalysis:
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
-        loss_BJ, class_B = self.inner.losses(self.inner.radii(eps_B))
-        loss_BJ, class_B = self._sharper(self.ball.radius(eps_B), loss_BJ, class_B)
-        return decide_by(self.clean, loss_BJ, eps_B, class_B)
+        radii = self.inner.radii(eps_B)
+        loss_BJ, class_B = self.inner.losses(radii)
+        clean = self.inner.within(radii)
+        loss_BJ, class_B = self._sharper(clean, radii.e[0], loss_BJ, class_B)
+        return decide_by(clean, loss_BJ, eps_B, class_B)
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
         """That of the adjoint analysis."""
         return self.inner.breakdown(eps)
 
     @torch.no_grad()
-    def _sharper(self, e_B: Tensor, loss_BJ: Tensor, class_B: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses again, and the class that decides: one rung after the other, as long as an image is open."""
-        open_B = was_open_B = self._open(loss_BJ) & (e_B > 0)
+    def _sharper(self, clean: Clean, e_B: Tensor, loss_BJ: Tensor, class_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses again, and the class that decides: one rung after the other, as long as an image is open. `clean`:
+        the margins that there are within e."""
+        open_B = was_open_B = _open(clean, loss_BJ) & (e_B > 0)
         most_B = BEYOND * self.expected_B if bool(open_B.any()) else e_B
         for level in range(RUNGS):
             open_B = open_B & (e_B < most_B)  # not a number: there is no further rung
@@ -87,19 +90,16 @@ class ImageAnalysis:
                 if bool(open_B[index_I].any()):
                     found_IJ = rung.losses(torch.where(open_B[index_I], e_B[index_I], 0.0), loss_BJ[index_I])
                     loss_BJ[index_I] = torch.where(open_B[index_I, None], found_IJ, loss_BJ[index_I])
-            open_B = self._open(loss_BJ)
-        won_B = was_open_B & ~self._open(loss_BJ)
-        return loss_BJ, torch.where(won_B, binding_class(self.clean, loss_BJ), class_B)
-
-    def _open(self, loss_BJ: Tensor) -> Tensor:
-        """Images with a margin that may be lost."""
-        return (~(gaps(self.clean.margin_BJ, loss_BJ) > 0) & torch.isfinite(self.clean.margin_BJ)).any(-1)
+            open_B = _open(clean, loss_BJ)
+        won_B = was_open_B & ~_open(clean, loss_BJ)
+        return loss_BJ, torch.where(won_B, binding_class(clean, loss_BJ), class_B)
 
     @cached_property
     @torch.no_grad()
     def expected_B(self) -> Tensor:
         """The radius e that rungs are likely to prove: below min_j m_j / |g_0|, as remainders take their part."""
-        here = Situation.of(self.inner, self.images, torch.arange(len(self.images)), self._seed)
+        all_B = torch.arange(len(self.images))
+        here = Situation.of(self.inner, self.images, all_B, self._seed, torch.zeros_like(self.clean.margin_BJ[:, 0]))
         class_CB = self.inner.rivals_BR[:, :FEW_RIVALS].mT
         first_CB, margin_CB = here.first(class_CB), self.clean.margin_BJ.gather(1, class_CB.mT).mT
         most_B, rank_B = (margin_CB / first_CB).nan_to_num(MOST).min(0)
@@ -125,12 +125,17 @@ class ImageAnalysis:
             lacking_B[index_I] = False
         if bool(lacking_B.any()):
             index_I = lacking_B.nonzero().flatten()
-            here = Situation.of(self.inner, self.images, index_I, self._seed)
+            here = Situation.of(self.inner, self.images, index_I, self._seed, most_B)
             self.rungs[level].append((index_I, Rung(here, most_B[index_I])))
+
+
+def _open(clean: Clean, loss_BJ: Tensor) -> Tensor:
+    """Images with a margin that may be lost."""
+    return (~(gaps(clean.margin_BJ, loss_BJ) > 0) & torch.isfinite(clean.margin_BJ)).any(-1)
 
 
 class Image(Adjoint):
     """The certifier of one model, as `Adjoint` is. Raises NoRule likewise."""
 
-    def expand(self, images_BCHW: Tensor, clean: Clean) -> ImageAnalysis:  # type: ignore[override]
-        return ImageAnalysis(super().expand(images_BCHW, clean), images_BCHW, self._seed)
+    def closer(self, images_BCHW: Tensor, clean: Clean) -> ImageAnalysis:
+        return ImageAnalysis(self.expand(images_BCHW, clean), images_BCHW, self._seed)

@@ -36,16 +36,18 @@ class Situation:
     ball: Ball
     tape: Tape
     head: nn.Linear
-    defects: Sequence[Tensor]  # of nodes, (B,)
+    defects: Sequence[Tensor]  # of nodes, (B,): what is off at their ends
     norms: Sequence[Tensor]
     rivals_BR: Tensor
     seed: bytes
 
     @staticmethod
-    def of(inner: AdjointAnalysis, images: Tensor, index_I: Tensor, seed: bytes) -> "Situation":
+    def of(inner: AdjointAnalysis, images: Tensor, index_I: Tensor, seed: bytes, most_B: Tensor) -> "Situation":
+        """What is said of margins and defects holds for all e up to `most_B`."""
+        radii = inner.radii_within(most_B)
         chain = inner.chain if len(index_I) == len(images) else inner.chain.of(index_I)
-        defects, norms = ([getattr(s, f)[index_I] for s in inner.steps] for f in ("defect_B", "norm_B"))
-        clean, rivals, tape = inner.clean[index_I], inner.rivals_BR[index_I], Tape(chain.expansions)
+        defects, norms = [off_B[index_I] for off_B in inner.off(radii)], [step.norm_B[index_I] for step in inner.steps]
+        clean, rivals, tape = inner.within(radii)[index_I], inner.rivals_BR[index_I], Tape(chain.expansions)
         return Situation(images[index_I], clean, inner.ball, tape, inner.head, defects, norms, rivals, seed)
 
     def gradients(self, class_CB: Tensor) -> tuple[Tensor, Vectors]:
@@ -69,7 +71,7 @@ class Situation:
 
     @cached_property
     def drifts(self) -> Sizes:
-        """How far the clean input of every leaf may be from the exact one, passed on by norms: it is rounding."""
+        """By how much the input of every leaf may be off, passed on by norms: it is rounding."""
         found, drift_B = Sizes(), torch.zeros_like(self.images[:, 0, 0, 0])
         for leaves, norm_B, defect_B in zip(self.tape.of_nodes, self.norms, self.defects, strict=True):
             inside_B = drift_B
@@ -80,7 +82,7 @@ class Situation:
         return found
 
     def rounded(self, g: Vectors) -> Tensor:
-        """What the defects of the clean points cost of margins with these gradients: (C, B)."""
+        """What defects cost of margins with these gradients: (C, B)."""
         ends = zip(self.tape.of_nodes, self.defects, strict=True)
         costs = [product(g[leaves[-1]].flatten(2).norm(dim=-1), defect_B) for leaves, defect_B in ends]
         return torch.stack(costs).sum(0)

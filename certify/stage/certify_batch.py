@@ -6,7 +6,7 @@ import zoo
 from certify.api import certifier
 from certify.methods.bake import COARSE, LOGIT_TOLERANCE, logit_differences
 from certify.methods.certificate import Certifier
-from certify.methods.served_adjoint import ServedAdjoint
+from certify.methods.served import ServedAdjoint, ServedImage
 from certify.rows.columns import Row
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.workers import Batch
@@ -27,7 +27,8 @@ class CertifyBatch:
             self.certifier = certifier(self.model, settings.method, settings.nonce, settings.norm)
         else:
             dtype = DTYPES[settings.served_dtype]
-            self.certifier = ServedAdjoint(self.model, dtype, settings.nonce, settings.norm)
+            served = {"adjoint": ServedAdjoint, "image": ServedImage}[settings.method]
+            self.certifier = served(self.model, dtype, settings.nonce, settings.norm)
             self.model = InType(self.model.to(dtype))
 
     def __call__(self, batch: Batch) -> list[Row]:

@@ -16,6 +16,7 @@ from certizoo.nearest import unknown
 # Of a norm: the radii that are certified unless others are given, and the one by which versions are compared.
 EPS = {L2: (0.02, 0.05, 0.1, 36 / 255), LINF: (1 / 255, 2 / 255, 4 / 255, 8 / 255)}
 HEADLINE = {L2: 0.1, LINF: 1 / 255}
+SERVED = {"best": "image", "lofast": "adjoint"}  # methods that count rounding, in the place of those that do not
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,11 @@ class Settings:
             raise UserError(f"certify.eps={list(self.grid)}: two of them have one name to 6 digits; leave one away")
         if (self.images is not None and self.images < 1) or self.batch_size < 1:
             raise UserError("certify.images and certify.batch_size: give whole numbers above 0 (images=null: all)")
-        if self.served_dtype is not None and (self.method not in (AUTO, "adjoint") or self.served_dtype not in DTYPES):
+        methods = (AUTO, *SERVED.values())
+        if self.served_dtype is not None and (self.method not in methods or self.served_dtype not in DTYPES):
             raise UserError(
-                f"certify.served_dtype={self.served_dtype}: null, or one of {', '.join(DTYPES)} with method=adjoint "
-                "(or auto, which is adjoint then)"
+                f"certify.served_dtype={self.served_dtype}: null, or one of {', '.join(DTYPES)} with method "
+                f"{', '.join(methods)}"
             )
         if self.workers < 1:
             raise UserError(f"certify.workers={self.workers}: give a whole number above 0, such as that of the cores")
@@ -63,7 +65,8 @@ class Settings:
 
     def of(self, model: nn.Module) -> "Settings":
         """With a method that is named."""
-        return replace(self, method=named(self.method, model) if self.served_dtype is None else "adjoint")
+        method = named(self.method, model)
+        return replace(self, method=SERVED.get(method, method) if self.served_dtype else method)
 
     @property
     def grid(self) -> tuple[float, ...]:

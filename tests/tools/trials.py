@@ -20,7 +20,7 @@ from certify.methods.bake import bake
 from certify.methods.ball import LINF, NORMS, Ball
 from certify.methods.certificate import Certificate, Clean, decide_by, per_image
 from certify.methods.image import Image, ImageAnalysis
-from certify.methods.served_adjoint import ServedAdjoint
+from certify.methods.served import ServedImage
 from certizoo import UserError
 from tests.tools.ascent import ascend, ascend_box, margin_loss
 from tests.tools.small_models import PARTS, SMALL, distinct
@@ -132,7 +132,7 @@ def outcomes(
 def certified(model: Any, x: Tensor, y: Tensor, method: str, norm: str, nonce: str) -> Tensor:
     """Radii (B,) of one of METHODS. Raises UserError where it has no rules for the model."""
     if method == SERVED:
-        return radius_of(ServedAdjoint(model, torch.float32, nonce, norm).analyse(x, y))
+        return radius_of(ServedImage(model, torch.float32, nonce, norm).analyse(x, y))
     if method == FORMS:
         return radius_of(Forms(model, nonce, norm).analyse(x, y))
     return certified_radius(model, x, y, method, nonce, norm)
@@ -144,16 +144,15 @@ class FormsAnalysis(ImageAnalysis):
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B, margin_BJ = per_image(eps, self.clean), self.clean.margin_BJ
         nothing_BJ, class_B = torch.full_like(margin_BJ, torch.inf), margin_BJ.argmin(-1)
-        loss_BJ, class_B = self._sharper(self.ball.radius(eps_B), nothing_BJ, class_B)
+        loss_BJ, class_B = self._sharper(self.clean, self.ball.radius(eps_B), nothing_BJ, class_B)
         return decide_by(self.clean, loss_BJ, eps_B, class_B)
 
 
 class Forms(Image):
     """The certifier of method `image` without the help of `adjoint`."""
 
-    def expand(self, images_BCHW: Tensor, clean: Clean) -> ImageAnalysis:  # type: ignore[override]
-        whole = super().expand(images_BCHW, clean)
-        return FormsAnalysis(whole.inner, whole.images, whole._seed)
+    def closer(self, images_BCHW: Tensor, clean: Clean) -> ImageAnalysis:
+        return FormsAnalysis(self.expand(images_BCHW, clean), images_BCHW, self._seed)
 
 
 def attacked(

@@ -20,7 +20,7 @@ from certify.methods.best import Best
 from certify.methods.crown import Crown
 from certify.methods.image import Image
 from certify.methods.lofast import LoFAST
-from certify.methods.served_adjoint import ServedAdjoint
+from certify.methods.served import ServedAdjoint
 from certizoo import UserError
 from tests.certify.methods.test_certify import margin_loss
 from tests.tools.ascent import ascend, ascend_box

@@ -45,7 +45,8 @@ def analysis_of(parts: str, seed: int = 0, count: int = 3, norm: str = "l2") -> 
 
 
 def situation(analysis: ImageAnalysis) -> Situation:
-    return Situation.of(analysis.inner, analysis.images, torch.arange(len(analysis.images)), b"a seed")
+    count = len(analysis.images)
+    return Situation.of(analysis.inner, analysis.images, torch.arange(count), b"a seed", torch.zeros(count).double())
 
 
 def rung_of(analysis: ImageAnalysis, e: float) -> Rung:

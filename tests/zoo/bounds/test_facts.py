@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zoo
 from certify import certified_radius
-from certify.methods.served_adjoint import ServedAdjoint
+from certify.methods.served import ServedAdjoint
 from tests.certify.methods import test_rounding
 from tests.tools.ascent import largest_change
 from tests.tools.expansions import tightness

@@ -1,57 +1,47 @@
-"""The adjoint certificate of the model that is served, float32 or bfloat16: rounding is part of what the ball can cost.
+"""The certificates of the model that is served, float32 or bfloat16: rounding is part of what the ball can cost.
 
 Theorem 1 (docs/proofs.md#identity) has a place for it (docs/proofs.md#served-model): with ||e'_k|| <= mu_k(e_{k-1}) the
 rounding of node k, at any point that the node can see (zoo/bounds/rounding.py),
 
     e_k = the rule of the float64 node + mu_k(e_{k-1}),        m_j falls by  sum_k ||g_{k,j}|| mu_k(e_{k-1})  more,
 
-and the head's own rounding is kept back from the margins. x' is an image of the served type; what casting an image to
-bfloat16 does is counted. Letters: B images, J classes.
+and the head's own rounding is kept back from the margins. On the ball of images mu_k joins what node k is off by at its
+end. x' is an image of the served type; what casting an image to bfloat16 does is counted. Letters: B images, J classes.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
+from certify.methods.backwards import Radii
 from certify.methods.bake import refuse_impostor
-from certify.methods.ball import L2, Ball
-from certify.methods.certificate import Breakdown, Certificate, Clean, decide_by, per_image
+from certify.methods.ball import L2
+from certify.methods.certificate import Clean
+from certify.methods.image import Image
 from certizoo import UserError
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds.contracts import Bound, Expansion, Node, Precision, Rounding
 from zoo.bounds.rounding import OUT, PRECISIONS, TINY, trunk_roundings
 
 
-class ServedAnalysis:
-    """`AdjointAnalysis` with margins that are smaller by what the head rounds, which depends on the radius."""
+class ServedAnalysis(AdjointAnalysis):
+    """With steps whose radii count their rounding `mus`, and margins that are smaller by what the head rounds."""
 
-    def __init__(self, inner: AdjointAnalysis, head: Callable[[Tensor], Tensor]) -> None:
-        self._inner, self._head = inner, head
-        self.failure = inner.failure
+    def __init__(self, exact: AdjointAnalysis, mus: Sequence[Bound], head_error: Bound) -> None:
+        super().__init__(exact.clean, exact.steps, exact.chain, exact.head, exact.failure, exact.few)
+        self._mus, self._head_error = mus, head_error
 
-    @property
-    def clean(self) -> Clean:
-        return self._inner.clean
+    def within(self, radii: Radii) -> Clean:
+        kept_BJ = self._head_error(radii.e[-1]).nan_to_num(torch.inf)
+        return replace(self.clean, margin_BJ=self.clean.margin_BJ - kept_BJ)
 
-    @property
-    def ball(self) -> Ball:
-        return self._inner.ball
-
-    def at(self, eps: float | Tensor) -> Certificate:
-        eps_B = per_image(eps, self.clean)
-        radii = self._inner.radii(eps_B)
-        view = copy.copy(self._inner)
-        view.clean = replace(self.clean, margin_BJ=self.clean.margin_BJ - self._head(radii.e[-1]).nan_to_num(torch.inf))
-        loss_BJ, class_B = view.losses(radii)
-        return decide_by(view.clean, loss_BJ, eps_B, class_B)
-
-    def breakdown(self, eps: float | Tensor) -> Breakdown:
-        """That of the nodes; the head is left out."""
-        return self._inner.breakdown(eps)
+    def off(self, radii: Radii) -> list[Tensor]:
+        steps = zip(super().off(radii), self._mus, radii.e, strict=False)
+        return [defect_B + mu(e_B) for defect_B, mu, e_B in steps]
 
 
 class ServedAdjoint(Adjoint):
@@ -65,12 +55,18 @@ class ServedAdjoint(Adjoint):
             raise UserError(f"served_dtype={dtype}: choose one of float32, bfloat16, or null for the float64 function")
         super().__init__(copy.deepcopy(model).to(dtype), nonce, norm)
         self.precision = PRECISIONS[dtype]
-        roundings = trunk_roundings(self.baked, self.precision)
-        self.nodes = [_rounded(node, rounding) for node, rounding in zip(self.nodes, roundings, strict=True)]
+        self.roundings = trunk_roundings(self.baked, self.precision)
+        self.nodes = [_rounded(node, rounding) for node, rounding in zip(self.nodes, self.roundings, strict=True)]
 
-    def expand(self, images_BCHW: Tensor, clean: Clean) -> ServedAnalysis:  # type: ignore[override]
-        inner = super().expand(images_BCHW, clean)
-        return ServedAnalysis(inner, head_error(self.head, inner.chain.points[-1], self.precision))
+    def expand(self, images_BCHW: Tensor, clean: Clean) -> AdjointAnalysis:
+        exact = super().expand(images_BCHW, clean)
+        points = exact.chain.points
+        mus = [_mu(rounding, x) for rounding, x in zip(self.roundings, points, strict=False)]
+        return ServedAnalysis(exact, mus, head_error(self.head, points[-1], self.precision))
+
+
+class ServedImage(Image, ServedAdjoint):
+    """The same on the ball of images."""
 
 
 def head_error(head: nn.Linear, x_BD: Tensor, precision: Precision) -> Callable[[Tensor], Tensor]:
@@ -87,20 +83,22 @@ def head_error(head: nn.Linear, x_BD: Tensor, precision: Precision) -> Callable[
     return error
 
 
+def _mu(rounding: Rounding, x: Tensor) -> Bound:
+    """What a node rounds at any point within r of x."""
+    rounded = rounding(x)
+    return lambda r: nan_to_inf(rounded.error(r, torch.zeros_like(r)))
+
+
 def _rounded(node: Node, rounding: Rounding) -> Node:
     """The node with mu in its radius, its beta and its remainder."""
     layer, expand = node
 
-    def mu_of(x: Tensor) -> Bound:
-        rounded = rounding(x)
-        return lambda r: nan_to_inf(rounded.error(r, torch.zeros_like(r)))
-
     def rounded_layer(x: Tensor) -> tuple[Tensor, Bound]:
-        (y, bound), mu = layer(x), mu_of(x)
+        (y, bound), mu = layer(x), _mu(rounding, x)
         return y, lambda r: bound(r) + mu(r)
 
     def rounded_expand(x: Tensor) -> Expansion:
-        unrounded, mu = expand(x), mu_of(x)
+        unrounded, mu = expand(x), _mu(rounding, x)
 
         def remainder(g: Tensor) -> Bound:
             exact, length_CB = unrounded.remainder(g), torch.linalg.vector_norm(g.flatten(2), dim=-1)
