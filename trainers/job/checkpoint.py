@@ -87,9 +87,11 @@ def folders(run_dir: Path) -> list[Path]:
 
 
 def fingerprint(config: Mapping[str, Any], data_digest: str) -> dict[str, Any]:
-    """The keys that decide the weights, flat: {"train.epochs": 3, ...}, and the digest of the training shards."""
+    """The keys that decide the weights, flat: {"train.epochs": 3, ...}, and the digest of the training shards; as the
+    mark of a checkpoint gives them back, with lists for tuples."""
     flat = _flat(config) | {"data shards": data_digest}
-    return {key: value for key, value in flat.items() if not any(key == f or key.startswith(f + ".") for f in FREE)}
+    decide = {key: value for key, value in flat.items() if not any(key == f or key.startswith(f + ".") for f in FREE)}
+    return json.loads(json.dumps(decide))
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,6 +13,8 @@ from certizoo import UserError
 from certizoo.compose import compose_config
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, finish, launch, ranks, reach, rows
+from trainers.job import checkpoint
+from trainers.job.checkpoint import Position, Saved
 from trainers.job.prepare import prepare
 
 SCRIPT = ROOT / "trainers" / "adv_train.py"
@@ -108,3 +110,12 @@ def test_another_run_is_not_resumed_by_mistake(undisturbed: Path, monkeypatch: p
     monkeypatch.setenv("WORLD_SIZE", "2")
     job = prepare(compose_config("adv_train", [*arguments("calm"), "resume=auto", "train.log_every=7"]))
     assert job.saved is not None, "what the weights do not depend on may change"
+
+
+@pytest.mark.parametrize("name", zoo.list_models())
+def test_every_model_knows_its_own_run_again(name: str, tmp_path: Path) -> None:
+    """What a checkpoint says of a run, read back from its file, is what the same command says."""
+    mine = checkpoint.fingerprint({"model": {"name": name} | zoo.model_options(name)}, "digest")
+    (tmp_path / "mark.json").write_text(Saved("step-1", Position(), 1, None, mine).mark())
+    saved = Saved("step-1", Position(), 1, None, json.loads((tmp_path / "mark.json").read_text())["fingerprint"])
+    checkpoint.check_same_run(saved, mine, 1, tmp_path)
