@@ -8,6 +8,10 @@ touches. At stage 3 that is refused (trainers/job/recipe.py): the second derivat
 
 At stage 3 weights exist only while their block runs. Penalties on weights have modules of their own (wrappers.py); what
 reads all weights gathers them one by one.
+
+Weights, gradients and their sums over micro-batches and ranks are float32 whatever a pass computes in: bf16 is an
+autocast around the passes. Penalties on weights are taken outside it. So what is logged of a penalty is what reaches
+the weights: added to the loss's gradient in bfloat16, of 8 bits, the gradient of a small penalty would be rounded away.
 """
 
 import logging
@@ -34,14 +38,13 @@ with absent("mlflow"):  # half a second, for DeepSpeed's autotuner, which is a c
     import deepspeed
     import deepspeed.ops
 from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
-from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 
 from certizoo import UserError  # noqa: E402
 from certizoo.memory import keep_freed_memory  # noqa: E402
 from trainers import ranks  # noqa: E402
 from trainers.engine.share import Share  # noqa: E402
 from trainers.engine.world import World  # noqa: E402
-from trainers.engine.wrappers import EngineModel, InFloat32, recompute_blocks_  # noqa: E402
+from trainers.engine.wrappers import EngineModel, recompute_blocks_  # noqa: E402
 from trainers.settings import DeepSpeedConfig, OptimizerConfig, TrainConfig  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -135,8 +138,6 @@ def ds_config(train: TrainConfig, settings: DeepSpeedConfig, world_size: int, we
         },
         "zero_force_ds_cpu_optimizer": False,  # likewise where the optimiser is offloaded
         "zero_allow_untested_optimizer": True,  # torch's own SGD and AdamW; no kernel is compiled
-        # Its check for overflow is two kernels a parameter; the norm of the gradient, taken anyway, says the same.
-        "bf16": {"enabled": train.precision == "bf16", "check_grad_overflow": False},
         "steps_per_print": 2**62,
         "wall_clock_breakdown": False,
     }
@@ -211,17 +212,22 @@ class Engine:
         self._engine.train()
 
     def precision(self) -> torch.autocast:
-        """Around every forward. In bf16 the weights are bfloat16, but images and what normalises them are float32:
-        bfloat16 keeps 8 bits, which would round a perturbation of a few 1/255 away."""
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.train_config.precision == "bf16")
+        """Around every forward. In bf16 it is matrix products that are bfloat16; weights, images, what normalises them
+        and the sum that runs through the blocks are float32: bfloat16 keeps 8 bits, which would round a perturbation of
+        a few 1/255 away."""
+        return self._autocast(self.train_config.precision)
+
+    def _autocast(self, precision: str) -> torch.autocast:
+        # At stage 3 a weight is given back after its block, and its copy in bfloat16 must go as well.
+        cached = self._stage < 3
+        device = self.world.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=precision == "bf16", cache_enabled=cached)
 
     @contextmanager
     def attacked(self) -> Iterator[nn.Module]:
         """The model as attacks on the training batch see it: in train.attack_precision."""
-        precision = self.train_config.attack_precision or self.train_config.precision
-        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=precision == "bf16"):
-            wider = precision == "fp32" and self.train_config.precision == "bf16"
-            yield InFloat32(self.module) if wider else self.module
+        with self._autocast(self.train_config.attack_precision or self.train_config.precision):
+            yield self.module
 
     def through(self, measure: Callable[..., Any], *inputs: Any) -> Any:
         """The training pass: measure(model, *inputs), tensors that the loss may be made of."""
@@ -287,20 +293,7 @@ class Engine:
                     outer._reassign_or_swap_out_partitioned_parameters(group)
                 outer.checkpoint_event_epilogue()
 
-    def float32_weights(self) -> list[Tensor]:
-        """The weights in the order of `module.parameters()`: the float32 masters (collective) of a bf16 run."""
-        if self.train_config.precision == "fp32":
-            return [parameter.detach() for parameter in self.module.parameters()]
-        masters = [(parameter, safe_get_full_fp32_param(parameter)) for parameter in self.module.parameters()]
-        return [parameter.detach().float() if master is None else master for parameter, master in masters]
-
-    def float32_state(self) -> dict[str, Tensor]:
-        """Collective: the state dict on the CPU, weights from the float32 masters where the model trains in bf16."""
+    def whole_state(self) -> dict[str, Tensor]:
+        """Collective: the state dict on the CPU."""
         state = {key: value.detach().cpu() for key, value in self.module.state_dict().items()}
-        state |= {name: weight.cpu() for name, weight in self.whole_weights()}
-        if self.train_config.precision == "bf16":
-            for name, parameter in self.module.named_parameters():
-                master = safe_get_full_fp32_param(parameter)
-                if master is not None:
-                    state[name] = master.detach().cpu()
-        return {key: value.float() if value.is_floating_point() else value for key, value in state.items()}
+        return state | {name: weight.cpu() for name, weight in self.whole_weights()}
