@@ -76,11 +76,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """configs/optimizer. Weight decay is for matrices only: biases and norms are left alone."""
+    """configs/optimizer. `decay_all`: weight decay for biases, norms, positions and class token as well."""
 
     name: str
     lr: float
     weight_decay: float = 0.0
+    decay_all: bool = False
     momentum: float = 0.9
     betas: tuple[float, float] = (0.9, 0.999)
 

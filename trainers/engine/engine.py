@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from timm.optim import param_groups_weight_decay
 from torch import Tensor, nn
 
 if not torch.cuda.is_available():
@@ -144,22 +145,14 @@ def ds_config(train: TrainConfig, settings: DeepSpeedConfig, world_size: int, we
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD; weight decay only for parameters with at least two axes that the model does not exempt."""
-    exempt = set(getattr(model, "no_weight_decay", set)())
-    decay: list[nn.Parameter] = []
-    free: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (free if parameter.ndim < 2 or name in exempt else decay).append(parameter)
-    groups = [
-        {"params": decay, "weight_decay": config.weight_decay},
-        {"params": free, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    """AdamW or SGD. Weight decay is for parameters of at least two axes that `model.no_weight_decay()` does not name;
+    for all with optimizer.decay_all."""
+    exempt: Collection[str] = () if config.decay_all else getattr(model, "no_weight_decay", tuple)()
+    groups = param_groups_weight_decay(model, config.weight_decay, not config.decay_all, exempt)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     # On a CPU the plain kernels go through memory fifteen times, the fused one once.
-    fused = all(parameter.device.type == "cpu" for parameter in decay + free)
+    fused = all(parameter.device.type == "cpu" for parameter in model.parameters())
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
 
 

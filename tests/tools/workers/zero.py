@@ -79,8 +79,9 @@ def oracle(job: Job, steps: int) -> Curve:
     """One process, the whole batch, no DeepSpeed."""
     torch.manual_seed(job.seed)
     model = zoo.create_model(**job.model)
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    free = [p for p in model.parameters() if p.ndim < 2]
+    spared = {name for name, p in model.named_parameters() if p.ndim < 2 or name in ("pos_embed", "cls_token")}
+    decay = [p for name, p in model.named_parameters() if name not in spared]
+    free = [p for name, p in model.named_parameters() if name in spared]
     groups = [{"params": decay, "weight_decay": job.optimizer.weight_decay}, {"params": free, "weight_decay": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=LR, momentum=job.optimizer.momentum)
     losses = []
