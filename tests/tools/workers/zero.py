@@ -26,6 +26,7 @@ from trainers.entry import launcher_argv
 from trainers.job.job import Job
 from trainers.job.prepare import prepare
 from trainers.settings import HingeConfig, ObjectiveConfig, PenaltyConfig
+from zoo.layers.cap import caps_still, settle_caps_
 
 LR, BATCH = 0.05, 16
 
@@ -79,6 +80,9 @@ def oracle(job: Job, steps: int) -> Curve:
     """One process, the whole batch, no DeepSpeed."""
     torch.manual_seed(job.seed)
     model = zoo.create_model(**job.model)
+    settle_caps_(model)
+    if job.penalty.active:
+        zoo.penalty.settle_(model)
     spared = {name for name, p in model.named_parameters() if p.ndim < 2 or name in ("pos_embed", "cls_token")}
     decay = [p for name, p in model.named_parameters() if name not in spared]
     free = [p for name, p in model.named_parameters() if name in spared]
@@ -88,10 +92,11 @@ def oracle(job: Job, steps: int) -> Curve:
     for step in range(steps):
         images, labels = global_batch(step)
         loss = LOSSES[job.objective.name](job, model, images, labels)
-        if job.penalty.active:
-            loss = loss + zoo.penalty.msvp(model, **vars(job.penalty))
-        if job.hinge.active:
-            loss = loss + job.hinge.weight * zoo.hinge.hinge(model, job.hinge.caps)
+        with caps_still(model):
+            if job.penalty.active:
+                loss = loss + zoo.penalty.msvp(model, **vars(job.penalty))
+            if job.hinge.active:
+                loss = loss + job.hinge.weight * zoo.hinge.hinge(model, job.hinge.caps)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), job.train.clip_grad)
@@ -279,6 +284,8 @@ def ways(job: Job) -> Iterator[tuple[Job, int, dict[str, Job]]]:
         | {f"recomputed-zero{stage}": at(job, stage, grad_checkpointing=True) for stage in range(4)}
         | {f"offloaded-zero{stage}": at(offloaded, stage) for stage in (1, 2, 3)},
     )
+    capped = modelled(job, "spec_vit_digits")
+    yield capped, 3, {f"capped-zero{stage}": at(capped, stage, micro_batch_size=2) for stage in (1, 3)}
     yield hinged, 3, {f"hinge-zero{stage}": at(hinged, stage) for stage in range(4)}
     yield linearised, 3, {f"lmce-zero{stage}": at(linearised, stage) for stage in range(3)}
 

@@ -18,6 +18,7 @@ WAYS = {
     "offloaded": (1, 2, 3),
     "hinge": (0, 1, 2, 3),
     "lmce": (0, 1, 2),
+    "capped": (1, 3),  # and accumulated: the power iteration moves once a step
 }
 
 
