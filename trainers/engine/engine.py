@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ LINEAR = torch.nn.functional.linear
 KEPT = ContextVar("KEPT", default=False)
 BUCKET = 500_000_000  # gradients that are summed over ranks at once, at most
 DISABLE = "TORCHDYNAMO_DISABLE"
+COMPILED = Path.home() / ".cache" / "certizoo" / "compiled"
 
 
 @contextmanager
@@ -172,7 +174,7 @@ class Engine:
         settings: DeepSpeedConfig,
         world: World,
     ) -> None:
-        self.world, self.train_config, self.lr = world, train, optimizer.lr
+        self.world, self.train_config = world, train
         self._stage = settings.stage
         self.accumulation = train.accumulation(world.size)
         self.micro_batch = train.micro_batch(world.size)
@@ -192,6 +194,8 @@ class Engine:
             for parameter in owner.parameters():
                 deepspeed.zero.register_external_parameter(module, parameter)
         if train.compile:
+            # It holds pickles of compiled code: not below /tmp, where others may be first.
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
             model.compile()
 
     @property
