@@ -27,19 +27,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.optim import param_groups_weight_decay
 from torch import Tensor, nn
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on every rank that it found none
+# Pickles of compiled code: not below /tmp, torch's own choice, where others may be first.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "certizoo" / "compiled"))
 warnings.filterwarnings("ignore", "`?torch.distributed", FutureWarning)  # old names that DeepSpeed calls, on each rank
 
+import certizoo.compat  # noqa: E402, F401  (repairs torchvision before timm imports it)
 from certizoo.imports import absent  # noqa: E402
 
 with absent("mlflow"):  # half a second, for DeepSpeed's autotuner, which is a command of its own
     import deepspeed
     import deepspeed.ops
 from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
+from timm.optim import param_groups_weight_decay  # noqa: E402
 
 from certizoo import UserError  # noqa: E402
 from certizoo.memory import keep_freed_memory  # noqa: E402
@@ -55,7 +58,6 @@ LINEAR = torch.nn.functional.linear
 KEPT = ContextVar("KEPT", default=False)
 BUCKET = 500_000_000  # gradients that are summed over ranks at once, at most
 DISABLE = "TORCHDYNAMO_DISABLE"
-COMPILED = Path.home() / ".cache" / "certizoo" / "compiled"
 
 
 @contextmanager
@@ -194,8 +196,6 @@ class Engine:
             for parameter in owner.parameters():
                 deepspeed.zero.register_external_parameter(module, parameter)
         if train.compile:
-            # It holds pickles of compiled code: not below /tmp, where others may be first.
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
             model.compile()
 
     @property
