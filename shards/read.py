@@ -6,6 +6,7 @@ rank makes the same number of steps, and every sample of the epoch is used. Eval
 
 import logging
 import math
+import os
 import random
 import signal
 from abc import ABC, abstractmethod
@@ -50,6 +51,11 @@ class Stream(IterableDataset, ABC):
             yield from self.read(worker, workers)
         except UserError as error:
             yield error
+
+    @property
+    def processes(self) -> int:
+        """How many loaders read; which batches are read may depend on it."""
+        return self.config.workers
 
     @abstractmethod
     def read(self, worker: int, workers: int) -> Iterator[Batch]:
@@ -105,6 +111,10 @@ class EvalStream(Stream):
 
     limit: int
 
+    @property
+    def processes(self) -> int:
+        return min(self.config.workers, cores())
+
     def read(self, worker: int, workers: int) -> Iterator[Batch]:
         start, stop = (self.limit * place // self.world_size for place in (self.rank, self.rank + 1))
         items = wds.DataPipeline(
@@ -134,7 +144,7 @@ class Batches:
         loader = DataLoader(
             self.stream,
             batch_size=None,
-            num_workers=self.stream.config.workers,
+            num_workers=self.stream.processes,
             collate_fn=_as_it_is,
             generator=generator,
             worker_init_fn=_settle,
@@ -239,6 +249,11 @@ def eval_samples(shard_set: ShardSet, config: DataConfig, *, limit: int | None =
         if isinstance(sample, SampleError):
             raise sample
         yield sample
+
+
+def cores() -> int:
+    """Those that this process may use; more loaders only wait for each other."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _settle(worker: int) -> None:

@@ -1,7 +1,7 @@
 """The typed parts of the configuration. A wrong value is named, with what would be right."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from certizoo import UserError
 
@@ -76,17 +76,38 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """configs/optimizer. Weight decay is for matrices only: biases and norms are left alone."""
+    """configs/optimizer.
+
+    Attributes:
+        lr: for `lr_batch` images a step (null: any number of them).
+        lr_scaling: with the batch, "linear" (Goyal et al. 2017) or with its "root" (Krizhevsky 2014).
+        decay_all: weight decay for biases, norms, positions and class token as well.
+    """
 
     name: str
     lr: float
     weight_decay: float = 0.0
+    decay_all: bool = False
+    lr_batch: int | None = None
+    lr_scaling: str = "linear"
     momentum: float = 0.9
     betas: tuple[float, float] = (0.9, 0.999)
 
     def __post_init__(self) -> None:
         require(self.name in ("adamw", "sgd"), f"optimizer.name={self.name} does not exist; use adamw or sgd")
         require(self.lr > 0, f"optimizer.lr={self.lr} does not work; set it above 0")
+        require_least(self, "optimizer", ("lr_batch",), 1, "set it to at least 1, or to null (lr is for any batch)")
+        require(
+            self.lr_scaling in ("linear", "root"),
+            f"optimizer.lr_scaling={self.lr_scaling} does not exist; use linear or root",
+        )
+
+    def for_batch(self, size: int) -> "OptimizerConfig":
+        """lr * size / lr_batch, or the root of the ratio; the same as it is for `lr_batch` itself."""
+        if self.lr_batch in (None, size):
+            return self
+        ratio = size / self.lr_batch
+        return replace(self, lr=self.lr * (ratio if self.lr_scaling == "linear" else ratio**0.5), lr_batch=size)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,16 @@ def msvp(
     return torch.stack([_weighted_squares(terms) for terms in groups.values()]).sum()
 
 
+@torch.no_grad()
+def settle_(model: nn.Module, iterations: int = 20) -> None:
+    """Power iterations before the first step, whose penalty would else be that of random vectors."""
+    for module in model.modules():
+        if isinstance(module, HasSpectralTerms):
+            for _, weight_HOD, power_HD in module.spectral_terms():
+                for _ in range(iterations):
+                    power_HD.copy_(power_step(weight_HOD, power_HD)[1])
+
+
 def _weighted_squares(terms: list[tuple[float, Tensor, Tensor]]) -> Tensor:
     """sum_k lambda_k sum_h sigma^2 over K weights of one shape, in one batch."""
     lambda_K = torch.tensor([weight for weight, _, _ in terms])

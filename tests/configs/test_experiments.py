@@ -12,6 +12,7 @@ import zoo
 from benchmarks.experiments import ATTACKS, TABLES, markdown, run
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
+from trainers.job.settle import settled
 from trainers.job.typed import typed
 from trainers.settings import ConstrainConfig, MasksConfig, MixConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from zoo.models.overview import tiny_options
@@ -44,8 +45,7 @@ def check_fields(config: dict[str, Any], said: dict[str, Any]) -> None:
     for group, values in said.items():
         if isinstance(values, dict):
             assert {key: config[group][key] for key in values} == values, group
-    train = config["train"] | {"batch_size": config["train"]["batch_size"] or 8}
-    typed(TrainConfig, config | {"train": train}, "train")
+    typed(TrainConfig, settled(config, 1, None)[0], "train")
     for cls, group in ((ObjectiveConfig, "objective"), (OptimizerConfig, "optimizer"), (MixConfig, "mix")):
         typed(cls, config, group)
     typed(MasksConfig, config, "masks")

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "+model=dp_vit_ti", "+model.embed_dim=32", "+model.depth=2", "+model.num_heads=2", "+model.patch_size=4",
     "+model.global_pool=avg", "+model.drop_path_rate=0.2", "data=digits", "attack=pgd_l2", "attack.eps=0.2",
-    "attack.steps=2", "penalty=msvp", "optimizer.lr=3e-3", "schedule.warmup_epochs=0.5", "train.batch_size=64",
-    "registry.enabled=false", "certify.enabled=false",
+    "attack.steps=2", "penalty=msvp", "optimizer.lr=3e-3", "optimizer.lr_batch=null",
+    "schedule.warmup_epochs=0.5", "train.batch_size=64", "registry.enabled=false", "certify.enabled=false",
 )  # fmt: skip
 
 

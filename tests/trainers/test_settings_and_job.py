@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zoo
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
 from tests.configs.test_configs import one_of_each_shape
@@ -223,16 +224,33 @@ def test_penalty_is_active_when_any_weight_is() -> None:
 
 
 def test_nothing_that_changes_results_is_left_to_deepspeeds_defaults() -> None:
-    from trainers.engine.engine import ds_config, make_optimizer
+    from trainers.engine.engine import ds_config
 
     train = TrainConfig(epochs=1, batch_size=64, micro_batch_size=8, clip_grad=0.0)
     config = ds_config(train, DeepSpeedConfig(stage=2), world_size=2, weights=1000)
     assert config["gradient_clipping"] == 0.0
     assert config["gradient_accumulation_steps"] == 4
     assert config["zero_optimization"]["stage"] == 2
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    decay = [group["weight_decay"] for group in make_optimizer(model, OptimizerConfig("adamw", 1e-3, 0.1)).param_groups]
-    assert decay == [0.1, 0.0]
+
+
+@pytest.mark.parametrize("name", ["dp_deit_ti", "dp_convit_ti", "dp_swin_t", "conv_4c3f", "spec_vit_digits"])
+def test_weight_decay_spares_what_it_does_in_timm(name: str) -> None:
+    """One axis, class token, positions, absolute or relative; nothing with `decay_all`."""
+    from trainers.engine.engine import make_optimizer
+
+    with torch.device("meta"):
+        model = zoo.create_model(name)
+    names = {id(weight): key for key, weight in model.named_parameters()}
+
+    def spared(decay_all: bool) -> set[str]:
+        groups = make_optimizer(model, OptimizerConfig("sgd", 1e-3, 0.1, decay_all)).param_groups
+        assert {id(weight) for group in groups for weight in group["params"]} == names.keys()
+        return {names[id(weight)] for group in groups if not group["weight_decay"] for weight in group["params"]}
+
+    words = ("pos_embed", "cls_token", "relative_position_bias_table")
+    expected = {key for key, weight in model.named_parameters() if weight.ndim < 2 or key.endswith(words)}
+    assert spared(False) == expected
+    assert spared(True) == set()
 
 
 @pytest.mark.parametrize(("weights", "bucket"), [(1000, 1000), (10**10, 5 * 10**8)])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import zoo
-from zoo.penalty import msvp
+from zoo.penalty import msvp, settle_
 from zoo.spectral import power_step
 
 
@@ -44,6 +44,15 @@ def test_equals_the_slow_formula_with_gradient(model: Any) -> None:
 def test_one_step_is_never_above_the_truth(model: Any) -> None:
     for _ in range(5):
         assert msvp(model, 1, 1, 1) <= slow(model, 1, 1, 1) * (1 + 1e-5)
+
+
+def test_settled_vectors_are_near_the_truth_at_the_first_step(model: Any) -> None:
+    with torch.no_grad():
+        raw = msvp(model, 1, 1, 1)
+        settle_(model)
+        settled, truth = msvp(model, 1, 1, 1), slow(model, 1, 1, 1)
+    assert raw < 0.9 * truth
+    assert 0.97 * truth <= settled <= (1 + 1e-5) * truth
 
 
 def test_branches_are_separate(model: Any) -> None:

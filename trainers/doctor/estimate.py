@@ -1,10 +1,12 @@
 """What a run will need, before it begins: memory on each rank, disk, steps.
 
 Bytes per rank of P parameters on N ranks, ZeRO stage s (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054,
-section 5; b = 4 in float32, 2 in bf16; k = 2 states a weight for AdamW, 1 for SGD with momentum, 0 without):
+section 5; k = 2 states a weight for AdamW, 1 for SGD with momentum, 0 without):
 
-    weights     b P            / N from s = 3         masters   4 P    / N; there from s = 1, also in float32
-    gradients   b P            / N from s = 2         states    4 k P  / N from s = 1
+    weights     4 P            / N from s = 3         masters   4 P    / N, there from s = 1
+    gradients   4 P            / N from s = 2         states    4 k P  / N from s = 1
+
+all of them float32, also in bf16.
 
 Activations are measured, not derived: what autograd keeps of a forward pass of one image and of two on this CPU, and a
 straight line through both. It is an estimate: other kernels keep other things, and temporary memory is not in it.
@@ -46,15 +48,15 @@ def estimate(job: Job, ranks: int) -> Estimate:
     """What a job on so many ranks will need. Builds the model and runs it on two images."""
     model = zoo.create_model(**job.model)
     count = sum(parameter.numel() for parameter in model.parameters())
-    stage, narrow = job.deepspeed.stage, 2 if job.train.precision == "bf16" else 4
+    stage = job.deepspeed.stage
     momenta = 4 * count * states_a_weight(job)
     optimiser = momenta + (4 * count if stage else 0)
     average = 4 * count if job.train.ema_decay else 0
-    checkpoint = 4 * count + momenta + average  # of a weight, float32 and no narrower copy
+    checkpoint = 4 * count + momenta + average
     return Estimate(
         parameters=count,
-        weights=share(narrow * count, ranks, stage >= 3),
-        gradients=share(narrow * count, ranks, stage >= 2),
+        weights=share(4 * count, ranks, stage >= 3),
+        gradients=share(4 * count, ranks, stage >= 2),
         states=share(optimiser, ranks, stage >= 1),
         average=average,
         activations=activations(job, model, job.train.micro_batch(ranks)),

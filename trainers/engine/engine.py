@@ -8,16 +8,21 @@ touches. At stage 3 that is refused (trainers/job/recipe.py): the second derivat
 
 At stage 3 weights exist only while their block runs. Penalties on weights have modules of their own (wrappers.py); what
 reads all weights gathers them one by one.
+
+Weights, gradients and their sums over micro-batches and ranks are float32 whatever a pass computes in: bf16 is an
+autocast around the passes. Penalties on weights are taken outside it. So what is logged of a penalty is what reaches
+the weights: added to the loss's gradient in bfloat16, of 8 bits, the gradient of a small penalty would be rounded away.
 """
 
 import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,22 +31,25 @@ from torch import Tensor, nn
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on every rank that it found none
+# Pickles of compiled code: not below /tmp, torch's own choice, where others may be first.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "certizoo" / "compiled"))
 warnings.filterwarnings("ignore", "`?torch.distributed", FutureWarning)  # old names that DeepSpeed calls, on each rank
 
+import certizoo.compat  # noqa: E402, F401  (repairs torchvision before timm imports it)
 from certizoo.imports import absent  # noqa: E402
 
 with absent("mlflow"):  # half a second, for DeepSpeed's autotuner, which is a command of its own
     import deepspeed
     import deepspeed.ops
 from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
-from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
+from timm.optim import param_groups_weight_decay  # noqa: E402
 
 from certizoo import UserError  # noqa: E402
 from certizoo.memory import keep_freed_memory  # noqa: E402
 from trainers import ranks  # noqa: E402
 from trainers.engine.share import Share  # noqa: E402
 from trainers.engine.world import World  # noqa: E402
-from trainers.engine.wrappers import EngineModel, InFloat32, recompute_blocks_  # noqa: E402
+from trainers.engine.wrappers import EngineModel, recompute_blocks_  # noqa: E402
 from trainers.settings import DeepSpeedConfig, OptimizerConfig, TrainConfig  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -135,30 +143,20 @@ def ds_config(train: TrainConfig, settings: DeepSpeedConfig, world_size: int, we
         },
         "zero_force_ds_cpu_optimizer": False,  # likewise where the optimiser is offloaded
         "zero_allow_untested_optimizer": True,  # torch's own SGD and AdamW; no kernel is compiled
-        # Its check for overflow is two kernels a parameter; the norm of the gradient, taken anyway, says the same.
-        "bf16": {"enabled": train.precision == "bf16", "check_grad_overflow": False},
         "steps_per_print": 2**62,
         "wall_clock_breakdown": False,
     }
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD; weight decay only for parameters with at least two axes that the model does not exempt."""
-    exempt = set(getattr(model, "no_weight_decay", set)())
-    decay: list[nn.Parameter] = []
-    free: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (free if parameter.ndim < 2 or name in exempt else decay).append(parameter)
-    groups = [
-        {"params": decay, "weight_decay": config.weight_decay},
-        {"params": free, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    """AdamW or SGD. Weight decay is for parameters of at least two axes that `model.no_weight_decay()` does not name;
+    for all with optimizer.decay_all."""
+    exempt: Collection[str] = () if config.decay_all else getattr(model, "no_weight_decay", tuple)()
+    groups = param_groups_weight_decay(model, config.weight_decay, not config.decay_all, exempt)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     # On a CPU the plain kernels go through memory fifteen times, the fused one once.
-    fused = all(parameter.device.type == "cpu" for parameter in decay + free)
+    fused = all(parameter.device.type == "cpu" for parameter in model.parameters())
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
 
 
@@ -178,7 +176,7 @@ class Engine:
         settings: DeepSpeedConfig,
         world: World,
     ) -> None:
-        self.world, self.train_config, self.lr = world, train, optimizer.lr
+        self.world, self.train_config = world, train
         self._stage = settings.stage
         self.accumulation = train.accumulation(world.size)
         self.micro_batch = train.micro_batch(world.size)
@@ -211,17 +209,22 @@ class Engine:
         self._engine.train()
 
     def precision(self) -> torch.autocast:
-        """Around every forward. In bf16 the weights are bfloat16, but images and what normalises them are float32:
-        bfloat16 keeps 8 bits, which would round a perturbation of a few 1/255 away."""
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.train_config.precision == "bf16")
+        """Around every forward. In bf16 it is matrix products that are bfloat16; weights, images, what normalises them
+        and the sum that runs through the blocks are float32: bfloat16 keeps 8 bits, which would round a perturbation of
+        a few 1/255 away."""
+        return self._autocast(self.train_config.precision)
+
+    def _autocast(self, precision: str) -> torch.autocast:
+        # At stage 3 a weight is given back after its block, and its copy in bfloat16 must go as well.
+        cached = self._stage < 3
+        device = self.world.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=precision == "bf16", cache_enabled=cached)
 
     @contextmanager
     def attacked(self) -> Iterator[nn.Module]:
         """The model as attacks on the training batch see it: in train.attack_precision."""
-        precision = self.train_config.attack_precision or self.train_config.precision
-        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=precision == "bf16"):
-            wider = precision == "fp32" and self.train_config.precision == "bf16"
-            yield InFloat32(self.module) if wider else self.module
+        with self._autocast(self.train_config.attack_precision or self.train_config.precision):
+            yield self.module
 
     def through(self, measure: Callable[..., Any], *inputs: Any) -> Any:
         """The training pass: measure(model, *inputs), tensors that the loss may be made of."""
@@ -287,20 +290,7 @@ class Engine:
                     outer._reassign_or_swap_out_partitioned_parameters(group)
                 outer.checkpoint_event_epilogue()
 
-    def float32_weights(self) -> list[Tensor]:
-        """The weights in the order of `module.parameters()`: the float32 masters (collective) of a bf16 run."""
-        if self.train_config.precision == "fp32":
-            return [parameter.detach() for parameter in self.module.parameters()]
-        masters = [(parameter, safe_get_full_fp32_param(parameter)) for parameter in self.module.parameters()]
-        return [parameter.detach().float() if master is None else master for parameter, master in masters]
-
-    def float32_state(self) -> dict[str, Tensor]:
-        """Collective: the state dict on the CPU, weights from the float32 masters where the model trains in bf16."""
+    def whole_state(self) -> dict[str, Tensor]:
+        """Collective: the state dict on the CPU."""
         state = {key: value.detach().cpu() for key, value in self.module.state_dict().items()}
-        state |= {name: weight.cpu() for name, weight in self.whole_weights()}
-        if self.train_config.precision == "bf16":
-            for name, parameter in self.module.named_parameters():
-                master = safe_get_full_fp32_param(parameter)
-                if master is not None:
-                    state[name] = master.detach().cpu()
-        return {key: value.float() if value.is_floating_point() else value for key, value in state.items()}
+        return state | {name: weight.cpu() for name, weight in self.whole_weights()}

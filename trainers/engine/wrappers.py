@@ -1,9 +1,8 @@
-"""Modules around the model: what the engine and an attack call in its place.
+"""Modules around the model: what the engine calls in its place.
 
     EngineModel          what DeepSpeed calls the model
         model            at ZeRO stage 3 gathered block by block, as it runs
         gathered[i]      the weights of one module, for a penalty: gathered alone, forward and backward
-    InFloat32            a bfloat16 model as an attack in float32 sees it
 
 At stages 0-2 every rank has all weights, and there is no `gathered`.
 """
@@ -13,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -92,21 +90,3 @@ def _seen_twice(block: nn.Module) -> tuple[AbstractContextManager[None], Abstrac
                 setattr(module, name, now)
 
     return nullcontext(), second()
-
-
-class InFloat32(nn.Module):
-    """A model of bfloat16 weights and buffers, computing in float32: for attacks that must not be rounded."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self.names = [name for name, tensor in named.items() if tensor.is_floating_point()]
-        # In front of the model: an attack gives images the dtype of the first parameter.
-        self.wide = nn.ParameterList(named[name].detach().float() for name in self.names)
-        self.model = model
-
-    def forward(self, images_BCHW: Tensor) -> Tensor:
-        logits_BK: Tensor = torch.func.functional_call(
-            self.model, dict(zip(self.names, self.wide, strict=True)), (images_BCHW,)
-        )
-        return logits_BK

@@ -26,7 +26,8 @@ HANDOVER = "handover"  # the folder with float32 weights and the configuration, 
 
 @dataclass(frozen=True)
 class Job:
-    """A run as values. `config` is the whole resolved configuration; `model` what `zoo.create_model` takes."""
+    """A run as values. `config` is the whole resolved configuration; `model` what `zoo.create_model` takes; `settled`
+    what the command left open (settle.py), for the person."""
 
     config: dict[str, Any]
     seed: int
@@ -46,6 +47,7 @@ class Job:
     train: TrainConfig
     deepspeed: DeepSpeedConfig
     saved: checkpoint.Saved | None
+    settled: tuple[str, ...]
 
     @property
     def first_weights(self) -> str | None:

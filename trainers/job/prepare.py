@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import zoo
 from attacks import AttackConfig
 from certizoo import UserError
@@ -22,6 +20,7 @@ from trainers.job.folder import refuse_used_folder
 from trainers.job.job import Job, certify_settings
 from trainers.job.recipe import check_recipe
 from trainers.job.schedule import ScheduleConfig
+from trainers.job.settle import settled, with_lr
 from trainers.job.typed import typed
 from trainers.settings import (
     DeepSpeedConfig,
@@ -36,8 +35,6 @@ from trainers.settings import (
 )
 from zoo.models.pretrained import check_source
 
-IMAGES_A_GPU, IMAGES_A_CPU_RANK = 128, 8
-
 log = logging.getLogger(__name__)
 
 
@@ -46,9 +43,12 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
 
     source_exists: False where an earlier stage has yet to make the file that `pretrained` names.
     """
-    config = with_batch_size(config, ranks.world_size())
+    saved = _saved(Path(config["run_dir"]), config["resume"])
+    config, lines = settled(config, ranks.world_size(), saved)
     _refuse_password(config["registry"]["uri"])
     data = typed(DataConfig, config, "data")
+    train, optimizer = typed(TrainConfig, config, "train"), typed(OptimizerConfig, config, "optimizer")
+    config, optimizer, of_lr = with_lr(config, optimizer, train.batch_size)
     config = {**config, "model": _model_config(config["model"], data)}
     job = Job(
         config=config,
@@ -64,11 +64,12 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         hinge=typed(HingeConfig, config, "hinge"),
         mix=typed(MixConfig, config, "mix"),
         masks=typed(MasksConfig, config, "masks"),
-        optimizer=typed(OptimizerConfig, config, "optimizer"),
+        optimizer=optimizer,
         schedule=typed(ScheduleConfig, config, "schedule"),
-        train=typed(TrainConfig, config, "train"),
+        train=train,
         deepspeed=typed(DeepSpeedConfig, config, "deepspeed"),
-        saved=_saved(Path(config["run_dir"]), config["resume"]),
+        saved=saved,
+        settled=(*lines, *of_lr),
     )
     if source_exists and job.first_weights is not None:
         check_source(job.first_weights)
@@ -85,14 +86,6 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
 def _refuse_password(uri: str | None) -> None:
     if uri and store.public(uri) != uri:
         raise UserError("registry.uri holds a password, which the run's files show; put it into MLFLOW_TRACKING_URI")
-
-
-def with_batch_size(config: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """train.batch_size=null resolved: what a rank's device takes at 224 pixels, times the ranks."""
-    if config["train"]["batch_size"] is not None:
-        return config
-    each = IMAGES_A_GPU if torch.cuda.is_available() else IMAGES_A_CPU_RANK
-    return {**config, "train": {**config["train"], "batch_size": each * world_size}}
 
 
 def _model_config(model: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:

@@ -163,22 +163,6 @@ def offloading_needs_optimiser_state_of_zero(r: Recipe) -> None:
     )
 
 
-def bf16_needs_float32_masters(r: Recipe) -> None:
-    require(
-        r.job.train.precision == "fp32" or r.stage > 0,
-        "train.precision=bf16 needs deepspeed=zero1 or higher: stage 0 keeps no float32 weights to hand over",
-    )
-
-
-def a_wider_attack_needs_whole_weights(r: Recipe) -> None:
-    wider = r.job.train.attack_precision == "fp32" and r.job.train.precision == "bf16"
-    require(
-        not wider or r.stage < 3,
-        "train.attack_precision=fp32 with train.precision=bf16 needs a float32 copy of the weights, which "
-        "deepspeed=zero3 has nowhere; use deepspeed=zero2",
-    )
-
-
 def the_average_needs_whole_weights(r: Recipe) -> None:
     decay = r.job.train.ema_decay
     require(
@@ -316,8 +300,6 @@ RULES: tuple[Rule, ...] = (
     images_make_a_batch,
     mixing_finds_pairs,
     offloading_needs_optimiser_state_of_zero,
-    bf16_needs_float32_masters,
-    a_wider_attack_needs_whole_weights,
     the_average_needs_whole_weights,
     lipschitz_objectives_need_whole_weights,
     second_derivatives_need_whole_weights,

@@ -69,6 +69,8 @@ def train(job: Job, world: World) -> str | None:
         average = Average(job, run.engine) if job.train.ema_decay else None
     logs.to_files(job.run_dir)
     watchdog = Watchdog(job.deepspeed.timeout_minutes * 60, world.rank, logs.path_of(job.run_dir, world.rank))
+    if job.settled:
+        run.report.say("settled: " + ", ".join(job.settled))
     position = resume(run, average)
     with run.report.shown(position.step), watchdog.watching():
         with listening() as request:

@@ -14,6 +14,7 @@ from trainers.job.job import Job
 from trainers.seeds import seed_of
 
 Batch = tuple[list[str], Tensor, Tensor]
+BLANK = ""  # stands for the key of an image that does not count
 LEAST_STEPS = 10  # a model trained on few attack steps may only look robust to few (catastrophic overfitting)
 
 
@@ -24,13 +25,14 @@ def evaluate(
     seed: int,
     world: World,
 ) -> dict[str, float]:
-    """{"clean_acc", "pgd_acc", "eval_images"}; the attack takes at least 10 steps. Collective; leaves eval mode on."""
+    """{"clean_acc", "pgd_acc", "eval_images"}; the attack takes at least 10 steps, and starts each image where its key
+    says, whichever rank and batch it is in. Collective; leaves eval mode on."""
     attack, module = attack.stronger(LEAST_STEPS), module.eval()
     counts_3 = torch.zeros(3, dtype=torch.float64, device=world.device)
-    for index, (keys, images_BCHW, labels_B) in enumerate(batches):
+    for keys, images_BCHW, labels_B in batches:
         images_BCHW, labels_B = images_BCHW.to(world.device), labels_B.to(world.device)
-        generator = Generator().manual_seed(seed_of(seed, "evaluate", world.rank, index))
-        adversarial_BCHW = attack.run(module, images_BCHW, labels_B, generator)
+        draws = [Generator().manual_seed(seed_of(seed, "evaluate", key)) for key in keys or [BLANK]]
+        adversarial_BCHW = attack.run(module, images_BCHW, labels_B, draws)
         right = [correct(module, x_BCHW, labels_B).sum() for x_BCHW in (images_BCHW, adversarial_BCHW)]
         if keys:  # a batch without keys only keeps the ranks in step
             counts_3 += torch.stack([torch.tensor(len(keys), device=world.device), *right])

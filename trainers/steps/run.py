@@ -15,6 +15,7 @@ from trainers.engine.world import World
 from trainers.job.job import Job
 from trainers.steps.penalties import Penalty, penalties_on
 from trainers.steps.report import Report
+from zoo.layers.cap import caps_still, settle_caps_
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,11 @@ class Run:
 
     def penalties_at(self, progress: float) -> dict[str, Tensor]:
         """Those on weights, by name, when a share `progress` of the training is done."""
-        return {
-            name: self.engine.of_weights(penalty.owners, penalty.at(progress))
-            for name, penalty in self.penalties.items()
-        }
+        with caps_still(self.engine.module):  # what reads a capped weight would move its vectors
+            return {
+                name: self.engine.of_weights(penalty.owners, penalty.at(progress))
+                for name, penalty in self.penalties.items()
+            }
 
     @property
     def world(self) -> World:
@@ -44,6 +46,9 @@ def assemble(job: Job, world: World) -> Run:
     """The model, the same on every rank, under its engine; rank 0 opens the run folder and the tracking."""
     torch.manual_seed(job.seed)
     model = zoo.create_model(**job.model, pretrained=job.first_weights)
+    settle_caps_(model)
+    if job.penalty.active:
+        zoo.penalty.settle_(model)
     penalties = penalties_on(job, model)
     owners = list(dict.fromkeys(owner for penalty in penalties.values() for owner in penalty.owners))
     built = Engine(model, owners, job.train, job.optimizer, job.deepspeed, world)

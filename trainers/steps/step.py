@@ -1,6 +1,6 @@
 """One optimiser step: every technique, in the order in which `train_step` calls it.
 
-    for every micro-batch
+    for every micro-batch (of which only the last moves the power iteration of capped layers)
         mixed_batch          Mixup and CutMix                                       techniques/mix.py
         sharpness            SAM: until the gradient is there, weights are w + e    techniques/sam.py
         OBJECTIVES[name]     the loss; its attack sees the bare module, masked      objectives/, techniques/masks.py
@@ -33,6 +33,7 @@ from trainers.steps.run import Run
 from trainers.techniques.masks import masked
 from trainers.techniques.mix import mixed
 from trainers.techniques.sam import ascended
+from zoo.layers.cap import caps_still
 
 Batch = tuple[Tensor, Tensor]
 
@@ -55,7 +56,8 @@ def train_step(run: Run, batches: Iterator[Batch], step: int, lr: float) -> dict
         last = index == count - 1
         batch = mixed_batch(run, next(batches), step, index)
         with sharpness(run, probe, batch):
-            terms = OBJECTIVES[run.job.objective.name](probe, *batch)
+            with nullcontext() if last else caps_still(core.module):
+                terms = OBJECTIVES[run.job.objective.name](probe, *batch)
             if last:
                 terms = with_penalties(terms, run.penalties_at(probe.progress), count)
             core.backward(terms["loss"])
@@ -100,15 +102,19 @@ def mixed_batch(run: Run, batch: Batch, step: int, index: int) -> Batch:
 
 
 def sharpness(run: Run, probe: Probe, batch: Batch) -> AbstractContextManager[None]:
-    """Within it, with train.sam_rho, the weights are at w + e (techniques/sam.py); without, they are as they were."""
+    """Within it, with train.sam_rho, the weights are at w + e (techniques/sam.py); without, they are as they were.
+
+    The pass that finds e draws dropout and drop-path as the one at w + e will, and leaves no trace.
+    """
     core, rho = run.engine, run.job.train.sam_rho
     if not rho:
         return nullcontext()
 
     def plain(measure: Any, *inputs: Any) -> Any:
-        with core.precision():
+        with core.precision(), caps_still(core.module), torch.random.fork_rng([run.world.device] if gpu else []):
             return measure(core.module, *inputs)
 
+    gpu = run.world.device.type == "cuda"
     loss = OBJECTIVES[run.job.objective.name](replace(probe, through=plain), *batch)["loss"]
     return ascended(core.module, loss, rho)
 

@@ -2,7 +2,7 @@
 
     e_0 = w_0,   e_t = d_t e_{t-1} + (1 - d_t) w_t,   d_t = min(decay, (1 + t) / (10 + t))
 
-w_t: float32 weights after step t. d_t grows to the decay, so that a short run is not ruled by its first weights (the
+w_t: weights after step t. d_t grows to the decay, so that a short run is not ruled by its first weights (the
 `num_updates` of TensorFlow's ExponentialMovingAverage; averaging helps adversarial training: Gowal et al. 2020,
 https://arxiv.org/abs/2010.03593). Buffers are not averaged: they are the model's. Each rank holds the whole average,
 updated alike, of weights that it has whole (ZeRO 0-2); one safetensors file of a checkpoint keeps it.
@@ -28,14 +28,14 @@ class Average:
     def __init__(self, job: Job, engine: Engine) -> None:
         self.decay = job.train.ema_decay
         self.module: nn.Module = zoo.create_model(**job.model).requires_grad_(False)
-        self.module.load_state_dict(engine.float32_state())
+        self.module.load_state_dict(engine.whole_state())
         self.module.to(engine.world.device)
 
     @torch.no_grad()
     def update(self, engine: Engine, step: int) -> None:
-        """e_t from e_{t-1}; `step` is t, from 1. Collective where the model trains in bf16."""
+        """e_t from e_{t-1}; `step` is t, from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        get_ema_multi_avg_fn(decay)(list(self.module.parameters()), engine.float32_weights(), step)
+        get_ema_multi_avg_fn(decay)(list(self.module.parameters()), list(engine.module.parameters()), step)
         for mine, its in zip(self.module.buffers(), engine.module.buffers(), strict=True):
             mine.copy_(its)
 

@@ -31,9 +31,9 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
 
     The weights are the average's, where there is one.
     """
-    state = average.module.state_dict() if average else engine.float32_state()
+    state = average.module.state_dict() if average else engine.whole_state()
     if engine.world.rank == 0:
-        model = zoo.create_model(**job.model)  # float32, whatever training computed in
+        model = zoo.create_model(**job.model)
         model.load_state_dict(state)
         extra = credentials.redacted({key: value for key, value in job.config.items() if key != "model"})
         extra |= {"git_commit": git_commit(), "certizoo": __version__, "ranks": engine.world.size, "steps": step}

@@ -2,11 +2,15 @@
 
     W_eff = W min(1, c / sigma(W)),   sigma by one power iteration a training step (an estimate from below).
 
+A forward pass in training moves the vectors of the iteration; of the passes that make one step, all but one are taken
+within `caps_still`, and so all see the same caps.
+
 The cap steers the training. No certificate trusts it: certificates measure the folded W_eff with `sigma_upper`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -29,17 +33,43 @@ class SpectralCap(nn.Module):
         super().__init__()
         self.register_buffer("caps_K", torch.tensor(caps, dtype=torch.float32), persistent=False)
         self.register_buffer("v_KN", start_vectors(len(caps), in_features))
+        self.still = False
 
     def forward(self, weight: Tensor) -> Tensor:
         blocks = weight.flatten(1).unflatten(0, (len(self.caps_K), -1)).float()
         sigma_K, v_KN = power_step(blocks, self.v_KN.float())
-        if self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled() and not self.still:
             self.v_KN.copy_(v_KN)
         excess_K = (sigma_K / self.caps_K.float()).clamp_min(1)  # sigma / inf = 0: a free block stays as it is
         return (blocks / excess_K[:, None, None]).to(weight.dtype).reshape(weight.shape)
 
 
 register(SpectralCap, Facts())  # certified models are folded
+
+
+@contextmanager
+def caps_still(model: nn.Module) -> Iterator[None]:
+    """Within it forward passes leave the vectors of the caps as they are."""
+    moving = [module for module in model.modules() if isinstance(module, SpectralCap) and not module.still]
+    for cap in moving:
+        cap.still = True
+    try:
+        yield
+    finally:
+        for cap in moving:
+            cap.still = False
+
+
+@torch.no_grad()
+def settle_caps_(model: nn.Module, iterations: int = 20) -> None:
+    """Power iterations for weights that no step has seen yet, such as pretrained ones."""
+    for module in model.modules():
+        if isinstance(module, parametrize.ParametrizationList):
+            for cap in module:
+                if isinstance(cap, SpectralCap):
+                    blocks = module.original.flatten(1).unflatten(0, (len(cap.caps_K), -1))
+                    for _ in range(iterations):
+                        cap.v_KN.copy_(power_step(blocks, cap.v_KN)[1])
 
 
 def cap_(module: nn.Module, caps: Sequence[float | None]) -> None:

@@ -131,6 +131,10 @@ class ViT(nn.Module):
     def forward(self, x_BCHW: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x_BCHW))
 
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that weight decay leaves alone, beside those of one axis; the name is timm's."""
+        return {"pos_embed", "cls_token"}
+
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A fresh linear head; `global_pool` may change only between values that need the same tokens."""
         if global_pool is not None and global_pool != self.global_pool:

@@ -41,17 +41,17 @@ def largest_difference(job: Job, stage: int, precision: str, name: str) -> float
     job = replace(job, train=train, deepspeed=replace(job.deepspeed, stage=stage), run_dir=job.run_dir / name)
     run = assemble(job, World(rank, size, torch.device("cpu")))
     average = Average(job, run.engine)
-    own = {name: value.double() for name, value in run.engine.float32_state().items()}
+    own = {name: value.double() for name, value in run.engine.whole_state().items()}
     for step in range(1, STEPS + 1):
         train_step(run, iter([batches(rank, size, step)]), step - 1, LR)
         average.update(run.engine, step)
         decay = min(DECAY, (1 + step) / (10 + step))
         trained = dict(run.engine.module.named_parameters())
-        for key, value in run.engine.float32_state().items():
+        for key, value in run.engine.whole_state().items():
             own[key] = decay * own[key] + (1 - decay) * value.double() if key in trained else value.double()
     state = average.module.state_dict()
     assert state.keys() == own.keys()
-    moved = max((state[key] - value).abs().max().item() for key, value in run.engine.float32_state().items())
+    moved = max((state[key] - value).abs().max().item() for key, value in run.engine.whole_state().items())
     assert moved > 1e-4, "the average is not the weights"
     return max((state[key].double() - value).abs().max().item() for key, value in own.items())
 

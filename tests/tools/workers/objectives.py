@@ -81,12 +81,12 @@ def trained(name: str, overrides: list[str], world: Any) -> dict[str, Any]:
 
     job = prepare(compose_config("adv_train", [*overrides, f"name={name}", "train.batch_size=16"]))
     run = assemble(job, world)
-    before = {key: value.clone() for key, value in run.engine.float32_state().items()}
+    before = {key: value.clone() for key, value in run.engine.whole_state().items()}
     terms = []
     for step in range(STEPS):
         images, labels = (part.chunk(world.size)[world.rank] for part in global_batch(step))
         terms.append(train_step(run, iter([(images, labels)]), step, LR))
-    after = run.engine.float32_state()
+    after = run.engine.whole_state()
     weights = dict(run.engine.module.named_parameters())
     sums = world.sums(torch.stack([after[key].double().sum() for key in weights])) / world.size
     found = {

@@ -50,7 +50,7 @@ def batches(rank: int, size: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def state(engine: Any) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in engine.float32_state().items()}
+    return {name: value.clone() for name, value in engine.whole_state().items()}
 
 
 def kept(engine: Any) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 Writes, for every way, how far it is from one plain PyTorch process with the same global batches: {way: {"loss": the
 largest difference of a loss, "weight": of a weight at the end, "sharded": the share of parameters that no rank holds
-whole}}.
+whole}}. With `arrival` instead: what reaches the weights of penalties of many sizes in bf16.
 """
 # ruff: noqa: E402
 
@@ -26,6 +26,7 @@ from trainers.entry import launcher_argv
 from trainers.job.job import Job
 from trainers.job.prepare import prepare
 from trainers.settings import HingeConfig, ObjectiveConfig, PenaltyConfig
+from zoo.layers.cap import caps_still, settle_caps_
 
 LR, BATCH = 0.05, 16
 
@@ -79,18 +80,23 @@ def oracle(job: Job, steps: int) -> Curve:
     """One process, the whole batch, no DeepSpeed."""
     torch.manual_seed(job.seed)
     model = zoo.create_model(**job.model)
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    free = [p for p in model.parameters() if p.ndim < 2]
+    settle_caps_(model)
+    if job.penalty.active:
+        zoo.penalty.settle_(model)
+    spared = {name for name, p in model.named_parameters() if p.ndim < 2 or name in ("pos_embed", "cls_token")}
+    decay = [p for name, p in model.named_parameters() if name not in spared]
+    free = [p for name, p in model.named_parameters() if name in spared]
     groups = [{"params": decay, "weight_decay": job.optimizer.weight_decay}, {"params": free, "weight_decay": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=LR, momentum=job.optimizer.momentum)
     losses = []
     for step in range(steps):
         images, labels = global_batch(step)
         loss = LOSSES[job.objective.name](job, model, images, labels)
-        if job.penalty.active:
-            loss = loss + zoo.penalty.msvp(model, **vars(job.penalty))
-        if job.hinge.active:
-            loss = loss + job.hinge.weight * zoo.hinge.hinge(model, job.hinge.caps)
+        with caps_still(model):
+            if job.penalty.active:
+                loss = loss + zoo.penalty.msvp(model, **vars(job.penalty))
+            if job.hinge.active:
+                loss = loss + job.hinge.weight * zoo.hinge.hinge(model, job.hinge.caps)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), job.train.clip_grad)
@@ -114,7 +120,7 @@ def trained(job: Job, steps: int, name: str) -> Curve:
         cuts = (part.split(run.engine.micro_batch) for part in (images, labels))
         losses.append(train_step(run, iter(zip(*cuts, strict=True)), step, LR)["loss"])
     gone = [parameter.numel() == 0 for parameter in run.engine.module.parameters()]
-    return Curve(losses, run.engine.float32_state(), sum(gone) / len(gone))
+    return Curve(losses, run.engine.whole_state(), sum(gone) / len(gone))
 
 
 def at(job: Job, stage: int, **train: Any) -> Job:
@@ -179,9 +185,78 @@ def after_a_broken_gradient(job: Job, stage: int, precision: str) -> dict[str, f
     return {"whole": answers[0], "broken": answers[1]}
 
 
+def arrived(job: Job, name: str) -> dict[str, float]:
+    """{"share": <p', p> / <p, p>, "off": |p' - p| / |p|, "logged"}: p' is what a job's penalty adds to the gradient
+    just before the update, p the penalty's own gradient at these weights in one plain process, and `logged` the
+    relative error of its value in the step's terms. Of the second step, after one with lr = 0 and an update of the
+    average."""
+    _, without, _ = gradient_of(replace(job, penalty=PenaltyConfig(), hinge=HingeConfig()), f"{name}-without")
+    before, found, terms = gradient_of(job, name)
+    model = zoo.create_model(**job.model)
+    model.load_state_dict(before)
+    penalty = zoo.penalty.msvp(model, **vars(job.penalty)) if job.penalty.active else torch.zeros(())
+    if job.hinge.active:
+        penalty = penalty + job.hinge.weight * zoo.hinge.hinge(model, job.hinge.caps)
+    penalty.backward()
+    wanted = [0 * weight if weight.grad is None else weight.grad for weight in model.parameters()]
+    p = torch.cat([grad.flatten() for grad in wanted]).double()
+    p_there = torch.cat([(found[key] - without[key]).flatten() for key in found])
+    logged = terms["msvp" if job.penalty.active else "hinge"]
+    return {
+        "share": float(p_there @ p / (p @ p)),
+        "off": float((p_there - p).norm() / p.norm()),
+        "logged": abs(logged / penalty.item() - 1),
+    }
+
+
+def gradient_of(job: Job, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+    """(state before the second step, gradient as its update finds it, the step's terms)."""
+    from deepspeed.utils import safe_get_full_grad
+
+    from trainers import ranks
+    from trainers.engine.world import World
+    from trainers.steps.run import assemble
+    from trainers.steps.step import train_step
+    from trainers.weights.ema import Average
+
+    rank, size = ranks.rank(), ranks.world_size()
+    run = assemble(replace(job, run_dir=job.run_dir / name), World(rank, size, torch.device("cpu")))
+    average = Average(job, run.engine) if job.train.ema_decay else None
+    update, found = run.engine._engine.step, {}
+
+    def watched() -> None:
+        if run.engine._engine.is_gradient_accumulation_boundary():
+            for key, weight in run.engine.module.named_parameters():
+                grad = safe_get_full_grad(weight)
+                found[key] = torch.zeros(weight.shape) if grad is None else grad.double().clone()
+        update()
+
+    run.engine._engine.step = watched
+    before, terms = {}, {}
+    for step in range(2):
+        before = {key: value.clone() for key, value in run.engine.whole_state().items()}
+        images, labels = (part.chunk(size)[rank] for part in global_batch(0))
+        cuts = (part.split(run.engine.micro_batch) for part in (images, labels))
+        terms = train_step(run, iter(zip(*cuts, strict=True)), step, 0.0)
+        if average:
+            average.update(run.engine, step + 1)
+    return before, found, terms
+
+
+def small_penalties(job: Job) -> Iterator[tuple[str, Job]]:
+    """Over the range of configs/space/msvp.yaml, and the hinge; gradients accumulated, the average kept (ZeRO 0-2)."""
+    for stage in range(4):
+        bf16 = at(job, stage, precision="bf16", micro_batch_size=2, ema_decay=0.9 if stage < 3 else 0.0)
+        for exponent in (-6, -5, -4, -3, -2):
+            value = 10.0**exponent
+            yield f"1e{exponent}-zero{stage}", replace(bf16, penalty=PenaltyConfig(value, value, value))
+        hinge = HingeConfig(weight=1e-6, q=0.1, o=0.1, mlp=0.1)
+        yield f"hinge-zero{stage}", replace(bf16, penalty=PenaltyConfig(), hinge=hinge)
+
+
 def everything(engine: Any) -> list[Any]:
     """Weights, buffers, gradients, modes, and what the optimiser holds, here compared bit by bit."""
-    state = engine.float32_state()
+    state = engine.whole_state()
     optimizer = engine._engine.optimizer
     held = [value for group in getattr(optimizer, "optimizer", optimizer).state.values() for value in group.values()]
     return [
@@ -203,12 +278,14 @@ def ways(job: Job) -> Iterator[tuple[Job, int, dict[str, Job]]]:
         job,
         3,
         {f"accumulated-zero{stage}": at(job, stage, micro_batch_size=2) for stage in range(4)}
-        | {f"bf16-zero{stage}": at(job, stage, precision="bf16") for stage in (1, 2, 3)}
-        | {f"bf16-attacked-in-fp32-zero{stage}": at(wider, stage, precision="bf16") for stage in (1, 2)}
+        | {f"bf16-zero{stage}": at(job, stage, precision="bf16") for stage in range(4)}
+        | {f"bf16-attacked-in-fp32-zero{stage}": at(wider, stage, precision="bf16") for stage in (1, 3)}
         | {f"attacked-in-bf16-zero{stage}": at(job, stage, attack_precision="bf16") for stage in (1, 2, 3)}
         | {f"recomputed-zero{stage}": at(job, stage, grad_checkpointing=True) for stage in range(4)}
         | {f"offloaded-zero{stage}": at(offloaded, stage) for stage in (1, 2, 3)},
     )
+    capped = modelled(job, "spec_vit_digits")
+    yield capped, 3, {f"capped-zero{stage}": at(capped, stage, micro_batch_size=2) for stage in (1, 3)}
     yield hinged, 3, {f"hinge-zero{stage}": at(hinged, stage) for stage in range(4)}
     yield linearised, 3, {f"lmce-zero{stage}": at(linearised, stage) for stage in range(3)}
 
@@ -238,13 +315,15 @@ def main() -> None:
     as_on_a_gpu()
     job = prepare(compose_config("adv_train", overrides))
     world = engine.start(5)
-    found = {}
-    for plain, steps, cuts in {"stages": ways, "models": models}[which](job):
+    found: dict[str, dict[str, float]] = {}
+    penalised = dict(small_penalties(job))
+    chosen = {"stages": [f"1e-6-zero{stage}" for stage in range(4)], "arrival": penalised}.get(which, [])
+    found |= {f"arrived-{name}": arrived(penalised[name], f"arrived-{name}") for name in chosen}
+    for plain, steps, cuts in {"stages": ways, "models": models, "arrival": lambda _: []}[which](job):
         expected = oracle(plain, steps)
         for name, cut in cuts.items():
             curve = trained(cut, steps, name)
-            finer = max((value - value.bfloat16()).abs().max().item() for value in curve.state.values())
-            found[name] = curve.against(expected) | {"beyond bf16": finer}
+            found[name] = curve.against(expected)
     if which == "stages":
         found |= {f"attack-zero{stage}": attack_trace(job, stage) for stage in range(4)}
         for precision in ("fp32", "bf16"):

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.slow
 SIZES: dict[str, Any] = {"embed_dim": 32, "depth": 2, "num_heads": 2, "patch_size": 4}
 TINY = (
     "+model=l2_certvit_mnist", *(f"model.{key}={value}" for key, value in SIZES.items()), "data=digits",
-    "optimizer.lr=3e-3", "schedule.warmup_epochs=0.5", "train.batch_size=64", "train.eval_images=128",
+    "optimizer.lr=3e-3", "optimizer.lr_batch=null", "schedule.warmup_epochs=0.5", "train.batch_size=64",
+    "train.eval_images=128",
     "registry.enabled=false", "certify.enabled=false", "constrain.batches=3", "constrain.batch_size=32",
 )  # fmt: skip
 SCRIPT = ROOT / "trainers" / "constrain.py"

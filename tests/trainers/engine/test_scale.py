@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zoo
 from attacks import AttackConfig
 from trainers.engine.engine import ds_config
-from trainers.engine.wrappers import EngineModel, InFloat32, recompute_blocks_
+from trainers.engine.wrappers import EngineModel, recompute_blocks_
 from trainers.model_parts import blocks_of
 from trainers.settings import DeepSpeedConfig, TrainConfig
 
@@ -90,23 +90,6 @@ def test_a_penalty_in_parts_is_the_penalty() -> None:
             assert torch.allclose(one.grad, two.grad, rtol=1e-5, atol=1e-8)
     assert list(wrapped.state_dict()) == [f"model.{key}" for key in model.state_dict()]
     assert len(list(wrapped.parameters())) == len(list(model.parameters()))
-
-
-def test_a_bf16_model_attacked_in_float32() -> None:
-    """The logits of the same weights in float32, input gradients without rounding, and the model as it was."""
-    model = zoo.create_model("dp_vit_ti", **SIZE).bfloat16()
-    exact = zoo.create_model("dp_vit_ti", **SIZE)
-    exact.load_state_dict(model.state_dict())
-    images, labels = torch.rand(4, 1, 8, 8), torch.arange(4)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    attack = AttackConfig(norm="l2", eps=0.5, steps=3, random_start=False)
-    wide = InFloat32(model)
-    assert torch.equal(wide(images), exact(images))
-    assert torch.equal(attack.run(wide, images, labels), attack.run(exact, images, labels))
-    for key, value in model.state_dict().items():
-        assert value.dtype == before[key].dtype
-        assert torch.equal(value, before[key])
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["dp_vit_ti", "l2_vit_ti", "scsa_vit_ti", "ln_vit_ti", "dp_convit_ti", "dp_swin_t"])

@@ -72,16 +72,6 @@ CASES: dict[str, list[Case]] = {
     "offloading_needs_optimiser_state_of_zero": [
         ("adv_train", [*TINY, "deepspeed=zero0", "deepspeed.offload_optimizer=true"], "deepspeed=zero1"),
     ],
-    "bf16_needs_float32_masters": [
-        ("adv_train", [*TINY, "deepspeed=zero0", "train.precision=bf16"], "deepspeed=zero1"),
-    ],
-    "a_wider_attack_needs_whole_weights": [
-        (
-            "adv_train",
-            [*TINY, "deepspeed=zero3", "train.precision=bf16", "train.attack_precision=fp32"],
-            "use deepspeed=zero2",
-        ),
-    ],
     "the_average_needs_whole_weights": [
         ("adv_train", [*TINY, "deepspeed=zero3", "train.ema_decay=0.9"], "train.ema_decay=0"),
     ],

@@ -32,6 +32,7 @@ def arguments(name: str) -> list[str]:
 def undisturbed(folder: Path) -> Path:
     status, output = finish(launch(SCRIPT, *arguments("calm"), cwd=folder))
     assert status == 0, output
+    assert "settled: train.precision=fp32, train.compile=false" in output
     return folder / "runs" / "calm"
 
 
@@ -39,6 +40,7 @@ def test_two_ranks_leave_a_handover(undisturbed: Path) -> None:
     model, config = zoo.handover.load(undisturbed / "handover")
     assert config["model"] == {**config["model"], "name": "dp_vit_ti", "num_classes": 10, "img_size": 8, "in_chans": 1}
     assert config["data"]["name"] == "digits"
+    assert config["train"] == {**config["train"], "precision": "fp32", "compile": False}, "as settled, not auto"
     assert model(torch.rand(2, 1, 8, 8)).shape == (2, 10)
     metrics = json.loads((undisturbed / "handover" / "metrics.json").read_text())
     assert metrics["eval_images"] == 64

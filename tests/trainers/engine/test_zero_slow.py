@@ -1,0 +1,17 @@
+"""What bf16 leaves of penalties on weights, over the range that searches take."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.engine.test_zero import differences, whole
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_penalty_reaches_the_weights_in_bf16(folder: Path) -> None:
+    """MSVP from 1e-6 to 1e-2, and the hinge, at each stage; micro-batches accumulated, the average kept."""
+    found = differences(folder, "arrival")
+    assert len(found) == 4 * 6
+    for arrived in found.values():
+        whole(arrived)

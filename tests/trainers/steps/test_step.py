@@ -1,0 +1,77 @@
+"""What a step and the monitor draw: the same for both passes of SAM, and for every number of ranks."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from tests.tools.trained import Alone
+from trainers.objectives import Probe
+from trainers.settings import ObjectiveConfig
+from trainers.steps.monitor import evaluate
+from trainers.steps.step import sharpness
+
+
+def test_both_passes_of_sam_drop_the_same_paths() -> None:
+    """With an ascent of nothing the second pass is the first; another draw gives another loss."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"embed_dim": 16, "depth": 4, "num_heads": 2, "patch_size": 4, "img_size": 8, "in_chans": 1}
+    model = zoo.create_model("dp_vit_ti", num_classes=5, drop_path_rate=0.5, **sizes).train()
+    losses: list[float] = []
+
+    def watched(measure: Any, *inputs: Any) -> Any:
+        out = measure(model, *inputs)
+        losses.append(out.sum().item())
+        return out
+
+    engine = SimpleNamespace(module=model, precision=nullcontext)
+    job = SimpleNamespace(train=SimpleNamespace(sam_rho=1e-30), objective=SimpleNamespace(name="clean"))
+    world = SimpleNamespace(device=torch.device("cpu"))
+    run: Any = SimpleNamespace(engine=engine, job=job, world=world)
+    probe = Probe(watched, lambda x, y: x, model, ObjectiveConfig("clean"))
+    batch = torch.rand(8, 1, 8, 8), torch.arange(8) % 5
+    handle = model.register_forward_hook(lambda module, inputs, output: losses.append(output.sum().item()))
+    with sharpness(run, probe, batch):
+        probe.forward(batch[0])
+        handle.remove()
+        probe.forward(batch[0])
+    first, second, _, third = losses
+    assert first == second
+    assert second != third
+
+
+@pytest.mark.parametrize("cut", [[8], [4, 4], [3, 3, 2]])
+def test_the_monitors_attack_starts_where_the_key_says(cut: list[int]) -> None:
+    """However ranks and batches cut the images, last ones without a key included."""
+    starts: dict[int, float] = {}
+
+    class Start:
+        def stronger(self, steps: int) -> "Start":
+            return self
+
+        def run(self, module: nn.Module, images: Tensor, labels: Tensor, draws: list[torch.Generator]) -> Tensor:
+            drawn = [float(torch.rand((), generator=draw)) for draw in draws]
+            starts.update(zip(labels.tolist(), drawn, strict=True))
+            return images
+
+    images, batches, first = torch.rand(8, 1, 2, 2), [], 0
+    for size in cut:
+        keys = [f"key{i}" for i in range(first, first + size)]
+        batches.append((keys, images[first : first + size], torch.arange(first, first + size)))
+        first += size
+    batches.append(([], images[:1], torch.tensor([99])))
+    world: Any = Alone()
+    world.device = torch.device("cpu")
+    attack: Any = Start()
+    found = evaluate(nn.Flatten(), batches, attack, 0, world)
+    assert found["eval_images"] == 8
+    again: list[float] = []
+    for key, images_BCHW, label in zip(batches[0][0], images, range(cut[0]), strict=False):
+        evaluate(nn.Flatten(), [([key], images_BCHW[None], torch.tensor([label]))], attack, 0, world)
+        again.append(starts[label])
+    assert len(set(starts.values())) == 9
+    assert again == [starts[i] for i in range(cut[0])]

@@ -1,0 +1,88 @@
+"""What a configuration leaves to the machine, and the learning rate for the batch, settled once, before work.
+
+    train.batch_size  null       what a rank's device takes at 224 pixels, times the ranks
+    train.precision   auto       bf16 on a GPU that has it, else fp32
+    train.compile     auto       true on a GPU with a compiler, in what can be compiled
+    data.workers      a number   no more than the cores
+    optimizer.lr      a number   for a batch of optimizer.lr_batch images; here for the run's own
+
+The settled configuration is the run's: it is in its folder, its checkpoints and its hand-over, and settling it again
+changes nothing. A resumed run goes on with what its beginning settled, on whatever machine.
+"""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shards.read import cores
+from trainers.job.checkpoint import Saved
+from trainers.objectives import SECOND_ORDER
+from trainers.settings import OptimizerConfig
+
+AUTO = "auto"
+IMAGES_A_GPU, IMAGES_A_CPU_RANK = 128, 8
+COMPILERS = ("cc", "gcc", "clang")
+
+Config = dict[str, Any]
+
+
+def settled(config: Config, ranks: int, saved: Saved | None) -> tuple[Config, list[str]]:
+    """The configuration, and a line for each key that it settles: "train.precision=bf16"."""
+    found = of_the_machine(config, ranks)
+    before = saved.fingerprint if saved else {}
+    found = {key: before.get(key, value) for key, value in found.items()}
+    workers, then = config["data"].get("workers"), before.get("data.workers")
+    if isinstance(workers, int):
+        most = then if isinstance(then, int) else cores()
+        found |= {"data.workers": most} if workers > most else {}
+    config = with_keys(config, found)
+    lines = [f"{key}={str(value).lower()}" for key, value in found.items()]
+    return config, lines
+
+
+def of_the_machine(config: Config, ranks: int) -> dict[str, Any]:
+    """The keys that are left to it, with what they are on this one."""
+    train = config["train"]
+    found: dict[str, Any] = {}
+    exact = bool(train["sam_rho"]) or config["objective"]["name"] in SECOND_ORDER
+    if train["batch_size"] is None:
+        found["train.batch_size"] = ranks * (IMAGES_A_GPU if torch.cuda.is_available() else IMAGES_A_CPU_RANK)
+    if train["precision"] == AUTO:
+        found["train.precision"] = "bf16" if narrow() and not exact else "fp32"
+    if train["compile"] == AUTO:
+        plain = not (exact or train["grad_checkpointing"] or config["masks"]["ard"])
+        found["train.compile"] = plain and compiles()
+    return found
+
+
+def narrow() -> bool:
+    """Does bfloat16 save time here?"""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def compiles() -> bool:
+    """A GPU, and what `torch.compile` builds its kernels with."""
+    compiler = os.environ.get("CC") or next(filter(shutil.which, COMPILERS), None)
+    return torch.cuda.is_available() and compiler is not None and importlib.util.find_spec("triton") is not None
+
+
+def with_lr(config: Config, optimizer: OptimizerConfig, batch_size: int) -> tuple[Config, OptimizerConfig, list[str]]:
+    """The learning rate for this batch, and the line that says so."""
+    own = optimizer.for_batch(batch_size)
+    if own == optimizer:
+        return config, optimizer, []
+    config = with_keys(config, {"optimizer.lr": own.lr, "optimizer.lr_batch": batch_size})
+    line = f"optimizer.lr={own.lr:.4g} for batch {batch_size} ({optimizer.lr:.4g} for {optimizer.lr_batch}"
+    return config, own, [f"{line}, {optimizer.lr_scaling} scaling)"]
+
+
+def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with {"group.key": value} in it."""
+    for name, value in values.items():
+        group, key = name.split(".")
+        config = {**config, group: {**config[group], key: value}}
+    return config
