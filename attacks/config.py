@@ -63,6 +63,11 @@ class AttackConfig:
             keep_worst=keep_worst, stop_when_fooled=self.stop_when_fooled and keep_worst, disturb=disturb,
         )  # fmt: skip
 
+    def within(self, share: float) -> "AttackConfig":
+        """In a ball of this share of the radius, with steps as much smaller."""
+        size = self.step_size * share if self.step_size and share else None
+        return replace(self, eps=self.eps * share, step_size=size)
+
     def stronger(self, steps: int) -> "AttackConfig":
         """At least so many steps, of the default size: what a model trained on a few steps must be measured with."""
         return self if self.steps >= steps else replace(self, steps=steps, step_size=None, random_start=True)

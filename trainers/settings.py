@@ -37,6 +37,7 @@ class TrainConfig:
     clip_grad: float = 1.0
     precision: str = "fp32"
     attack_precision: str | None = None
+    attack_warmup: float = 0.0
     grad_checkpointing: bool = False
     compile: bool = False
     eval_images: int = 512
@@ -52,6 +53,7 @@ class TrainConfig:
         require_least(self, "train", counts, 1, "set it to at least 1")
         switches = ("clip_grad", "eval_images", "checkpoint_every", "label_smoothing", "sam_rho")
         require_least(self, "train", switches, 0, "set it to 0 (off) or more")
+        require_shares(self, "train", ("attack_warmup",))
         require(0 <= self.ema_decay < 1, f"train.ema_decay={self.ema_decay} does not work; 0 (off) or a bit below 1")
         require(self.label_smoothing < 1, f"train.label_smoothing={self.label_smoothing} must stay below 1")
         require(
@@ -186,7 +188,7 @@ class ObjectiveConfig:
     Attributes:
         eps: an L2 radius in [0,1] pixels, reached after `ramp` (a share) of the training: lmce, gloro, lmt, local_lip.
         random_rivals: a share of the images: lmce.
-        beta: the weight of the divergence between clean and attacked: trades, mart.
+        beta: the weight of the divergence, between clean and attacked: trades, mart; to bottom: gloro.
     """
 
     name: str

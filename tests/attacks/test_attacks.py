@@ -302,3 +302,15 @@ def test_config_runs_the_same_attack() -> None:
     assert torch.equal(direct, config.run(model, images, labels, Generator().manual_seed(2)))
     assert config.stronger(10).steps == 10
     assert config.stronger(2) is config
+
+
+@pytest.mark.parametrize("step_size", [None, 0.01])
+def test_a_share_of_an_attack_is_one_in_a_smaller_ball(step_size: float | None) -> None:
+    whole = AttackConfig(norm="l2", eps=0.2, steps=4, step_size=step_size)
+    assert whole.within(1.0) == whole
+    half, none = whole.within(0.5), whole.within(0.0)
+    assert (half.eps, half.step_size) == (0.1, step_size and 0.005)
+    x, y = torch.rand(3, 1, 4, 4), torch.arange(3)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    assert torch.equal(none.run(model, x, y), x)
+    assert 0.05 < float((half.run(model, x, y) - x).flatten(1).norm(dim=1).max()) <= 0.1 * (1 + 1e-6)

@@ -1,9 +1,12 @@
 """GloRo (Leino et al. 2021, https://arxiv.org/abs/2102.08452, section 3): one more class, bottom, for "not robust".
 
-    z_bot = max_{k != j} ( z_k + eps_t K_jk ),     j = argmax z,     K_jk = ||w_j - w_k|| L,     L = CE( (z, z_bot), y )
+    z_bot = max_{k != j} ( z_k + eps_t K_jk ),     j = argmax z,     K_jk = ||w_j - w_k|| Lip,
+    L = CE( z, y ) + beta KL( (p, 0) || q ),       p = softmax z,     q = softmax (z, z_bot)
 
-w are the rows of the head and L the Lipschitz constant up to it, an estimate here (zoo/models/reach.py); eps_t is
-objective.eps, reached after `ramp`. Where z_bot < z_j the image would be certified, were L a bound.
+w are the rows of the head and Lip the Lipschitz constant up to it, an estimate here (zoo/models/reach.py); eps_t is
+objective.eps, reached after `ramp`. Where z_bot < z_j the image would be certified, were Lip a bound. The divergence is
+log(1 + e^(z_bot - lse z)): with beta = 1 the loss is the paper's CE( (z, z_bot), y ), with any other its form after
+TRADES, which weighs robustness against accuracy.
 
 Letters: B images, K classes, F units of the last hidden layer.
 """
@@ -23,7 +26,9 @@ def gloro(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
     Proof: docs/proofs.md#lipschitz-losses.
     """
     logits_BK, bottom_B = probe.through(with_bottom, images_BCHW, probe.eps)
-    loss = F.cross_entropy(wide(torch.cat([logits_BK, bottom_B[:, None]], dim=1)), labels_B)
+    wide_BK = wide(logits_BK)
+    kl_B = F.softplus(wide(bottom_B) - wide_BK.logsumexp(dim=1))
+    loss = F.cross_entropy(wide_BK, labels_B) + probe.settings.beta * kl_B.mean()
     with torch.no_grad():
         largest_B, predicted_B = logits_BK.max(dim=1)
         robust = ((predicted_B == labels_B) & (bottom_B < largest_B)).float().mean()

@@ -76,6 +76,7 @@ def train_step(run: Run, batches: Iterator[Batch], step: int, lr: float) -> dict
 def make_probe(run: Run, step: int) -> Probe:
     """The objective's view of the model. Dropout and attack draw from streams of (seed, step, rank)."""
     job, core, rank, progress = run.job, run.engine, run.world.rank, step / run.total_steps
+    warmup = job.train.attack_warmup
     torch.manual_seed(seed_of(job.seed, "dropout", step, rank))
     # Drawn where the images are: drawing a batch at 224 on a CPU takes longer than a GPU's whole step.
     generator = Generator(run.world.device).manual_seed(seed_of(job.seed, "attack", step, rank))
@@ -84,8 +85,9 @@ def make_probe(run: Run, step: int) -> Probe:
     def attack(images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
         # The last iterate is what adversarial training follows; several restarts need a choice between them.
         worst = job.attack.restarts > 1
+        grown = job.attack.within(min(1.0, progress / warmup)) if warmup else job.attack
         with core.attacked() as module, masked(core.module, job.masks, progress, of_masks) as disturb:
-            return job.attack.run(module, images_BCHW, labels_B, generator, keep_worst=worst, disturb=disturb)
+            return grown.run(module, images_BCHW, labels_B, generator, keep_worst=worst, disturb=disturb)
 
     def predict(images_BCHW: Tensor) -> Tensor:
         with core.precision(), probing(core.module), torch.no_grad():

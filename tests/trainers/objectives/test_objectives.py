@@ -120,7 +120,8 @@ def slow_gloro(model: nn.Module, image: Tensor, label: int, adversarial: Tensor)
     j = int(z.argmax())
     rivals = [z[k] + EPS * slow_constant(model) * (w[j] - w[k]).norm() for k in range(CLASSES) if k != j]
     bottom = max(rivals, key=lambda rival: float(rival.detach()))
-    return -torch.cat([z, bottom[None]]).log_softmax(0)[label]
+    p, q = z.softmax(0), torch.cat([z, bottom[None]]).softmax(0)
+    return -z.log_softmax(0)[label] + BETA * kl(p, q)
 
 
 def slow_local_lip(model: Any, image: Tensor, label: int, adversarial: Tensor) -> Tensor:

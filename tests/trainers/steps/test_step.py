@@ -1,6 +1,7 @@
 """What a step and the monitor draw: the same for both passes of SAM, and for every number of ranks."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from attacks import AttackConfig
 from tests.tools.trained import Alone
 from trainers.objectives import Probe
-from trainers.settings import ObjectiveConfig
+from trainers.settings import MasksConfig, ObjectiveConfig
 from trainers.steps.monitor import evaluate
-from trainers.steps.step import sharpness
+from trainers.steps.step import make_probe, sharpness
 
 
 def test_both_passes_of_sam_drop_the_same_paths() -> None:
@@ -75,3 +77,22 @@ def test_the_monitors_attack_starts_where_the_key_says(cut: list[int]) -> None:
         again.append(starts[label])
     assert len(set(starts.values())) == 9
     assert again == [starts[i] for i in range(cut[0])]
+
+
+@pytest.mark.parametrize(("warmup", "lengths"), [(0.0, [1, 1, 1, 1]), (0.5, [0, 0.5, 1, 1])])
+def test_the_attack_grows_with_the_training(warmup: float, lengths: list[float]) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+
+    @contextmanager
+    def attacked() -> Iterator[nn.Module]:
+        yield model
+
+    train = SimpleNamespace(attack_warmup=warmup, label_smoothing=0.0)
+    attack = AttackConfig(norm="linf", eps=0.1, steps=2, random_start=False)
+    job = SimpleNamespace(train=train, attack=attack, masks=MasksConfig(), objective=ObjectiveConfig("pgd_at"), seed=0)
+    engine = SimpleNamespace(module=model, attacked=attacked, through=None)
+    run: Any = SimpleNamespace(job=job, engine=engine, world=Alone(), total_steps=8)
+    run.world.device = torch.device("cpu")
+    images, labels = 0.3 + 0.4 * torch.rand(4, 1, 4, 4), torch.arange(4) % 3
+    found = [float((make_probe(run, step).attack(images, labels) - images).abs().max()) for step in (0, 2, 4, 7)]
+    assert found == pytest.approx([0.1 * length for length in lengths], abs=1e-6)
