@@ -187,6 +187,21 @@ def test_cosine_warms_up_and_ends_low() -> None:
     assert 0.1 <= lr[-1] < 0.11
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_one_cycle_is_torchs(name: str) -> None:
+    schedule, weights = ScheduleConfig(name="onecycle"), [torch.nn.Parameter(torch.zeros(1))]
+    optimizer = torch.optim.SGD(weights, 0.2, momentum=0.9) if name == "sgd" else torch.optim.AdamW(weights, 0.2)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=50)
+    for step in range(50):
+        group = optimizer.param_groups[0]
+        assert 0.2 * schedule.factor(step, 50, 10) == pytest.approx(group["lr"])
+        assert schedule.momentum(step, 50) == pytest.approx(group["momentum"] if name == "sgd" else group["betas"][0])
+        optimizer.step()
+        theirs.step()
+    assert ScheduleConfig(name="cosine").momentum(3, 50) is None
+    assert 0 < ScheduleConfig(name="onecycle").factor(0, 1, 1) <= 1, "a run of one step"
+
+
 def test_step_schedule_drops_at_milestones() -> None:
     schedule = ScheduleConfig(name="step", milestones=[2, 3], gamma=0.1)
     lr = [schedule.factor(step, total_steps=40, steps_per_epoch=10) for step in range(40)]

@@ -248,10 +248,15 @@ class Engine:
         """Add the gradient of loss / accumulation."""
         self._engine.backward(loss)
 
-    def step(self, lr: float) -> None:
-        """Count a micro-batch; after the last one of an optimiser step, clip, update with `lr`, clear gradients."""
+    def step(self, lr: float, momentum: float | None) -> None:
+        """Count a micro-batch; after the last one of an optimiser step, clip, update with `lr`, clear gradients.
+        momentum: that of the step, the first beta of AdamW; None: the optimiser's own."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
+            if momentum is not None and "betas" in group:
+                group["betas"] = (momentum, group["betas"][1])
+            elif momentum is not None:
+                group["momentum"] = momentum
         self._engine.step()
 
     def updated(self) -> bool:

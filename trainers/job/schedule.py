@@ -1,9 +1,11 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing that resume could get wrong."""
+"""Learning rate and momentum as pure functions of the step: nothing to save, nothing that resume could get wrong."""
 
 import math
 from dataclasses import dataclass
 
 from trainers.settings import require
+
+FIRST, LAST = 1 / 25, 1 / 25e4  # of the peak: where one cycle begins and ends
 
 
 @dataclass(frozen=True)
@@ -13,6 +15,9 @@ class ScheduleConfig:
     warm-up   lr * (t + 1) / W                                        t < W = warmup_epochs * steps an epoch
     cosine    lr * (r + (1 - r) * (1 + cos(pi (t - W) / (T - W))) / 2)   r = min_lr_ratio, T steps in all
     step      lr * gamma^(number of milestones, in epochs, passed at t)
+    onecycle  lr from 1/25 of it to the whole in the share `peak` of the steps, then to 1/25e4, by half cosines, while
+              the momentum (the first beta of AdamW) goes from the second of `momenta` to the first and back (Smith and
+              Topin 2018, https://arxiv.org/abs/1708.07120; the values of torch's OneCycleLR)
     """
 
     name: str
@@ -20,13 +25,23 @@ class ScheduleConfig:
     min_lr_ratio: float = 0.0
     milestones: list[float] | None = None
     gamma: float = 0.1
+    peak: float = 0.3
+    momenta: tuple[float, float] = (0.85, 0.95)
 
     def __post_init__(self) -> None:
-        require(self.name in ("cosine", "step"), f"schedule.name={self.name} does not exist; use cosine or step")
+        names = ("cosine", "step", "onecycle")
+        require(self.name in names, f"schedule.name={self.name} does not exist; use one of {', '.join(names)}")
+        require(0 < self.peak < 1, f"schedule.peak={self.peak} is a share of the steps; set it between 0 and 1")
+        require(
+            len(self.momenta) == 2 and all(0 <= momentum < 1 for momentum in self.momenta),
+            f"schedule.momenta={list(self.momenta)}: give the least and the largest, from 0 to below 1",
+        )
         require(self.warmup_epochs >= 0, f"schedule.warmup_epochs={self.warmup_epochs} does not work; use 0 or more")
 
     def factor(self, step: int, total_steps: int, steps_per_epoch: int) -> float:
         """lr(step) / lr for step = 0 .. total_steps - 1."""
+        if self.name == "onecycle":
+            return self._cycled((FIRST, 1.0, LAST), step, total_steps)
         warmup = round(self.warmup_epochs * steps_per_epoch)
         if step < warmup:
             return (step + 1) / warmup
@@ -34,3 +49,16 @@ class ScheduleConfig:
             return self.gamma ** sum(step >= epoch * steps_per_epoch for epoch in self.milestones or [])
         progress = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+    def momentum(self, step: int, total_steps: int) -> float | None:
+        """None: the optimiser's own."""
+        low, high = self.momenta
+        return self._cycled((high, low, high), step, total_steps) if self.name == "onecycle" else None
+
+    def _cycled(self, values: tuple[float, float, float], step: int, total_steps: int) -> float:
+        """From the first of these values to the second, which is reached at the peak, and on to the last."""
+        turn, end = max(self.peak * total_steps - 1, 0.0), max(total_steps - 1, 1)
+        rising = step <= turn
+        (start, goal), begin, length = (values[:2], 0.0, turn) if rising else (values[1:], turn, end - turn)
+        done = min((step - begin) / length, 1.0) if length else 1.0
+        return goal + (start - goal) * (1 + math.cos(math.pi * done)) / 2

@@ -66,7 +66,7 @@ def train_step(run: Run, batches: Iterator[Batch], step: int, lr: float) -> dict
         if last:
             means = run.world.means({name: value / count for name, value in sums.items()})
             refuse_non_finite(run, means, step, lr, sums)
-        core.step(lr)
+        core.step(lr, run.job.schedule.momentum(step, run.total_steps))
     if not core.updated():  # ZeRO would go on without a word, step after step
         refuse_non_finite(run, {"gradient": math.nan}, step, lr, sums)
     run.world.same_buffers(core.module)

@@ -180,7 +180,7 @@ def after_a_broken_gradient(job: Job, stage: int, precision: str) -> dict[str, f
             loss = loss + (logits - logits.detach()).abs().sum().sqrt()
         assert loss.isfinite()
         engine.backward(loss)
-        engine.step(LR)
+        engine.step(LR, None)
         answers.append(float(engine.updated()))
     return {"whole": answers[0], "broken": answers[1]}
 
