@@ -17,6 +17,7 @@ from PIL import Image
 from shards.decode import Pixels, fit
 
 Augment = Callable[[Pixels, int], Pixels]
+JITTER = (0.4, 0.4, 0.4)  # of brightness, contrast and saturation: timm's
 RANDAUG = "rand-m9-mstd0.5-inc1"  # timm's name for the recipe of DeiT
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random resized crop
 GRAY = (124, 116, 104)  # mean of ImageNet, fills what RandAugment moves away from
@@ -29,14 +30,14 @@ def mix(*parts: int | str) -> int:
 
 
 def augmentation(name: str, size: int) -> Augment:
-    """`none`, `flip`, `flip_crop`, `inception` or `randaug` to size x size pixels."""
+    """`none`, `flip`, `flip_crop`, `flip_crop_jitter`, `inception` or `randaug` to size x size pixels."""
     if name == "none":
         return lambda image_HWC, seed: fit(image_HWC, size)
     if name == "flip":
         return lambda image_HWC, seed: flip(fit(image_HWC, size), seed)
     if name == "flip_crop":
         return lambda image_HWC, seed: flip_crop(fit(image_HWC, size), seed)
-    return _inception(size) if name == "inception" else _randaug(size)
+    return {"flip_crop_jitter": _flip_crop_jitter, "inception": _inception, "randaug": _randaug}[name](size)
 
 
 def flip(image_HWC: Pixels, seed: int) -> Pixels:
@@ -54,6 +55,22 @@ def flip_crop(image_HWC: Pixels, seed: int) -> Pixels:
     to_x, from_x = _overlap(right - reach)
     shifted_HWC[to_y, to_x] = image_HWC[from_y, from_x]
     return flip(shifted_HWC, seed)
+
+
+def _flip_crop_jitter(size: int) -> Augment:
+    """flip_crop behind torchvision's colour jitter, so that what is shifted in stays black."""
+    from torchvision.transforms import ColorJitter  # here: importing it takes a second
+
+    import certizoo.compat  # noqa: F401  (repairs torchvision)
+
+    jitter = ColorJitter(*JITTER)
+
+    def view(image_HWC: Pixels, seed: int) -> Pixels:
+        with seeded(seed):
+            coloured_HWC = np.asarray(jitter(Image.fromarray(fit(image_HWC, size))))
+        return flip_crop(coloured_HWC, seed)
+
+    return view
 
 
 def _overlap(shift: int) -> tuple[slice, slice]:

@@ -13,7 +13,7 @@ PIPE = "pipe:"  # in front of a root that is a command
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")  # a name that means itself in a path, a URL and a command
 
 CHOICES = {
-    "augment": ("none", "flip", "flip_crop", "inception", "randaug"),
+    "augment": ("none", "flip", "flip_crop", "flip_crop_jitter", "inception", "randaug"),
     "on_corrupt": ("error", "skip"),
     "verify": ("auto", "size", "sha256"),
     "channels": (1, 3),
@@ -78,8 +78,10 @@ class DataConfig:
             raise UserError(f"data.name={str(self.name)[:80]!r}: not a name; use letters, digits and _.+=-")
         if not isinstance(self.cache_gb, int | float) or not 0 < self.cache_gb < math.inf:
             raise UserError(f"data.cache_gb={self.cache_gb!r}: not a size; use gigabytes, more than 0")
-        if self.augment == "randaug" and self.channels != 3:
-            raise UserError("data.augment=randaug needs colour images; use data.channels=3 or data.augment=none")
+        if self.augment in ("flip_crop_jitter", "randaug") and self.channels != 3:
+            raise UserError(
+                f"data.augment={self.augment} needs colour images; use data.channels=3 or data.augment=none"
+            )
 
     @property
     def folder(self) -> Path:

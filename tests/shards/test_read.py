@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import shards
 from certizoo import UserError
 from shards import DataConfig, ShardSet
+from shards.augment import augmentation, flip_crop, mix
 from shards.batch import Batch
 from shards.plan import segments, share
 from shards.read import EvalBatches, EvalStream, TrainBatches
@@ -141,7 +142,7 @@ def test_seed_reproduces_and_epoch_and_seed_change_the_order(toy: ShardSet, root
     assert trained(toy, data, seed=0, epoch=1) != trained(toy, data, seed=1, epoch=0)
 
 
-@pytest.mark.parametrize("augment", ["none", "flip_crop", "inception", "randaug"])
+@pytest.mark.parametrize("augment", ["none", "flip_crop", "flip_crop_jitter", "inception", "randaug"])
 def test_augmentation_is_of_seed_epoch_and_key_and_leaves_global_generators(
     toy: ShardSet, root: Path, augment: str
 ) -> None:
@@ -162,6 +163,18 @@ def test_augmentation_is_of_seed_epoch_and_key_and_leaves_global_generators(
         assert 0 <= images.min() <= images.max() <= 1
     pools = [torch.cat([images for images, _ in run]).flatten(1).sum(1).sort().values for run in runs]
     assert augment == "none" or not torch.equal(pools[0], pools[2])  # another epoch, other views
+
+
+def test_jitter_is_flip_crop_of_other_colours() -> None:
+    """A grey image stays grey, and black what is shifted in; brightness changes by up to 0.4 of itself, either way."""
+    image = np.full((16, 16, 3), 100, np.uint8)
+    views = [augmentation("flip_crop_jitter", 16)(image, mix("seed", k)) for k in range(200)]
+    assert all((view.std(-1) == 0).all() for view in views)
+    levels = np.array([view.max() for view in views])
+    assert 59 <= levels.min() < 75
+    assert 125 < levels.max() <= 141
+    for k, view in enumerate(views):
+        assert np.array_equal(view > 0, flip_crop(image, mix("seed", k)) > 0)
 
 
 def test_flip_mirrors_half_of_the_images_and_changes_nothing_else(toy: ShardSet, root: Path) -> None:
