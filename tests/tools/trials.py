@@ -143,7 +143,8 @@ class FormsAnalysis(ImageAnalysis):
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B, margin_BJ = per_image(eps, self.clean), self.clean.margin_BJ
-        nothing_BJ, class_B = torch.full_like(margin_BJ, torch.inf), margin_BJ.argmin(-1)
+        nothing_BJ = torch.where(eps_B[:, None] > 0, torch.inf, torch.zeros_like(margin_BJ))
+        class_B = margin_BJ.argmin(-1)
         loss_BJ, class_B = self._sharper(self.clean, self.ball.radius(eps_B), nothing_BJ, class_B)
         return decide_by(self.clean, loss_BJ, eps_B, class_B)
 

@@ -196,7 +196,7 @@ def test_the_command(
 ) -> None:
     out = tmp_path / "out"
     main([f"handover={handover}", f"out={out}", "images=20", "eps=[0.1]", "attack.steps=3"])
-    assert "certified (lofast)" in capsys.readouterr().out
+    assert "certified (best)" in capsys.readouterr().out
     assert json.loads((out / "certificate.json").read_text())["images"] == 20
     for argv, words in [
         ([], "handover=DIR"),
