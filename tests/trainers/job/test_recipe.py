@@ -110,7 +110,7 @@ CASES: dict[str, list[Case]] = {
         ("adv_train", [*TINY, "hinge.weight=1"], "(none); use hinge=none"),
     ],
     "certificates_have_rules_for_the_model": [
-        ("adv_train", [*CERTVIT, UNTIED, "certify.enabled=true"], "certify.method=lofast: NoRule(zoo.attention.l2"),
+        ("adv_train", [*CERTVIT, UNTIED, "certify.enabled=true"], "certify.method=auto: NoRule(zoo.attention.l2"),
         ("adv_train", [*CERTVIT, UNTIED, "certify.enabled=true", "certify.method=best"], "certify.enabled=false"),
     ],
     "there_are_weights_to_constrain": [("constrain", [*CERTVIT, "constrain.adapt_epochs=0"], "pretrained=WEIGHTS")],
