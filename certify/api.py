@@ -37,7 +37,7 @@ def certify(
     images_BCHW: Tensor,
     labels_B: Tensor,
     eps: float | Tensor,
-    method: str = AUTO,
+    method: str = "lofast",
     nonce: str | None = None,
     norm: str = L2,
 ) -> Certificate:
@@ -60,7 +60,7 @@ def certified_radius(
     model: nn.Module,
     images_BCHW: Tensor,
     labels_B: Tensor,
-    method: str = AUTO,
+    method: str = "lofast",
     nonce: str | None = None,
     norm: str = L2,
 ) -> Tensor:

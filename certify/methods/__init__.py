@@ -38,4 +38,5 @@ def named(method: str, model: nn.Module) -> str:
     """The method itself, or the one that `auto` means for this model."""
     if method != AUTO:
         return method
-    return "best" if sum(p.numel() for p in model.parameters()) < AFFORDABLE else "lofast"
+    weights = model.parameters() if isinstance(model, nn.Module) else ()  # what is no model is refused by the method
+    return "best" if sum(weight.numel() for weight in weights) < AFFORDABLE else "lofast"

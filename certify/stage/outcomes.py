@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from attacks import AttackConfig
 from certify.api import certifier as certifier_of
 from certify.api import radius_given, radius_of
-from certify.methods import AUTO, named
+from certify.methods import named
 from certify.methods.ball import L2
 from certify.methods.breakdown import QUANTITIES, columns
 from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate, batch_given
@@ -40,7 +40,7 @@ def evaluate(
     labels_B: Tensor,
     *,
     eps: Sequence[float],
-    method: str = AUTO,
+    method: str = "lofast",
     attack: AttackConfig = DEFAULT_ATTACK,
     keys: Sequence[str] | None = None,
     nonce: str | None = None,

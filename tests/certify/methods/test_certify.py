@@ -215,7 +215,7 @@ def test_auto_is_best_where_that_can_be_afforded() -> None:
     with torch.device("meta"):
         large = zoo.create_model("dp_vit_ti")
     assert (named("auto", small), named("auto", large), named("adjoint", large)) == ("best", "lofast", "adjoint")
-    assert "radius.best" in evaluate(small, x, y, eps=(1e-3,), nonce="one").columns
+    assert "radius.best" in evaluate(small, x, y, eps=(1e-3,), method="auto", nonce="one").columns
     settings = Settings(served_dtype="float32")
     assert (settings.of(small).method, settings.of(large).method) == ("image", "adjoint"), "which count rounding"
     assert Settings().of(small) == replace(Settings(), method="best")
