@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from certify.methods import AUTO, METHODS, named
+from certify.methods import METHODS, NAMES, named
 from certify.methods.ball import L2, known
 from certify.methods.certificate import Analysis, Certificate, Certifier, guess_of
 from certizoo import UserError
@@ -27,8 +27,8 @@ def certifier(model: nn.Module, method: str, nonce: str | None = None, norm: str
     `nonce` chooses the random starts of a method that has any, so that an answer can be had again; None: one that is
     drawn now. A probability to fail holds against whoever fixed the weights and images before the nonce was drawn.
     """
-    if not isinstance(method, str) or method not in (AUTO, *METHODS):
-        raise unknown("certification method", str(method), (AUTO, *METHODS))
+    if not isinstance(method, str) or method not in NAMES:
+        raise unknown("certification method", str(method), NAMES)
     return METHODS[named(method, model)](model, nonce, known(norm))
 
 
@@ -81,12 +81,12 @@ def radius_of(analysis: Analysis) -> Tensor:
 
     Proof: docs/proofs.md#certified-radius.
     """
-    correct_B = analysis.at(0.0).certified_B  # where rounding alone may cost the class, no radius is looked for
-    low_B = torch.zeros(len(correct_B), dtype=torch.float64, device=correct_B.device)
+    sure_B = analysis.at(0.0).certified_B  # where rounding alone may cost the class, no radius is looked for
+    low_B = torch.zeros(len(sure_B), dtype=torch.float64, device=sure_B.device)
     low, high = End(low_B, low_B), End(torch.full_like(low_B, torch.inf), torch.full_like(low_B, torch.inf))
     eps_B = guess_of(analysis)
     for step in range(MAX_TRIALS):
-        open_B = correct_B & (high.eps_B > low.eps_B * (1 + TOLERANCE)) & (low.eps_B < MAX_EPS)
+        open_B = sure_B & (high.eps_B > low.eps_B * (1 + TOLERANCE)) & (low.eps_B < MAX_EPS)
         if not bool(open_B.any()):
             break
         answer = analysis.at(torch.where(open_B, eps_B, 0.0))  # eps = 0 costs nothing
@@ -94,7 +94,7 @@ def radius_of(analysis: Analysis) -> Tensor:
         low = tried.where(open_B & answer.certified_B, low)
         high = tried.where(open_B & ~answer.certified_B, high)
         eps_B = _next(low, high, wide=math.inf if step % 2 == 0 else WIDE if step < 8 else 1.0)
-    return torch.where(correct_B, low.eps_B, 0.0)
+    return torch.where(sure_B, low.eps_B, 0.0)
 
 
 def radius_given(eps: object, count: int) -> float | Tensor:

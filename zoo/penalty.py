@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from zoo.spectral import power_step
+from zoo.spectral import power_step, settled
 
 
 @runtime_checkable
@@ -60,13 +60,12 @@ def msvp(
 
 
 @torch.no_grad()
-def settle_(model: nn.Module, iterations: int = 20) -> None:
+def settle_(model: nn.Module) -> None:
     """Power iterations before the first step, whose penalty would else be that of random vectors."""
     for module in model.modules():
         if isinstance(module, HasSpectralTerms):
             for _, weight_HOD, power_HD in module.spectral_terms():
-                for _ in range(iterations):
-                    power_HD.copy_(power_step(weight_HOD, power_HD)[1])
+                power_HD.copy_(settled(weight_HOD, power_HD))
 
 
 def _weighted_squares(terms: list[tuple[float, Tensor, Tensor]]) -> Tensor:

@@ -24,6 +24,14 @@ def power_step(weight: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return sigma, v_new
 
 
+@torch.no_grad()
+def settled(weight: Tensor, v: Tensor, iterations: int = 20) -> Tensor:
+    """The vectors v (..., n) after some power iterations: before a first step they would be those of chance."""
+    for _ in range(iterations):
+        _, v = power_step(weight, v)
+    return v
+
+
 def start_vectors(*shape: int) -> Tensor:
     """Deterministic unit vectors (..., n) to start a power iteration from; on every rank and device the same, to
     rounding."""
@@ -39,10 +47,7 @@ def sigma_estimate(weight: Tensor, iterations: int = 20) -> Tensor:
     iterations reach 0.92-0.94 of the norm.
     """
     v = start_vectors(*weight.shape[:-2], weight.shape[-1]).to(weight)
-    sigma = weight.new_zeros(weight.shape[:-2])
-    for _ in range(iterations):
-        sigma, v = power_step(weight, v)
-    return sigma
+    return power_step(weight, settled(weight, v, iterations - 1))[0]
 
 
 def sigma_upper(weight: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ METHODS: dict[str, Method] = {
 # The method where none is named: the strongest that a model can afford. `best` takes about a second an image of a small
 # model and minutes of a ViT at 224 pixels, and hundreds are certified after every training. Results say which it was.
 AUTO = "auto"
+NAMES = (AUTO, *METHODS)  # all that a user may ask for
 AFFORDABLE = 2**20  # parameters
 
 

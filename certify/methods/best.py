@@ -20,7 +20,6 @@ from certify.methods.certificate import (
     Certifier,
     Clean,
     Explained,
-    Guessing,
     guess_of,
 )
 from certify.methods.image import Image
@@ -58,9 +57,8 @@ class BestAnalysis:
         return best
 
     def guess(self) -> Tensor:
-        """That of the first method that has one of its own; dearer ones are not made for it."""
-        analyses = map(self._analysis, range(len(self._certifiers)))
-        return guess_of(next((one for one in analyses if isinstance(one, Guessing)), self._analysis(0)))
+        """That of the first method; dearer ones are not made for it."""
+        return guess_of(self._analysis(0))
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
         """That of the tightest method that can tell."""

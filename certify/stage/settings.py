@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from attacks import AttackConfig
-from certify.methods import AUTO, METHODS, named
+from certify.methods import AUTO, NAMES, named
 from certify.methods.ball import L2, LINF, known
 from certify.rows.devices import DTYPES, require_device
 from certify.stage.outcomes import DEFAULT_ATTACK
@@ -24,7 +24,7 @@ class Settings:
     """What is asked of the stage. eps are radii in `norm`, in [0,1] pixel space of the image the model takes; None:
     those of EPS and HEADLINE. The attack's own norm and eps give way to them."""
 
-    method: str = AUTO  # or one of METHODS
+    method: str = AUTO  # or another of NAMES
     norm: str = L2
     images: int | None = 500
     eps: tuple[float, ...] | None = None
@@ -37,8 +37,8 @@ class Settings:
     device: str = "cpu"  # or 'cuda': every process takes the next GPU
 
     def __post_init__(self) -> None:
-        if self.method not in (AUTO, *METHODS):
-            raise unknown("certification method", self.method, (AUTO, *METHODS))
+        if self.method not in NAMES:
+            raise unknown("certification method", self.method, NAMES)
         known(self.norm)
         if not self.grid or any(not 0 < eps < math.inf for eps in self.grid):
             raise UserError(f"certify.eps={list(self.grid)}: give radii above 0, such as certify.eps=[0.02,0.1]")

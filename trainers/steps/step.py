@@ -108,7 +108,7 @@ def sharpness(run: Run, probe: Probe, batch: Batch) -> AbstractContextManager[No
 
     The pass that finds e draws dropout and drop-path as the one at w + e will, and leaves no trace.
     """
-    core, rho = run.engine, run.job.train.sam_rho
+    core, rho, gpu = run.engine, run.job.train.sam_rho, run.world.device.type == "cuda"
     if not rho:
         return nullcontext()
 
@@ -116,7 +116,6 @@ def sharpness(run: Run, probe: Probe, batch: Batch) -> AbstractContextManager[No
         with core.precision(), caps_still(core.module), torch.random.fork_rng([run.world.device] if gpu else []):
             return measure(core.module, *inputs)
 
-    gpu = run.world.device.type == "cuda"
     loss = OBJECTIVES[run.job.objective.name](replace(probe, through=plain), *batch)["loss"]
     return ascended(core.module, loss, rho)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from zoo.bounds.facts import Facts, register
-from zoo.spectral import power_step, start_vectors
+from zoo.spectral import power_step, settled, start_vectors
 
 
 class SpectralCap(nn.Module):
@@ -36,12 +36,16 @@ class SpectralCap(nn.Module):
         self.still = False
 
     def forward(self, weight: Tensor) -> Tensor:
-        blocks = weight.flatten(1).unflatten(0, (len(self.caps_K), -1)).float()
+        blocks = self.blocks(weight)
         sigma_K, v_KN = power_step(blocks, self.v_KN.float())
         if self.training and torch.is_grad_enabled() and not self.still:
             self.v_KN.copy_(v_KN)
         excess_K = (sigma_K / self.caps_K.float()).clamp_min(1)  # sigma / inf = 0: a free block stays as it is
         return (blocks / excess_K[:, None, None]).to(weight.dtype).reshape(weight.shape)
+
+    def blocks(self, weight: Tensor) -> Tensor:
+        """W (k m, ...) as (k, m, n), float32."""
+        return weight.flatten(1).unflatten(0, (len(self.caps_K), -1)).float()
 
 
 register(SpectralCap, Facts())  # certified models are folded
@@ -61,15 +65,13 @@ def caps_still(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def settle_caps_(model: nn.Module, iterations: int = 20) -> None:
+def settle_caps_(model: nn.Module) -> None:
     """Power iterations for weights that no step has seen yet, such as pretrained ones."""
     for module in model.modules():
         if isinstance(module, parametrize.ParametrizationList):
             for cap in module:
                 if isinstance(cap, SpectralCap):
-                    blocks = module.original.flatten(1).unflatten(0, (len(cap.caps_K), -1))
-                    for _ in range(iterations):
-                        cap.v_KN.copy_(power_step(blocks, cap.v_KN)[1])
+                    cap.v_KN.copy_(settled(cap.blocks(module.original), cap.v_KN.float()))
 
 
 def cap_(module: nn.Module, caps: Sequence[float | None]) -> None:

@@ -97,31 +97,34 @@ def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "_TABLE", dict(table._TABLE))
 
 
+@pytest.fixture
+def halved() -> Any:
+    """A model in which one module is unknown."""
+    torch.manual_seed(0)
+    model: Any = zoo.create_model("dp_vit_ti", **(SMALL | AVG | {"depth": 1, "norm": "smoothproject"})).eval()
+    model.norm = Half()
+    return model
+
+
 @pytest.mark.usefixtures("own_table")
-def test_a_module_is_added_by_one_registration() -> None:
+def test_a_module_is_added_by_one_registration(halved: Any) -> None:
     """In a whole model, for every method, served types included."""
-    torch.manual_seed(0)
-    model: Any = zoo.create_model("dp_vit_ti", **(SMALL | AVG | {"depth": 1, "norm": "smoothproject"})).eval()
-    model.norm = Half()
-    x, y = labelled(model, 3, 0)
+    x, y = labelled(halved, 3, 0)
     with pytest.raises(NoRule, match="Half"):
-        certified_radius(model, x, y, "lofast")
+        certified_radius(halved, x, y, "lofast")
     register(Half, Facts(rule=half, expansion=affine, rounding=exact_module))
-    radii = [certified_radius(model, x, y, method=method) for method in ("lofast", "lofast_local", "adjoint")]
+    radii = [certified_radius(halved, x, y, method=method) for method in ("lofast", "lofast_local", "adjoint")]
     assert all(bool((radius_B > 0).all()) for radius_B in radii)
-    assert ServedAdjoint(model, torch.float32).analyse(x, y).at(1e-6).certified_B.all()
+    assert ServedAdjoint(halved, torch.float32).analyse(x, y).at(1e-6).certified_B.all()
 
 
 @pytest.mark.usefixtures("own_table")
-def test_a_module_with_a_rule_of_first_order_alone_is_left_to_lofast() -> None:
-    torch.manual_seed(0)
-    model: Any = zoo.create_model("dp_vit_ti", **(SMALL | AVG | {"depth": 1, "norm": "smoothproject"})).eval()
-    model.norm = Half()
-    x, y = labelled(model, 3, 0)
+def test_a_module_with_a_rule_of_first_order_alone_is_left_to_lofast(halved: Any) -> None:
+    x, y = labelled(halved, 3, 0)
     register(Half, Facts(rule=half))
     with pytest.raises(NoRule, match="Half"):
-        certified_radius(model, x, y, "adjoint")
-    assert torch.equal(certified_radius(model, x, y, "best"), certified_radius(model, x, y, "lofast"))
+        certified_radius(halved, x, y, "adjoint")
+    assert torch.equal(certified_radius(halved, x, y, "best"), certified_radius(halved, x, y, "lofast"))
 
 
 class Lukewarm(QKVAttention):
