@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from zoo.bounds.tape import Tape
 
 LARGE = 2**19  # entries of the outputs of all leaves: from here on models get less
-PROBES = (384, 768)  # random vectors that find how far functionals reach: by a half more than they do, or by a third
+PROBES = (128, 768)  # random vectors that find how far functionals reach: to twice what they do, or a third more
 LOOKS = (8, 16)  # random vectors of a look
+TIMES = (4, 8)  # that a look is taken to find the first radius, at most
 STEPS = (2, 5)  # of Lanczos, of a look
-CLOSE = (1.1, 1.03)  # of norms, as in zoo/bounds/lanczos.py
+CLOSE = (2.0, 1.03)  # of norms, as in zoo/bounds/lanczos.py
+OVER = (2.0, 1.2)  # what will be proved of reaches and lengths, in units of what a look finds
 BYTES = 2**30  # of the vectors of one basis, and of probes
 
 
@@ -23,17 +25,29 @@ class Effort:
 
     probes: int
     looks: int
+    times: int
     steps: int
     close: float
+    over: float
+
+
+def large(tape: Tape) -> bool:
+    """So large that nothing is measured layer by layer? The norms of many layers are astronomic together."""
+    return _share(tape) < 1 / 2
+
+
+def _share(tape: Tape) -> float:
+    return min(1.0, LARGE / sum(leaf.y[0].numel() for leaf in tape.leaves.values()))
 
 
 def effort(tape: Tape) -> Effort:
-    share = min(1.0, LARGE / sum(leaf.y[0].numel() for leaf in tape.leaves.values()))
+    share = _share(tape)
 
     def between(least: float, most: float) -> float:
         return most - (1 - share) * (most - least)
 
-    return Effort(round(between(*PROBES)), round(between(*LOOKS)), round(between(*STEPS)), between(*CLOSE))
+    probes, looks, times, steps = (round(between(*ends)) for ends in (PROBES, LOOKS, TIMES, STEPS))
+    return Effort(probes, looks, times, steps, close=between(*CLOSE), over=between(*OVER))
 
 
 def at_once(entries: int, vectors: int = 1) -> int:

@@ -1,13 +1,14 @@
 """Where the ball of images takes the input of every leaf: an ellipsoid, the image of one ball of images and remainders.
 
-The change H_i of the input of leaf i is linear in the image's change G and in the remainders in front,
+The change H_i of the input of leaf i is linear in the image's change G, in the remainders in front, and in the defects
+d_n by which the ends of nodes in front are off (what was rounded),
 
-    H_i = A_i G + sum_{k<i} J_{k->i} B_k r_k = M_i u,      u = ( G / E,  r_k / W_k, k < i ),
+    H_i = A_i G + sum_{k<i} J_{k->i} B_k r_k + sum_{n<i} J_{n->i} d_n = M_i u,    u = (G / E, r_k / W_k, d_n / w_n),
 
-with weights W_k > 0, entry by entry, that may be chosen freely (weights.py) and E the largest radius that is asked for.
-With |G| <= e <= E and |r_k / W_k|^2 <= theta_k(e),
+with weights W_k > 0, entry by entry, and w_n > 0, that may be chosen freely (weights.py), and E the largest radius that
+is asked for. With |G| <= e <= E, |r_k / W_k|^2 <= theta_k(e) and sum_n |d_n / w_n|^2 <= theta_0,
 
-    |u|^2 <= Theta_i(e) = (e / E)^2 + sum_{k<i} theta_k(e),
+    |u|^2 <= Theta_i(e) = (e / E)^2 + theta_0 + sum_{k<i} theta_k(e),
 
 so a functional <a, H_i> stays within |M_i^T a| Theta_i^(1/2), and a form within lambda_max(M_i^T C M_i) Theta_i. The
 maps M_i hang on weights that were fixed before a vector was drawn; what is proved of remainders enters Theta alone.
@@ -19,11 +20,12 @@ Letters: B images, C rivals of each, M random vectors.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from certify.maps.effort import at_once, effort
+from certify.maps.effort import at_once, effort, large
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import Bound, QuadraticForm
@@ -31,18 +33,40 @@ from zoo.bounds.tape import Tape, Vectors
 
 TOGETHER = 64  # random vectors that find how far functionals reach, at most
 PROBE_FAILURE = 1e-11  # the chance that one reach of an image is too small
+OUT = 1 + 1e-9  # outwards over rounding
 COARSE = 1.2  # of norms, as in zoo/bounds/lanczos.py; what is close, effort.py says
+
+IMAGE, NOISE = -1, -2  # sources beside the leaves that bend
 
 Sizes = dict[int, Tensor]  # of leaves: (B,)
 Draw = Callable[[torch.Size, str, Tensor], Tensor]  # room, purpose, numbers (B, n) -> a Gaussian vector (B, *room) each
 
 
+@dataclass(frozen=True)
+class Noise:
+    """Defects of the ends of nodes, at these leaves: w_n (B,), and theta_0 (B,)."""
+
+    weights: Sizes
+    theta: Tensor
+
+    @staticmethod
+    def of(defects: Sizes, theta_B: Tensor) -> "Noise":
+        """w_n for defects (B,) of these lengths; theta_0 is infinite where one of them is."""
+        counted = {at: defect_B for at, defect_B in defects.items() if bool((defect_B > 0).any())}
+        wild_B = sum((~torch.isfinite(defect_B) for defect_B in counted.values()), torch.zeros_like(theta_B)) > 0
+        scale_B = (OUT * len(counted) / theta_B).sqrt()
+        weights = {at: torch.where(wild_B, 1.0, product(scale_B, defect_B)) for at, defect_B in counted.items()}
+        return Noise(weights, torch.where(wild_B, torch.inf, theta_B if counted else 0.0))
+
+
 class Joint:
     """u -> H_i, of all leaves at once: the weighted sources pushed through the tape. u is flat, (C, B, n)."""
 
-    def __init__(self, tape: Tape, images_BCHW: Tensor, most_B: Tensor, weights: Mapping[int, Tensor]) -> None:
-        self.tape, self._image, self.most_B, self.weights = tape, images_BCHW.shape[1:], most_B, weights
-        self.ones_B = torch.ones_like(most_B)
+    def __init__(
+        self, tape: Tape, images_BCHW: Tensor, most_B: Tensor, weights: Mapping[int, Tensor], noise: Noise
+    ) -> None:
+        self.tape, self._image, self.most_B = tape, images_BCHW.shape[1:], most_B
+        self.weights, self.noise, self.ones_B = weights, noise, torch.ones_like(most_B)
 
     def sources(self, last: int) -> list[int]:
         """Leaves whose remainders move the input of leaf `last`."""
@@ -52,33 +76,53 @@ class Joint:
         """The entries of u that count there."""
         return sum(self._sizes(last))
 
-    def part(self, source: int | None, last: int) -> Tensor:
-        """1 for the entries of u that a source has (None: the image), 0 for the others: (n,)."""
-        parts = zip((None, *self.sources(last)), self._sizes(last), strict=True)
-        return torch.cat([self.ones_B.new_full((size,), float(k == source)) for k, size in parts])
+    def part(self, source: int, last: int) -> Tensor:
+        """1 for the entries of u that a source has (IMAGE, NOISE, or a leaf), 0 for the others: (n,)."""
+        names = [IMAGE, *self.sources(last), *(NOISE for _ in self._ends(last))]
+        parts = zip(names, self._sizes(last), strict=True)
+        return torch.cat([self.ones_B.new_full((size,), float(name == source)) for name, size in parts])
 
     def push(self, u: Tensor, visit: Callable[[int, Tensor], None], last: int) -> None:
         """Show H_i of every leaf up to `last`."""
         first, *rest = u.split(self._sizes(last), -1)
-        pieces = dict(zip(self.sources(last), rest, strict=True))
+        sources, ends = self.sources(last), self._ends(last)
+        remainders = dict(zip(sources, rest[: len(sources)], strict=True))
+        defects = dict(zip(ends, rest[len(sources) :], strict=True))
 
         def at_leaf(at: int, v: Tensor) -> Tensor | None:
             visit(at, v)
-            return pieces[at].unflatten(-1, self.tape.rooms[at]) * self.weights[at] if at in pieces else None
+            entering = None
+            if at in remainders:
+                r = remainders[at].unflatten(-1, self.tape.rooms[at]) * self.weights[at]
+                entering = self.tape.spread(r, at)
+            if at in defects:
+                room = self._end(at)
+                d = defects[at].unflatten(-1, room) * beside(self.noise.weights[at], room)
+                entering = d if entering is None else entering + d
+            return entering
 
         self.tape.push(first.unflatten(-1, self._image) * beside(self.most_B, self._image), at_leaf, last)
 
     def pull(self, joining: Vectors, last: int) -> Tensor:
         """The transpose of what joins at the inputs of leaves up to `last`."""
-        sources = self.sources(last)
-        g, seen = self.tape.pull(None, joining, sources)
+        sources, ends = self.sources(last), self._ends(last)
+        g, seen = self.tape.pull(None, joining, {*sources, *ends})
         back = [g * beside(self.most_B, self._image)]
         back += [self.tape.collected(seen, k) * self.weights[k] for k in sources]
+        back += [seen[n] * beside(self.noise.weights[n], self._end(n)) for n in ends]
         return torch.cat([piece.flatten(2) for piece in back], -1)
 
+    def _ends(self, last: int) -> list[int]:
+        """Leaves at the ends of nodes whose defects move the input of leaf `last`."""
+        return [n for n in self.noise.weights if n < last]
+
+    def _end(self, at: int) -> torch.Size:
+        return self.tape.leaves[at].y.shape[1:]
+
     def _sizes(self, last: int) -> list[int]:
-        """The entries of the image, and of each source."""
-        return [self._image.numel(), *(self.tape.rooms[k].numel() for k in self.sources(last))]
+        """The entries of the image, of each source, and of each defect."""
+        rooms = [self.tape.rooms[k] for k in self.sources(last)] + [self._end(n) for n in self._ends(last)]
+        return [self._image.numel(), *(room.numel() for room in rooms)]
 
     def gram(self, forms: Mapping[int, QuadraticForm]) -> Callable[[Tensor], Tensor]:
         """u -> sum_i M_i^T C_i M_i u."""
@@ -114,7 +158,6 @@ class Rest:
     """What bounds |r / W| of a leaf: the seminorm of its form for Theta = 1 (without forms, |H|), at the largest e."""
 
     norm_B: Tensor
-    largest_B: Tensor
     reach: Tensor | None
 
 
@@ -124,28 +167,31 @@ class Margins:
     a form can."""
 
     norm: Tensor
-    drift: Tensor
     constant: Tensor
     last: int  # leaf with a form
     bounds: Mapping[int, Bound]
 
 
 class Ellipsoids:
-    """Around a batch of clean images; `drifts`: how far the clean input of a leaf may be from the exact one."""
+    """Around a batch of clean images."""
 
-    def __init__(self, joint: Joint, drifts: Sizes, draw: Draw) -> None:
-        self.joint, self.tape, self.most_B, self._drifts, self._draw = joint, joint.tape, joint.most_B, drifts, draw
+    def __init__(self, joint: Joint, draw: Draw) -> None:
+        self.joint, self.tape, self.most_B, self._draw = joint, joint.tape, joint.most_B, draw
         self.effort, self.failure = effort(self.tape), PROBE_FAILURE  # the chance, of an image
         self._reaches = self._probed()
-        self._norms = {at: self._norm(at) for at, length in self._reaches.items() if bool(torch.isinf(length).any())}
-        self.rests, total_B = dict[int, Rest](), joint.ones_B
+        self._norms = {} if large(self.tape) else self._norms_of_sizes()
+        self.rests, total_B = dict[int, Rest](), joint.ones_B + joint.noise.theta
         for at in self.tape.bent:
             self.rests[at] = self._rest(at, total_B)
             total_B = total_B + self._theta(at, total_B)
 
+    def _norms_of_sizes(self) -> Sizes:
+        """||M_i|| of leaves with reaches that are no functional's; without it, their coordinates' say enough."""
+        return {at: self._norm(at) for at, length in self._reaches.items() if bool(torch.isinf(length).any())}
+
     def at(self, eps_B: Tensor) -> Grown:
         """For eps <= the largest."""
-        before, theta, total_B = Sizes(), Sizes(), (eps_B / self.most_B).square()
+        before, theta, total_B = Sizes(), Sizes(), (eps_B / self.most_B).square() + self.joint.noise.theta
         for at in self.tape.bent:
             before[at], theta[at] = total_B, self._theta(at, total_B)
             total_B = total_B + theta[at]
@@ -162,20 +208,30 @@ class Ellipsoids:
                 forms[at] = leaf.forms.of_gradient(g[at], reach)
         zero = torch.zeros_like(self.most_B).expand(class_CB.shape)
         if not forms:
-            return Margins(zero, zero, zero, self.tape.bent[-1], bounds)
-        squares = (product(form.largest, self._drifts[at].square()) for at, form in forms.items())
+            return Margins(zero, zero, self.tape.bent[-1], bounds)
         numbers = (torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB)
         norm = self._seminorms(forms, f"margin {close}", list(numbers), close)
         constant = torch.stack([zero + form.constant for form in forms.values()]).sum(0)
-        return Margins(norm, sum(squares, zero).sqrt(), constant, max(forms), bounds)
+        return Margins(norm, constant, max(forms), bounds)
 
     def cost(self, margins: Margins, grown: Grown) -> Tensor:
         """What remainders can cost of the margins: (C, B)."""
-        half = (
-            0.5 * (product(margins.norm, grown.before[margins.last].sqrt()) + margins.drift).square() + margins.constant
-        )
+        half = 0.5 * product(margins.norm.square(), grown.before[margins.last]) + margins.constant
         bounds = (bound(self._radius(at, grown.before[at])) for at, bound in margins.bounds.items())
         return sum((nan_to_inf(bound) for bound in bounds), nan_to_inf(half))
+
+    def end(self, grown: Grown) -> Tensor:
+        """How far the output of the last leaf moves: (B,). Infinite where that leaf bends."""
+        if (last := self.tape.bent[-1]) == max(self.tape.leaves):
+            return torch.full_like(self.most_B, torch.inf)
+        return product(self._norm_of_end, (grown.before[last] + grown.theta[last]).sqrt())
+
+    @cached_property
+    def _norm_of_end(self) -> Tensor:
+        at = max(self.tape.leaves)
+        leaf = self.tape.leaves[at]
+        whole = {at: QuadraticForm(lambda v: leaf.pull(leaf.push(v)), self.joint.ones_B[None])}
+        return self._seminorms(whole, "end", [self.most_B[:, None]], COARSE)[0]
 
     def lengths(self, g: Vectors) -> Vectors:
         """|W_k B_k^T g_k| of all leaves that bend, (C, B): times theta^(1/2), what remainders can cost at most."""
@@ -191,17 +247,16 @@ class Ellipsoids:
             weight_B = self.joint.weights[at].flatten(1).amin(1)
             return nan_to_inf(leaf.beta(self._radius(at, total_B)) / weight_B).square()
         shrunk_B = leaf.forms.shrink(self._reach(at, total_B), rest.reach)
-        size_B = product(rest.norm_B, total_B.sqrt()) + product(rest.largest_B.sqrt(), self._drifts[at])
-        return nan_to_inf(product(size_B.square(), shrunk_B))
+        return nan_to_inf(product(product(rest.norm_B.square(), total_B), shrunk_B))
 
     def _rest(self, at: int, total_B: Tensor) -> Rest:
         leaf = self.tape.leaves[at]
         if leaf.forms is None:
-            return Rest(self._norm(at), self.joint.ones_B, None)
+            return Rest(self._norm(at), None)
         reach = self._reach(at, total_B)
         form = leaf.forms.of_rest(reach, 1 / self.joint.weights[at])
         norm_B = self._seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.effort.close)[0]
-        return Rest(norm_B, form.largest[0], reach)
+        return Rest(norm_B, reach)
 
     def _norm(self, at: int) -> Tensor:
         """||M_i|| (B,)."""
@@ -210,18 +265,17 @@ class Ellipsoids:
 
     def _radius(self, at: int, total_B: Tensor) -> Tensor:
         """|H_i| (B,)."""
-        return product(self.rests[at].norm_B, total_B.sqrt()) + self._drifts[at]
+        return product(self.rests[at].norm_B, total_B.sqrt())
 
     def _reach(self, at: int, total_B: Tensor) -> Tensor:
         """Of the functionals of a leaf's forms (B, ...)."""
         forms, length = self.tape.leaves[at].forms, self._reaches[at]
         assert forms is not None
         room = length.shape[1:]
-        reach = product(length, beside(total_B.sqrt(), room)) + forms.sizes * beside(self._drifts[at], room)
+        reach = product(length, beside(total_B.sqrt(), room))
         if at not in self._norms:
             return reach
-        radius_B = product(self._norms[at], total_B.sqrt()) + self._drifts[at]
-        return torch.fmin(reach, forms.sizes * beside(radius_B, room))
+        return torch.fmin(reach, forms.sizes * beside(product(self._norms[at], total_B.sqrt()), room))
 
     def _seminorms(
         self, forms: Mapping[int, QuadraticForm], word: str, numbers: Sequence[Tensor], close: float

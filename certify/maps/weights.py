@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 
 from certify.maps.effort import effort
-from certify.maps.ellipsoid import Draw, Joint, beside, identity
+from certify.maps.ellipsoid import IMAGE, NOISE, Draw, Joint, Noise, Sizes, beside, identity
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Tape, Vectors
 
 THETA = (0.002, 1.0)  # from, to
+THETA_0 = (1e-8, 1.0)  # of defects: of the exact function's there is next to nothing
+UNKNOWN = 0.01  # of defects where there is no form to be compared with
 GUESS = 0.1  # of theta, while it is not known
-OVER = 1.2  # what will be proved of reaches and lengths, in units of what a look finds
+SEEN = 4.0  # times what a remainder adds in the directions in which the image moves, about what it adds at most
 LEAST = 0.1  # of an entry, in units of the mean
+LEAST_RADIUS = 1e-3  # that a look finds, in units of the largest: nothing, where it diverges
 WEIGHTS = (1e-100, 1e30)  # from, to: where a look diverges, what it says is finite
 
 
@@ -35,28 +38,39 @@ class Look:
         self._effort = effort(tape)
         self._formed = {at: forms for at in tape.bent if (forms := tape.leaves[at].forms) is not None}
         self._forms, self._pulled = dict[int, QuadraticForm](), Vectors()
+        self._energy_B = torch.zeros_like(most_B)  # of the margin's forms, of random changes of the image
         if self._formed:
-            self._forms, self._pulled = self._sensitivity()
+            self._sensitivity()
 
-    def weights(self) -> dict[int, Tensor]:
-        """W_k (B, ...) of every leaf that bends."""
+    def joint(self, defects: Sizes) -> Joint:
+        """With W_k (B, ...) of every leaf that bends, and w_n for defects at these leaves."""
         weights = dict(self._weights)
         for at, adds_B in self._parts.items():
-            if at is not None:
-                theta_B = (adds_B / self._parts[None]).nan_to_num(THETA[1]).clamp(*THETA)
+            if at != IMAGE:
+                theta_B = (adds_B / self._parts[IMAGE]).nan_to_num(THETA[1]).clamp(*THETA)
                 weights[at] = weights[at] * beside((GUESS / theta_B).sqrt(), weights[at].shape[1:])
-        return weights
+        return Joint(self._tape, self._images, self._most_B, weights, self._noise(defects))
+
+    def _noise(self, defects: Sizes) -> Noise:
+        """With theta_0 as those of remainders."""
+        noise = Noise.of(defects, torch.ones_like(self._most_B))
+        if not self._parts:
+            return Noise.of(defects, torch.full_like(self._most_B, UNKNOWN))
+        if not noise.weights:
+            return noise
+        adds_B = self._part(Joint(self._tape, self._images, self._most_B, {}, noise), NOISE)
+        return Noise.of(defects, (adds_B / self._parts[IMAGE]).nan_to_num(THETA_0[1]).clamp(*THETA_0))
 
     def radius(self, first_B: Tensor, margin_B: Tensor) -> Tensor:
         """About the eps where first_B eps and what remainders cost reach the margin: (B,). They cost less and less of
         it below the largest eps."""
-        a_B = 0.5 * (OVER * self._whole_B / self._most_B).square()
+        a_B = 0.5 * (self._effort.over * self._whole_B / self._most_B).square()
         root_B = 2 * margin_B / (first_B + (first_B.square() + 4 * a_B * margin_B).sqrt())
-        return torch.fmin(root_B, self._most_B).clamp_min(1e-6 * self._most_B)
+        return torch.fmin(root_B, self._most_B).clamp_min(LEAST_RADIUS * self._most_B)
 
     def _weight(self, at: int, v: Tensor, joint: Joint, total: float) -> Tensor:
         """With |r / W|^2 about GUESS; v: random changes of the input."""
-        leaf, around = self._tape.leaves[at], OVER * total**0.5
+        leaf, around = self._tape.leaves[at], self._effort.over * total**0.5
         if leaf.forms is None:
             weight, form = torch.ones_like(leaf.y), identity(self._most_B)
         else:
@@ -74,13 +88,13 @@ class Look:
     def _weights(self) -> dict[int, Tensor]:
         """With theta = GUESS everywhere: vectors go through once, and what a leaf adds to them is chosen on the way."""
         weights = dict[int, Tensor]()
-        joint, last = Joint(self._tape, self._images, self._most_B, weights), self._tape.bent[-1]
+        joint, last = self._silent(weights), self._tape.bent[-1]
 
         def visit(at: int, v: Tensor) -> Tensor | None:
             if at not in self._tape.bent:
                 return None
             weights[at] = self._weight(at, v, joint, 1 + GUESS * len(weights))
-            return self._gaussian(self._tape.rooms[at], f"look {at}") * weights[at]
+            return self._tape.spread(self._gaussian(self._tape.rooms[at], f"look {at}") * weights[at], at)
 
         v = self._gaussian(self._images.shape[1:], "look") * beside(self._most_B, self._images.shape[1:])
         self._tape.push(v, visit, last)
@@ -91,37 +105,46 @@ class Look:
         """The seminorm of the margin's forms, with theta = GUESS everywhere."""
         if not self._forms:
             return torch.zeros_like(self._most_B)
-        joint, last = Joint(self._tape, self._images, self._most_B, self._weights), max(self._forms)
+        joint, last = self._silent(self._weights), max(self._forms)
         start = self._draw(torch.Size([joint.room(last)]), "whole", self._most_B[:, None])
         return (1 + GUESS * len(joint.sources(last))) ** 0.5 * self._ritz(joint, self._forms, start)
 
     @cached_property
-    def _parts(self) -> dict[int | None, Tensor]:
-        """Of the seminorm of the margin's forms: that of the image (None), and those of leaves."""
+    def _parts(self) -> dict[int, Tensor]:
+        """Of the seminorm of the margin's forms: that of the image, and those of leaves."""
         if not self._forms:
             return {}
-        joint, last = Joint(self._tape, self._images, self._most_B, self._weights), max(self._forms)
-        room, parts = torch.Size([joint.room(last)]), dict[int | None, Tensor]()
-        for source in (None, *joint.sources(last)):
-            start = self._draw(room, f"part {source}", self._most_B[:, None]) * joint.part(source, last)
-            parts[source] = self._ritz(joint, self._forms, start) * (1.0 if source is None else GUESS**0.5)
-        return parts
+        lengths = {at: (pulled * self._weights[at]).flatten(1).norm(dim=1) for at, pulled in self._pulled.items()}
+        scale_B = SEEN * GUESS**0.5 / self._energy_B.sqrt()
+        of_leaves = {at: scale_B * length_B for at, length_B in lengths.items()}
+        return {IMAGE: self._part(self._silent({}), IMAGE), **of_leaves}
 
-    def _sensitivity(self) -> tuple[dict[int, QuadraticForm], Vectors]:
+    def _part(self, joint: Joint, source: int) -> Tensor:
+        """Of one source with theta = 1."""
+        last = max(self._forms)
+        start = self._draw(torch.Size([joint.room(last)]), f"part {source}", self._most_B[:, None])
+        return self._ritz(joint, self._forms, start * joint.part(source, last))
+
+    def _silent(self, weights: Mapping[int, Tensor]) -> Joint:
+        """Without defects."""
+        return Joint(self._tape, self._images, self._most_B, weights, Noise({}, torch.zeros_like(self._most_B)))
+
+    def _sensitivity(self) -> None:
         """The forms of the margin, and |B_k^T J^T C A G|, entry by entry, of random changes G."""
-        joint, last = Joint(self._tape, self._images, self._most_B, {}), max(self._formed)
+        joint, last = self._silent({}), max(self._formed)
         u = self._gaussian(torch.Size([joint.room(last)]), "sensitivity")
-        forms, joining = dict[int, QuadraticForm](), Vectors()
+        joining = Vectors()
 
         def visit(at: int, v: Tensor) -> None:
             if at in self._formed:
-                reach = OVER * (self._formed[at].squares(v) / len(v)).sqrt()
-                forms[at] = self._formed[at].of_gradient(self._g[at], reach)
-                joining[at] = forms[at].apply(v).nan_to_num(0.0, 0.0, 0.0)
+                reach = self._effort.over * (self._formed[at].squares(v) / len(v)).sqrt()
+                self._forms[at] = self._formed[at].of_gradient(self._g[at], reach)
+                joining[at] = self._forms[at].apply(v).nan_to_num(0.0, 0.0, 0.0)
+                self._energy_B = self._energy_B + (v * joining[at]).flatten(2).sum(-1).mean(0)
 
         joint.push(u, visit, last)
         _, seen = self._tape.pull(None, joining, [at for at in self._tape.bent if at < last])
-        return forms, {at: self._tape.collected(seen, at).square().mean(0).sqrt() for at in seen}
+        self._pulled |= {at: self._tape.collected(seen, at).square().mean(0).sqrt() for at in seen}
 
     def _gaussian(self, room: torch.Size, word: str) -> Tensor:
         """The random vectors (M, B, *room)."""

@@ -17,15 +17,16 @@ e_0 is the radius of the L2 ball around the ball of images, and ||g_0|| e_0 what
 ||J_k|| is the norm of I + J_branch, and ||P_k|| that of the product (certify/maps/operator_norms.py).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from certify.maps.operator_norms import operator_norms
+from certify.maps.operator_norms import Norms, operator_norms
 from certify.methods.backwards import Chain, Radii, Rivals
 from certify.methods.bake import SERVED, model_of
 from certify.methods.ball import L2, Ball, known
@@ -61,8 +62,6 @@ class Step:
     name: str
     lip: Bound
     beta: Bound
-    norm_B: Tensor  # ||J_k||
-    prefix_B: Tensor  # ||P_k||
     defect_B: Tensor  # ||X_k - f_k(X_{k-1})||: the clean points are rounded
 
 
@@ -75,9 +74,9 @@ class AdjointAnalysis:
     """
 
     def __init__(
-        self, clean: Clean, steps: Sequence[Step], chain: Chain, head: nn.Linear, failure: float, few: int
+        self, clean: Clean, steps: Sequence[Step], chain: Chain, head: nn.Linear, measure: Callable[[], Norms], few: int
     ) -> None:
-        self.clean, self.steps, self.chain, self.failure = clean, steps, chain, failure
+        self.clean, self.steps, self.chain, self.measure = clean, steps, chain, measure
         self.weight_BJ = pair_weights(head, clean.label_B)
         self.rivals_BR = clean.margin_BJ.argsort(-1)[:, :-1]  # the label's own margin is infinite
         self.head, self.few, self._groups = head, few, dict[tuple[int, int], Rivals]()
@@ -86,19 +85,30 @@ class AdjointAnalysis:
     def ball(self) -> Ball:
         return self.chain.ball
 
+    @cached_property
+    def norms(self) -> Norms:
+        """||J_k|| and ||P_k||, when they are first asked for."""
+        with torch.no_grad():
+            return self.measure()
+
+    @property
+    def failure(self) -> float:
+        return self.norms.failure if "norms" in vars(self) else 0.0
+
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
         radii = self.radii(eps_B)
         loss_BJ, class_B = self.losses(radii)
         return decide_by(self.within(radii), loss_BJ, eps_B, class_B)
 
+    def around(self, e_B: Tensor) -> tuple[Clean, list[Tensor]]:
+        """The margins that there are within L2 balls of e_0; and how far what every node answers there may be from
+        X_k + J_k G + R_k, (B,) each."""
+        return self.clean, [step.defect_B for step in self.steps]
+
     def within(self, radii: Radii) -> Clean:
         """The clean margins, less what has to be kept back of them within these radii: here, nothing."""
         return self.clean
-
-    def off(self, radii: Radii) -> list[Tensor]:
-        """How far what a node answers within these radii may be from X_k + J_k G + R_k: (B,) each."""
-        return [step.defect_B for step in self.steps]
 
     @torch.no_grad()
     def losses(self, radii: Radii) -> tuple[Tensor, Tensor]:
@@ -143,13 +153,13 @@ class AdjointAnalysis:
     def radii_within(self, e_B: Tensor) -> Radii:
         """Of L2 balls of e_0. A bound that is not a number counts as infinite. Proof: docs/proofs.md#radii."""
         radii, betas, rho_B = [e_B], [], torch.zeros_like(e_B)
-        for step in self.steps:
+        for step, norm_B, prefix_B in zip(self.steps, self.norms.nodes, self.norms.products, strict=True):
             e_B = radii[-1]
             beta_B = nan_to_inf(step.beta(e_B) + step.defect_B)
             betas.append(beta_B)
-            bound_B = torch.fmin(step.lip(e_B) + step.defect_B, product(step.norm_B, e_B) + beta_B)
-            linear_B = product(step.prefix_B, radii[0])
-            rho_B = nan_to_inf(product(step.norm_B, rho_B) + beta_B)
+            bound_B = torch.fmin(step.lip(e_B) + step.defect_B, product(norm_B, e_B) + beta_B)
+            linear_B = product(prefix_B, radii[0])
+            rho_B = nan_to_inf(product(norm_B, rho_B) + beta_B)
             bound_B = nan_to_inf(torch.fmin(bound_B, linear_B + rho_B))
             rho_B = torch.fmin(rho_B, bound_B + linear_B)
             radii.append(bound_B)
@@ -225,10 +235,9 @@ class Adjoint:
             points.append(expansions[-1].y)
         clean = lowered(self.head, points[-1], clean)
         defects = running.defects(self.links, self.ends, points)
-        norms = operator_norms(expansions, images_BCHW, self._seed)
         betas = [expansion.beta for expansion in expansions]
-        terms = zip(self.names, lips, betas, norms.nodes, norms.products, defects, strict=True)
-        steps = [Step(*of_node) for of_node in terms]
+        steps = [Step(*of_node) for of_node in zip(self.names, lips, betas, defects, strict=True)]
         ball = Ball(self.norm, images_BCHW[0].numel())
         chain = Chain(ball, [expand for _, expand in self.nodes], points, expansions)
-        return AdjointAnalysis(clean, steps, chain, self.head, norms.failure, self._few(images_BCHW))
+        measure = partial(operator_norms, expansions, images_BCHW, self._seed)
+        return AdjointAnalysis(clean, steps, chain, self.head, measure, self._few(images_BCHW))

@@ -21,17 +21,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from certify.maps.effort import effort, large
 from certify.maps.weights import Look
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.ball import Ball
 from certify.methods.certificate import Breakdown, Certificate, Clean, binding_class, decide_by, gaps, per_image
 from certify.methods.rung import Rung, Situation
+from zoo.bounds.tape import Tape
 
 RUNGS = 6
-LOOKS, SETTLED = 8, 1.1  # before the first of them, at most; and until two of them differ by less
+SETTLED = 1.1  # of two looks: they need no third one if they differ by less
 BEYOND, BELOW = 1.15, 0.8  # the first largest e, in units of what is expected; and where a search begins
 MOST = 2.0**10
-FEW_RIVALS = 64  # whose gradients say what to expect
+FEW_RIVALS = 16  # whose gradients say what to expect
 
 
 class ImageAnalysis:
@@ -63,21 +65,35 @@ class ImageAnalysis:
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
-        radii = self.inner.radii(eps_B)
-        loss_BJ, class_B = self.inner.losses(radii)
-        clean = self.inner.within(radii)
-        loss_BJ, class_B = self._sharper(clean, radii.e[0], loss_BJ, class_B)
+        e_B = self.ball.radius(eps_B)
+        clean, loss_BJ, class_B = self._unknown(e_B) if self._large else self._by_layers(e_B)
+        loss_BJ, class_B = self._sharper(clean, e_B, loss_BJ, class_B)
         return decide_by(clean, loss_BJ, eps_B, class_B)
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
         """That of the adjoint analysis."""
         return self.inner.breakdown(eps)
 
+    @cached_property
+    def _large(self) -> bool:
+        return large(Tape(self.inner.chain.expansions))
+
+    def _by_layers(self, e_B: Tensor) -> tuple[Clean, Tensor, Tensor]:
+        """Margins, losses, and the class that decides, of the adjoint analysis."""
+        radii = self.inner.radii_within(e_B)
+        return self.inner.within(radii), *self.inner.losses(radii)
+
+    def _unknown(self, e_B: Tensor) -> tuple[Clean, Tensor, Tensor]:
+        """Those of a model whose layers have astronomic norms together: everything is left to forms."""
+        clean, _ = self.inner.around(e_B)
+        loss_BJ = torch.full_like(clean.margin_BJ, torch.inf).scatter(1, clean.label_B[:, None], 0.0)
+        return clean, loss_BJ, binding_class(clean, torch.zeros_like(loss_BJ))
+
     @torch.no_grad()
     def _sharper(self, clean: Clean, e_B: Tensor, loss_BJ: Tensor, class_B: Tensor) -> tuple[Tensor, Tensor]:
         """The losses again, and the class that decides: one rung after the other, as long as an image is open. `clean`:
         the margins that there are within e."""
-        open_B = was_open_B = _open(clean, loss_BJ) & (e_B > 0)
+        open_B = was_open_B = _open(clean, loss_BJ)
         most_B = BEYOND * self.expected_B if bool(open_B.any()) else e_B
         for level in range(RUNGS):
             open_B = open_B & (e_B < most_B)  # not a number: there is no further rung
@@ -106,17 +122,20 @@ class ImageAnalysis:
         first_B, margin_B, class_B = (t.gather(0, rank_B[None])[0] for t in (first_CB, margin_CB, class_CB))
         _, g = here.gradients(class_B[None])
         most_B = above_B = most_B.clamp_max(MOST)
+        below_B = torch.zeros_like(most_B)
         settled_B = torch.zeros_like(self.clean.correct_B)  # an image's own, whatever its neighbours need
-        for _ in range(LOOKS):
+        for _ in range(effort(here.tape).times):
             found_B = Look(here.tape, self.images, most_B, g, here.draw).radius(first_B, margin_B)
             above_B = torch.where(found_B < most_B, most_B, above_B)
+            below_B = torch.where(found_B < most_B, below_B, most_B)
             next_B = (most_B * torch.where(found_B < most_B, found_B, above_B)).sqrt()
+            next_B = torch.maximum(next_B, (below_B * above_B).sqrt())
             next_B = torch.where(settled_B, most_B, next_B)
             settled_B = settled_B | (torch.maximum(next_B / most_B, most_B / next_B) < SETTLED)
             most_B = next_B
             if bool(settled_B.all()):
                 break
-        return most_B
+        return torch.where(settled_B | (below_B == 0), most_B, below_B)
 
     def _build(self, level: int, wanted_B: Tensor, most_B: Tensor) -> None:
         """The rungs of this level that these images lack."""

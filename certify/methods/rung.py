@@ -10,12 +10,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from certify.maps.effort import at_once
-from certify.maps.ellipsoid import COARSE, Ellipsoids, Grown, Joint, Margins, Sizes
+from certify.maps.effort import at_once, large
+from certify.maps.ellipsoid import COARSE, Ellipsoids, Grown, Margins, Sizes
 from certify.maps.weights import Look
 from certify.methods.adjoint import AdjointAnalysis, groups
 from certify.methods.ball import Ball
-from certify.methods.certificate import Clean, gaps
+from certify.methods.certificate import Clean, gaps, pair_weights
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.tape import Tape, Vectors
@@ -37,26 +37,23 @@ class Situation:
     tape: Tape
     head: nn.Linear
     defects: Sequence[Tensor]  # of nodes, (B,): what is off at their ends
-    norms: Sequence[Tensor]
     rivals_BR: Tensor
     seed: bytes
 
     @staticmethod
     def of(inner: AdjointAnalysis, images: Tensor, index_I: Tensor, seed: bytes, most_B: Tensor) -> "Situation":
         """What is said of margins and defects holds for all e up to `most_B`."""
-        radii = inner.radii_within(most_B)
-        chain = inner.chain if len(index_I) == len(images) else inner.chain.of(index_I)
-        defects, norms = [off_B[index_I] for off_B in inner.off(radii)], [step.norm_B[index_I] for step in inner.steps]
-        clean, rivals, tape = inner.within(radii)[index_I], inner.rivals_BR[index_I], Tape(chain.expansions)
-        return Situation(images[index_I], clean, inner.ball, tape, inner.head, defects, norms, rivals, seed)
+        clean, off = inner.around(most_B)
+        tape = Tape((inner.chain if len(index_I) == len(images) else inner.chain.of(index_I)).expansions)
+        defects, rivals_IR = [off_B[index_I] for off_B in off], inner.rivals_BR[index_I]
+        return Situation(images[index_I], clean[index_I], inner.ball, tape, inner.head, defects, rivals_IR, seed)
 
     def gradients(self, class_CB: Tensor) -> tuple[Tensor, Vectors]:
         """Of the margins over these classes: at the image, and at the outputs of the leaves that bend or end a node."""
         weight = self.head.weight
         g_CBD = weight[self.clean.label_B] - weight[class_CB]
-        kept = {*self.tape.bent, *(leaves[-1] for leaves in self.tape.of_nodes)}
         end = self.tape.leaves[max(self.tape.leaves)].y.shape
-        return self.tape.pull(g_CBD.view(len(g_CBD), *end), {}, kept)
+        return self.tape.pull(g_CBD.view(len(g_CBD), *end), {}, {*self.tape.bent, *self.ends})
 
     def first(self, class_CB: Tensor) -> Tensor:
         """What margins over these classes lose at first order, at e = 1: (C, B)."""
@@ -70,21 +67,13 @@ class Situation:
         return lanczos.starts(key, room, self.seed + word.encode())
 
     @cached_property
-    def drifts(self) -> Sizes:
-        """By how much the input of every leaf may be off, passed on by norms: it is rounding."""
-        found, drift_B = Sizes(), torch.zeros_like(self.images[:, 0, 0, 0])
-        for leaves, norm_B, defect_B in zip(self.tape.of_nodes, self.norms, self.defects, strict=True):
-            inside_B = drift_B
-            for at in leaves:
-                found[at] = inside_B
-                inside_B = product(1 + self.tape.leaves[at].gain_B, inside_B)  # with and without a sum around it
-            drift_B = product(norm_B, drift_B) + defect_B
-        return found
+    def ends(self) -> Sizes:
+        """Defects, by the leaves behind which they come in."""
+        return {leaves[-1]: defect_B for leaves, defect_B in zip(self.tape.of_nodes, self.defects, strict=True)}
 
     def rounded(self, g: Vectors) -> Tensor:
         """What defects cost of margins with these gradients: (C, B)."""
-        ends = zip(self.tape.of_nodes, self.defects, strict=True)
-        costs = [product(g[leaves[-1]].flatten(2).norm(dim=-1), defect_B) for leaves, defect_B in ends]
+        costs = [product(g[at].flatten(2).norm(dim=-1), defect_B) for at, defect_B in self.ends.items()]
         return torch.stack(costs).sum(0)
 
 
@@ -113,8 +102,8 @@ class Rung:
     def __init__(self, here: Situation, most_B: Tensor) -> None:
         self.here, self.most_B = here, most_B
         _, g = here.gradients(here.rivals_BR[:, :1].mT)
-        weights = Look(here.tape, here.images, most_B, g, here.draw).weights()
-        self.ellipsoids = Ellipsoids(Joint(here.tape, here.images, most_B, weights), here.drifts, here.draw)
+        joint = Look(here.tape, here.images, most_B, g, here.draw).joint(here.ends)
+        self.ellipsoids = Ellipsoids(joint, here.draw)
         self._close = self.ellipsoids.effort.close
         room = self.ellipsoids.joint.room(here.tape.bent[-1]) * len(here.images)
         self._at_once = min(AT_ONCE, at_once(room, lanczos.STEPS[-1]))
@@ -139,6 +128,11 @@ class Rung:
     def losses(self, e_B: Tensor, loss_BJ: Tensor) -> Tensor:
         """What margins can lose, where that is less than it was: the closest rivals first, until one stays open."""
         grown, loss_BJ = self.ellipsoids.at(e_B), loss_BJ.clone()
+        if large(self.here.tape):  # of smaller models the adjoint analysis tells the far rivals
+            pairs_BJ = product(
+                pair_weights(self.here.head, self.here.clean.label_B), self.ellipsoids.end(grown)[:, None]
+            )
+            loss_BJ = torch.minimum(loss_BJ, nan_to_inf(pairs_BJ))
         for formed in self._formed:
             self._lower(loss_BJ, formed, e_B, grown)
         lost_B = torch.zeros_like(self.here.clean.correct_B)

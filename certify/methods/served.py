@@ -32,16 +32,17 @@ class ServedAnalysis(AdjointAnalysis):
     """With steps whose radii count their rounding `mus`, and margins that are smaller by what the head rounds."""
 
     def __init__(self, exact: AdjointAnalysis, mus: Sequence[Bound], head_error: Bound) -> None:
-        super().__init__(exact.clean, exact.steps, exact.chain, exact.head, exact.failure, exact.few)
+        super().__init__(exact.clean, exact.steps, exact.chain, exact.head, exact.measure, exact.few)
         self._mus, self._head_error = mus, head_error
+
+    def around(self, e_B: Tensor) -> tuple[Clean, list[Tensor]]:
+        radii, (_, defects) = self.radii_within(e_B), super().around(e_B)
+        off = [defect_B + mu(r_B) for defect_B, mu, r_B in zip(defects, self._mus, radii.e, strict=False)]
+        return self.within(radii), off
 
     def within(self, radii: Radii) -> Clean:
         kept_BJ = self._head_error(radii.e[-1]).nan_to_num(torch.inf)
         return replace(self.clean, margin_BJ=self.clean.margin_BJ - kept_BJ)
-
-    def off(self, radii: Radii) -> list[Tensor]:
-        steps = zip(super().off(radii), self._mus, radii.e, strict=False)
-        return [defect_B + mu(e_B) for defect_B, mu, e_B in steps]
 
 
 class ServedAdjoint(Adjoint):

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 STEPS = (12, 16, 24, 32, 48)  # where the bound is looked at
+EARLY, ROUGH = 10, 1.5  # and a first time where so much may be missing
 CLOSE = 1.02  # and is good enough, as a multiple of what is a bound from below
 FAILURE = 1e-9  # the chance that one norm is too small, rounding included; of huge maps see `chance`
 NUDGE = 1e-14
@@ -194,7 +195,8 @@ def norms(gram: Map, start: Tensor, close: float = CLOSE) -> Tensor:
     found_L = start.new_full((start.shape[0] * start.shape[1],), torch.inf)  # an image's own, whatever others need
     lost_L = torch.zeros_like(found_L, dtype=torch.bool)
     within = _within_numbers(apply, lost_L)
-    for spectrum in tridiagonal(within, start.flatten(2).flatten(0, 1), sorted({min(n, k) for k in STEPS})):
+    steps = STEPS if close < ROUGH else (EARLY, *STEPS)
+    for spectrum in tridiagonal(within, start.flatten(2).flatten(0, 1), sorted({min(n, k) for k in steps})):
         enough_L = close**2 * spectrum.theta_LK[:, -1]
         found_L = torch.where(found_L <= enough_L, found_L, upper(spectrum, n))
         if bool((found_L <= enough_L).all()):

@@ -38,7 +38,7 @@ class Tape:
 
     def push(self, v: Tensor, visit: Visit, last: int) -> None:
         """v (C, B, *image) from the image to the input of the leaf `last`. At every leaf on its way `visit` is shown
-        what comes by at the input, and says what enters at the output besides, if any."""
+        what comes by at the input, and says what is added at the output, if anything."""
         skips = list[Tensor]()
         for at, op in enumerate(self._ops[: last + 1]):
             if op == "FORK":
@@ -49,7 +49,7 @@ class Tape:
                 entering = visit(at, v)
                 if at < last:
                     v = op.push(v)
-                    v = v if entering is None else v + self._spread(op, entering)
+                    v = v if entering is None else v + entering
 
     def pull(self, g: Tensor | None, joining: Mapping[int, Tensor], kept: Collection[int]) -> tuple[Tensor, Vectors]:
         """The transpose: g (C, B, *y) at the end, if any, and what joins at the inputs of leaves: what arrives at the
@@ -71,6 +71,11 @@ class Tape:
         assert g is not None
         return g, seen
 
+    def spread(self, r: Tensor, at: int) -> Tensor:
+        """B r of a leaf."""
+        forms = self.leaves[at].forms
+        return r if forms is None else forms.spread(r)
+
     def collected(self, seen: Mapping[int, Tensor], at: int) -> Tensor:
         """B^T g of a leaf."""
         forms = self.leaves[at].forms
@@ -80,10 +85,6 @@ class Tape:
     def rooms(self) -> dict[int, torch.Size]:
         """The shape of a remainder r of one image, of every leaf that bends."""
         return {at: self.collected({at: self.leaves[at].y[None]}, at).shape[2:] for at in self.bent}
-
-    @staticmethod
-    def _spread(leaf: Expansion, r: Tensor) -> Tensor:
-        return r if leaf.forms is None else leaf.forms.spread(r)
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

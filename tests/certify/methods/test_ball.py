@@ -170,8 +170,7 @@ def test_a_prefix_of_the_other_norm_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     model = small_model("smooth", 0)
     x, y = labelled(model, 6, 0)
     analysis = inner(model, x, y)
-    for step in analysis.steps:
-        object.__setattr__(step, "prefix_B", step.prefix_B / math.sqrt(x[0].numel()))
+    analysis.norms.products[:] = [norm_B / math.sqrt(x[0].numel()) for norm_B in analysis.norms.products]
     assert (outrun(analysis, bake(model), x, 0.02) > 1.5).all()
 
 

@@ -1,7 +1,7 @@
 """Forms on the ball of images: every quantity against what ascent finds, and against dense Jacobians."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 import zoo
 from certify import certified_radius
 from certify.api import radius_of
-from certify.maps import ellipsoid
+from certify.maps import effort, ellipsoid
 from certify.maps.ellipsoid import Ellipsoids, Joint, least_square_sum
 from certify.methods.adjoint import Adjoint
 from certify.methods.ball import NORMS
@@ -165,8 +165,65 @@ def test_any_weights_are_sound(parts: str) -> None:
         for at, weight in weights.items()
     }
     here = rung.here
-    rung.ellipsoids = Ellipsoids(Joint(here.tape, here.images, rung.most_B, wild), here.drifts, here.draw)
+    rung.ellipsoids = Ellipsoids(
+        Joint(here.tape, here.images, rung.most_B, wild, rung.ellipsoids.joint.noise), here.draw
+    )
     assert not beaten(certifier, analysis, rung, (0.1,))
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_what_is_off_between_nodes_is_part_of_the_ball(parts: str) -> None:
+    """Nodes whose ends are off by a hundredth: ascent over the image and all of that finds no margin that loses more.
+    Without it in the ball, planted, it does."""
+    certifier, analysis = analysis_of(parts, count=3)
+    e_B, off = torch.full((3,), 0.02, dtype=torch.float64), 0.01
+    here = replace(situation(analysis), defects=[torch.full_like(e_B, off) for _ in analysis.inner.steps])
+    rival_B = here.rivals_BR[:, 0]
+    lost_B = fall(certifier, here, rival_B, e_B, off)
+    for told, planted in ((here, False), (replace(here, defects=situation(analysis).defects), True)):
+        loss_B = formed_losses(Rung(told, e_B), e_B).gather(1, rival_B[:, None])[:, 0]
+        assert bool((lost_B > loss_B).any()) == planted
+
+
+def fall(certifier: Image, here: Situation, rival_B: Tensor, e_B: Tensor, off: float) -> Tensor:
+    """Of the margin, by ascent over a change of the image, of length e, and one of every node, `off`."""
+    shapes = [here.images.shape, *(here.tape.leaves[leaves[-1]].y.shape for leaves in here.tape.of_nodes)]
+    lengths = [e_B, *(torch.full_like(e_B, off) for _ in shapes[1:])]
+    torch.manual_seed(0)
+    moves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    def margin_of(moves: Sequence[Tensor]) -> Tensor:
+        x = here.images + moves[0]
+        for (layer, _), move in zip(certifier.nodes, moves[1:], strict=True):
+            x = layer(x)[0] + move
+        logits = certifier.head(x)
+        return (logits.gather(1, here.clean.label_B[:, None]) - logits.gather(1, rival_B[:, None]))[:, 0]
+
+    for _ in range(40):
+        on_sphere = [
+            move * (length_B / move.flatten(1).norm(dim=1)).view(-1, *(1,) * (move.ndim - 1))
+            for move, length_B in zip(moves, lengths, strict=True)
+        ]
+        moved_B = margin_of(on_sphere)
+        found = torch.autograd.grad(moved_B.sum(), on_sphere)
+        moves = [-gradient.detach() for gradient in found]  # a Frank-Wolfe step: the ends of balls
+        moves = [move.requires_grad_() for move in moves]
+    return (margin_of([torch.zeros_like(move) for move in moves]) - moved_B).detach()
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_large_models_are_left_to_forms(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is small is taken for large: no layer is measured, rivals are told apart by how far the features move. All
+    images have a radius, and no ascent finds more."""
+    monkeypatch.setattr(effort, "LARGE", 1)
+    certifier, analysis = analysis_of(parts)
+    radius_B = radius_of(analysis)
+    assert "norms" not in vars(analysis.inner)
+    assert (radius_B > 1e-3).all()
+    (level, *_) = [rungs for rungs in analysis.rungs if rungs]
+    for index_I, rung in level:
+        assert len(index_I) == len(radius_B)
+        assert not beaten(certifier, analysis, rung, (float(radius_B.min()),))
 
 
 def beaten(certifier: Image, analysis: ImageAnalysis, rung: Rung, radii: tuple[float, ...]) -> bool:
