@@ -86,7 +86,7 @@ def main() -> None:
     model, image_1CHW, label_1 = subject
     moved = model.to(options.device), image_1CHW.to(options.device), label_1.to(options.device)
     name = options.handover.parent.name if options.handover else options.model
-    record(f"ladder_{name}_{options.device}", {"model": name} | measured(*moved)
+    record(f"ladder_{name}_{options.device}", {"model": name} | measured(*moved))
 
 
 if __name__ == "__main__":
