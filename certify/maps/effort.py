@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from zoo.bounds.tape import Tape
 
 LARGE = 2**19  # entries of the outputs of all leaves: from here on models get less
-PROBES = (128, 768)  # random vectors that find how far functionals reach: to twice what they do, or a third more
+PROBES = (96, 768)  # random vectors that find how far functionals reach: to twice what they do, or a third more
 LOOKS = (8, 16)  # random vectors of a look
-TIMES = (4, 8)  # that a look is taken to find the first radius, at most
+TIMES = (2, 8)  # that a look is taken to find the first radius, at most
+START = (0.02, 1.0)  # where the first of them is taken, in units of where the first order alone ends
 STEPS = (2, 5)  # of Lanczos, of a look
 CLOSE = (2.0, 1.03)  # of norms, as in zoo/bounds/lanczos.py
 OVER = (2.0, 1.2)  # what will be proved of reaches and lengths, in units of what a look finds
@@ -26,6 +27,7 @@ class Effort:
     probes: int
     looks: int
     times: int
+    start: float
     steps: int
     close: float
     over: float
@@ -47,7 +49,8 @@ def effort(tape: Tape) -> Effort:
         return most - (1 - share) * (most - least)
 
     probes, looks, times, steps = (round(between(*ends)) for ends in (PROBES, LOOKS, TIMES, STEPS))
-    return Effort(probes, looks, times, steps, close=between(*CLOSE), over=between(*OVER))
+    start = START[0] ** (1 - share) * START[1] ** share
+    return Effort(probes, looks, times, start, steps, between(*CLOSE), between(*OVER))
 
 
 def at_once(entries: int, vectors: int = 1) -> int:

@@ -121,10 +121,10 @@ class ImageAnalysis:
         most_B, rank_B = (margin_CB / first_CB).nan_to_num(MOST).min(0)
         first_B, margin_B, class_B = (t.gather(0, rank_B[None])[0] for t in (first_CB, margin_CB, class_CB))
         _, g = here.gradients(class_B[None])
-        most_B = above_B = most_B.clamp_max(MOST)
-        below_B = torch.zeros_like(most_B)
+        much, above_B, below_B = effort(here.tape), most_B.clamp_max(MOST), torch.zeros_like(most_B)
+        most_B = much.start * above_B
         settled_B = torch.zeros_like(self.clean.correct_B)  # an image's own, whatever its neighbours need
-        for _ in range(effort(here.tape).times):
+        for _ in range(much.times):
             found_B = Look(here.tape, self.images, most_B, g, here.draw).radius(first_B, margin_B)
             above_B = torch.where(found_B < most_B, most_B, above_B)
             below_B = torch.where(found_B < most_B, below_B, most_B)
