@@ -221,7 +221,7 @@ class Ellipsoids:
         return sum((nan_to_inf(bound) for bound in bounds), nan_to_inf(half))
 
     def end(self, grown: Grown) -> Tensor:
-        """How far the output of the last leaf moves: (B,). Infinite where that leaf bends."""
+        """How far the output of the last leaf moves, its own defect aside: (B,). Infinite where that leaf bends."""
         if (last := self.tape.bent[-1]) == max(self.tape.leaves):
             return torch.full_like(self.most_B, torch.inf)
         return product(self._norm_of_end, (grown.before[last] + grown.theta[last]).sqrt())

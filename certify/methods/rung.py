@@ -129,10 +129,7 @@ class Rung:
         """What margins can lose, where that is less than it was: the closest rivals first, until one stays open."""
         grown, loss_BJ = self.ellipsoids.at(e_B), loss_BJ.clone()
         if large(self.here.tape):  # of smaller models the adjoint analysis tells the far rivals
-            pairs_BJ = product(
-                pair_weights(self.here.head, self.here.clean.label_B), self.ellipsoids.end(grown)[:, None]
-            )
-            loss_BJ = torch.minimum(loss_BJ, nan_to_inf(pairs_BJ))
+            loss_BJ = torch.minimum(loss_BJ, self._of_pairs(grown))
         for formed in self._formed:
             self._lower(loss_BJ, formed, e_B, grown)
         lost_B = torch.zeros_like(self.here.clean.correct_B)
@@ -143,6 +140,11 @@ class Rung:
                 loss_BJ = loss_BJ.scatter_reduce(1, class_CB.mT, cheap_CB.mT, "amin")
                 lost_B = self._form(class_CB, loss_BJ, lost_B, e_B, grown)
         return loss_BJ
+
+    def _of_pairs(self, grown: Grown) -> Tensor:
+        """By how far the features move: (B, J)."""
+        moved_B = self.ellipsoids.end(grown) + self.here.defects[-1]
+        return nan_to_inf(product(pair_weights(self.here.head, self.here.clean.label_B), moved_B[:, None]))
 
     def _cheap(self, class_CB: Tensor, start: int, e_B: Tensor, grown: Grown) -> Tensor:
         """What the gradients alone say."""

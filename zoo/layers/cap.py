@@ -36,14 +36,14 @@ class SpectralCap(nn.Module):
         self.still = False
 
     def forward(self, weight: Tensor) -> Tensor:
-        blocks = self.blocks(weight)
+        blocks = self.stacked(weight)
         sigma_K, v_KN = power_step(blocks, self.v_KN.float())
         if self.training and torch.is_grad_enabled() and not self.still:
             self.v_KN.copy_(v_KN)
         excess_K = (sigma_K / self.caps_K.float()).clamp_min(1)  # sigma / inf = 0: a free block stays as it is
         return (blocks / excess_K[:, None, None]).to(weight.dtype).reshape(weight.shape)
 
-    def blocks(self, weight: Tensor) -> Tensor:
+    def stacked(self, weight: Tensor) -> Tensor:
         """W (k m, ...) as (k, m, n), float32."""
         return weight.flatten(1).unflatten(0, (len(self.caps_K), -1)).float()
 
@@ -71,7 +71,7 @@ def settle_caps_(model: nn.Module) -> None:
         if isinstance(module, parametrize.ParametrizationList):
             for cap in module:
                 if isinstance(cap, SpectralCap):
-                    cap.v_KN.copy_(settled(cap.blocks(module.original), cap.v_KN.float()))
+                    cap.v_KN.copy_(settled(cap.stacked(module.original), cap.v_KN.float()))
 
 
 def cap_(module: nn.Module, caps: Sequence[float | None]) -> None:
