@@ -221,8 +221,8 @@ class Ellipsoids:
         return sum((nan_to_inf(bound) for bound in bounds), nan_to_inf(half))
 
     def end(self, grown: Grown) -> Tensor:
-        """How far the output of the last leaf moves, its own defect aside: (B,). Infinite where that leaf bends."""
-        if (last := self.tape.bent[-1]) == max(self.tape.leaves):
+        """How far the end moves, its own defect aside: (B,). Infinite where the last leaf bends or ends in a sum."""
+        if (last := self.tape.bent[-1]) == max(self.tape.leaves) or self.tape.ends_in_sum:
             return torch.full_like(self.most_B, torch.inf)
         return product(self._norm_of_end, (grown.before[last] + grown.theta[last]).sqrt())
 

@@ -36,6 +36,11 @@ class Tape:
         ]
         self.bent = [at for at, leaf in self.leaves.items() if not leaf.affine]
 
+    @property
+    def ends_in_sum(self) -> bool:
+        """Is there more behind the last leaf than what it answers?"""
+        return self._ops[-1] == "JOIN"
+
     def push(self, v: Tensor, visit: Visit, last: int) -> None:
         """v (C, B, *image) from the image to the input of the leaf `last`. At every leaf on its way `visit` is shown
         what comes by at the input, and says what is added at the output, if anything."""

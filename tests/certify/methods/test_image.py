@@ -14,7 +14,7 @@ import zoo
 from certify import certified_radius
 from certify.api import radius_of
 from certify.maps import effort, ellipsoid
-from certify.maps.ellipsoid import Ellipsoids, Joint, least_square_sum
+from certify.maps.ellipsoid import Ellipsoids, Joint, Noise, least_square_sum
 from certify.methods.adjoint import Adjoint
 from certify.methods.ball import NORMS
 from certify.methods.image import Image, ImageAnalysis
@@ -226,6 +226,35 @@ def test_large_models_are_left_to_forms(parts: str, monkeypatch: pytest.MonkeyPa
     for index_I, rung in level:
         assert len(index_I) == len(radius_B)
         assert not beaten(certifier, analysis, rung, (float(radius_B.min()),))
+
+
+def test_the_end_moves_no_further_than_is_said() -> None:
+    """Of chains that are cut behind every node, residual sums too."""
+    certifier, analysis = analysis_of("standard", count=2)
+    here, e_B = situation(analysis), torch.full((2,), 0.05, dtype=torch.float64)
+    weights, cut = rung_of(analysis, 0.05).ellipsoids.joint.weights, list[bool]()
+    for count in range(1, len(certifier.nodes) + 1):
+        tape = Tape(analysis.inner.chain.expansions[:count])
+        if tape.bent:
+            of_tape = {at: weight for at, weight in weights.items() if at in tape.bent}
+            joint = Joint(tape, here.images, e_B, of_tape, Noise({}, torch.zeros_like(e_B)))
+            found = Ellipsoids(joint, here.draw)
+            assert (farthest(certifier, here.images, count, e_B) <= found.end(found.at(e_B)) * (1 + 1e-9)).all()
+            cut.append(tape.ends_in_sum)
+    assert any(cut)
+    assert not all(cut)
+
+
+def farthest(certifier: Image, x: Tensor, count: int, e_B: Tensor) -> Tensor:
+    """How far ascent moves what so many nodes answer: (B,)."""
+
+    def end(z: Tensor) -> Tensor:
+        for layer, _ in certifier.nodes[:count]:
+            z = layer(z)[0]
+        return z.flatten(1)
+
+    clean = end(x).detach()
+    return ascend(lambda z: (end(z) - clean.repeat(len(z) // len(clean), 1)).norm(dim=1), x, e_B, 30, 3)
 
 
 def beaten(certifier: Image, analysis: ImageAnalysis, rung: Rung, radii: tuple[float, ...]) -> bool:
