@@ -86,18 +86,21 @@ def measure(model: Any, images_BCHW: Tensor, labels_B: Tensor, workers: int) -> 
     }
 
 
+def handed_over(handover: Path, folder: Path, count: int) -> tuple[str, Any, Tensor, Tensor]:
+    """A trained model, its name, and the first test images and labels of its data in this folder."""
+    model, config = zoo.handover.load(handover)
+    data = shards.DataConfig(**config["data"] | {"root": str(folder)})
+    _, images, labels = next(iter(shards.eval_loader(shards.find(data, "test"), data, batch_size=count, limit=count)))
+    return config["model"]["name"], model.eval(), images, labels
+
+
 def subjects(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Any, Tensor, Tensor]]:
     """(name, tokens, model, images, labels)."""
     model: Any
     for handover in arguments.handover:
-        model, config = zoo.handover.load(handover)
-        data = shards.DataConfig(**config["data"] | {"root": str(arguments.shards)})
-        loader = shards.eval_loader(
-            shards.find(data, "test"), data, batch_size=arguments.images, limit=arguments.images
-        )
-        _, images, labels = next(iter(loader))
+        name, model, images, labels = handed_over(handover, arguments.shards, arguments.images)
         tokens = model.patch_embed.num_patches
-        yield f"{config['model']['name']}, {tokens} tokens, trained", tokens, model.eval(), images, labels
+        yield f"{name}, {tokens} tokens, trained", tokens, model, images, labels
     for patch in () if arguments.handover else (16, 8):
         torch.manual_seed(0)
         model = zoo.create_model("lofast_vit_c10_smooth", patch_size=patch).eval()

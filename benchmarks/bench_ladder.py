@@ -19,15 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import shards
 import zoo
+from benchmarks.bench_certify import handed_over
 from benchmarks.record import record
 from certify.api import certifier, radius_of
 from certify.methods.certificate import guess_of
 
 SIZES: dict[str, Any] = {"img_size": 224, "patch_size": 16, "num_classes": 1000}
 STAGES = ("clean points", "first radius", "maps and margins", "search")
-PEAK = 1024 if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**40 else 1  # ru_maxrss is in KiB
 
 
 def measured(model: torch.nn.Module, image_1CHW: Tensor, label_1: Tensor) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def measured(model: torch.nn.Module, image_1CHW: Tensor, label_1: Tensor) -> dic
         "radius": radius,
         "seconds": seconds,
         "share": dict(zip(STAGES, shares, strict=True)),
-        "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK,
+        "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # KiB
         "failure": analysis.failure,
     }
 
@@ -63,11 +62,8 @@ def random_weights(name: str, depth: int | None) -> tuple[torch.nn.Module, Tenso
 
 def trained(handover: Path, folder: Path) -> tuple[torch.nn.Module, Tensor, Tensor]:
     """And the first image of its data that is there, with the label that it gives."""
-    model, config = zoo.handover.load(handover)
-    data = shards.DataConfig(**config["data"] | {"root": str(folder)})
-    loader = shards.eval_loader(shards.find(data, "test"), data, batch_size=1, limit=1)
-    _, image_1CHW, _ = next(iter(loader))
-    return model.eval(), image_1CHW, model(image_1CHW).argmax(-1)
+    _, model, image_1CHW, _ = handed_over(handover, folder, 1)
+    return model, image_1CHW, model(image_1CHW).argmax(-1)
 
 
 def main() -> None:

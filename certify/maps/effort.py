@@ -22,8 +22,10 @@ BYTES = 2**30  # of the vectors of one basis, and of probes
 
 @dataclass(frozen=True)
 class Effort:
-    """The numbers that are meant at the head of this file."""
+    """The numbers that are meant at the head of this file. `large`: nothing is measured layer by layer, as the norms of
+    many layers are astronomic together."""
 
+    large: bool
     probes: int
     looks: int
     times: int
@@ -33,24 +35,15 @@ class Effort:
     over: float
 
 
-def large(tape: Tape) -> bool:
-    """So large that nothing is measured layer by layer? The norms of many layers are astronomic together."""
-    return _share(tape) < 1 / 2
-
-
-def _share(tape: Tape) -> float:
-    return min(1.0, LARGE / sum(leaf.y[0].numel() for leaf in tape.leaves.values()))
-
-
 def effort(tape: Tape) -> Effort:
-    share = _share(tape)
+    share = min(1.0, LARGE / sum(leaf.y[0].numel() for leaf in tape.leaves.values()))
 
     def between(least: float, most: float) -> float:
         return most - (1 - share) * (most - least)
 
     probes, looks, times, steps = (round(between(*ends)) for ends in (PROBES, LOOKS, TIMES, STEPS))
     start = START[0] ** (1 - share) * START[1] ** share
-    return Effort(probes, looks, times, start, steps, between(*CLOSE), between(*OVER))
+    return Effort(share < 1 / 2, probes, looks, times, start, steps, between(*CLOSE), between(*OVER))
 
 
 def at_once(entries: int, vectors: int = 1) -> int:

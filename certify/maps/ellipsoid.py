@@ -25,7 +25,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.maps.effort import at_once, effort, large
+from certify.maps.effort import at_once, effort
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import Bound, QuadraticForm
@@ -179,7 +179,7 @@ class Ellipsoids:
         self.joint, self.tape, self.most_B, self._draw = joint, joint.tape, joint.most_B, draw
         self.effort, self.failure = effort(self.tape), PROBE_FAILURE  # the chance, of an image
         self._reaches = self._probed()
-        self._norms = {} if large(self.tape) else self._norms_of_sizes()
+        self._norms = {} if self.effort.large else self._norms_of_sizes()
         self.rests, total_B = dict[int, Rest](), joint.ones_B + joint.noise.theta
         for at in self.tape.bent:
             self.rests[at] = self._rest(at, total_B)

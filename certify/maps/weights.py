@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.maps.effort import effort, large
+from certify.maps.effort import effort
 from certify.maps.ellipsoid import IMAGE, NOISE, Draw, Joint, Noise, Sizes, beside, identity
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import QuadraticForm
@@ -37,10 +37,9 @@ class Look:
         self._tape, self._images, self._most_B, self._g, self._draw = tape, images_BCHW, most_B, g, draw
         self._effort = effort(tape)
         self._formed = {at: forms for at in tape.bent if (forms := tape.leaves[at].forms) is not None}
-        self._forms, self._pulled = dict[int, QuadraticForm](), Vectors()
-        self._energy_B = torch.zeros_like(most_B)  # of the margin's forms, of random changes of the image
+        self._forms, self._pulled, self._energy_B = dict[int, QuadraticForm](), Vectors(), torch.zeros_like(most_B)
         if self._formed:
-            self._sensitivity()
+            self._forms, self._pulled, self._energy_B = self._sensitivity()
 
     def joint(self, defects: Sizes) -> Joint:
         """With W_k (B, ...) of every leaf that bends, and w_n for defects at these leaves."""
@@ -53,9 +52,9 @@ class Look:
 
     def _noise(self, defects: Sizes) -> Noise:
         """With theta_0 as those of remainders."""
-        noise = Noise.of(defects, torch.ones_like(self._most_B))
         if not self._parts:
             return Noise.of(defects, torch.full_like(self._most_B, UNKNOWN))
+        noise = Noise.of(defects, torch.ones_like(self._most_B))
         if not noise.weights:
             return noise
         adds_B = self._part(Joint(self._tape, self._images, self._most_B, {}, noise), NOISE)
@@ -117,7 +116,7 @@ class Look:
         joint = self._silent(self._weights)
         parts = {IMAGE: self._part(self._silent({}), IMAGE)}
         for at in joint.sources(max(self._forms)):
-            parts[at] = GUESS**0.5 * (self._seen(at) if large(self._tape) else self._part(joint, at))
+            parts[at] = GUESS**0.5 * (self._seen(at) if self._effort.large else self._part(joint, at))
         return parts
 
     def _seen(self, at: int) -> Tensor:
@@ -135,22 +134,23 @@ class Look:
         """Without defects."""
         return Joint(self._tape, self._images, self._most_B, weights, Noise({}, torch.zeros_like(self._most_B)))
 
-    def _sensitivity(self) -> None:
-        """The forms of the margin, and |B_k^T J^T C A G|, entry by entry, of random changes G."""
+    def _sensitivity(self) -> tuple[dict[int, QuadraticForm], Vectors, Tensor]:
+        """The forms of the margin, and of random changes G: |B_k^T J^T C A G|, entry by entry, and <A G, C A G>."""
         joint, last = self._silent({}), max(self._formed)
         u = self._gaussian(torch.Size([joint.room(last)]), "sensitivity")
-        joining = Vectors()
+        forms, joining, energies = dict[int, QuadraticForm](), Vectors(), list[Tensor]()
 
         def visit(at: int, v: Tensor) -> None:
             if at in self._formed:
                 reach = self._effort.over * (self._formed[at].squares(v) / len(v)).sqrt()
-                self._forms[at] = self._formed[at].of_gradient(self._g[at], reach)
-                joining[at] = self._forms[at].apply(v).nan_to_num(0.0, 0.0, 0.0)
-                self._energy_B = self._energy_B + (v * joining[at]).flatten(2).sum(-1).mean(0)
+                forms[at] = self._formed[at].of_gradient(self._g[at], reach)
+                joining[at] = forms[at].apply(v).nan_to_num(0.0, 0.0, 0.0)
+                energies.append((v * joining[at]).flatten(2).sum(-1).mean(0))
 
         joint.push(u, visit, last)
         _, seen = self._tape.pull(None, joining, [at for at in self._tape.bent if at < last])
-        self._pulled |= {at: self._tape.collected(seen, at).square().mean(0).sqrt() for at in seen}
+        pulled = {at: self._tape.collected(seen, at).square().mean(0).sqrt() for at in seen}
+        return forms, pulled, torch.stack(energies).sum(0)
 
     def _gaussian(self, room: torch.Size, word: str) -> Tensor:
         """The random vectors (M, B, *room)."""

@@ -97,9 +97,13 @@ class AdjointAnalysis:
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
-        radii = self.radii(eps_B)
-        loss_BJ, class_B = self.losses(radii)
-        return decide_by(self.within(radii), loss_BJ, eps_B, class_B)
+        clean, loss_BJ, class_B = self.answered(self.ball.radius(eps_B))
+        return decide_by(clean, loss_BJ, eps_B, class_B)
+
+    def answered(self, e_B: Tensor) -> tuple[Clean, Tensor, Tensor]:
+        """Within L2 balls of e_0: the margins that there are, what they can lose (B, J), and the class that decides."""
+        radii = self.radii_within(e_B)
+        return self.within(radii), *self.losses(radii)
 
     def around(self, e_B: Tensor) -> tuple[Clean, list[Tensor]]:
         """The margins that there are within L2 balls of e_0; and how far what every node answers there may be from

@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.maps.effort import effort, large
+from certify.maps.effort import Effort, effort
 from certify.maps.weights import Look
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.ball import Ball
@@ -66,7 +66,7 @@ class ImageAnalysis:
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
         e_B = self.ball.radius(eps_B)
-        clean, loss_BJ, class_B = self._unknown(e_B) if self._large else self._by_layers(e_B)
+        clean, loss_BJ, class_B = self._unknown(e_B) if self._effort.large else self.inner.answered(e_B)
         loss_BJ, class_B = self._sharper(clean, e_B, loss_BJ, class_B)
         return decide_by(clean, loss_BJ, eps_B, class_B)
 
@@ -75,16 +75,11 @@ class ImageAnalysis:
         return self.inner.breakdown(eps)
 
     @cached_property
-    def _large(self) -> bool:
-        return large(Tape(self.inner.chain.expansions))
-
-    def _by_layers(self, e_B: Tensor) -> tuple[Clean, Tensor, Tensor]:
-        """Margins, losses, and the class that decides, of the adjoint analysis."""
-        radii = self.inner.radii_within(e_B)
-        return self.inner.within(radii), *self.inner.losses(radii)
+    def _effort(self) -> Effort:
+        return effort(Tape(self.inner.chain.expansions))
 
     def _unknown(self, e_B: Tensor) -> tuple[Clean, Tensor, Tensor]:
-        """Those of a model whose layers have astronomic norms together: everything is left to forms."""
+        """In the place of what the adjoint analysis says of a large model: everything is left to forms."""
         clean, _ = self.inner.around(e_B)
         loss_BJ = torch.full_like(clean.margin_BJ, torch.inf).scatter(1, clean.label_B[:, None], 0.0)
         return clean, loss_BJ, binding_class(clean, torch.zeros_like(loss_BJ))
@@ -121,10 +116,10 @@ class ImageAnalysis:
         most_B, rank_B = (margin_CB / first_CB).nan_to_num(MOST).min(0)
         first_B, margin_B, class_B = (t.gather(0, rank_B[None])[0] for t in (first_CB, margin_CB, class_CB))
         _, g = here.gradients(class_B[None])
-        much, above_B, below_B = effort(here.tape), most_B.clamp_max(MOST), torch.zeros_like(most_B)
-        most_B = much.start * above_B
+        above_B, below_B = most_B.clamp_max(MOST), torch.zeros_like(most_B)
+        most_B = self._effort.start * above_B
         settled_B = torch.zeros_like(self.clean.correct_B)  # an image's own, whatever its neighbours need
-        for _ in range(much.times):
+        for _ in range(self._effort.times):
             found_B = Look(here.tape, self.images, most_B, g, here.draw).radius(first_B, margin_B)
             above_B = torch.where(found_B < most_B, most_B, above_B)
             below_B = torch.where(found_B < most_B, below_B, most_B)

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from certify.maps.effort import at_once, large
+from certify.maps.effort import at_once
 from certify.maps.ellipsoid import COARSE, Ellipsoids, Grown, Margins, Sizes
 from certify.maps.weights import Look
 from certify.methods.adjoint import AdjointAnalysis, groups
@@ -128,7 +128,7 @@ class Rung:
     def losses(self, e_B: Tensor, loss_BJ: Tensor) -> Tensor:
         """What margins can lose, where that is less than it was: the closest rivals first, until one stays open."""
         grown, loss_BJ = self.ellipsoids.at(e_B), loss_BJ.clone()
-        if large(self.here.tape):  # of smaller models the adjoint analysis tells the far rivals
+        if self.ellipsoids.effort.large:  # of smaller models the adjoint analysis tells the far rivals
             loss_BJ = torch.minimum(loss_BJ, self._of_pairs(grown))
         for formed in self._formed:
             self._lower(loss_BJ, formed, e_B, grown)

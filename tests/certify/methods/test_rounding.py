@@ -13,7 +13,7 @@ from certify.methods.adjoint import Adjoint
 from certify.methods.bake import bake
 from certify.methods.correct import OfCorrect
 from certify.methods.image import Image, ImageAnalysis
-from certify.methods.rung import Situation
+from certify.methods.rung import Rung, Situation
 from certify.methods.served import ServedAdjoint, ServedImage
 from certizoo import UserError
 from tests.certify.methods.test_certify import SMALL
@@ -135,7 +135,9 @@ def test_what_nodes_round_is_part_of_the_ball_of_images() -> None:
     before = around()
     found.inner._mus = [lambda r, mu=mu: 1e3 * mu(r) for mu in found.inner._mus]  # type: ignore[attr-defined]
     after = around()
-    assert (torch.stack(list(after.defects)).sum(0) > 500 * torch.stack(list(before.defects)).sum(0)).all()
+    known, grown = (Rung(here, most_B).ellipsoids.joint.noise for here in (before, after))
+    for at in known.weights:
+        assert (grown.weights[at] * grown.theta.sqrt() > 500 * known.weights[at] * known.theta.sqrt()).all()
     assert (after.rounded(g) > 500 * before.rounded(g)).all()
     assert (before.clean.margin_BJ < found.clean.margin_BJ).sum() == before.clean.margin_BJ.numel() - 2, "but the own"
 
