@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from zoo.bounds.tape import Tape
 
 LARGE = 2**19  # entries of the outputs of all leaves: from here on models get less
-PROBES = (96, 768)  # random vectors that find how far functionals reach: to twice what they do, or a third more
+PROBES = (96, 640)  # random vectors that find how far functionals reach: to twice what they do, or a third more
 LOOKS = (8, 16)  # random vectors of a look
 TIMES = (2, 8)  # that a look is taken to find the first radius, at most
 START = (0.02, 1.0)  # where the first of them is taken, in units of where the first order alone ends
 STEPS = (2, 5)  # of Lanczos, of a look
-CLOSE = (2.0, 1.03)  # of norms, as in zoo/bounds/lanczos.py
+CLOSE = (2.0, 1.05)  # of norms, as in zoo/bounds/lanczos.py
 OVER = (2.0, 1.2)  # what will be proved of reaches and lengths, in units of what a look finds
 BYTES = 2**30  # of the vectors of one basis, and of probes
 

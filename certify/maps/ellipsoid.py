@@ -10,8 +10,9 @@ is asked for. With |G| <= e <= E, |r_k / W_k|^2 <= theta_k(e) and sum_n |d_n / w
 
     |u|^2 <= Theta_i(e) = (e / E)^2 + theta_0 + sum_{k<i} theta_k(e),
 
-so a functional <a, H_i> stays within |M_i^T a| Theta_i^(1/2), and a form within lambda_max(M_i^T C M_i) Theta_i. The
-maps M_i hang on weights that were fixed before a vector was drawn; what is proved of remainders enters Theta alone.
+so a functional <a, H_i> stays within |M_i^T a| Theta_i^(1/2), and a form within lambda_max(M_i^T C M_i) Theta_i. Where
+a bound of |H_i| is known from elsewhere, it bounds both, too. The maps M_i hang on weights that were fixed before one
+of the vectors was drawn that measure them; what is proved of remainders enters Theta alone.
 Proof: docs/proofs.md#image-forms.
 
 Letters: B images, C rivals of each, M random vectors.
@@ -31,7 +32,7 @@ from zoo.bounds import lanczos
 from zoo.bounds.contracts import Bound, QuadraticForm
 from zoo.bounds.tape import Tape, Vectors
 
-TOGETHER = 64  # random vectors that find how far functionals reach, at most
+TOGETHER = 16  # random vectors that find how far functionals reach, at most: more are no faster
 PROBE_FAILURE = 1e-11  # the chance that one reach of an image is too small
 OUT = 1 + 1e-9  # outwards over rounding
 COARSE = 1.2  # of norms, as in zoo/bounds/lanczos.py; what is close, effort.py says
@@ -39,6 +40,7 @@ COARSE = 1.2  # of norms, as in zoo/bounds/lanczos.py; what is close, effort.py 
 IMAGE, NOISE = -1, -2  # sources beside the leaves that bend
 
 Sizes = dict[int, Tensor]  # of leaves: (B,)
+Known = Callable[[Tensor], Sizes]  # e (B,) -> bounds of |H_i| within e, of some leaves, from elsewhere
 Draw = Callable[[torch.Size, str, Tensor], Tensor]  # room, purpose, numbers (B, n) -> a Gaussian vector (B, *room) each
 
 
@@ -147,17 +149,20 @@ def identity(like_B: Tensor) -> QuadraticForm:
 
 @dataclass(frozen=True)
 class Grown:
-    """At one e: Theta in front of every leaf that bends, and theta of each."""
+    """At one e: Theta in front of every leaf that bends, theta of each, and |H| of some."""
 
     before: Sizes
     theta: Sizes
+    sizes: Sizes
 
 
 @dataclass(frozen=True)
 class Rest:
-    """What bounds |r / W| of a leaf: the seminorm of its form for Theta = 1 (without forms, |H|), at the largest e."""
+    """What bounds |r / W| of a leaf: the seminorm of its form for Theta = 1 (without forms, |H|), at the largest e; and
+    the largest eigenvalue of the form."""
 
     norm_B: Tensor
+    largest_B: Tensor
     reach: Tensor | None
 
 
@@ -175,15 +180,15 @@ class Margins:
 class Ellipsoids:
     """Around a batch of clean images."""
 
-    def __init__(self, joint: Joint, draw: Draw) -> None:
-        self.joint, self.tape, self.most_B, self._draw = joint, joint.tape, joint.most_B, draw
+    def __init__(self, joint: Joint, draw: Draw, known: Known) -> None:
+        self.joint, self.tape, self.most_B, self._draw, self._known = joint, joint.tape, joint.most_B, draw, known
         self.effort, self.failure = effort(self.tape), PROBE_FAILURE  # the chance, of an image
         self._reaches = self._probed()
         self._norms = {} if self.effort.large else self._norms_of_sizes()
-        self.rests, total_B = dict[int, Rest](), joint.ones_B + joint.noise.theta
+        self.rests, total_B, sizes = dict[int, Rest](), joint.ones_B + joint.noise.theta, known(self.most_B)
         for at in self.tape.bent:
-            self.rests[at] = self._rest(at, total_B)
-            total_B = total_B + self._theta(at, total_B)
+            self.rests[at] = self._rest(at, total_B, sizes)
+            total_B = total_B + self._theta(at, total_B, sizes)
 
     def _norms_of_sizes(self) -> Sizes:
         """||M_i|| of leaves with reaches that are no functional's; without it, their coordinates' say enough."""
@@ -192,10 +197,11 @@ class Ellipsoids:
     def at(self, eps_B: Tensor) -> Grown:
         """For eps <= the largest."""
         before, theta, total_B = Sizes(), Sizes(), (eps_B / self.most_B).square() + self.joint.noise.theta
+        sizes = self._known(eps_B)
         for at in self.tape.bent:
-            before[at], theta[at] = total_B, self._theta(at, total_B)
+            before[at], theta[at] = total_B, self._theta(at, total_B, sizes)
             total_B = total_B + theta[at]
-        return Grown(before, theta)
+        return Grown(before, theta, sizes)
 
     def margins(self, g: Vectors, class_CB: Tensor, close: float) -> Margins:
         """g (C, B, *y): the gradients at the outputs of the leaves that bend, of the margins over these classes."""
@@ -217,7 +223,7 @@ class Ellipsoids:
     def cost(self, margins: Margins, grown: Grown) -> Tensor:
         """What remainders can cost of the margins: (C, B)."""
         half = 0.5 * product(margins.norm.square(), grown.before[margins.last]) + margins.constant
-        bounds = (bound(self._radius(at, grown.before[at])) for at, bound in margins.bounds.items())
+        bounds = (bound(self._radius(at, grown.before[at], grown.sizes)) for at, bound in margins.bounds.items())
         return sum((nan_to_inf(bound) for bound in bounds), nan_to_inf(half))
 
     def end(self, grown: Grown) -> Tensor:
@@ -240,42 +246,45 @@ class Ellipsoids:
             for at in self.tape.bent
         }
 
-    def _theta(self, at: int, total_B: Tensor) -> Tensor:
+    def _theta(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
         """theta of a leaf, for Theta in front of it. What is proved at the largest e holds below, and shrinks."""
         leaf, rest = self.tape.leaves[at], self.rests[at]
         if leaf.forms is None or rest.reach is None:
             weight_B = self.joint.weights[at].flatten(1).amin(1)
-            return nan_to_inf(leaf.beta(self._radius(at, total_B)) / weight_B).square()
-        shrunk_B = leaf.forms.shrink(self._reach(at, total_B), rest.reach)
-        return nan_to_inf(product(product(rest.norm_B.square(), total_B), shrunk_B))
+            return nan_to_inf(leaf.beta(self._radius(at, total_B, sizes)) / weight_B).square()
+        square_B = nan_to_inf(product(rest.norm_B.square(), total_B))
+        if at in sizes:
+            square_B = torch.fmin(square_B, product(rest.largest_B, sizes[at].square()))
+        return nan_to_inf(product(square_B, leaf.forms.shrink(self._reach(at, total_B, sizes), rest.reach)))
 
-    def _rest(self, at: int, total_B: Tensor) -> Rest:
+    def _rest(self, at: int, total_B: Tensor, sizes: Sizes) -> Rest:
         leaf = self.tape.leaves[at]
         if leaf.forms is None:
-            return Rest(self._norm(at), None)
-        reach = self._reach(at, total_B)
+            return Rest(self._norm(at), self.joint.ones_B, None)
+        reach = self._reach(at, total_B, sizes)
         form = leaf.forms.of_rest(reach, 1 / self.joint.weights[at])
         norm_B = self._seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.effort.close)[0]
-        return Rest(norm_B, reach)
+        return Rest(norm_B, form.largest[0], reach)
 
     def _norm(self, at: int) -> Tensor:
         """||M_i|| (B,)."""
         whole = {at: identity(self.joint.ones_B)}
         return self._seminorms(whole, f"input {at}", [self.most_B[:, None]], COARSE)[0]
 
-    def _radius(self, at: int, total_B: Tensor) -> Tensor:
+    def _radius(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
         """|H_i| (B,)."""
-        return product(self.rests[at].norm_B, total_B.sqrt())
+        radius_B = product(self.rests[at].norm_B, total_B.sqrt())
+        return torch.fmin(radius_B, sizes[at]) if at in sizes else radius_B
 
-    def _reach(self, at: int, total_B: Tensor) -> Tensor:
+    def _reach(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
         """Of the functionals of a leaf's forms (B, ...)."""
         forms, length = self.tape.leaves[at].forms, self._reaches[at]
         assert forms is not None
         room = length.shape[1:]
         reach = product(length, beside(total_B.sqrt(), room))
-        if at not in self._norms:
-            return reach
-        return torch.fmin(reach, forms.sizes * beside(product(self._norms[at], total_B.sqrt()), room))
+        if at in self._norms:
+            reach = torch.fmin(reach, forms.sizes * beside(product(self._norms[at], total_B.sqrt()), room))
+        return torch.fmin(reach, forms.sizes * beside(sizes[at], room)) if at in sizes else reach
 
     def _seminorms(
         self, forms: Mapping[int, QuadraticForm], word: str, numbers: Sequence[Tensor], close: float

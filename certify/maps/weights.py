@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from certify.maps.effort import effort
-from certify.maps.ellipsoid import IMAGE, NOISE, Draw, Joint, Noise, Sizes, beside, identity
+from certify.maps.ellipsoid import IMAGE, NOISE, Draw, Joint, Known, Noise, Sizes, beside, identity
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Tape, Vectors
@@ -33,8 +33,9 @@ WEIGHTS = (1e-100, 1e30)  # from, to: where a look diverges, what it says is fin
 class Look:
     """At some images, for all eps up to `most_B`. g (1, B, *y): gradients of one margin of each at the leaves."""
 
-    def __init__(self, tape: Tape, images_BCHW: Tensor, most_B: Tensor, g: Vectors, draw: Draw) -> None:
+    def __init__(self, tape: Tape, images_BCHW: Tensor, most_B: Tensor, g: Vectors, draw: Draw, known: Known) -> None:
         self._tape, self._images, self._most_B, self._g, self._draw = tape, images_BCHW, most_B, g, draw
+        self._sizes = known(most_B)
         self._effort = effort(tape)
         self._formed = {at: forms for at in tape.bent if (forms := tape.leaves[at].forms) is not None}
         self._forms, self._pulled, self._energy_B = dict[int, QuadraticForm](), Vectors(), torch.zeros_like(most_B)
@@ -73,12 +74,14 @@ class Look:
         if leaf.forms is None:
             weight, form = torch.ones_like(leaf.y), identity(self._most_B)
         else:
-            reach = around * (leaf.forms.squares(v) / len(v)).sqrt()
+            reach = self._reach(at, v, around)
             size = leaf.forms.size(reach)
             weight = (_floored(size) / _floored(self._pulled.get(at, torch.ones_like(size)))).sqrt()
             form = leaf.forms.of_rest(reach, 1 / weight)
         start = self._draw(torch.Size([joint.room(at)]), f"length {at}", self._most_B[:, None])
         length_B = around * self._ritz(joint, {at: form}, start)
+        if at in self._sizes:
+            length_B = torch.fmin(length_B, form.largest[0].sqrt() * self._sizes[at])
         length_B = leaf.beta(length_B) if leaf.forms is None else length_B
         factor_B = (length_B / GUESS**0.5).nan_to_num(1.0, 1.0, 1.0)
         return (weight * beside(factor_B, weight.shape[1:])).clamp(*WEIGHTS)
@@ -142,7 +145,7 @@ class Look:
 
         def visit(at: int, v: Tensor) -> None:
             if at in self._formed:
-                reach = self._effort.over * (self._formed[at].squares(v) / len(v)).sqrt()
+                reach = self._reach(at, v, self._effort.over)
                 forms[at] = self._formed[at].of_gradient(self._g[at], reach)
                 joining[at] = forms[at].apply(v).nan_to_num(0.0, 0.0, 0.0)
                 energies.append((v * joining[at]).flatten(2).sum(-1).mean(0))
@@ -151,6 +154,12 @@ class Look:
         _, seen = self._tape.pull(None, joining, [at for at in self._tape.bent if at < last])
         pulled = {at: self._tape.collected(seen, at).square().mean(0).sqrt() for at in seen}
         return forms, pulled, torch.stack(energies).sum(0)
+
+    def _reach(self, at: int, v: Tensor, times: float) -> Tensor:
+        """Of the functionals of a leaf, by random changes v of its input."""
+        forms = self._formed[at]
+        reach = times * (forms.squares(v) / len(v)).sqrt()
+        return torch.fmin(reach, forms.sizes * beside(self._sizes[at], reach.shape[1:])) if at in self._sizes else reach
 
     def _gaussian(self, room: torch.Size, word: str) -> Tensor:
         """The random vectors (M, B, *room)."""

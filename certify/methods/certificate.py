@@ -243,3 +243,8 @@ def _own(clean: Clean) -> Tensor:
 def gaps(margin: Tensor, loss: Tensor) -> Tensor:
     """What is left of margins after the losses and the slack; not a number where both are infinite."""
     return margin - loss - SLACK * (1 + margin.abs() + loss)
+
+
+def open_pairs(clean: Clean, loss_BJ: Tensor) -> Tensor:
+    """(B, J): margins that may be lost; the label's own is none."""
+    return ~(gaps(clean.margin_BJ, loss_BJ) > 0) & torch.isfinite(clean.margin_BJ)

@@ -25,13 +25,14 @@ from certify.maps.effort import Effort, effort
 from certify.maps.weights import Look
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.ball import Ball
-from certify.methods.certificate import Breakdown, Certificate, Clean, binding_class, decide_by, gaps, per_image
+from certify.methods.certificate import Breakdown, Certificate, Clean, binding_class, decide_by, open_pairs, per_image
 from certify.methods.rung import Rung, Situation
 from zoo.bounds.tape import Tape
 
 RUNGS = 6
-SETTLED = 1.1  # of two looks: they need no third one if they differ by less
+SETTLED = 1.25  # of two looks: they need no third one if they differ by less
 BEYOND, BELOW = 1.15, 0.8  # the first largest e, in units of what is expected; and where a search begins
+RAISE, RAISES = 1.2, 8  # of what is expected, where the adjoint analysis proves more
 MOST = 2.0**10
 FEW_RIVALS = 16  # whose gradients say what to expect
 
@@ -120,7 +121,7 @@ class ImageAnalysis:
         most_B = self._effort.start * above_B
         settled_B = torch.zeros_like(self.clean.correct_B)  # an image's own, whatever its neighbours need
         for _ in range(self._effort.times):
-            found_B = Look(here.tape, self.images, most_B, g, here.draw).radius(first_B, margin_B)
+            found_B = Look(here.tape, self.images, most_B, g, here.draw, here.sizes).radius(first_B, margin_B)
             above_B = torch.where(found_B < most_B, most_B, above_B)
             below_B = torch.where(found_B < most_B, below_B, most_B)
             next_B = (most_B * torch.where(found_B < most_B, found_B, above_B)).sqrt()
@@ -130,7 +131,7 @@ class ImageAnalysis:
             most_B = next_B
             if bool(settled_B.all()):
                 break
-        return torch.where(settled_B | (below_B == 0), most_B, below_B)
+        return _raised(here, torch.where(settled_B | (below_B == 0), most_B, below_B))
 
     def _build(self, level: int, wanted_B: Tensor, most_B: Tensor) -> None:
         """The rungs of this level that these images lack."""
@@ -143,9 +144,18 @@ class ImageAnalysis:
             self.rungs[level].append((index_I, Rung(here, most_B[index_I])))
 
 
+def _raised(here: Situation, e_B: Tensor) -> Tensor:
+    """To about what the adjoint analysis proves, where that is more."""
+    for _ in range(RAISES):
+        if not bool((proved_B := here.proved(RAISE * e_B)).any()):
+            break
+        e_B = torch.where(proved_B, RAISE * e_B, e_B)
+    return e_B
+
+
 def _open(clean: Clean, loss_BJ: Tensor) -> Tensor:
     """Images with a margin that may be lost."""
-    return (~(gaps(clean.margin_BJ, loss_BJ) > 0) & torch.isfinite(clean.margin_BJ)).any(-1)
+    return open_pairs(clean, loss_BJ).any(-1)
 
 
 class Image(Adjoint):

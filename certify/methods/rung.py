@@ -3,26 +3,27 @@
 Letters: B images, J classes, C rivals of each, R all rivals, the closest first; e the radius of an L2 ball.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from certify.maps.effort import at_once
+from certify.maps.effort import at_once, effort
 from certify.maps.ellipsoid import COARSE, Ellipsoids, Grown, Margins, Sizes
 from certify.maps.weights import Look
 from certify.methods.adjoint import AdjointAnalysis, groups
 from certify.methods.ball import Ball
-from certify.methods.certificate import Clean, gaps, pair_weights
+from certify.methods.certificate import Clean, gaps, open_pairs, pair_weights
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.tape import Tape, Vectors
 
 AT_ONCE = 8  # rivals, at most
 ENOUGH = 0.8  # radius / largest e of a rung that needs no next one
-LOST = 1 / 4  # the next largest e where a rung proves nothing, in units of this one
+NEXT = 0.6  # the next largest e at least, in units of this one: just below of where maps diverge they may do
+LOST = 1 / 2  # and where a rung proves nothing
 BITS = 2**12
 HALVINGS = 5  # of the search for its radius
 
@@ -39,6 +40,8 @@ class Situation:
     defects: Sequence[Tensor]  # of nodes, (B,): what is off at their ends
     rivals_BR: Tensor
     seed: bytes
+    radii: Callable[[Tensor], Sequence[Tensor]]  # e (B,) -> |G_n| (B,) in front of all nodes, or of none
+    proved: Callable[[Tensor], Tensor]  # e (B,) -> (B,), by the adjoint analysis: no rung is needed within
 
     @staticmethod
     def of(inner: AdjointAnalysis, images: Tensor, index_I: Tensor, seed: bytes, most_B: Tensor) -> "Situation":
@@ -46,7 +49,22 @@ class Situation:
         clean, off = inner.around(most_B)
         tape = Tape((inner.chain if len(index_I) == len(images) else inner.chain.of(index_I)).expansions)
         defects, rivals_IR = [off_B[index_I] for off_B in off], inner.rivals_BR[index_I]
-        return Situation(images[index_I], clean[index_I], inner.ball, tape, inner.head, defects, rivals_IR, seed)
+        asked = not effort(tape).large  # the adjoint analysis
+
+        def of_all(e_I: Tensor) -> Tensor:
+            return torch.zeros_like(most_B).index_put((index_I,), e_I)
+
+        def radii(e_I: Tensor) -> list[Tensor]:
+            return [radius_B[index_I] for radius_B in inner.radii_within(of_all(e_I)).e] if asked else []
+
+        def proved(e_I: Tensor) -> Tensor:
+            if not asked:
+                return torch.zeros_like(e_I, dtype=torch.bool)
+            now, loss_BJ, _ = inner.answered(of_all(e_I))
+            return ~open_pairs(now, loss_BJ).any(-1)[index_I]
+
+        around = images[index_I], clean[index_I], inner.ball, tape, inner.head
+        return Situation(*around, defects, rivals_IR, seed, radii, proved)
 
     def gradients(self, class_CB: Tensor) -> tuple[Tensor, Vectors]:
         """Of the margins over these classes: at the image, and at the outputs of the leaves that bend or end a node."""
@@ -58,6 +76,11 @@ class Situation:
     def first(self, class_CB: Tensor) -> Tensor:
         """What margins over these classes lose at first order, at e = 1: (C, B)."""
         return self.ball.length(self.gradients(class_CB)[0])
+
+    def sizes(self, e_B: Tensor) -> Sizes:
+        """How long the inputs of leaves can be within e, where the adjoint analysis says so."""
+        ways = zip(self.tape.gains, self.radii(e_B), strict=False)
+        return {at: product(radius_B, gain_B) for gains, radius_B in ways for at, gain_B in gains.items()}
 
     def draw(self, room: torch.Size, word: str, numbers: Tensor) -> Tensor:
         """(B, *room), of a stream of their own for every purpose and these numbers (B, n): what was found with one
@@ -102,8 +125,8 @@ class Rung:
     def __init__(self, here: Situation, most_B: Tensor) -> None:
         self.here, self.most_B = here, most_B
         _, g = here.gradients(here.rivals_BR[:, :1].mT)
-        joint = Look(here.tape, here.images, most_B, g, here.draw).joint(here.ends)
-        self.ellipsoids = Ellipsoids(joint, here.draw)
+        joint = Look(here.tape, here.images, most_B, g, here.draw, here.sizes).joint(here.ends)
+        self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes)
         self._close = self.ellipsoids.effort.close
         room = self.ellipsoids.joint.room(here.tape.bent[-1]) * len(here.images)
         self._at_once = min(AT_ONCE, at_once(room, lanczos.STEPS[-1]))
@@ -122,8 +145,8 @@ class Rung:
             e_B = (low_B + high_B) / 2
             if bool((low_B >= ENOUGH * self.most_B).all()):
                 break
-        after_B = torch.where(low_B > 0, (low_B * self.most_B).sqrt(), LOST * self.most_B)
-        return torch.where(low_B >= ENOUGH * self.most_B, torch.nan, after_B)
+        after_B = torch.where(low_B > 0, (low_B / self.most_B).sqrt().clamp_min(NEXT), LOST) * self.most_B
+        return torch.where((low_B >= ENOUGH * self.most_B) | self.here.proved(after_B), torch.nan, after_B)
 
     def losses(self, e_B: Tensor, loss_BJ: Tensor) -> Tensor:
         """What margins can lose, where that is less than it was: the closest rivals first, until one stays open."""
@@ -183,5 +206,4 @@ class Rung:
         loss_BJ.scatter_reduce_(1, formed.class_CB.mT, nan_to_inf(found_CB).mT, "amin")
 
     def _open(self, loss_BJ: Tensor) -> Tensor:
-        margin_BJ = self.here.clean.margin_BJ
-        return ~(gaps(margin_BJ, loss_BJ) > 0) & torch.isfinite(margin_BJ)
+        return open_pairs(self.here.clean, loss_BJ)

@@ -295,7 +295,7 @@ def test_a_single_rank_is_told_what_the_launcher_tells_it(
     assert set(theirs) - set(ours) <= {"PYTORCH_NVML_BASED_CUDA_CHECK", "_MLFLOW_TELEMETRY_SESSION_ID"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("way", ["leave", "kill the worker", "kill as Ray does"])
 def test_no_rank_outlives_its_trial(tmp_path: Path, way: str, ranks: int) -> None:
     """Ranks that would sleep for ten minutes, as would their loaders. Ray kills the children of a worker that ends."""

@@ -8,7 +8,7 @@ B r where the leaf has forms, R itself where it has none.
 Letters: B images, C vectors of each.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal
@@ -35,6 +35,7 @@ class Tape:
             [at for at in self.leaves if end - len(ops) <= at < end] for ops, end in zip(laid_out, ends, strict=True)
         ]
         self.bent = [at for at, leaf in self.leaves.items() if not leaf.affine]
+        self.gains = [dict(_gains(ops, end - len(ops))) for ops, end in zip(laid_out, ends, strict=True)]
 
     @property
     def ends_in_sum(self) -> bool:
@@ -90,6 +91,20 @@ class Tape:
     def rooms(self) -> dict[int, torch.Size]:
         """The shape of a remainder r of one image, of every leaf that bends."""
         return {at: self.collected({at: self.leaves[at].y[None]}, at).shape[2:] for at in self.bent}
+
+
+def _gains(ops: Sequence[Expansion | Mark], start: int) -> Iterator[tuple[int, Tensor]]:
+    """Of a node: its leaves with nothing but affine ones in front of them, and how much longer their input can be than
+    its own."""
+    gain_B = next(torch.ones_like(op.gain_B) for op in ops if isinstance(op, Expansion))
+    for at, op in enumerate(ops, start):
+        if op == "JOIN":
+            return
+        if isinstance(op, Expansion):
+            yield at, gain_B
+            if not op.affine:
+                return
+            gain_B = gain_B * op.gain_B
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

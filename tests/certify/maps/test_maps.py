@@ -1,16 +1,22 @@
 """Linear maps around a clean batch: the tape, and lengths and norms against dense Jacobians and what ascent finds."""
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from certify.maps.ellipsoid import Ellipsoids, Joint, Noise, least_square_sum
-from certify.methods.image import Image
+import zoo
+from certify import certified_radius
+from certify.maps.ellipsoid import Ellipsoids, Joint, Noise, Sizes, least_square_sum
+from certify.methods.image import Image, ImageAnalysis
+from certify.methods.rung import Situation
 from tests.certify.methods.test_image import CLOSE, SMOOTH, analysis_of, rung_of, situation
 from tests.tools.ascent import ascend
-from tests.tools.small_models import PARTS
+from tests.tools.small_models import PARTS, SMALL, labelled
+from zoo.bounds.contracts import Expansion
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Tape, Vectors
 
@@ -19,7 +25,7 @@ def dense(joint: Joint, last: int) -> Vectors:
     """M_i (B, x, n) of every leaf up to the last, by pushing every unit vector."""
     room, found = joint.room(last), Vectors()
     eye = torch.eye(room, dtype=torch.float64)[:, None].expand(-1, len(joint.most_B), -1)
-    joint.push(eye, lambda at, v: found.update({at: v.flatten(2).permute(1, 2, 0)}), last)
+    joint.push(eye, partial(look, found), last)
     n = {at: joint.room(at) for at in found}
     return {at: m[..., : n[at]] for at, m in found.items()}
 
@@ -47,11 +53,72 @@ def test_the_tape_is_the_model(parts: str) -> None:
     assert pushed == pytest.approx(float((u * joint.pull(g, last)).sum()), rel=1e-9)
 
 
+def look(seen: Vectors, at: int, v: Tensor) -> None:
+    """Of unit vectors: the columns of a matrix."""
+    seen[at] = v.flatten(2).permute(1, 2, 0)
+
+
+def entering(leaf: Expansion) -> torch.Size:
+    """The shape of its input."""
+    return leaf.pull(leaf.y[None])[0].shape
+
+
+def unit_vectors(room: torch.Size) -> Tensor:
+    """All of them, for inputs of this shape."""
+    return torch.eye(room[1:].numel(), dtype=torch.float64).view(-1, 1, *room[1:]).expand(-1, *room)
+
+
+def nothing(_: Tensor) -> Sizes:
+    """No length is known from elsewhere."""
+    return {}
+
+
+def measured(analysis: ImageAnalysis, e: float) -> Ellipsoids:
+    """By maps alone."""
+    return Ellipsoids(rung_of(analysis, e).ellipsoids.joint, situation(analysis).draw, nothing)
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_known_lengths_are_not_exceeded(parts: str) -> None:
+    """In front of nodes by ascent; inside of them by the singular values of what is in front of a leaf."""
+    certifier, analysis = analysis_of(parts, count=2)
+    here, e_B = situation(analysis), torch.full((2,), 0.1, dtype=torch.float64)
+    sizes, radii = here.sizes(e_B), here.radii(e_B)
+    assert len(here.tape.gains) == len(certifier.nodes)
+    for count, (gains, expansion) in enumerate(zip(here.tape.gains, analysis.inner.chain.expansions, strict=True)):
+        start = min(gains)
+        assert (farthest(certifier, here.images, count, e_B) <= sizes[start] * (1 + 1e-9)).all()
+        alone, seen = Tape([expansion]), Vectors()
+        first = min(alone.leaves)
+        alone.push(unit_vectors(entering(alone.leaves[first])), partial(look, seen), max(alone.leaves))
+        for at in gains:
+            longest_B = torch.linalg.matrix_norm(seen[at - start + first], 2)
+            assert (longest_B * radii[count] <= sizes[at] * (1 + 1e-9)).all()
+
+
+@pytest.mark.slow
+def test_forms_do_not_diverge_in_a_deep_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers that make nothing longer the adjoint analysis knows how long changes are at most, and maps do not."""
+    torch.manual_seed(0)
+    model: Any = zoo.create_model("dp_vit_ti", **(SMALL | PARTS["smooth"] | {"depth": 6})).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5)
+        model.head.bias.copy_(torch.tensor([0.1, 0.0, 0.0, 0.0]))
+    x, y = labelled(model, 3, 1)
+    adjoint_B, both_B = (certified_radius(model, x, y, method=name, nonce="one") for name in ("adjoint", "image"))
+    monkeypatch.setattr(Situation, "sizes", lambda *_: {})
+    maps_B = certified_radius(model, x, y, method="image", nonce="one")
+    assert (both_B > 1.2 * adjoint_B).all()
+    assert (both_B / maps_B).log().mean() > 0.05
+
+
 @pytest.mark.parametrize("parts", SMOOTH)
 def test_reaches_and_seminorms_are_those_of_dense_maps(parts: str) -> None:
     """Never below, and as close as each promises."""
     _, analysis = analysis_of(parts)
-    found = rung_of(analysis, 0.05).ellipsoids
+    found = measured(analysis, 0.05)
     maps, grown = dense(found.joint, found.tape.bent[-1]), found.at(found.most_B)
     formed = 0
     for at, rest in found.rests.items():
@@ -62,7 +129,7 @@ def test_reaches_and_seminorms_are_those_of_dense_maps(parts: str) -> None:
             assert (share_B < 1.21).all()
             continue
         formed += 1
-        room = situation(analysis).tape.leaves[at].pull(found.tape.leaves[at].y[None])[0].shape
+        room = entering(found.tape.leaves[at])
         columns = maps[at].permute(2, 0, 1).unflatten(-1, room[1:])
         assert rest.reach is not None
         exact = forms.squares(columns).sqrt() * root_B.view(-1, *(1,) * (rest.reach.ndim - 1))
@@ -71,8 +138,7 @@ def test_reaches_and_seminorms_are_those_of_dense_maps(parts: str) -> None:
         if isinstance(forms, UnitForms):
             assert (rest.reach <= 1.5 * exact + 1e-9).all()
         form = forms.of_rest(rest.reach, 1 / found.joint.weights[at])
-        eye = torch.eye(room[1:].numel(), dtype=torch.float64).view(-1, 1, *room[1:]).expand(-1, *room)
-        c = form.apply(eye).flatten(2).permute(1, 2, 0)
+        c = form.apply(unit_vectors(room)).flatten(2).permute(1, 2, 0)
         assert (form.largest[0] >= torch.linalg.eigvalsh(c)[:, -1] * (1 - 1e-9)).all()
         exact_B = torch.linalg.eigvalsh(maps[at].mT @ c @ maps[at])[:, -1].clamp_min(0).sqrt()
         assert (rest.norm_B >= exact_B * (1 - 1e-9)).all()
@@ -84,7 +150,7 @@ def test_reaches_and_seminorms_are_those_of_dense_maps(parts: str) -> None:
 def test_the_forms_of_margins_are_those_of_dense_maps(parts: str) -> None:
     _, analysis = analysis_of(parts)
     here = situation(analysis)
-    found = rung_of(analysis, 0.05).ellipsoids
+    found = measured(analysis, 0.05)
     class_CB = here.rivals_BR[:, :2].mT
     _, g = here.gradients(class_CB)
     margins = found.margins(g, class_CB, CLOSE)
@@ -95,9 +161,7 @@ def test_the_forms_of_margins_are_those_of_dense_maps(parts: str) -> None:
             continue
         form = forms.of_gradient(g[at], reach)
         m = maps[at]
-        columns = m.permute(2, 0, 1).unflatten(
-            -1, found.tape.leaves[at].pull(found.tape.leaves[at].y[None])[0].shape[1:]
-        )
+        columns = m.permute(2, 0, 1).unflatten(-1, entering(found.tape.leaves[at])[1:])
         pulled = torch.stack([form.apply(column.expand(2, *column.shape)) for column in columns])  # (n, C, B, *x)
         part = torch.einsum("ncbx,bxk->cbnk", pulled.flatten(3), m)
         total = torch.nn.functional.pad(part, (0, maps[margins.last].shape[-1] - m.shape[-1]) * 2) + total
@@ -116,7 +180,7 @@ def test_the_end_moves_no_further_than_is_said() -> None:
         if tape.bent:
             of_tape = {at: weight for at, weight in weights.items() if at in tape.bent}
             joint = Joint(tape, here.images, e_B, of_tape, Noise({}, torch.zeros_like(e_B)))
-            found = Ellipsoids(joint, here.draw)
+            found = Ellipsoids(joint, here.draw, nothing)
             assert (farthest(certifier, here.images, count, e_B) <= found.end(found.at(e_B)) * (1 + 1e-9)).all()
             cut.append(tape.ends_in_sum)
     assert any(cut)

@@ -29,6 +29,10 @@ from tests.tools.trials import served_loss
 from zoo.bounds.curvature import nodes_of
 
 METHODS = ("lofast", "lofast_local", "adjoint", "best")
+CASES = [
+    pytest.param(parts, method, marks=pytest.mark.slow) if method == "best" and parts in ("cls", "fc_norm", "smooth")
+    else (parts, method) for method in METHODS for parts in PARTS
+]  # fmt: skip
 EPS = (0.002, 0.02, 0.1)
 
 
@@ -140,8 +144,7 @@ def test_no_ascent_over_the_box_beats_the_loss_or_the_radii(parts: str, seed: in
         assert (outrun(analysis, baked, x, eps) <= 1 + 1e-9).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize(("parts", "method"), CASES)
 def test_no_ascent_over_the_box_beats_the_radius(parts: str, method: str) -> None:
     model = small_model(parts, 0)
     x, y = labelled(model, 6, 1)

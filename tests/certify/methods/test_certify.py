@@ -59,7 +59,7 @@ def easy_batch(model: Any, count: int, seed: int) -> tuple[torch.Tensor, torch.T
         return x, model(x).argmax(-1)  # its own answers: correct by construction
 
 
-@pytest.mark.parametrize("group", [0, 1, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 10))])
+@pytest.mark.parametrize("group", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 10))])
 def test_no_attack_beats_the_certified_radius(group: int) -> None:
     """200 seeded random models (20 in each group), 4 images each: PGD with 100 steps and 5 restarts on the margin of
     the baked function, at the largest radius that is certified for the image."""

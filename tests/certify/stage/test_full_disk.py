@@ -81,8 +81,11 @@ def require_same(out: Path, expected: Path) -> None:
         pd.testing.assert_frame_equal(tables(out)[name], table, rtol=1e-5)
 
 
-@pytest.mark.parametrize("room", [0, 300])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    ("name", "room"),
+    [("stage", 0), *((name, 300) for name in RUNS)]
+    + [pytest.param(name, 0, marks=pytest.mark.slow) for name in RUNS if name != "stage"],
+)
 def test_every_write_may_fail(name: str, room: int, handover: Path, digits: Path, tmp_path: Path) -> None:
     """In turn: from the first moment on, from the second, and so on, until the run is through before the disk is full.
     After the middle ones a start without a fault goes on: to what an undisturbed run leaves."""

@@ -208,14 +208,24 @@ class Core:
 
     def push(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """J (q, k, v), each (C, B, H, N, O): what the scores do to the values, and the values themselves."""
-        return (self.p * self.turned(q, k)) @ self.values + self.mixed @ v
+        weighted = self.p * self._rows(q, k)
+        mean = weighted.sum(-1, keepdim=True)
+        return self.score.s * (weighted @ self.values - mean * self._mean_value) + self.mixed @ v
 
     def turned(self, q: Tensor, k: Tensor) -> Tensor:
         """delta^1~: the linear change of the scores, less its mean under each row of P (..., B, H, N, N)."""
-        rows = q @ self.keys.mT + self.q @ k.mT
-        if self.score.kappa:
-            rows = rows - self.score.kappa * (self.k * k).sum(-1).unsqueeze(-2)
+        rows = self._rows(q, k)
         return self.score.s * (rows - (self.p * rows).sum(-1, keepdim=True))
+
+    def _rows(self, q: Tensor, k: Tensor) -> Tensor:
+        """delta^1 / s: the linear change of the scores, but for a constant in each row."""
+        rows = q @ self.keys.mT + self.q @ k.mT
+        return rows - self.score.kappa * (self.k * k).sum(-1).unsqueeze(-2) if self.score.kappa else rows
+
+    @cached_property
+    def _mean_value(self) -> Tensor:
+        """P V, of the centred values."""
+        return self.p @ self.values
 
     def directional(self, o: Tensor) -> Tensor:
         """c~_ilk = o_il . v~_lk."""
