@@ -111,7 +111,7 @@ class ImageAnalysis:
     def expected_B(self) -> Tensor:
         """The radius e that rungs are likely to prove: below min_j m_j / |g_0|, as remainders take their part."""
         all_B = torch.arange(len(self.images))
-        here = Situation.of(self.inner, self.images, all_B, self._seed, torch.zeros_like(self.clean.margin_BJ[:, 0]))
+        here = self._situation(all_B, torch.zeros_like(self.clean.margin_BJ[:, 0]))
         class_CB = self.inner.rivals_BR[:, :FEW_RIVALS].mT
         first_CB, margin_CB = here.first(class_CB), self.clean.margin_BJ.gather(1, class_CB.mT).mT
         most_B, rank_B = (margin_CB / first_CB).nan_to_num(MOST).min(0)
@@ -140,8 +140,10 @@ class ImageAnalysis:
             lacking_B[index_I] = False
         if bool(lacking_B.any()):
             index_I = lacking_B.nonzero().flatten()
-            here = Situation.of(self.inner, self.images, index_I, self._seed, most_B)
-            self.rungs[level].append((index_I, Rung(here, most_B[index_I])))
+            self.rungs[level].append((index_I, Rung(self._situation(index_I, most_B), most_B[index_I])))
+
+    def _situation(self, index_I: Tensor, most_B: Tensor) -> Situation:
+        return Situation.of(self.inner, self.images, index_I, self._seed, most_B)
 
 
 def _raised(here: Situation, e_B: Tensor) -> Tensor:

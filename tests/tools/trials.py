@@ -7,7 +7,7 @@ Letters: B images, C channels, H x W pixels.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from certify.methods.bake import bake
 from certify.methods.ball import LINF, NORMS, Ball
 from certify.methods.certificate import Certificate, Clean, decide_by, per_image
 from certify.methods.image import Image, ImageAnalysis
+from certify.methods.rung import Situation
 from certify.methods.served import ServedImage
 from certizoo import UserError
 from tests.tools.ascent import ascend, ascend_box, margin_loss
@@ -139,7 +140,11 @@ def certified(model: Any, x: Tensor, y: Tensor, method: str, norm: str, nonce: s
 
 
 class FormsAnalysis(ImageAnalysis):
-    """What forms prove alone. The adjoint analysis, which answers first, hides it where it proves more."""
+    """What forms prove alone. The adjoint analysis, which answers first, hides it where it proves more, and spares the
+    forms what it proves."""
+
+    def _situation(self, index_I: Tensor, most_B: Tensor) -> Situation:
+        return replace(super()._situation(index_I, most_B), proved=lambda e_I: torch.zeros_like(e_I, dtype=torch.bool))
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B, margin_BJ = per_image(eps, self.clean), self.clean.margin_BJ
