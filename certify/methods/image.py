@@ -90,12 +90,12 @@ class ImageAnalysis:
         """The losses again, and the class that decides: one rung after the other, as long as an image is open. `clean`:
         the margins that there are within e."""
         open_B = was_open_B = _open(clean, loss_BJ)
-        most_B = BEYOND * self.expected_B if bool(open_B.any()) else e_B
+        most_B = self._first_most_B if bool(open_B.any()) else e_B
         for level in range(RUNGS):
             open_B = open_B & (e_B < most_B)  # not a number: there is no further rung
             if not bool(open_B.any()):
                 break
-            self._build(level, open_B, most_B)
+            self._build(level, most_B)
             most_B = torch.full_like(most_B, torch.nan)
             for index_I, rung in self.rungs[level]:
                 most_B[index_I] = rung.next_most_B
@@ -133,9 +133,18 @@ class ImageAnalysis:
                 break
         return _raised(here, torch.where(settled_B | (below_B == 0), most_B, below_B))
 
-    def _build(self, level: int, wanted_B: Tensor, most_B: Tensor) -> None:
-        """The rungs of this level that these images lack."""
-        lacking_B = wanted_B.clone()
+    @cached_property
+    @torch.no_grad()
+    def _first_most_B(self) -> Tensor:
+        """The largest e of the first rung; not a number where the adjoint analysis proves all of it."""
+        most_B = BEYOND * self.expected_B
+        all_B = torch.arange(len(self.images))
+        return torch.where(self._situation(all_B, most_B).proved(most_B), torch.nan, most_B)
+
+    def _build(self, level: int, most_B: Tensor) -> None:
+        """The rungs of this level that images lack: of all that have one, as a search for their radii will want them,
+        and together they cost less."""
+        lacking_B = ~most_B.isnan()
         for index_I, _ in self.rungs[level]:
             lacking_B[index_I] = False
         if bool(lacking_B.any()):
@@ -148,10 +157,12 @@ class ImageAnalysis:
 
 def _raised(here: Situation, e_B: Tensor) -> Tensor:
     """To about what the adjoint analysis proves, where that is more."""
+    raised_B = torch.ones_like(e_B, dtype=torch.bool)
     for _ in range(RAISES):
-        if not bool((proved_B := here.proved(RAISE * e_B)).any()):
+        raised_B = raised_B & here.proved(torch.where(raised_B, RAISE * e_B, 0.0))  # eps = 0 costs nothing
+        if not bool(raised_B.any()):
             break
-        e_B = torch.where(proved_B, RAISE * e_B, e_B)
+        e_B = torch.where(raised_B, RAISE * e_B, e_B)
     return e_B
 
 

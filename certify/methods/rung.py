@@ -146,7 +146,8 @@ class Rung:
             if bool((low_B >= ENOUGH * self.most_B).all()):
                 break
         after_B = torch.where(low_B > 0, (low_B / self.most_B).sqrt().clamp_min(NEXT), LOST) * self.most_B
-        return torch.where((low_B >= ENOUGH * self.most_B) | self.here.proved(after_B), torch.nan, after_B)
+        enough_B = low_B >= ENOUGH * self.most_B
+        return torch.where(enough_B | self.here.proved(torch.where(enough_B, 0.0, after_B)), torch.nan, after_B)
 
     def losses(self, e_B: Tensor, loss_BJ: Tensor) -> Tensor:
         """What margins can lose, where that is less than it was: the closest rivals first, until one stays open."""

@@ -158,7 +158,11 @@ class Hinge:
         u_PNH = v_PNH * beyond(k_PNH, reach_PNH)
         square = r_P.square()[:, None, None]
         cauchy = r_P * (lambda_max(u_PNH) * u_PNH.sum((-2, -1))).sqrt()
-        return torch.minimum(hinges(v_PNH, k_PNH, reach_PNH, r_P, lambda c: lambda_max(square * c)), cauchy)
+
+        def form(c_TPNH: Tensor) -> Tensor:
+            return lambda_max((square * c_TPNH).flatten(0, 1)).view(c_TPNH.shape[:2])
+
+        return torch.minimum(hinges(v_PNH, k_PNH, reach_PNH, r_P, form), cauchy)
 
     def beta(self, z_PNH: Tensor, s_H: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
         """|R_h| <= (|d_h| - k_h)_+ <= (1 - k_h / D_h)_+ |d_h|, k the distance to the nearest kink."""
@@ -207,18 +211,16 @@ def hinges(v: Tensor, k: Tensor, reach: Tensor, r: Tensor, form: LambdaMax) -> T
     Units with D <= k do nothing. t_h = tau r v_h / |v|, at most D_h: for a form with equal weights that is the dual of
     the problem. The bounds grow with r, because r^2 c_h and s_h do.
 
-    v, k, reach (..., N, H), r (...,); form(c) (..., N, H) -> (...,) bounds sum c_h d_h^2.
+    v, k, reach (..., N, H), r (...,); form(c) (T, ..., N, H) -> (T, ...) bounds sum c_h d_h^2, of all tau at once.
     """
     zero, r_11 = torch.zeros_like(v), r[..., None, None]
     share = r_11 * v / torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True).clamp_min(1e-300)
     live = (reach > k) & (v > 0)
     k = torch.where(live, k, zero)  # finite
     low = torch.where(reach > 2 * k, 1 / (4 * k), (reach - k) / reach.square())
-    best = torch.full_like(r, torch.inf)
-    for tau in THRESHOLDS:
-        t = torch.minimum(tau * share, reach)
-        lifted = (t >= 2 * k) & (t > 0)
-        c = torch.where(live, v * torch.where(lifted, 1 / (2 * t), low), zero)
-        s = torch.where(live & lifted, v * (t / 2 - k), zero)
-        best = torch.minimum(best, form(c) + s.sum((-2, -1)))
-    return best
+    tau = torch.tensor(THRESHOLDS).to(v).view(-1, *(1 for _ in v.shape))
+    t = torch.minimum(tau * share, reach)
+    lifted = (t >= 2 * k) & (t > 0)
+    c = torch.where(live, v * torch.where(lifted, 1 / (2 * t), low), zero)
+    s = torch.where(live & lifted, v * (t / 2 - k), zero)
+    return (form(c) + s.sum((-2, -1))).amin(0)

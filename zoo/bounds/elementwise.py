@@ -14,7 +14,7 @@ from zoo.bounds.contracts import Activation, Bound, Expand, Expansion, LambdaMax
 from zoo.bounds.facts import Facts, M
 from zoo.bounds.rules import scaled
 
-PAIR_BYTES = 2**26  # memory for one array over the units of a few pairs
+PAIR_BYTES = 2**24  # memory for one array over the units of a few pairs
 
 
 @dataclass(frozen=True)
