@@ -96,7 +96,10 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
 
     def __post_init__(self) -> None:
-        require(self.name in ("adamw", "sgd"), f"optimizer.name={self.name} does not exist; use adamw or sgd")
+        require(
+            self.name in ("adamw", "sgd", "muon"),
+            f"optimizer.name={self.name} does not exist; use adamw, sgd or muon",
+        )
         require(self.lr > 0, f"optimizer.lr={self.lr} does not work; set it above 0")
         require_least(self, "optimizer", ("lr_batch",), 1, "set it to at least 1, or to null (lr is for any batch)")
         require(
@@ -189,6 +192,7 @@ class ObjectiveConfig:
         eps: an L2 radius in [0,1] pixels, reached after `ramp` (a share) of the training: lmce, gloro, lmt, local_lip.
         random_rivals: a share of the images: lmce.
         beta: the weight of the divergence, between clean and attacked: trades, mart; to bottom: gloro.
+        sparsity: the weight of the loss that makes more hidden units stand still: local_lip.
     """
 
     name: str
@@ -196,9 +200,10 @@ class ObjectiveConfig:
     ramp: float = 0.0
     random_rivals: float = 0.0
     beta: float = 6.0
+    sparsity: float = 0.0
 
     def __post_init__(self) -> None:
-        require_least(self, "objective", ("eps", "beta"), 0, "set it to 0 or more")
+        require_least(self, "objective", ("eps", "beta", "sparsity"), 0, "set it to 0 or more")
         require_shares(self, "objective", ("ramp", "random_rivals"))
 
 

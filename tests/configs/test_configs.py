@@ -185,7 +185,7 @@ def test_configs_travel_with_the_package() -> None:
         ("adv_train", ["+experiment=mo_cifar10", "model=dp_deit_x"], "no model 'dp_deit_x'; nearest: dp_deit_b, "),
         ("adv_train", ["+model=dp_vit_b", "+attention=scs"], "no attention 'scs'; nearest: scsa, "),
         ("adv_train", ["+model=dp_vit_b", "data=cifr10"], "no data 'cifr10'; nearest: cifar10, cifar100, mnist (all: "),
-        ("adv_train", ["+model=dp_vit_b", "optimizer=adam"], "no optimizer 'adam'; choose one of adamw, sgd"),
+        ("adv_train", ["+model=dp_vit_b", "optimizer=adam"], "no optimizer 'adam'; choose one of adamw, muon, sgd"),
         ("evaluate", ["handover=x", "protocol=robustbnch"], "no protocol 'robustbnch'; nearest: robustbench, "),
         ("adv_train", ["+model=dp_vit_b", "train.epoch=3"], "no config key 'train.epoch'; nearest: train.epochs, "),
         ("adv_train", ["+model=dp_vit_b", "lr=3"], "no config key 'lr'; nearest: optimizer.lr, "),

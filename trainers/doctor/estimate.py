@@ -73,8 +73,8 @@ def share(size: int, ranks: int, cut: bool) -> int:
 
 
 def states_a_weight(job: Job) -> int:
-    """k above."""
-    return 2 if job.optimizer.name == "adamw" else int(job.optimizer.momentum > 0)
+    """k above; of Muon that of its AdamW, as matrices, which want half of that, are not all there is."""
+    return int(job.optimizer.momentum > 0) if job.optimizer.name == "sgd" else 2
 
 
 def activations(job: Job, model: nn.Module, micro_batch: int) -> int:

@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -42,11 +42,11 @@ with absent("mlflow"):  # half a second, for DeepSpeed's autotuner, which is a c
     import deepspeed
     import deepspeed.ops
 from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
-from timm.optim import param_groups_weight_decay  # noqa: E402
 
 from certizoo import UserError  # noqa: E402
 from certizoo.memory import keep_freed_memory  # noqa: E402
 from trainers import ranks  # noqa: E402
+from trainers.engine.optimizers import make_optimizer  # noqa: E402
 from trainers.engine.share import Share  # noqa: E402
 from trainers.engine.world import World  # noqa: E402
 from trainers.engine.wrappers import EngineModel, recompute_blocks_  # noqa: E402
@@ -142,22 +142,10 @@ def ds_config(train: TrainConfig, settings: DeepSpeedConfig, world_size: int, we
             "offload_optimizer": {"device": "cpu" if settings.offload_optimizer else "none"},
         },
         "zero_force_ds_cpu_optimizer": False,  # likewise where the optimiser is offloaded
-        "zero_allow_untested_optimizer": True,  # torch's own SGD and AdamW; no kernel is compiled
+        "zero_allow_untested_optimizer": True,  # torch's and timm's; no kernel is compiled
         "steps_per_print": 2**62,
         "wall_clock_breakdown": False,
     }
-
-
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD. Weight decay is for parameters of at least two axes that `model.no_weight_decay()` does not name;
-    for all with optimizer.decay_all."""
-    exempt: Collection[str] = () if config.decay_all else getattr(model, "no_weight_decay", tuple)()
-    groups = param_groups_weight_decay(model, config.weight_decay, not config.decay_all, exempt)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    # On a CPU the plain kernels go through memory fifteen times, the fused one once.
-    fused = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
 
 
 class Engine:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainers.engine.optimizers import kept_of
+
 WEIGHT = "weight"
-KEPT = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.SGD: ("momentum_buffer",)}
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Piece:
 
 
 class Share:
-    """The pieces of this rank; `sizes`: entries of every parameter of the model, `keys`: what is kept of each entry.
+    """The pieces of this rank; `sizes`: entries of every parameter of the model, `keys`: what is kept of each of them.
 
-    Args: optimizer: torch's at stage 0, DeepSpeed's around it at others.
+    Args: optimizer: the plain one at stage 0, DeepSpeed's around it at others.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, stage: int, rank: int) -> None:
@@ -50,8 +51,8 @@ class Share:
         # At stage 0 all ranks have the same, and the first one writes it.
         self.written = self.pieces if stage > 0 or rank == 0 else []
         self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-        momenta = KEPT[type(self._optimizer)] if self._optimizer.defaults.get("momentum", 1) else ()
-        self.keys = (WEIGHT, *momenta)
+        flats = {piece.name: piece.flat for piece in self.pieces}
+        self.keys = {name: (WEIGHT, *kept_of(self._optimizer, flats.get(name))) for name in self.sizes}
 
     def part(self, piece: Piece, key: str) -> Tensor:
         """A piece of the weights, or of one momentum, to read and to write."""
@@ -61,8 +62,8 @@ class Share:
         """Momenta of zeros, as of an optimiser that has made `step` steps: torch makes them with its first."""
         fused = self._optimizer.defaults.get("fused")
         for flat in {id(piece.flat): piece.flat for piece in self.pieces}.values():
-            state: dict[str, Tensor] = {key: torch.zeros_like(flat) for key in self.keys[1:]}
-            if isinstance(self._optimizer, torch.optim.AdamW):
+            state: dict[str, Tensor] = {key: torch.zeros_like(flat) for key in kept_of(self._optimizer, flat)}
+            if "exp_avg" in state:
                 state["step"] = torch.tensor(float(step), device=flat.device if fused else None)
             self._optimizer.state[flat] = state
 

@@ -163,6 +163,13 @@ def offloading_needs_optimiser_state_of_zero(r: Recipe) -> None:
     )
 
 
+def muon_needs_whole_matrices(r: Recipe) -> None:
+    require(
+        r.job.optimizer.name != "muon" or r.stage == 0,
+        "optimizer=muon turns whole matrices, and each rank has parts of them; use deepspeed=zero0, or optimizer=adamw",
+    )
+
+
 def the_average_needs_whole_weights(r: Recipe) -> None:
     decay = r.job.train.ema_decay
     require(
@@ -300,6 +307,7 @@ RULES: tuple[Rule, ...] = (
     images_make_a_batch,
     mixing_finds_pairs,
     offloading_needs_optimiser_state_of_zero,
+    muon_needs_whole_matrices,
     the_average_needs_whole_weights,
     lipschitz_objectives_need_whole_weights,
     second_derivatives_need_whole_weights,

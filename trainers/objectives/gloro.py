@@ -37,7 +37,8 @@ def gloro(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
 
 def with_bottom(model: ConvNet, images_BCHW: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """logits_BK and z_bot (B,)."""
-    logits_BK, radius_B, _ = reach(model, images_BCHW, eps, local=False)
+    found = reach(model, images_BCHW, eps, local=False)
+    logits_BK, radius_B = found.logits_BK, found.radius_B
     predicted_B = logits_BK.argmax(dim=1)
     head_KF = model.head.weight
     growth_BK = (head_KF[predicted_B][:, None] - head_KF).norm(dim=2) * radius_B[:, None]

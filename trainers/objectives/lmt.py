@@ -32,5 +32,6 @@ def lmt(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
 
 def margin_growth(model: ConvNet, images_BCHW: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """logits_BK and sqrt(2) eps L_f (B,), the same for all images."""
-    logits_BK, radius_B, _ = reach(model, images_BCHW, eps, local=False)
+    found = reach(model, images_BCHW, eps, local=False)
+    logits_BK, radius_B = found.logits_BK, found.radius_B
     return logits_BK, math.sqrt(2) * radius_B * sigma_estimate(model.head.weight)

@@ -35,7 +35,9 @@ def rank_file(rank: int) -> str:
 def write(share: Share, folder: Path, rank: int) -> list[Path]:
     """This rank's files."""
     pieces = {
-        f"{piece.name}:{piece.start}:{key}": share.part(piece, key) for piece in share.written for key in share.keys
+        f"{piece.name}:{piece.start}:{key}": share.part(piece, key)
+        for piece in share.written
+        for key in share.keys[piece.name]
     }
     contents = {rank_file(rank): pieces} | ({BUFFERS: share.buffers} if rank == 0 else {})
     for name, tensors in contents.items():
@@ -81,7 +83,7 @@ def read(share: Share, folder: Path, files: list[str], step: int) -> None:
         _fit(share, stretches)
         share.begin(step)
         for piece in share.pieces:
-            for key in share.keys:
+            for key in share.keys[piece.name]:
                 _fill(share.part(piece, key), piece, stretches[piece.name, key])
     for name, value in read_file(folder / BUFFERS, share.buffers).items():
         share.buffers[name].copy_(value)
@@ -124,7 +126,7 @@ def _stretches(opened: list[Any]) -> Stretches:
 
 def _fit(share: Share, stretches: Stretches) -> None:
     """Together they are all entries, each once."""
-    wanted = {(name, key) for name in share.sizes for key in share.keys}
+    wanted = {(name, key) for name, keys in share.keys.items() for key in keys}
     if stretches.keys() != wanted:
         raise ValueError(f"it has other parameters: {_some(map(':'.join, stretches.keys() ^ wanted))}")
     for (name, key), parts in stretches.items():

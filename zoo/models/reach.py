@@ -10,6 +10,10 @@ An entry y_i = (W_l h_{l-1})_i moves by at most || (W_l D_{l-1})_i || r_{l-1}; w
 h_l stays as it is (Huang et al. 2021, https://arxiv.org/abs/2111.01395, section 3). The norms come from power
 iterations, below the truth: certificates have their own rules (zoo/models/convnet.py).
 
+Their loss that makes more entries stand still, U = y + way and L = y - way for a value that moves by at most `way`:
+
+    mean over entries and layers of  max(0, U_i) + max(0, theta_i - L_i)     (ReLU: the first term)
+
 Letters: B images, C channels, H x W pixels, F units of the last hidden layer, K classes; u, v singular vectors.
 """
 
@@ -37,10 +41,20 @@ def check_reach(model: nn.Module) -> None:
         )
 
 
-def reach(model: ConvNet, images_BCHW: Tensor, eps: float, local: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """logits_BK, the radius r_B of the last hidden layer and the diagonal d_BF of its D (all ones if not `local`).
+@dataclass(frozen=True)
+class Reach:
+    """Logits, the radius r of the last hidden layer, the diagonal of its D (all ones of global bounds), and the loss
+    that makes more entries stand still (0 of global ones)."""
 
-    Logits and radius are differentiable in the weights. Raises UserError for another model.
+    logits_BK: Tensor
+    radius_B: Tensor
+    moving_BF: Tensor
+    sparsity_B: Tensor
+
+
+def reach(model: ConvNet, images_BCHW: Tensor, eps: float, local: bool) -> Reach:
+    """Logits, radius and sparsity are differentiable in the weights (`way` counts as a constant). Raises UserError for
+    another model.
 
     Proof: docs/proofs.md#reach.
     """
@@ -48,15 +62,20 @@ def reach(model: ConvNet, images_BCHW: Tensor, eps: float, local: bool) -> tuple
     h = model.normalize(images_BCHW)
     r_B, d = h.new_full((len(h),), eps) / model.normalize.std.min(), torch.ones_like(h)
     layers = [module for module in (*model.convs, *model.fcs) if not isinstance(module, nn.Flatten)]
+    sparsity_B = torch.zeros_like(r_B)
     for affine, activation in zip(layers[::2], layers[1::2], strict=True):
         if isinstance(affine, nn.Linear):
             h, d = h.flatten(1), d.flatten(1)
         w = Map.of(affine, h)
         y = w(h)
-        d_out = _moving(activation, y.detach(), w.rows(d) * _like(r_B.detach(), y)) if local else torch.ones_like(y)
+        d_out = torch.ones_like(y)
+        if local:
+            way = w.rows(d) * _like(r_B.detach(), y)
+            d_out = _moving(activation, y.detach(), way)
+            sparsity_B = sparsity_B + _hinge(activation, y, way).flatten(1).mean(1) / (len(layers) // 2)
         r_B = r_B * w.norm(d, d_out, local)
         h, d = activation(y), d_out
-    return model.head(h), r_B, d
+    return Reach(model.head(h), r_B, d, sparsity_B)
 
 
 def _moving(activation: nn.Module, y: Tensor, way: Tensor) -> Tensor:
@@ -65,6 +84,12 @@ def _moving(activation: nn.Module, y: Tensor, way: Tensor) -> Tensor:
     if isinstance(activation, ReLUx):
         moving &= y - way < activation.theta
     return moving.to(y.dtype)
+
+
+def _hinge(activation: nn.Module, y: Tensor, way: Tensor) -> Tensor:
+    """max(0, U) + max(0, theta - L)."""
+    rising = (y + way).clamp_min(0)
+    return rising + (activation.theta - y + way).clamp_min(0) if isinstance(activation, ReLUx) else rising
 
 
 def _like(value_B: Tensor, x: Tensor) -> Tensor:

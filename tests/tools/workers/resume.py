@@ -27,6 +27,7 @@ HALF, LR = 2, 0.05
 VARIANTS: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": {"stage": stage} for stage in range(4)},
     **{f"zero{stage}-sgd": {"stage": stage, "optimizer": "sgd"} for stage in (0, 1, 3)},
+    "zero0-muon": {"stage": 0, "optimizer": "muon"},
     **{f"zero{stage}-bf16": {"stage": stage, "precision": "bf16"} for stage in (1, 2, 3)},
     **{f"zero{stage}-offloaded": {"stage": stage, "offload": True} for stage in (1, 3)},
 }
@@ -55,7 +56,7 @@ def state(engine: Any) -> dict[str, Tensor]:
 
 def kept(engine: Any) -> list[Tensor]:
     share = engine.share()
-    return [share.part(piece, key).clone() for piece in share.pieces for key in share.keys]
+    return [share.part(piece, key).clone() for piece in share.pieces for key in share.keys[piece.name]]
 
 
 def compared(job: Job) -> dict[str, float]:

@@ -108,6 +108,7 @@ def test_bytes_of_the_zero_stages(here: Path) -> None:
         assert need.gradients == pytest.approx(gradients * need.parameters, abs=2)
         assert need.states == pytest.approx(states * need.parameters, abs=2)
         assert need.average == 0
+    assert estimate.states_a_weight(job("optimizer=muon", "deepspeed=zero0")) == 2
     assert estimate.states_a_weight(job("optimizer=sgd", "optimizer.momentum=0.9")) == 1
     assert estimate.states_a_weight(job("optimizer=sgd", "optimizer.momentum=0")) == 0
     assert {path.stem for path in (CONFIGS / "deepspeed").glob("zero?.yaml")} == {f"zero{stage}" for stage in range(4)}

@@ -72,6 +72,10 @@ CASES: dict[str, list[Case]] = {
     "offloading_needs_optimiser_state_of_zero": [
         ("adv_train", [*TINY, "deepspeed=zero0", "deepspeed.offload_optimizer=true"], "deepspeed=zero1"),
     ],
+    "muon_needs_whole_matrices": [
+        ("adv_train", [*TINY, "optimizer=muon", "deepspeed=zero1"], "deepspeed=zero0"),
+        ("adv_train", [*TINY, "optimizer=muon", "deepspeed=zero3"], "optimizer=adamw"),
+    ],
     "the_average_needs_whole_weights": [
         ("adv_train", [*TINY, "deepspeed=zero3", "train.ema_decay=0.9"], "train.ema_decay=0"),
     ],

@@ -21,7 +21,7 @@ from zoo.models import reach as reach_file
 from zoo.models.convnet import ConvNet
 from zoo.models.reach import reach
 
-EPS, BETA, CLASSES = 0.02, 2.5, 5
+EPS, BETA, SPARSITY, CLASSES = 0.02, 2.5, 0.3, 5
 
 
 def vit() -> nn.Module:
@@ -61,7 +61,7 @@ def probe_of(name: str, model: nn.Module, **more: Any) -> Probe:
         with torch.no_grad():
             return model(images)
 
-    settings = ObjectiveConfig(name, eps=EPS, beta=BETA)
+    settings = ObjectiveConfig(name, eps=EPS, beta=BETA, sparsity=SPARSITY)
     return Probe(through, shifted, predict, settings, **({"progress": 1.0} | more))
 
 
@@ -126,13 +126,14 @@ def slow_gloro(model: nn.Module, image: Tensor, label: int, adversarial: Tensor)
 
 def slow_local_lip(model: Any, image: Tensor, label: int, adversarial: Tensor) -> Tensor:
     h, r = model.normalize(image[None]).flatten(), torch.tensor(EPS / 0.25, dtype=torch.float64)
-    d, shares = torch.ones_like(h), []
+    d, shares, hinges = torch.ones_like(h), [], []
     for w, theta in zip(matrices(model), [model.convs[1].theta, model.convs[3].theta, model.fcs[2].theta], strict=True):
         y, theta = w @ h, theta.flatten()
         way = torch.stack([(w[i] * d).norm() for i in range(len(w))]).detach() * r.detach()
         moves = ((y + way > 0) & (y - way < theta)).double().detach()
         r = r * torch.linalg.matrix_norm(moves[:, None] * w * d, 2)
         h, d = torch.minimum(y.relu(), theta), moves
+        hinges.append(((y + way).relu() + (theta - (y - way)).relu()).mean())
         shares.append(float(moves.mean()))
     assert 0 < min(shares) < 0.9, "some units stand still"
     w = model.head.weight
@@ -140,7 +141,7 @@ def slow_local_lip(model: Any, image: Tensor, label: int, adversarial: Tensor) -
         (w @ h)[k] + r * ((w[label] - w[k]) * d).norm() * (k != label) if k != label else (w @ h)[k]
         for k in range(CLASSES)
     ]
-    return -torch.stack(worst).log_softmax(0)[label]
+    return -torch.stack(worst).log_softmax(0)[label] + SPARSITY * torch.stack(hinges).mean()
 
 
 SLOW: dict[str, Callable[[Any, Tensor, int, Tensor], Tensor]] = {
@@ -241,7 +242,8 @@ def test_mart_stays_finite_where_the_model_is_sure() -> None:
 def test_no_attack_moves_the_last_layer_further_than_its_reach(local: bool) -> None:
     """Ascent on ||h' - h|| / r for points of the ball, and units that are said to stand still do."""
     model, (images, _) = conv_net(), batch()
-    _, radius, moving = reach(model, images, EPS, local)
+    found = reach(model, images, EPS, local)
+    radius, moving = found.radius_B, found.moving_BF
     hidden = model.forward_head(model.forward_features(images), pre_logits=True).detach()
     x = (images + 0.01 * torch.randn_like(images)).requires_grad_()
     for _ in range(60):
@@ -258,7 +260,7 @@ def test_no_attack_moves_the_last_layer_further_than_its_reach(local: bool) -> N
 
 def test_the_local_radius_is_the_smaller_one() -> None:
     model, (images, _) = conv_net(), batch()
-    local, everywhere = (reach(model, images, EPS, local)[1] for local in (True, False))
+    local, everywhere = (reach(model, images, EPS, local).radius_B for local in (True, False))
     assert (local < 0.99 * everywhere).all()
 
 

@@ -14,6 +14,7 @@ from trainers.job import checkpoint
 
 WORKER = ROOT / "tests" / "tools" / "workers" / "resume.py"
 CAPS = "+model.attention={name:dp,v_cap:1.0,o_cap:1.0}"  # vectors of power iterations: buffers that training moves
+MOMENTA = {"sgd": (True, False), "muon": (True, True)}  # one of a parameter, or AdamW's two
 Facts = dict[str, dict[str, float]]
 
 
@@ -46,6 +47,11 @@ def test_the_pieces_of_all_ranks_are_every_weight(found: Facts, folder: Path, va
     for name, value in expected.items():
         assert torch.equal(weights[name].float().view(value.shape), value), name
     copies = 2 if variant.startswith("zero0") else 1  # held by both ranks, or cut over them
-    momenta = 1 if variant.endswith("sgd") else 2
-    entries = sum(value.numel() for value in whole(path, "weight").values())
-    assert found[variant]["entries"] == copies * entries * (1 + momenta)
+    turned, first, second = (whole(path, key) for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"))
+    assert first.keys() == second.keys()
+    assert (bool(turned), bool(first)) == MOMENTA.get(variant.split("-")[-1], (False, True))
+    all_of_them = whole(path, "weight")
+    assert turned.keys() | first.keys() == all_of_them.keys()
+    assert not turned.keys() & first.keys()
+    entries = sum(value.numel() for kept in (all_of_them, turned, first, second) for value in kept.values())
+    assert found[variant]["entries"] == copies * entries

@@ -1,0 +1,61 @@
+"""The optimisers of a training, and what each keeps of a parameter.
+
+Muon (Jordan et al. 2024): with g the gradient of a matrix,
+
+    M <- mu M + (1 - mu) g,    W <- W - lr 0.2 max(out, in)^(1/2) U V^T,    U S V^T = M,
+
+U V^T by five Newton-Schulz steps in bfloat16 (timm's, singular values within about 0.7 and 1.2 where S is not tiny).
+With that factor (Liu et al. 2025, arXiv:2502.16982) a step is as long as one of AdamW, which all other parameters have,
+and one lr serves both.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from timm.optim import Muon, param_groups_weight_decay
+from torch import Tensor, nn
+
+from trainers.settings import OptimizerConfig
+
+ADAMW, MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+EPS = 1e-8  # of AdamW, as torch has it
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW, SGD or Muon. Weight decay is for parameters of at least two axes that `model.no_weight_decay()` does not
+    name; for all with optimizer.decay_all."""
+    spared: Collection[str] = getattr(model, "no_weight_decay", tuple)()
+    exempt = () if config.decay_all else spared
+    groups = param_groups_weight_decay(model, config.weight_decay, not config.decay_all, exempt)
+    betas = (config.betas[0], config.betas[1])
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    if config.name == "muon":
+        matrices = {id(weight) for name, weight in model.named_parameters() if is_hidden_matrix(name, weight, spared)}
+        return Muon(list(_apart(groups, matrices)), lr=config.lr, momentum=config.momentum, betas=betas)
+    # On a CPU the plain kernels go through memory fifteen times, the fused one once.
+    fused = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=fused)
+
+
+def is_hidden_matrix(name: str, weight: nn.Parameter, spared: Collection[str]) -> bool:
+    """What Muon turns: neither the first layer nor the last, no vectors, positions or tables of them."""
+    return weight.ndim == 2 and name not in spared and not name.startswith(("patch_embed.", "head."))
+
+
+def kept_of(optimizer: torch.optim.Optimizer, weight: Tensor | None) -> tuple[str, ...]:
+    """The tensors that it keeps beside this one, which it updates; None: one that another rank's updates."""
+    if isinstance(optimizer, torch.optim.SGD):
+        return MOMENTUM if optimizer.defaults["momentum"] else ()
+    turned = (group["params"] for group in optimizer.param_groups if group.get("use_muon"))
+    return MOMENTUM if any(weight is other for weights in turned for other in weights) else ADAMW
+
+
+def _apart(groups: list[dict[str, Any]], matrices: set[int]) -> Iterator[dict[str, Any]]:
+    """Each group as two, those that Muon turns and the others; none that is empty."""
+    for group in groups:
+        for turned in (True, False):
+            chosen = [weight for weight in group["params"] if (id(weight) in matrices) == turned]
+            if chosen:
+                yield group | {"params": chosen, "use_muon": turned} | ({} if turned else {"eps": EPS})
