@@ -1,0 +1,78 @@
+"""What it takes until a training begins, medians of a few starts; seconds of processor time unless said otherwise.
+
+rank       the imports of one rank, in the order of trainers/entry.py
+launcher   DeepSpeed's two processes around a rank that does nothing: all of it is DeepSpeed's own imports
+refusal    of the clock, from the command to the one line that says that there is no data set
+
+python -m benchmarks.bench_start [--starts 5]
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.record import record
+
+ROOT = Path(__file__).resolve().parents[1]
+DEEPSPEED = (sys.executable, str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "1")
+IMPORTS = """
+from certizoo.imports import large_imports
+import trainers.entry
+with large_imports():
+    from trainers.job.prepare import prepare
+    from trainers.engine import engine
+    from trainers.steps import loop
+    from trainers.weights import handover
+"""
+REFUSED = 2  # exit status
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--starts", type=int, default=5)
+    starts = parser.parse_args().starts
+    with tempfile.TemporaryDirectory() as folder:
+        nothing = Path(folder) / "nothing.py"
+        nothing.touch()
+        trainer = [str(ROOT / "trainers" / "adv_train.py"), "+model=spec_vit_b", "data.root=nowhere"]
+        seconds = [
+            {
+                "rank": used([sys.executable, "-c", IMPORTS], folder),
+                "launcher": used([*DEEPSPEED, str(nothing)], folder) - used([sys.executable, str(nothing)], folder),
+                "refusal": waited([*DEEPSPEED, *trainer], folder),
+            }
+            for _ in range(starts)
+        ]
+    record("start_cpu", {"starts": starts} | {key: statistics.median(s[key] for s in seconds) for key in seconds[0]})
+
+
+def used(command: Sequence[str], folder: str) -> float:
+    """Seconds of the processor, of the command and all that it starts and waits for."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run(command, folder, 0)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def waited(command: Sequence[str], folder: str) -> float:
+    start = time.perf_counter()
+    run(command, folder, REFUSED)
+    return time.perf_counter() - start
+
+
+def run(command: Sequence[str], folder: str, status: int) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode != status:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode} instead of {status}:\n{done.stdout}{done.stderr}")
+
+
+if __name__ == "__main__":
+    main()
