@@ -34,6 +34,7 @@ DEFAULTS = {
 # MLflow's answers that no repetition will change; anything else counts as "away, try again later".
 REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
 
+FOREIGN_NAME = "Invalid Host header"  # of MLflow, where a request calls it by a name that it was not told
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -141,6 +142,16 @@ def reason(error: Exception) -> str:
     return system[0] if system else credentials.without(next(iter(str(error).splitlines()), type(error).__name__))[:300]
 
 
+def trouble(uri: str, error: Exception) -> str:
+    """What is wrong with a server that does not serve."""
+    if FOREIGN_NAME in str(error):
+        return (
+            f"MLflow at {public(uri)} answers, but not to that name: on its machine set MLFLOW_SERVER_ALLOWED_HOSTS to "
+            "its names as clients call it (mlflow server --allowed-hosts), or call it by its private address"
+        )
+    return f"MLflow at {public(uri)} is away ({reason(error)})"
+
+
 @contextmanager
 def one_line(uri: str) -> Iterator[None]:
     """Turn MLflow's exceptions into a `UserError`, or into `Away` if `uri` does not answer."""
@@ -155,10 +166,7 @@ def one_line(uri: str) -> Iterator[None]:
             raise Full(f"{where} cannot be written ({error.strerror}); make room, then do the same again") from error
         if is_refusal(error):
             raise UserError(f"MLflow at {public(uri)} refuses: {reason(error)}") from error
-        raise Away(
-            f"MLflow at {public(uri)} is away ({reason(error)}); start it, or name another by --uri "
-            "or MLFLOW_TRACKING_URI"
-        ) from error
+        raise Away(f"{trouble(uri, error)}; start it, or name another by --uri or MLFLOW_TRACKING_URI") from error
 
 
 @contextmanager

@@ -127,9 +127,8 @@ class Tracker:
         self._retry_at = time.monotonic() + self._pause
         if not quiet:
             logger.warning(
-                "MLflow at %s is away (%s); the run is kept in %s: send it by `python -m registry sync %s`",
-                store.public(self.uri),
-                store.reason(error),
+                "%s; the run is kept in %s: send it by `python -m registry sync %s`",
+                store.trouble(self.uri, error),
                 self.run_dir / spool.SPOOL,
                 self.run_dir,
             )

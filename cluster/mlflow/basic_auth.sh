@@ -2,7 +2,7 @@
 # Starts an MLflow server that asks for a password. STORE: database URI; ADMIN_PASSWORD: of the user `admin`.
 # Users: python -c "import mlflow.server; mlflow.server.get_app_client('basic-auth', URI).create_user('anna', '...')"
 set -eu
-pip install --quiet --no-cache-dir "mlflow[auth]==3.17.2" "psycopg[binary]"
+pip install --quiet --no-cache-dir "mlflow[auth]==3.17.2" "psycopg[binary]==3.3.9"
 umask 077
 cat > /tmp/basic_auth.ini <<END
 [mlflow]

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,12 +90,28 @@ def test_direct_server_and_spooled_runs_meet_in_one_registry(tmp_path: Path, mon
         assert not spool.waiting(tmp_path / "runs" / "spooled")
         assert issue(tmp_path / "runs" / "live", track(tmp_path / "runs" / "live", url), url).version == "3"
         assert_all_there(url, folders, tmp_path / "cache-server", monkeypatch)
+        assert_a_name_that_is_not_its_own_is_said(port, monkeypatch)
         # the pages of the browser fetch through these routes:
         for version in browse.versions("tiny", url):
             got = f"{url}/get-artifact?path=certificate.json&run_uuid={version.run_id}"
             with urllib.request.urlopen(got, timeout=10) as answer:
                 assert json.loads(answer.read())["run"] in folders
     assert_all_there(database, folders, tmp_path / "cache-direct", monkeypatch)
+
+
+def assert_a_name_that_is_not_its_own_is_said(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow turns such requests away, which is neither absence nor a wrong password."""
+    asked = socket.getaddrinfo
+
+    def here(host: str, *how: Any, **more: Any) -> Any:
+        return asked("127.0.0.1" if host == "registry.example" else host, *how, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", here)
+        with pytest.raises(store.Away, match=r"not to that name.*MLFLOW_SERVER_ALLOWED_HOSTS") as caught:
+            browse.versions("tiny", f"http://registry.example:{port}")
+    assert "is away" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def assert_all_there(uri: str, folders: dict[str, Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -413,6 +414,24 @@ def test_the_image_holds_every_package() -> None:
     copied = {line.split()[1] for line in lines if line.startswith("COPY ")}
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
     assert {package.removesuffix("*") for package in packages} <= copied
+
+
+def test_the_image_has_what_kubernetes_asks_of_it() -> None:
+    """A name that an engine takes, wget and Ray's agents for the probes, workers that come when they are needed."""
+    lines = (ROOT / "cluster" / "Containerfile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert " wget " in lines
+    assert "-e '.[tune,cluster]'" in lines
+    assert extras["cluster"][0].startswith("ray[default]")
+    job = yaml.safe_load((ROOT / "cluster" / "kuberay.yaml").read_text())["spec"]["rayClusterSpec"]
+    assert job["enableInTreeAutoscaling"]
+    groups = [job["headGroupSpec"], *job["workerGroupSpecs"]]
+    images = {one["image"] for group in groups for one in group["template"]["spec"]["containers"]}
+    assert all(re.fullmatch(r"[a-z0-9.-]+(/[a-z0-9._-]+)*:[\w.-]+", image) for image in images)
+    kept_out = (ROOT / ".dockerignore").read_text().split()
+    copied = {line.split()[1] for line in lines.splitlines() if line.startswith("COPY ")}
+    assert {".git", ".venv", "runs", "data"} <= set(kept_out)
+    assert not copied & set(kept_out)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "cluster").rglob("*.yaml")), ids=lambda path: path.name)
