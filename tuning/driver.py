@@ -58,13 +58,21 @@ def cluster() -> Iterator[int]:
 
 
 def at_once(search: Search) -> int:
-    """How many trials may run together."""
-    have = ray.cluster_resources()
-    room = [have.get(name, 0) // share for name, share in search.resources.items() if share > 0]
-    if not room or min(room) < 1:
-        offered = ", ".join(f"{name}={have.get(name, 0):g}" for name in ("CPU", "GPU"))
-        raise UserError(f"no trial fits: --resources-per-trial {dict(search.resources)}, the cluster has {offered}")
-    return int(min(min(room), search.max_concurrent or search.num_samples))
+    """How many trials may run together, each on one node."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = sum(trials_on(node, search.resources) for node in nodes)
+    if room < 1:
+        offered = "; ".join(" ".join(f"{name}={node.get(name, 0):g}" for name in ("CPU", "GPU")) for node in nodes)
+        raise UserError(
+            f"no trial fits on a node: --resources-per-trial {dict(search.resources)}, the nodes have {offered}; ask for "
+            "less, or start larger ones"
+        )
+    return min(room, search.max_concurrent or search.num_samples)
+
+
+def trials_on(node: Mapping[str, float], wanted: Mapping[str, float]) -> int:
+    """How many fit there: what is left over on two nodes makes no third."""
+    return int(min((node.get(name, 0) // share for name, share in wanted.items() if share > 0), default=0))
 
 
 def run(search: Search, around: Surroundings, board: Board, resume: bool) -> None:

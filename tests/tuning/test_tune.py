@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -392,6 +393,35 @@ def test_a_search_of_which_nothing_finished_leaves_its_page_too(tmp_path: Path) 
     board.started("a", wanted.parameters.draw(Random(0)))
     board.failed("a", "why not")
     assert "why not" in closing.write(wanted, board).read_text()
+
+
+# --- nodes ---
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted", "trials"),
+    [
+        ([{"CPU": 2}, {"CPU": 2}], {"CPU": 3}, 0),  # together they have 4
+        ([{"CPU": 3}, {"CPU": 3}], {"CPU": 2}, 2),
+        ([{"CPU": 8, "GPU": 1}, {"CPU": 8}], {"CPU": 2, "GPU": 1}, 1),
+        ([{"CPU": 8, "GPU": 1}, {"CPU": 8}], {"CPU": 2, "GPU": 0}, 8),
+        ([{"CPU": 2, "GPU": 1}], {"CPU": 1, "GPU": 0.25}, 2),
+        ([{"CPU": 2}], {}, 0),
+    ],
+)
+def test_a_trial_runs_on_one_node(
+    nodes: list[dict[str, float]], wanted: dict[str, float], trials: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuning import driver
+
+    alive = [{"Resources": node, "Alive": True} for node in nodes]
+    monkeypatch.setattr(driver.ray, "nodes", lambda: [*alive, {"Resources": {"CPU": 99, "GPU": 99}, "Alive": False}])
+    search: Any = SimpleNamespace(resources=wanted, max_concurrent=None, num_samples=100)
+    if trials:
+        assert driver.at_once(search) == trials
+    else:
+        with pytest.raises(UserError, match="no trial fits on a node"):
+            driver.at_once(search)
 
 
 # --- cluster/ ---
