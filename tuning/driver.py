@@ -64,8 +64,8 @@ def at_once(search: Search) -> int:
     if room < 1:
         offered = "; ".join(" ".join(f"{name}={node.get(name, 0):g}" for name in ("CPU", "GPU")) for node in nodes)
         raise UserError(
-            f"no trial fits on a node: --resources-per-trial {dict(search.resources)}, the nodes have {offered}; ask for "
-            "less, or start larger ones"
+            f"no trial fits on a node: --resources-per-trial {dict(search.resources)}, the nodes have {offered}; "
+            "ask for less, or start larger ones"
         )
     return min(room, search.max_concurrent or search.num_samples)
 
