@@ -1,0 +1,32 @@
+#!/bin/sh
+# All that wants a GPU, the most wanted first. A step that fails or is cut off leaves what the others have written; run it
+# from the project's folder, in its environment:
+#
+#   sh benchmarks/gpu.sh SHARDS        # the folder of CIFAR-10's shards; results: benchmarks/results, runs/gpu
+set -u
+SHARDS=${1:?"sh benchmarks/gpu.sh SHARDS, the folder of the shards of CIFAR-10"}
+EPS='[0.02,0.05,0.1,0.1411764705882353,0.25,0.2823529411764706]'
+
+step() {
+    echo "== $*"
+    "$@" || echo "FAILED ($?): $*"
+}
+
+# What is promised of a GPU: 5 minutes.
+step python -m pytest -m gpu tests
+
+# A certified training and its certificate, 25 minutes; goes on where it was cut off.
+step deepspeed --num_gpus 1 trainers/adv_train.py +model=cert_vit_c10 data=cifar10 data.root="$SHARDS" name=gpu \
+    resume=auto certify.enabled=false registry.enabled=false
+step python -m certify handover=runs/gpu/handover data=cifar10 data.root="$SHARDS" device=cuda method=best images=1000 \
+    eps="$EPS" headline_eps=0.1411764705882353 attack.steps=100
+
+# A training step against its bare passes, an H100's peak in bf16.
+step python -m benchmarks.bench_train_step --model spec_vit_b --batch 128 --precision bf16 --compile --peak-tflops 989
+step python -m benchmarks.bench_train_step --model spec_vit_b --batch 256 --precision bf16 --compile --peak-tflops 989
+
+# The rest.
+step python -m benchmarks.bench_ladder --device cuda
+step python -m benchmarks.bench_ladder --model dp_vit_s --device cuda
+step python -m benchmarks.bench_msvp_step --batch 128
+step python -m benchmarks.bench_attacks --model dp_vit_b --img-size 224 --patch-size 16 --depth 12 --batch 32 --pairs 4
