@@ -100,10 +100,8 @@ def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator
     vector, against rounding, to the whole basis."""
     diagonal, b = list[Tensor](), list[Tensor]()
     v_LN = start_LN / _length(start_LN)
-    basis_LKN = start_LN[:, None][:, :0]
+    basis_LKN = start_LN.new_empty(len(start_LN), max(counts), start_LN.shape[-1])  # a page is taken when it is written
     for count in counts:
-        room_LKN = start_LN.new_empty(len(start_LN), count - basis_LKN.shape[1], start_LN.shape[-1])
-        basis_LKN = torch.cat([basis_LKN, room_LKN], dim=1)
         for k in range(len(b), count):
             basis_LKN[:, k] = v_LN
             so_far = basis_LKN[:, : k + 1]
