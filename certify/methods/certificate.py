@@ -189,10 +189,12 @@ def lowered(head: nn.Module, x: Tensor, clean: Clean) -> Clean:
 
 
 def guess_of(analysis: Analysis) -> Tensor:
-    """Its own, or the same for all images."""
-    if isinstance(analysis, Guessing):
-        return analysis.guess()
-    return analysis.ball.eps_within(torch.full_like(analysis.clean.margin_BJ[:, 0], FIRST_RADIUS))
+    """Its own where that is a radius, else the same for all images: a search that starts at 0 ends there."""
+    usual_B = analysis.ball.eps_within(torch.full_like(analysis.clean.margin_BJ[:, 0], FIRST_RADIUS))
+    if not isinstance(analysis, Guessing):
+        return usual_B
+    guess_B = analysis.guess()
+    return torch.where((guess_B > 0) & guess_B.isfinite(), guess_B, usual_B)
 
 
 def pair_weights(head: nn.Linear, labels_B: Tensor) -> Tensor:

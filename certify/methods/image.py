@@ -136,10 +136,11 @@ class ImageAnalysis:
     @cached_property
     @torch.no_grad()
     def _first_most_B(self) -> Tensor:
-        """The largest e of the first rung; not a number where the adjoint analysis proves all of it."""
+        """The largest e of the first rung; not a number where nothing is expected, and where the adjoint analysis
+        proves all of it."""
         most_B = BEYOND * self.expected_B
-        all_B = torch.arange(len(self.images))
-        return torch.where(self._situation(all_B, most_B).proved(most_B), torch.nan, most_B)
+        proved_B = self._situation(torch.arange(len(self.images)), most_B).proved(most_B)
+        return torch.where((most_B > 0) & ~proved_B, most_B, torch.nan)
 
     def _build(self, level: int, most_B: Tensor) -> None:
         """The rungs of this level that images lack: of all that have one, as a search for their radii will want them,

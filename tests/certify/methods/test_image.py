@@ -1,5 +1,6 @@
 """Forms on the ball of images: what they bound, against what ascent finds; faults that are planted are seen."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -375,6 +376,17 @@ def test_an_answer_does_not_hang_on_what_was_asked_before() -> None:
         one.at(eps)
     for share in (0.9, 1.0, 1.1):
         torch.testing.assert_close(one.at(share * radius_B).loss_B, other.at(share * radius_B).loss_B)
+
+
+@pytest.mark.parametrize("nothing", [0.0, math.nan])
+def test_an_image_of_which_nothing_is_expected_disturbs_no_other(nothing: float) -> None:
+    """It has no rung: that of a radius of 0 would divide by it."""
+    _, whole = analysis_of("standard")
+    _, one = analysis_of("standard")
+    vars(one)["expected_B"] = whole.expected_B.index_fill(0, torch.tensor(1), nothing)
+    radius_B, rest = radius_of(one), torch.tensor([0, 2])
+    torch.testing.assert_close(radius_B[rest], radius_of(whole)[rest])
+    assert radius_B[1] == pytest.approx(float(radius_of(whole.inner)[1]), rel=2e-3), "what the search tells apart"
 
 
 def test_the_chance_is_counted() -> None:
