@@ -13,7 +13,7 @@ step() {
 }
 
 # What is promised of a GPU: 5 minutes.
-step python -m pytest -m gpu tests
+step python -m pytest -m gpu tests/test_gpu.py
 
 # A certified training and its certificate, 25 minutes; goes on where it was cut off.
 step deepspeed --num_gpus 1 trainers/adv_train.py +model=cert_vit_c10 data=cifar10 data.root="$SHARDS" name=gpu \

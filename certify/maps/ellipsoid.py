@@ -29,7 +29,7 @@ from torch import Tensor
 from certify.maps.effort import at_once, effort
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
-from zoo.bounds.contracts import Bound, QuadraticForm
+from zoo.bounds.contracts import Bound, Forms, QuadraticForm
 from zoo.bounds.tape import Tape, Vectors
 
 TOGETHER = 16  # random vectors that find how far functionals reach, at most: more are no faster
@@ -280,11 +280,10 @@ class Ellipsoids:
         """Of the functionals of a leaf's forms (B, ...)."""
         forms, length = self.tape.leaves[at].forms, self._reaches[at]
         assert forms is not None
-        room = length.shape[1:]
-        reach = product(length, beside(total_B.sqrt(), room))
+        reach = product(length, beside(total_B.sqrt(), length.shape[1:]))
         if at in self._norms:
-            reach = torch.fmin(reach, forms.sizes * beside(product(self._norms[at], total_B.sqrt()), room))
-        return torch.fmin(reach, forms.sizes * beside(sizes[at], room)) if at in sizes else reach
+            reach = within(product(self._norms[at], total_B.sqrt()), forms, reach)
+        return within(sizes[at], forms, reach) if at in sizes else reach
 
     def _seminorms(
         self, forms: Mapping[int, QuadraticForm], word: str, numbers: Sequence[Tensor], close: float
@@ -333,6 +332,11 @@ def _silenced(form: QuadraticForm, unknown: Tensor) -> QuadraticForm:
 def beside(size_B: Tensor, room: torch.Size) -> Tensor:
     """(B,) -> (B, 1, ...), beside (B, *room)."""
     return size_B.view(-1, *(1,) * len(room))
+
+
+def within(size_B: Tensor, forms: Forms, reach: Tensor) -> Tensor:
+    """The reaches of functionals (B, ...), of which none goes beyond its length times |H|."""
+    return torch.fmin(reach, forms.sizes * beside(size_B, reach.shape[1:]))
 
 
 def least_square_sum(count: int, chance: float) -> float:

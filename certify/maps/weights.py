@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from certify.maps.effort import effort
-from certify.maps.ellipsoid import IMAGE, NOISE, Draw, Joint, Known, Noise, Sizes, beside, identity
+from certify.maps.ellipsoid import IMAGE, NOISE, Draw, Joint, Known, Noise, Sizes, beside, identity, within
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Tape, Vectors
@@ -159,7 +159,7 @@ class Look:
         """Of the functionals of a leaf, by random changes v of its input."""
         forms = self._formed[at]
         reach = times * (forms.squares(v) / len(v)).sqrt()
-        return torch.fmin(reach, forms.sizes * beside(self._sizes[at], reach.shape[1:])) if at in self._sizes else reach
+        return within(self._sizes[at], forms, reach) if at in self._sizes else reach
 
     def _gaussian(self, room: torch.Size, word: str) -> Tensor:
         """The random vectors (M, B, *room)."""

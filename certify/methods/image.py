@@ -43,7 +43,7 @@ class ImageAnalysis:
 
     def __init__(self, inner: AdjointAnalysis, images_BCHW: Tensor, seed: bytes) -> None:
         self.inner, self.images, self._seed = inner, images_BCHW, seed
-        self.rungs: list[list[tuple[Tensor, Rung]]] = [[] for _ in range(RUNGS)]
+        self.rungs: list[tuple[Tensor, Rung]] = []  # with the images that have it
 
     @property
     def clean(self) -> Clean:
@@ -56,9 +56,8 @@ class ImageAnalysis:
     @property
     def failure(self) -> float:
         failure_B = torch.zeros_like(self.clean.margin_BJ[:, 0])
-        for level in self.rungs:
-            for index_I, rung in level:
-                failure_B[index_I] += rung.ellipsoids.failure
+        for index_I, rung in self.rungs:
+            failure_B[index_I] += rung.ellipsoids.failure
         return self.inner.failure + float(failure_B.max())
 
     def guess(self) -> Tensor:
@@ -95,13 +94,12 @@ class ImageAnalysis:
             open_B = open_B & (e_B < most_B)  # not a number: there is no further rung
             if not bool(open_B.any()):
                 break
-            self._build(level, most_B)
-            most_B = torch.full_like(most_B, torch.nan)
-            for index_I, rung in self.rungs[level]:
-                most_B[index_I] = rung.next_most_B
-                if bool(open_B[index_I].any()):
-                    found_IJ = rung.losses(torch.where(open_B[index_I], e_B[index_I], 0.0), loss_BJ[index_I])
-                    loss_BJ[index_I] = torch.where(open_B[index_I, None], found_IJ, loss_BJ[index_I])
+            if level == len(self.rungs):
+                self.rungs.append(self._rung(most_B))
+            index_I, rung = self.rungs[level]
+            most_B = torch.full_like(most_B, torch.nan).index_put((index_I,), rung.next_most_B)
+            found_IJ = rung.losses(torch.where(open_B[index_I], e_B[index_I], 0.0), loss_BJ[index_I])
+            loss_BJ[index_I] = torch.where(open_B[index_I, None], found_IJ, loss_BJ[index_I])
             open_B = _open(clean, loss_BJ)
         won_B = was_open_B & ~_open(clean, loss_BJ)
         return loss_BJ, torch.where(won_B, binding_class(clean, loss_BJ), class_B)
@@ -110,8 +108,7 @@ class ImageAnalysis:
     @torch.no_grad()
     def expected_B(self) -> Tensor:
         """The radius e that rungs are likely to prove: below min_j m_j / |g_0|, as remainders take their part."""
-        all_B = torch.arange(len(self.images))
-        here = self._situation(all_B, torch.zeros_like(self.clean.margin_BJ[:, 0]))
+        here = self._whole
         class_CB = self.inner.rivals_BR[:, :FEW_RIVALS].mT
         first_CB, margin_CB = here.first(class_CB), self.clean.margin_BJ.gather(1, class_CB.mT).mT
         most_B, rank_B = (margin_CB / first_CB).nan_to_num(MOST).min(0)
@@ -139,18 +136,18 @@ class ImageAnalysis:
         """The largest e of the first rung; not a number where nothing is expected, and where the adjoint analysis
         proves all of it."""
         most_B = BEYOND * self.expected_B
-        proved_B = self._situation(torch.arange(len(self.images)), most_B).proved(most_B)
-        return torch.where((most_B > 0) & ~proved_B, most_B, torch.nan)
+        return torch.where((most_B > 0) & ~self._whole.proved(most_B), most_B, torch.nan)
 
-    def _build(self, level: int, most_B: Tensor) -> None:
-        """The rungs of this level that images lack: of all that have one, as a search for their radii will want them,
-        and together they cost less."""
-        lacking_B = ~most_B.isnan()
-        for index_I, _ in self.rungs[level]:
-            lacking_B[index_I] = False
-        if bool(lacking_B.any()):
-            index_I = lacking_B.nonzero().flatten()
-            self.rungs[level].append((index_I, Rung(self._situation(index_I, most_B), most_B[index_I])))
+    @cached_property
+    def _whole(self) -> Situation:
+        """Of all images."""
+        return self._situation(torch.arange(len(self.images)), torch.zeros_like(self.clean.margin_BJ[:, 0]))
+
+    def _rung(self, most_B: Tensor) -> tuple[Tensor, Rung]:
+        """For all images that have one there, open or not: a search for their radii will want it, and together they
+        cost less."""
+        index_I = (~most_B.isnan()).nonzero().flatten()
+        return index_I, Rung(self._situation(index_I, most_B), most_B[index_I])
 
     def _situation(self, index_I: Tensor, most_B: Tensor) -> Situation:
         return Situation.of(self.inner, self.images, index_I, self._seed, most_B)
