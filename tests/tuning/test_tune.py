@@ -3,12 +3,10 @@
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-import tomllib
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -18,7 +16,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import yaml
 
 import tune
 from certizoo import UserError
@@ -422,53 +419,6 @@ def test_a_trial_runs_on_one_node(
     else:
         with pytest.raises(UserError, match="no trial fits on a node"):
             driver.at_once(search)
-
-
-# --- cluster/ ---
-
-
-def test_ray_accepts_the_cluster_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's own schema and defaults, from the project's folder as `ray up cluster/ray.yaml` would."""
-    from ray.autoscaler._private.util import fillout_defaults, validate_config
-
-    monkeypatch.chdir(ROOT)
-    config = yaml.safe_load((ROOT / "cluster" / "ray.yaml").read_text())
-    validate_config(fillout_defaults(config))
-    assert config["provider"] == {"type": "local", "head_ip": "127.0.0.1", "worker_ips": []}
-    version = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("ray=="))
-    assert f'rayVersion: "{version.removeprefix("ray==")}"' in (ROOT / "cluster" / "kuberay.yaml").read_text()
-
-
-def test_the_image_holds_every_package() -> None:
-    lines = (ROOT / "cluster" / "Containerfile").read_text().splitlines()
-    copied = {line.split()[1] for line in lines if line.startswith("COPY ")}
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert {package.removesuffix("*") for package in packages} <= copied
-
-
-def test_the_image_has_what_kubernetes_asks_of_it() -> None:
-    """A name that an engine takes, wget and Ray's agents for the probes, workers that come when they are needed."""
-    lines = (ROOT / "cluster" / "Containerfile").read_text()
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert " wget " in lines
-    assert "-e '.[tune,cluster]'" in lines
-    assert extras["cluster"][0].startswith("ray[default]")
-    job = yaml.safe_load((ROOT / "cluster" / "kuberay.yaml").read_text())["spec"]["rayClusterSpec"]
-    assert job["enableInTreeAutoscaling"]
-    groups = [job["headGroupSpec"], *job["workerGroupSpecs"]]
-    images = {one["image"] for group in groups for one in group["template"]["spec"]["containers"]}
-    assert all(re.fullmatch(r"[a-z0-9.-]+(/[a-z0-9._-]+)*:[\w.-]+", image) for image in images)
-    kept_out = (ROOT / ".dockerignore").read_text().split()
-    copied = {line.split()[1] for line in lines.splitlines() if line.startswith("COPY ")}
-    assert {".git", ".venv", "runs", "data"} <= set(kept_out)
-    assert not copied & set(kept_out)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "cluster").rglob("*.yaml")), ids=lambda path: path.name)
-def test_what_listens_beyond_the_loopback_asks_for_a_token_or_a_password(path: Path) -> None:
-    text = path.read_text()
-    assert yaml.safe_load(text)
-    assert any(word in text for word in ("RAY_AUTH_MODE=token", "authOptions: {mode: token}", "ADMIN_PASSWORD:?"))
 
 
 # --- one search a folder ---
