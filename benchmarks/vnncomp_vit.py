@@ -167,7 +167,7 @@ def rows_of(folder: Path, listed: list[Instance], given: argparse.Namespace) -> 
     """One for each instance of a net, until its time is over."""
     net = content(folder, listed[0].net)
     model = vit.read(net)
-    shape = (model.patch_embed.proj.in_channels, *model.patch_embed.img_size)
+    shape = (model.get_parameter("patch_embed.proj.weight").shape[1], *model.patch_embed.img_size)
     balls = [ball(vnnlib.parse(content(folder, one.said), one.said), model, shape, one.said) for one in listed]
     compare(net, model, torch.cat([one.image_1CHW for one in balls]), listed[0].net)
     begun, radii = time.monotonic(), given.radii

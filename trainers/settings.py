@@ -153,6 +153,7 @@ class HingeConfig:
     o: float | None = None
     mlp: float | None = None
     patch: float | None = None
+    stem: float | None = None
     slack: float = 1.0
     tighten: tuple[float, float] = (0.0, 1.0)
 
@@ -170,7 +171,7 @@ class HingeConfig:
 
     @property
     def caps(self) -> dict[str, float | None]:
-        return {branch: getattr(self, branch) for branch in ("q", "k", "v", "o", "mlp", "patch")}
+        return {branch: getattr(self, branch) for branch in ("q", "k", "v", "o", "mlp", "patch", "stem")}
 
     @property
     def branches(self) -> list[str]:

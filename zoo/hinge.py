@@ -1,7 +1,10 @@
 """Hinge on spectral norms: the weights keep their norms below caps, and are free there (docs/proofs.md#hinge).
 
     L_hinge = sum_W relu( ||W|| - c_W )^2          W = W_Q, W_K, W_V (all heads together), W_O, W_1, W_2 of every layer,
-                                                   and the patch embedding
+                                                   and the patch embedding or the kernels (out, rest) of the stem
+
+Of a kernel of k x k with stride s the convolution's norm is at most ceil(k / s) ||W||: a pixel is in so many patches in
+either direction.
 
 ||W|| comes from Gram iteration (Delattre et al. 2023, https://arxiv.org/abs/2305.16173): with G_0 = W^T W or W W^T,
 whichever is smaller, and G_{k+1} = G_k^2,
@@ -14,6 +17,7 @@ power iteration sees one a step. Like MSVP it steers the training; no certificat
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from timm.layers import PatchEmbed
@@ -24,9 +28,18 @@ from zoo.penalty import HasSpectralTerms
 SQUARINGS = 5  # at most 1.04 times the norm for n = 128; 1.00 where one singular value leads
 
 
+@runtime_checkable
+class HasKernels(Protocol):
+    """A convolutional stem."""
+
+    def kernels(self) -> Iterator[Tensor]:
+        """Those of its convolutions, (out, rest)."""
+        ...
+
+
 def hinge(model: nn.Module, caps: Mapping[str, float | None], slack: float = 1.0) -> Tensor:
-    """The sum above with caps `slack * caps[branch]`, branches as in `zoo.penalty` and "patch"; None is no cap. A
-    scalar, float32.
+    """The sum above with caps `slack * caps[branch]`, branches as in `zoo.penalty`, "patch" and "stem"; None is no
+    cap. A scalar, float32.
 
     Raises ValueError for a model without weights of the capped branches.
     """
@@ -48,6 +61,9 @@ def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield branch, weight_HOD.flatten(0, 1)
     elif isinstance(module, PatchEmbed):
         yield "patch", module.proj.weight.flatten(1)  # perhaps capped: then no parameter
+    elif isinstance(module, HasKernels):
+        for kernel in module.kernels():
+            yield "stem", kernel
 
 
 def _excess(terms: list[tuple[float, Tensor]]) -> Tensor:

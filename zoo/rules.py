@@ -42,6 +42,7 @@ from zoo.bounds.rules import (
     scaled,
     steps_of,
 )
+from zoo.layers.convolution import conv_norm
 
 __all__ = [
     "Activation",
@@ -72,6 +73,7 @@ __all__ = [
     "chain",
     "classifier_of",
     "composition",
+    "conv_norm",
     "elementwise",
     "exact",
     "exact_module",

@@ -240,7 +240,10 @@ def gpsa(option: Any, s: State, x_ND: Tensor, heads: int) -> Tensor:
 
 def vit(options: Options, state: State, image_CHW: Tensor) -> Tensor:
     """One image -> logits. ConViT's class token joins after its `gpsa_layers` blocks."""
-    x = patches(_below(state, "patch_embed.proj"), image_CHW, options["patch_size"])
+    if options["stem"] is None:
+        x = patches(_below(state, "patch_embed.proj"), image_CHW, options["patch_size"])
+    else:
+        x = stem(_below(state, "patch_embed.convs"), image_CHW, len(options["stem"]) + 1)
     late = options["gpsa_layers"]
     has_cls = options["global_pool"] == "cls"
     if has_cls and not late:
@@ -267,6 +270,25 @@ def patches(s: State, image_CHW: Tensor, size: int) -> Tensor:
     ]
     matrix = {key: value.flatten(1) if key == "weight" else value for key, value in s.items()}
     return linear(matrix, torch.stack(cut))
+
+
+def stem(s: State, image_CHW: Tensor, convolutions: int) -> Tensor:
+    """Every second pixel with its eight neighbours, zeros beyond the edge, times the kernel; as often: (N, D)."""
+    x_CHW = image_CHW
+    for index in range(convolutions):
+        if index:
+            x_CHW = gelu(x_CHW)
+        own = _below(s, f"{2 * index}")
+        matrix = {key: value.flatten(1) if key == "weight" else value for key, value in own.items()}
+        _, height, width = x_CHW.shape
+        padded = torch.zeros(len(x_CHW), height + 2, width + 2, dtype=x_CHW.dtype)
+        padded[:, 1:-1, 1:-1] = x_CHW
+        rows = [
+            torch.stack([linear(matrix, padded[:, y : y + 3, x : x + 3].flatten()) for x in range(0, width, 2)])
+            for y in range(0, height, 2)
+        ]
+        x_CHW = torch.stack(rows).movedim(-1, 0)
+    return x_CHW.flatten(1).T
 
 
 def _pool(options: Options, x_ND: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "standard": AVG | {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "prenorm"},
     "cls": TINY | {"norm": {"name": "layernorm", "eps": 0.1}, "mlp": "gelu", "block": "prenorm", "global_pool": "cls"},
     "fc_norm": AVG | {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "prenorm", "fc_norm": True},
+    "stem": AVG | {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "prenorm", "stem": (6,)},
 }
 
 

@@ -9,6 +9,7 @@ import zoo
 from certizoo import UserError
 from trainers.settings import HingeConfig
 from zoo.hinge import gram_norm, hinge
+from zoo.rules import conv_norm
 
 CAPS = {"q": 0.5, "k": 0.6, "v": 0.7, "o": 0.4, "mlp": 0.8, "patch": 0.8}
 
@@ -36,6 +37,18 @@ def norms(model: Any) -> list[tuple[str, torch.Tensor]]:
 def slow(model: Any, caps: dict[str, float]) -> torch.Tensor:
     terms = [(norm - caps[branch]).clamp_min(0) ** 2 for branch, norm in norms(model) if branch in caps]
     return torch.stack(terms).sum()
+
+
+def test_the_kernels_of_a_stem_are_matrices() -> None:
+    torch.manual_seed(0)
+    model: Any = zoo.create_model("dp_vit_ti", img_size=16, patch_size=4, stem=(6,), embed_dim=8, depth=0, num_heads=2)
+    kernels = list(model.patch_embed.kernels())
+    assert [kernel.shape for kernel in kernels] == [(6, 27), (8, 54)]
+    oracle = sum((torch.linalg.matrix_norm(kernel, 2) - 0.3).clamp_min(0) ** 2 for kernel in kernels)
+    assert 0.05 < oracle <= hinge(model, {"stem": 0.3}) <= 1.1 * oracle
+    for conv, height in zip(model.patch_embed.convs[::2], (8, 4), strict=True):
+        kernel = torch.linalg.matrix_norm(conv.weight.flatten(1), 2)
+        assert conv_norm(conv.weight, (2, 2), (height, height)) <= 2 * kernel, "as the head of the file says"
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (7, 40), (40, 7), (5, 24, 48)])
@@ -94,7 +107,7 @@ def test_caps_shrink_geometrically_while_the_training_goes_through_tighten() -> 
     config = HingeConfig(weight=1.0, q=0.5, slack=4.0, tighten=(0.25, 0.75))
     assert [config.slack_at(t) for t in (0.0, 0.25, 0.5, 0.75, 1.0)] == pytest.approx([4, 4, 2, 1, 1])
     assert HingeConfig(weight=1.0, q=0.5).slack_at(0.0) == 1
-    assert config.caps == {"q": 0.5, "k": None, "v": None, "o": None, "mlp": None, "patch": None}
+    assert config.caps == {"q": 0.5, "k": None, "v": None, "o": None, "mlp": None, "patch": None, "stem": None}
     assert config.active
     assert not HingeConfig().active
 

@@ -15,8 +15,9 @@ from torch.nn.utils import parametrize
 
 from trainers.certvit.douglas_rachford import Rows
 from zoo.attention.l2 import L2Attention
+from zoo.layers.convolution import conv_norm
 from zoo.layers.patches import PatchProjection
-from zoo.models.convnet import ReLUx, conv_norm
+from zoo.models.convnet import ReLUx
 from zoo.spectral import sigma_upper
 
 

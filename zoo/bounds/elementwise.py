@@ -10,8 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bounds.activations import activation_of, lipschitz, slope_range
-from zoo.bounds.contracts import Activation, Bound, Expand, Expansion, LambdaMax, Layer, QuadraticForm
-from zoo.bounds.facts import Facts, M
+from zoo.bounds.contracts import (
+    Activation,
+    Bound,
+    Expand,
+    Expansion,
+    LambdaMax,
+    Layer,
+    Precision,
+    QuadraticForm,
+    Rounded,
+    Rounding,
+)
+from zoo.bounds.facts import Facts, M, NoRule
+from zoo.bounds.rounding import NO_BOUND, OUT, TINY, size
 from zoo.bounds.rules import scaled
 
 PAIR_BYTES = 2**24  # memory for one array over the units of a few pairs
@@ -152,7 +164,7 @@ def elementwise(module: nn.Module, activation: Activation) -> Expand:
 
 def scalar(activation: Callable[[M], Activation]) -> Facts[M]:
     """All of them, from what is known of sigma."""
-    return Facts(rule=by_slope, expansion=by_units, activation=activation)
+    return Facts(rule=by_slope, expansion=by_units, activation=activation, rounding=by_kernel)
 
 
 def by_slope(module: nn.Module) -> Layer:
@@ -163,3 +175,27 @@ def by_slope(module: nn.Module) -> Layer:
 def by_units(module: nn.Module) -> Expand:
     """One unit per entry."""
     return elementwise(module, activation_of(module))
+
+
+def by_kernel(module: nn.Module, precision: Precision) -> Rounding:
+    """|sigma(x^) - sigma(x')| <= max |sigma'| e, and what the kernel adds, relative to |x^|."""
+    slope = kernel_slope(module)
+
+    def around(x: Tensor) -> Rounded:
+        x_B = size(x)
+
+        def error(r: Tensor, e: Tensor) -> Tensor:
+            return (slope * e + precision.activation * (x_B + r + e)) * OUT + TINY
+
+        return Rounded(module(x), lambda r: slope * r, error)
+
+    return around
+
+
+def kernel_slope(act: nn.Module) -> float:
+    """Of an activation with |sigma(z)| <= |z| that is computed by one kernel, within `Precision.activation` of |z|.
+    Raises `NoRule` for others."""
+    activation = activation_of(act)
+    if not activation.one_kernel:
+        raise NoRule(act, NO_BOUND)
+    return lipschitz(activation)

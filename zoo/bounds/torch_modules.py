@@ -1,5 +1,5 @@
 """The facts of torch's own modules, but for those that have a file of their own: LayerNorm (layers/norms.py), Conv2d
-(models/convnet.py). Constants of activations: docs/proofs.md#hull.
+(layers/convolution.py). Constants of activations: docs/proofs.md#hull.
 """
 
 import torch

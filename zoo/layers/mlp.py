@@ -8,11 +8,12 @@ import timm.layers
 import torch
 from torch import Tensor, nn
 
-from zoo.bounds.activations import activation_of, lipschitz
+from zoo.bounds.activations import activation_of
 from zoo.bounds.contracts import Bound, Expand, Layer, Precision, Rounded, Rounding
+from zoo.bounds.elementwise import kernel_slope
 from zoo.bounds.facts import Facts, Links, NoRule, expect, register
 from zoo.bounds.fused import fused
-from zoo.bounds.rounding import NO_BOUND, OUT, matrix_product, size
+from zoo.bounds.rounding import OUT, matrix_product, size
 from zoo.bounds.rules import chain, layer_of
 from zoo.layers.constrained import constrain_
 from zoo.spectral import start_vectors
@@ -151,18 +152,10 @@ def constrained_mlp_expansion(module: ConstrainedMlp) -> Expand:
 # rounding of the served types -----------------------------------------------------------------------------------------
 
 
-def _slope(act: nn.Module) -> float:
-    """Of an activation with |sigma(z)| <= |z| that is computed by one kernel, within `Precision.activation` of |z|."""
-    activation = activation_of(act)
-    if not activation.one_kernel:
-        raise NoRule(act, NO_BOUND)
-    return lipschitz(activation)
-
-
 def mlp_rounding(module: Mlp, precision: Precision) -> Rounding:
     """The two products and the activation, one after the other."""
     expect(module.norm, nn.Identity)
-    layer, slope = layer_of(module, local=True), _slope(module.act)
+    layer, slope = layer_of(module, local=True), kernel_slope(module.act)
     first, second = (matrix_product(fc.weight, fc.bias, precision) for fc in (module.fc1, module.fc2))
 
     def around(x_BND: Tensor) -> Rounded:
@@ -182,7 +175,7 @@ def sll_rounding(module: SLL, precision: Precision) -> Rounding:
     """x - 2 T^{-1} W act(W^T x + b): 1-Lipschitz for e; T is off by the share rho, its terms |W^T W| by gamma_{d+H+20}
     of |W|^T |W|."""
     layer, u = layer_of(module, local=True), precision.u
-    _slope(module.act)
+    kernel_slope(module.act)
     weight, q = module.weight.detach().double(), module.log_q.detach().double().exp()
     t_H = module.diagonal_H().detach().double()
     most_H = ((weight.abs().mT @ weight.abs()) * q).sum(1) / q

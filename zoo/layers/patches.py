@@ -1,9 +1,9 @@
-"""From images to patches, inside the model: normalisation, and the patch embedding of every transformer.
+"""From images to patches, inside the model: normalisation, and the patch embedding of every transformer, or its stem.
 
-Letters: B images, C channels, D width; an image of Y x X patches of P x Q pixels.
+Letters: B images, C channels, N tokens, D width; an image of Y x X patches of P x Q pixels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,25 @@ def normalize(module: Normalize) -> Layer:
     return layer
 
 
-register(Normalize, Facts(rule=normalize, expansion=affine))
+def normalize_rounding(module: Normalize, precision: Precision) -> Rounding:
+    """A difference, a quotient, statistics that are rounded. The image is cast to the type first; float32 images are
+    what they are."""
+    gain, u = 1 / float(module.std.min()), precision.u
+    cast = 0.0 if u == precision.sums else u
+
+    def around(x_BCHW: Tensor) -> Rounded:
+        z = module(x_BCHW)
+        x_B, z_B = size(x_BCHW), size(z)
+
+        def error(r: Tensor, e: Tensor) -> Tensor:
+            return (4 * u * (z_B + gain * r) + gain * (cast * (x_B + r) + e)) * OUT + TINY
+
+        return Rounded(z, lambda r: gain * r, error)
+
+    return around
+
+
+register(Normalize, Facts(rule=normalize, expansion=affine, rounding=normalize_rounding))
 
 
 class PatchProjection(nn.Conv2d):
@@ -105,24 +123,84 @@ def patches_rounding(
     """(x - mean) / std, a product with the patches, positions; `embed` is all of it. The image is cast to the type
     first."""
     expect(normalize, Normalize)
+    assert isinstance(normalize, Normalize)
     projection = patch_embed.get_submodule("proj")
     expect(projection, PatchProjection)
     assert isinstance(projection, PatchProjection)
-    weight, std_C = projection.weight, normalize.get_buffer("std")
-    std, u = float(std_C.min()), precision.u
+    weight, std_C, u = projection.weight, normalize.std, precision.u
+    pixels = normalize_rounding(normalize, precision)
     patches = matrix_product(weight.flatten(1), projection.bias, precision)
     whole = matrix_product((weight / std_C).flatten(1), None, precision)
 
     def around(x_BCHW: Tensor) -> Rounded:
-        z, y = normalize(x_BCHW), embed(x_BCHW)
-        x_B, z_B, y_B = size(x_BCHW), size(z), size(y)
+        normalised, y = pixels(x_BCHW), embed(x_BCHW)
+        z_B, y_B = size(normalised.y), size(y)
 
         def error(r: Tensor, e: Tensor) -> Tensor:
-            reach = z_B + r / std
-            cast = 0.0 if u == precision.sums else u * (x_B + r) / std  # float32 images are what they are
-            into = patches.error(reach, 4 * u * reach + cast + e / std, y.shape[1])
+            into = patches.error(z_B + normalised.radius(r), normalised.error(r, e), y.shape[1])
             return (into + 2 * u * (y_B + whole.norm * r + into)) * OUT + TINY
 
         return Rounded(y, lambda r: whole.norm * r, error)
 
     return around
+
+
+# the convolutional stem -----------------------------------------------------------------------------------------------
+
+
+class ConvStem(nn.Module):
+    """A convolutional stem in the place of the patch embedding (Xiao et al. 2021, https://arxiv.org/abs/2106.14881).
+
+        3 x 3 convolutions of stride 2 with zero padding, an activation after each but the last; its pixels are tokens
+
+    Here without batch normalisation. Patches of neighbouring tokens overlap. Normalised images (B, C, H, W) -> tokens
+    (B, N, D), N = (H / patch_size)^2; attributes named as in timm.
+
+    Args:
+        widths: channels of the convolutions in front of the last, as many as patch_size = 2^(len(widths) + 1) asks for.
+        act: makes the activation between them.
+        bias: whether the convolutions have one.
+    """
+
+    def __init__(
+        self,
+        img_size: int,
+        patch_size: int,
+        in_chans: int,
+        embed_dim: int,
+        *,
+        widths: Sequence[int],
+        act: type[nn.Module] = nn.GELU,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if patch_size != 2 ** (len(widths) + 1):
+            raise UserError(
+                f"stem={list(widths)} with patch_size={patch_size}: every convolution halves the image; "
+                "give log2(patch_size) - 1 widths"
+            )
+        side = img_size // patch_size
+        self.img_size, self.patch_size = (img_size, img_size), (patch_size, patch_size)
+        self.grid_size, self.num_patches = (side, side), side * side
+        self.convs = nn.Sequential()
+        for chans, out in zip((in_chans, *widths), (*widths, embed_dim), strict=True):
+            if len(self.convs):
+                self.convs.append(act())
+            self.convs.append(nn.Conv2d(chans, out, 3, stride=2, padding=1, bias=bias))
+
+    def kernels(self) -> Iterator[Tensor]:
+        """For `zoo.hinge`."""
+        for module in self.convs:
+            if isinstance(module, nn.Conv2d):
+                yield module.weight.flatten(1)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return tokens(self.convs(x_BCHW))
+
+
+def tokens(x_BDHW: Tensor) -> Tensor:
+    """One token a pixel: (B, D, H, W) -> (B, N, D)."""
+    return x_BDHW.flatten(2).transpose(1, 2)
+
+
+register(ConvStem, Facts())  # what is around it reads its parts

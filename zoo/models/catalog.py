@@ -31,6 +31,7 @@ VIT: Options = {
     "global_pool": "cls",
     "fc_norm": False,
     "drop_path_rate": 0.0,
+    "stem": None,
     "patch_cap": None,
     "patch_constraint": None,
     "gpsa_layers": 0,

@@ -36,7 +36,7 @@ from zoo.attention.window import WindowAttention
 from zoo.layers.block import PreNormBlock
 from zoo.layers.fold import folded
 from zoo.layers.mlp import Mlp
-from zoo.layers.patches import Normalize, PatchProjection
+from zoo.layers.patches import ConvStem, Normalize, PatchProjection
 from zoo.models.swin import Swin
 from zoo.models.vit import ViT
 
@@ -169,7 +169,7 @@ def _resampled(key: str, value: Tensor, model: nn.Module) -> Tensor:
 
 def _positions(value_1ND: Tensor, tokens: int, patch_embed: nn.Module) -> Tensor:
     """The positions of another square grid of patches; those of other tokens, in front, stay."""
-    assert isinstance(patch_embed, PatchEmbed)
+    assert isinstance(patch_embed, PatchEmbed | ConvStem)
     others = tokens - patch_embed.num_patches
     patches = value_1ND.shape[1] - others
     if patches < 1 or math.isqrt(patches) ** 2 != patches:

@@ -25,8 +25,9 @@ SIZES = {
     "gpsa_layers": (0, 512),
     "layers": (0, 65_536),
     "hidden": (1, 1_000_000),
+    "stem": (1, 65_536),
 }
-LISTS = ("depths", "layers", "hidden")
+LISTS = ("depths", "layers", "hidden", "stem")
 MAYBE_LISTS = ("num_heads",)
 FLAGS = ("bias", "qkv_bias", "fc_norm")
 NUMBERS = {
@@ -37,7 +38,7 @@ NUMBERS = {
     "theta": (-1e6, 1e6),
     "patch_cap": (0, 1e6),
 }
-MAYBE_NONE = ("attn_norm", "residual", "theta", "patch_cap", "patch_constraint", "mean", "std")
+MAYBE_NONE = ("attn_norm", "residual", "theta", "stem", "patch_cap", "patch_constraint", "mean", "std")
 WORDS = ("backbone", "block", "global_pool", "init", "patch_constraint")
 PARTS = ("attention", "norm", "attn_norm", "mlp", "residual")
 STATISTICS = ("mean", "std")

@@ -136,7 +136,7 @@ def tiny_options(name: str) -> Options:
 def _tiny_vit(options: Options) -> Options:
     """3 x 3 patches, two layers (ConViT: one with gated positions, one without)."""
     tiny = {"img_size": 12, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
-    return tiny | {"gpsa_layers": min(options["gpsa_layers"], 1)}
+    return tiny | {"gpsa_layers": min(options["gpsa_layers"], 1), "stem": None if options["stem"] is None else (8,)}
 
 
 def _tiny_swin(options: Options) -> Options:

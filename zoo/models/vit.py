@@ -7,7 +7,7 @@ ConViT (d'Ascoli et al. 2021) is the same with the class token put in front afte
 Letters: B images, C channels, N tokens, D width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,13 +20,21 @@ from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precisio
 from zoo.bounds.curvature import expansion_of
 from zoo.bounds.facts import Facts, Link, Links, NoRule, expect, register
 from zoo.bounds.links import Affine
-from zoo.bounds.rounding import OUT, exact, roundings_of, size
+from zoo.bounds.rounding import OUT, TINY, exact, roundings_of, size
 from zoo.bounds.rules import Step, layer_of
 from zoo.layers.cap import cap_
 from zoo.layers.constrained import constrain_
 from zoo.layers.init import finish_init_, trunc_normal_init_
 from zoo.layers.norm_forms import NormForms
-from zoo.layers.patches import Normalize, by_products_, patches_gram, patches_norm, patches_rounding
+from zoo.layers.patches import (
+    ConvStem,
+    Normalize,
+    by_products_,
+    patches_gram,
+    patches_norm,
+    patches_rounding,
+    tokens,
+)
 
 
 class ViT(nn.Module):
@@ -40,6 +48,8 @@ class ViT(nn.Module):
         cls_after: the number of blocks after which the class token joins; it has a position only if that is 0.
         bias: whether the patch embedding and the head have one.
         init: gives the weights their initial values.
+        stem: channels of the convolutions in front of the one that makes the tokens (`ConvStem`); None: a projection of
+            patches makes them.
         patch_cap: cap on the spectral norm of the patch embedding (None: free).
         patch_constraint: keeps that norm at 1 instead, 'aol' or 'orthogonal' (None: not).
     """
@@ -64,6 +74,7 @@ class ViT(nn.Module):
         bias: bool = True,
         drop_path_rate: float = 0.0,
         init: Callable[[nn.Module], None] = trunc_normal_init_,
+        stem: Sequence[int] | None = None,
         patch_cap: float | None = None,
         patch_constraint: str | None = None,
     ) -> None:
@@ -72,12 +83,19 @@ class ViT(nn.Module):
             raise UserError(f"img_size {img_size} is not a multiple of patch_size {patch_size}; change one of them")
         if global_pool not in ("avg", "cls"):
             raise UserError(f"global_pool is {global_pool!r}; choose 'avg' or 'cls'")
+        if stem is not None and (patch_cap, patch_constraint) != (None, None):
+            raise UserError("patch_cap and patch_constraint bound a projection of patches; a stem needs both null")
         if patch_cap is not None and patch_constraint is not None:
             raise UserError("patch_cap and patch_constraint both bound the patch embedding; set one of them to null")
         self.num_classes, self.embed_dim, self.global_pool = num_classes, embed_dim, global_pool
         self.normalize = Normalize(mean, std)
-        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, bias=bias)
-        by_products_(self.patch_embed)
+        sizes = (img_size, patch_size, in_chans, embed_dim)
+        self.patch_embed: PatchEmbed | ConvStem
+        if stem is None:
+            self.patch_embed = PatchEmbed(*sizes, bias=bias)
+            by_products_(self.patch_embed)
+        else:
+            self.patch_embed = ConvStem(*sizes, widths=stem, bias=bias)
         has_cls = global_pool == "cls" if class_token is None else class_token
         if global_pool == "cls" and not has_cls:
             raise UserError("global_pool is 'cls' and there is no class token; set class_token=True, or pool by 'avg'")
@@ -93,14 +111,18 @@ class ViT(nn.Module):
         self.fc_norm: nn.Module = last_norm if fc_norm else nn.Identity()
         self.head = nn.Linear(embed_dim, num_classes, bias=bias)
         init(self)
-        cap_(self.patch_embed.proj, [patch_cap])
-        if patch_constraint is not None:
-            constrain_(self.patch_embed.proj, patch_constraint)
+        if isinstance(self.patch_embed, PatchEmbed):
+            cap_(self.patch_embed.proj, [patch_cap])
+            if patch_constraint is not None:
+                constrain_(self.patch_embed.proj, patch_constraint)
         finish_init_(self)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
         """Normalised patches with positions (and a class token that has one): (B, C, H, W) -> (B, N, D)."""
-        x_BND = self.patch_embed(self.normalize(x_BCHW))
+        return self.place(self.patch_embed(self.normalize(x_BCHW)))
+
+    def place(self, x_BND: Tensor) -> Tensor:
+        """Tokens of patches with their positions, and with the class token if it is there from the start."""
         if self.cls_after == 0:
             x_BND = self.add_cls_token(x_BND)
         return x_BND + self.pos_embed
@@ -146,17 +168,23 @@ class ViT(nn.Module):
 
 def _embedding(module: ViT) -> Layer:
     """Positions and class token are constant."""
-    expect(module.patch_embed.norm, nn.Identity)
+    expect(module.patch_embed, PatchEmbed)
+    expect(module.patch_embed.get_submodule("norm"), nn.Identity)
     norm = patches_norm(module.normalize, module.patch_embed)
-    constant, positions = int(module.cls_token is not None and module.cls_after == 0), module.pos_embed.shape[1]
 
     def layer(x_BCHW: Tensor) -> tuple[Tensor, Bound]:
         patches = module.patch_embed(module.normalize(x_BCHW)).shape[1]
-        if patches + constant != positions:  # one patch would be broadcast to all positions
-            raise NoRule(module, f"the image has {patches} patches, and there are {positions} positions for tokens")
+        _refuse_broadcast(module, patches)
         return module.embed(x_BCHW), lambda r: norm * r
 
     return Step(layer, (module.patch_embed,))
+
+
+def _refuse_broadcast(module: ViT, patches: int) -> None:
+    """One patch would be added to all positions."""
+    constant, positions = int(module.cls_token is not None and module.cls_after == 0), module.pos_embed.shape[1]
+    if patches + constant != positions:
+        raise NoRule(module, f"the image has {patches} patches, and there are {positions} positions for tokens")
 
 
 def _embedding_gram(module: ViT) -> Callable[[Tensor], Tensor]:
@@ -168,6 +196,27 @@ def _embedding_gram(module: ViT) -> Callable[[Tensor], Tensor]:
         return pad(gram_of_patches(v_CBND[..., constant:, :]), (0, 0, constant, 0))
 
     return gram
+
+
+def _placing(module: ViT) -> Affine:
+    """Behind a convolutional stem: every pixel is a token, and gets its position. Constants do not move."""
+
+    def placed(x_BDHW: Tensor) -> Tensor:
+        return module.place(tokens(x_BDHW))
+
+    def layer(x_BDHW: Tensor) -> tuple[Tensor, Bound]:
+        _refuse_broadcast(module, x_BDHW[0, 0].numel())
+        return placed(x_BDHW), lambda r: r
+
+    def rounding(precision: Precision) -> Rounding:
+        def around(x_BDHW: Tensor) -> Rounded:
+            y_BND = placed(x_BDHW)
+            y_B = size(y_BND)
+            return Rounded(y_BND, lambda r: r, lambda r, e: (e + precision.u * (y_B + r + e)) * OUT + TINY)
+
+        return around
+
+    return Affine(module, placed, lambda: Step(layer, ("positions",)), rounding=rounding)
 
 
 def _class_token(module: ViT) -> Layer:
@@ -256,13 +305,17 @@ class OneToken:
 def vit_trunk(module: ViT) -> tuple[Links, nn.Linear]:
     """Everything up to the pooled token, and the linear head (for pairwise margins). Embedding, class token and pooling
     are affine."""
-    embedding = Affine(
-        module,
-        module.embed,
-        lambda: _embedding(module),
-        lambda: _embedding_gram(module),
-        lambda precision: patches_rounding(module.normalize, module.patch_embed, module.embed, precision),
-    )
+    embedding: list[nn.Module | Link] = [
+        Affine(
+            module,
+            module.embed,
+            lambda: _embedding(module),
+            lambda: _embedding_gram(module),
+            lambda precision: patches_rounding(module.normalize, module.patch_embed, module.embed, precision),
+        )
+    ]
+    if isinstance(module.patch_embed, ConvStem):
+        embedding = [module.normalize, module.patch_embed.convs, _placing(module)]
     joins = Affine(
         module,
         module.add_cls_token,
@@ -278,7 +331,7 @@ def vit_trunk(module: ViT) -> tuple[Links, nn.Linear]:
     blocks: list[nn.Module | Link] = list(module.blocks)
     if module.cls_after:
         blocks.insert(module.cls_after, joins)
-    return (embedding, *blocks, module.norm, pooling, OneToken(module.fc_norm)), module.head
+    return (*embedding, *blocks, module.norm, pooling, OneToken(module.fc_norm)), module.head
 
 
 register(ViT, Facts(trunk=vit_trunk))

@@ -27,6 +27,7 @@ from zoo.bounds.facts import NoRule
 from zoo.bounds.rounding import PRECISIONS, roundings_of
 from zoo.layers.mlp import SLL, Mlp
 from zoo.layers.norms import LayerProject, SmoothProject
+from zoo.layers.patches import Normalize
 
 N, D, B = 5, 32, 8
 DTYPES = [torch.float32, torch.bfloat16]
@@ -38,12 +39,16 @@ MODULES: dict[str, Any] = {
     "mlp relu": lambda s: scaled_(Mlp(D, 2 * D, act_layer=nn.ReLU), s),
     "sll": lambda s: scaled_(SLL(D, 2 * D, nn.Tanh), s),
     "attention": lambda s: scaled_(DotProductAttention(D, 4), s),
+    "conv": lambda s: scaled_(nn.Conv2d(N, 6, 3, stride=2, padding=1), s),
+    "gelu": lambda s: nn.GELU(),
+    "normalize": lambda s: Normalize((0.4,) * N, (0.25,) * (N - 1) + (0.2 * s,)),
 }
+IMAGES = {"conv": (8, 4), "normalize": (8, 4)}  # that the module sees, of N channels, in the place of tokens
 
 
 def on_ball(x: Tensor, r_B: Tensor) -> Tensor:
     v = torch.randn_like(x)
-    return x + v * (r_B * torch.rand(len(x)) / v.flatten(1).norm(dim=1)).view(-1, 1, 1)
+    return x + v * (r_B * torch.rand(len(x)) / v.flatten(1).norm(dim=1)).view(-1, *[1] * (x.ndim - 1))
 
 
 def shares(name: str, dtype: torch.dtype) -> Tensor:
@@ -54,6 +59,7 @@ def shares(name: str, dtype: torch.dtype) -> Tensor:
         served = MODULES[name](scale).to(dtype).eval().requires_grad_(False)
         exact = bake(served)
         x = torch.randn(B, N, D).double() * 10 ** torch.empty(B, 1, 1).uniform_(-1.5, 1).double()
+        x = x.view(B, N, *IMAGES.get(name, (D,)))
         (rounding,) = roundings_of(exact, PRECISIONS[dtype])
         part = rounding(x)
         for reach, off in ((0.0, 0.0), (1e-3, 1e-6), (0.1, 1e-2), (0.5, 0.0)):

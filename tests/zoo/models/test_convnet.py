@@ -1,4 +1,4 @@
-"""The conv nets of CertViT: its parameter counts, its layers written out, and the norm of a convolution."""
+"""The conv nets of CertViT: its parameter counts, and its layers written out."""
 
 from itertools import product
 from typing import Any
@@ -12,9 +12,8 @@ from certify import certified_radius
 from certify.methods.bake import bake
 from certizoo import UserError
 from tests.tools.ascent import ascend, largest_change
-from zoo.bounds.facts import NoRule
 from zoo.bounds.rules import layer_of
-from zoo.models.convnet import ConvNet, ReLUx, conv_norm
+from zoo.models.convnet import ConvNet, ReLUx
 
 # CertViT, Table 1.
 PUBLISHED = {
@@ -105,103 +104,6 @@ def test_timms_methods() -> None:
         model.reset_classifier(6, "avg")
     with pytest.raises(UserError, match="too small"):
         tiny(img_size=4)
-
-
-# the norm of a convolution -------------------------------------------------------------------------------------------
-
-
-def dense(conv: nn.Conv2d, height: int, width: int) -> Tensor:
-    """The matrix of the linear part of a convolution on images of one size."""
-    pixels = torch.eye(conv.in_channels * height * width, dtype=torch.float64)
-    images = pixels.view(-1, conv.in_channels, height, width)
-    with torch.no_grad():
-        return (conv(images) - conv(torch.zeros_like(images))).flatten(1)
-
-
-GEOMETRY = [
-    (k, s, p, n)
-    for k, s, p, n in product((1, 2, 3, 4, 5), (1, 2, 3), (0, 1, 2), ((5, 8), (10, 10)))
-    if n[0] + 2 * p >= k
-]
-
-
-def test_the_norm_is_never_below_the_exact_one() -> None:
-    """Every kernel, stride and padding, images that are not square; tight where the image is much larger than the
-    kernel, and exact where patches do not overlap."""
-    torch.manual_seed(0)
-    ratios = []
-    for k, s, p, (height, width) in GEOMETRY:
-        conv = nn.Conv2d(2, 3, k, s, p).double()
-        exact = torch.linalg.matrix_norm(dense(conv, height, width), 2)
-        size = conv(torch.zeros(1, 2, height, width, dtype=torch.float64)).shape[2:]
-        ratio = float(conv_norm(conv.weight, (s, s), (size[0], size[1])) / exact)
-        assert ratio >= 1, (k, s, p, height, width)
-        if k <= s and p == 0:
-            assert ratio <= 1 + 1e-8
-        ratios.append(ratio)
-    assert sorted(ratios)[len(ratios) // 2] < 1.1
-
-
-def test_a_filter_that_passes_one_frequency_has_the_known_norm() -> None:
-    """A box filter of 3 x 3 ones: its symbol is 9 at frequency 0. The circulant reaches it, at any image size."""
-    box = torch.ones(1, 1, 3, 3)
-    for n in (3, 8, 31):
-        assert float(conv_norm(box, (1, 1), (n, n))) == pytest.approx(9, rel=1e-8)
-        assert float(conv_norm(box, (1, 1), (n, n))) >= 9
-
-
-def test_a_rectangular_stride() -> None:
-    torch.manual_seed(0)
-    conv = nn.Conv2d(2, 3, (3, 5), (2, 1), (1, 2)).double()
-    exact = torch.linalg.matrix_norm(dense(conv, 9, 7), 2)
-    bound = float(conv_norm(conv.weight, (2, 1), (5, 7)))
-    assert float(exact) <= bound <= 1.2 * float(exact)
-
-
-def test_a_large_grid_in_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    conv = nn.Conv2d(40, 30, 3)
-    calls = []
-
-    def counted(matrices: Tensor) -> Tensor:
-        calls.append(len(matrices))
-        return torch.linalg.matrix_norm(matrices, 2)
-
-    monkeypatch.setattr("zoo.models.convnet.sigma_upper", counted)
-    norm = conv_norm(conv.weight, (1, 1), (60, 60))
-    assert len(calls) > 1
-    assert sum(calls) == 62 * 32
-    symbols = torch.fft.fft2(conv.weight.detach().double(), (62, 62)).permute(2, 3, 0, 1)
-    torch.testing.assert_close(norm, torch.linalg.matrix_norm(symbols, 2).max(), rtol=1e-9, atol=0)
-
-
-def test_every_image_size_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[tuple[int, int]] = []
-
-    def counted(weight: Tensor, stride: tuple[int, int], size: tuple[int, int]) -> Tensor:
-        measured.append(size)
-        return conv_norm(weight, stride, size)
-
-    monkeypatch.setattr("zoo.models.convnet.conv_norm", counted)
-    layer = layer_of(nn.Conv2d(2, 3, 3).double().requires_grad_(False))
-    for size in (8, 8, 6, 8):
-        layer(torch.rand(2, 2, size, size, dtype=torch.float64))
-    assert measured == [(6, 6), (4, 4)]
-
-
-@pytest.mark.parametrize(
-    "conv",
-    [
-        nn.Conv2d(4, 4, 3, groups=2),
-        nn.Conv2d(4, 4, 3, dilation=2),
-        nn.Conv2d(4, 4, 3, padding="same"),
-        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
-    ],
-    ids=["groups", "dilation", "same", "circular"],
-)
-def test_convolutions_without_a_proof_are_refused(conv: nn.Conv2d) -> None:
-    with pytest.raises(NoRule, match="Conv2d"):
-        layer_of(conv)
 
 
 # certificates --------------------------------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ PARTS: list[tuple[str, dict[str, Any]]] = [
     ("dp_vit_ti", {"attention": {"name": "dp", "scale": 0.3}, "attn_norm": {"name": "layerproject", "radius": 0.5}}),
     ("dp_vit_ti", {"bias": False, "qkv_bias": False, "mlp": "sll_tanh", "block": "normfirst"}),
     ("dp_convit_ti", {"global_pool": "avg", "fc_norm": True}),
+    ("dp_vit_ti", {"stem": (6,)}),
+    ("dp_convit_ti", {"stem": (6,), "bias": False}),
     ("lofast_vit_c10", {"mlp": "aol_relu", "patch_cap": None, "patch_constraint": "orthogonal"}),
     ("lofast_vit_c10", {"mlp": "orthogonal_tanh", "patch_cap": None, "patch_constraint": "aol"}),
     ("lofast_vit_c10", {"mlp": "capped_relu", "global_pool": "cls"}),

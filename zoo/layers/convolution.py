@@ -1,0 +1,114 @@
+"""The rules of convolutions: their norms as maps of whole images, and their rounding.
+
+Letters: B images, C channels in, O out, k kernel size, s stride.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.arithmetic import U
+from zoo.bounds.contracts import Bound, Layer, Precision, Rounded, Rounding
+from zoo.bounds.curvature import affine
+from zoo.bounds.facts import Facts, NoRule, register
+from zoo.bounds.rounding import MatrixProduct, size
+from zoo.spectral import sigma_upper
+
+
+def conv_norm(weight: Tensor, stride: tuple[int, int], out_size: tuple[int, int]) -> Tensor:
+    """A number never below the norm of a convolution with zero padding, as a map of whole images: weight (O, C, k, k),
+    its stride and the height and width of its output -> scalar in float64.
+
+    Write a = s b + t for the offsets a of the kernel, 0 <= t < s. The values x[c, s m + t] of the padded image, read as
+    channels (c, t) at m (a permutation), go through a convolution with stride 1 and K = ceil(k / s) offsets b:
+
+        y[o, i] = sum_{c, t, b} W[o, c, s b + t] x_(c,t)[i + b].
+
+    With outputs i < n it is a submatrix of the circulant of any size L >= n + K - 1, whose norm is the largest of its
+    symbols W^(w) = sum_b W_b e^(2 pi i w b / L) (docs/proofs.md#convolution). W is real: W^(-w) = conj W^(w), half of
+    the grid is enough. Complex matrices are measured as [[Re, -Im], [Im, Re]], of the same norm.
+
+    Rounding: a computed phase is off by less than 64 u in each part (two angles below 2 pi by 3 u of themselves, their
+    sum, the cosine's ulp), a sum of J products by gamma_(J+2): W^ is off by at most 4 (J + 40) u || sum_b |W_b| ||_F.
+    """
+    w = _polyphase(weight.detach().double(), stride)
+    *_, k_h, k_w = w.shape
+    # With one offset the symbol is the same everywhere.
+    l_h, l_w = (n + k - 1 if k > 1 else 1 for n, k in zip(out_size, (k_h, k_w), strict=True))
+    v = torch.arange(l_h, device=w.device).repeat_interleave(l_w // 2 + 1)
+    u = torch.arange(l_w // 2 + 1, device=w.device).repeat(l_h)
+    phase_FK = (_angle(v, k_h, l_h)[:, :, None] + _angle(u, k_w, l_w)[:, None, :]).flatten(1)
+    w_KOC = w.flatten(2).permute(2, 0, 1)
+    norm = w.new_zeros(())
+    for chunk_FK in phase_FK.split(max(1, 2**22 // (4 * w_KOC[0].numel()))):
+        re = torch.einsum("fk,koc->foc", chunk_FK.cos(), w_KOC)
+        im = torch.einsum("fk,koc->foc", chunk_FK.sin(), w_KOC)
+        real = torch.cat([torch.cat([re, -im], 2), torch.cat([im, re], 2)], 1)
+        norm = torch.maximum(norm, sigma_upper(real).max())
+    rounding = 4 * (len(w_KOC) + 40) * U * w_KOC.abs().sum(0).square().sum().sqrt()
+    return norm + rounding
+
+
+def _polyphase(w: Tensor, stride: tuple[int, int]) -> Tensor:
+    """(O, C, k, k) -> (O, C s s, K, K): the kernel on the image read at every s-th pixel."""
+    s_h, s_w = stride
+    w = F.pad(w, (0, -w.shape[3] % s_w, 0, -w.shape[2] % s_h))
+    return w.unflatten(3, (-1, s_w)).unflatten(2, (-1, s_h)).permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
+
+
+def _angle(frequency_F: Tensor, offsets: int, length: int) -> Tensor:
+    """2 pi w b / L in [0, 2 pi), the integer w b reduced exactly: (F, K)."""
+    turns = frequency_F[:, None] * torch.arange(offsets, device=frequency_F.device) % length
+    return 2 * math.pi * turns.double() / length
+
+
+def conv2d(module: nn.Conv2d) -> Layer:
+    """Affine."""
+    norm_of = _measured(module, module.weight)
+
+    def layer(x_BCHW: Tensor) -> tuple[Tensor, Bound]:
+        y_BOHW = module(x_BCHW)
+        norm = norm_of(y_BOHW)
+        return y_BOHW, lambda r: norm * r
+
+    return layer
+
+
+def conv2d_rounding(module: nn.Conv2d, precision: Precision) -> Rounding:
+    """A product of matrices, of which |W| is the convolution with |weight|."""
+    norm_of, absolute_of = _measured(module, module.weight), _measured(module, module.weight.abs())
+    bias = 0.0 if module.bias is None else float(torch.linalg.vector_norm(module.bias.detach().double()))
+    terms = module.weight[0].numel()
+
+    def around(x_BCHW: Tensor) -> Rounded:
+        y_BOHW = module(x_BCHW)
+        product = MatrixProduct(norm_of(y_BOHW), absolute_of(y_BOHW), bias, terms, precision)
+        x_B, pixels = size(x_BCHW), y_BOHW[0, 0].numel()
+        return Rounded(y_BOHW, lambda r: product.norm * r, lambda r, e: product.error(x_B + r, e, pixels))
+
+    return around
+
+
+def _measured(module: nn.Conv2d, weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """The norm of the convolution with this weight by its output: it depends on the size of the image, and is measured
+    once per size."""
+    if module.groups != 1 or module.dilation != (1, 1):
+        raise NoRule(module, "convolutions are measured without groups and dilation")
+    if isinstance(module.padding, str) or module.padding_mode != "zeros":
+        raise NoRule(module, "convolutions are measured with zero padding given as a number")
+    stride = (module.stride[0], module.stride[1])
+    norms: dict[tuple[int, int], Tensor] = {}
+
+    def norm_of(y_BOHW: Tensor) -> Tensor:
+        out_size = (y_BOHW.shape[2], y_BOHW.shape[3])
+        if out_size not in norms:
+            norms[out_size] = conv_norm(weight, stride, out_size)
+        return norms[out_size]
+
+    return norm_of
+
+
+register(nn.Conv2d, Facts(rule=conv2d, expansion=affine, rounding=conv2d_rounding))
