@@ -1,18 +1,20 @@
-"""What the adjoint certificate costs: seconds an image for all eps of the grid, and for the certified radius besides.
+"""What a certificate costs: seconds an image for all eps of the grid, and for the certified radius besides.
 
-Three layers of width 128, 4 or 16 tokens. Processes with one thread each share the images, as `certify.rows.workers`
-does; each measures the weights once, which is not counted. On a machine with other work the seconds say little;
-cpu_all_eps and cpu_radius_besides are the processor time of all processes an image, to be divided by their number. The
-eps are asked from the largest down; an image that passed one is not asked for a smaller one. LoFAST
-reports 0.055 s an image for one eps, 4 tokens.
+Of the adjoint certificate, for three layers of width 128 and 4 or 16 tokens; of `best`, for cert_vit_c10. Processes
+with one thread each share the images, as `certify.rows.workers` does; each measures the weights once, which is not
+counted. On a machine with other work the seconds say little; cpu_all_eps and cpu_radius_besides are the processor time
+of all processes an image, to be divided by their number. The eps are asked from the largest down; an image that passed
+one is not asked for a smaller one. LoFAST reports 0.055 s an image for one eps, 4 tokens.
 
     python -m benchmarks.bench_certify                                # random weights, labels as predicted: all correct
     python -m benchmarks.bench_certify --handover RUN/handover ... --shards FOLDER   # trained models and test images
+    python -m benchmarks.bench_certify --method best --handover benchmarks/results/cert_vit_c10 --shards FOLDER
 """
 
 import argparse
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,22 @@ from torch import Tensor
 import shards
 import zoo
 from benchmarks.record import record
-from certify.api import radius_of
-from certify.methods.adjoint import Adjoint
+from certify.api import certifier, radius_of
+from certify.methods import METHODS
 from certify.methods.certificate import Analysis
 from zoo.layers.fold import folded
 
-EPS = (0.02, 0.05, 0.1, 36 / 255, 0.25)
-TARGETS = {4: 0.02, 16: 0.1}  # seconds an image on 2 cores, all eps
-BATCH = 64
+EPS = (0.02, 0.05, 0.1, 36 / 255, 0.25, 72 / 255)
+TARGETS = {("adjoint", 4): 0.02, ("adjoint", 16): 0.1}  # seconds an image on 2 cores, all eps
+
+
+@dataclass(frozen=True)
+class Given:
+    """How it is measured."""
+
+    method: str
+    batch: int
+    workers: int
 
 
 def all_eps(analysis: Analysis) -> None:
@@ -40,14 +50,14 @@ def all_eps(analysis: Analysis) -> None:
         passed_B = passed_B | analysis.at(torch.where(passed_B, 0.0, eps)).certified_B
 
 
-def share(model: Any, images_BCHW: Tensor, labels_B: Tensor, barrier: Any, found: Any) -> None:
+def share(model: Any, images_BCHW: Tensor, labels_B: Tensor, given: Given, barrier: Any, found: Any) -> None:
     """One process: what its images cost."""
     torch.set_num_threads(1)
-    prover = Adjoint(model)
+    prover = certifier(model, given.method)
     prover.analyse(images_BCHW[:2], labels_B[:2]).at(0.1)
     barrier.wait()
     spent = torch.zeros(4, dtype=torch.float64)  # seconds and processor time of all eps, and of the radius
-    for images, labels in zip(images_BCHW.split(BATCH), labels_B.split(BATCH), strict=True):
+    for images, labels in zip(images_BCHW.split(given.batch), labels_B.split(given.batch), strict=True):
         start = clocks()
         analysis = prover.analyse(images, labels)
         all_eps(analysis)
@@ -62,12 +72,12 @@ def clocks() -> Tensor:
     return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
 
 
-def measure(model: Any, images_BCHW: Tensor, labels_B: Tensor, workers: int) -> dict[str, float]:
+def measure(model: Any, images_BCHW: Tensor, labels_B: Tensor, given: Given) -> dict[str, float]:
     """Of seconds the slowest process counts, of processor time the sum."""
     context = get_context("spawn")
-    barrier, found = context.Barrier(workers), context.Queue()
-    shares = zip(images_BCHW.tensor_split(workers), labels_B.tensor_split(workers), strict=True)
-    processes = [context.Process(target=share, args=(folded(model), *part, barrier, found)) for part in shares]
+    barrier, found = context.Barrier(given.workers), context.Queue()
+    shares = zip(images_BCHW.tensor_split(given.workers), labels_B.tensor_split(given.workers), strict=True)
+    processes = [context.Process(target=share, args=(folded(model), *part, given, barrier, found)) for part in shares]
     for process in processes:
         process.start()
     eps, cpu_eps, radius, cpu_radius = zip(*(found.get() for _ in processes), strict=True)
@@ -112,22 +122,27 @@ def subjects(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Any, Ten
 
 
 def main() -> None:
-    """Measure, print, and write benchmarks/results/certify_cpu.json."""
+    """Measure, print, and write benchmarks/results/certify_*_cpu.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("--method", choices=METHODS, default="adjoint")
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--handover", type=Path, nargs="+", default=[])
     parser.add_argument("--shards", type=Path)
     arguments = parser.parse_args()
-    rows = {}
+    given, rows = Given(arguments.method, arguments.batch, arguments.workers), {}
     for name, tokens, model, images, labels in subjects(arguments):
-        rows[name] = measure(model, images, labels, arguments.workers)
-        if tokens in TARGETS:
-            rows[name]["target"] = TARGETS[tokens]
+        rows[name] = measure(model, images, labels, given)
+        if (given.method, tokens) in TARGETS:
+            rows[name]["target"] = TARGETS[given.method, tokens]
         print(name, {key: round(value, 4) for key, value in rows[name].items()})
-    record(
-        "certify_cpu" if not arguments.handover else "certify_trained_cpu", {"workers": arguments.workers, "rows": rows}
-    )
+    words = [
+        "certify",
+        *(["trained"] if arguments.handover else []),
+        *([] if given.method == "adjoint" else [given.method]),
+    ]
+    record("_".join([*words, "cpu"]), asdict(given) | {"eps": EPS, "rows": rows})
 
 
 if __name__ == "__main__":
