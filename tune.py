@@ -118,7 +118,7 @@ def run(asked: Search, resume: bool) -> int:
     from tuning import closing, driver, server  # after the cheap errors: Ray takes seconds
     from tuning.live import Board, failures
 
-    search.find_data(asked)
+    asked = search.find_data(asked)
     driver.scheduler(asked)  # refuses what pbt cannot do before anything is written
     with driver.cluster() as nodes:
         at_once = driver.at_once(asked)
@@ -126,7 +126,9 @@ def run(asked: Search, resume: bool) -> int:
             asked.save()
         with server.registry(nodes, at_once, asked.folder / "registry.log") as uri:
             say(f"search {asked.name}: {asked.num_samples} trials, {at_once} at once; registry {store.public(uri)}")
-            board = Board(asked.parameters, asked.metric, asked.num_samples, asked.epochs)
+            board = Board(
+                asked.parameters, [objective.key for objective in asked.shown], asked.num_samples, asked.epochs
+            )
             with board:
                 driver.run(asked, driver.Surroundings(credentials.environment(uri), uuid.uuid4().hex), board, resume)
     waiting = server.send_what_waits(asked.folder / "trials", store.resolve_uri())

@@ -109,6 +109,7 @@ class TrainStream(Stream):
 class EvalStream(Stream):
     """The rank's part in file order; worker w of K reads batches w, w + K, ..., so that the loader restores it."""
 
+    first: int
     limit: int
 
     @property
@@ -116,7 +117,7 @@ class EvalStream(Stream):
         return min(self.config.workers, cores())
 
     def read(self, worker: int, workers: int) -> Iterator[Batch]:
-        start, stop = (self.limit * place // self.world_size for place in (self.rank, self.rank + 1))
+        start, stop = (self.first + self.limit * place // self.world_size for place in (self.rank, self.rank + 1))
         items = wds.DataPipeline(
             partial(entries, segments(self.shard_set.paths, self.shard_set.counts, start, stop)),
             partial(_turns, size=self.batch_size, turn=worker, turns=workers),
@@ -232,14 +233,19 @@ def eval_loader(
     config: DataConfig,
     *,
     batch_size: int,
+    first: int = 0,
     limit: int | None = None,
     rank: int = 0,
     world_size: int = 1,
 ) -> EvalBatches:
-    """The first `limit` samples (None: all) in file order, each on exactly one rank. Nothing is ever skipped."""
-    limit = shard_set.samples if limit is None else min(limit, shard_set.samples)
+    """From sample `first` on `limit` of them (None: all) in file order, each on exactly one rank. Nothing is ever
+    skipped."""
+    left = max(shard_set.samples - first, 0)
+    limit = left if limit is None else min(limit, left)
     own = limit * (rank + 1) // world_size - limit * rank // world_size
-    return EvalBatches(EvalStream(shard_set, config, batch_size, rank, world_size, limit), math.ceil(own / batch_size))
+    return EvalBatches(
+        EvalStream(shard_set, config, batch_size, rank, world_size, first, limit), math.ceil(own / batch_size)
+    )
 
 
 def eval_samples(shard_set: ShardSet, config: DataConfig, *, limit: int | None = None) -> Iterator[Sample]:

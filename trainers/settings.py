@@ -28,7 +28,12 @@ def require_shares(config: object, group: str, keys: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """configs/adv_train.yaml, `train`. `batch_size` counts images of all ranks in one optimiser step."""
+    """configs/adv_train.yaml, `train`. `batch_size` counts images of all ranks in one optimiser step.
+
+    Attributes:
+        certify_images: that are certified and attacked at each epoch's end, the last of the test set (0: none), at
+            the radii certify_eps (None: certify.headline_eps), for about certify_seconds at most.
+    """
 
     epochs: int
     batch_size: int
@@ -41,6 +46,9 @@ class TrainConfig:
     grad_checkpointing: bool = False
     compile: bool = False
     eval_images: int = 512
+    certify_images: int = 0
+    certify_eps: list[float] | None = None
+    certify_seconds: float = 60.0
     log_every: int = 10
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
@@ -51,9 +59,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         counts = ("epochs", "batch_size", "max_steps", "micro_batch_size", "log_every", "keep_checkpoints")
         require_least(self, "train", counts, 1, "set it to at least 1")
-        switches = ("clip_grad", "eval_images", "checkpoint_every", "label_smoothing", "sam_rho")
+        switches = ("clip_grad", "eval_images", "certify_images", "checkpoint_every", "label_smoothing", "sam_rho")
         require_least(self, "train", switches, 0, "set it to 0 (off) or more")
         require_shares(self, "train", ("attack_warmup",))
+        require(self.certify_seconds > 0, f"train.certify_seconds={self.certify_seconds} does not work; set it above 0")
+        radii = {f"{eps:g}" for eps in self.certify_eps or () if eps > 0}
+        require(
+            self.certify_eps is None or 0 < len(radii) == len(self.certify_eps),
+            f"train.certify_eps={self.certify_eps}: give different radii above 0, or null for certify.headline_eps",
+        )
         require(0 <= self.ema_decay < 1, f"train.ema_decay={self.ema_decay} does not work; 0 (off) or a bit below 1")
         require(self.label_smoothing < 1, f"train.label_smoothing={self.label_smoothing} must stay below 1")
         require(

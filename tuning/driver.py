@@ -1,7 +1,8 @@
 """The one door to Ray (https://docs.ray.io): trials as Tune functions, schedulers, searchers, restart and resume.
 
-A trial reports its evaluations, each with the checkpoint written after it; what is certified comes with its last
-report. Schedulers compare the attacked accuracy (`pgd_acc`) at equal epochs; searchers go by the objectives.
+A trial reports its evaluations, each with the checkpoint written after it: the objectives on a few images of the
+trainer's own, and with its last report those of the certificate. Schedulers compare the first objective at equal
+epochs; searchers go by all of them.
 """
 
 import logging
@@ -35,7 +36,6 @@ from tuning.search import Search
 from tuning.spaces import Parameter, Space
 
 KEPT_OF_A_POPULATION = 8  # checkpoints of a trial: another one may be about to go on from an older one
-EARLY = {"time_attr": "epoch", "metric": "pgd_acc", "mode": "max"}  # what schedulers compare, known at each epoch's end
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
         for found in training.train(command, inner, run_dir.with_suffix(".log")):
             row = found.row | {"epoch": found.row["epoch"] + 1}
             if row["epoch"] < search.epochs:  # the last one waits for its certificate
-                report(row | objectives.early(search.objectives, row), found, inner)
+                report(row | objectives.early(search.shown, row), found, inner)
     except training.Refused as refusal:
         with suppress(OSError):  # a full disk costs a second try of what is refused again
             write_whole(refused, str(refusal))
         raise
     certificate = training.certificate(inner)
     last = training.evaluations(inner)[-1]
-    figures = {objective.key: objective.value(certificate) for objective in search.objectives}
+    figures = {objective.key: objective.value(certificate) for objective in search.shown}
     facts = {"clean_acc": certificate["clean"], "certified": 1, "run_dir": str(inner)}
     tune.report(last | {"epoch": search.epochs} | facts | figures)
 
@@ -175,12 +175,13 @@ def searcher(search: Search) -> Searcher | BasicVariantGenerator:
 
 def scheduler(search: Search) -> TrialScheduler:
     quarter = max(1, search.epochs // 4)
+    compared = {"time_attr": "epoch", "metric": search.objectives[0].key, "mode": "max"}
     match search.scheduler:
         case "asha":
-            return ASHAScheduler(**EARLY, max_t=search.epochs, grace_period=quarter, reduction_factor=3)
+            return ASHAScheduler(**compared, max_t=search.epochs, grace_period=quarter, reduction_factor=3)
         case "pbt":
             mutations = {key: domain(p) for key, p in mutable(search.parameters).items()}
-            return PopulationBasedTraining(**EARLY, perturbation_interval=quarter, hyperparam_mutations=mutations)
+            return PopulationBasedTraining(**compared, perturbation_interval=quarter, hyperparam_mutations=mutations)
         case _:
             return FIFOScheduler()
 

@@ -76,7 +76,7 @@ class Board:
         return sum(line.state == state for line in self.lines.values())
 
     def table(self) -> Table:
-        """The trials, the best first."""
+        """The trials, the best first, and those with a certificate before those with an estimate."""
         done = self.total - sum(line.state in ("waiting", "running", "restarting") for line in self.lines.values())
         done -= self.total - len(self.lines)
         table = Table(title=f"{self.space.name}: {done} of {self.total} trials")
@@ -84,15 +84,16 @@ class Board:
             table.add_column(column)
         for column in (*self.shown, "s"):
             table.add_column(column, justify="right")
-        order = sorted(self.lines.items(), key=lambda item: -float(item[1].figures.get(self.metric[0], -1)))
+        order = sorted(self.lines.items(), key=lambda item: _rank(item[1], self.metric[0]), reverse=True)
         for trial, line in order:
             table.add_row(*self._cells(trial, line))
         return table
 
     @property
     def shown(self) -> list[str]:
-        """Objectives, and the accuracies that are known while a trial trains."""
-        return list(dict.fromkeys([*self.metric, "clean_acc", "pgd_acc"]))
+        """Objectives with what is attacked at their radii, and clean accuracy. While a trial trains: of the few images
+        that the trainer looks at, and of its monitor."""
+        return list(dict.fromkeys([*self.metric, "clean_acc"]))
 
     def _cells(self, trial: str, line: Line) -> list[str]:
         colour = COLOURS.get(line.state, "")
@@ -116,6 +117,10 @@ class Board:
         text = line.why or figures
         if line.why or not self.console.is_terminal:
             self.console.print(f"trial {trial} {line.state}: {text} ({values})", soft_wrap=True, markup=False)
+
+
+def _rank(line: Line, metric: str) -> tuple[bool, float]:
+    return line.state == "certified", float(line.figures.get(metric, -1))
 
 
 def failures(board: Board, log_folder: Path) -> list[str]:

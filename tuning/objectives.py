@@ -1,7 +1,8 @@
 """What a search goes by: accuracies of the certificate, written NAME or NAME@EPS.
 
 `clean_acc`, `pgd_acc@0.1` (attacked: an upper bound of the robust accuracy), `certified_acc@0.1` (a lower bound).
-While a trial trains nothing is certified of it: a trial that is stopped early counts as certified 0.
+While a trial trains, the trainer looks at a few images of its own (trainers/steps/look.py): a trial that is stopped
+early counts as what was seen last.
 """
 
 import math
@@ -28,6 +29,11 @@ class Objective:
     def radius(self, grid: Sequence[float]) -> float:
         """The radius of `grid` that `eps` abbreviates (0.141 for 36/255); `eps` itself where there is none."""
         return next((eps for eps in grid if math.isclose(eps, float(self.eps), rel_tol=0.005)), float(self.eps))
+
+    def seen(self, row: Mapping[str, float]) -> float:
+        """In an evaluation of the trainer, whose figures are called NAME.EPS; 0 where it did not look."""
+        radii = [float(key.removeprefix(f"{self.name}.")) for key in row if key.startswith(f"{self.name}.")]
+        return row.get(f"{self.name}.{self.radius(radii):g}" if self.eps else self.name, 0.0)
 
     def value(self, certificate: Mapping[str, Any]) -> float:
         """The accuracy in [0, 1] that certificate.json states."""
@@ -59,5 +65,11 @@ def grid_with(grid: Sequence[float], objectives: Sequence[Objective]) -> list[fl
 
 
 def early(objectives: Sequence[Objective], row: Mapping[str, float]) -> dict[str, float]:
-    """The objectives of a trial that still trains: clean accuracy is known, nothing is certified or attacked at eps."""
-    return {objective.key: 0.0 if objective.eps else row["clean_acc"] for objective in objectives}
+    """The objectives of a trial that still trains."""
+    return {objective.key: objective.seen(row) for objective in objectives}
+
+
+def with_attacked(objectives: Sequence[Objective]) -> tuple[Objective, ...]:
+    """The objectives, each certified accuracy with the attacked one at the same radius."""
+    pairs = [(one, Objective("pgd_acc", one.eps)) if one.name == "certified_acc" else (one,) for one in objectives]
+    return tuple(dict.fromkeys(objective for pair in pairs for objective in pair))

@@ -8,7 +8,7 @@ STORAGE/NAME/trials/ID/run-1.log    what the trainer printed
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tuning.spaces import Space
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = "search.json"
+LOOKED_AT = 32  # test images by which trials are compared while they train
 CERTIFIED = {"constrain": "finetune"}  # trainer -> the stage that is certified, a folder in its run folder
 
 
@@ -52,6 +53,11 @@ class Search:
     @property
     def objectives(self) -> tuple[Objective, ...]:
         return tuple(objectives.parse(text) for text in self.metric)
+
+    @property
+    def shown(self) -> tuple[Objective, ...]:
+        """What a person sees of a trial: the objectives, and attacked beside certified accuracy."""
+        return objectives.with_attacked(self.objectives)
 
     @property
     def parameters(self) -> Space:
@@ -122,16 +128,18 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
     from certify.methods.ball import known
     from certify.stage.settings import EPS
 
-    own_model = any(override.lstrip("+").startswith("model=") for override in given)
-    fixed = [*(() if own_model else space.without_model), *space.overrides, *given]
     wanted = [objectives.parse(text) for text in metric]
+    radii = [objective for objective in wanted if objective.eps]
+    own_model = any(override.lstrip("+").startswith("model=") for override in given)
+    looks = [f"train.certify_images={LOOKED_AT if radii else 0}"]
+    fixed = [*(() if own_model else space.without_model), *space.overrides, *looks, *given]
     config = compose_config(trainer, fixed)
     asked = config["certify"]["eps"]
     grid = objectives.grid_with(EPS[known(config["certify"]["norm"])] if asked is None else asked, wanted)
     fixed += [f"certify.eps={grid}", f"data.root={_quoted(_anywhere(config['data']['root']))}"]
-    headline = next((objective for objective in wanted if objective.eps), None)
-    if headline:
-        fixed.append(f"certify.headline_eps={headline.radius(grid)}")
+    if radii:
+        fixed.append(f"certify.headline_eps={radii[0].radius(grid)}")
+        fixed.append(f"train.certify_eps={sorted({objective.radius(grid) for objective in radii})}")
     config = compose_config(trainer, [*fixed, *(f"{key}={value}" for key, value in _middle(space).items())])
     if not config["certify"]["enabled"] or not config["registry"]["enabled"]:
         raise UserError("a search needs certificates and the registry; leave certify.enabled and registry.enabled true")
@@ -140,8 +148,9 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
     return fixed, int(config["constrain"]["finetune_epochs"] if trainer == "constrain" else config["train"]["epochs"])
 
 
-def find_data(search: Search) -> None:
-    """Make the digits where they are searched and absent; then all that the trainer checks before it begins."""
+def find_data(search: Search) -> Search:
+    """Make the digits where they are searched and absent; then all that the trainer checks before it begins. Gives the
+    search with certificates of test images apart from those by which trials are compared."""
     from trainers.job.stages import prepare_first
 
     nowhere = f"run_dir={_quoted(str(search.folder / 'none'))}"
@@ -151,8 +160,16 @@ def find_data(search: Search) -> None:
         import shards.__main__
 
         shards.__main__.main(["digits", str(root)])
-    if prepare_first(config).test_set is None:
+    looked_at, config["train"]["certify_images"] = config["train"]["certify_images"], 0
+    test_set = prepare_first(config).test_set
+    if test_set is None:
         raise UserError(f"a search needs test images to certify on; put test shards into {root}")
+    reported, wanted = test_set.samples - looked_at, config["certify"]["images"]
+    if reported < 1:
+        raise UserError(f"{root} has {test_set.samples} test images, and train.certify_images={looked_at}; lower it")
+    if wanted is not None and wanted <= reported:
+        return search
+    return replace(search, overrides=(*search.overrides, f"certify.images={reported}"))
 
 
 def _middle(space: Space) -> dict[str, Any]:

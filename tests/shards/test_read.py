@@ -74,6 +74,22 @@ def test_evaluation_reads_each_sample_once_in_file_order(
     assert keys == [f"toy-train-{place:08d}" for place in range(301)]
 
 
+@pytest.mark.parametrize(("first", "limit", "asked"), [(40, 30, 30), (250, None, 51), (290, 30, 11), (301, 5, 0)])
+def test_a_range_of_the_list_for_any_number_of_ranks(
+    toy: ShardSet, root: Path, first: int, limit: int | None, asked: int
+) -> None:
+    for world_size in (1, 3):
+        keys: list[str] = []
+        for rank in range(world_size):
+            loader = shards.eval_loader(
+                toy, config(root), batch_size=8, first=first, limit=limit, rank=rank, world_size=world_size
+            )
+            batches = list(loader)
+            assert len(batches) == len(loader)
+            keys += [key for names, _, _ in batches for key in names]
+        assert keys == [f"toy-train-{place:08d}" for place in range(first, first + asked)]
+
+
 def test_limit_is_the_head_of_the_list_for_any_number_of_ranks(toy: ShardSet, root: Path) -> None:
     for world_size in (1, 2, 5):
         keys = [
@@ -234,6 +250,6 @@ class Killed(EvalStream):
 
 
 def test_a_loader_process_that_dies_is_one_line_and_no_hang(toy: ShardSet, root: Path) -> None:
-    stream = Killed(toy, config(root, workers=2), 8, 0, 1, toy.samples)
+    stream = Killed(toy, config(root, workers=2), 8, 0, 1, 0, toy.samples)
     with pytest.raises(UserError, match="loader process of toy died"):
         list(EvalBatches(stream, 4))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -128,6 +129,36 @@ def test_a_radius_is_found_as_people_write_it_and_added_where_it_is_missing() ->
     certificate = {"clean": 0.9, "eps": grid, "accuracy": {"0.141176": {"certified": 0.3, "pgd": 0.6}}}
     read = [objectives.parse(text).value(certificate) for text in ("clean_acc", "pgd_acc@0.141", "certified_acc@0.141")]
     assert read == [0.9, 0.6, 0.3]
+
+
+def test_a_trial_that_trains_counts_as_what_its_trainer_saw() -> None:
+    wanted = [objectives.parse(text) for text in ("certified_acc@0.141", "clean_acc", "certified_acc@0.3")]
+    row = {"clean_acc": 0.9, "pgd_acc": 0.8, "certified_acc.0.141176": 0.3, "pgd_acc.0.141176": 0.6}
+    shown = objectives.with_attacked(wanted)
+    assert [one.key for one in shown] == [
+        "certified_acc@0.141", "pgd_acc@0.141", "clean_acc", "certified_acc@0.3", "pgd_acc@0.3",
+    ]  # fmt: skip
+    assert list(objectives.early(shown, row).values()) == [0.3, 0.6, 0.9, 0, 0], "0 where it did not look"
+
+
+def test_trials_are_compared_by_the_first_objective_on_images_of_their_own(tmp_path: Path, digits: Path) -> None:
+    from tuning.driver import scheduler  # Ray takes seconds
+
+    mine = asked("--space", "msvp", "--metric", "certified_acc@0.141", "--metric", "clean_acc",
+                 "--storage", str(tmp_path), "--", f"data.root={digits}")  # fmt: skip
+    config = compose_config("adv_train", mine.overrides)
+    assert (config["train"]["certify_images"], config["train"]["certify_eps"]) == (32, [0.141])
+    assert config["certify"]["headline_eps"] == 0.141
+    found = search.find_data(mine)
+    assert compose_config("adv_train", found.overrides)["certify"]["images"] == 360 - 32
+    assert search.find_data(found) == found, "a resumed search is the same"
+    for name in ("asha", "pbt"):
+        assert vars(scheduler(replace(mine, scheduler=name)))["_metric"] == "certified_acc@0.141"
+
+
+def test_a_search_that_asks_for_clean_accuracy_alone_looks_at_nothing_else() -> None:
+    config = compose_config("adv_train", asked("--space", "msvp", "--metric", "clean_acc").overrides)
+    assert config["train"]["certify_images"] == 0
 
 
 def test_a_search_in_linf_certifies_the_radii_of_linf_and_its_own() -> None:

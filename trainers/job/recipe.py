@@ -279,6 +279,28 @@ def certificates_have_rules_for_the_model(r: Recipe) -> None:
         require(not reason, f"certify.method={method}: {reason}; train without by certify.enabled=false")
 
 
+def looks_are_apart_from_what_is_reported(r: Recipe) -> None:
+    job, certify = r.job, r.job.config["certify"]
+    if not (certify["enabled"] and job.train.certify_images and job.test_set):
+        return
+    free = job.test_set.samples - job.train.certify_images
+    require(
+        free > 0 and certify["images"] is not None and certify["images"] <= free,
+        f"train.certify_images={job.train.certify_images} are the last of {job.test_set.samples} test images, and "
+        f"certify.images={certify['images']} reaches them: who chooses by them may not report them; "
+        + (f"set certify.images={free} or less" if free > 0 else "set train.certify_images lower"),
+    )
+
+
+def looks_need_torch_as_it_is(r: Recipe) -> None:
+    """ZeRO 3 puts a linear layer of its own into torch, which no certificate is of."""
+    require(
+        r.stage < 3 or not r.job.train.certify_images or not r.job.config["certify"]["enabled"],
+        "train.certify_images: nothing can be certified while deepspeed.stage=3 trains; set it to 0, or use a stage "
+        "below 3",
+    )
+
+
 def missing_rule(model: Mapping[str, Any], method: str) -> str:
     """Why a method has no certificates for the model; '' where it has, or where only the method itself can tell."""
     options = {key: value for key, value in model.items() if key != "name"}
@@ -322,6 +344,8 @@ RULES: tuple[Rule, ...] = (
     penalties_find_weights,
     attacks_suit_the_model,
     certificates_have_rules_for_the_model,
+    looks_are_apart_from_what_is_reported,
+    looks_need_torch_as_it_is,
     tags_are_no_facts,
 )
 

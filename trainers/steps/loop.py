@@ -3,7 +3,7 @@
     process group -> model -> ZeRO engine -> average of the weights -> resume -> for every step:
         attack, objective, penalties, gradient, update: step.py lists every technique in its order
         average of the weights; a heartbeat for the watchdog; all ranks agree whether one was asked to stop
-        at an epoch's end, when due, when asked to stop: a checkpoint; at an epoch's end: evaluate
+        at an epoch's end, when due, when asked to stop: a checkpoint; at an epoch's end: evaluate (monitor.py, look.py)
     -> hand-over -> leave the process group
 
 A step is one update of the weights: `accumulation` micro-batches on each rank (trainers/steps/step.py).
@@ -26,7 +26,7 @@ from trainers.job import checkpoint
 from trainers.job.checkpoint import Position, Saved
 from trainers.job.job import Job
 from trainers.ranks import said_once
-from trainers.steps import nan_batch, pictures
+from trainers.steps import look, nan_batch, pictures
 from trainers.steps.monitor import evaluate, monitor_batches
 from trainers.steps.run import Run, assemble
 from trainers.steps.step import Batch, NonFinite, train_step
@@ -155,14 +155,16 @@ def micro_batches(run: Run, position: Position) -> Iterator[Batch]:
 
 
 def monitored(session: Session, step: int, epoch: int) -> dict[str, float]:
-    """Clean and robust accuracy on train.eval_images test images; nothing without test shards."""
-    run, job, world = session.run, session.run.job, session.run.world
-    if job.test_set is None or job.train.eval_images == 0:
-        return {}
-    with run.engine.precision():  # a monitor; the hand-over is attacked and certified in float32
-        batches = session.with_heartbeats(monitor_batches(job, run.engine.micro_batch, world))
-        metrics = evaluate(session.module, batches, job.attack, job.seed, world)
-    run.report.row(step, epoch, metrics)
+    """Clean and robust accuracy on train.eval_images test images, and what is proved of train.certify_images others;
+    nothing without test shards."""
+    run, job, world, metrics = session.run, session.run.job, session.run.world, dict[str, float]()
+    if job.test_set is not None and job.train.eval_images:
+        with run.engine.precision():  # a monitor; the hand-over is attacked and certified in float32
+            batches = session.with_heartbeats(monitor_batches(job, run.engine.micro_batch, world))
+            metrics = evaluate(session.module, batches, job.attack, job.seed, world)
+    metrics |= look.proved(job, run.engine, session.average)
+    if metrics:
+        run.report.row(step, epoch, metrics)
     return metrics
 
 

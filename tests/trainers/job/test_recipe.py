@@ -31,6 +31,8 @@ CERTVIT = (
 )  # fmt: skip
 UNTIED = "model.attention={name:l2,tied:false}"  # which no certificate has a rule for
 
+LOOK = (*TINY, "certify.enabled=true", "certify.images=20", "train.certify_images=32")
+
 # rule -> (script, overrides, words of the refusal), on 2 ranks
 Case = tuple[str, Sequence[str], str]
 CASES: dict[str, list[Case]] = {
@@ -117,6 +119,12 @@ CASES: dict[str, list[Case]] = {
         ("adv_train", [*CERTVIT, UNTIED, "certify.enabled=true"], "certify.method=auto: NoRule(zoo.attention.l2"),
         ("adv_train", [*CERTVIT, UNTIED, "certify.enabled=true", "certify.method=best"], "certify.enabled=false"),
     ],
+    "looks_are_apart_from_what_is_reported": [
+        ("adv_train", [*LOOK, "certify.images=340"], "set certify.images=328 or less"),
+        ("adv_train", [*LOOK, "certify.images=null"], "set certify.images=328 or less"),
+        ("adv_train", [*LOOK, "train.certify_images=400"], "set train.certify_images lower"),
+    ],
+    "looks_need_torch_as_it_is": [("adv_train", [*LOOK, "deepspeed=zero3"], "set it to 0, or use a stage")],
     "there_are_weights_to_constrain": [("constrain", [*CERTVIT, "constrain.adapt_epochs=0"], "pretrained=WEIGHTS")],
     "the_product_has_rules_for_the_model": [("constrain", [*CERTVIT, UNTIED], "no product of norms")],
 }
