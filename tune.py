@@ -3,11 +3,12 @@
 python tune.py --space msvp                               on this machine, on the digits set
 ray submit cluster/ray.yaml tune.py --space msvp          on a cluster (cluster/README.md)
 python tune.py --space msvp -- +model=lofast_vit_c10 data=cifar10 data.root=SHARDS train.epochs=5
-python tune.py --resume                                   finish a search whose driver was killed
+python tune.py --resume                                   finish a search that was interrupted or killed
 """
 
 import argparse
 import os
+import shlex
 import sys
 import uuid
 from datetime import UTC, datetime
@@ -26,6 +27,8 @@ from certizoo.locks import sole_writer
 from registry import credentials, store
 from tuning import objectives, search, spaces
 from tuning.search import Search
+
+INTERRUPTED = 130  # as a shell says of Ctrl-C
 
 
 def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
@@ -102,7 +105,8 @@ def old_search(args: argparse.Namespace) -> Search:
 
 
 def main_search(args: argparse.Namespace, defaults: dict[str, Any]) -> int:
-    """Run it, alone in its folder; returns the exit status: 1 where a trial failed or none was certified."""
+    """Run it, alone in its folder; returns the exit status: 1 where a trial failed or none was certified, 130 where
+    somebody interrupted it."""
     resume = args.resume is not None
     asked = old_search(args) if resume else new_search(args, defaults)
     with sole_writer(asked.folder, "this search", "begin another by --space and another --name"):
@@ -139,10 +143,19 @@ def run(asked: Search, resume: bool) -> int:
     for line in failures(board, asked.folder / "trials"):
         say(line)
     sort = asked.metric[0].replace("@", ".")
+    if left := asked.num_samples - board.ended_trials:
+        say(f"interrupted with {left} of {asked.num_samples} trials to go; go on by: {resuming(asked)}")
     say(f"page: {page}\nbrowse: python -m registry list --sort {sort} --where search={asked.name}")
     if waiting:
         say(f"MLflow is away; send {len(waiting)} trials later: python -m registry sync {' '.join(map(str, waiting))}")
-    return int(board.count("failed") > 0 or board.count("certified") == 0)
+    return INTERRUPTED if left else int(board.count("failed") > 0 or board.count("certified") == 0)
+
+
+def resuming(asked: Search) -> str:
+    """The command that goes on with a search."""
+    usual = asked.storage == str(storage_of(parser(compose_config("tune", [])).parse_args([])))
+    where = "" if usual else f" --storage {shlex.quote(asked.storage)}"
+    return f"python tune.py --resume {shlex.quote(asked.name)}{where}"
 
 
 def say(text: str) -> None:

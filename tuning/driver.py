@@ -8,6 +8,7 @@ epochs; searchers go by all of them.
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from tuning.live import Board
 from tuning.search import Search
 from tuning.spaces import Parameter, Space
 
+WAITING_SECONDS = 30.0  # without a trial that runs, before it is said why
 KEPT_OF_A_POPULATION = 8  # checkpoints of a trial: another one may be about to go on from an older one
 
 
@@ -70,6 +72,18 @@ def at_once(search: Search) -> int:
     return min(room, search.max_concurrent or search.num_samples)
 
 
+def waiting_for(wanted: Mapping[str, float]) -> str:
+    """Why no trial runs."""
+    free = ray.available_resources()
+    asked = " ".join(f"{name}={share:g}" for name, share in wanted.items())
+    left = " ".join(f"{name}={free.get(name, 0):g}" for name in wanted)
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    return (
+        f"each wants {asked} on one node, and of {nodes} nodes {left} are free; others may hold the rest, or nodes are "
+        "still to come (ray status)"
+    )
+
+
 def trials_on(node: Mapping[str, float], wanted: Mapping[str, float]) -> int:
     """How many fit there: what is left over on two nodes makes no third."""
     return int(min((node.get(name, 0) // share for name, share in wanted.items() if share > 0), default=0))
@@ -77,7 +91,7 @@ def trials_on(node: Mapping[str, float], wanted: Mapping[str, float]) -> int:
 
 def run(search: Search, around: Surroundings, board: Board, resume: bool) -> None:
     """All trials, to the end of the search; the board hears of each. A resumed search keeps its finished trials."""
-    watch, population = Watch(board), search.scheduler == "pbt"
+    watch, population = Watch(board, search.resources), search.scheduler == "pbt"
     function = tune.with_parameters(trial, search=search, around=around)
     analysis = tune.run(
         tune.with_resources(function, dict(search.resources)),
@@ -201,10 +215,20 @@ def trial_id(trial: Any) -> str:
 
 
 class Watch(tune.Callback):
-    """Tells the board what Tune tells."""
+    """Tells the board what Tune tells, and when nothing happens."""
 
-    def __init__(self, board: Board) -> None:
-        self.board = board
+    def __init__(self, board: Board, wanted: Mapping[str, float]) -> None:
+        self.board, self.wanted = board, wanted
+        self._since, self._patience = time.monotonic(), WAITING_SECONDS
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Say it when no trial has run for a while, and less and less often."""
+        now = time.monotonic()
+        if not trials or any(trial.status == "RUNNING" for trial in trials):
+            self._since, self._patience = now, WAITING_SECONDS
+        elif now - self._since > self._patience:
+            self._patience *= 4
+            self.board.waiting(waiting_for(self.wanted))
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self.board.started(trial.trial_id, trial.config)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tuning.spaces import Space
 
+ENDED = ("certified", "stopped early", "failed")
 COLOURS = {"certified": "green", "failed": "red", "running": "cyan"}
 
 
@@ -75,11 +76,17 @@ class Board:
     def count(self, state: str) -> int:
         return sum(line.state == state for line in self.lines.values())
 
+    @property
+    def ended_trials(self) -> int:
+        return sum(self.count(state) for state in ENDED)
+
+    def waiting(self, why: str) -> None:
+        """Nothing runs, for a while already."""
+        self.console.print(f"no trial runs: {why}", soft_wrap=True, markup=False)
+
     def table(self) -> Table:
         """The trials, the best first, and those with a certificate before those with an estimate."""
-        done = self.total - sum(line.state in ("waiting", "running", "restarting") for line in self.lines.values())
-        done -= self.total - len(self.lines)
-        table = Table(title=f"{self.space.name}: {done} of {self.total} trials")
+        table = Table(title=f"{self.space.name}: {self.ended_trials} of {self.total} trials")
         for column in ("trial", "state", "epoch", *(key.split(".", 1)[-1] for key in self.space.parameters)):
             table.add_column(column)
         for column in (*self.shown, "s"):

@@ -452,6 +452,33 @@ def test_a_trial_runs_on_one_node(
             driver.at_once(search)
 
 
+def test_a_search_that_waits_says_why_and_not_too_often(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tuning import driver
+
+    clock, running = [0.0], SimpleNamespace(status="RUNNING")
+    pending = SimpleNamespace(status="PENDING")
+    monkeypatch.setattr(driver.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(driver.ray, "available_resources", lambda: {"CPU": 2.0, "memory": 1e9})
+    monkeypatch.setattr(driver.ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}])
+    watch = driver.Watch(Board(spaces.load("msvp"), ["clean_acc"], 2, 1), {"CPU": 2, "GPU": 1})
+    said = []
+    for second in range(700):
+        clock[0] = float(second)
+        watch.on_step_end(second, [running if 100 <= second <= 110 else pending])
+        if out := capsys.readouterr().out:
+            said.append((second, out))
+    assert [second for second, _ in said] == [31, 141, 231, 591]
+    assert "each wants CPU=2 GPU=1 on one node, and of 2 nodes CPU=2 GPU=0 are free" in said[0][1]
+
+
+def test_the_command_that_goes_on_names_the_storage_where_it_is_not_the_usual_one() -> None:
+    assert tune.resuming(asked("--space", "msvp", "--name", "x")) == "python tune.py --resume x"
+    elsewhere = asked("--space", "msvp", "--name", "x", "--storage", "/mnt/a b")
+    assert tune.resuming(elsewhere) == "python tune.py --resume x --storage '/mnt/a b'"
+
+
 # --- one search a folder ---
 
 

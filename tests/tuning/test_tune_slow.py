@@ -100,6 +100,22 @@ def test_a_trial_that_is_stopped_early_has_ended_when_the_next_begins(tmp_path: 
     assert not alive(str(search))
 
 
+def test_ctrl_c_leaves_a_search_that_says_how_to_go_on(tmp_path: Path) -> None:
+    search = tmp_path / "runs" / "tune" / "stopped"
+    options = ("--num-samples", "2", "--max-concurrent", "1", "--scheduler", "none", "--name", "stopped")
+    driver = begin(tmp_path, "--space", "msvp", *options, *SHORT[:1], "train.epochs=12", *SHORT[2:])
+    wait_until(lambda: any(search.glob("trials/*/run-1/metrics.jsonl")), 300, driver)
+    driver.send_signal(signal.SIGINT)
+    status, output = finish(driver, tmp_path, 300)
+    assert status == 130, output
+    assert "2 trials to go; go on by: python tune.py --resume stopped" in output
+    assert "Traceback" not in output
+    assert not alive(str(search))
+    status, output = finish(begin(tmp_path, "--resume", "stopped"), tmp_path, 1200)
+    assert status == 0, output
+    assert len(finished(search)) == 2
+
+
 def test_resume_after_the_driver_was_killed(tmp_path: Path) -> None:
     """SIGKILL while a trial is finished and another one trains: the first is kept, the second goes on, none is lost."""
     search = tmp_path / "runs" / "tune" / "killed"
