@@ -33,7 +33,7 @@ class EvaluateBlock:
     """A hand-over, its certifier and the attacks of a protocol, on one device: called with a block, it
     returns its rows."""
 
-    def __init__(self, handover: Path, settings: Settings, out: Path, worker: int = 0) -> None:
+    def __init__(self, handover: Path, worker: int = 0, *, settings: Settings, out: Path) -> None:
         self.out, self.device = out, device_of(worker, settings.device)
         self.model, self.config = zoo.handover.load(handover)
         self.model.to(self.device)

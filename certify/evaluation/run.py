@@ -47,15 +47,15 @@ def run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, 
 
 def _run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress) -> Summary:
     settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS))
-    make = partial(EvaluateBlock, handover, settings, out)
-    own = make()  # refuses what cannot be done before anything is written
+    make = partial(EvaluateBlock, settings=settings, out=out)
+    own = make(handover)  # refuses what cannot be done before anything is written
     settings = own.settings
     listed = images.image_list(data, settings.images, settings.block)
     subject = subject_of(handover, listed, **_asked(settings))
     records.require_rows(out / EVALUATION, ROWS)
     rows = runner.resume(out / ROWS, subject, listed, columns_of(settings, own.attacks), settings.block)
     flags = _flags(own, listed, {"images": settings.check_images, "subject": subject}, out / CHECKS)
-    table = rows.complete(own, make, settings.workers, settings.device, progress)
+    table = rows.complete(own, handover, make, settings.crew, progress)
     records.write_parquet(out / TABLE, table)
     records.write_csv(out / CSV, table)
     summary = _summary(table, subject, own, flags) | records.digests(out, ROWS, TABLE, CSV)

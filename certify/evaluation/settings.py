@@ -8,6 +8,7 @@ from torch import nn
 from certify.methods import AUTO, named
 from certify.methods.ball import L2, known
 from certify.rows.devices import DEVICES, DTYPES
+from certify.rows.workers import HERE, PLACES, Crew
 from certizoo import UserError
 
 
@@ -26,7 +27,8 @@ class Settings:
         seed: of every image's own random numbers.
         check_images: correct images that the checks for masked gradients look at; 0: no checks.
         attack_dtype: in which the attacks compute, if not in that of the model ('bfloat16'); a check warns.
-        workers: processes, one thread each or a GPU each with device='cuda'.
+        on: 'here', or 'ray': the nodes of a Ray cluster.
+        workers: processes, one thread each or a GPU each with device='cuda'; None: one here, all of a cluster.
     """
 
     protocol: str
@@ -40,7 +42,8 @@ class Settings:
     seed: int = 0
     check_images: int = 32
     attack_dtype: str | None = None
-    workers: int = 1
+    on: str = HERE
+    workers: int | None = None
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -51,10 +54,15 @@ class Settings:
             value = getattr(self, key)
             if value is not None and value < least:
                 raise UserError(f"{key}={value}: give a whole number of at least {least}")
-        for key, choices in {"device": DEVICES, "attack_dtype": (None, *DTYPES)}.items():
+        for key, choices in {"device": DEVICES, "attack_dtype": (None, *DTYPES), "on": PLACES}.items():
             if getattr(self, key) not in choices:
                 words = ", ".join("null" if choice is None else choice for choice in choices)
                 raise UserError(f"{key}={getattr(self, key)}: choose one of {words}")
+
+    @property
+    def crew(self) -> Crew:
+        """Who computes the rows."""
+        return Crew(self.on, self.workers, self.device)
 
     def of(self, model: nn.Module) -> "Settings":
         """With a method that is named, if any."""

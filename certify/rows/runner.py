@@ -1,6 +1,6 @@
 """One resumable run over an image list: rows that are on disk stay, missing ones are computed and appended."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from certify.rows.columns import Columns, Row
 from certify.rows.images import ImageList
 from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary
-from certify.rows.workers import Work, in_order
+from certify.rows.workers import RAY, Batch, Crew, Make, Work, by_processes
 from certizoo import UserError
 
 
@@ -25,18 +25,16 @@ class Run:
     columns: Columns
     rows: list[Row]
 
-    def complete(
-        self, own: Work, make: Callable[[int], Work], workers: int, device: str, progress: Progress = silent
-    ) -> pd.DataFrame:
+    def complete(self, own: Work, handover: Path, make: Make, crew: Crew, progress: Progress = silent) -> pd.DataFrame:
         """Compute the rows that are missing, write each batch when it is done, and return the table of exactly one row
         for each image, in the order of the list.
 
-        own: what turns a batch into its rows in this process; make: what each of several `workers` calls with its
-        number to get the same; device: 'cpu' or 'cuda', where they work. `progress` is called after every batch.
+        own: what turns a batch into its rows in this process; make: what each other worker of the crew calls with the
+        hand-over and its number to get the same. `progress` is called after every batch.
         """
         rows = list(self.rows)
         missing = self.listed.batches(skip=len(rows))
-        with closing(in_order(own, make, workers, device, missing)) as computed:
+        with closing(_computed(own, handover, make, crew, missing)) as computed:
             for new in computed:
                 rows += new
                 if found := self.columns.fault(rows, self.listed.images, start=len(rows) - len(new)):
@@ -49,6 +47,26 @@ class Run:
         if len(rows) != self.listed.total:
             raise UserError(f"{self.path} ends with {len(rows)} rows of {self.listed.total} images; report this")
         return pd.DataFrame(rows)
+
+
+def _computed(
+    own: Work, handover: Path, make: Make, crew: Crew, batches: Iterable[Batch]
+) -> Generator[list[Row], None, None]:
+    """The rows of every batch: by `own`, or by others where there are more than one. To be closed."""
+    if crew.on == RAY:
+        yield from _by_ray()(handover, make, crew, batches)
+    elif (crew.workers or 1) == 1:
+        yield from map(own, batches)
+    else:
+        yield from by_processes(handover, make, crew, batches)
+
+
+def _by_ray() -> Callable[[Path, Make, Crew, Iterable[Batch]], Generator[list[Row], None, None]]:
+    try:
+        from certify.rows.cluster import by_ray  # Ray takes seconds
+    except ModuleNotFoundError as error:
+        raise UserError(f"on=ray needs {error.name}: pip install 'certizoo[tune]'") from None
+    return by_ray
 
 
 def resume(path: Path, subject: Summary, listed: ImageList, columns: Columns, block: int = 1) -> Run:

@@ -8,11 +8,14 @@ of sums.
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -28,6 +31,21 @@ if TYPE_CHECKING:
 
 Batch = tuple[list[str], Tensor, Tensor]  # keys, images (B, C, H, W), labels (B,)
 Work = Callable[[Batch], list[Row]]
+Make = Callable[[Path, int], Work]  # of a hand-over, for the worker of a number
+HERE, RAY = "here", "ray"
+PLACES = (HERE, RAY)
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Processes of this machine, or actors of a Ray cluster; how many, on 'cpu' or 'cuda'. None: one here, and of a
+    cluster as many as it has room for."""
+
+    on: str = HERE
+    workers: int | None = None
+    device: str = "cpu"
+
+
 Context = ForkServerContext | SpawnContext
 
 # A fork of this process would share its threads and locks. A server that has only imported what takes long forks in no
@@ -36,28 +54,14 @@ CONTEXTS: dict[str, Context] = {"cpu": get_context("forkserver"), "cuda": get_co
 CONTEXTS["cpu"].set_forkserver_preload(["torch._dynamo", "pandas"])  # torchvision imports the first
 
 
-def in_order(
-    own: Work, make: Callable[[int], Work], workers: int, device: str, batches: Iterable[Batch]
-) -> Generator[list[Row], None, None]:
-    """The rows of every batch: by `own`, or by `workers` processes where there are more than one.
-
-    make: what each of them calls with its number to get its own work; device: 'cpu' or 'cuda', where they work. The
-    generator is to be closed: what it started must end when a full disk or Ctrl-C ends its reader. Raises UserError
-    where a process is killed.
-    """
-    if workers == 1:
-        yield from map(own, batches)
-    else:
-        yield from _by_processes(make, workers, CONTEXTS[device], batches)
-
-
-def _by_processes(
-    make: Callable[[int], Work], workers: int, context: Context, batches: Iterable[Batch]
-) -> Iterator[list[Row]]:
+def by_processes(handover: Path, make: Make, crew: Crew, batches: Iterable[Batch]) -> Generator[list[Row], None, None]:
+    """The rows of every batch, by crew.workers processes. The generator is to be closed: what it started must end when
+    a full disk or Ctrl-C ends its reader. Raises UserError where a process is killed."""
+    workers, context = crew.workers or 1, CONTEXTS[crew.device]
     numbers = context.SimpleQueue()
     for worker in range(workers):
         numbers.put(worker)
-    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(make, numbers))
+    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(partial(make, handover), numbers))
     others = active_children()
     waiting: deque[Future[list[Row]]] = deque()
     try:

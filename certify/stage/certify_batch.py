@@ -17,7 +17,7 @@ from certify.stage.settings import Settings
 class CertifyBatch:
     """A hand-over and its certifier, on one device: called with a batch, it returns its rows."""
 
-    def __init__(self, handover: Path, settings: Settings, worker: int = 0) -> None:
+    def __init__(self, handover: Path, worker: int = 0, *, settings: Settings) -> None:
         self.device = device_of(worker, settings.device)
         self.model, self.config = zoo.handover.load(handover)
         self.model.to(self.device)

@@ -53,14 +53,14 @@ def run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, 
 
 def _run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress) -> Summary:
     settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS))
-    make = partial(CertifyBatch, handover, settings)
-    own = make()  # refuses what cannot be certified before anything is written
+    make = partial(CertifyBatch, settings=settings)
+    own = make(handover)  # refuses what cannot be certified before anything is written
     settings = own.settings
     listed = images.image_list(data, settings.images, settings.batch_size)
     subject = subject_of(handover, listed, **_asked(settings))
     records.require_rows(out / CERTIFICATE, ROWS)
     rows = runner.resume(out / ROWS, subject, listed, columns_of(settings.method, settings.grid))
-    table = rows.complete(own, make, settings.workers, settings.device, progress)
+    table = rows.complete(own, handover, make, settings.crew, progress)
     records.write_parquet(out / TABLE, table)
     summary = _summary(table, subject, own.config, settings) | records.digests(out, ROWS, TABLE)
     tables.curve(table, settings.method, settings.norm, settings.grid, out / CURVE)

@@ -9,6 +9,7 @@ from attacks import AttackConfig
 from certify.methods import AUTO, NAMES, named
 from certify.methods.ball import L2, LINF, known
 from certify.rows.devices import DTYPES, require_device
+from certify.rows.workers import HERE, PLACES, Crew
 from certify.stage.outcomes import DEFAULT_ATTACK
 from certizoo import UserError
 from certizoo.nearest import unknown
@@ -33,7 +34,8 @@ class Settings:
     attack: AttackConfig = DEFAULT_ATTACK
     nonce: str | None = None  # of random starts; None: that of the rows that are there, or one that is drawn now
     served_dtype: str | None = None  # 'float32', 'bfloat16': of the model that is served; None: of the float64 function
-    workers: int = 1  # processes that share the images; the rows are the same to rounding
+    on: str = HERE  # or 'ray': actors of a Ray cluster share the images; the rows are the same to rounding
+    workers: int | None = None  # processes that share them; None: one here, all that a cluster has room for
     device: str = "cpu"  # or 'cuda': every process takes the next GPU
 
     def __post_init__(self) -> None:
@@ -57,11 +59,18 @@ class Settings:
                 f"certify.served_dtype={self.served_dtype}: null, or one of {', '.join(DTYPES)} with method "
                 f"{', '.join(methods)}"
             )
-        if self.workers < 1:
+        if self.workers is not None and self.workers < 1:
             raise UserError(f"certify.workers={self.workers}: give a whole number above 0, such as that of the cores")
+        if self.on not in PLACES:
+            raise UserError(f"certify.on={self.on}: choose one of {', '.join(PLACES)}")
         require_device(self.device, "certify.device")
         if not any(f"{eps:g}" == f"{self.headline:g}" for eps in self.grid):
             raise UserError(f"certify.headline_eps={self.headline:g} is not among certify.eps; add it there")
+
+    @property
+    def crew(self) -> Crew:
+        """Who computes the rows."""
+        return Crew(self.on, self.workers, self.device)
 
     def of(self, model: nn.Module) -> "Settings":
         """With a method that is named."""

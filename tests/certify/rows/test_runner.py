@@ -10,17 +10,18 @@ import pytest
 from certify.rows import images, runner
 from certify.rows.columns import Columns, Row
 from certify.rows.images import ImageList
-from certify.rows.workers import Batch
+from certify.rows.workers import Batch, Crew
 from certizoo import UserError
 from tests.certify.stage.test_stage import data
 
 TOTAL, SIZE = 25, 10
+HANDOVER = Path()  # of no model
 
 
 class Label:
     """Rows {key, label}; remembers the sizes of its batches."""
 
-    def __init__(self, worker: int = 0) -> None:
+    def __init__(self, handover: Path = HANDOVER, worker: int = 0) -> None:
         self.sizes = list[int]()
 
     def __call__(self, batch: Batch) -> list[Row]:
@@ -45,14 +46,14 @@ def test_what_is_missing_is_computed_and_nothing_else(
     listed: ImageList, tmp_path: Path, lines: int, block: int, sizes: list[int]
 ) -> None:
     path, whole = tmp_path / "rows.jsonl", tmp_path / "whole" / "rows.jsonl"
-    expected = runner.resume(whole, subject(), listed, Columns()).complete(Label(), Label, 1, "cpu")
+    expected = runner.resume(whole, subject(), listed, Columns()).complete(Label(), HANDOVER, Label, Crew())
     assert len(expected) == TOTAL == expected["key"].nunique()
     runner.resume(path, subject(), listed, Columns(), block)
     text = whole.read_text().splitlines(keepends=True)
     path.write_text("".join(text[:lines]) + ("".join(text[lines : lines + 1])[:9]))  # cut off in a line
     own, done = Label(), list[tuple[int, int]]()
     run = runner.resume(path, subject(), listed, Columns(), block)
-    table = run.complete(own, Label, 1, "cpu", lambda *now: done.append(now))
+    table = run.complete(own, HANDOVER, Label, Crew(), lambda *now: done.append(now))
     assert table.equals(expected)
     assert own.sizes == sizes
     assert path.read_bytes() == whole.read_bytes()
@@ -62,7 +63,7 @@ def test_what_is_missing_is_computed_and_nothing_else(
 
 def test_rows_of_another_subject_are_left_alone(listed: ImageList, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    runner.resume(path, subject(), listed, Columns()).complete(Label(), Label, 1, "cpu")
+    runner.resume(path, subject(), listed, Columns()).complete(Label(), HANDOVER, Label, Crew())
     before = path.read_bytes()
     with pytest.raises(UserError, match="another method"):
         runner.resume(path, subject("other"), listed, Columns())
