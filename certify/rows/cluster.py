@@ -1,15 +1,16 @@
 """The image list over a Ray cluster (https://docs.ray.io): what workers.py does on one machine, over all nodes.
 
-One actor a CPU, or a GPU, of the cluster computes batches as a process here would. The hand-over travels to them, the
-images too, and rows come back: the nodes need the code and no common folder. Batches are dealt out in order and come
-back in order. An actor whose node is lost begins anew on another one and does its batch again, so that nothing of a
-result depends on which nodes there were.
+Every batch is a task of one CPU, or of one GPU, which computes it as a process here would. The hand-over travels to the
+nodes, the images too, and rows come back: the nodes need the code and no common folder. Batches are dealt out in order
+and come back in order. What a lost node had is done again by others, and nodes that join get their share, so that
+nothing of a result depends on which nodes there were.
 """
 
 import logging
 import os
 import tempfile
-from collections.abc import Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,76 +25,61 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 gives a worker wha
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
-from ray.util import ActorPool
+from ray.exceptions import RayError, RayTaskError
 
 LARGEST = 2**31  # bytes of a hand-over: it is kept in every node's memory
-RESTARTS = 8  # of an actor, and of a batch: a batch that kills its process each time ends the run
+RETRIES = 8  # of a batch: one that kills its process each time ends the run
+AHEAD = 2  # batches in flight, in units of what is computed at once: all are busy, and not all images in memory
 
 
 def by_ray(handover: Path, make: Make, crew: Crew, batches: Iterable[Batch]) -> Generator[list[Row], None, None]:
-    """The rows of every batch. Joins the cluster of this machine, or that of RAY_ADDRESS, or starts one of its own.
-    Raises UserError where a batch is lost for good."""
+    """The rows of every batch, by at most crew.workers tasks at once. Joins the cluster of this machine, or that of
+    RAY_ADDRESS, or starts one of its own. Raises UserError where a batch is lost for good, and what a task raised."""
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL, ignore_reinit_error=True)
     try:
-        wanted = {"num_cpus": 1, "num_gpus": 1 if crew.device == "cuda" else 0}
-        count = crew.workers or _room(crew.device)
-        files = ray.put(_packed(handover))
-        actor = ray.remote(**wanted, max_restarts=RESTARTS, max_task_retries=RESTARTS, scheduling_strategy="SPREAD")(
-            Worker
-        )
-        yield from _dealt_out(ActorPool([actor.remote(files, make) for _ in range(count)]), count, batches)
+        files, number = ray.put(_packed(handover)), os.urandom(8).hex()
+        share = {"num_cpus": 1, "num_gpus": 1 if crew.device == "cuda" else 0}
+        task: Any = ray.remote(**share, max_retries=RETRIES, scheduling_strategy="SPREAD")(_rows)
+        waiting: deque[Any] = deque()
+        for keys, images, labels in batches:
+            waiting.append(task.remote(number, files, make, keys, images.numpy(), labels.numpy()))
+            if len(waiting) >= (crew.workers or AHEAD * _room(crew.device)):
+                yield _arrived(waiting.popleft())
+        while waiting:
+            yield _arrived(waiting.popleft())
     finally:
         ray.shutdown()
 
 
-class Worker:
-    """One process of the cluster."""
+_works: dict[str, Work] = {}  # of this process, by the number of a run: Ray keeps a process for its next task
 
-    def __init__(self, files: dict[str, bytes], make: Make) -> None:
+
+def _rows(
+    number: str, files: dict[str, bytes], make: Make, keys: list[str], images: np.ndarray, labels: np.ndarray
+) -> list[Row]:
+    """On a node: the rows of a batch. Ray shows a process its own GPU alone, and ends it after its task."""
+    if number not in _works:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:
             for name, content in files.items():
                 (Path(folder) / name).write_bytes(content)
-            self._work: Work = make(Path(folder), 0)  # Ray shows a process its own GPU alone
-
-    def rows(self, keys: list[str], images: np.ndarray, labels: np.ndarray) -> list[Row]:
-        return self._work((keys, torch.from_numpy(images.copy()), torch.from_numpy(labels.copy())))
-
-
-def _dealt_out(pool: Any, count: int, batches: Iterable[Batch]) -> Iterator[list[Row]]:
-    """In order, with enough in flight for all to be busy, and not all images in memory."""
-    flying = 0
-    for batch in batches:
-        pool.submit(_submitted, batch)
-        flying += 1
-        if flying > 2 * count:
-            yield _next(pool)
-            flying -= 1
-    for _ in range(flying):
-        yield _next(pool)
+            _works.clear()
+            _works[number] = make(Path(folder), 0)
+    return _works[number]((keys, torch.from_numpy(images.copy()), torch.from_numpy(labels.copy())))
 
 
-def _submitted(actor: Any, batch: Batch) -> Any:
-    keys, images, labels = batch
-    return actor.rows.remote(keys, images.numpy(), labels.numpy())
-
-
-def _next(pool: Any) -> list[Row]:
+def _arrived(task: Any) -> list[Row]:
     try:
-        rows: list[Row] = pool.get_next()
-    except RayActorError as error:
-        raise UserError(
-            f"a worker ended {1 + RESTARTS} times in one batch, for want of memory perhaps ({_first_line(error)}); the "
-            "same command goes on after the last row, with a smaller batch_size if need be"
-        ) from None
+        rows: list[Row] = ray.get(task)
     except RayTaskError as error:
         raise error.cause from None  # what it said there
+    except RayError as error:
+        said = str(error).strip().splitlines()[0][:200]
+        raise UserError(
+            f"a batch was lost {1 + RETRIES} times, for want of memory perhaps ({said}); the same command goes on "
+            "after the last row, with a smaller batch_size if need be"
+        ) from None
     return rows
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200]
 
 
 def _packed(handover: Path) -> dict[str, bytes]:
@@ -105,7 +91,7 @@ def _packed(handover: Path) -> dict[str, bytes]:
 
 
 def _room(device: str) -> int:
-    """Workers that fit the nodes as they are."""
+    """Tasks at once on the nodes as they are."""
     name = "GPU" if device == "cuda" else "CPU"
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = sum(int(node.get(name, 0)) for node in nodes)

@@ -1,0 +1,103 @@
+"""The certify stage on two nodes of a real Ray: the rows of one process, also where a node is killed in the middle."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import zoo
+from certify.stage import run as stage
+from certizoo import UserError
+from tests.certify.stage.test_stage import CONFIG, SETTINGS, data
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ASKED = replace(SETTINGS, images=60, batch_size=5, eps=(0.01, 0.1), nonce="n")
+
+
+@pytest.fixture(scope="module")
+def handover(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "handover"
+    torch.manual_seed(0)
+    zoo.handover.save(folder, zoo.create_model(**CONFIG), CONFIG, {})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(handover: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    out = tmp_path_factory.mktemp("one")
+    stage.run(handover, data(digits), ASKED, out)
+    return rows(out)
+
+
+def rows(out: Path) -> pd.DataFrame:
+    return pd.read_parquet(out / stage.TABLE).drop(columns=["seconds", "served_difference"])
+
+
+@contextmanager
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """A cluster, and the node that is not its head."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # the loopback only
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        other = cluster.add_node(num_cpus=1)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster, other
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_two_nodes_write_the_rows_of_one_process(
+    killed: bool,
+    handover: Path,
+    digits: Path,
+    expected: pd.DataFrame,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[int] = []
+
+    def progress(now: int, total: int) -> None:
+        done.append(now)
+
+    with two_nodes(monkeypatch) as (cluster, other):
+
+        def kill() -> None:
+            while not done:
+                time.sleep(0.05)
+            cluster.remove_node(other, allow_graceful=False)
+
+        killer = threading.Thread(target=kill)
+        if killed:
+            killer.start()
+        stage.run(handover, data(digits), replace(ASKED, on="ray"), tmp_path, progress)
+        if killed:
+            killer.join()
+    assert done == list(range(5, 65, 5)), "in order, each batch once"
+    pd.testing.assert_frame_equal(rows(tmp_path), expected, rtol=1e-5)
+
+
+def test_what_a_worker_refuses_is_said_here(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hand-over that changes between its first reading here and there."""
+    folder = tmp_path / "handover"
+    torch.manual_seed(0)
+    zoo.handover.save(folder, zoo.create_model(**CONFIG), CONFIG, {})
+    from certify.rows import cluster as of_rows
+
+    honest = of_rows._packed
+
+    def spoiled(handover: Path) -> dict[str, bytes]:
+        return honest(handover) | {"config.yaml": b"model: {name: no_such_model}"}
+
+    monkeypatch.setattr(of_rows, "_packed", spoiled)
+    with two_nodes(monkeypatch), pytest.raises(UserError, match="no_such_model"):
+        stage.run(folder, data(digits), replace(ASKED, on="ray", workers=1), tmp_path / "out")
