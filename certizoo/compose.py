@@ -26,6 +26,8 @@ WITH_PLUS = ("model", "attention", "experiment")  # groups of which the main fil
 
 def compose_config(config_name: str, overrides: Sequence[str], configs: Path = CONFIGS) -> dict[str, Any]:
     """The resolved configuration. Raises UserError where a key, a group or the model is wrong or missing."""
+    if flag := next((word for word in overrides if word.startswith("-")), None):
+        raise UserError(f"{flag}: there are no flags; write KEY=VALUE, keys and meanings: configs/{config_name}.yaml")
     try:
         config = _composed(config_name, [_free_of_plus(override) for override in overrides], configs)
         _check_parts(config, config_name, overrides, configs)

@@ -1,0 +1,120 @@
+"""Certificates over the nodes of a Ray cluster: seconds of `python -m certify ... on=ray` on 1 and 2 local nodes of one
+CPU each, and on 2 of which one is killed in the middle, beside one process without Ray. All rows must be the same.
+
+    python -m benchmarks.bench_cluster                                # random weights, digits
+    python -m benchmarks.bench_cluster --handover RUN/handover --shards FOLDER --images 1000
+
+A node here is a raylet with one CPU of this machine: the machine needs as many free cores. The start of Ray and the
+imports of its workers are counted, as a person waits for them.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pandas as pd
+
+import shards.__main__
+import zoo
+from benchmarks.record import record
+from certify.stage.run import ROWS, TABLE
+from certizoo.processes import end_group
+from tuning.trial import free_port
+
+PATIENCE = 60.0
+RANDOM_PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats", "--num-cpus=1", "--block")
+NODES = {"one process": 0, "1 node": 1, "2 nodes": 2, "2 nodes, one killed in the middle": 2}
+
+
+@contextmanager
+def node(*arguments: str) -> "Iterator[subprocess.Popen[bytes]]":
+    """`ray start ARGUMENTS` in a process group of its own."""
+    command = [str(Path(sys.executable).parent / "ray"), "start", *arguments, *RANDOM_PORTS]
+    process = subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+    )
+    try:
+        yield process
+    finally:
+        end_group(process, PATIENCE)
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}  # the loopback only
+
+
+def certified(words: Sequence[str], nodes: int, out: Path, images: int, kill: bool) -> float:
+    """Seconds of the command on so many nodes."""
+    with ExitStack() as stack:
+        variables, started = environment(), list[subprocess.Popen[bytes]]()
+        if nodes:
+            address = f"127.0.0.1:{free_port()}"
+            port = address.rpartition(":")[2]
+            head = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false")
+            started.append(stack.enter_context(node(*head)))
+            time.sleep(10)  # until it listens
+            started += [stack.enter_context(node(f"--address={address}")) for _ in range(nodes - 1)]
+            time.sleep(10)
+            variables |= {"RAY_ADDRESS": address}
+            words = [*words, "on=ray"]
+        begin = time.monotonic()
+        process = subprocess.Popen([sys.executable, "-m", "certify", *words, f"out={out}"], env=variables)
+        while process.poll() is None:
+            time.sleep(0.2)
+            if kill and lines(out / ROWS) >= images // 2:
+                os.killpg(started[-1].pid, signal.SIGKILL)
+                kill = False
+        if process.returncode or kill:
+            raise SystemExit(f"certify ended with {process.returncode}, kill still to come: {kill}")
+        return time.monotonic() - begin
+
+
+def of_digits(folder: Path) -> list[str]:
+    """A hand-over of random weights and the digits, and what the command says of them."""
+    model = zoo.model_options("spec_vit_digits") | {"name": "spec_vit_digits"}
+    zoo.handover.save(folder / "handover", zoo.create_model(**model), model, {})
+    shards.__main__.main(["digits", str(folder / "digits")])
+    return [f"handover={folder / 'handover'}", "data=digits", f"data.root={folder / 'digits'}"]
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def main() -> None:
+    """Measure, compare, print, and write benchmarks/results/cluster_cpu.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--handover", type=Path, help="of a model of CIFAR-10")
+    parser.add_argument("--shards", type=Path)
+    parser.add_argument("--images", type=int, default=360)
+    parser.add_argument("--method", default="lofast")
+    arguments = parser.parse_args()
+    seconds, tables = dict[str, float](), dict[str, pd.DataFrame]()
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"method={arguments.method}", f"images={arguments.images}", "batch_size=20", "nonce=cluster"]
+        if arguments.handover:
+            words += [f"handover={arguments.handover}", "data=cifar10", f"data.root={arguments.shards}"]
+        else:
+            words += of_digits(Path(folder))
+        for name, nodes in NODES.items():
+            out = Path(folder) / name.replace(" ", "-").replace(",", "")
+            seconds[name] = certified(words, nodes, out, arguments.images, "killed" in name)
+            tables[name] = pd.read_parquet(out / TABLE).drop(columns=["seconds", "served_difference"])
+            print(name, f"{seconds[name]:.0f} s", flush=True)
+    for name, table in tables.items():
+        pd.testing.assert_frame_equal(table, tables["one process"], rtol=1e-5, obj=name)
+    rows = {"method": arguments.method, "images": arguments.images, "seconds": seconds, "rows": "the same"}
+    print(json.dumps(rows))
+    record("cluster_cpu", rows)
+
+
+if __name__ == "__main__":
+    main()
