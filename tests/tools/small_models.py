@@ -8,6 +8,7 @@ from torch import Tensor
 
 import zoo
 from zoo.models.overview import tiny_options
+from zoo.rules import facts_of, nodes_of
 
 SMALL: dict[str, Any] = {"img_size": 8, "in_chans": 1, "num_classes": 4}
 TINY: dict[str, Any] = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
@@ -40,6 +41,14 @@ def labelled(model: Any, count: int, seed: int) -> tuple[Tensor, Tensor]:
     x = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         return x, model(x).argmax(-1)
+
+
+def nodes_up_to_first_block(model: Any) -> int:
+    """Of the chain, the first block included."""
+    trunk = facts_of(model).trunk
+    assert trunk is not None
+    links, _ = trunk(model)
+    return sum(len(nodes_of(link)) for link in links[: 1 + list(links).index(model.blocks[0])])
 
 
 def distinct() -> dict[str, list[str]]:

@@ -162,9 +162,10 @@ def elementwise(module: nn.Module, activation: Activation) -> Expand:
 # the facts of an activation module ------------------------------------------------------------------------------------
 
 
-def scalar(activation: Callable[[M], Activation]) -> Facts[M]:
-    """All of them, from what is known of sigma."""
-    return Facts(rule=by_slope, expansion=by_units, activation=activation, rounding=by_kernel)
+def scalar(activation: Callable[[M], Activation], *, one_kernel: bool = False) -> Facts[M]:
+    """All of them, from what is known of sigma. `one_kernel`: as in `Activation`; only then is a rounding known."""
+    rounding = by_kernel if one_kernel else None
+    return Facts(rule=by_slope, expansion=by_units, activation=activation, rounding=rounding)
 
 
 def by_slope(module: nn.Module) -> Layer:

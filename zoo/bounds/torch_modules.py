@@ -151,9 +151,9 @@ def softplus(module: nn.Softplus) -> Smooth:
     )
 
 
-register(nn.GELU, scalar(lambda module: {"none": GELU, "tanh": TANH_GELU}[module.approximate]))
-register(nn.Tanh, scalar(lambda module: TANH))
+register(nn.GELU, scalar(lambda module: {"none": GELU, "tanh": TANH_GELU}[module.approximate], one_kernel=True))
+register(nn.Tanh, scalar(lambda module: TANH, one_kernel=True))
 register(nn.Sigmoid, scalar(lambda module: SIGMOID))
 register(nn.SiLU, scalar(lambda module: SILU))
-register(nn.ReLU, scalar(lambda module: Hinge(one_kernel=True)))
+register(nn.ReLU, scalar(lambda module: Hinge(one_kernel=True), one_kernel=True))
 register(nn.Softplus, scalar(softplus))

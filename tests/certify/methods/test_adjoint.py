@@ -12,8 +12,8 @@ from certify.maps.operator_norms import dense, jacobian, random, unit_vectors
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.bake import bake
 from tests.tools.ascent import ascend, largest_change
-from tests.tools.small_models import PARTS, labelled, small_model
-from zoo.bounds.curvature import nodes_of, trunk_of
+from tests.tools.small_models import PARTS, labelled, nodes_up_to_first_block, small_model
+from zoo.bounds.curvature import trunk_of
 from zoo.bounds.facts import NoRule
 
 
@@ -45,7 +45,7 @@ def test_no_ascent_beats_the_loss_or_the_radii(parts: str, seed: int) -> None:
         found_B = ascend(fall, x.double(), eps_B, steps=60, starts=3)
         assert (-found_B >= (analysis.clean.margin_BJ - loss_BJ).amin(-1) - 1e-9).all()
         radii = analysis.radii(eps_B)
-        first = 1 + len(nodes_of(baked.blocks[0]))  # the embedding and the first block
+        first = nodes_up_to_first_block(baked)
 
         def pooled(z: Tensor) -> Tensor:
             return baked.forward_head(baked.forward_features(z), pre_logits=True)

@@ -24,9 +24,8 @@ from certify.methods.served import ServedAdjoint
 from certizoo import UserError
 from tests.certify.methods.test_certify import margin_loss
 from tests.tools.ascent import ascend, ascend_box
-from tests.tools.small_models import PARTS, labelled, small_model
+from tests.tools.small_models import PARTS, labelled, nodes_up_to_first_block, small_model
 from tests.tools.trials import served_loss
-from zoo.bounds.curvature import nodes_of
 
 METHODS = ("lofast", "lofast_local", "adjoint", "best")
 CASES = [
@@ -118,7 +117,7 @@ def overtaken(analysis: AdjointAnalysis, baked: Any, x: Tensor, y: Tensor, eps: 
 
 def outrun(analysis: AdjointAnalysis, baked: Any, x: Tensor, eps: float) -> Tensor:
     """The largest change behind the first block that ascent over the box finds, for each unit of its radius: (B,)."""
-    behind = 1 + len(nodes_of(baked.blocks[0]))
+    behind = nodes_up_to_first_block(baked)
     radius_B = analysis.radii(same_eps(eps, len(x))).e[behind]
 
     def block(z: Tensor) -> Tensor:

@@ -41,6 +41,8 @@ MODULES: dict[str, Any] = {
     "attention": lambda s: scaled_(DotProductAttention(D, 4), s),
     "conv": lambda s: scaled_(nn.Conv2d(N, 6, 3, stride=2, padding=1), s),
     "gelu": lambda s: nn.GELU(),
+    "tanh": lambda s: nn.Tanh(),
+    "relu": lambda s: nn.ReLU(),
     "normalize": lambda s: Normalize((0.4,) * N, (0.25,) * (N - 1) + (0.2 * s,)),
 }
 IMAGES = {"conv": (8, 4), "normalize": (8, 4)}  # that the module sees, of N channels, in the place of tokens
