@@ -16,7 +16,8 @@ def wilson(share: float, n: int) -> tuple[float, float]:
     """
     spread = Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
     low, high = ((share + Z**2 / (2 * n) + sign * spread) / (1 + Z**2 / n) for sign in (-1, 1))
-    return max(0.0, low), min(1.0, high)
+    # It holds p: an end that is p itself, at 0 and 1, may be beyond it by rounding.
+    return min(share, max(0.0, low)), max(share, min(1.0, high))
 
 
 def percent(share: float) -> str:
