@@ -137,12 +137,9 @@ def main() -> None:
         if (given.method, tokens) in TARGETS:
             rows[name]["target"] = TARGETS[given.method, tokens]
         print(name, {key: round(value, 4) for key, value in rows[name].items()})
-    words = [
-        "certify",
-        *(["trained"] if arguments.handover else []),
-        *([] if given.method == "adjoint" else [given.method]),
-    ]
-    record("_".join([*words, "cpu"]), asdict(given) | {"eps": EPS, "rows": rows})
+    trained = "trained_" if arguments.handover else ""
+    method = "" if given.method == "adjoint" else f"{given.method}_"
+    record(f"certify_{trained}{method}cpu", asdict(given) | {"eps": EPS, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One resumable run over an image list: rows that are on disk stay, missing ones are computed and appended."""
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,19 +54,15 @@ def _computed(
 ) -> Generator[list[Row], None, None]:
     """The rows of every batch: by `own`, or by others where there are more than one. To be closed."""
     if crew.on == RAY:
-        yield from _by_ray()(handover, make, crew, batches)
+        try:
+            from certify.rows.cluster import by_ray  # Ray takes seconds
+        except ModuleNotFoundError as error:
+            raise UserError(f"on=ray needs {error.name}: pip install 'certizoo[tune]'") from None
+        yield from by_ray(handover, make, crew, batches)
     elif (crew.workers or 1) == 1:
         yield from map(own, batches)
     else:
         yield from by_processes(handover, make, crew, batches)
-
-
-def _by_ray() -> Callable[[Path, Make, Crew, Iterable[Batch]], Generator[list[Row], None, None]]:
-    try:
-        from certify.rows.cluster import by_ray  # Ray takes seconds
-    except ModuleNotFoundError as error:
-        raise UserError(f"on=ray needs {error.name}: pip install 'certizoo[tune]'") from None
-    return by_ray
 
 
 def resume(path: Path, subject: Summary, listed: ImageList, columns: Columns, block: int = 1) -> Run:

@@ -1,10 +1,16 @@
-"""A search as a person starts it, small enough for tests: tune.py in a process of its own, in an empty folder."""
+"""A search as a person starts it, small enough for tests: tune.py in a process of its own, in an empty folder; and two
+nodes of a real Ray."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.tools.launching import ROOT, environment
 
@@ -77,3 +83,19 @@ def alive(words: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+@contextmanager
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """A cluster of one CPU each that RAY_ADDRESS names, and the node that is not its head."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # the loopback only
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        other = cluster.add_node(num_cpus=1)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster, other
+    finally:
+        cluster.shutdown()

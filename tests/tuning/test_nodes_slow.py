@@ -14,7 +14,7 @@ import pytest
 from certizoo.processes import end_group
 from registry import browse
 from tests.tools.launching import ROOT
-from tests.tools.tuning_runs import alive, begin, finish, finished, first_step, runs
+from tests.tools.tuning_runs import alive, begin, finish, finished, first_step, runs, two_nodes
 from tuning.trial import PATIENCE_SECONDS, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -44,14 +44,7 @@ def server(tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_node_is_killed(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # the loopback only
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        doomed = cluster.add_node(num_cpus=1)
-        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    with two_nodes(monkeypatch) as (cluster, doomed):
         search = tmp_path / "runs" / "tune" / "nodes"
         trials = ("--space", "msvp", "--num-samples", "2", "--scheduler", "none", "--name", "nodes")
         overrides = (
@@ -69,8 +62,6 @@ def test_a_node_is_killed(tmp_path: Path, server: str, monkeypatch: pytest.Monke
             time.sleep(0.2)
         cluster.remove_node(doomed, allow_graceful=False)
         status, output = finish(driver, tmp_path, 900)
-    finally:
-        cluster.shutdown()
     assert status == 0, output
     assert len(finished(search)) == len(runs(search)) == 2
     (moved,) = [trial for trial, names in runs(search).items() if len(names) > 1]

@@ -180,16 +180,21 @@ def _embedding(module: ViT) -> Layer:
     return Step(layer, (module.patch_embed,))
 
 
+def _constants(module: ViT) -> int:
+    """Tokens in front that are no patches: the class token, if it is there from the start."""
+    return int(module.cls_token is not None and module.cls_after == 0)
+
+
 def _refuse_broadcast(module: ViT, patches: int) -> None:
     """One patch would be added to all positions."""
-    constant, positions = int(module.cls_token is not None and module.cls_after == 0), module.pos_embed.shape[1]
-    if patches + constant != positions:
+    positions = module.pos_embed.shape[1]
+    if patches + _constants(module) != positions:
         raise NoRule(module, f"the image has {patches} patches, and there are {positions} positions for tokens")
 
 
 def _embedding_gram(module: ViT) -> Callable[[Tensor], Tensor]:
     """J J^T of the embedding. A class token in front is constant: its row of J is 0."""
-    constant = int(module.cls_token is not None and module.cls_after == 0)
+    constant = _constants(module)
     gram_of_patches = patches_gram(module.normalize, module.patch_embed)
 
     def gram(v_CBND: Tensor) -> Tensor:
@@ -302,20 +307,23 @@ class OneToken:
         return around
 
 
+def _entrance(module: ViT) -> Links:
+    """From the image to the tokens of the first block."""
+    if isinstance(module.patch_embed, ConvStem):
+        return module.normalize, module.patch_embed.convs, _placing(module)
+    embedding = Affine(
+        module,
+        module.embed,
+        lambda: _embedding(module),
+        lambda: _embedding_gram(module),
+        lambda precision: patches_rounding(module.normalize, module.patch_embed, module.embed, precision),
+    )
+    return (embedding,)
+
+
 def vit_trunk(module: ViT) -> tuple[Links, nn.Linear]:
     """Everything up to the pooled token, and the linear head (for pairwise margins). Embedding, class token and pooling
     are affine."""
-    embedding: list[nn.Module | Link] = [
-        Affine(
-            module,
-            module.embed,
-            lambda: _embedding(module),
-            lambda: _embedding_gram(module),
-            lambda precision: patches_rounding(module.normalize, module.patch_embed, module.embed, precision),
-        )
-    ]
-    if isinstance(module.patch_embed, ConvStem):
-        embedding = [module.normalize, module.patch_embed.convs, _placing(module)]
     joins = Affine(
         module,
         module.add_cls_token,
@@ -331,7 +339,7 @@ def vit_trunk(module: ViT) -> tuple[Links, nn.Linear]:
     blocks: list[nn.Module | Link] = list(module.blocks)
     if module.cls_after:
         blocks.insert(module.cls_after, joins)
-    return (*embedding, *blocks, module.norm, pooling, OneToken(module.fc_norm)), module.head
+    return (*_entrance(module), *blocks, module.norm, pooling, OneToken(module.fc_norm)), module.head
 
 
 register(ViT, Facts(trunk=vit_trunk))

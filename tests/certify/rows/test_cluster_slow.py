@@ -2,11 +2,8 @@
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -16,17 +13,10 @@ import zoo
 from certify.stage import run as stage
 from certizoo import UserError
 from tests.certify.stage.test_stage import CONFIG, SETTINGS, data
+from tests.tools.tuning_runs import two_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ASKED = replace(SETTINGS, images=60, batch_size=5, eps=(0.01, 0.1), nonce="n")
-
-
-@pytest.fixture(scope="module")
-def handover(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run") / "handover"
-    torch.manual_seed(0)
-    zoo.handover.save(folder, zoo.create_model(**CONFIG), CONFIG, {})
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +28,6 @@ def expected(handover: Path, digits: Path, tmp_path_factory: pytest.TempPathFact
 
 def rows(out: Path) -> pd.DataFrame:
     return pd.read_parquet(out / stage.TABLE).drop(columns=["seconds", "served_difference"])
-
-
-@contextmanager
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    """A cluster, and the node that is not its head."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # the loopback only
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        other = cluster.add_node(num_cpus=1)
-        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        yield cluster, other
-    finally:
-        cluster.shutdown()
 
 
 @pytest.mark.parametrize("killed", [False, True])

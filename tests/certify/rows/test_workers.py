@@ -16,25 +16,16 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-import zoo
 from certify.__main__ import main
 from certify.rows import records
 from certify.rows.devices import device_of
 from certify.stage import run as stage
 from certizoo import UserError
 from certizoo.locks import sole_writer
-from tests.certify.stage.test_stage import CONFIG, SETTINGS, data
+from tests.certify.stage.test_stage import SETTINGS, data
 from tests.tools.launching import ROOT
 
 FEW = replace(SETTINGS, images=50, batch_size=10, eps=(0.01, 0.1))
-
-
-@pytest.fixture(scope="module")
-def handover(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run") / "handover"
-    torch.manual_seed(0)
-    zoo.handover.save(folder, zoo.create_model(**CONFIG), CONFIG, {})
-    return folder
 
 
 @pytest.fixture(autouse=True)
