@@ -31,8 +31,8 @@ class TrainConfig:
     """configs/adv_train.yaml, `train`. `batch_size` counts images of all ranks in one optimiser step.
 
     Attributes:
-        certify_images: that are certified and attacked at each epoch's end, the last of the test set (0: none), at
-            the radii certify_eps (None: certify.headline_eps), for about certify_seconds at most.
+        certify_images: that are certified and attacked at the end of every certify_every-th epoch, the last of the
+            test set (0: none), at the radii certify_eps (None: certify.headline_eps), for about certify_seconds.
     """
 
     epochs: int
@@ -47,6 +47,7 @@ class TrainConfig:
     compile: bool = False
     eval_images: int = 512
     certify_images: int = 0
+    certify_every: int = 1
     certify_eps: list[float] | None = None
     certify_seconds: float = 60.0
     log_every: int = 10
@@ -58,7 +59,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         counts = ("epochs", "batch_size", "max_steps", "micro_batch_size", "log_every", "keep_checkpoints")
-        require_least(self, "train", counts, 1, "set it to at least 1")
+        require_least(self, "train", (*counts, "certify_every"), 1, "set it to at least 1")
         switches = ("clip_grad", "eval_images", "certify_images", "checkpoint_every", "label_smoothing", "sam_rho")
         require_least(self, "train", switches, 0, "set it to 0 (off) or more")
         require_shares(self, "train", ("attack_warmup",))

@@ -1,4 +1,4 @@
-"""The one door to Ray (https://docs.ray.io): trials as Tune functions, schedulers, searchers, restart and resume.
+"""The door of searches to Ray (https://docs.ray.io): trials as Tune functions, schedulers, searchers, restart, resume.
 
 A trial reports its evaluations, each with the checkpoint written after it: the objectives on a few images of the
 trainer's own, and with its last report those of the certificate. Schedulers compare the first objective at equal
@@ -133,12 +133,13 @@ def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
             training.adopt(Path(kept), inner, values)
     overrides = search.trial_overrides(name, point, run_dir)
     command = training.Command(search.script, overrides, search.ranks, around.registry)
-    row: dict[str, float] = {}
+    row, known = dict[str, float](), dict[str, float]()  # the objectives, as they were seen last
     try:
         for found in training.train(command, inner, run_dir.with_suffix(".log")):
             row = found.row | {"epoch": found.row["epoch"] + 1}
             if row["epoch"] < search.epochs:  # the last one waits for its certificate
-                report(row | objectives.early(search.shown, row), found, inner)
+                known |= objectives.early(search.shown, row)
+                report(row | known, found, inner)
     except training.Refused as refusal:
         with suppress(OSError):  # a full disk costs a second try of what is refused again
             write_whole(refused, str(refusal))
@@ -188,14 +189,17 @@ def searcher(search: Search) -> Searcher | BasicVariantGenerator:
 
 
 def scheduler(search: Search) -> TrialScheduler:
-    quarter = max(1, search.epochs // 4)
+    every = search.compared_every
     compared = {"time_attr": "epoch", "metric": search.objectives[0].key, "mode": "max"}
     match search.scheduler:
         case "asha":
-            return ASHAScheduler(**compared, max_t=search.epochs, grace_period=quarter, reduction_factor=3)
+            return ASHAScheduler(**compared, max_t=search.epochs, grace_period=every, reduction_factor=3)
         case "pbt":
             mutations = {key: domain(p) for key, p in mutable(search.parameters).items()}
-            return PopulationBasedTraining(**compared, perturbation_interval=quarter, hyperparam_mutations=mutations)
+            # Before the first look there is nothing to compare.
+            return PopulationBasedTraining(
+                **compared, perturbation_interval=every, require_attrs=False, hyperparam_mutations=mutations
+            )
         case _:
             return FIFOScheduler()
 

@@ -30,10 +30,10 @@ class Objective:
         """The radius of `grid` that `eps` abbreviates (0.141 for 36/255); `eps` itself where there is none."""
         return next((eps for eps in grid if math.isclose(eps, float(self.eps), rel_tol=0.005)), float(self.eps))
 
-    def seen(self, row: Mapping[str, float]) -> float:
-        """In an evaluation of the trainer, whose figures are called NAME.EPS; 0 where it did not look."""
+    def seen(self, row: Mapping[str, float]) -> float | None:
+        """In an evaluation of the trainer, whose figures are called NAME.EPS; None where it did not look."""
         radii = [float(key.removeprefix(f"{self.name}.")) for key in row if key.startswith(f"{self.name}.")]
-        return row.get(f"{self.name}.{self.radius(radii):g}" if self.eps else self.name, 0.0)
+        return row.get(f"{self.name}.{self.radius(radii):g}" if self.eps else self.name)
 
     def value(self, certificate: Mapping[str, Any]) -> float:
         """The accuracy in [0, 1] that certificate.json states."""
@@ -65,8 +65,9 @@ def grid_with(grid: Sequence[float], objectives: Sequence[Objective]) -> list[fl
 
 
 def early(objectives: Sequence[Objective], row: Mapping[str, float]) -> dict[str, float]:
-    """The objectives of a trial that still trains."""
-    return {objective.key: objective.seen(row) for objective in objectives}
+    """Those of the objectives that are known of a trial that still trains."""
+    seen = {objective.key: objective.seen(row) for objective in objectives}
+    return {key: value for key, value in seen.items() if value is not None}
 
 
 def with_attacked(objectives: Sequence[Objective]) -> tuple[Objective, ...]:

@@ -60,6 +60,11 @@ class Search:
         return objectives.with_attacked(self.objectives)
 
     @property
+    def compared_every(self) -> int:
+        """Epochs after which schedulers compare trials, which are looked at then: a quarter of the training."""
+        return _quarter(self.epochs)
+
+    @property
     def parameters(self) -> Space:
         return spaces.load(self.space)
 
@@ -140,12 +145,15 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
     if radii:
         fixed.append(f"certify.headline_eps={radii[0].radius(grid)}")
         fixed.append(f"train.certify_eps={sorted({objective.radius(grid) for objective in radii})}")
+        fixed.append(f"train.certify_every={_quarter(_epochs(config, trainer))}")
     config = compose_config(trainer, [*fixed, *(f"{key}={value}" for key, value in _middle(space).items())])
     if not config["certify"]["enabled"] or not config["registry"]["enabled"]:
         raise UserError("a search needs certificates and the registry; leave certify.enabled and registry.enabled true")
     if config["registry"]["uri"]:
         raise UserError("name the registry of a search by MLFLOW_TRACKING_URI instead of registry.uri")
-    return fixed, int(config["constrain"]["finetune_epochs"] if trainer == "constrain" else config["train"]["epochs"])
+    if radii and not config["train"]["certify_images"]:
+        raise UserError("a search compares trials by train.certify_images test images; leave it above 0")
+    return fixed, _epochs(config, trainer)
 
 
 def find_data(search: Search) -> Search:
@@ -170,6 +178,15 @@ def find_data(search: Search) -> Search:
     if wanted is not None and wanted <= reported:
         return search
     return replace(search, overrides=(*search.overrides, f"certify.images={reported}"))
+
+
+def _epochs(config: Mapping[str, Any], trainer: str) -> int:
+    """Of the stage that is certified."""
+    return int(config["constrain"]["finetune_epochs"] if trainer == "constrain" else config["train"]["epochs"])
+
+
+def _quarter(epochs: int) -> int:
+    return max(1, epochs // 4)
 
 
 def _middle(space: Space) -> dict[str, Any]:

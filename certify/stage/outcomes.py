@@ -106,7 +106,9 @@ def rows_of(
     if explain_at is not None and isinstance(analysis, Explained):
         costs = columns(analysis.breakdown(explain_at)) or costs
     ball = replace(attack, norm=analysis.ball.norm)
-    survives = {eps: _survives(served, keys, images_BCHW, labels_B, replace(ball, eps=eps)) for eps in eps_grid}
+    survived = {eps: survives(served, keys, images_BCHW, labels_B, replace(ball, eps=eps)) for eps in eps_grid}
+    for eps in eps_grid:
+        confirmed(keys, [answer == CERTIFIED for answer in statuses[eps]], survived[eps], method, eps)
     clean = analysis.clean
     margin_B = clean.margin_BJ.amin(-1)
     rows = []
@@ -123,11 +125,7 @@ def rows_of(
         }
         for eps in eps_grid:
             row[f"certified.{eps:g}"] = statuses[eps][i]
-            row[f"pgd.{eps:g}"] = bool(survives[eps][i]) and row["correct"]
-            if statuses[eps][i] == CERTIFIED and not survives[eps][i]:
-                raise UnsoundCertificate(
-                    f"image {key} is certified by {method} at eps {eps:g} but an attack of that size changes its class"
-                )
+            row[f"pgd.{eps:g}"] = bool(survived[eps][i]) and row["correct"]
         rows.append(row | costs[i])
     return rows
 
@@ -163,7 +161,16 @@ def columns_of(method: str, eps_grid: Sequence[float]) -> Columns:
     return Columns(needed, costs, contradiction)
 
 
-def _survives(
+def confirmed(keys: Sequence[str], certified_B: list[bool], survives_B: Tensor, method: str, eps: float) -> None:
+    """Raises UnsoundCertificate where an image is certified and does not survive."""
+    for key, certified, survived in zip(keys, certified_B, survives_B.tolist(), strict=True):
+        if certified and not survived:
+            raise UnsoundCertificate(
+                f"image {key} is certified by {method} at eps {eps:g} but an attack of that size changes its class"
+            )
+
+
+def survives(
     model: nn.Module, keys: Sequence[str], images_BCHW: Tensor, labels_B: Tensor, attack: AttackConfig
 ) -> Tensor:
     """Which images the model still classifies correctly after the attack: (B,) bool. The random start of an image is

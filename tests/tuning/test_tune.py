@@ -138,7 +138,7 @@ def test_a_trial_that_trains_counts_as_what_its_trainer_saw() -> None:
     assert [one.key for one in shown] == [
         "certified_acc@0.141", "pgd_acc@0.141", "clean_acc", "certified_acc@0.3", "pgd_acc@0.3",
     ]  # fmt: skip
-    assert list(objectives.early(shown, row).values()) == [0.3, 0.6, 0.9, 0, 0], "0 where it did not look"
+    assert list(objectives.early(shown, row).values()) == [0.3, 0.6, 0.9], "nothing where it did not look"
 
 
 def test_trials_are_compared_by_the_first_objective_on_images_of_their_own(tmp_path: Path, digits: Path) -> None:
@@ -154,6 +154,24 @@ def test_trials_are_compared_by_the_first_objective_on_images_of_their_own(tmp_p
     assert search.find_data(found) == found, "a resumed search is the same"
     for name in ("asha", "pbt"):
         assert vars(scheduler(replace(mine, scheduler=name)))["_metric"] == "certified_acc@0.141"
+
+
+@pytest.mark.parametrize("epochs", [1, 3, 12, 17])
+def test_trials_are_looked_at_where_schedulers_compare_them(epochs: int) -> None:
+    from tuning.driver import scheduler  # Ray takes seconds
+
+    mine = asked("--space", "msvp", "--", f"train.epochs={epochs}")
+    every = compose_config("adv_train", mine.overrides)["train"]["certify_every"]
+    (bracket,) = vars(scheduler(replace(mine, scheduler="asha")))["_brackets"]
+    rungs = [rung for rung, _ in bracket._rungs]
+    assert rungs
+    assert all(rung % every == 0 for rung in rungs)
+    assert vars(scheduler(replace(mine, scheduler="pbt")))["_perturbation_interval"] % every == 0
+
+
+def test_a_search_that_sees_nothing_of_its_trials_is_refused() -> None:
+    with pytest.raises(UserError, match="leave it above 0"):
+        asked("--space", "msvp", "--", "train.certify_images=0")
 
 
 def test_a_search_that_asks_for_clean_accuracy_alone_looks_at_nothing_else() -> None:

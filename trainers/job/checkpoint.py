@@ -29,7 +29,7 @@ TAG, DIGEST, RUN_ID = re.compile(r"step\d{8,15}"), re.compile("[0-9a-f]{64}"), r
 FREE = (
     "name", "run_dir", "resume", "certify", "registry", "data.root", "data.test", "data.verify",
     "data.cache", "data.cache_gb", "data.timeout",
-    "train.eval_images", "train.certify_images", "train.certify_eps", "train.certify_seconds",
+    "train.eval_images", "train.certify_images", "train.certify_every", "train.certify_eps", "train.certify_seconds",
     "train.log_every", "train.checkpoint_every", "train.keep_checkpoints",
     "deepspeed.timeout_minutes",
 )  # fmt: skip

@@ -162,7 +162,7 @@ def monitored(session: Session, step: int, epoch: int) -> dict[str, float]:
         with run.engine.precision():  # a monitor; the hand-over is attacked and certified in float32
             batches = session.with_heartbeats(monitor_batches(job, run.engine.micro_batch, world))
             metrics = evaluate(session.module, batches, job.attack, job.seed, world)
-    metrics |= look.proved(job, run.engine, session.average)
+    metrics |= look.proved(job, run.engine, session.average, epoch)
     if metrics:
         run.report.row(step, epoch, metrics)
     return metrics

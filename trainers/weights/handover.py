@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 from safetensors import SafetensorError
+from torch import nn
 
 import zoo
 from certify.stage import register
@@ -31,10 +33,8 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
 
     The weights are the average's, where there is one.
     """
-    state = average.module.state_dict() if average else engine.whole_state()
-    if engine.world.rank == 0:
-        model = zoo.create_model(**job.model)
-        model.load_state_dict(state)
+    model = trained(job, engine, average)
+    if model is not None:
         extra = credentials.redacted({key: value for key, value in job.config.items() if key != "model"})
         extra |= {"git_commit": git_commit(), "certizoo": __version__, "ranks": engine.world.size, "steps": step}
         try:
@@ -46,6 +46,17 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
             ) from None
         write_whole(job.handover / "metrics.json", json.dumps({"step": step, **metrics}, indent=1))
     engine.world.barrier()
+
+
+def trained(job: Job, engine: Engine, average: Average | None) -> nn.Module | None:
+    """Collective: the model with the weights of now, the average's where there is one; on rank 0 only."""
+    state = average.module.state_dict() if average else engine.whole_state()
+    if engine.world.rank:
+        return None
+    with torch.random.fork_rng([]):  # its first weights are drawn
+        model = zoo.create_model(**job.model)
+    model.load_state_dict(state)
+    return model
 
 
 def certify_and_publish(job: Job, run_id: str | None) -> None:

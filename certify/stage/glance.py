@@ -1,0 +1,42 @@
+"""A glance at a model that still trains: certified and attacked shares of a few images, at few radii, in little time.
+
+The certificates and attacks are those of the stage, without what takes it longest: each image's radius. Shares of so
+few images are for choosing; nothing of them is written into a certificate.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from certify.api import certifier
+from certify.stage.outcomes import confirmed, survives
+from certify.stage.settings import Settings
+
+
+def glance(
+    model: nn.Module, batches: Iterable[tuple[list[str], Tensor, Tensor]], asked: Settings, seconds: float
+) -> dict[str, float]:
+    """{"certified_images", "certified_acc.EPS", "pgd_acc.EPS"} of the images that were reached in time, at least those
+    of one batch.
+
+    batches: (keys, images (B, C, H, W) in [0,1], labels (B,)); of `asked`: the radii, method, norm, attack and nonce.
+    Raises UnsoundCertificate.
+    """
+    end, images = time.monotonic() + seconds, 0
+    asked = asked.of(model)
+    prover = certifier(model, asked.method, asked.nonce, asked.norm)
+    counts = {f"{name}.{eps:g}": 0 for eps in asked.grid for name in ("certified_acc", "pgd_acc")}
+    for keys, images_BCHW, labels_B in batches:
+        analysis = prover.analyse(images_BCHW, labels_B)
+        for eps in asked.grid:
+            certified_B = analysis.at(eps).certified_B
+            survives_B = survives(model, keys, images_BCHW, labels_B, replace(asked.attack_in_norm, eps=eps))
+            confirmed(keys, certified_B.tolist(), survives_B, asked.method, eps)
+            counts[f"certified_acc.{eps:g}"] += int(certified_B.sum())
+            counts[f"pgd_acc.{eps:g}"] += int((survives_B & analysis.clean.correct_B).sum())
+        images += len(keys)
+        if time.monotonic() > end:
+            break
+    return {"certified_images": float(images)} | {name: count / images for name, count in counts.items()}
