@@ -22,6 +22,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the board is our own
 os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "60")  # before a worker takes the next trial, it ends the last
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # TensorBoard files: MLflow has the curves
+os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")  # objectives are known from the first look on
 
 import ray
 from ray import tune
