@@ -248,9 +248,12 @@ def eval_loader(
     )
 
 
-def eval_samples(shard_set: ShardSet, config: DataConfig, *, limit: int | None = None) -> Iterator[Sample]:
+def eval_samples(
+    shard_set: ShardSet, config: DataConfig, *, first: int = 0, limit: int | None = None
+) -> Iterator[Sample]:
     """What `eval_loader` reads, in its order and still encoded, for who wants to know which images these are."""
-    line = segments(shard_set.paths, shard_set.counts, 0, shard_set.samples if limit is None else limit)
+    stop = shard_set.samples if limit is None else min(first + limit, shard_set.samples)
+    line = segments(shard_set.paths, shard_set.counts, first, stop)
     for sample in loaded(entries(line), config.num_classes):
         if isinstance(sample, SampleError):
             raise sample

@@ -4,8 +4,9 @@ from rich.console import Console
 
 from certify.evaluation import run, tables
 from certify.evaluation.settings import Settings
-from certify.rows.arguments import Config, data_of, handover_of, out_of, settings_of
+from certify.rows.arguments import Config, data_of, handover_of, out_of, settings_of, share_of
 from certify.rows.progress import progress_bar
+from certizoo import UserError
 
 
 def evaluate(config: Config) -> None:
@@ -14,9 +15,12 @@ def evaluate(config: Config) -> None:
     out = out_of(config, handover, f"evaluation_{protocol['name']}")
     data = data_of(config, handover)
     settings = settings_of(Settings, config, protocol=protocol["name"], attacks=protocol["attacks"])
+    share = share_of(config)
+    if share.first and config["version"]:
+        raise UserError(f"first={share.first}: a version gets no figures of a range; join the ranges by parts")
     console = Console(highlight=False)
     with progress_bar("evaluating", console) as progress:
-        summary = run.run(handover, data, settings, out, progress)
+        summary = run.run(handover, data, settings, out, progress, share)
     console.print(tables.table(summary))
     for flag in summary["flags"]:
         console.print(f"warning: {flag['name']}: {flag['message']}", style="yellow", markup=False, soft_wrap=True)

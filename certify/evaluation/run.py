@@ -26,6 +26,7 @@ from certify.rows import images, records, runner
 from certify.rows.draws import nonce_of
 from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, image_facts, model_facts, subject_of
+from certizoo import UserError
 from certizoo.documents import read_json
 from certizoo.files import write_whole
 
@@ -34,7 +35,14 @@ TABLE, CSV, CARD, BARS = "evaluation.parquet", "evaluation.csv", "evaluation.md"
 DEFAULT_BALL = ("linf", 8 / 255)  # of the checks, where no attack has a ball
 
 
-def run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress = silent) -> Summary:
+def run(
+    handover: Path,
+    data: shards.DataConfig,
+    settings: Settings,
+    out: Path,
+    progress: Progress = silent,
+    share: images.Share = images.WHOLE,
+) -> Summary:
     """Evaluate the model in `handover` on the test images; returns the content of evaluation.json.
 
     Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings,
@@ -42,18 +50,23 @@ def run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, 
     within a certified radius.
     """
     with records.results(out):
-        return _run(handover, data, settings, out, progress)
+        return _run(handover, data, settings, out, progress, share)
 
 
-def _run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress) -> Summary:
-    settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS))
+def _run(
+    handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress, share: images.Share
+) -> Summary:
+    settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS, share.parts))
+    if share.first % settings.block:
+        raise UserError(f"first={share.first}: outcomes belong to blocks of {settings.block}; give a multiple of that")
     make = partial(EvaluateBlock, settings=settings, out=out)
     own = make(handover)  # refuses what cannot be done before anything is written
     settings = own.settings
-    listed = images.image_list(data, settings.images, settings.block)
+    listed = images.image_list(data, settings.images, settings.block, share.first)
     subject = subject_of(handover, listed, **_asked(settings))
     records.require_rows(out / EVALUATION, ROWS)
     rows = runner.resume(out / ROWS, subject, listed, columns_of(settings, own.attacks), settings.block)
+    rows = rows.with_parts(share.parts)
     flags = _flags(own, listed, {"images": settings.check_images, "subject": subject}, out / CHECKS)
     table = rows.complete(own, handover, make, settings.crew, progress)
     records.write_parquet(out / TABLE, table)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, get_type_hints
 import zoo
 from attacks import AttackConfig
 from attacks.kinds import fits, words
+from certify.rows.images import Share
 from certizoo import UserError
 from certizoo.nearest import unknown
 from shards import DataConfig, config_of, from_elsewhere
@@ -41,6 +42,14 @@ def data_of(config: Config, handover: Path) -> DataConfig:
         return config_of(config["data"], "the command")
     said = zoo.handover.read_config(handover).get("data")
     return from_elsewhere(said, f"the config of {handover}", trusted=config["trust_data"] is True)
+
+
+def share_of(config: Config) -> Share:
+    """The keys `first` and `parts`."""
+    first, parts = config["first"], config["parts"] or []
+    if not fits(first, int) or not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise UserError(f"first={first} parts={parts}: give a whole number, and a list of folders: parts=[DIR,DIR]")
+    return Share(first, tuple(Path(part) for part in parts))
 
 
 def attack_of(config: Config) -> AttackConfig:

@@ -1,8 +1,9 @@
-"""The image list of a result: the first so many test images, in file order."""
+"""The image list of a result: so many test images, in file order."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import shards
 from certify.rows.columns import Listed
@@ -12,12 +13,29 @@ from shards.sets import listing_of
 
 
 @dataclass(frozen=True)
+class Share:
+    """Of a test set the images from `first` on; `parts`: folders of finished results of such ranges, each of which goes
+    on where the one before it ends. Their rows are taken over."""
+
+    first: int = 0
+    parts: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.first < 0:
+            raise UserError(f"first={self.first}: give the number of images before the range, 0 or more")
+
+
+WHOLE = Share()
+
+
+@dataclass(frozen=True)
 class ImageList:
-    """The first images of a test set, which come in batches of `batch_size`. `sha256` is that of all that decides what
-    a model gets to see: keys, labels and encoded images, in their order, and to what size they are brought."""
+    """Images of a test set from `first` on, which come in batches of `batch_size`. `sha256` is that of all that decides
+    what a model gets to see: keys, labels and encoded images, in their order, and to what size they are brought."""
 
     test: shards.ShardSet
     data: shards.DataConfig
+    first: int
     batch_size: int
     images: tuple[Listed, ...]
     sha256: str
@@ -30,7 +48,7 @@ class ImageList:
         """Images skip..total. Where a batch begins does not depend on `skip`, but for the first."""
         seen = 0
         for keys, images, labels in shards.eval_loader(
-            self.test, self.data, batch_size=self.batch_size, limit=self.total
+            self.test, self.data, batch_size=self.batch_size, first=self.first, limit=self.total
         ):
             start = max(0, skip - seen)
             seen += len(keys)
@@ -38,20 +56,22 @@ class ImageList:
                 yield keys[start:], images[start:], labels[start:]
 
 
-def image_list(data: shards.DataConfig, count: int | None, batch_size: int) -> ImageList:
-    """The first `count` test images, or all where there are fewer, or where it is None. Raises UserError where `data`
-    has none, or two of one key."""
+def image_list(data: shards.DataConfig, count: int | None, batch_size: int, first: int = 0) -> ImageList:
+    """`count` test images from `first` on, or all where there are fewer, or where it is None. Raises UserError where
+    `data` has none there, or two of one key."""
     test = shards.find(data, "test")
+    if first >= test.samples:
+        raise UserError(f"first={first}: {data.root} has {test.samples} test images; give less")
     found: dict[str, int] = {}
     content = hashlib.sha256(f"{data.channels} x {data.img_size}\n".encode())
-    for sample in shards.eval_samples(test, data, limit=min(test.samples, count or test.samples)):
+    for sample in shards.eval_samples(test, data, first=first, limit=count):
         if sample.key in found:
             raise UserError(f"{data.root}: two samples have the key {sample.key}; write the shards again")
         found[sample.key] = sample.label
         content.update(f"{sample.label} {len(sample.image)} {sample.key}\n".encode())
         content.update(sample.image)
     images = tuple(Listed(key, label) for key, label in found.items())
-    return ImageList(test, data, batch_size, images, content.hexdigest())
+    return ImageList(test, data, first, batch_size, images, content.hexdigest())
 
 
 def digest(keys: Iterable[str]) -> str:

@@ -20,7 +20,8 @@ from certizoo.files import disk_errors, sha256, whole_file, write_whole
 from certizoo.locks import sole_writer
 
 SUBJECT, DIGESTS = "subject.json", "rows_sha256"
-UNSAID = {"norm": "l2"}  # what rows of earlier code are of, whose subject does not say it
+UNSAID = {"norm": "l2", "first": 0}  # what rows of earlier code are of, whose subject does not say it
+OF_IMAGES = ("first", "images", "images_sha256")  # of a subject: in which the ranges of one result differ
 
 
 @contextmanager
@@ -54,6 +55,34 @@ def resume(
         with whole_file(path) as part:
             part.write_bytes(b"".join(whole[: len(rows)]))
     return rows
+
+
+def taken_over(path: Path, folder: Path, rows: Sequence[Row], images: Sequence[Listed], columns: Columns) -> list[Row]:
+    """The rows that `folder` has of the images after those of `rows`: a finished result of a range of the same subject
+    as that of `path`, which begins where `rows` end or before.
+
+    Raises UserError where it is of something else, or begins later.
+    """
+    part = folder / path.name
+    try:
+        lines = part.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"parts: {part} cannot be read ({error.strerror}); give folders of results") from None
+    theirs, ours = _said(folder / SUBJECT), _said(path.parent / SUBJECT)
+    if changed := _changed(theirs, ours, OF_IMAGES):
+        raise UserError(f"parts: {folder} holds results with another {changed}; certify that range with it")
+    found = [_parsed(line) for line in lines]
+    if len(found) != theirs.get("images"):
+        raise UserError(f"parts: {folder} has {len(found)} rows of {theirs.get('images')}; let it finish first")
+    begin = theirs["first"] - ours["first"]
+    if not 0 <= begin <= len(rows):
+        raise UserError(
+            f"parts: {folder} begins with image {theirs['first']}, and there are rows of {ours['first']} to "
+            f"{ours['first'] + len(rows)}; give the folder of what lies between before it"
+        )
+    if fault := columns.fault(found, images[begin:]):
+        raise UserError(f"parts: {part}: line {fault[0] + 1} {fault[1][:300]}; certify that range again")
+    return found[len(rows) - begin :]
 
 
 def require(rows: Sequence[Any], images: Sequence[Listed], columns: Columns, path: Path) -> None:
@@ -129,19 +158,29 @@ def _same_subject(path: Path, subject: Row) -> None:
     if not any(path.parent.glob("*.jsonl")):
         write_json(note, subject)
         return
+    if changed := _changed(_said(note), subject):
+        raise UserError(
+            f"{path.parent} holds results with another {changed}; remove that folder or choose another out=DIR"
+        )
+
+
+def _said(note: Path) -> Row:
+    """A `subject.json`."""
     if not note.exists():
-        raise UserError(f"{path.parent} holds rows without the {SUBJECT} that says of what; remove that folder")
-    before = read_json(note)
-    if not isinstance(before, dict):
-        raise UserError(f"{note} does not say what these results are of; remove {path.parent}")
-    before = {key: value for key, value in UNSAID.items() if key in subject} | before
+        raise UserError(f"{note.parent} holds rows without the {SUBJECT} that says of what; remove that folder")
+    content = read_json(note)
+    if not isinstance(content, dict):
+        raise UserError(f"{note} does not say what these results are of; remove {note.parent}")
+    return content
+
+
+def _changed(before: Mapping[str, Any], subject: Mapping[str, Any], but: Sequence[str] = ()) -> str | None:
+    """The first key, `but` for some, in which two subjects differ."""
+    before = {key: value for key, value in UNSAID.items() if key in subject} | dict(before)
     absent = object()
     keys = dict.fromkeys([*subject, *before])  # in their order: the norm comes before the attack that follows from it
-    changed = [key for key in keys if before.get(key, absent) != subject.get(key, absent)]
-    if changed:
-        raise UserError(
-            f"{path.parent} holds results with another {changed[0]}; remove that folder or choose another out=DIR"
-        )
+    changed = (key for key in keys if key not in but and before.get(key, absent) != subject.get(key, absent))
+    return next(changed, None)
 
 
 def _parsed(line: bytes) -> Any:

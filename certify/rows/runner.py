@@ -1,8 +1,8 @@
 """One resumable run over an image list: rows that are on disk stay, missing ones are computed and appended."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -24,6 +24,15 @@ class Run:
     listed: ImageList
     columns: Columns
     rows: list[Row]
+
+    def with_parts(self, parts: Sequence[Path]) -> "Run":
+        """With the rows of finished results of the images that follow, which are written here too."""
+        rows = list(self.rows)
+        for part in parts:
+            new = records.taken_over(self.path, part, rows, self.listed.images, self.columns)
+            records.append(self.path, new)
+            rows += new
+        return replace(self, rows=rows)
 
     def complete(self, own: Work, handover: Path, make: Make, crew: Crew, progress: Progress = silent) -> pd.DataFrame:
         """Compute the rows that are missing, write each batch when it is done, and return the table of exactly one row

@@ -21,6 +21,7 @@ def subject_of(handover: Path, listed: ImageList, **asked: Any) -> Summary:
     return {
         "weights_sha256": zoo.handover.weights_sha256(handover),
         "data_digest": listed.test.digest,
+        "first": listed.first,
         "images": listed.total,
         "images_sha256": listed.sha256,
         **asked,

@@ -4,10 +4,20 @@ from dataclasses import fields
 
 from rich.console import Console
 
-from certify.rows.arguments import Config, attack_of, data_of, handover_of, out_of, refuse_other_types, settings_of
+from certify.rows.arguments import (
+    Config,
+    attack_of,
+    data_of,
+    handover_of,
+    out_of,
+    refuse_other_types,
+    settings_of,
+    share_of,
+)
 from certify.rows.progress import progress_bar
 from certify.stage import register, run, tables
 from certify.stage.settings import Settings
+from certizoo import UserError
 
 
 def certify(config: Config) -> None:
@@ -17,11 +27,14 @@ def certify(config: Config) -> None:
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)
     refuse_other_types(Settings, config, *(field.name for field in fields(Settings) if field.name != "attack"))
+    share = share_of(config)
+    if share.first and config["publish"]:
+        raise UserError(f"first={share.first}: a certificate of a range is not published; join the ranges by parts")
     eps = None if config["eps"] is None else tuple(config["eps"])
     settings = settings_of(Settings, config, eps=eps, attack=attack_of(config))
     console = Console(highlight=False)
     with progress_bar("certifying", console) as progress:
-        summary = run.run(handover, data, settings, out, progress)
+        summary = run.run(handover, data, settings, out, progress, share)
     console.print(tables.table(summary))
     console.print(
         f"curve {out / run.CURVE}, card {out / run.CARD}, rows {out / run.TABLE}", soft_wrap=True, markup=False

@@ -45,6 +45,8 @@ def publish(
     summary = require_rows(folder / CERTIFICATE, TABLE)
     if not summary:
         raise UserError(f"{out} holds no {CERTIFICATE}: what is not certified is not published; certify it first")
+    if summary.get("first"):
+        raise UserError(f"{out} is of a range of the test images, from {summary['first']} on; join the ranges by parts")
     version = publish_version(
         folder,
         name=registered_name,

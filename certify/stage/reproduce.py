@@ -14,12 +14,13 @@ from shards.config import is_remote
 KEYS = ("method", "norm", "nonce", "served_dtype", "images", "batch_size")
 
 
-def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: Settings) -> str:
+def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: Settings, first: int = 0) -> str:
     """`python -m certify ...` with every setting; the data where a hand-over's config is not asked for them."""
     arguments = {"handover": str(handover)}
     if config.get("data") != asdict(data) or is_remote(data.root):
         arguments |= {"data": data.name, "data.root": data.root}
     arguments |= {key: _value(getattr(settings, key)) for key in KEYS}
+    arguments |= {"first": str(first)} if first else {}
     arguments |= {"eps": _value(settings.grid), "headline_eps": _value(settings.headline)}
     arguments |= {f"attack.{key}": _value(value) for key, value in asdict(settings.attack_in_norm).items()}
     shown = credentials.redacted(arguments)

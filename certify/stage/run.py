@@ -41,31 +41,41 @@ NORMS = (
 )
 
 
-def run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress = silent) -> Summary:
+def run(
+    handover: Path,
+    data: shards.DataConfig,
+    settings: Settings,
+    out: Path,
+    progress: Progress = silent,
+    share: images.Share = images.WHOLE,
+) -> Summary:
     """Certify and attack the test images for the model in `handover`; returns the content of certificate.json.
 
     Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings,
     or in which another process is at work. `progress(done, total)` is called after every batch.
     """
     with records.results(out):
-        return _run(handover, data, settings, out, progress)
+        return _run(handover, data, settings, out, progress, share)
 
 
-def _run(handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress) -> Summary:
-    settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS))
+def _run(
+    handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress, share: images.Share
+) -> Summary:
+    settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS, share.parts))
     make = partial(CertifyBatch, settings=settings)
     own = make(handover)  # refuses what cannot be certified before anything is written
     settings = own.settings
-    listed = images.image_list(data, settings.images, settings.batch_size)
+    listed = images.image_list(data, settings.images, settings.batch_size, share.first)
     subject = subject_of(handover, listed, **_asked(settings))
     records.require_rows(out / CERTIFICATE, ROWS)
     rows = runner.resume(out / ROWS, subject, listed, columns_of(settings.method, settings.grid))
+    rows = rows.with_parts(share.parts)
     table = rows.complete(own, handover, make, settings.crew, progress)
     records.write_parquet(out / TABLE, table)
     summary = _summary(table, subject, own.config, settings) | records.digests(out, ROWS, TABLE)
     tables.curve(table, settings.method, settings.norm, settings.grid, out / CURVE)
     write_whole(out / CARD, model_card(summary))
-    command = reproduce.command(handover, own.config, data, settings)
+    command = reproduce.command(handover, own.config, data, settings, share.first)
     write_whole(out / REPORT, _report(table, summary, listed, command))
     records.write_json(out / CERTIFICATE, summary)
     return summary

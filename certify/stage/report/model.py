@@ -62,6 +62,11 @@ def _cost(name: str, cost: float, quantity: str, most: float) -> Element:
     return el("tr", el("th", data(name), scope="row"), el("td", cost_text(cost, quantity)), bar)
 
 
+def _which(summary: Summary) -> str:
+    first, images = summary["first"], summary["images"]
+    return f"test images {first} to {first + images - 1}" if first else f"its first {images} test images"
+
+
 def facts(summary: Summary, circumstances: Circumstances) -> list[Element]:
     """Everything that a reader needs to check the certificate, or to make it again."""
     attack, numerics, model = summary["attack"], summary["numerics"], summary["model"]
@@ -69,7 +74,7 @@ def facts(summary: Summary, circumstances: Circumstances) -> list[Element]:
     failure = numerics["failure_probability_of_an_image"]
     found = {
         "model": f"{model['name']}, {summary['attention']} attention, penalty {penalty.name_of(summary['penalty'])}",
-        "dataset": f"{summary['dataset']}, its first {summary['images']} test images",
+        "dataset": f"{summary['dataset']}, {_which(summary)}",
         "shards": f"sha256 {summary['data_digest']}",
         "image list": f"sha256 {summary['image_list_sha256']}",
         "weights": f"sha256 {summary['weights_sha256']}",
