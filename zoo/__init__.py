@@ -2,6 +2,7 @@
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before timm imports it)
 from zoo import export, handover, hinge, penalty, rules, spectral
+from zoo.attention.softmax import without_content
 from zoo.models import convert
 from zoo.models.factory import attention_name, create_model, list_models, model_options
 
@@ -17,4 +18,5 @@ __all__ = [
     "penalty",
     "rules",
     "spectral",
+    "without_content",
 ]

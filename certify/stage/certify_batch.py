@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 import zoo
 from certify.api import certifier
 from certify.methods.bake import COARSE, LOGIT_TOLERANCE, logit_differences
@@ -10,7 +12,7 @@ from certify.methods.served import ServedAdjoint, ServedImage
 from certify.rows.columns import Row
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.workers import Batch
-from certify.stage.outcomes import rows_of
+from certify.stage.outcomes import WITHOUT_CONTENT, rows_of
 from certify.stage.settings import Settings
 
 
@@ -21,6 +23,7 @@ class CertifyBatch:
         self.device = device_of(worker, settings.device)
         self.model, self.config = zoo.handover.load(handover)
         self.model.to(self.device)
+        self.positional = zoo.without_content(self.model)
         self.settings = settings = settings.of(self.model)
         self.certifier: Certifier
         if settings.served_dtype is None:
@@ -32,7 +35,8 @@ class CertifyBatch:
             self.model = InType(self.model.to(dtype))
 
     def __call__(self, batch: Batch) -> list[Row]:
-        """The rows of `outcomes.rows_of`, and how far the served logits of each image are from the certified ones."""
+        """The rows of `outcomes.rows_of`, how far the served logits of each image are from the certified ones, and
+        whether it is classified correctly by positions alone."""
         keys, images, labels = batch[0], batch[1].to(self.device), batch[2].to(self.device)
         tolerance = COARSE if self.settings.served_dtype == "bfloat16" else LOGIT_TOLERANCE
         differences = logit_differences(self.model, self.certifier.baked, images, tolerance).tolist()
@@ -47,4 +51,11 @@ class CertifyBatch:
             attack=self.settings.attack_in_norm,
             explain_at=self.settings.headline,
         )
-        return [{**row, "served_difference": difference} for row, difference in zip(rows, differences, strict=True)]
+        for row, difference in zip(rows, differences, strict=True):
+            row["served_difference"] = difference
+        if self.positional is not None:
+            with torch.no_grad():
+                correct = (self.positional(images).argmax(-1) == labels).tolist()
+            for row, alone in zip(rows, correct, strict=True):
+                row[WITHOUT_CONTENT] = alone
+        return rows

@@ -20,10 +20,11 @@ from certify.methods import named
 from certify.methods.ball import L2
 from certify.methods.breakdown import QUANTITIES, columns
 from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate, batch_given
-from certify.rows.columns import Columns, Row, amount, chance, flag, one_of, perhaps, real, whole
+from certify.rows.columns import Columns, Kind, Row, amount, chance, flag, one_of, perhaps, real, whole
 from certify.rows.draws import draws
 from certizoo import UserError
 
+WITHOUT_CONTENT = "correct_without_content"  # column: by the model whose attention scores are all 0
 CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
 DEFAULT_ATTACK = AttackConfig(norm="l2", steps=40, loss="margin", stop_when_fooled=True)
 
@@ -131,7 +132,7 @@ def rows_of(
 
 
 def columns_of(method: str, eps_grid: Sequence[float]) -> Columns:
-    """What a row of `rows_of` is made of, and `served_difference`."""
+    """What a row of `rows_of` is made of, `served_difference`, and WITHOUT_CONTENT where attention has scores."""
     answers = {f"certified.{eps:g}": one_of(CERTIFIED, NOT_CERTIFIED, UNKNOWN) for eps in eps_grid}
     needed = {
         "prediction": whole,
@@ -144,7 +145,7 @@ def columns_of(method: str, eps_grid: Sequence[float]) -> Columns:
         **answers,
         **{f"pgd.{eps:g}": flag for eps in eps_grid},
     }
-    costs = {f"{quantity}.": perhaps(real) for quantity in QUANTITIES}
+    costs: dict[str, Kind] = {f"{quantity}.": perhaps(real) for quantity in QUANTITIES}
 
     def contradiction(row: Row) -> str | None:
         """Radii, certificates, attacks and clean answers are nested."""
@@ -158,7 +159,7 @@ def columns_of(method: str, eps_grid: Sequence[float]) -> Columns:
                 return f"is certified at {eps:g} and not attacked in vain, or that and not correct"
         return None
 
-    return Columns(needed, costs, contradiction)
+    return Columns(needed, costs | {WITHOUT_CONTENT: flag}, contradiction)
 
 
 def confirmed(keys: Sequence[str], certified_B: list[bool], survives_B: Tensor, method: str, eps: float) -> None:

@@ -26,7 +26,7 @@ from certify.rows.summary import Summary, image_facts, model_facts, subject_of
 from certify.stage import report, reproduce, tables
 from certify.stage.certify_batch import CertifyBatch
 from certify.stage.model_card import model_card
-from certify.stage.outcomes import columns_of
+from certify.stage.outcomes import WITHOUT_CONTENT, columns_of
 from certify.stage.report import gallery
 from certify.stage.settings import Settings
 from certizoo.files import write_whole
@@ -115,6 +115,7 @@ def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: S
         },
         "numerics": _numerics(table, settings.served_dtype),
         **image_facts(table, settings.method),
+        "clean_without_content": float(table[WITHOUT_CONTENT].mean()) if WITHOUT_CONTENT in table else None,
         "accuracy": {f"{eps:g}": _accuracy(table, f"{eps:g}") for eps in settings.grid},
         "breakdown": averaged(table, settings.headline),
         "seconds_per_image": float(table["seconds"].mean()),

@@ -9,8 +9,11 @@ In code W is stored transposed, as torch has it: head l of W_Q is the block of O
 Letters: B images, N tokens, D width, H heads, O = D / H (dh), E width of q and k per head.
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -37,6 +40,24 @@ class SoftmaxAttention(nn.Module):
         """`bias` is added to the scores; it broadcasts to (B, H, N, N)."""
         q, k, v = self.heads(x_BND)
         return self.merge(F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale))
+
+
+def without_content(model: nn.Module) -> nn.Module | None:
+    """A copy of the model whose scores are all 0: softmax gives what positions make of it (biases, gates), uniform
+    weights where there are none. So it is with W_Q = W_K = 0 where they make nothing but scores. None where nothing in
+    the model has scores."""
+    model = copy.deepcopy(model)
+    attentions = [module for module in model.modules() if isinstance(module, SoftmaxAttention)]
+    for module in attentions:
+        module.heads = partial(_scoreless, module.heads)  # type: ignore[method-assign]
+    return model if attentions else None
+
+
+def _scoreless(
+    heads: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], x_BND: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = heads(x_BND)
+    return torch.zeros_like(q), k, v
 
 
 class QKVAttention(SoftmaxAttention):

@@ -62,6 +62,14 @@ def _cost(name: str, cost: float, quantity: str, most: float) -> Element:
     return el("tr", el("th", data(name), scope="row"), el("td", cost_text(cost, quantity)), bar)
 
 
+def _content(summary: Summary) -> str:
+    alone = summary["clean_without_content"]
+    if alone is None:
+        return "its attention has no scores"
+    lost = f"{100 * (summary['clean'] - alone):.1f} points less"
+    return f"with all attention scores 0, {percent(alone)} % of the images are classified correctly, {lost}"
+
+
 def _which(summary: Summary) -> str:
     first, images = summary["first"], summary["images"]
     return f"test images {first} to {first + images - 1}" if first else f"its first {images} test images"
@@ -74,6 +82,7 @@ def facts(summary: Summary, circumstances: Circumstances) -> list[Element]:
     failure = numerics["failure_probability_of_an_image"]
     found = {
         "model": f"{model['name']}, {summary['attention']} attention, penalty {penalty.name_of(summary['penalty'])}",
+        "content": _content(summary),
         "dataset": f"{summary['dataset']}, {_which(summary)}",
         "shards": f"sha256 {summary['data_digest']}",
         "image list": f"sha256 {summary['image_list_sha256']}",

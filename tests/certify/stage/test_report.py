@@ -119,6 +119,9 @@ def test_every_number_is_the_certificates(out: Path, summary: dict[str, Any]) ->
     text = "".join(cells)
     for key in ("weights_sha256", "data_digest", "image_list_sha256", "git_commit", "method"):
         assert summary[key] in text, key
+    lost = 100 * (summary["clean"] - summary["clean_without_content"])
+    alone = f"{100 * summary['clean_without_content']:.1f} % of the images are classified correctly"
+    assert f"{alone}, {lost:.1f} points less" in text
     steps = summary["breakdown"]["steps"]
     assert [word for word in found.texts("th", scope="row") if word in steps] == list(steps)
     for cost in steps.values():

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
+import shards
 import zoo
 from attacks import AttackConfig
 from certify.__main__ import main
@@ -19,7 +20,7 @@ from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError
 from registry import browse
-from shards import DataConfig
+from shards import DataConfig, eval_loader
 from tests.tools.rounding import assert_same_to_rounding
 from zoo.models import catalog
 
@@ -53,6 +54,17 @@ def test_accuracies_are_nested_image_by_image(handover: Path, digits: Path, tmp_
     for name in ("certificate.json", "curve.png", "card.md"):
         assert (tmp_path / name).stat().st_size > 0
     assert "NaN" not in (tmp_path / "certificate.json").read_text()
+
+
+def test_the_share_of_content_attention_is_told(handover: Path, digits: Path, tmp_path: Path) -> None:
+    summary = stage.run(handover, data(digits), SETTINGS, tmp_path)
+    alone = zoo.without_content(zoo.handover.load(handover)[0])
+    assert alone is not None
+    keys, images, labels = next(iter(eval_loader(shards.find(data(digits), "test"), data(digits), batch_size=60)))
+    correct = (alone.eval()(images).argmax(-1) == labels).tolist()
+    rows = pd.read_parquet(tmp_path / "certificates.parquet")
+    assert list(zip(rows["key"], rows["correct_without_content"], strict=True)) == list(zip(keys, correct, strict=True))
+    assert summary["clean_without_content"] == sum(correct) / 60
 
 
 def test_a_start_that_was_cut_off_goes_on(handover: Path, digits: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from zoo.attention import variants
 from zoo.attention.conv_mixing import ConvMixing, _norm
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import FEW, GPSA
-from zoo.attention.softmax import SoftmaxAttention
+from zoo.attention.softmax import SoftmaxAttention, without_content
 from zoo.attention.window import WindowAttention
 from zoo.bounds.facts import NoRule
 from zoo.bounds.rules import layer_of, residual_layer_of
@@ -409,3 +409,38 @@ def test_convit_trains_and_its_gates_have_gradients() -> None:
         assert bool((block.attn.gating_param.grad != 0).all())
         assert bool((block.attn.pos_proj.weight.grad != 0).all())
         assert block.attn.pos_proj.bias.grad is not None
+
+
+# --- without content ---
+
+
+def alone(module: nn.Module) -> nn.Module:
+    found = without_content(module)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_without_content_every_token_sees_the_mean_of_the_values(name: str) -> None:
+    module = randomised(variants()[name](D, H))
+    x = tokens(2, 5, D)
+    v = module.heads(x)[2]
+    before = module(x)
+    torch.testing.assert_close(alone(module)(x), module.merge(v.mean(-2, keepdim=True).expand_as(v)))
+    torch.testing.assert_close(module(x), before, msg="the model itself was changed")
+
+
+def test_without_content_gates_and_biases_stay() -> None:
+    """With gated positions and in windows: as with W_Q = W_K = 0, where values do not depend on them."""
+    for module in (GPSA(DotProductAttention(D, H)), WindowAttention(DotProductAttention(D, H), (2, 2))):
+        module = randomised(module)
+        zeroed = copy.deepcopy(module)
+        with torch.no_grad():
+            zeroed.content.qkv.weight[: 2 * D] = 0
+        x = tokens(2, 4, D)
+        torch.testing.assert_close(alone(module)(x), zeroed(x))
+        assert (module(x) - zeroed(x)).abs().max() > 1e-3
+
+
+def test_what_has_no_scores_has_no_content() -> None:
+    assert without_content(nn.Sequential(nn.Linear(2, 2), nn.GELU())) is None
