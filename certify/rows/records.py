@@ -74,12 +74,13 @@ def taken_over(path: Path, folder: Path, rows: Sequence[Row], images: Sequence[L
     found = [_parsed(line) for line in lines]
     if len(found) != theirs.get("images"):
         raise UserError(f"parts: {folder} has {len(found)} rows of {theirs.get('images')}; let it finish first")
-    begin = theirs["first"] - ours["first"]
-    if not 0 <= begin <= len(rows):
+    first, own_first = theirs.get("first", UNSAID["first"]), ours["first"]
+    if type(first) is not int or not 0 <= first - own_first <= len(rows):
         raise UserError(
-            f"parts: {folder} begins with image {theirs['first']}, and there are rows of {ours['first']} to "
-            f"{ours['first'] + len(rows)}; give the folder of what lies between before it"
+            f"parts: {folder} begins with image {first}, and there are rows of {own_first} to {own_first + len(rows)}; "
+            "give the folder of what lies between before it"
         )
+    begin = first - own_first
     if fault := columns.fault(found, images[begin:]):
         raise UserError(f"parts: {part}: line {fault[0] + 1} {fault[1][:300]}; certify that range again")
     return found[len(rows) - begin :]

@@ -115,11 +115,17 @@ def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: S
         },
         "numerics": _numerics(table, settings.served_dtype),
         **image_facts(table, settings.method),
-        "clean_without_content": float(table[WITHOUT_CONTENT].mean()) if WITHOUT_CONTENT in table else None,
+        "clean_without_content": _without_content(table),
         "accuracy": {f"{eps:g}": _accuracy(table, f"{eps:g}") for eps in settings.grid},
         "breakdown": averaged(table, settings.headline),
         "seconds_per_image": float(table["seconds"].mean()),
     }
+
+
+def _without_content(table: pd.DataFrame) -> float | None:
+    """None too where some of the rows are of earlier code, which did not ask."""
+    known = WITHOUT_CONTENT in table and table[WITHOUT_CONTENT].notna().all()
+    return float(table[WITHOUT_CONTENT].mean()) if known else None
 
 
 def _accuracy(table: pd.DataFrame, eps: str) -> Summary:

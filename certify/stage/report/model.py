@@ -65,7 +65,7 @@ def _cost(name: str, cost: float, quantity: str, most: float) -> Element:
 def _content(summary: Summary) -> str:
     alone = summary["clean_without_content"]
     if alone is None:
-        return "its attention has no scores"
+        return "not asked, or its attention has no scores"
     lost = f"{100 * (summary['clean'] - alone):.1f} points less"
     return f"with all attention scores 0, {percent(alone)} % of the images are classified correctly, {lost}"
 
