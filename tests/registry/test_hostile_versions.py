@@ -2,11 +2,14 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -310,28 +313,41 @@ CALLS = ("create_experiment", "create_run", "set_terminated", "create_logged_mod
          "set_model_version_tag", "set_registered_model_alias")  # fmt: skip
 
 
+def issue_and_die(folder: Path, uri: str, call: str, after: bool) -> None:
+    """In a process of its own: publish, and be killed for good at this request."""
+    from mlflow import MlflowClient
+
+    real = getattr(MlflowClient, call)
+
+    def die(*arguments: Any, **named: Any) -> None:
+        if after:
+            real(*arguments, **named)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(MlflowClient, call, die)
+    versions.issue(folder, uri)
+
+
+@pytest.fixture(scope="module")
+def forked() -> ForkServerContext:
+    """Processes in no time that have imported MLflow. They are forked from one without threads: whoever forks a process
+    whose other threads hold locks inherits these, held for ever."""
+    context = multiprocessing.get_context("forkserver")
+    stores = [f"mlflow.store.{name}.sqlalchemy_store" for name in ("tracking", "model_registry")]
+    context.set_forkserver_preload([*stores, "mlflow.pyfunc", "tests.registry.test_hostile_versions"])
+    return context
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_publication_killed_anywhere_is_finished_by_sync(
-    store_in: str, tmp_path: Path, call: str, after: bool
+    store_in: str, tmp_path: Path, call: str, after: bool, forked: ForkServerContext
 ) -> None:
-    """Killed for good (SIGKILL), before and after each request that changes anything."""
-    folder = versions.certified(tmp_path / "run")
-    pid = os.fork()
-    if pid == 0:
-        from mlflow import MlflowClient
-
-        real = getattr(MlflowClient, call)
-
-        def die(*arguments: Any, **named: Any) -> Any:
-            if after:
-                real(*arguments, **named)
-            os._exit(9)
-
-        setattr(MlflowClient, call, die)
-        versions.issue(folder, store_in)
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] >> 8 == 9
+    """Killed (SIGKILL) before and after each request that changes anything."""
+    process = forked.Process(target=issue_and_die, args=(versions.certified(tmp_path / "run"), store_in, call, after))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
     found = browse.versions(uri=store_in)
     assert all({"certified_acc.0.1", manifest.TAG, "headline", "weights_sha256"} <= set(v.tags) for v in found)
     published = publish.sync(tmp_path / "run", store_in)

@@ -20,6 +20,8 @@ from shards import DataConfig
 from shards.cache import Cache
 from tests.tools.shard_server import Server, serving
 
+FRESH = multiprocessing.get_context("forkserver")  # a fork of this process would have its threads' locks, held for ever
+
 
 def content(name: str, size: int) -> bytes:
     return random.Random(name).randbytes(size)
@@ -98,9 +100,8 @@ def test_an_abandoned_half_goes_and_one_that_is_written_stays(cache: Cache) -> N
     for name in ("dead", "live"):
         (cache.folder / f"{name}.cached.part").write_bytes(bytes(1000))
         (cache.folder / ".locks" / f"{name}.cached").touch()
-    fork = multiprocessing.get_context("fork")
-    held, over = fork.Event(), fork.Event()
-    writer = fork.Process(target=hold, args=(cache.folder / ".locks" / "live.cached", held, over))
+    held, over = FRESH.Event(), FRESH.Event()
+    writer = FRESH.Process(target=hold, args=(cache.folder / ".locks" / "live.cached", held, over))
     writer.start()
     assert held.wait(20)
     get(cache, "b").close()
@@ -164,9 +165,8 @@ def reader(folder: Path, log: Path, seed: int) -> None:
 
 
 def test_processes_share_a_small_cache_within_its_bound(tmp_path: Path) -> None:
-    fork = multiprocessing.get_context("fork")
     (tmp_path / "cache").mkdir()
-    readers = [fork.Process(target=reader, args=(tmp_path / "cache", tmp_path / "log", seed)) for seed in range(3)]
+    readers = [FRESH.Process(target=reader, args=(tmp_path / "cache", tmp_path / "log", seed)) for seed in range(3)]
     for process in readers:
         process.start()
     cache, largest = Cache(tmp_path / "cache", 3500), 0
@@ -179,18 +179,20 @@ def test_processes_share_a_small_cache_within_its_bound(tmp_path: Path) -> None:
     assert 2000 <= used(cache.folder) <= 3500
 
 
+def slow_reader(folder: Path, log: Path) -> None:
+    """Opens a file that comes slowly; writes a letter for each fetch."""
+
+    def fill(file: BinaryIO) -> None:
+        with log.open("a") as letters:
+            letters.write("x")
+        time.sleep(0.3)
+        file.write(content("a", 1000))
+
+    assert Cache(folder, 3500).open("a", 1000, fill).read() == content("a", 1000)
+
+
 def test_processes_that_want_the_same_file_fetch_it_once(tmp_path: Path) -> None:
-    def slow(folder: Path) -> None:
-        def fill(file: BinaryIO) -> None:
-            with (tmp_path / "log").open("a") as log:
-                log.write("x")
-            time.sleep(0.3)
-            file.write(content("a", 1000))
-
-        assert Cache(folder, 3500).open("a", 1000, fill).read() == content("a", 1000)
-
-    fork = multiprocessing.get_context("fork")
-    readers = [fork.Process(target=slow, args=(tmp_path / "cache",)) for _ in range(4)]
+    readers = [FRESH.Process(target=slow_reader, args=(tmp_path / "cache", tmp_path / "log")) for _ in range(4)]
     for process in readers:
         process.start()
     for process in readers:
