@@ -43,6 +43,9 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
     add("--max-concurrent", type=_whole, metavar="N", help="trials at once (default: as many as the resources take)")
     add("--resources-per-trial", type=_resources, metavar="CPU=N,GPU=N",
         help="one rank for each GPU, without GPUs for each CPU (default: CPU=1)")  # fmt: skip
+    add("--nodes-per-trial", type=_whole, metavar="N",
+        help="each trial takes --resources-per-trial on so many nodes (default: %(default)s)")  # fmt: skip
+    add("--wait", action="store_true", help="begin though no node has room for a trial: an autoscaler brings some")
     add("--metric", action="append", metavar="NAME[@EPS]", help="certified_acc@EPS, pgd_acc@EPS or clean_acc; given "
         f"several times: a Pareto front (default: {' '.join(defaults['metric'])})")  # fmt: skip
     add("--scheduler", choices=("asha", "pbt", "none"), help="early stopping (default: %(default)s)")
@@ -85,6 +88,8 @@ def new_search(args: argparse.Namespace, defaults: dict[str, Any]) -> Search:
         max_failures=args.max_failures,
         trainer=trainer,
         epochs=epochs,
+        nodes=args.nodes_per_trial,
+        wait=args.wait,
     )
 
 
@@ -119,16 +124,16 @@ def main_search(args: argparse.Namespace, defaults: dict[str, Any]) -> int:
 
 def run(asked: Search, resume: bool) -> int:
     """From the first to the last trial, and the page at the end."""
-    from tuning import closing, driver, server  # after the cheap errors: Ray takes seconds
+    from tuning import closing, driver, nodes, server  # after the cheap errors: Ray takes seconds
     from tuning.live import Board, failures
 
     asked = search.find_data(asked)
     driver.scheduler(asked)  # refuses what pbt cannot do before anything is written
-    with driver.cluster() as nodes:
-        at_once = driver.at_once(asked)
+    with driver.cluster() as machines:
+        at_once = nodes.at_once(asked)
         with disk_errors("make room there, then begin again"):
             asked.save()
-        with server.registry(nodes, at_once, asked.folder / "registry.log") as uri:
+        with server.registry(machines, at_once, asked.folder / "registry.log") as uri:
             say(f"search {asked.name}: {asked.num_samples} trials, {at_once} at once; registry {store.public(uri)}")
             board = Board(
                 asked.parameters, [objective.key for objective in asked.shown], asked.num_samples, asked.epochs

@@ -31,7 +31,7 @@ from ray.tune.search import BasicVariantGenerator, Searcher
 
 from certizoo import UserError
 from certizoo.files import write_whole
-from tuning import objectives
+from tuning import nodes, objectives
 from tuning import trial as training
 from tuning.live import Board
 from tuning.search import Search
@@ -60,42 +60,12 @@ def cluster() -> Iterator[int]:
         ray.shutdown()
 
 
-def at_once(search: Search) -> int:
-    """How many trials may run together, each on one node."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    room = sum(trials_on(node, search.resources) for node in nodes)
-    if room < 1:
-        offered = "; ".join(" ".join(f"{name}={node.get(name, 0):g}" for name in ("CPU", "GPU")) for node in nodes)
-        raise UserError(
-            f"no trial fits on a node: --resources-per-trial {dict(search.resources)}, the nodes have {offered}; "
-            "ask for less, or start larger ones"
-        )
-    return min(room, search.max_concurrent or search.num_samples)
-
-
-def waiting_for(wanted: Mapping[str, float]) -> str:
-    """Why no trial runs."""
-    free = ray.available_resources()
-    asked = " ".join(f"{name}={share:g}" for name, share in wanted.items())
-    left = " ".join(f"{name}={free.get(name, 0):g}" for name in wanted)
-    nodes = sum(node["Alive"] for node in ray.nodes())
-    return (
-        f"each wants {asked} on one node, and of {nodes} nodes {left} are free; others may hold the rest, or nodes are "
-        "still to come (ray status)"
-    )
-
-
-def trials_on(node: Mapping[str, float], wanted: Mapping[str, float]) -> int:
-    """How many fit there: what is left over on two nodes makes no third."""
-    return int(min((node.get(name, 0) // share for name, share in wanted.items() if share > 0), default=0))
-
-
 def run(search: Search, around: Surroundings, board: Board, resume: bool) -> None:
     """All trials, to the end of the search; the board hears of each. A resumed search keeps its finished trials."""
-    watch, population = Watch(board, search.resources), search.scheduler == "pbt"
+    watch, population = Watch(board, search), search.scheduler == "pbt"
     function = tune.with_parameters(trial, search=search, around=around)
     analysis = tune.run(
-        tune.with_resources(function, dict(search.resources)),
+        tune.with_resources(function, nodes.resources(search)),
         name=search.name,
         storage_path=search.storage,
         config={key: domain(parameter) for key, parameter in search.parameters.parameters.items()},
@@ -135,12 +105,14 @@ def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
     overrides = search.trial_overrides(name, point, run_dir)
     command = training.Command(search.script, overrides, search.ranks, around.registry)
     row, known = dict[str, float](), dict[str, float]()  # the objectives, as they were seen last
+    log = run_dir.with_suffix(".log")
     try:
-        for found in training.train(command, inner, run_dir.with_suffix(".log")):
-            row = found.row | {"epoch": found.row["epoch"] + 1}
-            if row["epoch"] < search.epochs:  # the last one waits for its certificate
-                known |= objectives.early(search.shown, row)
-                report(row | known, found, inner)
+        with nodes.spanned(search, command, log) as (own, others):
+            for found in training.train(own, inner, log, others.check):
+                row = found.row | {"epoch": found.row["epoch"] + 1}
+                if row["epoch"] < search.epochs:  # the last one waits for its certificate
+                    known |= objectives.early(search.shown, row)
+                    report(row | known, found, inner)
     except training.Refused as refusal:
         with suppress(OSError):  # a full disk costs a second try of what is refused again
             write_whole(refused, str(refusal))
@@ -222,8 +194,8 @@ def trial_id(trial: Any) -> str:
 class Watch(tune.Callback):
     """Tells the board what Tune tells, and when nothing happens."""
 
-    def __init__(self, board: Board, wanted: Mapping[str, float]) -> None:
-        self.board, self.wanted = board, wanted
+    def __init__(self, board: Board, search: Search) -> None:
+        self.board, self.search = board, search
         self._since, self._patience = time.monotonic(), WAITING_SECONDS
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
@@ -233,7 +205,7 @@ class Watch(tune.Callback):
             self._since, self._patience = now, WAITING_SECONDS
         elif now - self._since > self._patience:
             self._patience *= 4
-            self.board.waiting(waiting_for(self.wanted))
+            self.board.waiting(nodes.waiting_for(self.search))
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self.board.started(trial.trial_id, trial.config)

@@ -29,7 +29,8 @@ CERTIFIED = {"constrain": "finetune"}  # trainer -> the stage that is certified,
 
 @dataclass(frozen=True)
 class Search:
-    """`overrides` are the whole fixed part of a trial's command line."""
+    """`overrides` are the whole fixed part of a trial's command line; `resources` is what it takes on each of its
+    `nodes`; with `wait` a search begins though no node has room yet."""
 
     name: str
     space: str
@@ -45,6 +46,8 @@ class Search:
     max_failures: int
     trainer: str
     epochs: int
+    nodes: int = 1
+    wait: bool = False
 
     @property
     def folder(self) -> Path:
@@ -70,7 +73,7 @@ class Search:
 
     @property
     def ranks(self) -> int:
-        """One for each GPU of a trial, else one for each CPU."""
+        """Of a trial on each of its nodes: one for each GPU, else one for each CPU."""
         return max(1, int(self.resources.get("GPU") or self.resources.get("CPU", 1)))
 
     def certified_run(self, run_dir: Path) -> Path:

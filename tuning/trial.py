@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,13 +43,25 @@ class Refused(Failed):
 
 
 @dataclass(frozen=True)
+class Group:
+    """The nodes that a trial's ranks are on: how many, which of them this one is, and where the first is met."""
+
+    nodes: int = 1
+    own: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0  # 0: any that is free
+
+
+@dataclass(frozen=True)
 class Command:
-    """The trainer as it is started. `variables` join its environment: what no command line may show."""
+    """The trainer as it is started on one node, with so many ranks there. `variables` join its environment: what no
+    command line may show."""
 
     script: Path
     overrides: Sequence[str]
     ranks: int
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    group: Group = Group()
 
 
 @dataclass(frozen=True)
@@ -60,16 +72,18 @@ class Progress:
     checkpoint: Path
 
 
-def train(command: Command, run_dir: Path, log: Path) -> Iterator[Progress]:
+def train(command: Command, run_dir: Path, log: Path, check: Callable[[], None]) -> Iterator[Progress]:
     """Run the trainer to its end; yields an evaluation whenever there is a new one with its checkpoint.
 
-    Closing the generator ends every process of the trial. Raises Failed, or Refused, with the trainer's own words.
+    Closing the generator ends every process of the trial on this node. Raises Failed, or Refused, with the trainer's
+    own words, and what `check` raises meanwhile.
     """
     adopted = progress(run_dir)
     told = adopted.row["step"] if adopted else 0.0
     with launched(command, log) as process:
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
+            check()
             now = progress(run_dir)
             if now and now.row["step"] > told:
                 told = now.row["step"]
@@ -91,7 +105,8 @@ def launched(command: Command, log: Path) -> "Iterator[subprocess.Popen[bytes]]"
 
     The kernel ends it too where this process is killed.
     """
-    words, variables = alone(command) if command.ranks == 1 else by_launcher(command)
+    only = command.ranks == command.group.nodes == 1
+    words, variables = alone(command) if only else by_launcher(command)
     own = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_GROUP}
     environment = {"OMP_NUM_THREADS": "1", **own, **variables, **command.variables}
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -108,9 +123,12 @@ def launched(command: Command, log: Path) -> "Iterator[subprocess.Popen[bytes]]"
 
 def by_launcher(command: Command) -> tuple[list[str], dict[str, str]]:
     """(words, environment) of DeepSpeed's launcher, which starts the ranks, tells them who they are and ends them."""
-    hosts = base64.urlsafe_b64encode(json.dumps({"localhost": slots(command.ranks)}).encode()).decode()
-    words = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={hosts}"]
-    words += ["--master_addr=127.0.0.1", f"--master_port={free_port()}", str(command.script), *command.overrides]
+    group = command.group
+    hosts = {f"node{node}": slots(command.ranks) for node in range(group.nodes)}  # of the others only how many counts
+    world = base64.urlsafe_b64encode(json.dumps(hosts).encode()).decode()
+    words = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
+    words += [f"--node_rank={group.own}", f"--master_addr={group.address}"]
+    words += [f"--master_port={group.port or free_port()}", str(command.script), *command.overrides]
     return words, {}
 
 

@@ -5,14 +5,20 @@ import json
 import os
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from certizoo.processes import end_group
 from tests.tools.launching import ROOT, environment
+from tuning.trial import PATIENCE_SECONDS, free_port
+
+ADDRESS = "127.0.0.2"  # a loopback address that tune.py does not take for this machine's own: nodes share the server
 
 # A trial of a few seconds of work: 4 epochs of digits, a certificate of 40 images.
 SHORT = (
@@ -99,3 +105,22 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
         yield cluster, other
     finally:
         cluster.shutdown()
+
+
+@contextmanager
+def shared_server(folder: Path) -> Iterator[str]:
+    """`python -m registry ui` for others than this machine: files go through it."""
+    port = free_port()
+    own = os.environ | {"PYTHONPATH": str(ROOT), "MLFLOW_SERVER_ALLOWED_HOSTS": f"{ADDRESS}:*"}
+    command = [sys.executable, "-m", "registry", "ui", "--host", ADDRESS, "--port", str(port)]
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log, start_new_session=True)
+    try:
+        url, deadline = f"http://{ADDRESS}:{port}", time.monotonic() + 200
+        while time.monotonic() < deadline:
+            with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
+                break
+            time.sleep(0.5)
+        yield url
+    finally:
+        end_group(process, PATIENCE_SECONDS)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import count
+from itertools import combinations, count, product
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -294,7 +294,7 @@ def test_a_trial_is_told_of_the_registry_by_environment_alone(tmp_path: Path, mo
 
     begun: list[trial.Command] = []
 
-    def train(command: trial.Command, run_dir: Path, log: Path) -> None:
+    def train(command: trial.Command, *given: Any) -> None:
         begun.append(command)
         raise trial.Failed("seen")
 
@@ -445,42 +445,67 @@ def test_a_search_of_which_nothing_finished_leaves_its_page_too(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("nodes", "wanted", "trials"),
+    ("alive", "wanted", "spanned", "trials"),
     [
-        ([{"CPU": 2}, {"CPU": 2}], {"CPU": 3}, 0),  # together they have 4
-        ([{"CPU": 3}, {"CPU": 3}], {"CPU": 2}, 2),
-        ([{"CPU": 8, "GPU": 1}, {"CPU": 8}], {"CPU": 2, "GPU": 1}, 1),
-        ([{"CPU": 8, "GPU": 1}, {"CPU": 8}], {"CPU": 2, "GPU": 0}, 8),
-        ([{"CPU": 2, "GPU": 1}], {"CPU": 1, "GPU": 0.25}, 2),
-        ([{"CPU": 2}], {}, 0),
+        ([{"CPU": 2}, {"CPU": 2}], {"CPU": 3}, 1, 0),  # together they have 4
+        ([{"CPU": 3}, {"CPU": 3}], {"CPU": 2}, 1, 2),
+        ([{"CPU": 8, "GPU": 1}, {"CPU": 8}], {"CPU": 2, "GPU": 1}, 1, 1),
+        ([{"CPU": 8, "GPU": 1}, {"CPU": 8}], {"CPU": 2, "GPU": 0}, 1, 8),
+        ([{"CPU": 2, "GPU": 1}], {"CPU": 1, "GPU": 0.25}, 1, 2),
+        ([{"CPU": 2}], {}, 1, 0),
+        ([{"CPU": 8}], {"CPU": 1}, 2, 0),  # two shares of one node make no trial on two
+        ([{"CPU": 8}, {"CPU": 3}], {"CPU": 1}, 2, 3),
+        ([{"CPU": 2}, {"CPU": 2}, {"CPU": 2}], {"CPU": 1}, 2, 3),
+        ([{"CPU": 2}, {"CPU": 2}, {"CPU": 2}], {"CPU": 1}, 4, 0),
     ],
 )
-def test_a_trial_runs_on_one_node(
-    nodes: list[dict[str, float]], wanted: dict[str, float], trials: int, monkeypatch: pytest.MonkeyPatch
+def test_a_trial_takes_its_share_of_so_many_nodes(
+    alive: list[dict[str, float]],
+    wanted: dict[str, float],
+    spanned: int,
+    trials: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tuning import driver
+    from tuning import nodes
 
-    alive = [{"Resources": node, "Alive": True} for node in nodes]
-    monkeypatch.setattr(driver.ray, "nodes", lambda: [*alive, {"Resources": {"CPU": 99, "GPU": 99}, "Alive": False}])
-    search: Any = SimpleNamespace(resources=wanted, max_concurrent=None, num_samples=100)
+    seen = [{"Resources": node, "Alive": True} for node in alive]
+    monkeypatch.setattr(nodes.ray, "nodes", lambda: [*seen, {"Resources": {"CPU": 99, "GPU": 99}, "Alive": False}])
+    search: Any = SimpleNamespace(resources=wanted, nodes=spanned, wait=False, max_concurrent=None, num_samples=100)
     if trials:
-        assert driver.at_once(search) == trials
+        assert nodes.at_once(search) == trials
     else:
-        with pytest.raises(UserError, match="no trial fits on a node"):
-            driver.at_once(search)
+        with pytest.raises(UserError, match="no trial fits on"):
+            nodes.at_once(search)
+        search.wait = True  # for what an autoscaler brings
+        assert nodes.at_once(search) == 100
+
+
+def test_as_many_trials_as_can_be_laid_out() -> None:
+    """Against all ways to lay trials on nodes one after the other."""
+
+    def most(shares: tuple[int, ...], nodes: int) -> int:
+        ways = (c for c in combinations(range(len(shares)), nodes) if all(shares[i] for i in c))
+        return max((1 + most(tuple(s - (i in c) for i, s in enumerate(shares)), nodes) for c in ways), default=0)
+
+    from tuning.nodes import room_on
+
+    for shares in product(range(4), repeat=3):
+        for nodes in (1, 2, 3):
+            assert room_on(shares, nodes) == most(shares, nodes)
 
 
 def test_a_search_that_waits_says_why_and_not_too_often(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tuning import driver
+    from tuning import driver, nodes
 
     clock, running = [0.0], SimpleNamespace(status="RUNNING")
     pending = SimpleNamespace(status="PENDING")
     monkeypatch.setattr(driver.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(driver.ray, "available_resources", lambda: {"CPU": 2.0, "memory": 1e9})
-    monkeypatch.setattr(driver.ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}])
-    watch = driver.Watch(Board(spaces.load("msvp"), ["clean_acc"], 2, 1), {"CPU": 2, "GPU": 1})
+    monkeypatch.setattr(nodes.ray, "available_resources", lambda: {"CPU": 2.0, "memory": 1e9})
+    monkeypatch.setattr(nodes.ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}])
+    search: Any = SimpleNamespace(resources={"CPU": 2, "GPU": 1}, nodes=1)
+    watch = driver.Watch(Board(spaces.load("msvp"), ["clean_acc"], 2, 1), search)
     said = []
     for second in range(700):
         clock[0] = float(second)

@@ -36,9 +36,12 @@ class SoftmaxAttention(nn.Module):
         """Concatenated heads, projected: (B, H, N, O) -> (B, N, D)."""
         raise NotImplementedError
 
-    def forward(self, x_BND: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`bias` is added to the scores; it broadcasts to (B, H, N, N)."""
+    def forward(self, x_BND: Tensor, bias: Tensor | None = None, first: int | None = None) -> Tensor:
+        """`bias` is added to the scores; it broadcasts to (B, H, N, N). `first`: of only so many tokens, those in
+        front, is the answer wanted: (B, first, D)."""
         q, k, v = self.heads(x_BND)
+        if first is not None:
+            q, bias = q[:, :, :first], bias if bias is None else bias[..., :first, :]
         return self.merge(F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale))
 
 

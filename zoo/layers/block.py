@@ -15,7 +15,9 @@ from zoo.bounds.torch_modules import identity
 class PreNormBlock(nn.Module):
     """The standard block: x + attn(norm1(x)), then x + mlp(norm2(x)), with stochastic depth. (B, N, D) -> (B, N, D).
 
-    `residual()` makes a factor in front of each branch: a weighted residual, or nothing.
+    `residual()` makes a factor in front of each branch: a weighted residual, or nothing. Of the last block a model that
+    pools the class token wants no other: with `first` only so many tokens in front come out, (B, first, D), and the
+    others are keys and values alone. The attention must know it (zoo/attention/softmax.py).
     """
 
     def __init__(
@@ -32,9 +34,14 @@ class PreNormBlock(nn.Module):
         self.norm2, self.mlp, self.scale2 = norm2, mlp, residual()
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x_BND: Tensor) -> Tensor:
-        x_BND = x_BND + self.drop_path(self.scale1(self.attn(self.norm1(x_BND))))
+    def forward(self, x_BND: Tensor, first: int | None = None) -> Tensor:
+        x_BND = x_BND[:, :first] + self.drop_path(self.scale1(self.attended(self.norm1(x_BND), first)))
         return x_BND + self.drop_path(self.scale2(self.mlp(self.norm2(x_BND))))
+
+    def attended(self, x_BND: Tensor, first: int | None) -> Tensor:
+        """The attention's answer for the first tokens, or for all."""
+        y_BND: Tensor = self.attn(x_BND) if first is None else self.attn(x_BND, first=first)
+        return y_BND
 
 
 class PostNormBlock(PreNormBlock):
@@ -43,8 +50,8 @@ class PostNormBlock(PreNormBlock):
     x = norm1(x + attn(x));  x = norm2(x + mlp(x))                      (B, N, D) -> (B, N, D)
     """
 
-    def forward(self, x_BND: Tensor) -> Tensor:
-        x_BND = self.norm1(x_BND + self.drop_path(self.scale1(self.attn(x_BND))))
+    def forward(self, x_BND: Tensor, first: int | None = None) -> Tensor:
+        x_BND = self.norm1(x_BND[:, :first] + self.drop_path(self.scale1(self.attended(x_BND, first))))
         return self.norm2(x_BND + self.drop_path(self.scale2(self.mlp(x_BND))))
 
 

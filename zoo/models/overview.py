@@ -112,10 +112,11 @@ def on_meta(name: str, **overrides: Any) -> nn.Module:
         return folded(create_model(name, **overrides))
 
 
-def _forward(model: nn.Module, options: Options) -> None:
+def _forward(model: Any, options: Options) -> None:
+    """All tokens of all blocks, as model cards count them; `model(x)` leaves out what no logit needs."""
     size = options["img_size"]
     with torch.no_grad():
-        model(torch.empty(1, options["in_chans"], size, size, device="meta"))
+        model.forward_head(model.forward_features(torch.empty(1, options["in_chans"], size, size, device="meta")))
 
 
 def _tokens(model: nn.Module) -> int | None:

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from certizoo import UserError
+from zoo.attention.softmax import SoftmaxAttention
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounded, Rounding
 from zoo.bounds.curvature import expansion_of
 from zoo.bounds.facts import Facts, Link, Links, NoRule, expect, register
 from zoo.bounds.links import Affine
 from zoo.bounds.rounding import OUT, TINY, exact, roundings_of, size
 from zoo.bounds.rules import Step, layer_of
+from zoo.layers.block import PreNormBlock
 from zoo.layers.cap import cap_
 from zoo.layers.constrained import constrain_
 from zoo.layers.init import finish_init_, trunc_normal_init_
@@ -135,11 +137,16 @@ class ViT(nn.Module):
 
     def forward_features(self, x_BCHW: Tensor) -> Tensor:
         """Tokens before pooling: (B, C, H, W) -> (B, N, D)."""
+        return self.norm(self.trunk(x_BCHW))
+
+    def trunk(self, x_BCHW: Tensor, first: int | None = None) -> Tensor:
+        """Tokens after the blocks; with `first` only so many in front: (B, C, H, W) -> (B, N or first, D)."""
         x_BND = self.embed(x_BCHW)
-        if self.cls_after == 0:
-            return self.norm(self.blocks(x_BND))
-        x_BND = self.add_cls_token(self.blocks[: self.cls_after](x_BND))
-        return self.norm(self.blocks[self.cls_after :](x_BND))
+        if self.cls_after:
+            x_BND = self.add_cls_token(self.blocks[: self.cls_after](x_BND))
+        if first is None:
+            return self.blocks[self.cls_after :](x_BND)
+        return self.blocks[-1](self.blocks[self.cls_after : -1](x_BND), first)
 
     def pool(self, x_BND: Tensor) -> Tensor:
         """(B, N, D) -> (B, D)."""
@@ -151,7 +158,13 @@ class ViT(nn.Module):
         return pooled_BD if pre_logits else self.head(pooled_BD)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x_BCHW))
+        return self.forward_head(self.norm(self.trunk(x_BCHW, self._pooled_alone())))
+
+    def _pooled_alone(self) -> int | None:
+        """1 where the last block can answer for the class token alone, the only one that is pooled."""
+        last = self.blocks[-1] if len(self.blocks) > self.cls_after else None
+        able = isinstance(last, PreNormBlock) and isinstance(last.attn, SoftmaxAttention)
+        return 1 if able and self.global_pool == "cls" else None
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that weight decay leaves alone, beside those of one axis; the name is timm's."""

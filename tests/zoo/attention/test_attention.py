@@ -293,7 +293,7 @@ def test_untied_l2_attention_is_not_lipschitz_and_has_no_rule(prepared: Callable
 class WithoutA(L2Attention):
     """CertViT's code: F(X) = P X W_V W_O (docs/references.md#erratum-certvit-values)."""
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None, first: int | None = None) -> Tensor:
         p = [plain_l2(self, x, head)[0] for head in range(self.num_heads)]
         v = self.v(x).unflatten(-1, (self.num_heads, -1)).unbind(-2)
         return self.proj(torch.cat([p_h @ v_h for p_h, v_h in zip(p, v, strict=True)], -1))

@@ -152,13 +152,30 @@ def test_every_model_has_timms_methods_and_one_return_type(name: str) -> None:
     logits = model(x)
     assert logits.shape == (3, 5)
     features = model.forward_features(x)
-    torch.testing.assert_close(model.forward_head(features), logits, rtol=0, atol=0)
+    torch.testing.assert_close(model.forward_head(features), logits)
     pooled = model.forward_head(features, pre_logits=True)
     assert pooled.shape[0] == 3
     assert pooled.ndim == 2
     assert type(model.train()(x)) is type(logits)
     model.reset_classifier(7)
     assert model.eval()(x).shape == (3, 7)
+
+
+@pytest.mark.parametrize("name", [name for name in SHRUNK if zoo.model_options(name).get("global_pool") == "cls"])
+def test_a_pooled_class_token_is_all_that_the_last_block_answers_for(name: str) -> None:
+    """Logits and gradients are those of all tokens, with drop-path as well: it draws the same."""
+    model, x = stirred(tiny(name, drop_path_rate=0.5)).double().train(), images(name, 6).double()
+    tokens: list[int] = []
+    handle = model.blocks[-1].mlp.register_forward_hook(lambda module, given, y: tokens.append(y.shape[1]))
+    logits, gradients = [], []
+    for whole in (False, True):
+        torch.manual_seed(3)
+        logits.append(model.forward_head(model.forward_features(x)) if whole else model(x))
+        gradients.append(torch.autograd.grad(logits[-1].square().sum(), [*model.parameters()], allow_unused=True))
+    handle.remove()
+    assert tokens[0] == 1 < tokens[1]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", MODELS)

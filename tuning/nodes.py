@@ -1,0 +1,139 @@
+"""The nodes of a Ray cluster: how many trials they have room for, and the ranks of a trial that spans several of them.
+
+Such a trial is a placement group with one bundle, of the resources of a trial, on each of its nodes. The trial itself
+runs in the first one and starts the ranks there; a task in each other bundle starts those of its node. They meet at the
+first node's address, as the ranks of DeepSpeed's launcher on several machines do.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from certizoo import UserError
+from certizoo.errors import EXIT_USER_ERROR
+from tuning import trial as training
+from tuning.search import Search
+from tuning.trial import Command, Group
+
+
+def at_once(search: Search) -> int:
+    """How many trials may run together. Raises UserError where none fits, unless nodes are waited for: then as many as
+    the search would start."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = room_on([trials_on(node, search.resources) for node in nodes], search.nodes)
+    most = search.max_concurrent or search.num_samples
+    if room < 1 and not search.wait:
+        offered = "; ".join(" ".join(f"{name}={node.get(name, 0):g}" for name in ("CPU", "GPU")) for node in nodes)
+        many = "a node" if search.nodes == 1 else f"{search.nodes} nodes"
+        raise UserError(
+            f"no trial fits on {many}: --resources-per-trial {dict(search.resources)}, the nodes have {offered}; ask "
+            "for less, start larger ones, or add --wait where an autoscaler brings them"
+        )
+    return min(room, most) if room else most
+
+
+def trials_on(node: Mapping[str, float], wanted: Mapping[str, float]) -> int:
+    """How many shares of a trial fit there: what is left over on two nodes makes no third."""
+    return int(min((node.get(name, 0) // share for name, share in wanted.items() if share > 0), default=0))
+
+
+def room_on(shares: Sequence[int], nodes: int) -> int:
+    """The largest number of trials of which each takes a share on so many different nodes."""
+    room = sum(shares) // nodes
+    while room and sum(min(share, room) for share in shares) < room * nodes:  # no trial takes two shares of one node
+        room -= 1
+    return room
+
+
+def waiting_for(search: Search) -> str:
+    """Why no trial runs."""
+    free = ray.available_resources()
+    asked = " ".join(f"{name}={share:g}" for name, share in search.resources.items())
+    left = " ".join(f"{name}={free.get(name, 0):g}" for name in search.resources)
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    where = "one node" if search.nodes == 1 else f"each of {search.nodes} nodes"
+    return (
+        f"each wants {asked} on {where}, and of {nodes} nodes {left} are free; others may hold the rest, or nodes are "
+        "still to come (ray status)"
+    )
+
+
+def resources(search: Search) -> Any:
+    """What a trial asks of Ray."""
+    share = dict(search.resources)
+    if search.nodes == 1:
+        return share
+    return tune.PlacementGroupFactory([share] * search.nodes, strategy="STRICT_SPREAD")
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The ranks of a trial on its other nodes, and what they print."""
+
+    tasks: Mapping[Any, Path]
+
+    def check(self) -> None:
+        """Raises Failed, or Refused, where those of a node have ended with an error."""
+        ended, _ = ray.wait([*self.tasks], timeout=0) if self.tasks else ((), ())
+        for task in ended:
+            try:
+                status = ray.get(task)
+            except ray.exceptions.RayError as error:
+                raise training.Failed(f"a node of the trial is lost ({type(error).__name__})") from None
+            if status:
+                said = training.why(self.tasks[task], status)
+                raise training.Refused(said) if status == EXIT_USER_ERROR else training.Failed(said)
+
+
+@contextmanager
+def spanned(search: Search, command: Command, log: Path) -> Iterator[tuple[Command, Companions]]:
+    """Around a trial: the ranks on its other nodes, which end with it, and its own command, which meets them."""
+    if search.nodes == 1:
+        yield command, Companions({})
+        return
+    group = Group(search.nodes, 0, ray.util.get_node_ip_address(), training.free_port())
+    companions = Companions(
+        {
+            _begin(search, replace(command, group=replace(group, own=node)), own_log): own_log
+            for node in range(1, search.nodes)
+            for own_log in [log.with_suffix(f".node{node}.log")]
+        }
+    )
+    try:
+        yield replace(command, group=group), companions
+    finally:
+        for task in companions.tasks:
+            ray.cancel(task, force=True)  # the guard of the ranks ends them with the process of the task
+        ray.wait([*companions.tasks], num_returns=search.nodes - 1, timeout=training.PATIENCE_SECONDS)
+
+
+def _begin(search: Search, command: Command, log: Path) -> Any:
+    """A task in the bundle of one node."""
+    place = PlacementGroupSchedulingStrategy(
+        get_current_placement_group(), placement_group_bundle_index=command.group.own
+    )
+    named = {name: share for name, share in search.resources.items() if name not in ("CPU", "GPU")}
+    return (
+        ray.remote(_ranks)
+        .options(
+            num_cpus=search.resources.get("CPU", 0),
+            num_gpus=search.resources.get("GPU", 0),
+            resources=named,
+            scheduling_strategy=place,
+            max_retries=0,
+        )
+        .remote(command, log)
+    )
+
+
+def _ranks(command: Command, log: Path) -> int:
+    """The ranks of this node, to their end; returns their exit status."""
+    with training.launched(command, log) as process:
+        return process.wait()
