@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from certizoo import UserError
 from registry import facts, store
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ class Standing:
 
     is_champion: bool
     why: str = ""
+
+
+def refuse_given(images: object) -> None:
+    """Raise UserError for a `champion_images` that is no number of images."""
+    if isinstance(images, bool) or not isinstance(images, int) or images < 1:
+        raise UserError(f"champion_images={images}: give a whole number of images above 0, such as 300")
 
 
 def dataset_alias(dataset: str) -> str:

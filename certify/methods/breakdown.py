@@ -6,9 +6,8 @@ Letters: B images, K steps; e_k the radius and g_k the gradient of the margin be
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +15,9 @@ from certify.methods.certificate import Breakdown
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds.contracts import Layer
 from zoo.bounds.rules import parts_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FIRST_ORDER, IN_FRONT = "first order", "radius in front of the cut"
 QUANTITIES = ("growth", "share")
@@ -83,7 +85,7 @@ def columns(breakdown: Breakdown) -> list[dict[str, float | None]]:
     ]
 
 
-def averaged(table: pd.DataFrame, eps: float) -> dict[str, Any] | None:
+def averaged(table: "pd.DataFrame", eps: float) -> dict[str, Any] | None:
     """Per step the mean over correctly classified images whose loss is finite; the geometric one where costs multiply.
     None where the method gave no breakdown."""
     for quantity in QUANTITIES:

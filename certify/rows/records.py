@@ -9,15 +9,16 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from certify.rows.columns import Columns, Listed, Row
 from certizoo import UserError
 from certizoo.documents import read_json
 from certizoo.files import disk_errors, sha256, whole_file, write_whole
 from certizoo.locks import sole_writer
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SUBJECT, DIGESTS = "subject.json", "rows_sha256"
 UNSAID = {"norm": "l2", "first": 0}  # what rows of earlier code are of, whose subject does not say it
@@ -136,12 +137,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
-def write_csv(path: Path, table: pd.DataFrame) -> None:
+def write_csv(path: Path, table: "pd.DataFrame") -> None:
     """Whole or not at all."""
     write_whole(path, table.to_csv(index=False))
 
 
-def write_parquet(path: Path, table: pd.DataFrame) -> None:
+def write_parquet(path: Path, table: "pd.DataFrame") -> None:
     """Whole or not at all."""
     with whole_file(path) as part:
         table.to_parquet(part, index=False)

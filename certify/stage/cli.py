@@ -18,11 +18,12 @@ from certify.rows.progress import progress_bar
 from certify.stage import register, run, tables
 from certify.stage.settings import Settings
 from certizoo import UserError
+from registry import champion
 
 
 def certify(config: Config) -> None:
     """Certify one hand-over, print its table and where things are, and publish it if asked to."""
-    register.check(config["registry"]["champion_images"], {})
+    champion.refuse_given(config["registry"]["champion_images"])
     handover = handover_of(config)
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)

@@ -8,8 +8,8 @@ import copy
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +23,9 @@ from certify.methods.certificate import Certificate, Certifier, Explained, Unsou
 from certify.rows.columns import Columns, Kind, Row, amount, chance, flag, one_of, perhaps, real, whole
 from certify.rows.draws import draws
 from certizoo import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 WITHOUT_CONTENT = "correct_without_content"  # column: by the model whose attention scores are all 0
 CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
@@ -46,7 +49,7 @@ def evaluate(
     keys: Sequence[str] | None = None,
     nonce: str | None = None,
     norm: str = L2,
-) -> pd.DataFrame:
+) -> "pd.DataFrame":
     """Clean, attacked and certified answers for the same images: one row an image, the columns of `rows_of`.
 
     images (B, C, H, W) in [0,1], labels (B,); eps: radii in [0,1] pixel space, of certificates and attack alike; keys
@@ -65,6 +68,8 @@ def evaluate(
         raise UserError(f"there are {len(names)} keys for {len(labels)} images; give one each")
     if not isinstance(attack, AttackConfig):
         raise UserError(f"attack is a {type(attack).__name__}; give an attacks.AttackConfig")
+    import pandas as pd  # here: a fifth of a second, and a rank that trains has no use for it
+
     return pd.DataFrame(rows_of(certifier, served, names, images, labels, method=method, eps_grid=grid, attack=attack))
 
 

@@ -16,13 +16,6 @@ from registry import champion, credentials, facts
 from registry.publish import publish as publish_version
 
 
-def check(champion_images: object, tags: Mapping[str, object]) -> None:
-    """Refuse before any work what the registry would not take."""
-    if isinstance(champion_images, bool) or not isinstance(champion_images, int) or champion_images < 1:
-        raise UserError(f"champion_images={champion_images}: give a whole number of images above 0, such as 300")
-    facts.refuse_given(tags, "registry.tags")
-
-
 def publish(
     handover: Path,
     out: Path,
@@ -40,7 +33,8 @@ def publish(
 
     The version holds the hand-over's files and those of `out`, collected in `published/` beside `out`.
     """
-    check(champion_images, tags)
+    champion.refuse_given(champion_images)
+    facts.refuse_given(tags, "registry.tags")
     folder = _collect([handover, out], out.parent / "published")
     summary = require_rows(folder / CERTIFICATE, TABLE)
     if not summary:

@@ -43,7 +43,7 @@ from certizoo.imports import large_imports
 with large_imports():
     import trainers.certvit.run, trainers.steps.loop
 loaded = {name.partition(".")[0] for name in sys.modules}
-print(sorted(loaded & {"mlflow", "matplotlib", "ray", "sklearn", "hydra"}))
+print(sorted(loaded & {"mlflow", "matplotlib", "pandas", "ray", "sklearn", "hydra"}))
 import mlflow
 from deepspeed.autotuning import autotuner
 print(mlflow.__version__ > "3", autotuner.has_mlflow)
@@ -70,6 +70,6 @@ def test_an_absent_library_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json is sys.modules["json"], "what was there stays"
 
 
-def test_a_rank_loads_neither_mlflow_nor_matplotlib() -> None:
+def test_a_rank_loads_neither_mlflow_nor_pandas_nor_matplotlib() -> None:
     """Rank 0 loads them when it first needs them; only DeepSpeed's autotuner, which no rank runs, is told otherwise."""
     assert output(RANK).splitlines()[-2:] == ["['hydra']", "True False"]

@@ -18,10 +18,10 @@ from torch import nn
 import zoo
 from attacks import AttackConfig
 from attacks.attention import loss_of
-from certify.stage import register
 from certizoo import UserError
 from certizoo.files import require_file_name
 from certizoo.nearest import choices
+from registry import champion, facts
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, SECOND_ORDER, SOFT_LABELS
@@ -315,7 +315,8 @@ def missing_rule(model: Mapping[str, Any], method: str) -> str:
 
 def tags_are_no_facts(r: Recipe) -> None:
     registry = r.job.config["registry"]
-    register.check(registry["champion_images"], registry["tags"] or {})
+    champion.refuse_given(registry["champion_images"])
+    facts.refuse_given(registry["tags"] or {}, "registry.tags")
 
 
 RULES: tuple[Rule, ...] = (

@@ -13,8 +13,6 @@ from safetensors import SafetensorError
 from torch import nn
 
 import zoo
-from certify.stage import register
-from certify.stage import run as stage
 from certizoo import UserError, __version__
 from certizoo.commit import git_commit
 from certizoo.documents import read_json
@@ -78,6 +76,8 @@ def certify_and_publish(job: Job, run_id: str | None) -> None:
 
 
 def _certified(job: Job, folder: Path, out: Path, console: Console) -> dict[str, Any]:
+    from certify.stage import run as stage  # here: with pandas, which a rank that trains has no use for
+
     try:
         with Progress(*Progress.get_default_columns(), console=console) as bar:
             task = bar.add_task("certifying", total=None)
@@ -91,6 +91,8 @@ def _certified(job: Job, folder: Path, out: Path, console: Console) -> dict[str,
 
 
 def _published(job: Job, folder: Path, out: Path, run_id: str | None) -> str:
+    from certify.stage import register
+
     settings = job.config["registry"]
     return register.publish(
         folder,
@@ -110,8 +112,9 @@ def closing_table(job: Job, metrics: dict[str, float], summary: dict[str, Any], 
     for key in ("clean_acc", "pgd_acc"):
         if key in metrics:
             table.add_row(f"{key} (end of training)", f"{metrics[key]:.1%}")
+    norm = summary.get("norm", "").capitalize()  # L2, Linf
     for eps, accuracy in summary.get("accuracy", {}).items():
-        table.add_row(f"L2 {eps}: certified / under PGD", f"{accuracy['certified']:.1%} / {accuracy['pgd']:.1%}")
+        table.add_row(f"{norm} {eps}: certified / under PGD", f"{accuracy['certified']:.1%} / {accuracy['pgd']:.1%}")
     table.add_row("weights", Text(plain(str(job.handover))))
     if summary:
         table.add_row("certificate", Text(plain(str(job.run_dir / CERTIFICATE))))

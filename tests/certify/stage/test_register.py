@@ -19,7 +19,7 @@ from certify.stage import register, report, tables
 from certify.stage import run as stage
 from certify.stage.model_card import model_card
 from certizoo import UserError
-from registry import browse
+from registry import browse, champion
 from shards import DataConfig
 
 CONFIG: dict[str, Any] = {"name": "spec_vit_digits", "num_classes": 10, "img_size": 8, "in_chans": 1}
@@ -208,6 +208,6 @@ def test_champions_of_few_images_are_wanted_by_name_only(made: tuple[Path, dict[
     )  # fmt: skip
     assert "not champion: its 20 images are fewer than champion_images=300" in line
     with pytest.raises(UserError, match="champion_images=0"):
-        register.check(0, {})
+        champion.refuse_given(0)
     assert replace(SETTINGS, images=30).images == 30
     assert json.loads((folder / "certificate" / "certificate.json").read_text())["images"] == 20
