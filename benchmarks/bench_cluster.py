@@ -16,61 +16,34 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pandas as pd
 
 import shards.__main__
 import zoo
+from benchmarks import ray_nodes
 from benchmarks.record import record
 from certify.stage.run import ROWS, TABLE
-from certizoo.processes import end_group
-from tuning.trial import free_port
 
-PATIENCE = 60.0
-RANDOM_PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats", "--num-cpus=1", "--block")
 NODES = {"one process": 0, "1 node": 1, "2 nodes": 2, "2 nodes, one killed in the middle": 2}
-
-
-@contextmanager
-def node(*arguments: str) -> "Iterator[subprocess.Popen[bytes]]":
-    """`ray start ARGUMENTS` in a process group of its own."""
-    command = [str(Path(sys.executable).parent / "ray"), "start", *arguments, *RANDOM_PORTS]
-    process = subprocess.Popen(
-        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
-    )
-    try:
-        yield process
-    finally:
-        end_group(process, PATIENCE)
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}  # the loopback only
 
 
 def certified(words: Sequence[str], nodes: int, out: Path, images: int, kill: bool) -> float:
     """Seconds of the command on so many nodes."""
-    with ExitStack() as stack:
-        variables, started = environment(), list[subprocess.Popen[bytes]]()
-        if nodes:
-            address = f"127.0.0.1:{free_port()}"
-            port = address.rpartition(":")[2]
-            head = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false")
-            started.append(stack.enter_context(node(*head)))
-            time.sleep(10)  # until it listens
-            started += [stack.enter_context(node(f"--address={address}")) for _ in range(nodes - 1)]
-            time.sleep(10)
-            variables |= {"RAY_ADDRESS": address}
+    with ray_nodes.cluster(nodes) if nodes else nullcontext() as started:
+        variables = ray_nodes.environment()
+        if started:
+            variables |= {"RAY_ADDRESS": started.address}
             words = [*words, "on=ray"]
         begin = time.monotonic()
         process = subprocess.Popen([sys.executable, "-m", "certify", *words, f"out={out}"], env=variables)
         while process.poll() is None:
             time.sleep(0.2)
-            if kill and lines(out / ROWS) >= images // 2:
-                os.killpg(started[-1].pid, signal.SIGKILL)
+            if started and kill and lines(out / ROWS) >= images // 2:
+                os.killpg(started.processes[-1].pid, signal.SIGKILL)
                 kill = False
         if process.returncode or kill:
             raise SystemExit(f"certify ended with {process.returncode}, kill still to come: {kill}")

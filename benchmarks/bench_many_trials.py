@@ -1,0 +1,132 @@
+"""A long search, in small: 200 short trials on 8 local nodes, three of which are killed while it runs (others join in
+their place). Nothing may be lost: every trial ends certified, with one version each in the registry.
+
+    python -m benchmarks.bench_many_trials                                           # the registry on SQLite
+    MLFLOW_TRACKING_URI=postgresql+psycopg://USER:PASSWORD@HOST/DB python -m benchmarks.bench_many_trials
+
+Reported are seconds of the clock, the processor seconds a trial of everything that is not a trainer (driver, Ray, the
+MLflow server), how much memory the driver has at the start and at the end, and how many trials were begun again.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pandas as pd
+import psutil  # type: ignore[import-untyped]
+
+from benchmarks import ray_nodes
+from benchmarks.bench_tune import ROOT, TRAINER
+from benchmarks.record import record
+from certizoo.processes import end_group
+from registry import browse, store
+from tuning.trial import free_port
+
+MODEL, NAME = "spec_vit_digits", "many"
+ADDRESS = "127.0.0.2"  # an address of the loopback that is not taken for each node's own
+SHORT = (
+    "train.epochs=1", "train.eval_images=20", "train.certify_images=20", "certify.images=20", "certify.method=lofast",
+    "registry.champion_images=20",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--kills", type=int, default=3, help="nodes killed, evenly over the search; one joins for each")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        database = os.environ.pop("MLFLOW_TRACKING_URI", f"{store.SQLITE}{folder}/mlflow.db")
+        with served(database, folder) as url, ray_nodes.cluster(options.nodes) as nodes:
+            found = searched(folder, nodes, url, options)
+            versions = [v.tags["trial"] for v in browse.versions(MODEL, url)]
+        rows = pd.read_csv(folder / "runs" / "tune" / NAME / "results.csv")
+        begun = [len(list(trial.glob("run-*.log"))) for trial in (folder / "runs/tune" / NAME / "trials").iterdir()]
+    certified = int((rows["state"] == "certified").sum())
+    found |= {
+        "trials": options.trials,
+        "nodes": options.nodes,
+        "nodes_killed": options.kills,
+        "certified": certified,
+        "versions": len(versions),
+        "begun_again": sum(count > 1 for count in begun),
+        "registry": database.partition(":")[0],
+    }
+    record("many_trials_cpu", found)
+    if not certified == len(versions) == len(set(versions)) == options.trials:
+        raise SystemExit(f"{certified} certified trials and {len(versions)} versions of {options.trials} trials")
+
+
+@contextmanager
+def served(database: str, folder: Path) -> Iterator[str]:
+    """An MLflow server that all nodes reach; a password in the database's URI is for no command line."""
+    port = free_port()
+    own = os.environ | {"MLFLOW_SERVER_ALLOWED_HOSTS": f"{ADDRESS}:*", "MLFLOW_TRACKING_URI": database}
+    own |= {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "registry", "ui", "--host", ADDRESS, "--port", str(port)]
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log, start_new_session=True)
+    try:
+        url, deadline = f"http://{ADDRESS}:{port}", time.monotonic() + 200
+        while time.monotonic() < deadline and process.poll() is None:
+            with suppress(OSError), urlopen(f"{url}/health", timeout=2):
+                break
+            time.sleep(0.5)
+        yield url
+    finally:
+        end_group(process, 20)
+
+
+def searched(folder: Path, nodes: ray_nodes.Nodes, url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the search, kill the nodes; seconds, and the driver's memory."""
+    command = [sys.executable, str(ROOT / "tune.py"), "--space", "msvp", "--name", NAME, "--scheduler", "none"]
+    command += ["--num-samples", str(options.trials), "--search", "random", "--", *SHORT]
+    variables = ray_nodes.environment() | {"RAY_ADDRESS": nodes.address, "MLFLOW_TRACKING_URI": url}
+    begun, used, memory, killed = time.monotonic(), dict[int, float](), list[float](), 0
+    with (folder / "tune.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
+    driver = psutil.Process(process.pid)
+    while process.poll() is None:
+        time.sleep(1)
+        with suppress(psutil.Error):
+            memory.append(driver.memory_info().rss / 2**20)
+        note(used)
+        done = len(list((folder / "runs/tune" / NAME / "trials").glob("*/run-*/certificate/certificate.json")))
+        if killed < options.kills and done >= (killed + 1) * options.trials // (options.kills + 1):
+            os.killpg(nodes.processes.pop(1).pid, signal.SIGKILL)  # the head is the first
+            nodes.join()
+            killed += 1
+    if process.returncode:
+        raise SystemExit((folder / "tune.log").read_text()[-4000:])
+    seconds = time.monotonic() - begun
+    early = memory[len(memory) // 10 : len(memory) // 5] or memory
+    return {
+        "seconds": round(seconds),
+        "beside_trainers_cpu_s_a_trial": round(sum(used.values()) / options.trials, 2),
+        "driver_mb_early": round(sum(early) / len(early)),
+        "driver_mb_most": round(max(memory)),
+    }
+
+
+def note(used: dict[int, float]) -> None:
+    """Processor seconds so far of every process below this one that is no trainer."""
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it ended meanwhile
+            if not any(word.endswith(TRAINER) for word in each.cmdline()):
+                times = each.cpu_times()
+                used[each.pid] = times.user + times.system
+
+
+if __name__ == "__main__":
+    main()
