@@ -95,7 +95,7 @@ DOORS = {
     "hydra": {"certizoo/compose.py"},
     "sklearn": {"shards", "certify/papers/feature_distance.py"},
     "auto_LiRPA": {"certify/methods/crown.py"},
-    "ray": {"tuning/driver.py", "tuning/nodes.py", "certify/rows/cluster.py"},
+    "ray": {"tuning/driver.py", "tuning/gauges.py", "tuning/nodes.py", "certify/rows/cluster.py"},
     "fsspec": {"shards/store.py"},
     "pyautoattack": {"attacks/auto.py"},
     "foolbox": {"attacks/minimal.py"},

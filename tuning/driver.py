@@ -31,7 +31,7 @@ from ray.tune.search import BasicVariantGenerator, Searcher
 
 from certizoo import UserError
 from certizoo.files import write_whole
-from tuning import nodes, objectives
+from tuning import gauges, nodes, objectives
 from tuning import trial as training
 from tuning.live import Board
 from tuning.search import Search
@@ -109,6 +109,7 @@ def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
     try:
         with nodes.spanned(search, command, log) as (own, others):
             for found in training.train(own, inner, log, others.check):
+                gauges.show(search.name, name, training.latest(inner))
                 row = found.row | {"epoch": found.row["epoch"] + 1}
                 if row["epoch"] < search.epochs:  # the last one waits for its certificate
                     known |= objectives.early(search.shown, row)

@@ -156,13 +156,21 @@ def progress(run_dir: Path) -> Progress | None:
 
 
 def evaluations(run_dir: Path) -> list[Row]:
-    """The rows of metrics.jsonl with accuracies; a line that is being written counts as not there."""
-    rows = []
+    """The rows of metrics.jsonl with accuracies."""
+    return [row for row in _rows(run_dir) if "clean_acc" in row]
+
+
+def latest(run_dir: Path) -> Row:
+    """The newest value of each figure in metrics.jsonl."""
+    return {key: value for row in _rows(run_dir) for key, value in row.items()}
+
+
+def _rows(run_dir: Path) -> Iterator[Row]:
+    """A line that is being written counts as not there."""
     with suppress(FileNotFoundError):
         for line in (run_dir / ROWS).read_text().splitlines():
             with suppress(ValueError):
-                rows.append(json.loads(line))
-    return [row for row in rows if "clean_acc" in row]
+                yield json.loads(line)
 
 
 def snapshot(found: Progress, run_dir: Path, to: Path) -> Path:

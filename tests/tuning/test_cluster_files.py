@@ -1,5 +1,6 @@
 """The files in cluster/: Ray and Kubernetes take them, and nothing listens unasked."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -45,6 +46,17 @@ def test_the_image_has_what_kubernetes_asks_of_it() -> None:
     copied = {line.split()[1] for line in lines.splitlines() if line.startswith("COPY ")}
     assert {".git", ".venv", "runs", "data"} <= set(kept_out)
     assert not copied & set(kept_out)
+
+
+def test_the_dashboard_is_one_that_grafana_imports() -> None:
+    """What its import asks for: a title, a uid, panels with places of their own, and a data source of the person's."""
+    board = json.loads((ROOT / "cluster" / "grafana.json").read_text())
+    assert {"title", "uid", "schemaVersion", "panels", "templating"} <= board.keys()
+    places = [tuple(panel["gridPos"][key] for key in "xy") for panel in board["panels"]]
+    assert len(set(places)) == len({panel["id"] for panel in board["panels"]}) == len(places)
+    assert all(panel["datasource"]["uid"] == "${datasource}" and panel["targets"] for panel in board["panels"])
+    variables = {one["name"] for one in board["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(board))) <= variables
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "cluster").rglob("*.yaml")), ids=lambda path: path.name)

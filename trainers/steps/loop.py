@@ -103,7 +103,7 @@ def resume(run: Run, average: Average | None) -> Position:
 def train_epoch(session: Session, position: Position) -> tuple[Position, dict[str, float]]:
     """From `position` to the end of its epoch or of the run. Returns where it stopped, and the evaluation there."""
     run, job = session.run, session.run.job
-    batches = session.with_heartbeats(micro_batches(run, position))
+    batches = session.with_heartbeats(run.report.awaited(micro_batches(run, position)))
     while True:
         step, epoch = position.step, position.epoch
         lr = job.optimizer.lr * job.schedule.factor(step, run.total_steps, run.steps_per_epoch)
@@ -113,8 +113,8 @@ def train_epoch(session: Session, position: Position) -> tuple[Position, dict[st
         position = position.after_step(run.steps_per_epoch)
         run.report.advance(position.step)
         if position.step % job.train.log_every == 0 or position.step == run.total_steps:
-            speed = run.report.images_per_second(position.step, job.train.batch_size)
-            run.report.row(position.step, epoch, {**terms, "lr": lr, "images_per_s": speed})
+            pace = run.report.pace(position.step, job.train.batch_size)
+            run.report.row(position.step, epoch, {**terms, "lr": lr, **pace})
         ends = position.ends_epoch or position.step == run.total_steps
         due = job.train.checkpoint_every and position.step % job.train.checkpoint_every == 0
         asked = session.request.agreed(run.world)

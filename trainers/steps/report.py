@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,6 +16,7 @@ from certizoo.files import write_whole
 from registry.system import SystemMetrics
 from registry.track import Tracker
 
+T = TypeVar("T")
 Row = dict[str, float]
 ROWS = "metrics.jsonl"
 
@@ -32,7 +34,7 @@ class Report:
             console=self.console, disable=not (enabled and self.console.is_terminal),
         )  # fmt: skip
         self._task = self._progress.add_task("training", total=total_steps, note="")
-        self._since = (time.monotonic(), 0)
+        self._since, self._waited = (time.monotonic(), 0), 0.0
         self._began = (time.monotonic(), 0)
         self._newest: Row = {}
 
@@ -65,11 +67,22 @@ class Report:
         """Move the bar."""
         self._progress.update(self._task, completed=step)
 
-    def images_per_second(self, step: int, batch_size: int) -> float:
-        """Since it was asked last."""
+    def awaited(self, batches: Iterator[T]) -> Iterator[T]:
+        """The batches; the time that each was waited for counts."""
+        while True:
+            begun = time.monotonic()
+            batch = next(batches, None)
+            self._waited += time.monotonic() - begun
+            if batch is None:
+                return
+            yield batch
+
+    def pace(self, step: int, batch_size: int) -> Row:
+        """Since it was asked last: images a second, and the share of the time in which a step waited for its images."""
         (then, before), now = self._since, time.monotonic()
-        self._since = (now, step)
-        return (step - before) * batch_size / max(now - then, 1e-9)
+        passed, waited = max(now - then, 1e-9), self._waited
+        self._since, self._waited = (now, step), 0.0
+        return {"images_per_s": (step - before) * batch_size / passed, "loader_wait": min(waited / passed, 1.0)}
 
     def row(self, step: int, epoch: int, metrics: Row) -> None:
         """One line of metrics.jsonl, one point of every curve; the bar keeps the newest value of each."""

@@ -293,6 +293,24 @@ def test_lines_tell_when_the_end_comes(tmp_path: Path, capsys: pytest.CaptureFix
     assert "step 20/30  epoch 2  loss 1  images_per_s 5  eta 0:00:20" in capsys.readouterr().out
 
 
+def test_the_time_that_steps_wait_for_images_is_told(tmp_path: Path) -> None:
+    def slow() -> Iterator[int]:
+        for number in range(4):
+            time.sleep(0.05)
+            yield number
+
+    report = Report(tmp_path, total_steps=9, enabled=True)
+    numbers = []
+    for number in report.awaited(slow()):
+        time.sleep(0.05)
+        numbers.append(number)
+    assert numbers == [0, 1, 2, 3]
+    pace = report.pace(4, 8)
+    assert 0.3 < pace["loader_wait"] < 0.7
+    assert 20 < pace["images_per_s"] < 81
+    assert report.pace(5, 8)["loader_wait"] == 0
+
+
 def test_a_row_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / ROWS).symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"metrics.jsonl could not be written \(No space left on device\)"):

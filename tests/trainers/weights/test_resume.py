@@ -54,7 +54,7 @@ def test_two_ranks_leave_a_handover(undisturbed: Path) -> None:
 def test_metrics_hold_one_row_a_step_and_one_an_epoch(undisturbed: Path) -> None:
     training = [row for row in rows(undisturbed) if "loss" in row]
     assert [row["step"] for row in training] == list(range(1, 2 * STEPS_PER_EPOCH + 1))
-    assert {"loss", "acc", "msvp", "lr", "images_per_s"} <= set(training[0])
+    assert {"loss", "acc", "msvp", "lr", "images_per_s", "loader_wait"} <= set(training[0])
     assert len([row for row in rows(undisturbed) if "clean_acc" in row]) == 2
 
 
