@@ -132,6 +132,7 @@ def run(asked: Search, resume: bool) -> int:
     with driver.cluster() as machines:
         at_once = nodes.at_once(asked)
         with disk_errors("make room there, then begin again"):
+            nodes.require_shared(asked)
             asked.save()
         with server.registry(machines, at_once, asked.folder / "registry.log") as uri:
             say(f"search {asked.name}: {asked.num_samples} trials, {at_once} at once; registry {store.public(uri)}")

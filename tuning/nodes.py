@@ -5,6 +5,8 @@ runs in the first one and starts the ranks there; a task in each other bundle st
 first node's address, as the ranks of DeepSpeed's launcher on several machines do.
 """
 
+import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,13 +16,17 @@ from typing import Any
 import ray
 from ray import tune
 from ray.util.placement_group import get_current_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from certizoo import UserError
 from certizoo.errors import EXIT_USER_ERROR
+from certizoo.files import write_whole
 from tuning import trial as training
 from tuning.search import Search
 from tuning.trial import Command, Group
+
+SEEN = ".seen"  # a file in the folder of a search, for as long as nodes are asked for it
+ANSWER_SECONDS = 120.0
 
 
 def at_once(search: Search) -> int:
@@ -63,6 +69,51 @@ def waiting_for(search: Search) -> str:
         f"each wants {asked} on {where}, and of {nodes} nodes {left} are free; others may hold the rest, or nodes are "
         "still to come (ray status)"
     )
+
+
+def require_shared(search: Search) -> None:
+    """Raise UserError unless every node sees the search's folder and its shards, as its trials will have to."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if len(nodes) == 1:
+        return
+    root, mark, token = Path(search.data_root), search.folder / SEEN, secrets.token_hex(8)
+    shards = [str(root)] if root.is_dir() else []  # URLs and commands read the same everywhere
+    write_whole(mark, token)
+    try:
+        asked = {node["NodeManagerAddress"]: _ask(node["NodeID"], mark, token, shards) for node in nodes}
+        for address, answer in asked.items():
+            unseen = _answered(address, answer)
+            if unseen:
+                raise UserError(
+                    f"node {address} does not see {' and '.join(unseen)}; give --storage and data.root on a file "
+                    "system that all nodes share"
+                )
+    finally:
+        mark.unlink()
+
+
+def _ask(node: str, mark: Path, token: str, folders: Sequence[str]) -> Any:
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    return (
+        ray.remote(_unseen).options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote(mark, token, folders)
+    )
+
+
+def _answered(address: str, answer: Any) -> list[str]:
+    try:
+        unseen: list[str] = ray.get(answer, timeout=ANSWER_SECONDS)
+    except ray.exceptions.RayError as error:
+        why = str(error).strip().splitlines()[-1][:200]
+        raise UserError(
+            f"node {address} cannot run trials ({why}); see that it has this project, as `ray up` puts it there"
+        ) from None
+    return unseen
+
+
+def _unseen(mark: Path, token: str, folders: Sequence[str]) -> list[str]:
+    """On a node: what it has not of these."""
+    seen = mark.is_file() and mark.read_text() == token
+    return [*([] if seen else [str(mark.parent)]), *(folder for folder in folders if not os.path.isdir(folder))]
 
 
 def resources(search: Search) -> Any:

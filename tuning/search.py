@@ -81,6 +81,11 @@ class Search:
         return run_dir / CERTIFIED.get(self.trainer, "")
 
     @property
+    def data_root(self) -> str:
+        """Where its trials find their shards."""
+        return str(compose_config(self.trainer, self.overrides)["data"]["root"])
+
+    @property
     def script(self) -> Path:
         return ROOT / "trainers" / f"{self.trainer}.py"
 
