@@ -27,12 +27,13 @@ from tuning.trial import PATIENCE_SECONDS, free_port
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 WRITERS, RUNS, PUBLISHED = 8, 25, 2
+BINARIES = Path("/usr/lib/postgresql")
 
 
 @pytest.fixture
 def database() -> Iterator[str]:
     """The URI of an empty database."""
-    binaries = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    binaries = sorted(BINARIES.glob("*/bin"))
     if not binaries or os.geteuid() != 0:
         pytest.skip(
             "needs Debian's postgresql (/usr/lib/postgresql/*/bin) and root, who becomes `postgres` to start it"
@@ -126,3 +127,33 @@ def check(url: str) -> None:
     best = max(float(v.tags["certified_acc.0.1"]) for v in versions)
     (champion,) = [v for v in versions if "champion" in v.aliases]
     assert float(champion.tags["certified_acc.0.1"]) == best
+
+
+def test_a_backup_is_the_registry_again(database: str, tmp_path: Path) -> None:
+    """By the commands of cluster/README.md: pg_dump first, then the artifacts; restored into another database."""
+    port, artifacts = free_port(), tmp_path / "mlartifacts"
+    url, uri = f"http://127.0.0.1:{port}", database.replace("postgresql+psycopg", "postgresql")
+    serving = start(database, port, tmp_path / "server.log")
+    try:
+        command = [sys.executable, "-m", "tests.tools.registry_writer", url, str(tmp_path / "w0"), "3", "2"]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
+        kept = {v.version: (v.tags, v.aliases) for v in browse.versions("loaded", url)}
+    finally:
+        end_group(serving, PATIENCE_SECONDS)
+    tools = sorted(BINARIES.glob("*/bin"))[-1]
+    restored = database.removesuffix("postgres") + "again"
+    dump = subprocess.run([tools / "pg_dump", "-Fc", "-d", uri], check=True, capture_output=True, timeout=120).stdout
+    subprocess.run([tools / "psql", "-q", "-d", uri, "-c", "CREATE DATABASE again"], check=True, timeout=120)
+    again = [str(tools / "pg_restore"), "-d", uri.removesuffix("postgres") + "again", "--clean", "--if-exists"]
+    subprocess.run(again, input=dump, check=True, timeout=120)
+    shutil.copytree(artifacts, tmp_path / "backup")
+    shutil.rmtree(artifacts)
+    shutil.copytree(tmp_path / "backup", artifacts)
+    serving = start(restored, port, tmp_path / "server.log")
+    try:
+        assert {v.version: (v.tags, v.aliases) for v in browse.versions("loaded", url)} == kept
+        assert len(kept) == 2
+        browse.pull("loaded/1", tmp_path / "pulled", uri=url)
+    finally:
+        end_group(serving, PATIENCE_SECONDS)
+    assert (tmp_path / "pulled" / "model.safetensors").is_file()
