@@ -52,7 +52,8 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
     add("--search", choices=("optuna", "random"), help="who proposes (default: optuna; random with pbt)")
     add("--seed", type=int, help="of the proposals (default: %(default)s)")
     add("--max-failures", type=int, metavar="N", help="restarts of a trial that lost its worker (default: %(default)s)")
-    add("--storage", metavar="FOLDER", help="seen by all nodes; a search's folder is in it (default: %(default)s)")
+    add("--storage", metavar="FOLDER|URL", help="seen by all nodes; a search's folder is in it (default: %(default)s). "
+        "s3://BUCKET/FOLDER: checkpoints and results go there, and each node needs only its own disk")  # fmt: skip
     add("--name", help="of the search (default: the space and the time)")
     add("--trainer", choices=("adv_train", "std_train", "constrain"), help="trainers/NAME.py (default: the space's)")
     add("--resume", nargs="?", const="", metavar="NAME", help="finish this search, or the newest, as it was begun")
@@ -73,10 +74,11 @@ def new_search(args: argparse.Namespace, defaults: dict[str, Any]) -> Search:
     overrides, epochs = search.fixed_overrides(space, metric, args.overrides, trainer)
     name = args.name or f"{space.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     require_file_name(f"{name}-0001", "--name (of a trial)")
+    storage, store_url = storage_of(args)
     return Search(
         name=name,
         space=space.name,
-        storage=str(storage_of(args)),
+        storage=str(storage),
         overrides=tuple(overrides),
         metric=tuple(objectives.parse(text).key for text in metric),
         num_samples=args.num_samples,
@@ -90,22 +92,22 @@ def new_search(args: argparse.Namespace, defaults: dict[str, Any]) -> Search:
         epochs=epochs,
         nodes=args.nodes_per_trial,
         wait=args.wait,
+        store=store_url,
     )
 
 
-def storage_of(args: argparse.Namespace) -> Path:
-    """The folder of all searches, as it reads from every folder."""
-    if "://" in args.storage:
-        raise UserError(
-            f"--storage {args.storage}: searches are kept in a folder, not in an object store; give one that all nodes "
-            "see, such as --storage /mnt/shared/searches"
-        )
-    return Path(args.storage).expanduser().absolute()
+def storage_of(args: argparse.Namespace) -> tuple[Path, str]:
+    """(the folder of all searches, as it reads from every folder; the object store in its place, or '')."""
+    if "://" not in args.storage:
+        return Path(args.storage).expanduser().absolute(), ""
+    if any(word in args.storage for word in ("access_key", "secret_key", "@")):
+        raise UserError("--storage names a key, which others would read; keys belong into the environment")
+    return Path(compose_config("tune", [])["storage"]).expanduser().absolute(), args.storage
 
 
 def old_search(args: argparse.Namespace) -> Search:
     """The search to resume, with the options that it was begun with."""
-    storage = storage_of(args)
+    storage, _ = storage_of(args)
     return search.load(storage / args.resume if args.resume else search.newest(storage))
 
 
@@ -159,7 +161,7 @@ def run(asked: Search, resume: bool) -> int:
 
 def resuming(asked: Search) -> str:
     """The command that goes on with a search."""
-    usual = asked.storage == str(storage_of(parser(compose_config("tune", [])).parse_args([])))
+    usual = asked.storage == str(storage_of(parser(compose_config("tune", [])).parse_args([]))[0])
     where = "" if usual else f" --storage {shlex.quote(asked.storage)}"
     return f"python tune.py --resume {shlex.quote(asked.name)}{where}"
 

@@ -67,7 +67,7 @@ def run(search: Search, around: Surroundings, board: Board, resume: bool) -> Non
     analysis = tune.run(
         tune.with_resources(function, nodes.resources(search)),
         name=search.name,
-        storage_path=search.storage,
+        storage_path=search.store or search.storage,
         config={key: domain(parameter) for key, parameter in search.parameters.parameters.items()},
         num_samples=search.num_samples,
         max_concurrent_trials=search.max_concurrent,
@@ -122,7 +122,12 @@ def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
     last = training.evaluations(inner)[-1]
     figures = {objective.key: objective.value(certificate) for objective in search.shown}
     facts = {"clean_acc": certificate["clean"], "certified": 1, "run_dir": str(inner)}
-    tune.report(last | {"epoch": search.epochs} | facts | figures)
+    row = last | {"epoch": search.epochs} | facts | figures
+    if not search.store:
+        tune.report(row)
+        return
+    with training.finished(inner) as kept:  # this node's disk may go with it
+        tune.report(row, checkpoint=tune.Checkpoint.from_directory(str(kept)))
 
 
 def report(row: dict[str, float], found: training.Progress, run_dir: Path) -> None:

@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from pyarrow.fs import FileSystem, FileType
 from ray import tune
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from certizoo import UserError
 from certizoo.errors import EXIT_USER_ERROR
-from certizoo.files import write_whole
 from tuning import trial as training
 from tuning.search import Search
 from tuning.trial import Command, Group
 
-SEEN = ".seen"  # a file in the folder of a search, for as long as nodes are asked for it
 ANSWER_SECONDS = 120.0
 
 
@@ -72,31 +71,47 @@ def waiting_for(search: Search) -> str:
 
 
 def require_shared(search: Search) -> None:
-    """Raise UserError unless every node sees the search's folder and its shards, as its trials will have to."""
+    """Raise UserError unless every node sees what its trials need: the object store, or without one the search's
+    folder; and the shards, if they are in a folder."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    if len(nodes) == 1:
+    if len(nodes) == 1 and not search.store:
         return
-    root, mark, token = Path(search.data_root), search.folder / SEEN, secrets.token_hex(8)
-    shards = [str(root)] if root.is_dir() else []  # URLs and commands read the same everywhere
-    write_whole(mark, token)
-    try:
-        asked = {node["NodeManagerAddress"]: _ask(node["NodeID"], mark, token, shards) for node in nodes}
+    place, folders = search.store or str(search.folder), [search.data_root]
+    if not os.path.isdir(search.data_root):  # a URL or a command reads the same everywhere
+        folders.clear()
+    with _marked(place) as mark:
+        asked = {node["NodeManagerAddress"]: _ask(node["NodeID"], place, mark, folders) for node in nodes}
         for address, answer in asked.items():
             unseen = _answered(address, answer)
             if unseen:
                 raise UserError(
                     f"node {address} does not see {' and '.join(unseen)}; give --storage and data.root on a file "
-                    "system that all nodes share"
+                    "system that all nodes share, or --storage s3://BUCKET/FOLDER"
                 )
+
+
+@contextmanager
+def _marked(place: str) -> Iterator[str]:
+    """The name of a file that is there."""
+    mark = f".seen-{secrets.token_hex(8)}"
+    try:
+        files, folder = FileSystem.from_uri(place)
+        files.create_dir(folder)
+        with files.open_output_stream(f"{folder}/{mark}") as file:
+            file.write(b"seen")
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise UserError(f"--storage {place} cannot be written ({why}); see to its address and its keys") from None
+    try:
+        yield mark
     finally:
-        mark.unlink()
+        files.delete_file(f"{folder}/{mark}")
 
 
-def _ask(node: str, mark: Path, token: str, folders: Sequence[str]) -> Any:
-    place = NodeAffinitySchedulingStrategy(node, soft=False)
-    return (
-        ray.remote(_unseen).options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote(mark, token, folders)
-    )
+def _ask(node: str, place: str, mark: str, folders: Sequence[str]) -> Any:
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(_unseen).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    return task.remote(place, mark, folders)
 
 
 def _answered(address: str, answer: Any) -> list[str]:
@@ -110,10 +125,14 @@ def _answered(address: str, answer: Any) -> list[str]:
     return unseen
 
 
-def _unseen(mark: Path, token: str, folders: Sequence[str]) -> list[str]:
-    """On a node: what it has not of these."""
-    seen = mark.is_file() and mark.read_text() == token
-    return [*([] if seen else [str(mark.parent)]), *(folder for folder in folders if not os.path.isdir(folder))]
+def _unseen(place: str, mark: str, folders: Sequence[str]) -> list[str]:
+    """On a node: what it does not see of these."""
+    try:
+        files, folder = FileSystem.from_uri(place)
+        seen = files.get_file_info(f"{folder}/{mark}").type is FileType.File
+    except (OSError, ValueError):  # keys that only other nodes have
+        seen = False
+    return [*([] if seen else [place]), *(folder for folder in folders if not os.path.isdir(folder))]
 
 
 def resources(search: Search) -> Any:

@@ -3,6 +3,7 @@
 STORAGE/NAME/search.json            this, for `--resume`
 STORAGE/NAME/trials/ID/run-1/       a trial's run folder; run-2 after the loss of its node, and so on
 STORAGE/NAME/trials/ID/run-1.log    what the trainer printed
+STORE/NAME/ID/checkpoint_000003/    with an object store: the newest two; the last has hand-over and certificate
 """
 
 import json
@@ -30,7 +31,9 @@ CERTIFIED = {"constrain": "finetune"}  # trainer -> the stage that is certified,
 @dataclass(frozen=True)
 class Search:
     """`overrides` are the whole fixed part of a trial's command line; `resources` is what it takes on each of its
-    `nodes`; with `wait` a search begins though no node has room yet."""
+    `nodes`; with `wait` a search begins though no node has room yet. With `store`, the URL of an object store, that is
+    where checkpoints and finished trials go, and `storage` is a folder of each node's own.
+    """
 
     name: str
     space: str
@@ -48,6 +51,7 @@ class Search:
     epochs: int
     nodes: int = 1
     wait: bool = False
+    store: str = ""
 
     @property
     def folder(self) -> Path:

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ from tuning import guard
 
 Row = dict[str, float]
 ROWS, CERTIFICATE = "metrics.jsonl", "certificate/certificate.json"
+FINISHED = ("handover", "certificate")
 POLL_SECONDS, PATIENCE_SECONDS = 0.2, 20.0
 GUARD = (sys.executable, "-I", "-S", guard.__file__)
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "CROSS_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "CROSS_SIZE": "1"}
@@ -178,6 +180,15 @@ def snapshot(found: Progress, run_dir: Path, to: Path) -> Path:
     shutil.copytree(found.checkpoint, to / "checkpoints" / found.checkpoint.name, copy_function=os.link)
     shutil.copyfile(run_dir / ROWS, to / ROWS)
     return to
+
+
+@contextmanager
+def finished(run_dir: Path) -> Iterator[Path]:
+    """A folder with the hand-over and the certificate, linked."""
+    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".") as scratch:
+        for name in FINISHED:
+            shutil.copytree(run_dir / name, Path(scratch) / name, copy_function=os.link)
+        yield Path(scratch)
 
 
 def adopt(snapshot_dir: Path, run_dir: Path, changed: dict[str, Any]) -> None:

@@ -28,7 +28,6 @@ folder = test_remote.folder  # the fixture
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("s3fs", reason="the extra `s3` is not installed: pip install 'certizoo[s3]'")
     if shutil.which("npm") is None:
         pytest.skip("no npm here to fetch s3rver with")
     place = tmp_path_factory.mktemp("npm")
@@ -79,8 +78,7 @@ def bucket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Bucket]:
     """With the toy set in it, and keys in the environment."""
-    import s3fs
-
+    s3fs = pytest.importorskip("s3fs", reason="the extra `s3` is not installed: pip install 'certizoo[s3]'")
     bucket = Bucket(program, tmp_path)
     monkeypatch.setattr(remote, "PAUSES", (0, 0))
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{bucket.port}")

@@ -559,12 +559,22 @@ def test_a_name_reaches_the_trial_as_it_was_typed(name: str) -> None:
     assert config["registry"]["tags"]["search"] == name
 
 
-@pytest.mark.parametrize("arguments", [("--space", "l2"), ("--resume",), ("--resume", "x")])
-def test_an_object_store_is_no_storage(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    args = tune.parser(DEFAULTS).parse_args([*arguments, "--storage", "s3://bucket/searches"])
-    with pytest.raises(UserError, match=r"not in an object store; give one that all nodes see"):
-        tune.main_search(args, DEFAULTS)
-    assert not list(Path.cwd().glob("s3:*"))
+def test_with_an_object_store_run_folders_are_the_nodes_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wanted = asked("--space", "l2", "--name", "x", "--storage", "s3://bucket/searches")
+    assert (wanted.store, wanted.folder) == ("s3://bucket/searches", tmp_path / "runs" / "tune" / "x")
+    with pytest.raises(UserError, match="keys belong into the environment"):
+        asked("--space", "l2", "--storage", "s3://anna:secret@bucket/searches")
+    with pytest.raises(UserError, match="there is no search in"):
+        tune.main_search(tune.parser(DEFAULTS).parse_args(["--resume", "--storage", "s3://bucket/searches"]), DEFAULTS)
+
+
+@pytest.mark.parametrize("place", ["gopher://bucket/searches", "/dev/null/searches"])
+def test_a_place_that_cannot_be_written_is_one_line(place: str) -> None:
+    from tuning import nodes
+
+    with pytest.raises(UserError, match=f"--storage {place} cannot be written"), nodes._marked(place):
+        pass
 
 
 HOLD = """
