@@ -9,7 +9,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,18 +123,19 @@ def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
     figures = {objective.key: objective.value(certificate) for objective in search.shown}
     facts = {"clean_acc": certificate["clean"], "certified": 1, "run_dir": str(inner)}
     row = last | {"epoch": search.epochs} | facts | figures
-    if not search.store:
+    ended = training.progress(inner)
+    if search.store and ended:  # this node's disk may go with it
+        report(row, ended, inner, training.RESULTS)
+    else:
         tune.report(row)
-        return
-    with training.finished(inner) as kept:  # this node's disk may go with it
-        tune.report(row, checkpoint=tune.Checkpoint.from_directory(str(kept)))
 
 
-def report(row: dict[str, float], found: training.Progress, run_dir: Path) -> None:
-    """A row with its checkpoint; without one, if the trainer has dropped it already."""
+def report(row: dict[str, float], found: training.Progress, run_dir: Path, results: Sequence[str] = ()) -> None:
+    """A row with its checkpoint, and with these folders of the run; without, if the trainer has dropped the checkpoint
+    already."""
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=".") as scratch:  # one file system: files are linked
         try:
-            kept = training.snapshot(found, run_dir, Path(scratch) / "checkpoint")
+            kept = training.snapshot(found, run_dir, Path(scratch) / "checkpoint", results)
         except FileNotFoundError:
             tune.report(row)
             return

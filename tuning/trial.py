@@ -12,7 +12,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ from tuning import guard
 
 Row = dict[str, float]
 ROWS, CERTIFICATE = "metrics.jsonl", "certificate/certificate.json"
-FINISHED = ("handover", "certificate")
+RESULTS = ("handover", "certificate")  # folders of a run that has ended
 POLL_SECONDS, PATIENCE_SECONDS = 0.2, 20.0
 GUARD = (sys.executable, "-I", "-S", guard.__file__)
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "CROSS_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "CROSS_SIZE": "1"}
@@ -175,29 +174,24 @@ def _rows(run_dir: Path) -> Iterator[Row]:
                 yield json.loads(line)
 
 
-def snapshot(found: Progress, run_dir: Path, to: Path) -> Path:
-    """The checkpoint and the rows so far under `to`, linked: the trainer may drop its own while this is copied."""
+def snapshot(found: Progress, run_dir: Path, to: Path, results: Sequence[str] = ()) -> Path:
+    """The checkpoint and the rows so far under `to`, and these folders of the run, linked: the trainer may drop its own
+    while this is copied."""
     shutil.copytree(found.checkpoint, to / "checkpoints" / found.checkpoint.name, copy_function=os.link)
+    for name in results:
+        shutil.copytree(run_dir / name, to / name, copy_function=os.link)
     shutil.copyfile(run_dir / ROWS, to / ROWS)
     return to
-
-
-@contextmanager
-def finished(run_dir: Path) -> Iterator[Path]:
-    """A folder with the hand-over and the certificate, linked."""
-    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".") as scratch:
-        for name in FINISHED:
-            shutil.copytree(run_dir / name, Path(scratch) / name, copy_function=os.link)
-        yield Path(scratch)
 
 
 def adopt(snapshot_dir: Path, run_dir: Path, changed: dict[str, Any]) -> None:
     """Begin a run folder with a snapshot, so that `resume=auto` goes on from it.
 
     changed: keys of the configuration that the search has given other values since (population-based training);
-    the checkpoint's fingerprint is told, any other difference is still refused. It goes on as a run of its own.
+    the checkpoint's fingerprint is told, any other difference is still refused. It goes on as a run of its own,
+    without the results that an ended one left.
     """
-    shutil.copytree(snapshot_dir, run_dir, dirs_exist_ok=True)
+    shutil.copytree(snapshot_dir, run_dir, dirs_exist_ok=True, ignore=lambda _, names: {*names} & {*RESULTS})
     for mark in run_dir.glob(f"checkpoints/*/{checkpoint.MARK}"):
         content = read_json(mark)
         if any(content["fingerprint"].get(key) != value for key, value in changed.items()):

@@ -253,11 +253,14 @@ def test_an_adopted_checkpoint_is_of_this_trial_and_only_searched_keys_may_diffe
     mark = {"format": checkpoint.FORMAT, "position": position, "world_size": 1, "files": {}, "sha256": {}}
     mark |= {"run_id": "theirs", "fingerprint": prints}
     (folder / checkpoint.MARK).write_text(json.dumps(mark))
+    for name in trial.RESULTS:  # of a trial that has ended, as an object store keeps it
+        (theirs / name).mkdir()
     trial.adopt(theirs, tmp_path / "mine", {"penalty.lambda_q": 5e-4})
     saved = checkpoint.newest(tmp_path / "mine")
     assert saved is not None
     assert (saved.fingerprint, saved.run_id) == ({"penalty.lambda_q": 5e-4, "model.depth": 2}, None)
     checkpoint.check_same_run(saved, saved.fingerprint, 1, tmp_path)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["checkpoints"], "its results are none of this one"
     with pytest.raises(UserError, match=r"model\.depth"):
         checkpoint.check_same_run(saved, saved.fingerprint | {"model.depth": 3}, 1, tmp_path)
     trial.adopt(theirs, tmp_path / "same", {"penalty.lambda_q": 1e-3})
