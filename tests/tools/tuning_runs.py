@@ -3,6 +3,7 @@ nodes of a real Ray."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -105,6 +106,22 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
         yield cluster, other
     finally:
         cluster.shutdown()
+
+
+@contextmanager
+def node_apart(cluster: Any, hidden: Path) -> Iterator[None]:
+    """A node of one CPU more that has a disk of its own in the place of `hidden`; killed on leaving."""
+    if os.geteuid() or not shutil.which("unshare"):
+        pytest.skip("needs root and unshare, to give a node a disk of its own")
+    hidden.mkdir(parents=True, exist_ok=True)
+    start = f"mount -t tmpfs none {hidden} && exec {Path(sys.executable).parent}/ray start --num-cpus=1 --block"
+    command = ["unshare", "-m", "sh", "-c", f"{start} --address={cluster.address} --disable-usage-stats"]
+    node = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        time.sleep(15)  # until it has joined
+        yield
+    finally:
+        end_group(node, PATIENCE_SECONDS)
 
 
 @contextmanager

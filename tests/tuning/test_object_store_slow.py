@@ -1,7 +1,6 @@
 """A search without a common file system: checkpoints, hand-overs and certificates go to a bucket."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from certizoo.processes import end_group
 from registry import browse
 from tests.shards import test_s3_slow
 from tests.shards.test_s3_slow import BUCKET, KEY, Bucket
-from tests.tools.tuning_runs import begin, finish, finished, shared_server, two_nodes
+from tests.tools.tuning_runs import begin, finish, finished, node_apart, shared_server, two_nodes
 from tuning.trial import PATIENCE_SECONDS, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -65,18 +64,11 @@ def test_a_trial_goes_on_from_the_bucket_where_its_node_is_lost(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second node has a disk of its own in the place of the search's folder."""
-    if os.geteuid() or not shutil.which("unshare"):
-        pytest.skip("needs root and unshare, to give a node a disk of its own")
-    own = tmp_path / "runs" / "tune"
-    own.mkdir(parents=True)
-    start = f"mount -t tmpfs none {own} && exec {Path(sys.executable).parent}/ray start --num-cpus=1 --block"
     files, folder = FileSystem.from_uri(bucket)
+    own = tmp_path / "runs" / "tune"
     with shared_server(tmp_path) as url, two_nodes(monkeypatch) as (cluster, other):
         cluster.remove_node(other)
-        command = ["unshare", "-m", "sh", "-c", f"{start} --address={cluster.address} --disable-usage-stats"]
-        node = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-        try:
-            time.sleep(15)
+        with node_apart(cluster, own):
             search = ("--space", "msvp", "--num-samples", "2", "--scheduler", "none", "--name", "far")
             driver = begin(tmp_path, *search, "--storage", bucket, "--", "train.epochs=16", *SMALL, uri=url)
             deadline = time.monotonic() + 400
@@ -84,8 +76,6 @@ def test_a_trial_goes_on_from_the_bucket_where_its_node_is_lost(
                 assert time.monotonic() < deadline
                 assert driver.poll() is None, (tmp_path / "tune.log").read_text()
                 time.sleep(1)
-        finally:
-            end_group(node, PATIENCE_SECONDS)
         status, output = finish(driver, tmp_path, 600)
         versions = browse.versions("spec_vit_digits", url)
     assert status == 0, output

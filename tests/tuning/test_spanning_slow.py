@@ -2,18 +2,22 @@
 search that waits begins before there is a node for it."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from certizoo.processes import end_group
-from tests.tools.tuning_runs import alive, begin, finish, finished, first_step, runs, shared_server, two_nodes
-from tuning.trial import PATIENCE_SECONDS
+from tests.tools.tuning_runs import (
+    alive,
+    begin,
+    finish,
+    finished,
+    first_step,
+    node_apart,
+    runs,
+    shared_server,
+    two_nodes,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -60,21 +64,12 @@ def test_nodes_without_a_common_folder_are_named_before_anything_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second node has a file system of its own where the search is kept."""
-    if os.geteuid() or not shutil.which("unshare"):
-        pytest.skip("needs root and unshare, to hide a folder from a node")
     storage = tmp_path / "runs" / "tune"
-    storage.mkdir(parents=True)
-    apart = f"mount -t tmpfs none {storage} && exec {Path(sys.executable).parent}/ray start --num-cpus=1 --block"
     with shared_server(tmp_path) as url, two_nodes(monkeypatch) as (cluster, other):
         cluster.remove_node(other)
-        command = ["unshare", "-m", "sh", "-c", f"{apart} --address={cluster.address} --disable-usage-stats"]
-        node = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-        try:
-            time.sleep(15)
+        with node_apart(cluster, storage):
             name = ("--space", "msvp", "--name", "apart", "--storage", str(storage))
             status, output = finish(begin(tmp_path, *name, uri=url), tmp_path, 300)
-        finally:
-            end_group(node, PATIENCE_SECONDS)
     assert status == 2
     assert (
         f"does not see {storage / 'apart'}; give --storage and data.root on a file system that all nodes share"
