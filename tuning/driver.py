@@ -38,6 +38,7 @@ from tuning.search import Search
 from tuning.spaces import Parameter, Space
 
 WAITING_SECONDS = 30.0  # without a trial that runs, before it is said why
+FAILED, REFUSED = "Failed: ", "Refused: "  # as tracebacks end: tuning/trial.py
 KEPT_OF_A_POPULATION = 8  # checkpoints of a trial: another one may be about to go on from an older one
 
 
@@ -226,17 +227,23 @@ class Watch(tune.Callback):
         self.board.ended(trial.trial_id)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self.board.restarting(trial.trial_id, reason(Path(trial.error_file or "")))
+        said = last_line(Path(trial.error_file or ""))
+        if REFUSED not in said:  # it fails in a moment: trying again changes nothing
+            self.board.restarting(trial.trial_id, reason(said))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self.board.failed(trial.trial_id, reason(Path(trial.error_file or "")))
+        self.board.failed(trial.trial_id, reason(last_line(Path(trial.error_file or ""))))
 
 
-def reason(error_file: Path) -> str:
-    """The last line of the tracebacks that Tune keeps of a trial."""
+def last_line(error_file: Path) -> str:
+    """Of the tracebacks that Tune keeps of a trial."""
     try:
         lines = [line.strip() for line in error_file.read_text().splitlines() if line.strip()]
     except OSError:
         lines = []
-    words = ("Failed: ", "Refused: ")
-    return next((lines[-1].split(word)[-1] for word in words if word in lines[-1]), lines[-1]) if lines else "lost"
+    return lines[-1] if lines else "lost"
+
+
+def reason(said: str) -> str:
+    """In the trainer's own words, where the last line of a traceback holds them."""
+    return next((said.split(word)[-1] for word in (FAILED, REFUSED) if word in said), said)

@@ -519,6 +519,29 @@ def test_a_search_that_waits_says_why_and_not_too_often(
     assert "each wants CPU=2 GPU=1 on one node, and of 2 nodes CPU=2 GPU=0 are free" in said[0][1]
 
 
+def test_what_its_trainer_refuses_is_not_said_to_begin_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tune tries again whatever failed."""
+    from tuning import driver
+
+    watch = driver.Watch(Board(spaces.load("msvp"), ["clean_acc"], 1, 1), asked("--space", "msvp"))
+    point = watch.search.parameters.draw(Random(0))
+    ends = {"Refused: no such model (exit status 2)": "", "Failed: killed (signal 9)": "killed (signal 9)", "": "lost"}
+    for index, (line, told) in enumerate(ends.items()):
+        error = tmp_path / str(index)
+        error.write_text(f"Traceback\n  File\ntuning.trial.{line}\n" if line else "")
+        one: Any = SimpleNamespace(trial_id=str(index), config=point, error_file=str(error))
+        watch.on_trial_start(0, [], one)
+        capsys.readouterr()
+        watch.on_trial_recover(0, [], one)
+        said = capsys.readouterr().out
+        assert told in said
+        assert bool(said) == bool(told)
+    watch.on_trial_error(0, [], SimpleNamespace(trial_id="0", error_file=str(tmp_path / "0")))
+    assert "no such model (exit status 2)" in capsys.readouterr().out
+
+
 def test_the_command_that_goes_on_names_the_storage_where_it_is_not_the_usual_one() -> None:
     assert tune.resuming(asked("--space", "msvp", "--name", "x")) == "python tune.py --resume x"
     elsewhere = asked("--space", "msvp", "--name", "x", "--storage", "/mnt/a b")
