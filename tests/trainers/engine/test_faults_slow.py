@@ -187,13 +187,16 @@ def test_a_stopped_rank_ends_the_run(folder: Path) -> None:
     assert newest_step(folder / "runs" / "stopped") >= 4
 
 
-def test_a_loader_that_hangs_ends_the_run(digits: Path, tmp_path: Path) -> None:
-    shutil.copytree(digits, tmp_path / "data" / "digits")
-    process = alone(*LONG, "name=hung", "deepspeed.timeout_minutes=0.2", cwd=tmp_path)
+def test_a_loader_that_hangs_ends_the_run(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command that prints shards falls silent, as a network disk that answers no more."""
+    silent, program = tmp_path / "silent", tmp_path / "shard.sh"
+    program.write_text(f'#!/bin/sh\nif test -e {silent}; then exec sleep 100; fi\nexec cat {digits}/"$1"\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("CERTIZOO_PIPES", str(program))
+    root = f"data.root='pipe:{program} {{shard}}'"
+    process = alone(*LONG, root, "name=hung", "deepspeed.timeout_minutes=0.2", cwd=tmp_path)
     reach(process, tmp_path / "runs" / "hung", 5)
-    for shard in (tmp_path / "data" / "digits").glob("*train*.tar"):
-        os.mkfifo(tmp_path / "fifo")
-        os.replace(tmp_path / "fifo", shard)  # as a network disk that answers no more
+    silent.touch()
     status, output = finish(process, seconds=60)
     assert status == 1
     error = the_error(output)
