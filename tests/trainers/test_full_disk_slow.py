@@ -18,10 +18,12 @@ RUN = (*TINY, "train.max_steps=2", "train.checkpoint_every=1", "train.log_every=
 
 @pytest.mark.parametrize("room", [0, 20_000])  # bytes of a file: nothing can be written; small files can
 def test_a_disk_that_is_full_from_any_moment_on(folder: Path, room: int) -> None:
-    out = folder / f"{room}.json"
+    own, out = folder / str(room), folder / f"{room}.json"
+    own.mkdir()
+    (own / "data").symlink_to(folder / "data")
     done = subprocess.run(
         [sys.executable, str(WORKER), *RUN, str(room), str(out)],
-        cwd=folder, env=environment(), text=True, capture_output=True, timeout=600,
+        cwd=own, env=environment(), text=True, capture_output=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     moments = json.loads(out.read_text())

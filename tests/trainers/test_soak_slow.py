@@ -66,7 +66,9 @@ def disturbed(run_dir: Path, command: list[str], cwd: Path, chance: random.Rando
     status, output = finish(process, seconds=120)
     _, alive = psutil.wait_procs(found, timeout=60)
     assert not alive, output
-    assert "Traceback" not in output or (signum == signal.SIGTERM and aim < 0), output
+    # A thread of Python's own says it where a loader process was gone when it came to fetch a file descriptor.
+    shown = output.count("Traceback") - output.count("resource_sharer.py")
+    assert shown == 0 or (signum == signal.SIGTERM and aim < 0), output
     return f"{kind}, {'starting' if aim < 0 else 'training'}: steps {before} to {steps_of(run_dir)}, status {status}"
 
 
