@@ -363,7 +363,7 @@ def broadcast_weights(model: Any, patch: Patch) -> None:
 BREAKING: dict[str, tuple[Attack, str]] = {
     "model.embed": (on_instance("", "embed"), "ViT.*embed is patched"),
     "model.pool": (on_instance("", "pool"), "pool is patched"),
-    "model.forward_features": (on_instance("", "forward_features"), "forward_features is patched"),
+    "model.trunk": (on_instance("", "trunk"), "trunk is patched"),
     "model.forward_head": (on_instance("", "forward_head"), "forward_head is patched"),
     "attention.merge": (on_instance("blocks.0.attn", "merge"), r"blocks\.0\.attn: .*merge is patched"),
     "attention.forward": (on_instance("blocks.1.attn", "forward"), r"blocks\.1\.attn: .*forward is patched"),
