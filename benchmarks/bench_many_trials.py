@@ -15,21 +15,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pandas as pd
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks import ray_nodes
-from benchmarks.bench_tune import ROOT, TRAINER
+from benchmarks.bench_tune import ROOT, note
 from benchmarks.record import record
-from certizoo.processes import end_group
 from registry import browse, store
-from tuning.trial import free_port
+from tuning import server
 
 MODEL, NAME = "spec_vit_digits", "many"
 ADDRESS = "127.0.0.2"  # an address of the loopback that is not taken for each node's own
@@ -48,7 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         database = os.environ.pop("MLFLOW_TRACKING_URI", f"{store.SQLITE}{folder}/mlflow.db")
-        with served(database, folder) as url, ray_nodes.cluster(options.nodes) as nodes:
+        with server.started(database, folder / "server.log", ADDRESS) as url, ray_nodes.cluster(options.nodes) as nodes:
             found = searched(folder, nodes, url, options)
             versions = [v.tags["trial"] for v in browse.versions(MODEL, url)]
         rows = pd.read_csv(folder / "runs" / "tune" / NAME / "results.csv")
@@ -68,26 +65,6 @@ def main() -> None:
         raise SystemExit(f"{certified} certified trials and {len(versions)} versions of {options.trials} trials")
 
 
-@contextmanager
-def served(database: str, folder: Path) -> Iterator[str]:
-    """An MLflow server that all nodes reach; a password in the database's URI is for no command line."""
-    port = free_port()
-    own = os.environ | {"MLFLOW_SERVER_ALLOWED_HOSTS": f"{ADDRESS}:*", "MLFLOW_TRACKING_URI": database}
-    own |= {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "registry", "ui", "--host", ADDRESS, "--port", str(port)]
-    with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log, start_new_session=True)
-    try:
-        url, deadline = f"http://{ADDRESS}:{port}", time.monotonic() + 200
-        while time.monotonic() < deadline and process.poll() is None:
-            with suppress(OSError), urlopen(f"{url}/health", timeout=2):
-                break
-            time.sleep(0.5)
-        yield url
-    finally:
-        end_group(process, 20)
-
-
 def searched(folder: Path, nodes: ray_nodes.Nodes, url: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run the search, kill the nodes; seconds, and the driver's memory."""
     command = [sys.executable, str(ROOT / "tune.py"), "--space", "msvp", "--name", NAME, "--scheduler", "none"]
@@ -101,7 +78,7 @@ def searched(folder: Path, nodes: ray_nodes.Nodes, url: str, options: argparse.N
         time.sleep(1)
         with suppress(psutil.Error):
             memory.append(driver.memory_info().rss / 2**20)
-        note(used)
+        note(used, psutil.Process().children(recursive=True))
         done = len(list((folder / "runs/tune" / NAME / "trials").glob("*/run-*/certificate/certificate.json")))
         if killed < options.kills and done >= (killed + 1) * options.trials // (options.kills + 1):
             os.killpg(nodes.processes.pop(1).pid, signal.SIGKILL)  # the head is the first
@@ -117,15 +94,6 @@ def searched(folder: Path, nodes: ray_nodes.Nodes, url: str, options: argparse.N
         "driver_mb_early": round(sum(early) / len(early)),
         "driver_mb_most": round(max(memory)),
     }
-
-
-def note(used: dict[int, float]) -> None:
-    """Processor seconds so far of every process below this one that is no trainer."""
-    for each in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it ended meanwhile
-            if not any(word.endswith(TRAINER) for word in each.cmdline()):
-                times = each.cpu_times()
-                used[each.pid] = times.user + times.system
 
 
 if __name__ == "__main__":

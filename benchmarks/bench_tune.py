@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -51,15 +52,20 @@ def watch(process: "subprocess.Popen[bytes]") -> Iterator[tuple[float, float]]:
     """Until the search ends: the time, and the CPU seconds so far of its processes other than the trainers'."""
     used: dict[int, float] = {}
     while process.poll() is None:
-        try:
-            for each in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
-                if not any(word.endswith(TRAINER) for word in each.cmdline()):
-                    times = each.cpu_times()
-                    used[each.pid] = times.user + times.system
-        except psutil.Error:  # it ended meanwhile
-            pass
+        with suppress(psutil.Error):  # it ended meanwhile
+            driver = psutil.Process(process.pid)
+            note(used, [driver, *driver.children(recursive=True)])
         yield time.time(), sum(used.values())
         time.sleep(SAMPLE_SECONDS)
+
+
+def note(used: dict[int, float], processes: Sequence[psutil.Process]) -> None:
+    """The processor seconds that each of them has used so far, but for the trainers'."""
+    for each in processes:
+        with suppress(psutil.Error):  # it ended meanwhile
+            if not any(word.endswith(TRAINER) for word in each.cmdline()):
+                times = each.cpu_times()
+                used[each.pid] = times.user + times.system
 
 
 def parts(rows: pd.DataFrame, samples: Samples) -> pd.DataFrame:

@@ -4,6 +4,7 @@ SQLite is written by one process: several trials at once need a server. On one m
 loopback and for as long as the search takes; for several machines the person has to name one.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -41,17 +42,21 @@ def registry(nodes: int, at_once: int, log: Path) -> Iterator[str]:
 
 
 @contextmanager
-def started(uri: str, log: Path) -> Iterator[str]:
-    """`python -m registry ui` on a free port of the loopback."""
+def started(uri: str, log: Path, host: str = "127.0.0.1") -> Iterator[str]:
+    """`python -m registry ui` on a free port of `host`. The URI goes by environment: it may hold a password."""
     port = free_port()
-    command = [sys.executable, "-m", "registry", "ui", "--uri", uri, "--port", str(port)]
+    command = [sys.executable, "-m", "registry", "ui", "--host", host, "--port", str(port)]
+    code = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = os.environ | {"MLFLOW_TRACKING_URI": uri, "PYTHONPATH": os.pathsep.join(code)}
+    if host not in LOOPBACK:
+        variables |= {"MLFLOW_SERVER_ALLOWED_HOSTS": f"{host}:*"}
     with log.open("ab") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent,
-            cwd=Path(__file__).resolve().parents[1],
+            cwd=log.parent, env=variables,
         )  # fmt: skip
     try:
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://{host}:{port}"
         wait_for(url, process, log)
         yield url
     finally:

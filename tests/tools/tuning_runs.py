@@ -7,9 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,14 @@ import pytest
 
 from certizoo.processes import end_group
 from tests.tools.launching import ROOT, environment
-from tuning.trial import PATIENCE_SECONDS, free_port
+from tuning import server
+from tuning.trial import PATIENCE_SECONDS
 
 ADDRESS = "127.0.0.2"  # a loopback address that tune.py does not take for this machine's own: nodes share the server
 
-# A trial of a few seconds of work: 4 epochs of digits, a certificate of 40 images.
-SHORT = (
-    "--",
-    "train.epochs=4",
-    "certify.images=40",
-    "certify.method=lofast",
-    "train.eval_images=80",
-    "registry.champion_images=40",
-)
+# A trial of a few seconds of work: a certificate of 40 images, and 4 epochs of digits.
+SMALL = ("certify.images=40", "certify.method=lofast", "train.eval_images=80", "registry.champion_images=40")
+SHORT = ("--", "train.epochs=4", *SMALL)
 
 
 def begin(cwd: Path, *arguments: str, uri: str | None = None) -> "subprocess.Popen[str]":
@@ -126,18 +120,6 @@ def node_apart(cluster: Any, hidden: Path) -> Iterator[None]:
 
 @contextmanager
 def shared_server(folder: Path) -> Iterator[str]:
-    """`python -m registry ui` for others than this machine: files go through it."""
-    port = free_port()
-    own = os.environ | {"PYTHONPATH": str(ROOT), "MLFLOW_SERVER_ALLOWED_HOSTS": f"{ADDRESS}:*"}
-    command = [sys.executable, "-m", "registry", "ui", "--host", ADDRESS, "--port", str(port)]
-    with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log, start_new_session=True)
-    try:
-        url, deadline = f"http://{ADDRESS}:{port}", time.monotonic() + 200
-        while time.monotonic() < deadline:
-            with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
-                break
-            time.sleep(0.5)
+    """An MLflow server for others than this machine: files go through it."""
+    with server.started(f"sqlite:///{folder}/mlflow.db", folder / "server.log", ADDRESS) as url:
         yield url
-    finally:
-        end_group(process, PATIENCE_SECONDS)

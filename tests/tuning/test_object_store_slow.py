@@ -16,12 +16,11 @@ from certizoo.processes import end_group
 from registry import browse
 from tests.shards import test_s3_slow
 from tests.shards.test_s3_slow import BUCKET, KEY, Bucket
-from tests.tools.tuning_runs import begin, finish, finished, node_apart, shared_server, two_nodes
+from tests.tools.tuning_runs import SMALL, begin, finish, finished, node_apart, shared_server, two_nodes
 from tuning.trial import PATIENCE_SECONDS, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 program = test_s3_slow.program  # the fixture
-SMALL = ("certify.images=40", "certify.method=lofast", "registry.champion_images=40", "train.eval_images=80")
 
 
 @pytest.fixture

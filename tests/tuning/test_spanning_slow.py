@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.tuning_runs import (
+    SMALL,
     alive,
     begin,
     finish,
@@ -20,8 +21,6 @@ from tests.tools.tuning_runs import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-SMALL = ("certify.images=40", "certify.method=lofast", "registry.champion_images=40", "train.eval_images=80")
 
 
 def test_a_trial_on_two_nodes_goes_on_after_one_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

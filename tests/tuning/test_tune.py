@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import combinations, count, product
+from itertools import count
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -444,79 +444,7 @@ def test_a_search_of_which_nothing_finished_leaves_its_page_too(tmp_path: Path) 
     assert "why not" in closing.write(wanted, board).read_text()
 
 
-# --- nodes ---
-
-
-@pytest.mark.parametrize(
-    ("alive", "wanted", "spanned", "trials"),
-    [
-        ([{"CPU": 2}, {"CPU": 2}], {"CPU": 3}, 1, 0),  # together they have 4
-        ([{"CPU": 3}, {"CPU": 3}], {"CPU": 2}, 1, 2),
-        ([{"CPU": 8, "GPU": 1}, {"CPU": 8}], {"CPU": 2, "GPU": 1}, 1, 1),
-        ([{"CPU": 8, "GPU": 1}, {"CPU": 8}], {"CPU": 2, "GPU": 0}, 1, 8),
-        ([{"CPU": 2, "GPU": 1}], {"CPU": 1, "GPU": 0.25}, 1, 2),
-        ([{"CPU": 2}], {}, 1, 0),
-        ([{"CPU": 8}], {"CPU": 1}, 2, 0),  # two shares of one node make no trial on two
-        ([{"CPU": 8}, {"CPU": 3}], {"CPU": 1}, 2, 3),
-        ([{"CPU": 2}, {"CPU": 2}, {"CPU": 2}], {"CPU": 1}, 2, 3),
-        ([{"CPU": 2}, {"CPU": 2}, {"CPU": 2}], {"CPU": 1}, 4, 0),
-    ],
-)
-def test_a_trial_takes_its_share_of_so_many_nodes(
-    alive: list[dict[str, float]],
-    wanted: dict[str, float],
-    spanned: int,
-    trials: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from tuning import nodes
-
-    seen = [{"Resources": node, "Alive": True} for node in alive]
-    monkeypatch.setattr(nodes.ray, "nodes", lambda: [*seen, {"Resources": {"CPU": 99, "GPU": 99}, "Alive": False}])
-    search: Any = SimpleNamespace(resources=wanted, nodes=spanned, wait=False, max_concurrent=None, num_samples=100)
-    if trials:
-        assert nodes.at_once(search) == trials
-    else:
-        with pytest.raises(UserError, match="no trial fits on"):
-            nodes.at_once(search)
-        search.wait = True  # for what an autoscaler brings
-        assert nodes.at_once(search) == 100
-
-
-def test_as_many_trials_as_can_be_laid_out() -> None:
-    """Against all ways to lay trials on nodes one after the other."""
-
-    def most(shares: tuple[int, ...], nodes: int) -> int:
-        ways = (c for c in combinations(range(len(shares)), nodes) if all(shares[i] for i in c))
-        return max((1 + most(tuple(s - (i in c) for i, s in enumerate(shares)), nodes) for c in ways), default=0)
-
-    from tuning.nodes import room_on
-
-    for shares in product(range(4), repeat=3):
-        for nodes in (1, 2, 3):
-            assert room_on(shares, nodes) == most(shares, nodes)
-
-
-def test_a_search_that_waits_says_why_and_not_too_often(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tuning import driver, nodes
-
-    clock, running = [0.0], SimpleNamespace(status="RUNNING")
-    pending = SimpleNamespace(status="PENDING")
-    monkeypatch.setattr(driver.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(nodes.ray, "available_resources", lambda: {"CPU": 2.0, "memory": 1e9})
-    monkeypatch.setattr(nodes.ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}])
-    search: Any = SimpleNamespace(resources={"CPU": 2, "GPU": 1}, nodes=1)
-    watch = driver.Watch(Board(spaces.load("msvp"), ["clean_acc"], 2, 1), search)
-    said = []
-    for second in range(700):
-        clock[0] = float(second)
-        watch.on_step_end(second, [running if 100 <= second <= 110 else pending])
-        if out := capsys.readouterr().out:
-            said.append((second, out))
-    assert [second for second, _ in said] == [31, 141, 231, 591]
-    assert "each wants CPU=2 GPU=1 on one node, and of 2 nodes CPU=2 GPU=0 are free" in said[0][1]
+# --- what is said ---
 
 
 def test_what_its_trainer_refuses_is_not_said_to_begin_again(
@@ -593,14 +521,6 @@ def test_with_an_object_store_run_folders_are_the_nodes_own(tmp_path: Path, monk
         asked("--space", "l2", "--storage", "s3://anna:secret@bucket/searches")
     with pytest.raises(UserError, match="there is no search in"):
         tune.main_search(tune.parser(DEFAULTS).parse_args(["--resume", "--storage", "s3://bucket/searches"]), DEFAULTS)
-
-
-@pytest.mark.parametrize("place", ["gopher://bucket/searches", "/dev/null/searches"])
-def test_a_place_that_cannot_be_written_is_one_line(place: str) -> None:
-    from tuning import nodes
-
-    with pytest.raises(UserError, match=f"--storage {place} cannot be written"), nodes._marked(place):
-        pass
 
 
 HOLD = """

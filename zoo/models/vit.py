@@ -141,12 +141,14 @@ class ViT(nn.Module):
 
     def trunk(self, x_BCHW: Tensor, first: int | None = None) -> Tensor:
         """Tokens after the blocks; with `first` only so many in front: (B, C, H, W) -> (B, N or first, D)."""
-        x_BND = self.embed(x_BCHW)
+        x_BND, blocks = self.embed(x_BCHW), [*self.blocks]
+        for block in blocks[: self.cls_after]:
+            x_BND = block(x_BND)
         if self.cls_after:
-            x_BND = self.add_cls_token(self.blocks[: self.cls_after](x_BND))
-        if first is None:
-            return self.blocks[self.cls_after :](x_BND)
-        return self.blocks[-1](self.blocks[self.cls_after : -1](x_BND), first)
+            x_BND = self.add_cls_token(x_BND)
+        for block in blocks[self.cls_after : len(blocks) - (first is not None)]:
+            x_BND = block(x_BND)
+        return x_BND if first is None else blocks[-1](x_BND, first)
 
     def pool(self, x_BND: Tensor) -> Tensor:
         """(B, N, D) -> (B, D)."""
