@@ -3,10 +3,13 @@ random resized crop and mirror, collation, transport to the step's process) agai
 processes could do with the same JPEGs, which they hold in memory and whose pixels they drop:
 
     decode         Pillow's decoder and nothing else
-    decode + view  that and the same crops, resized and mirrored, each drawn from the same seed
+    decode + view  the same views, decoded by what the loader decodes by, each drawn from the same seed
+    loader         batches of bytes where the step is, as they are sent to a GPU, which makes them float32 itself
+    floats         that and float32, made by this CPU
 
-All three take turns in one run and ratios are taken round by round. Time is the CPU's, of this process and of its
-loader processes, since what else the machine runs then does not count; that of the wall is given beside it.
+All four take turns in one run and ratios are taken round by round. Time is the CPU's, of this process and of its
+loader processes, since what else the machine runs then does not count; that of the wall is given beside it. Shards are
+read `--copies` times as one epoch: that loader processes start is a matter of seconds, not of images.
 
     python -m benchmarks.bench_loader FOLDER [--train 'imagenet1k-sample-*.tar'] [--workers 0 1] [--rounds 9]
 """
@@ -15,15 +18,18 @@ import argparse
 import io
 import resource
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import shards
 from benchmarks.record import record
+from certizoo.memory import keep_freed_memory
 from shards import DataConfig, ShardSet
 from shards.batch import train_view
 from shards.plan import entries, segments
@@ -41,10 +47,33 @@ def main() -> None:
     parser.add_argument("--augment", default="inception")
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--workers", type=int, nargs="+", default=(0, 1))
+    parser.add_argument("--interpolation", default="bilinear")
+    parser.add_argument("--copies", type=int, default=4, help="of every shard in an epoch")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
+    keep_freed_memory()  # as a training on a CPU does
+    with tempfile.TemporaryDirectory() as folder:
+        copied(Path(options.root), options.train, Path(folder), options.copies)
+        compared(folder, options)
+
+
+def copied(root: Path, pattern: str, folder: Path, copies: int) -> None:
+    """Links to the shards, so many of each."""
+    for path in sorted(root.glob(pattern)):
+        for copy in range(copies):
+            (folder / f"{path.stem}-{copy:03d}.tar").symlink_to(path.resolve())
+
+
+def compared(folder: str, options: argparse.Namespace) -> None:
     data = DataConfig(
-        "imagenet", options.root, options.train, options.train, 1000, options.img_size, augment=options.augment
+        "imagenet",
+        folder,
+        "*.tar",
+        "*.tar",
+        1000,
+        options.img_size,
+        augment=options.augment,
+        interpolation=options.interpolation,
     )
     found = shards.find(data, "train")
     samples = [entry.load(data.num_classes) for entry in entries(segments(found.paths, found.counts, 0, found.samples))]
@@ -54,7 +83,10 @@ def main() -> None:
     }
     kilobytes = statistics.mean(len(sample.image) for sample in samples) / 1e3
     about = {"images": len(samples), "mean_kilobytes": kilobytes, "pillow": Image.__version__}
-    chosen = {key: getattr(options, key) for key in ("train", "img_size", "augment", "batch", "rounds")}
+    chosen = {
+        key: getattr(options, key)
+        for key in ("train", "img_size", "augment", "interpolation", "batch", "copies", "rounds")
+    }
     record("loader_cpu", chosen | about | results)
 
 
@@ -63,13 +95,14 @@ def measured(
 ) -> dict[str, object]:
     view = train_view(data, SEED, EPOCH)
     ways: dict[str, Callable[[], Iterable[object]]] = {
-        "loader": lambda: shards.train_loader(found, data, batch_size=options.batch, epoch=EPOCH, seed=SEED),
+        "loader": lambda: shards.train_loader(found, data, batch_size=options.batch, epoch=EPOCH, seed=SEED).received(),
+        "floats": lambda: shards.train_loader(found, data, batch_size=options.batch, epoch=EPOCH, seed=SEED),
         "decode": lambda: bare(samples, decode_only, data.workers, options.batch),
         "decode_view": lambda: bare(samples, view, data.workers, options.batch),
     }
     turns: list[dict[str, Seconds]] = []
     for turn in range(options.rounds + 1):
-        order = [*ways][turn % 3 :] + [*ways][: turn % 3]
+        order = [*ways][turn % len(ways) :] + [*ways][: turn % len(ways)]
         turns.append({name: seconds(ways[name]) for name in order})
     turns = turns[1:]  # the first warms up
     rates = {name: len(samples) / statistics.median(turn[name][0] for turn in turns) for name in ways}
@@ -79,6 +112,7 @@ def measured(
         "images_per_wall_second": walls,
         "loader_over_decode_view": quartiles(turn["decode_view"][0] / turn["loader"][0] for turn in turns),
         "loader_over_decode": quartiles(turn["decode"][0] / turn["loader"][0] for turn in turns),
+        "floats_over_decode": quartiles(turn["decode"][0] / turn["floats"][0] for turn in turns),
         "decode_view_over_decode": quartiles(turn["decode"][0] / turn["decode_view"][0] for turn in turns),
     }
 

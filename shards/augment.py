@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from shards.decode import Pixels, fit
+from shards.kernels import mirrored, resized
 
 Augment = Callable[[Pixels, int], Pixels]
 JITTER = (0.4, 0.4, 0.4)  # of brightness, contrast and saturation: timm's
@@ -29,20 +30,23 @@ def mix(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def augmentation(name: str, size: int) -> Augment:
-    """`none`, `flip`, `flip_crop`, `flip_crop_jitter`, `inception` or `randaug` to size x size pixels."""
+def augmentation(name: str, size: int, interpolation: str = "bilinear") -> Augment:
+    """`none`, `flip`, `flip_crop`, `flip_crop_jitter`, `inception` or `randaug` to size x size pixels; the crops of the
+    last two are resized `bilinear` or `bicubic`."""
     if name == "none":
         return lambda image_HWC, seed: fit(image_HWC, size)
     if name == "flip":
         return lambda image_HWC, seed: flip(fit(image_HWC, size), seed)
     if name == "flip_crop":
         return lambda image_HWC, seed: flip_crop(fit(image_HWC, size), seed)
-    return {"flip_crop_jitter": _flip_crop_jitter, "inception": _inception, "randaug": _randaug}[name](size)
+    if name == "flip_crop_jitter":
+        return _flip_crop_jitter(size)
+    return {"inception": _inception, "randaug": _randaug}[name](size, interpolation)
 
 
 def flip(image_HWC: Pixels, seed: int) -> Pixels:
     """Mirror half of the images."""
-    return image_HWC[:, ::-1] if seed % 2 else image_HWC
+    return mirrored(image_HWC) if seed % 2 else image_HWC
 
 
 def flip_crop(image_HWC: Pixels, seed: int) -> Pixels:
@@ -79,23 +83,23 @@ def _overlap(shift: int) -> tuple[slice, slice]:
     return (slice(shift, None), slice(0, end)) if shift >= 0 else (slice(0, end), slice(-shift, None))
 
 
-def _inception(size: int) -> Augment:
+def _inception(size: int, interpolation: str) -> Augment:
     """Random resized crop (Szegedy et al., https://arxiv.org/abs/1409.4842) and mirror."""
 
     def view(image_HWC: Pixels, seed: int) -> Pixels:
         draw = random.Random(seed)
         height, width, _ = image_HWC.shape
         left, top, right, bottom = crop_box(width, height, draw)
-        return flip(resized(image_HWC[top:bottom, left:right], size), draw.getrandbits(1))
+        return flip(resized(image_HWC[top:bottom, left:right], size, interpolation), draw.getrandbits(1))
 
     return view
 
 
-def _randaug(size: int) -> Augment:
+def _randaug(size: int, interpolation: str) -> Augment:
     """Inception, then RandAugment (https://arxiv.org/abs/1909.13719) as timm has it."""
     from timm.data.auto_augment import rand_augment_transform  # here: importing timm takes seconds
 
-    inception = _inception(size)
+    inception = _inception(size, interpolation)
     rand_augment = rand_augment_transform(RANDAUG, {"translate_const": round(size * 0.45), "img_mean": GRAY})
 
     def view(image_HWC: Pixels, seed: int) -> Pixels:
@@ -118,13 +122,6 @@ def crop_box(width: int, height: int, draw: random.Random) -> tuple[int, int, in
     w, h = min(width, round(height * RATIO[1])), min(height, round(width / RATIO[0]))
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
-
-
-def resized(image_HWC: Pixels, size: int) -> Pixels:
-    """Pillow's bicubic resizing to size x size, by torch: the same pixels to 2 levels of 255, in half of the time."""
-    image_BCHW = torch.from_numpy(np.array(image_HWC)).permute(2, 0, 1)[None]  # a copy: torch wants to own it
-    small_BCHW = torch.nn.functional.interpolate(image_BCHW, (size, size), mode="bicubic", antialias=True)
-    return small_BCHW[0].permute(1, 2, 0).numpy()
 
 
 @contextmanager

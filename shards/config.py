@@ -14,6 +14,7 @@ PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")  # a name that means 
 
 CHOICES = {
     "augment": ("none", "flip", "flip_crop", "flip_crop_jitter", "inception", "randaug"),
+    "interpolation": ("bilinear", "bicubic"),
     "on_corrupt": ("error", "skip"),
     "verify": ("auto", "size", "sha256"),
     "channels": (1, 3),
@@ -36,12 +37,12 @@ class DataConfig:
     `root` is the folder of the shards, `train` and `test` are globs in it. A root may be a URL (s3, gs, az, abfs,
     https, http, file) or `pipe:COMMAND {shard}`; `timeout` is how many seconds it may be silent. With `cache=FOLDER`
     shards are read from copies there, `cache_gb` (1e9 bytes) of them at most for all processes together. Images leave
-    the loaders as `channels` x `img_size` x `img_size`. `workers` are loader processes a rank. `on_corrupt="skip"` lets
-    training (never evaluation) pass over at most `max_corrupt` samples. `verify` says how far shards are held
-    against their manifest: `size`, `sha256`, or `auto` (sha256 where that takes a second, size otherwise); of shards
-    that are fetched, all but `size` mean the sha256 of each when it comes. What lies in the cache is held against its
-    size when it is opened, and only with `sha256` against its sha256 too: then a file that was changed there is fetched
-    again.
+    the loaders as `channels` x `img_size` x `img_size`. `interpolation` is that of the crops of training; evaluation
+    resizes by Pillow's bicubic, always. `workers` are loader processes a rank. `on_corrupt="skip"` lets training (never
+    evaluation) pass over at most `max_corrupt` samples. `verify` says how far shards are held against their manifest:
+    `size`, `sha256`, or `auto` (sha256 where that takes a second, size otherwise); of shards that are fetched, all but
+    `size` mean the sha256 of each when it comes. What lies in the cache is held against its size when it is opened, and
+    only with `sha256` against its sha256 too: then a file that was changed there is fetched again.
 
     Raises `UserError` for a value that does not exist.
     """
@@ -54,6 +55,7 @@ class DataConfig:
     img_size: int
     channels: int = 3
     augment: str = "none"
+    interpolation: str = "bilinear"
     workers: int = 0
     on_corrupt: str = "error"
     max_corrupt: int = 100

@@ -4,7 +4,9 @@ H, W: height, width; C: channels. Pixels are uint8 until a batch leaves the load
 """
 
 import io
+import re
 import warnings
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +23,7 @@ except ImportError:  # the extra `jpeg`
 
 MAX_PIXELS = 24_000_000  # 72 MB decoded; the largest photographs of ImageNet are shrunk by the writer
 MAX_SCANS = 64  # of a progressive JPEG, each of which goes over all its pixels; 10 are customary
-SCAN = b"\xff\xda"  # its marker, which pixels never contain
+SCAN = re.compile(b"\xff\xda")  # its marker, which pixels never contain
 FORMATS = ("JPEG", "PNG", "WEBP")
 EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "La", "RGBa")
 MODE_OF = {1: "L", 3: "RGB"}
@@ -47,12 +49,17 @@ def _plain_jpeg(data: bytes) -> Pixels | None:
         return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-        if colours not in PLAIN_COLOURS or height * width > MAX_PIXELS or data.count(SCAN) > MAX_SCANS:
+        if colours not in PLAIN_COLOURS or height * width > MAX_PIXELS or scans_of(data) > MAX_SCANS:
             return None
         image_HWC: Pixels = simplejpeg.decode_jpeg(data, "RGB")
     except Exception:  # hostile bytes
         return None
     return image_HWC
+
+
+def scans_of(data: bytes) -> int:
+    """How often a JPEG draws, MAX_SCANS + 1 of more than MAX_SCANS. (`bytes.count` takes three times as long.)"""
+    return sum(1 for _ in islice(SCAN.finditer(data), MAX_SCANS + 1))
 
 
 def decode(data: bytes, where: str, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -82,8 +89,8 @@ def _fault_of_header(image: Image.Image, max_pixels: int) -> str | None:
 
 
 def _fault_of_scans(image: Image.Image, data: bytes) -> str | None:
-    scans = data.count(SCAN) if image.format in ("JPEG", "MPO") else 0
-    return f"the image is drawn in {scans} scans, more than {MAX_SCANS}" if scans > MAX_SCANS else None
+    scans = scans_of(data) if image.format in ("JPEG", "MPO") else 0
+    return f"the image is drawn in more than {MAX_SCANS} scans" if scans > MAX_SCANS else None
 
 
 def _with_channels(image: Image.Image, channels: int) -> Image.Image:

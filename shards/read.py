@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import webdataset as wds
@@ -27,6 +27,7 @@ from shards.augment import mix
 from shards.batch import Batch, batches, eval_view, loaded, train_view
 from shards.config import DataConfig
 from shards.plan import entries, segments, share, steps_per_epoch
+from shards.ring import PREFETCH, Page, Ring, Slot, fresh_pages
 from shards.sets import ShardSet
 from shards.tar import Entry, Sample, SampleError
 
@@ -45,12 +46,20 @@ class Stream(IterableDataset, ABC):
     world_size: int
 
     def __iter__(self) -> Iterator[Batch | UserError]:
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        """In the process of the step."""
+        yield from self.turns(0, 1, fresh_pages(*self.page))
+
+    def turns(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch | UserError]:
+        """`read`, its end perhaps an error."""
         try:
-            yield from self.read(worker, workers)
+            yield from self.read(worker, workers, pages)
         except UserError as error:
             yield error
+
+    @property
+    def page(self) -> tuple[int, int, int]:
+        """Images of a batch, their channels and their side."""
+        return self.batch_size, self.config.channels, self.config.img_size
 
     @property
     def processes(self) -> int:
@@ -58,7 +67,7 @@ class Stream(IterableDataset, ABC):
         return self.config.workers
 
     @abstractmethod
-    def read(self, worker: int, workers: int) -> Iterator[Batch]:
+    def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
         """The batches of one of the rank's loader processes."""
 
 
@@ -70,7 +79,7 @@ class TrainStream(Stream):
     seed: int
     skip: int
 
-    def read(self, worker: int, workers: int) -> Iterator[Batch]:
+    def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
         worker = (worker + self.skip) % workers
         steps = steps_per_epoch(self.shard_set, self.batch_size, self.world_size)
         own, skipped = len(range(worker, steps, workers)), len(range(worker, self.skip, workers))
@@ -85,7 +94,7 @@ class TrainStream(Stream):
             items = islice(items, skipped * self.batch_size, None)
             own, skipped = own - skipped, 0
         view = train_view(self.config, self.seed, self.epoch)
-        yield from islice(batches(items, view, self.batch_size, patience=patience), skipped, own)
+        yield from islice(batches(items, view, pages, patience=patience), skipped, own)
 
     def part(self, worker: int, workers: int, steps: int) -> tuple[int, int]:
         """This worker's part of its rank's part of the line, in proportion to its batches."""
@@ -116,14 +125,41 @@ class EvalStream(Stream):
     def processes(self) -> int:
         return min(self.config.workers, cores())
 
-    def read(self, worker: int, workers: int) -> Iterator[Batch]:
+    def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
         start, stop = (self.first + self.limit * place // self.world_size for place in (self.rank, self.rank + 1))
         items = wds.DataPipeline(
             partial(entries, segments(self.shard_set.paths, self.shard_set.counts, start, stop)),
             partial(_turns, size=self.batch_size, turn=worker, turns=workers),
             partial(loaded, num_classes=self.config.num_classes),
         )
-        yield from batches(items, eval_view(self.config), self.batch_size, patience=0)
+        yield from batches(items, eval_view(self.config), pages, patience=0)
+
+
+class Sent(NamedTuple):
+    """A batch between processes: its images lie in the slot."""
+
+    keys: list[str]
+    labels: list[int]
+    faults: list[str]
+    slot: Slot
+
+
+@dataclass(eq=False)
+class Processes(IterableDataset):
+    """A stream in loader processes, whose batches lie in a ring."""
+
+    stream: Stream
+    ring: Ring
+
+    def __iter__(self) -> Iterator[Sent | UserError]:
+        info = get_worker_info()
+        assert info is not None, "a ring is for loader processes"
+        for item in self.stream.turns(info.id, info.num_workers, self.ring.pages(info.id)):
+            if isinstance(item, Batch):
+                assert item.page.slot is not None
+                yield Sent(item.keys, item.labels, item.faults, item.page.slot)
+            else:
+                yield item
 
 
 def _turns(source: Iterable[Entry], size: int, turn: int, turns: int) -> Iterator[Entry]:
@@ -141,20 +177,23 @@ class Batches:
         return self.steps
 
     def received(self) -> Iterator[Batch]:
-        generator = torch.Generator()  # a loader draws a seed: not from the global generator
+        """Images are to be copied before the next batch is asked for."""
+        workers = self.stream.processes
+        ring = Ring(workers, *self.stream.page) if workers else None
         loader = DataLoader(
-            self.stream,
+            Processes(self.stream, ring) if ring else self.stream,
             batch_size=None,
-            num_workers=self.stream.processes,
+            num_workers=workers,
+            prefetch_factor=PREFETCH if workers else None,
             collate_fn=_as_it_is,
-            generator=generator,
+            generator=torch.Generator(),  # a loader draws a seed: not from the global generator
             worker_init_fn=_settle,
         )
         try:
             for item in loader:
                 if isinstance(item, UserError):
                     raise item
-                yield item
+                yield Batch(item.keys, item.labels, item.faults, ring.page(item.slot)) if ring else item
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -176,9 +215,13 @@ class TrainBatches(Batches):
         for batch in self.received():
             self.note(batch.faults, faults)
             served += 1
-            yield _unit(batch.images_BCHW.to(self.device)), batch.labels_B.to(self.device)
+            yield _unit(self.sent(batch.images_BCHW)), self.sent(torch.tensor(batch.labels))
         if served != self.steps:
             raise UserError(f"{self.stream.config.name}: {served} batches instead of {self.steps}; report this")
+
+    def sent(self, values: Tensor) -> Tensor:
+        """To the device; a GPU copies while it computes, out of memory that is pinned for it."""
+        return values.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else values
 
     def note(self, new: list[str], known: set[str]) -> None:
         """Log each skipped sample once. Raises `UserError` beyond `max_corrupt` of them."""
@@ -202,7 +245,7 @@ class EvalBatches(Batches):
                         f"{self.stream.config.root}: two samples have the key {key}; write the shards again"
                     )
                 seen.add(key)
-            yield batch.keys, _unit(batch.images_BCHW), batch.labels_B
+            yield batch.keys, _unit(batch.images_BCHW), torch.tensor(batch.labels)
 
 
 def train_loader(

@@ -85,7 +85,7 @@ CROWDED = {
     "zoo/bounds": (14, "one promise a file; what is asked of one is asked of all"),
     "zoo/attention": (14, "one file a variant, beside what all softmax attention shares"),
     "registry": (17, "small doors to one library, a verb each; none is opened with another"),
-    "shards": (16, "a reader is a chain of small steps, one a file"),
+    "shards": (18, "a reader is a chain of small steps, one a file"),
 }
 # library -> the only files or folders that may import it
 DOORS = {
@@ -101,6 +101,7 @@ DOORS = {
     "foolbox": {"attacks/minimal.py"},
     "imagecorruptions": {"attacks/corruption.py"},
     "simplejpeg": {"shards/decode.py"},
+    "cv2": {"shards/kernels.py"},
 }
 
 

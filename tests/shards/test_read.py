@@ -22,6 +22,7 @@ from shards.augment import augmentation, flip_crop, mix
 from shards.batch import Batch
 from shards.plan import segments, share
 from shards.read import EvalBatches, EvalStream, TrainBatches
+from shards.ring import Page, fresh_pages
 
 SIZE = 8
 
@@ -105,7 +106,7 @@ def test_limit_is_the_head_of_the_list_for_any_number_of_ranks(toy: ShardSet, ro
 
 def in_turn(loader: TrainBatches, workers: int) -> list[list[str]]:
     """The keys of each batch, asking the workers in turn as torch's loader does."""
-    streams = [list(loader.stream.read(worker, workers)) for worker in range(workers)]
+    streams = [list(loader.stream.read(worker, workers, fresh_pages(*loader.stream.page))) for worker in range(workers)]
     return [batch.keys for turn in zip_longest(*streams) for batch in turn if batch is not None]
 
 
@@ -244,7 +245,7 @@ def test_more_ranks_than_samples_still_make_equal_steps(tmp_path: Path) -> None:
 class Killed(EvalStream):
     """A loader process that dies as the kernel kills one for memory."""
 
-    def read(self, worker: int, workers: int) -> Iterator[Batch]:
+    def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
         os.kill(os.getpid(), signal.SIGKILL)
         return iter(())
 
