@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attacks import AttackConfig
 from certify import certified_radius
 from tests.tools.launching import ROOT, TINY, finish, launch
 from tests.tools.small_models import PARTS, labelled, small_model
+from trainers.engine.optimizers import make_optimizer
+from trainers.settings import OptimizerConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,6 +36,34 @@ def test_an_attack_finds_what_it_finds_on_a_cpu() -> None:
     attack = AttackConfig("l2", 0.5, steps=10, random_start=False)
     here, there = attack.run(model, images, labels), attack.run(model.cuda(), images.cuda(), labels.cuda()).cpu()
     assert (here - there).abs().max() <= 1e-3
+
+
+def test_the_fused_adamw_takes_the_steps_of_the_plain_one() -> None:
+    fused, plain = (small_model("standard", 1).cuda() for _ in range(2))
+    config = OptimizerConfig("adamw", 1e-2, weight_decay=0.05)
+    images, labels = (tensor.cuda() for tensor in labelled(small_model("standard", 1), 8, 1))
+    quick = make_optimizer(fused, config)
+    slow = torch.optim.AdamW(make_optimizer(plain, config).param_groups, lr=1e-2, betas=config.betas, fused=False)
+    for group in slow.param_groups:
+        group["fused"] = False
+    assert quick.defaults["fused"]
+    for _ in range(5):
+        for model, optimizer in ((fused, quick), (plain, slow)):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images.float()), labels).backward()
+            optimizer.step()
+    for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention_backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_every_kernel_of_attention_gives_what_the_plain_one_does(attention_backend: str) -> None:
+    """197 tokens, heads of 64, as ViT-B/16 has them, in bfloat16."""
+    q, k, v = (torch.randn(4, 12, 197, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with sdpa_kernel(SDPBackend[attention_backend]):
+        found = attend(q, k, v)
+    assert (found.float() - attend(q.float(), k.float(), v.float())).abs().max() < 2e-2
 
 
 def test_the_trainer_settles_for_bfloat16_and_ends(folder: Path) -> None:

@@ -113,7 +113,7 @@ def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
                 gauges.show(search.name, name, training.latest(inner))
                 row = found.row | {"epoch": found.row["epoch"] + 1}
                 if row["epoch"] < search.epochs:  # the last one waits for its certificate
-                    known |= objectives.early(search.shown, row)
+                    known |= objectives.early(search.shown, row) | comparison(search, row)
                     report(row | known, found, inner)
     except training.Refused as refusal:
         with suppress(OSError):  # a full disk costs a second try of what is refused again
@@ -123,12 +123,18 @@ def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
     last = training.evaluations(inner)[-1]
     figures = {objective.key: objective.value(certificate) for objective in search.shown}
     facts = {"clean_acc": certificate["clean"], "certified": 1, "run_dir": str(inner)}
-    row = last | {"epoch": search.epochs} | facts | figures
+    row = last | {"epoch": search.epochs} | facts | figures | {objectives.COMPARED: figures[search.objectives[0].key]}
     ended = training.progress(inner)
     if search.store and ended:  # this node's disk may go with it
         report(row, ended, inner, training.RESULTS)
     else:
         tune.report(row)
+
+
+def comparison(search: Search, row: dict[str, float]) -> dict[str, float]:
+    """By which schedulers compare trials that still train; nothing where the trainer did not look."""
+    value = search.objectives[0].compared(row)
+    return {} if value is None else {objectives.COMPARED: value}
 
 
 def report(row: dict[str, float], found: training.Progress, run_dir: Path, results: Sequence[str] = ()) -> None:
@@ -171,7 +177,7 @@ def searcher(search: Search) -> Searcher | BasicVariantGenerator:
 
 def scheduler(search: Search) -> TrialScheduler:
     every = search.compared_every
-    compared = {"time_attr": "epoch", "metric": search.objectives[0].key, "mode": "max"}
+    compared = {"time_attr": "epoch", "metric": objectives.COMPARED, "mode": "max"}
     match search.scheduler:
         case "asha":
             return ASHAScheduler(**compared, max_t=search.epochs, grace_period=every, reduction_factor=3)

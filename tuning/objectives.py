@@ -7,11 +7,12 @@ early counts as what was seen last.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from certizoo import UserError
 
+COMPARED = "compared"  # of the first objective, in what a trial reports
 KINDS = {"certified_acc": "certified", "pgd_acc": "pgd"}  # name -> key in certificate.json
 
 
@@ -34,6 +35,15 @@ class Objective:
         """In an evaluation of the trainer, whose figures are called NAME.EPS; None where it did not look."""
         radii = [float(key.removeprefix(f"{self.name}.")) for key in row if key.startswith(f"{self.name}.")]
         return row.get(f"{self.name}.{self.radius(radii):g}" if self.eps else self.name)
+
+    def compared(self, row: Mapping[str, float]) -> float | None:
+        """What schedulers compare of the same evaluation: `seen`, where the share of few images is the same by how near
+        they are to the other side (certify/stage/glance.py). That is less than one image counts."""
+        value = self.seen(row)
+        if value is None or self.name != "certified_acc":
+            return value
+        near = replace(self, name="certified_near").seen(row)
+        return value + (near or 0.0) / (row["certified_images"] + 1)
 
     def value(self, certificate: Mapping[str, Any]) -> float:
         """The accuracy in [0, 1] that certificate.json states."""

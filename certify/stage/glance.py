@@ -18,8 +18,9 @@ from certify.stage.settings import Settings
 def glance(
     model: nn.Module, batches: Iterable[tuple[list[str], Tensor, Tensor]], asked: Settings, seconds: float
 ) -> dict[str, float]:
-    """{"certified_images", "certified_acc.EPS", "pgd_acc.EPS"} of the images that were reached in time, at least those
-    of one batch.
+    """{"certified_images", "certified_acc.EPS", "certified_near.EPS", "pgd_acc.EPS"} of the images that were reached in
+    time, at least those of one batch. `certified_near` tells shares apart that are equal: the mean of
+    1 / (1 + (loss / margin)^2), which is 1/2 where an image is just certified and 0 where it is misclassified.
 
     batches: (keys, images (B, C, H, W) in [0,1], labels (B,)); of `asked`: the radii, method, norm, attack and nonce.
     Raises UnsoundCertificate.
@@ -27,14 +28,16 @@ def glance(
     end, images = time.monotonic() + seconds, 0
     asked = asked.of(model)
     prover = certifier(model, asked.method, asked.nonce, asked.norm)
-    counts = {f"{name}.{eps:g}": 0 for eps in asked.grid for name in ("certified_acc", "pgd_acc")}
+    counts = {f"{name}.{eps:g}": 0.0 for eps in asked.grid for name in ("certified_acc", "certified_near", "pgd_acc")}
     for keys, images_BCHW, labels_B in batches:
         analysis = prover.analyse(images_BCHW, labels_B)
         for eps in asked.grid:
-            certified_B = analysis.at(eps).certified_B
+            found = analysis.at(eps)
+            near_B = 1 / (1 + (found.loss_B / found.margin_B).square())
             survives_B = survives(model, keys, images_BCHW, labels_B, replace(asked.attack_in_norm, eps=eps))
-            confirmed(keys, certified_B.tolist(), survives_B, asked.method, eps)
-            counts[f"certified_acc.{eps:g}"] += int(certified_B.sum())
+            confirmed(keys, found.certified_B.tolist(), survives_B, asked.method, eps)
+            counts[f"certified_acc.{eps:g}"] += int(found.certified_B.sum())
+            counts[f"certified_near.{eps:g}"] += float(near_B[found.correct_B].sum())
             counts[f"pgd_acc.{eps:g}"] += int((survives_B & analysis.clean.correct_B).sum())
         images += len(keys)
         if time.monotonic() > end:

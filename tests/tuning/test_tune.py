@@ -141,6 +141,17 @@ def test_a_trial_that_trains_counts_as_what_its_trainer_saw() -> None:
     assert list(objectives.early(shown, row).values()) == [0.3, 0.6, 0.9], "nothing where it did not look"
 
 
+def test_equal_shares_of_few_images_are_told_apart_by_less_than_an_image() -> None:
+    certified, clean = objectives.parse("certified_acc@0.141"), objectives.parse("clean_acc")
+    row = {"clean_acc": 0.9, "certified_acc.0.141176": 0.25, "certified_near.0.141176": 0.3, "certified_images": 32.0}
+    nearer = row | {"certified_near.0.141176": 1.0}
+    one_more = row | {"certified_acc.0.141176": 0.25 + 1 / 32, "certified_near.0.141176": 0.0}
+    values = [certified.compared(one) or 0.0 for one in (row, nearer, one_more)]
+    assert values == sorted(set(values))
+    assert clean.compared(row) == 0.9
+    assert certified.compared({"clean_acc": 0.9}) is None, "where it did not look"
+
+
 def test_trials_are_compared_by_the_first_objective_on_images_of_their_own(tmp_path: Path, digits: Path) -> None:
     from tuning.driver import scheduler  # Ray takes seconds
 
@@ -153,7 +164,7 @@ def test_trials_are_compared_by_the_first_objective_on_images_of_their_own(tmp_p
     assert compose_config("adv_train", found.overrides)["certify"]["images"] == 360 - 32
     assert search.find_data(found) == found, "a resumed search is the same"
     for name in ("asha", "pbt"):
-        assert vars(scheduler(replace(mine, scheduler=name)))["_metric"] == "certified_acc@0.141"
+        assert vars(scheduler(replace(mine, scheduler=name)))["_metric"] == objectives.COMPARED
 
 
 @pytest.mark.parametrize("epochs", [1, 3, 12, 17])

@@ -34,8 +34,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     if config.name == "muon":
         matrices = {id(weight) for name, weight in model.named_parameters() if is_hidden_matrix(name, weight, spared)}
         return Muon(list(_apart(groups, matrices)), lr=config.lr, momentum=config.momentum, betas=betas)
-    # On a CPU the plain kernels go through memory fifteen times, the fused one once.
-    fused = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    # The plain kernels go through memory fifteen times, the fused one once.
+    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters())
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=fused)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from certify.api import certifier
 from certify.methods.certificate import UnsoundCertificate
 from certify.stage.glance import glance
 from certify.stage.outcomes import evaluate
@@ -31,6 +32,9 @@ def test_shares_are_those_of_the_stage() -> None:
     for eps in EPS:
         assert found[f"certified_acc.{eps}"] == pytest.approx((table[f"certified.{eps}"] == "certified").mean())
         assert found[f"pgd_acc.{eps}"] == pytest.approx(table[f"pgd.{eps}"].mean())
+    answer = certifier(model, "lofast", "n").analyse(images, labels).at(0.1)
+    share_B = torch.where(answer.correct_B, answer.loss_B / answer.margin_B, torch.inf)
+    assert found["certified_near.0.1"] == pytest.approx(float((1 / (1 + share_B**2)).mean()))
     assert 0 < found["certified_acc.0.01"] <= found["pgd_acc.0.01"] < 1
 
 
