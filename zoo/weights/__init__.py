@@ -1,4 +1,4 @@
-"""Weights by the name of their model: a table (table.yaml), the hand-overs that come with the package, the rest fetched.
+"""Weights by the name of their model: a table (table.yaml), the hand-overs in the package, the rest fetched.
 
 `zoo.create_model(NAME, pretrained=True)` and `python -m certify model=NAME` ask here. A model more is an entry in the
 table, and, where `source` is `package`, its hand-over in the folder of its name.

@@ -95,7 +95,7 @@ def _chunks(place: str, most: int, mend: str) -> Iterator[bytes]:
 def _opened(place: str, mend: str) -> Iterator[BinaryIO]:
     url = _hub_url(place) if place.startswith(HUB) else place
     try:
-        file = _web().open(Request(url), timeout=SECONDS) if is_remote(url) else Path(url).open("rb")
+        file = _web().open(Request(url), timeout=SECONDS) if is_remote(url) else open(url, "rb")  # noqa: SIM115
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) if isinstance(error, URLError) else error
         raise UserError(f"{place} could not be fetched ({reason or error}); {mend}") from None
