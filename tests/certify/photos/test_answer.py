@@ -93,8 +93,8 @@ def test_the_command_writes_a_picture_and_a_row_of_each(
     main(["image", *map(str, files), f"handover={handover}", "method=adjoint", "nonce=0", "steps=5", f"out={out}"])
     shown = capsys.readouterr().out
     assert all(f"{file}: " in shown for file in files)
-    with (out / "images.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    with (out / "images.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
     assert [row["file"] for row in rows] == [str(file) for file in files]
     assert all(float(row["radius"]) < float(row["attack_distance"]) for row in rows)
     assert [Image.open(path).width > 800 for path in sorted(out.glob("*.png"))] == [True, True]

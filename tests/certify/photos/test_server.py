@@ -82,7 +82,7 @@ def test_a_page_of_another_site_learns_nothing(headers: dict[str, str], local: S
     assert set(json.loads(content)) == {"error"}
     assert "Access-Control-Allow-Origin" not in answered
     if "Host" in headers:
-        assert ask(local, "GET", "/", **headers)[0] == 403
+        assert ask(local, "GET", "/", None, **headers)[0] == 403
 
 
 @pytest.mark.hostile
