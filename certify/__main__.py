@@ -6,6 +6,8 @@ analyse     the figures of the papers, inside it        configs/analyse.yaml    
 features    the figures of the papers, under attack     configs/features.yaml   certify/papers/cli.py
 image       photographs: class, radius, nearest attack  configs/image.yaml      certify/photos/cli.py
 serve       the same as a page on this machine          configs/serve.yaml      certify/photos/cli.py
+submit      an entry of the leaderboard of results      configs/submit.yaml     certify/board/cli.py
+check       do an entry again                           configs/check.yaml      certify/board/cli.py
 """
 
 import logging
@@ -87,6 +89,18 @@ def _serve(config: dict[str, Any]) -> None:
     serve(config)
 
 
+def _submit(config: dict[str, Any]) -> None:
+    from certify.board.cli import submit
+
+    submit(config)
+
+
+def _check(config: dict[str, Any]) -> None:
+    from certify.board.cli import check
+
+    check(config)
+
+
 COMMANDS = {
     "certify": _certify,
     "evaluate": _evaluate,
@@ -94,8 +108,10 @@ COMMANDS = {
     "features": _features,
     "image": _image,
     "serve": _serve,
+    "submit": _submit,
+    "check": _check,
 }
-WITH_FILES = ("image",)  # commands whose words may name files
+WITH_FILES = ("image", "check")  # commands whose words may name files
 
 if __name__ == "__main__":
     main(sys.argv[1:])
