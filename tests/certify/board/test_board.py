@@ -11,10 +11,11 @@ import pytest
 from certify.__main__ import main
 from certify.board.again import likely
 from certify.board.of_results import _up, entry_of, summary_of
+from certify.board.rows import forged, rows_of
 from certizoo import UserError
 from tests.certify.board.test_entry import SCHEMA
 
-IMAGES = 40
+IMAGES = 24
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_a_right_entry_is_found_again(
     check(made, handover, digits, f"results=[{results}]")
     shown = capsys.readouterr().out
     assert f"OK: {made}" in shown
-    assert "l2 0.05, 40 images: certified" in shown
+    assert "l2 0.05, 24 images: certified" in shown
 
 
 def test_a_changed_hash_is_refused(
@@ -117,6 +118,23 @@ def test_figures_of_others_and_other_methods_are_not_done_again(
     assert "a published figure of others" in refusal(capsys, published, handover, digits)
     other = changed(lambda entry: entry.update(method="global Lipschitz bound"))
     assert "none of ours" in refusal(capsys, other, handover, digits)
+
+
+def test_a_forged_row_is_found(results: Path, made: Path) -> None:
+    """A radius, or a prediction, that is not found again; what another nonce may change is let pass."""
+    entry = json.loads(made.read_text())
+    rows = rows_of([results], entry)
+    again = [dict(row) for row in rows["l2"].values() if row["radius.adjoint"] > 0][:1]
+    assert list(forged("l2", again, rows, "adjoint")) == []
+    row = rows["l2"][str(again[0]["key"])]
+    row["radius.adjoint"] *= 1.01
+    assert list(forged("l2", again, rows, "adjoint")) == []
+    row["radius.adjoint"] *= 1.2
+    assert "its row says" in next(forged("l2", again, rows, "adjoint"))
+    row["prediction"] += 1
+    assert "another label or prediction" in next(forged("l2", again, rows, "adjoint"))
+    with pytest.raises(UserError, match="are of other weights"):
+        rows_of([results], entry | {"weights_sha256": "0" * 64})
 
 
 def test_results_of_two_models_make_no_entry(results: Path) -> None:

@@ -27,6 +27,7 @@ new MutationObserver(() => { if (document.body.innerText.includes("Done.")) {
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine (apt-get install chromium)")
 def test_a_dropped_photograph_is_answered(predict: Predictor, digit: Callable[..., bytes], tmp_path: Path) -> None:
     script = DROP.replace("DATA", base64.b64encode(digit(0)).decode())
