@@ -43,7 +43,7 @@ def test_an_entry_is_ours_or_published(path: Path) -> None:
 def test_the_schema_and_the_reader_know_the_same_fields() -> None:
     kinds = {"string": str, "integer": int, "boolean": bool, "object": dict, "null": type(None)}
 
-    def types(said: dict) -> set[type]:  # type: ignore[type-arg]
+    def types(said: dict) -> set[type]:
         words = [said["type"]] if isinstance(said["type"], str) else said["type"]
         return {kind for word in words for kind in ((int, float) if word == "number" else (kinds[word],))}
 
