@@ -8,7 +8,7 @@ one is not asked for a smaller one. LoFAST reports 0.055 s an image for one eps,
 
     python -m benchmarks.bench_certify                                # random weights, labels as predicted: all correct
     python -m benchmarks.bench_certify --handover RUN/handover ... --shards FOLDER   # trained models and test images
-    python -m benchmarks.bench_certify --method best --handover benchmarks/results/cert_vit_c10 --shards FOLDER
+    python -m benchmarks.bench_certify --method best --handover zoo/weights/cert_vit_c10 --shards FOLDER
 """
 
 import argparse

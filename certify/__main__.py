@@ -4,11 +4,16 @@
 evaluate    hold it against attacks as well             configs/evaluate.yaml   certify/evaluation/cli.py
 analyse     the figures of the papers, inside it        configs/analyse.yaml    certify/papers/cli.py
 features    the figures of the papers, under attack     configs/features.yaml   certify/papers/cli.py
+image       photographs: class, radius, nearest attack  configs/image.yaml      certify/photos/cli.py
+serve       the same as a page on this machine          configs/serve.yaml      certify/photos/cli.py
+submit      an entry of the leaderboard of results      configs/submit.yaml     certify/board/cli.py
+check       do an entry again                           configs/check.yaml      certify/board/cli.py
 """
 
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from certify.methods.certificate import UnsoundCertificate
@@ -25,12 +30,27 @@ def main(argv: Sequence[str]) -> None:
     name = argv[0] if argv and argv[0] in COMMANDS else "certify"
     if argv and argv[0].isidentifier() and argv[0] not in COMMANDS:
         raise unknown("command", argv[0], COMMANDS)
+    words, apart = set_apart(name, argv[1:] if argv[:1] == [name] else argv)
     try:
-        COMMANDS[name](compose_config(name, argv[1:] if argv[:1] == [name] else argv))
+        COMMANDS[name](compose_config(name, words) | apart)
     except KeyboardInterrupt:
         raise UserError("stopped; the same command goes on after the last row") from None
     except UnsoundCertificate as error:
         raise UserError(str(error)) from None
+
+
+def set_apart(name: str, argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The words for Hydra, and what is none of its: `model=`, which would choose a group there, and files."""
+    words, apart, files = [], dict[str, Any](), []
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if equals and key == "model":
+            apart = {"version": value, "model": None} if "@" in value or "/" in value else {"model": value}
+        elif name in WITH_FILES and not word.startswith("-") and (not equals or Path(word).is_file()):
+            files.append(word)
+        else:
+            words.append(word)
+    return words, apart | ({"files": files} if name in WITH_FILES else {})
 
 
 def _certify(config: dict[str, Any]) -> None:
@@ -57,7 +77,41 @@ def _features(config: dict[str, Any]) -> None:
     features(config)
 
 
-COMMANDS = {"certify": _certify, "evaluate": _evaluate, "analyse": _analyse, "features": _features}
+def _image(config: dict[str, Any]) -> None:
+    from certify.photos.cli import image
+
+    image(config)
+
+
+def _serve(config: dict[str, Any]) -> None:
+    from certify.photos.cli import serve
+
+    serve(config)
+
+
+def _submit(config: dict[str, Any]) -> None:
+    from certify.board.cli import submit
+
+    submit(config)
+
+
+def _check(config: dict[str, Any]) -> None:
+    from certify.board.cli import check
+
+    check(config)
+
+
+COMMANDS = {
+    "certify": _certify,
+    "evaluate": _evaluate,
+    "analyse": _analyse,
+    "features": _features,
+    "image": _image,
+    "serve": _serve,
+    "submit": _submit,
+    "check": _check,
+}
+WITH_FILES = ("image", "check")  # commands whose words may name files
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -10,7 +10,7 @@ from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
@@ -40,6 +40,16 @@ def pixels(data: bytes, where: str, channels: int) -> Pixels:
     """The image in `data` as (H, W, `channels`). Raises `SampleError` as `decode` does."""
     soon_HWC = _plain_jpeg(data) if channels == 3 else None
     return _array(_with_channels(decode(data, where), channels)) if soon_HWC is None else soon_HWC
+
+
+def upright(data: bytes, where: str, channels: int) -> Pixels:
+    """The same of a photograph, which may lie on its side and say so. Raises `SampleError` as `decode` does."""
+    image = decode(data, where)
+    try:
+        turned = ImageOps.exif_transpose(image)
+    except Exception:  # hostile words about the picture
+        turned = image
+    return _array(_with_channels(turned, channels))
 
 
 def _plain_jpeg(data: bytes) -> Pixels | None:

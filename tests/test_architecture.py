@@ -27,6 +27,7 @@ _JOB = {"trainers/job", "trainers/objectives", "trainers/techniques"}
 _BASE = {"trainers/settings.py", "trainers/ranks.py", "trainers/seeds.py", "trainers/model_parts.py"}
 _RUN = _BASE | _JOB | {"trainers/engine", "trainers/weights"}
 _BOUNDS = {"zoo/arithmetic.py", "zoo/spectral.py", "zoo/pristine.py", "zoo/bounds"}
+_WEIGHTS = {"zoo/weights"}
 _LAYERS = _BOUNDS | {"zoo/layers", "zoo/attention"}
 _PENALTIES = {"zoo/penalty.py", "zoo/hinge.py"}
 ROOMS: dict[str, set[str]] = {
@@ -39,8 +40,17 @@ ROOMS: dict[str, set[str]] = {
     "certify/stage/report": {"certify/rows"},
     "certify/stage": {"certify/api.py", "certify/methods", "certify/rows", "certify/stage/report"},
     "certify/evaluation": {"certify/api.py", "certify/methods", "certify/rows"},
+    "certify/photos": {"certify/api.py", "certify/methods", "certify/rows", "certify/evaluation"},
+    "certify/board": {"certify/methods", "certify/rows", "certify/stage", "certify/evaluation"},
     "certify/__init__.py": {"certify/api.py", "certify/methods", "certify/stage"},
-    "certify/__main__.py": {"certify/methods", "certify/stage", "certify/evaluation", "certify/papers"},
+    "certify/__main__.py": {
+        "certify/methods",
+        "certify/stage",
+        "certify/evaluation",
+        "certify/papers",
+        "certify/photos",
+        "certify/board",
+    },
     "trainers/__init__.py": set(),
     "trainers/settings.py": set(),
     "trainers/ranks.py": set(),
@@ -69,11 +79,15 @@ ROOMS: dict[str, set[str]] = {
     "zoo/attention/theory": {"zoo/arithmetic.py", "zoo/spectral.py"},
     "zoo/attention": _BOUNDS | {"zoo/layers", "zoo/attention/theory"},
     "zoo/rules.py": _LAYERS,
-    "zoo/models": _LAYERS,
-    "zoo/handover.py": _LAYERS | {"zoo/models"},
+    "zoo/weights": set(),
+    "zoo/models": _LAYERS | _WEIGHTS,
+    "zoo/handover.py": _LAYERS | _WEIGHTS | {"zoo/models"},
     "zoo/export.py": _LAYERS | {"zoo/models", "zoo/handover.py"},
-    "zoo/__main__.py": _LAYERS | {"zoo/models", "zoo/handover.py", "zoo/export.py"},
-    "zoo/__init__.py": _LAYERS | {"zoo/models", "zoo/handover.py", "zoo/export.py", "zoo/rules.py"} | _PENALTIES,
+    "zoo/__main__.py": _LAYERS | _WEIGHTS | {"zoo/models", "zoo/handover.py", "zoo/export.py"},
+    "zoo/__init__.py": _LAYERS
+    | _WEIGHTS
+    | {"zoo/models", "zoo/handover.py", "zoo/export.py", "zoo/rules.py"}
+    | _PENALTIES,
 }
 # folder -> the only rooms and files of certify that it may import
 OF_CERTIFY = {"trainers": {"certify/stage", "certify/papers/paper_bounds.py"}}

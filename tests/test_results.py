@@ -1,4 +1,4 @@
-"""What benchmarks/results claims of weights that lie beside it."""
+"""What benchmarks/results claims of weights that come with the package, or lie beside it."""
 
 import hashlib
 import json
@@ -11,7 +11,8 @@ import zoo
 from benchmarks.record import RESULTS
 from certify import certified_radius
 
-HANDOVERS = sorted(path.parent for path in RESULTS.glob(f"*/{zoo.handover.WEIGHTS}"))
+PLACES = (RESULTS, Path(zoo.weights.__file__).parent)
+HANDOVERS = sorted(path.parent for place in PLACES for path in place.glob(f"*/{zoo.handover.WEIGHTS}"))
 
 
 def test_there_are_weights() -> None:

@@ -1,7 +1,7 @@
 """Robust Vision Transformers by name, and what is provable of each of their modules."""
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before timm imports it)
-from zoo import export, handover, hinge, penalty, rules, spectral
+from zoo import export, handover, hinge, penalty, rules, spectral, weights
 from zoo.attention.softmax import without_content
 from zoo.models import convert
 from zoo.models.factory import attention_name, create_model, list_models, model_options
@@ -18,5 +18,6 @@ __all__ = [
     "penalty",
     "rules",
     "spectral",
+    "weights",
     "without_content",
 ]

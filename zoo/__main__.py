@@ -18,6 +18,7 @@ from certizoo.errors import one_line_errors
 from zoo.export import FORMATS, export_handover
 from zoo.models import overview
 from zoo.models.factory import model_options
+from zoo.weights.table import entries
 
 COMMANDS = ("list", "show", "export")
 
@@ -59,6 +60,8 @@ def show(args: argparse.Namespace) -> None:
     console.print(overview.rule_table(args.name, **overrides))
     for method, reason in (("lofast", row.lofast), ("adjoint", row.adjoint)):
         console.print(f"{method}: {f'no: {reason}' if reason else 'yes'}", markup=False, soft_wrap=True)
+    said = entries()[args.name].words() if args.name in entries() else "none published"
+    console.print(f"weights: {said}", markup=False, soft_wrap=True, highlight=False)
 
 
 def export(args: argparse.Namespace) -> None:

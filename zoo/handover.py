@@ -17,8 +17,8 @@ from certizoo import UserError
 from certizoo.documents import read_yaml, yaml_of
 from certizoo.files import sha256, whole_file, write_whole
 from zoo.models.factory import Options, create_model, model_options, pixel_statistics
+from zoo.weights.table import CONFIG, WEIGHTS
 
-WEIGHTS, CONFIG = "model.safetensors", "config.yaml"
 MAX_BUFFERS = 2**32  # bytes of masks and indices, which follow from the options and are no weights
 Shapes = dict[str, tuple[int, ...]]
 

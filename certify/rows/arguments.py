@@ -17,9 +17,14 @@ S = TypeVar("S")
 
 
 def handover_of(config: Config) -> Path:
-    """The folder `handover`, or that of the published `version`, downloaded."""
-    if bool(config["handover"]) == bool(config["version"]):
-        raise UserError("say what to certify: handover=DIR or version=NAME@ALIAS (one of them)")
+    """The folder `handover`, that of the published `version`, downloaded, or that of the `model` with weights."""
+    given = [key for key in ("handover", "version", "model") if config.get(key)]
+    if len(given) != 1:
+        raise UserError(
+            "say what to certify: handover=DIR or version=NAME@ALIAS (one of them), or model=NAME of published weights"
+        )
+    if given == ["model"]:
+        return zoo.weights.handover_of(str(config["model"]))
     if config["handover"]:
         return Path(config["handover"])
     from registry import browse
@@ -31,7 +36,7 @@ def out_of(config: Config, handover: Path, name: str) -> Path:
     """The folder `out`, or `name` beside the hand-over."""
     if config["out"]:
         return Path(config["out"])
-    if config["version"]:
+    if config["version"] or config.get("model"):
         raise UserError("results of a published version go to a folder of yours; add out=DIR")
     return handover.parent / name
 

@@ -1,4 +1,4 @@
-"""`python -m certify`: four commands, and none loads what only another one, or only its end, needs."""
+"""`python -m certify`: eight commands, and none loads what only another one, or only its end, needs."""
 
 import subprocess
 import sys

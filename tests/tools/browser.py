@@ -35,12 +35,29 @@ def chromium(profile: Path) -> Iterator[str]:
         end_group(process)
 
 
-def picture(devtools: str, url: str, words: str, seen: Mapping[str, Any]) -> bytes:
-    """The page as PNG, once it shows `words`. `seen`: what its localStorage says of earlier visits."""
-    return asyncio.run(_picture(devtools, url, words, seen))
+def picture(
+    devtools: str,
+    url: str,
+    words: str,
+    seen: Mapping[str, Any],
+    size: Mapping[str, Any] = SIZE,
+    script: str = "",
+    rest: float = 3,
+) -> bytes:
+    """The page as PNG, once it shows `words` and came to `rest`. `seen`: what its localStorage says of earlier visits;
+    `script`: run once when the page is there."""
+    return asyncio.run(_picture(devtools, url, words, seen, size, script, rest))
 
 
-async def _picture(devtools: str, url: str, words: str, seen: Mapping[str, Any]) -> bytes:
+async def _picture(
+    devtools: str,
+    url: str,
+    words: str,
+    seen: Mapping[str, Any],
+    size: Mapping[str, Any],
+    script: str,
+    rest: float,
+) -> bytes:
     async with aiohttp.ClientSession() as session, session.put(f"{devtools}/json/new") as answer:
         tab = await answer.json(content_type=None)
         async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
@@ -49,19 +66,31 @@ async def _picture(devtools: str, url: str, words: str, seen: Mapping[str, Any])
                 for key, value in seen.items()
             )
             await _call(socket, "Page.addScriptToEvaluateOnNewDocument", source=remember)
-            await _call(socket, "Emulation.setDeviceMetricsOverride", **SIZE)
+            await _call(socket, "Emulation.setDeviceMetricsOverride", **size)
             await _call(socket, "Page.enable")
             await _call(socket, "Page.bringToFront")  # a page behind another one is not drawn
             await _call(socket, "Page.navigate", url=url)
+            if script:
+                await _ready(socket, url)
+                await _call(socket, "Runtime.evaluate", expression=script)
             text, deadline = "", time.monotonic() + PAGE_SECONDS
             while words not in text:
                 assert time.monotonic() < deadline, f"{url} does not show {words!r}, but:\n{text[:3000]}"
                 await asyncio.sleep(0.5)
                 shown = await _call(socket, "Runtime.evaluate", expression="document.body?.innerText ?? ''")
                 text = shown["result"].get("value", "")
-            await asyncio.sleep(3)  # what moves comes to rest
+            await asyncio.sleep(rest)  # what moves comes to rest
             shot = await _call(socket, "Page.captureScreenshot", format="png")
             return base64.b64decode(shot["data"])
+
+
+async def _ready(socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
+    """Until this page, and no longer the one before it, is there."""
+    here = f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url.partition('?')[0])})"
+    deadline = time.monotonic() + PAGE_SECONDS
+    while not (await _call(socket, "Runtime.evaluate", expression=here))["result"].get("value"):
+        assert time.monotonic() < deadline, f"{url} does not come"
+        await asyncio.sleep(0.1)
 
 
 async def _call(socket: aiohttp.ClientWebSocketResponse, method: str, **params: Any) -> dict[str, Any]:

@@ -50,8 +50,9 @@ class Job:
     settled: tuple[str, ...]
 
     @property
-    def first_weights(self) -> str | None:
-        """The source of pretrained weights; a resumed run has its own and needs it no more."""
+    def first_weights(self) -> str | bool | None:
+        """The source of pretrained weights, True for those of the name itself; a resumed run has its own and needs
+        none."""
         return None if self.saved else self.config["pretrained"]
 
     @property

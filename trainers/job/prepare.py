@@ -34,6 +34,7 @@ from trainers.settings import (
     require,
 )
 from zoo.models.pretrained import check_source
+from zoo.weights import table
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,9 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         saved=saved,
         settled=(*lines, *of_lr),
     )
-    if source_exists and job.first_weights is not None:
+    if job.first_weights is True:
+        table.entry(job.model["name"])
+    elif source_exists and job.first_weights:
         check_source(job.first_weights)
     if job.config["certify"]["enabled"]:
         certify_settings(job)

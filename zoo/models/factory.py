@@ -5,15 +5,19 @@ ready-made parts.
 """
 
 import inspect
+import json
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import timm.models
+from safetensors.torch import load_file
 from torch import nn
 
 from certizoo import UserError
+from certizoo.documents import read_yaml
 from certizoo.nearest import choices, unknown
 from zoo import attention as attention_files
 from zoo.attention.gpsa import GPSA
@@ -29,6 +33,9 @@ from zoo.models.convnet import ConvNet
 from zoo.models.pretrained import load_pretrained
 from zoo.models.swin import Swin
 from zoo.models.vit import ViT
+from zoo.weights import table
+
+log = logging.getLogger(__name__)
 
 Parts = Mapping[str, Callable[..., Any]]
 
@@ -62,6 +69,7 @@ INITS: dict[str, Callable[[nn.Module], None]] = {
 
 IMAGENET_STATISTICS = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 GRAY_STATISTICS = {"mean": (0.5,), "std": (0.5,)}
+FREE = ("num_classes", "drop_path_rate")  # options that published weights leave open
 
 
 def list_models() -> list[str]:
@@ -75,20 +83,41 @@ def attention_name(name: str, **overrides: Any) -> str:
     return attention if isinstance(attention, str) else str(attention["name"])
 
 
-def create_model(name: str, *, pretrained: str | None = None, **overrides: Any) -> nn.Module:
+def create_model(name: str, *, pretrained: str | bool | None = None, **overrides: Any) -> nn.Module:
     """A model by name: images (B, C, H, W) in [0,1] -> logits (B, num_classes).
 
-    pretrained: weights to start from, a full timm tag or a file (`zoo.models.pretrained`); no option of the model.
+    pretrained: True, the published weights of this name (`zoo.weights`); or weights to start from, a full timm tag, a
+    file, or URL#sha256=HEX (`zoo.models.pretrained`). No option of the model.
     Overrides: any option of the model (num_classes, img_size, in_chans, embed_dim, depth, attention, norm, ...).
     `attention`, `norm`, `attn_norm`, `mlp` and `residual` are a name or a mapping {name: ..., option: value}.
     Raises UserError for an unknown name or option, and for values that no model can have (`zoo.models.limits`).
     """
+    if pretrained is True:
+        return published(name, **overrides)
     options = model_options(name, **overrides)
     limits.check(options)
     options |= pixel_statistics(options)
     model = _choice("backbone", options.pop("backbone"), BACKBONES)(options)
-    if pretrained is not None:
+    if pretrained:
         load_pretrained(model, pretrained)
+    return model
+
+
+def published(name: str, **overrides: Any) -> nn.Module:
+    """The model of a name with its published weights, and the options that it was trained with. For another number of
+    classes the head is new. Raises UserError for other options: that would be another function under this name."""
+    folder = table.handover_of(name)
+    trained = read_yaml(folder / table.CONFIG)["model"]
+    for key, value in overrides.items():
+        if key not in FREE and json.dumps(value) != json.dumps(trained.get(key)):  # a tuple is a list here
+            raise UserError(f"the published {name} has {key}={trained.get(key)}, not {value}; leave {key} away")
+    model = create_model(**trained | overrides)
+    state = load_file(folder / table.WEIGHTS)
+    if overrides.get("num_classes", trained["num_classes"]) != trained["num_classes"]:
+        log.warning("the head of %s is new: its weights are of %d classes", name, trained["num_classes"])
+        state = {key: value for key, value in state.items() if not key.startswith("head.")}
+        state |= {key: value for key, value in model.state_dict().items() if key.startswith("head.")}
+    model.load_state_dict(state)
     return model
 
 
@@ -207,11 +236,9 @@ def _register_with_timm() -> None:
     for name in list_models():
 
         def entry(pretrained: bool = False, _name: str = name, **options: Any) -> nn.Module:
-            if pretrained:
-                raise UserError(f"{_name} has no published weights; certified checkpoints are in the registry")
             for key in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
                 options.pop(key, None)
-            return create_model(_name, **options)
+            return create_model(_name, pretrained=pretrained, **options)
 
         entry.__name__, entry.__qualname__, entry.__module__ = name, name, __name__
         setattr(this, name, entry)

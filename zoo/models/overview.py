@@ -28,12 +28,14 @@ from zoo.bounds.rules import classifier_of
 from zoo.layers.fold import folded
 from zoo.models.catalog import Options
 from zoo.models.factory import attention_name, create_model, list_models, model_options
+from zoo.weights.table import entries
 
 COUNTED = (
     "GMACs: 10^9 multiply-adds of all matrix products and convolutions for one image, those inside the attention "
     "included (model cards that leave out fused attention show less: 16.9 instead of 17.6 for a ViT-B/16).\n"
     "tokens: after the patch embedding, class token included; Swin: in its first stage.   "
-    "lofast, adjoint: yes, if every part has a proven rule; `python -m zoo show NAME` says what is missing."
+    "lofast, adjoint: yes, if every part has a proven rule; `python -m zoo show NAME` says what is missing.\n"
+    "weights: certified accuracy (per cent, L2) of those that `create_model(NAME, pretrained=True)` gives."
 )
 
 
@@ -50,6 +52,7 @@ class Facts:
     image: str
     lofast: str
     adjoint: str
+    weights: str = ""  # what is certified of the published ones, in short; '' where there are none
 
     def record(self) -> dict[str, Any]:
         """For CSV and JSON."""
@@ -75,6 +78,7 @@ def facts(name: str, **overrides: Any) -> Facts:
         image="x".join(str(n) for n in (options["in_chans"], options["img_size"], options["img_size"])),
         lofast=lofast_refusal(name, **overrides),
         adjoint=rules_refusal(name, "adjoint", **overrides),
+        weights=published[name].headline if name in (published := entries()) else "",
     )
 
 
@@ -92,13 +96,13 @@ def table(rows: Iterable[Facts]) -> Table:
     result = Table("name", "attention", "backbone", caption=COUNTED, caption_justify="left")
     for column in numbers:
         result.add_column(column, justify="right")
-    for column in ("image", *RULES):
+    for column in ("image", *RULES, "weights"):
         result.add_column(column)
     for row in rows:
         result.add_row(
             row.name, row.attention, row.backbone, f"{row.parameters / 1e6:.2f}", f"{row.macs / 1e9:.3g}",
             "-" if row.tokens is None else str(row.tokens), row.image, "-" if row.lofast else "yes",
-            "-" if row.adjoint else "yes",
+            "-" if row.adjoint else "yes", row.weights or "-",
         )  # fmt: skip
     return result
 

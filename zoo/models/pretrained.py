@@ -1,4 +1,4 @@
-"""Pretrained weights for our models: from timm by a full tag, or from a local file."""
+"""Pretrained weights for our models: from timm by a full tag, from a local file, or from a URL with its sha256."""
 
 import json
 import logging
@@ -16,6 +16,7 @@ from certizoo import UserError
 from certizoo.nearest import nearest
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.models import convert
+from zoo.weights import fetch
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +41,15 @@ def load_pretrained(model: nn.Module, source: str | Path) -> None:
 
     Args:
         source: a full timm tag ("vit_base_patch16_224.augreg2_in21k_ft_in1k"), fetched over the network; or a file,
-            .safetensors or one that torch.load reads without running code (.pth, .pt, .bin).
+            .safetensors or one that torch.load reads without running code (.pth, .pt, .bin); or URL#sha256=HEX of a
+            .safetensors, the URL https://... or hf-hub:OWNER/REPOSITORY@REVISION/FILE, kept in the cache.
 
     The pixel statistics become the source's where it tells them: tags and our own exports do, other files do not and
     leave the model's. Raises UserError where the weights cannot be had or do not fit.
     """
     check_source(source)
+    if fetch.is_remote(source):
+        source = _fetched(str(source))
     weights = _from_file(Path(source)) if _is_file(source) else _from_tag(str(source))
     heads = [module.num_heads for module in model.modules() if isinstance(module, SoftmaxAttention)]
     if weights.num_heads and weights.num_heads != heads:
@@ -72,6 +76,9 @@ def _is_file(source: str | Path) -> bool:
 
 def check_source(source: str | Path) -> None:
     """Raise UserError where there can be no such weights: no file of the right kind, no full tag. Fetches nothing."""
+    if fetch.is_remote(source):
+        fetch.pinned(str(source))
+        return
     if not _is_file(source):
         _check_tag(str(source))
         return
@@ -80,6 +87,14 @@ def check_source(source: str | Path) -> None:
         raise UserError(f"there is no file {path}; give a file of weights, or a full timm tag such as {EXAMPLE}")
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} is no file of weights; give one that ends in {', '.join(SUFFIXES)}")
+
+
+def _fetched(place: str) -> Path:
+    url, digest = fetch.pinned(place)
+    path = fetch.cache_folder() / f"{digest}.safetensors"
+    return fetch.fetched(
+        url, digest, path, fetch.LARGE, "connect to the network, or give a local file of these weights"
+    )
 
 
 def _from_file(path: Path) -> Weights:

@@ -1,0 +1,42 @@
+"""Our entries of the leaderboard, from the files of benchmarks/results: `python -m benchmarks.leaderboard`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS
+from certify.board.entry import Entry
+from certify.board.of_results import entry_of
+
+LEADERBOARD = Path(__file__).parents[1] / "leaderboard"
+XEON = "of one core of a 2.5 GHz Xeon"
+# name: the results, and what no result says; training and commands are those of docs/results.md
+OURS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "cert_vit_c10": (
+        ("cert_vit_c10_cifar10_best", "cert_vit_c10_cifar10_best_linf"),
+        {"title": "Pre-norm ViT with gated positions, trained for its certificate", "training": f"105 minutes {XEON}"},
+    ),
+    "lofast_vit_c10": (
+        ("lofast_vit_c10_cifar10_best",),
+        {"title": "LoFAST's ViT (ReLU), PGD training", "training": "2.5 minutes of one core of a Xeon"},
+    ),
+    "lofast_vit_c10_smooth": (
+        ("lofast_vit_c10_smooth_cifar10_best",),
+        {"title": "LoFAST's ViT with smooth layers, PGD training", "training": "2.5 minutes of one core of a Xeon"},
+    ),
+}
+
+
+def entry(name: str) -> Entry:
+    """One of OURS."""
+    files, said = OURS[name]
+    return entry_of([json.loads((RESULTS / f"{file}.json").read_text()) for file in files], **said)
+
+
+def text(name: str) -> str:
+    return json.dumps(entry(name), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    for name in OURS:
+        (LEADERBOARD / f"{name}.json").write_text(text(name))

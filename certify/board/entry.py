@@ -1,0 +1,106 @@
+"""An entry: what leaderboard/schema.json says, read from anybody's file, and what its figures must be among themselves.
+
+Per cent, of the same images: certified <= attacked <= clean at every eps, and neither grows with eps.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from certify.methods.ball import NORMS
+from certizoo import UserError
+from certizoo.documents import read_json
+from certizoo.files import require_file_name
+
+Entry = dict[str, Any]
+TEXT, NUMBER, WHOLE, FLAG = (str,), (int, float), (int,), (bool,)
+NONE = (type(None),)
+# field -> what it may be; tests/certify/board/test_entry.py holds it against the schema
+FIELDS: dict[str, tuple[type, ...]] = {
+    "name": TEXT,
+    "title": TEXT,
+    "dataset": TEXT,
+    "images": WHOLE,
+    "images_sha256": (*TEXT, *NONE),
+    "clean": NUMBER + NONE,
+    "curves": (dict,),
+    "method": TEXT,
+    "numerics": TEXT,
+    "extra_data": FLAG,
+    "parameters": (*WHOLE, *NONE),
+    "training": TEXT,
+    "weights_sha256": (*TEXT, *NONE),
+    "command": (*TEXT, *NONE),
+    "source": (*TEXT, *NONE),
+    "published": FLAG,
+    "soundness": TEXT,
+}
+POINT: dict[str, tuple[type, ...]] = {"certified": NUMBER + NONE, "attacked": NUMBER + NONE, "attack": (*TEXT, *NONE)}
+
+
+def read(path: Path) -> Entry:
+    """The entry in a file. Raises UserError naming the first thing that is none."""
+    entry = read_json(path)
+    for fault in faults(entry):
+        raise UserError(f"{path} is no entry: {fault}; make it with python -m certify submit")
+    require_file_name(entry["name"], "name")
+    return dict(entry)
+
+
+def faults(entry: object) -> Iterator[str]:
+    """What is wrong with its form, and with its figures among themselves."""
+    if not isinstance(entry, dict):
+        yield "it is no mapping"
+        return
+    yield from _form(entry, FIELDS, "")
+    curves = entry.get("curves")
+    for norm, curve in curves.items() if isinstance(curves, dict) else ():
+        if norm not in NORMS or not isinstance(curve, dict) or not curve:
+            yield f"curves.{norm} is no curve in one of {', '.join(NORMS)}"
+        else:
+            yield from _curve(norm, curve, entry.get("clean"))
+
+
+def points(entry: Entry) -> Iterator[tuple[str, float, dict[str, Any]]]:
+    """(norm, eps, figures) of every point, each curve by growing eps."""
+    for norm, curve in entry["curves"].items():
+        for eps in sorted(curve, key=float):
+            yield norm, float(eps), curve[eps]
+
+
+def _curve(norm: str, curve: Entry, clean: object) -> Iterator[str]:
+    before: dict[str, object] = {"certified": clean, "attacked": clean}
+    for eps in sorted(curve, key=lambda eps: _number(eps) or 0.0):
+        where, point = f"curves.{norm}.{eps}", curve[eps]
+        if not (_number(eps) or 0.0) > 0 or not isinstance(point, dict):
+            yield f"{where} is no point at a radius above 0"
+            continue
+        yield from _form(point, POINT, f"{where}.")
+        shares = {key: point.get(key) for key in ("certified", "attacked")}
+        for key, share in shares.items():
+            if _less(before[key], share):
+                yield f"{where}.{key} is {share}, more than {before[key]} at a smaller radius"
+            before[key] = before[key] if share is None else share
+        if _less(shares["attacked"], shares["certified"]):
+            yield f"{where} has {shares['certified']} certified and only {shares['attacked']} left by an attack"
+
+
+def _form(content: Entry, wanted: dict[str, tuple[type, ...]], where: str) -> Iterator[str]:
+    for key in sorted({*wanted, *map(str, content)}):
+        if key not in wanted or key not in content:
+            yield f"{where}{key[:60]} is {'unknown' if key not in wanted else 'missing'}"
+        elif not isinstance(content[key], wanted[key]) or (isinstance(content[key], bool) and bool not in wanted[key]):
+            yield f"{where}{key} is {str(content[key])[:60]!r}"
+        elif wanted[key][:2] == NUMBER and content[key] is not None and not 0 <= content[key] <= 100:
+            yield f"{where}{key} is {content[key]}, no per cent"
+
+
+def _number(text: object) -> float | None:
+    try:
+        return float(str(text))
+    except ValueError:
+        return None
+
+
+def _less(one: object, other: object) -> bool:
+    return isinstance(one, int | float) and isinstance(other, int | float) and one < other

@@ -1,0 +1,149 @@
+"""From finished results, certificate.json or evaluation.json, to an entry of the leaderboard."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from math import ceil, floor, log10
+from pathlib import Path
+from typing import Any
+
+import zoo
+from certify.board.entry import Entry, faults
+from certify.evaluation.run import EVALUATION
+from certify.evaluation.run import ROWS as EVALUATED
+from certify.rows import records
+from certify.rows.summary import Summary, norm_of
+from certify.stage.run import CERTIFICATE, ROWS
+from certizoo import UserError
+from zoo.models import overview
+
+SAME = ("weights_sha256", "images", "images_sha256", "dataset")  # of all results of one entry
+NUMERICS = (
+    "float64 of the served float32 weights; weight norms verified by Cholesky with Rump's margin, Jacobian norms by "
+    "Lanczos with a proved chance to fail; clean rounding counts as loss"
+)
+
+
+def summary_of(folder: Path) -> Summary:
+    """What a folder of results says, if its rows are still those that it was made of. Raises UserError."""
+    for name, rows in ((CERTIFICATE, ROWS), (EVALUATION, EVALUATED)):
+        if summary := records.require_rows(folder / name, rows):
+            return summary
+    raise UserError(f"{folder} holds neither {CERTIFICATE} nor {EVALUATION}; let python -m certify finish there first")
+
+
+def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
+    """One entry of all of them, results of the same weights on the same images. `said`: the fields that no result
+    knows, title, training, extra_data, source, and the command where another one made them. Raises UserError."""
+    first = summaries[0]
+    for key in SAME:
+        if len({str(summary.get(key)) for summary in summaries}) > 1:
+            raise UserError(f"these results have another {key} each; give results of one model on the same images")
+    curves: dict[str, dict[str, Any]] = {}
+    for summary in summaries:
+        for norm, curve in _curves(summary).items():
+            curves[norm] = curves.get(norm, {}) | curve
+    methods = sorted({str(summary["method"]) for summary in summaries})
+    if methods != ["None"] and len(methods) > 1:
+        raise UserError(f"these results are by methods {', '.join(methods)}; give those of one")
+    name = first["model"]["name"]
+    entry = {
+        "name": name,
+        "title": said.get("title") or name,
+        "dataset": first["dataset"],
+        "images": first["images"],
+        "images_sha256": first.get("images_sha256"),
+        "clean": _percent(first["clean"]),
+        "curves": curves,
+        "method": methods[0],
+        "numerics": NUMERICS,
+        "extra_data": bool(said.get("extra_data")),
+        "parameters": parameters_of(first["model"]),
+        "training": said.get("training") or _training(first),
+        "weights_sha256": first["weights_sha256"],
+        "command": said.get("command") or " && ".join(_command(summary) for summary in summaries),
+        "source": said.get("source"),
+        "published": False,
+        "soundness": _soundness(summaries),
+    }
+    for fault in faults(entry):
+        raise UserError(f"these results make no entry: {fault}")
+    return entry
+
+
+def parameters_of(model: Mapping[str, Any]) -> int:
+    """Of the model as it is served."""
+    return sum(weights.numel() for weights in overview.on_meta(**model).parameters())
+
+
+def _curves(summary: Summary) -> dict[str, dict[str, Any]]:
+    """A certificate has a share an eps; of an evaluation the balls of its attacks that a certified radius covers."""
+    if "worst_case" not in summary:
+        attack = _attack_name(summary["attack"])
+        return {
+            norm_of(summary): {
+                eps: {"certified": _percent(found["certified"]), "attacked": _percent(found["pgd"]), "attack": attack}
+                for eps, found in summary["accuracy"].items()
+            }
+        }
+    curves: dict[str, dict[str, Any]] = {}
+    for name, found in summary["accuracy"].items():
+        if found["eps"] is None or found["certified"] is None or found["norm"] != norm_of(summary):
+            continue
+        point = {
+            "certified": _percent(found["certified"]["accuracy"]),
+            "attacked": _percent(found["accuracy"]),
+            "attack": _attack_name(summary["attacks"][name]),
+        }
+        curve = curves.setdefault(found["norm"], {})
+        known = curve.get(f"{found['eps']:g}")
+        if known is None or point["attacked"] < known["attacked"]:
+            curve[f"{found['eps']:g}"] = point
+    for ball in summary["worst_case"]:  # what survives all of them
+        names = " + ".join(_attack_name(summary["attacks"][name]) for name in ball["attacks"])
+        if (there := curves.get(ball["norm"], {}).get(f"{ball['eps']:g}")) is not None:
+            there |= {"attacked": _percent(ball["accuracy"]), "attack": names}
+    return curves
+
+
+def _attack_name(options: Mapping[str, Any]) -> str:
+    """'PGD-100', 'PGD-20 x 5', 'AutoAttack'."""
+    kind = options.get("kind", "pgd")
+    if kind != "pgd":
+        return {"autoattack": "AutoAttack"}.get(kind, str(kind))
+    restarts = options.get("restarts", 1)
+    return f"PGD-{options.get('steps', 10)}" + (f" x {restarts}" if restarts > 1 else "")
+
+
+def _training(summary: Summary) -> str:
+    epochs = ((summary.get("training") or {}).get("train") or {}).get("epochs")
+    return f"{epochs} epochs" if epochs else "not said"
+
+
+def _command(summary: Summary) -> str:
+    """The command that does it again, but for the place of the data."""
+    name = summary["model"]["name"]
+    published = name in (entries := zoo.weights.entries()) and entries[name].sha256 == summary["weights_sha256"]
+    words = [f"model={name}", "out=OUT"] if published else ["handover=HANDOVER"]
+    words += [f"data={summary['dataset']}", "data.root=SHARDS", f"images={summary['images']}"]
+    words += [f"method={summary['method']}", f"norm={norm_of(summary)}"]
+    if "worst_case" in summary:
+        return shlex.join(["python", "-m", "certify", "evaluate", *words, f"protocol={summary['protocol']}"])
+    words += [f"eps=[{','.join(repr(eps) for eps in summary['eps'])}]", f"headline_eps={summary['headline_eps']!r}"]
+    return shlex.join(["python", "-m", "certify", *words, f"attack.steps={summary['attack']['steps']}"])
+
+
+def _soundness(summaries: Sequence[Summary]) -> str:
+    chances = [summary.get("numerics", {}).get("failure_probability_of_an_image") for summary in summaries]
+    known = [chance for chance in chances if chance is not None]
+    chance = f"; a radius fails with a probability of at most {_up(max(known))}" if known else ""
+    return f"proved of the served weights in exact arithmetic{chance}; no certified image fell to the attack beside it"
+
+
+def _up(chance: float) -> str:
+    """To one digit, never less than it is."""
+    unit = 10.0 ** floor(log10(chance)) if chance > 0 else 1.0
+    return f"{ceil(chance / unit * (1 - 1e-12)) * unit:.1g}"
+
+
+def _percent(share: float) -> float:
+    return round(100 * share, 4)

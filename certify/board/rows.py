@@ -1,0 +1,64 @@
+"""The rows behind an entry: their shares are its figures, and those of the sample are what is found again.
+
+A share says little of few images; a row says something of each. Where a claim has its rows, one forged row in the
+sample is enough to refuse it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from certify.board.entry import Entry, points
+from certify.board.of_results import summary_of
+from certify.rows.columns import Row
+from certify.rows.summary import norm_of
+from certify.stage.outcomes import CERTIFIED
+from certify.stage.run import ROWS
+from certizoo import UserError
+
+NEAR = 0.05  # radii found with another nonce, rounding or kernel may differ by so much of themselves
+MAX_BYTES = 2**30
+
+Rows = dict[str, dict[str, Row]]  # norm -> key -> row
+
+
+def rows_of(folders: list[Path], entry: Entry) -> Rows:
+    """The rows of finished certificates of the entry's weights. Raises UserError."""
+    found: Rows = {}
+    for folder in folders:
+        summary, file = summary_of(folder), folder / ROWS
+        if summary["weights_sha256"] != entry["weights_sha256"]:
+            raise UserError(f"the rows in {folder} are of other weights; give those of the entry: results=[FOLDER]")
+        if not file.is_file() or file.stat().st_size > MAX_BYTES:
+            raise UserError(f"{file} is missing or larger than {MAX_BYTES >> 30} GiB; give the folder of a certificate")
+        try:
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+            found[norm_of(summary)] = {row["key"]: row for row in rows}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file} holds lines that are no rows ({error!r}); certify again") from None
+    return found
+
+
+def shares(entry: Entry, rows: Rows) -> Iterator[str]:
+    """Where the figures of the entry are not those of its rows."""
+    for norm, eps, point in points(entry):
+        if norm in rows:
+            for key, column, yes in (
+                ("certified", f"certified.{eps:g}", CERTIFIED),
+                ("attacked", f"pgd.{eps:g}", True),
+            ):
+                counted = 100 * sum(row.get(column) == yes for row in rows[norm].values()) / entry["images"]
+                if point[key] is not None and abs(counted - point[key]) > 1e-3:
+                    yield f"{norm} {eps:g}: {key} is {counted:.4g} in the rows, {point[key]} in the entry"
+
+
+def forged(norm: str, again: list[Row], rows: Rows, method: str) -> Iterator[str]:
+    """Rows that were found otherwise."""
+    for row in again if norm in rows else ():
+        said: Mapping[str, Any] = rows[norm].get(str(row["key"]), {})
+        radius, stated = float(row[f"radius.{method}"]), float(said.get(f"radius.{method}", -1.0))
+        if any(said.get(key) != row[key] for key in ("label", "prediction", "correct")):
+            yield f"{norm}: image {row['key']} has another label or prediction than its row"
+        elif abs(stated - radius) > NEAR * max(radius, 1e-9):
+            yield f"{norm}: image {row['key']} has radius {radius:.4g}, its row says {stated:.4g}"

@@ -1,0 +1,63 @@
+"""`python -m certify image PHOTO... model=NAME ...` and `python -m certify serve model=NAME ...`: the keys of
+configs/image.yaml and configs/serve.yaml."""
+
+import csv
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from certify.photos import photo, picture
+from certify.photos.predict import Answer, Asked, Predictor
+from certify.photos.server import Place, serve_forever
+from certify.rows.arguments import Config, handover_of, settings_of
+from certizoo import UserError
+from certizoo.files import disk_errors, whole_file
+
+TABLE = "images.csv"
+
+
+def image(config: Config) -> None:
+    """Answer of every photograph: in words, and as a picture and a row of OUT/images.csv with out=FOLDER."""
+    files: Sequence[str] = config["files"]
+    if not files:
+        raise UserError("which photographs? python -m certify image PHOTO.png [MORE...] model=NAME")
+    out = Path(config["out"]) if config["out"] else None
+    predict = Predictor(handover_of(config), settings_of(Asked, config), out or Path())
+    console = Console(highlight=False)
+    answers = []
+    for name in files:
+        answers.append(predict(photo.read(Path(name), predict.channels, predict.size)))
+        console.print(answers[-1].words(), markup=False, soft_wrap=True)
+    if out is not None:
+        with disk_errors("make room, or give another folder: out=FOLDER"):
+            _write(answers, out)
+        console.print(f"pictures and {TABLE} in {out}", markup=False, soft_wrap=True)
+    elif len(answers) > 1:
+        _table(answers, sys.stdout)
+
+
+def serve(config: Config) -> None:
+    """A page on this machine where one drops photographs, until Ctrl-C."""
+    place = settings_of(Place, config)
+    predict = Predictor(handover_of(config), settings_of(Asked, config), Path())
+    console = Console(highlight=False)
+    serve_forever(predict, place, lambda url: console.print(f"{predict.title}: {url}   (Ctrl-C ends it)", markup=False))
+
+
+def _write(answers: Sequence[Answer], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for number, answer in enumerate(answers):
+        stem = re.sub(r"[^A-Za-z0-9_-]", "_", Path(answer.photo.name).stem)[:80]
+        with whole_file(out / f"{number:04d}_{stem}.png") as part:
+            part.write_bytes(picture.picture(answer))
+    with whole_file(out / TABLE) as part, part.open("w", newline="") as file:
+        _table(answers, file)
+
+
+def _table(answers: Sequence[Answer], file) -> None:  # type: ignore[no-untyped-def]
+    writer = csv.DictWriter(file, list(answers[0].row()), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(answer.row() for answer in answers)

@@ -1,0 +1,15 @@
+"""What the labels of a data set are called."""
+
+from collections.abc import Sequence
+
+KNOWN: dict[str, tuple[str, ...]] = {
+    "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    "digits": tuple("0123456789"),
+    "mnist": tuple("0123456789"),
+}
+
+
+def names_of(dataset: str, classes: int) -> Sequence[str]:
+    """The names of the classes, 'class 7' where they are not known."""
+    known = KNOWN.get(dataset, ())
+    return known if len(known) == classes else [f"class {label}" for label in range(classes)]

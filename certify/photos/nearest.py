@@ -1,0 +1,67 @@
+"""The nearest image of another class that an attack finds: what stands against a certified radius from the other side.
+
+    radius  <=  distance to the nearest image of another class  <=  what is found here.
+
+PGD in growing balls until it fools, then in balls between the last that did not and what was found, and at the end
+along the straight line back to the image. It is no proof of anything: a nearer one may exist, down to the radius.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Generator, Tensor, nn
+
+from attacks import AttackConfig
+from attacks.norms import distance
+
+GROWTH = 1.5  # from ball to ball
+FIRST = 1.02  # of the certified radius: nothing is looked for inside
+LEAST = {"l2": 0.02, "linf": 0.25 / 255}  # where the search begins if nothing is certified
+CLOSE = 1.02  # a bracket that is not searched any further
+HALVINGS = 6
+POINTS = 12  # of the line back
+
+
+def nearest(
+    model: nn.Module, image_CHW: Tensor, label: int, radius: float, attack: AttackConfig, draws: Callable[[], Generator]
+) -> Tensor | None:
+    """The image (C, H, W), and None where no ball up to grey images has any. `attack`: its norm and its steps."""
+    x_BCHW, label_B = image_CHW[None], torch.tensor([label], device=image_CHW.device)
+    largest = 0.5 if attack.norm == "linf" else 0.5 * image_CHW.numel() ** 0.5
+
+    def tried(eps: float) -> Tensor | None:
+        found_BCHW = replace(attack, eps=eps).run(model, x_BCHW, label_B, [draws()])
+        return found_BCHW if _fools(model, found_BCHW, label) else None
+
+    low, eps = radius, max(FIRST * radius, LEAST[attack.norm])
+    while (found := tried(eps)) is None:
+        if eps >= largest:
+            return None
+        low, eps = eps, min(GROWTH * eps, largest)
+    for _ in range(HALVINGS):
+        high = float(distance(found, x_BCHW, attack.norm))
+        if high <= CLOSE * max(low, radius, LEAST[attack.norm] / 100):
+            break
+        middle = (max(low, high / 8) * high) ** 0.5
+        nearer = tried(middle)
+        low, found = (middle, found) if nearer is None else (low, nearer)
+    return _back(model, x_BCHW, found, label)[0]
+
+
+def _back(model: nn.Module, x_BCHW: Tensor, found_BCHW: Tensor, label: int) -> Tensor:
+    """The last point on the line towards the image that still fools, by halving."""
+    right, wrong, last_BCHW = 0.0, 1.0, found_BCHW
+    for _ in range(POINTS):
+        share = (right + wrong) / 2
+        point_BCHW = x_BCHW + share * (found_BCHW - x_BCHW)
+        if _fools(model, point_BCHW, label):
+            wrong, last_BCHW = share, point_BCHW
+        else:
+            right = share
+    return last_BCHW
+
+
+def _fools(model: nn.Module, x_BCHW: Tensor, label: int) -> bool:
+    with torch.no_grad():
+        return int(model(x_BCHW).argmax(-1)) != label

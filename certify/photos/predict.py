@@ -1,0 +1,167 @@
+"""What is said of one photograph: the class, its margin, the radius that is proved, the nearest attack found."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import zoo
+from attacks import AttackConfig
+from attacks.norms import distance
+from certify.api import certifier, radius_of
+from certify.evaluation.refuted import Found, refuse
+from certify.methods import named
+from certify.methods.bake import logit_differences
+from certify.methods.ball import known
+from certify.methods.certificate import Certifier
+from certify.photos.names import names_of
+from certify.photos.nearest import nearest
+from certify.photos.photo import Photo
+from certify.rows.devices import device_of, require_device
+from certify.rows.draws import draws
+from certify.rows.intervals import NAMES, radius_in
+from certizoo import UserError
+from zoo.bounds import lanczos
+
+HALF = {"l2": 0.5e-4, "linf": 0.5e-3 / 255}  # of the last digit of a radius in words: taken away, it is rounded down
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How photographs are certified and attacked: configs/image.yaml."""
+
+    method: str = "auto"
+    norm: str = "l2"
+    nonce: str | None = None
+    steps: int = 40
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        known(self.norm)
+        require_device(self.device, "device")
+        if type(self.steps) is not int or not 1 <= self.steps <= 10_000:
+            raise UserError(f"steps={self.steps}: give a whole number of at least 1, such as 40")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one photograph. `attacked_CHW`: the nearest image of another class that was found, at `distance`."""
+
+    photo: Photo
+    label: int
+    name: str
+    margin: float
+    radius: float
+    norm: str
+    method: str
+    failure: float  # the chance that the radius is none
+    attacked_CHW: Tensor | None
+    attacked_name: str
+    distance: float | None
+
+    @property
+    def proved(self) -> str:
+        """The radius in words, never more than it is."""
+        return radius_in(self.norm, max(0.0, self.radius - HALF[self.norm])) if self.radius > 0 else "nothing"
+
+    @property
+    def found(self) -> str:
+        """The distance in words."""
+        return "none" if self.distance is None else radius_in(self.norm, self.distance)
+
+    def words(self) -> str:
+        """Two or three sentences."""
+        norm, size = NAMES[self.norm], "x".join(str(side) for side in reversed(self.photo.image_CHW.shape[1:]))
+        proved = (
+            f"Proved ({self.method}): no change of {norm} size up to {self.proved} changes the class."
+            if self.radius > 0
+            else "Nothing is proved around it."
+        )
+        found = (
+            "No attack was found."
+            if self.distance is None
+            else f"The nearest attack found makes it {self.attacked_name} at {self.found}."
+        )
+        said = f"{self.photo.name}: {self.name} ({self.label}), margin {self.margin:.3g}."
+        return f"{said} {proved} {found} {self._of(size)}"
+
+    def _of(self, size: str) -> str:
+        """Of which image the radius is."""
+        if not self.photo.resized:
+            return f"Radii are of the {size} image in [0,1] pixels."
+        there = f"{self.photo.width}x{self.photo.height}"
+        return f"Radii are of the {size} image that the {there} photograph was resized to, in [0,1] pixels."
+
+    def row(self) -> dict[str, object]:
+        """For CSV."""
+        return {
+            "file": self.photo.name,
+            "class": self.label,
+            "name": self.name,
+            "margin": self.margin,
+            "radius": self.radius,
+            "norm": self.norm,
+            "method": self.method,
+            "failure": self.failure,
+            "attack_distance": self.distance,
+            "attack_name": self.attacked_name,
+            "width": self.photo.width,
+            "height": self.photo.height,
+            "radius_is_of": f"{self.photo.image_CHW.shape[2]}x{self.photo.image_CHW.shape[1]}",
+        }
+
+
+class Predictor:
+    """A hand-over that answers; the certifier of a norm is made when it is first asked for."""
+
+    def __init__(self, handover: Path, asked: Asked, refuted: Path) -> None:
+        self.asked, self.refuted = asked, refuted
+        self.device = device_of(0, asked.device)
+        self.model, config = zoo.handover.load(handover)
+        self.model.to(self.device)
+        options = config["model"]
+        self.channels, self.size = options["in_chans"], options["img_size"]
+        self.title = f"{options['name']} ({(config.get('data') or {}).get('name', 'unknown data')})"
+        self.names = names_of((config.get("data") or {}).get("name", ""), options["num_classes"])
+        self.method = named(asked.method, self.model)
+        self._certifiers: dict[str, Certifier] = {}
+        self._nonce = asked.nonce or lanczos.new_nonce()
+        self.certifier_of(asked.norm)  # refuses what cannot be certified before anything is asked
+
+    def certifier_of(self, norm: str) -> Certifier:
+        if norm not in self._certifiers:
+            self._certifiers[norm] = certifier(self.model, self.method, self._nonce, norm)
+        return self._certifiers[norm]
+
+    def __call__(self, photo: Photo, norm: str | None = None) -> Answer:
+        """Raises UnsoundCertificate where the attack is within the radius, with both images kept."""
+        norm = known(norm or self.asked.norm)
+        prover, image_CHW = self.certifier_of(norm), photo.image_CHW.to(self.device)
+        logit_differences(self.model, prover.baked, image_CHW[None])
+        with torch.no_grad():
+            label = int(self.model(image_CHW[None]).argmax(-1))
+        analysis = prover.analyse(image_CHW[None], torch.tensor([label], device=self.device))
+        radius = float(radius_of(analysis))
+        attack = AttackConfig(norm=norm, steps=self.asked.steps, loss="margin", stop_when_fooled=True)
+        attacked_CHW = nearest(self.model, image_CHW, label, radius, attack, lambda: draws([photo.name])[0])
+        away, other = None, ""
+        if attacked_CHW is not None:
+            away = float(distance(attacked_CHW[None].double(), image_CHW[None].double(), norm))
+            with torch.no_grad():
+                other = self.names[int(self.model(attacked_CHW[None]).argmax(-1))]
+            if away <= radius:
+                refuse(Found(photo.name, image_CHW, attacked_CHW, label, "PGD", norm, away, radius), self.refuted)
+        return Answer(
+            photo=photo,
+            label=label,
+            name=self.names[label],
+            margin=float(analysis.clean.margin_BJ.amin(-1)),
+            radius=radius,
+            norm=norm,
+            method=self.method,
+            failure=analysis.failure,
+            attacked_CHW=None if attacked_CHW is None else attacked_CHW.cpu(),
+            attacked_name=other,
+            distance=away,
+        )

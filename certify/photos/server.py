@@ -1,0 +1,205 @@
+"""The page as a server on this machine, by the standard library: one page and one question need no framework.
+(gradio is a hundred megabytes of dependencies that speak to other hosts; flask is here only through mlflow.)
+
+Who may ask: on a loopback address whoever can reach it by its own name, so that no page of another site does, neither
+by a form nor by a name that it points here (DNS rebinding). On any other address whoever has the token.
+"""
+
+import base64
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import BoundedSemaphore, Lock
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from certify.methods.certificate import UnsoundCertificate
+from certify.photos import page, picture
+from certify.photos.photo import MAX_BYTES, photo
+from certify.photos.predict import Answer, Predictor
+from certizoo import UserError
+
+EVERY = ("0.0.0.0", "::")  # all addresses of this machine
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+AT_ONCE = 8  # connections; more are told to wait
+SECONDS = 30  # a connection may be silent
+BODY = "application/octet-stream"  # a form cannot send it: a page of another site would have to ask first
+MIN_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the page is: configs/serve.yaml."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.port) is not int or not 0 <= self.port < 2**16:
+            raise UserError(f"port={self.port}: give a whole number below 65536, or 0 for any that is free")
+        if not isinstance(self.host, str) or not self.host:
+            raise UserError(f"host={self.host}: give an address of this machine, such as 127.0.0.1 or 0.0.0.0")
+        if self.token is not None and (not isinstance(self.token, str) or len(self.token) < MIN_TOKEN):
+            raise UserError(f"token: give a text of at least {MIN_TOKEN} letters in quotes, or leave it away")
+
+    @property
+    def local(self) -> bool:
+        return self.host in LOOPBACK
+
+    @property
+    def needed(self) -> str | None:
+        """The token that every question must carry."""
+        return self.token or (None if self.local else secrets.token_urlsafe(24))
+
+
+class Server(ThreadingHTTPServer):
+    """Answers one photograph at a time, to few at once."""
+
+    daemon_threads = True
+    request_queue_size = 16
+
+    def __init__(self, predict: Predictor, place: Place) -> None:
+        self.predict, self.place, self.token = predict, place, place.needed
+        self.address_family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+        self.working, self.connections = Lock(), BoundedSemaphore(AT_ONCE)
+        try:
+            super().__init__((place.host, place.port), Handler)
+        except OSError as error:
+            raise UserError(
+                f"{place.host} port {place.port} cannot be had ({error.strerror or error}); give another: port=0"
+            ) from None
+
+    @property
+    def url(self) -> str:
+        host, port = self.place.host, self.server_address[1]
+        shown = socket.gethostname() if host in EVERY else f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{port}/" + (f"?token={self.token}" if self.token else "")
+
+    def names(self) -> set[str]:
+        """What a browser calls this server, where it is on a loopback address."""
+        return {f"{name}:{self.server_address[1]}" for name in ("127.0.0.1", "localhost", "[::1]")}
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self.connections.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.connections.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is none of our errors."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    timeout = SECONDS
+    server_version, sys_version = "certizoo", ""
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        if not self._may_ask((parse_qs(parts.query).get("token") or [""])[0]):
+            return
+        if parts.path != "/":
+            self._say(404, "there is only the page /")
+            return
+        nonce = secrets.token_urlsafe(16)
+        html = page.html(self.server.predict.title, self.server.predict.asked.norm, nonce)
+        self._send(200, html.encode(), "text/html; charset=utf-8", page.policy(nonce))
+
+    def do_POST(self) -> None:
+        """Encoded photograph in; the answer as JSON, pictures included, out."""
+        if not self._may_ask(self.headers.get("X-Token", "")) or not self._is_ours():
+            return
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or self.headers.get("Content-Type") != BODY:
+            self._say(400, f"send one photograph as {BODY}, with its length")
+        elif int(length) > MAX_BYTES:
+            self._say(413, f"the photograph is larger than {MAX_BYTES >> 20} MiB")
+        elif not self.server.working.acquire(timeout=SECONDS):
+            self._say(503, "another photograph is at work; try again")
+        else:
+            try:
+                self._answer(self.rfile.read(int(length)))
+            finally:
+                self.server.working.release()
+
+    def _answer(self, data: bytes) -> None:
+        predict, asked = self.server.predict, parse_qs(urlsplit(self.path).query)
+        name = (asked.get("name") or ["photo"])[0][:200]
+        try:
+            given = photo(data, name, predict.channels, predict.size)
+            answer = predict(given, asked["norm"][0] if "norm" in asked else None)
+        except (UserError, UnsoundCertificate) as error:
+            self._say(400, str(error))
+        else:
+            self._send(200, json.dumps(said(answer)).encode(), "application/json", page.NOTHING)
+
+    def _may_ask(self, token: str) -> bool:
+        """The name by which a local server is asked, or the token."""
+        server = self.server
+        if server.token is not None:
+            if hmac.compare_digest(token.encode(), server.token.encode()):
+                return True
+            self._say(403, "the address needs ?token=, as the command prints it")
+            return False
+        if self.headers.get("Host", "") in server.names():
+            return True
+        self._say(403, "this page answers to its own address alone, as the command prints it")
+        return False
+
+    def _is_ours(self) -> bool:
+        """A question of our page, or of no page."""
+        origin = self.headers.get("Origin")
+        if origin in (None, f"http://{self.headers.get('Host', '')}"):
+            return True
+        self._say(403, "a page of another site may not ask")
+        return False
+
+    def _say(self, status: int, words: str) -> None:
+        self._send(status, json.dumps({"error": words}).encode(), "application/json", page.NOTHING)
+
+    def _send(self, status: int, content: bytes, kind: str, policy: str) -> None:
+        self.send_response(status)
+        for key, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Content-Security-Policy": policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",  # the address may hold the token
+            "Cache-Control": "no-store",
+        }.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a line would hold the token, and what a stranger wrote."""
+
+
+def said(answer: Answer) -> dict[str, Any]:
+    """An answer for the page."""
+    shown = [
+        {"title": title, "note": note, "src": f"data:image/png;base64,{base64.b64encode(picture.png(image)).decode()}"}
+        for title, note, image in picture.panels(answer)
+    ]
+    return answer.row() | {"words": answer.words(), "proved": answer.proved, "found": answer.found, "panels": shown}
+
+
+def serve_forever(predict: Predictor, place: Place, say: Callable[[str], None]) -> None:
+    """Until Ctrl-C."""
+    with Server(predict, place) as server:
+        say(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("stopped")

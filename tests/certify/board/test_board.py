@@ -1,0 +1,171 @@
+"""From a certificate to an entry and back: a right entry is found again, a wrong one is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from certify.__main__ import main
+from certify.board.again import likely
+from certify.board.of_results import _up, entry_of, summary_of
+from certify.board.rows import forged, rows_of
+from certizoo import UserError
+from tests.certify.board.test_entry import SCHEMA
+
+IMAGES = 24
+
+
+@pytest.fixture(scope="module")
+def results(handover: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished certificate of the small model."""
+    out = tmp_path_factory.mktemp("results")
+    words = [f"handover={handover}", f"out={out}", f"images={IMAGES}", "method=adjoint", "eps=[0.05,0.3]"]
+    main([*words, "headline_eps=0.05", "attack.steps=5", "data=digits", f"data.root={digits}"])
+    return out
+
+
+@pytest.fixture(scope="module")
+def made(handover: Path, results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its entry."""
+    out = tmp_path_factory.mktemp("entry") / "digits.json"
+    main(["submit", f"handover={handover}", f"results={results}", f"out={out}", "training=8 epochs on one core"])
+    return out
+
+
+@pytest.fixture
+def changed(made: Path, tmp_path: Path) -> Callable[..., Path]:
+    def change(alter: Callable[[dict[str, Any]], object]) -> Path:
+        entry = json.loads(made.read_text())
+        alter(entry)
+        (tmp_path / "changed.json").write_text(json.dumps(entry))
+        return tmp_path / "changed.json"
+
+    return change
+
+
+def check(path: Path, handover: Path, digits: Path, *words: str) -> None:
+    main(["check", str(path), f"handover={handover}", f"data.root={digits}", f"images={IMAGES}", *words])
+
+
+def refusal(capsys: pytest.CaptureFixture[str], path: Path, handover: Path, digits: Path, *words: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        check(path, handover, digits, *words)
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    return said.splitlines()[-1]
+
+
+def test_an_entry_is_what_the_certificate_says(made: Path, results: Path) -> None:
+    entry, said = json.loads(made.read_text()), json.loads((results / "certificate.json").read_text())
+    jsonschema.validate(entry, SCHEMA)
+    assert entry["clean"] == pytest.approx(100 * said["clean"], abs=1e-3)
+    assert list(entry["curves"]) == ["l2"]
+    for eps, share in said["accuracy"].items():
+        point = entry["curves"]["l2"][eps]
+        assert point["certified"] == pytest.approx(100 * share["certified"], abs=1e-3)
+        assert point["attacked"] == pytest.approx(100 * share["pgd"], abs=1e-3)
+        assert point["attack"] == "PGD-5"
+    assert (entry["training"], entry["published"], entry["images"]) == ("8 epochs on one core", False, IMAGES)
+
+
+def test_a_right_entry_is_found_again(
+    made: Path, results: Path, handover: Path, digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its figures, and by its rows as well."""
+    check(made, handover, digits, f"results=[{results}]")
+    shown = capsys.readouterr().out
+    assert f"OK: {made}" in shown
+    assert "l2 0.05, 24 images: certified" in shown
+
+
+def test_a_changed_hash_is_refused(
+    changed: Callable[..., Path], handover: Path, digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = changed(lambda entry: entry.update(weights_sha256="0" * 64))
+    assert "not 0000000000000000" in refusal(capsys, other, handover, digits)
+    other = changed(lambda entry: entry.update(images_sha256="0" * 64))
+    assert "are not those of the entry (images_sha256)" in refusal(capsys, other, handover, digits)
+
+
+def test_a_changed_figure_is_refused(
+    changed: Callable[..., Path], made: Path, results: Path, handover: Path, digits: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Parameters; clean by one image; a certified share by a few; one that only the rows give away."""
+    other = changed(lambda entry: entry.update(parameters=entry["parameters"] + 1))
+    assert "parameters, not" in refusal(capsys, other, handover, digits)
+    other = changed(lambda entry: entry.update(clean=entry["clean"] + 100 / IMAGES))
+    assert "clean is" in refusal(capsys, other, handover, digits)
+
+    def promise(entry: dict[str, Any]) -> None:
+        point = entry["curves"]["l2"]["0.3"]
+        point["certified"] = point["attacked"]
+
+    point = json.loads(made.read_text())["curves"]["l2"]["0.3"]
+    assert point["certified"] + 5 < point["attacked"], "the model is too good for this test"
+    assert "are certified again" in refusal(capsys, changed(promise), handover, digits)
+    near = changed(lambda entry: entry["curves"]["l2"]["0.3"].update(certified=point["certified"] + 1))
+    assert "in the rows" in refusal(capsys, near, handover, digits, f"results=[{results}]")
+
+
+def test_figures_of_others_and_other_methods_are_not_done_again(
+    changed: Callable[..., Path], handover: Path, digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = changed(lambda entry: entry.update(published=True))
+    assert "a published figure of others" in refusal(capsys, published, handover, digits)
+    other = changed(lambda entry: entry.update(method="global Lipschitz bound"))
+    assert "none of ours" in refusal(capsys, other, handover, digits)
+
+
+def test_a_forged_row_is_found(results: Path, made: Path) -> None:
+    """A radius, or a prediction, that is not found again; what another nonce may change is let pass."""
+    entry = json.loads(made.read_text())
+    rows = rows_of([results], entry)
+    again = [dict(row) for row in rows["l2"].values() if row["radius.adjoint"] > 0][:1]
+    assert list(forged("l2", again, rows, "adjoint")) == []
+    row = rows["l2"][str(again[0]["key"])]
+    row["radius.adjoint"] *= 1.01
+    assert list(forged("l2", again, rows, "adjoint")) == []
+    row["radius.adjoint"] *= 1.2
+    assert "its row says" in next(forged("l2", again, rows, "adjoint"))
+    row["prediction"] += 1
+    assert "another label or prediction" in next(forged("l2", again, rows, "adjoint"))
+    with pytest.raises(UserError, match="are of other weights"):
+        rows_of([results], entry | {"weights_sha256": "0" * 64})
+
+
+def test_results_of_two_models_make_no_entry(results: Path) -> None:
+    summary = summary_of(results)
+    with pytest.raises(UserError, match="another weights_sha256 each"):
+        entry_of([summary, summary | {"weights_sha256": "0" * 64}])
+    with pytest.raises(UserError, match="another images_sha256 each"):
+        entry_of([summary, summary | {"norm": "linf", "images_sha256": "0" * 64}])
+
+
+def test_a_folder_without_results_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, mend in (
+        (["submit", f"results={tmp_path}"], "let python -m certify finish there first"),
+        (["submit"], "say what to certify"),
+        (["check"], "which entry?"),
+        (["check", str(tmp_path / "none.json")], "cannot be read"),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert mend in capsys.readouterr().err
+
+
+def test_how_far_off_a_claim_is_seen() -> None:
+    """The figures at the head of certify/board/again.py, and that a right claim is refused as good as never."""
+    for n, points in ((50, 0.32), (200, 0.15), (500, 0.085), (1000, 0.02)):
+        for truth in (0.3, 0.5):
+            assert not likely(round(n * truth), n, 1000 * (truth + points), 1000, both=True)
+            assert not likely(round(n * (truth + points)), n, 1000 * truth, 1000, both=True)
+            assert likely(round(n * truth), n, 1000 * truth, 1000, both=True)
+    assert likely(30, 30, 500, 1000, both=False)  # an attack that finds less is none of the claim's faults
+
+
+def test_chances_are_rounded_up() -> None:
+    assert [_up(chance) for chance in (3.1e-8, 3e-8, 9.5e-8, 0.0)] == ["4e-08", "3e-08", "1e-07", "0"]

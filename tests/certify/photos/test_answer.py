@@ -1,0 +1,135 @@
+"""An answer holds a radius against an attack: the one is what `certify` proves, the other fools, and is beyond it."""
+
+import csv
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import certify
+from attacks.norms import distance
+from certify.__main__ import main
+from certify.methods.certificate import UnsoundCertificate
+from certify.photos import picture
+from certify.photos.names import KNOWN, names_of
+from certify.photos.photo import photo
+from certify.photos.predict import Answer, Predictor
+
+Encoded = Callable[..., bytes]
+
+
+@pytest.fixture(scope="module")
+def answers(predict: Predictor, digit: Encoded) -> list[Answer]:
+    """Of two digits, in both norms."""
+    photos = [photo(digit(n), f"{n}.png", 1, 8) for n in range(2)]
+    return [predict(one, norm) for norm in ("l2", "linf") for one in photos]
+
+
+def test_the_radius_is_the_certified_one_and_the_attack_is_beyond_it(predict: Predictor, answers: list[Answer]) -> None:
+    for answer in answers:
+        image_BCHW, label_B = answer.photo.image_CHW[None], torch.tensor([answer.label])
+        again = certify.certified_radius(predict.model, image_BCHW, label_B, answer.method, "0", answer.norm)
+        assert answer.radius == pytest.approx(float(again), rel=1e-9)
+        assert answer.attacked_CHW is not None
+        assert answer.distance is not None
+        assert int(predict.model(answer.attacked_CHW[None]).argmax()) == KNOWN["digits"].index(answer.attacked_name)
+        assert answer.attacked_name != answer.name
+        assert 0 <= float(answer.attacked_CHW.min()) <= float(answer.attacked_CHW.max()) <= 1
+        apart = float(distance(answer.attacked_CHW[None].double(), image_BCHW.double(), answer.norm))
+        assert answer.radius < answer.distance == apart
+    assert all(answer.radius > 0 for answer in answers[:2])
+
+
+def test_the_attack_is_near(answers: list[Answer]) -> None:
+    """The search ends close above the boundary: a hundredth less of the same change no longer fools."""
+    assert all(answer.distance is not None and answer.distance < 20 * answer.radius for answer in answers[:2])
+
+
+def test_a_radius_in_words_is_never_more_than_it_is(answers: list[Answer]) -> None:
+    for radius in torch.linspace(1e-4, 0.9, 997).tolist():
+        for norm, unit in (("l2", 1.0), ("linf", 1 / 255)):
+            said = replace(answers[0], radius=radius, norm=norm).proved
+            assert float(said.removesuffix("/255")) * unit <= radius * (1 + 1e-12)
+    assert replace(answers[0], radius=0.0).proved == "nothing"
+
+
+def test_it_says_of_which_image_the_radius_is(predict: Predictor, digit: Encoded, answers: list[Answer]) -> None:
+    assert "Radii are of the 8x8 image in" in answers[0].words()
+    larger = predict(photo(digit(0, times=5, kind="JPEG"), "large.jpg", 1, 8))
+    assert "Radii are of the 8x8 image that the 40x40 photograph was resized to" in larger.words()
+
+
+def test_an_attack_within_the_radius_is_an_alarm(
+    predict: Predictor, digit: Encoded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A certifier that says too much is found out, and both images are kept."""
+    monkeypatch.setattr("certify.photos.predict.radius_of", lambda analysis: torch.tensor([3.0]))
+    with pytest.raises(UnsoundCertificate, match="the certificate is wrong"):
+        predict(photo(digit(0), "0.png", 1, 8))
+    assert list((predict.refuted / "refuted").glob("*.safetensors"))
+
+
+def test_pictures_show_the_change_around_grey(answers: list[Answer]) -> None:
+    panels = picture.panels(answers[0])
+    assert [title for title, _, _ in panels] == [answers[0].name, answers[0].attacked_name, "the change"]
+    assert all(0 <= float(image.min()) <= float(image.max()) <= 1 + 1e-6 for _, _, image in panels)
+    assert answers[0].proved in panels[0][1]
+    alone = replace(answers[0], attacked_CHW=None, distance=None)
+    assert len(picture.panels(alone)) == 1
+    assert "No attack was found." in alone.words()
+
+
+def test_the_command_writes_a_picture_and_a_row_of_each(
+    handover: Path, digit: Encoded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / "a=1.png", tmp_path / "sub" / "b.png"]
+    files[1].parent.mkdir()
+    for number, file in enumerate(files):
+        file.write_bytes(digit(number))
+    out = tmp_path / "out"
+    main(["image", *map(str, files), f"handover={handover}", "method=adjoint", "nonce=0", "steps=5", f"out={out}"])
+    shown = capsys.readouterr().out
+    assert all(f"{file}: " in shown for file in files)
+    with (out / "images.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert [row["file"] for row in rows] == [str(file) for file in files]
+    assert all(float(row["radius"]) < float(row["attack_distance"]) for row in rows)
+    assert [Image.open(path).width > 800 for path in sorted(out.glob("*.png"))] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [
+        ([], "which photographs"),
+        (["no.png", "model=cert_vit_c10"], "there is no file no.png"),
+        (["no.png"], "say what to certify"),
+        (["no.png", "model=dp_vit_ti"], "those that have: cert_vit_c10"),
+        (["no.png", "model=cert_vit_c10", "norm=l3"], "norm of a certificate"),
+        (["no.png", "model=cert_vit_c10", "steps=0"], "steps=0"),
+        (["no.png", "model=cert_vit_c10", "stepps=3"], "steps"),
+        (["no.png", "model=cert_vit_c10", "--help"], "there are no flags"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], mend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["image", *words])
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert mend in said
+    assert said.count("\n") == 1
+
+
+def test_names_are_used_where_they_fit() -> None:
+    assert names_of("cifar10", 10)[3] == "cat"
+    assert names_of("cifar10", 4)[3] == names_of("other", 10)[3] == "class 3"
+
+
+def test_a_published_model_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (64, 48), "navy").save(tmp_path / "sea.png")
+    main(["image", str(tmp_path / "sea.png"), "model=cert_vit_c10", "method=adjoint", "steps=5"])
+    shown = capsys.readouterr().out
+    assert any(f": {name} (" in shown for name in KNOWN["cifar10"])
+    assert "the 32x32 image that the 64x48 photograph" in shown
