@@ -1,5 +1,5 @@
-"""What MkDocs calls while it builds the site (mkdocs.yml): pages get what is made of the code, links that leave `docs` lead
-to copies or to pages, formulas become MathML, and public names without a docstring are warnings, which `--strict` fails on.
+"""What MkDocs calls while it builds the site (mkdocs.yml): pages get what is made of the code, links that leave `docs`
+lead to copies or to pages, formulas become MathML, and public names without a docstring are warnings, which fail.
 """
 
 import logging
@@ -26,7 +26,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what pages refer to outside `docs`, and the curves of the leaderboard."""
     pages = {file.src_uri: _text(file) for file in files.documentation_pages()}
     for path in links.copied(pages):
-        files.append(File.generated(config, f"{links.COPIES}/{path}", abs_src_path=str(ROOT / path), inclusion=NOT_IN_NAV))
+        files.append(
+            File.generated(config, f"{links.COPIES}/{path}", abs_src_path=str(ROOT / path), inclusion=NOT_IN_NAV)
+        )
     for name, content in made.files().items():
         files.append(File.generated(config, name, content=content))
     return files

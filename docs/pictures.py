@@ -1,7 +1,8 @@
 """The pictures of docs/explained/methods.md, of values that are computed here: `python -m docs.pictures`.
 
-A network of two inputs is trained on two moons, small enough that the truth can be seen: which points of the plane have which
-class, and how far the nearest other class is from a point (a fine grid of the ball). Beside it what each method proves there.
+A network of two inputs is trained on two moons, small enough that the truth can be seen: which points of the plane have
+which class, and how far the nearest other class is from a point (a fine grid of the ball). Beside it what each method
+proves there.
 """
 
 import json
@@ -24,7 +25,7 @@ from zoo.rules import Facts, Links, register
 FOLDER = Path(__file__).parent / "pictures"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 COLOURS = {"lofast": "#d81b60", "adjoint": "#f4511e", "image": "#00897b", "truth": "#212121"}
-STYLE = {"svg.hashsalt": "certizoo", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+STYLE: Any = {"svg.hashsalt": "certizoo", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
 SIDE = 160  # points of the plane along an edge
 ANGLES, STEPS = 720, 200  # of the grid of a ball
 
@@ -106,13 +107,17 @@ def planes(of: Scene) -> None:
     figure, axes = pyplot.subplots(figsize=(5.6, 5.6), layout="constrained")
     _classes(axes, of)
     methods = ("lofast", "adjoint", "image")
-    radii = {method: certified_radius(of.model, of.chosen, of.answers, method=method, nonce="picture") for method in methods}
+    radii = {
+        method: certified_radius(of.model, of.chosen, of.answers, method=method, nonce="picture") for method in methods
+    }
     for i, point in enumerate(of.chosen.view(-1, 2)):
         truth = true_radius(of.model, point, int(of.answers[i]))
         for method, radius in [("truth", truth), *((method, float(radii[method][i])) for method in methods)]:
             line = ":" if method == "truth" else "-"
             name = {"truth": "nearest other class"}.get(method, method) if i == 0 else None
-            axes.add_patch(Circle(point.tolist(), radius, fill=False, color=COLOURS[method], ls=line, lw=1.6, label=name))
+            axes.add_patch(
+                Circle(point.tolist(), radius, fill=False, color=COLOURS[method], ls=line, lw=1.6, label=name)
+            )
         axes.plot(*point.tolist(), "k.", ms=5)
     axes.legend(frameon=True, loc="lower left")
     save(figure, "plane")
@@ -126,7 +131,9 @@ def curves(of: Scene) -> None:
     truth = [float(margins(of.model, disc(point, float(eps)), label).min()) for eps in radii]
     axes.plot(radii, truth, color=COLOURS["truth"], ls=":", lw=2, label="least margin of the ball (grid)")
     for method in ("lofast", "adjoint", "image"):
-        axes.plot(radii, bounds(of, point, label, radii, method), color=COLOURS[method], label=f"{method}: proved of it")
+        axes.plot(
+            radii, bounds(of, point, label, radii, method), color=COLOURS[method], label=f"{method}: proved of it"
+        )
     axes.axhline(0, color="#9e9e9e", lw=0.8)
     axes.set(xlabel="eps", ylabel="margin", ylim=(-truth[0], 1.1 * truth[0]), xlim=(0, radii[-1]))
     axes.legend(frameon=False)
@@ -134,8 +141,8 @@ def curves(of: Scene) -> None:
 
 
 def bounds(of: Scene, point: Tensor, label: int, radii: Sequence[float] | np.ndarray, method: str) -> list[float]:
-    """What is proved of the least margin at each radius: margin - loss there, or at a larger radius, whose ball holds this
-    one. (The prover ends with the first bound that decides, a cheap one where that is enough.)"""
+    """What is proved of the least margin at each radius: margin - loss there, or at a larger radius, whose ball holds
+    this one. (The prover ends with the first bound that decides, a cheap one where that is enough.)"""
     found = []
     for eps in radii:
         c = certify(of.model, point, torch.tensor([label]), eps=float(eps), method=method, nonce="picture")
@@ -149,9 +156,15 @@ def balls(of: Scene) -> None:
     _classes(axes, of)
     x, y = of.chosen.view(-1, 2)[1].tolist()
     eps, root = 0.1, 2**0.5
-    axes.add_patch(Rectangle((x - eps, y - eps), 2 * eps, 2 * eps, fill=False, lw=1.8, color="#00897b", label="Linf ball, eps = 0.1"))
+    axes.add_patch(
+        Rectangle(
+            (x - eps, y - eps), 2 * eps, 2 * eps, fill=False, lw=1.8, color="#00897b", label="Linf ball, eps = 0.1"
+        )
+    )
     axes.add_patch(Circle((x, y), eps, fill=False, lw=1.8, color="#d81b60", label="L2 ball, eps = 0.1"))
-    axes.add_patch(Circle((x, y), eps * root, fill=False, ls=":", lw=1.4, color="#212121", label="L2 ball, eps = 0.1 sqrt(2)"))
+    axes.add_patch(
+        Circle((x, y), eps * root, fill=False, ls=":", lw=1.4, color="#212121", label="L2 ball, eps = 0.1 sqrt(2)")
+    )
     axes.plot(x, y, "k.", ms=5)
     axes.legend(loc="lower left", fontsize=8)
     save(figure, "norms")

@@ -31,7 +31,7 @@ def mathml(formula: str, block: bool) -> str:
 
 def _known(formula: str) -> str:
     for command, words in UNKNOWN.items():
-        formula = re.sub(re.escape(command) + r"(?![A-Za-z])", lambda _, words=words: words, formula)
+        formula = words.join(re.split(re.escape(command) + r"(?![A-Za-z])", formula))
     return formula
 
 

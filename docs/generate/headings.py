@@ -1,4 +1,4 @@
-"""One title a page: of a file with several headings of the first level, as proofs.md is, all but the first stand one lower."""
+"""One title a page: of a file with several headings of the first level, such as proofs.md, all but one stand lower."""
 
 import re
 

@@ -5,6 +5,7 @@ Entries whose figures we made are apart from those that others published: of the
 
 import io
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +19,8 @@ FIGURES = "leaderboard"  # folder of the site
 NONE = "There are no entries yet.\n"
 NORMS = {"l2": "L2", "linf": "Linf"}
 COLOURS = ("#3949ab", "#d81b60", "#00897b", "#f4511e", "#6d4c41", "#7cb342", "#5e35b1", "#546e7a")
-FRACTIONS = {36 / 255: "36/255", 72 / 255: "72/255", 108 / 255: "108/255"} | {n / 255: f"{n}/255" for n in (1, 2, 4, 8)}
+HEADLINE = {"l2": 36 / 255, "linf": 1 / 255}  # rows begin in the order of what is certified there
+FRACTIONS = {n / 255: f"{n:g}/255" for n in (0.5, 1, 2, 4, 8, 16, 36, 72, 108)}
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,16 @@ class Entry:
 
     def text(self, key: str) -> str:
         value = self.said.get(key)
-        return "" if value is None else str(value)
+        return "" if value is None else " ".join(str(value).split())
 
     @property
-    def title(self) -> str:
-        return self.text("title") or self.text("name") or self.file
+    def name(self) -> str:
+        return self.text("name") or self.file
+
+    @property
+    def place(self) -> str:
+        """A name that means itself in a path and a link."""
+        return f"entry-{_simple(self.file)}"
 
     @property
     def published(self) -> bool:
@@ -55,7 +62,12 @@ class Entry:
         """By growing radius."""
         found = self.said.get("curves") or {}
         points = [
-            Point(float(eps), _number(at.get("certified")), _number(at.get("attacked")), str(at.get("attack") or ""))
+            Point(
+                float(f"{float(eps):.5g}"),
+                _number(at.get("certified")),
+                _number(at.get("attacked")),
+                str(at.get("attack") or ""),
+            )
             for eps, at in (found.get(norm) or {}).items()
         ]
         return sorted(points, key=lambda point: point.eps)
@@ -74,14 +86,14 @@ def markdown() -> str:
 
 
 PUBLISHED = """\
-Figures as their authors printed them, for comparison. None of these models was run here, and no certificate of theirs was
-checked: read the note on soundness of each below.
+Figures as their authors printed them, for comparison. None of these models was run here, and no certificate of theirs
+was checked: read the note on soundness of each below.
 """
 
 
 def figures() -> dict[str, str]:
     """Pictures by their place in the site."""
-    found = {f"{FIGURES}/{entry.file}.svg": picture([entry]) for entry in entries() if _has_curve(entry)}
+    found = {f"{FIGURES}/{entry.place}.svg": picture([entry]) for entry in entries() if _has_curve(entry)}
     for (dataset, norm), board in _by_question([entry for entry in entries() if not entry.published]).items():
         found[f"{FIGURES}/{_board_name(dataset, norm)}.svg"] = picture(board, norm)
     return found
@@ -111,45 +123,40 @@ def _by_question(found: Iterable[Entry]) -> dict[tuple[str, str], list[Entry]]:
         for norm in NORMS:
             if entry.curve(norm):
                 boards.setdefault((entry.text("dataset"), norm), []).append(entry)
-    return {key: sorted(board, key=lambda entry: _rank(board, entry, key[1])) for key, board in sorted(boards.items())}
+    return {key: sorted(board, key=lambda entry: _rank(entry, key[1])) for key, board in sorted(boards.items())}
 
 
-def _rank(board: Sequence[Entry], entry: Entry, norm: str) -> tuple[float, str]:
-    """By certified accuracy at the radius that most entries have, the larger one of equals."""
-    radii = [point.eps for other in board for point in other.curve(norm) if point.certified is not None]
-    eps = max(set(radii), key=lambda value: (radii.count(value), value), default=0.0)
-    there = [p.certified for p in entry.curve(norm) if p.eps == eps and p.certified is not None]
-    return -max(there, default=-1.0), entry.title
+def _rank(entry: Entry, norm: str) -> tuple[float, str]:
+    """By certified accuracy at the headline radius; where it is unknown, behind all others."""
+    there = [p.certified for p in entry.curve(norm) if abs(p.eps - HEADLINE[norm]) < 5e-5 and p.certified is not None]
+    return -max(there, default=-1.0), entry.name
 
 
 def _board(dataset: str, norm: str, board: Sequence[Entry], level: int) -> str:
     radii = sorted({point.eps for entry in board for point in entry.curve(norm)})
     shown = [eps_name(eps) for eps in radii]
-    rows = [
-        (f"[{cell(e.title)}](#{e.file})", _plain(e, "images"), _plain(e, "clean"), *_cells(e, norm, radii)) for e in board
-    ]
-    columns = ("model", "images", "clean", *shown)
-    text = f"{'#' * level} {dataset}, {NORMS[norm]}\n\n" + table(columns, rows, right=columns[1:])
+    rows = [(f"[{code(e.name)}](#{e.place})", *_figures(e, norm, radii), cell(e.text("title"))) for e in board]
+    columns = ("model", "images", "clean", *shown, "what it is")
+    text = f"{'#' * level} {cell(dataset)}, {NORMS[norm]}\n\n" + table(columns, rows, right=columns[1:-1])
     if board[0].published:
         return text
     name = f"{FIGURES}/{_board_name(dataset, norm)}.svg"
-    caption = f"certified accuracy on {dataset}, {NORMS[norm]}"
+    caption = f"certified accuracy on {cell(dataset)}, {NORMS[norm]}"
     return f"{text}\n![{caption}]({name}){{.curve}}\n\n[The picture as a file]({name}){{download}}\n"
 
 
-def _cells(entry: Entry, norm: str, radii: Sequence[float]) -> list[str]:
-    """'certified / attacked' at each radius."""
+def _figures(entry: Entry, norm: str, radii: Sequence[float]) -> list[str]:
+    """Images, clean accuracy, and 'certified / attacked' at each radius."""
     points = {point.eps: point for point in entry.curve(norm)}
     found = [points.get(eps, Point(eps, None, None, "")) for eps in radii]
-    return [
-        "-" if p.certified is None and p.attacked is None else f"**{_share(p.certified)}** / {_share(p.attacked)}"
-        for p in found
-    ]
+    pairs = [(_share(p.certified), _share(p.attacked)) for p in found]
+    shown = ["-" if pair == ("-", "-") else f"**{pair[0]}**&nbsp;/&nbsp;{pair[1]}" for pair in pairs]
+    return [_plain(entry, "images"), _plain(entry, "clean"), *shown]
 
 
 def _details(entry: Entry) -> str:
     attacks = sorted({point.attack for norm in NORMS for point in entry.curve(norm) if point.attack})
-    extra = {True: "yes", False: "no"}.get(entry.said.get("extra_data"), "")  # type: ignore[call-overload]
+    extra = {"True": "yes", "False": "no"}.get(entry.text("extra_data"), "")
     lines = {
         "published": cell("as published, not run here") if entry.published else "",
         "method": cell(entry.text("method")),
@@ -159,13 +166,14 @@ def _details(entry: Entry) -> str:
         "extra data": extra,
         "parameters": f"{int(entry.said['parameters']):,}" if entry.said.get("parameters") else "",
         "soundness": cell(entry.text("soundness")),
-        "source": cell(entry.text("source")) if "://" not in entry.text("source") else f"<{entry.text('source')}>",
+        "source": _source(entry.text("source")),
         "weights, sha256": code(entry.text("weights_sha256")),
         "command": code(entry.text("command")),
     }
     rows = [(key, value) for key, value in lines.items() if value]
-    picture_of = f"\n[Its curves as a file]({FIGURES}/{entry.file}.svg){{download}}\n" if _has_curve(entry) else ""
-    return f"### {cell(entry.title)} {{#{entry.file}}}\n\n" + table(("", ""), rows) + picture_of
+    picture_of = f"\n[Its curves as a file]({FIGURES}/{entry.place}.svg){{download}}\n" if _has_curve(entry) else ""
+    head = f"### {code(entry.name)} {{#{entry.place}}}\n\n{cell(entry.text('title'))}\n\n"
+    return head + table(("", ""), rows) + picture_of
 
 
 def picture(found: Sequence[Entry], norm: str | None = None) -> str:
@@ -175,13 +183,15 @@ def picture(found: Sequence[Entry], norm: str | None = None) -> str:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with pyplot.rc_context({"svg.hashsalt": "certizoo", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+    with pyplot.rc_context(
+        {"svg.hashsalt": "certizoo", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    ):
         figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
         lines = [(entry, key) for entry in found for key in NORMS if key == (norm or key) and entry.curve(key)]
         for (entry, key), colour in zip(lines, COLOURS * (1 + len(lines) // len(COLOURS)), strict=False):
-            _draw(axes, entry, key, colour, name=entry.title if norm else NORMS[key])
+            _draw(axes, entry, key, colour, name=entry.name if norm else NORMS[key])
         axes.set(xlabel="eps, in [0,1] pixels", ylabel="% of the images", ylim=(0, None), xlim=(0, None))
-        axes.set_title(f"{found[0].text('dataset')}, {NORMS[norm]}" if norm else found[0].title)
+        axes.set_title(f"{found[0].text('dataset')}, {NORMS[norm]}" if norm else found[0].name)
         axes.legend(frameon=False)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": "CertiZoo"})
@@ -195,7 +205,9 @@ def _draw(axes: Any, entry: Entry, norm: str, colour: str, name: str) -> None:
     start = [] if clean is None else [(0.0, clean)]
     certified = start + [(p.eps, p.certified) for p in points if p.certified is not None]
     attacked = [(p.eps, p.attacked) for p in points if p.attacked is not None]
-    axes.plot(*zip(*certified, strict=True), color=colour, marker="o", ms=3, label=f"{name}: certified") if certified else None
+    axes.plot(
+        *zip(*certified, strict=True), color=colour, marker="o", ms=3, label=f"{name}: certified"
+    ) if certified else None
     if attacked:
         axes.plot(*zip(*attacked, strict=True), color=colour, ls=":", marker="x", ms=5, label=f"{name}: attacked")
 
@@ -205,7 +217,16 @@ def _has_curve(entry: Entry) -> bool:
 
 
 def _board_name(dataset: str, norm: str) -> str:
-    return f"{''.join(c if c.isalnum() else '_' for c in dataset.lower())}-{norm}"
+    return f"board-{_simple(dataset.lower())}-{norm}"
+
+
+def _simple(text: str) -> str:
+    return "".join(c if c.isascii() and c.isalnum() else "-" for c in text)
+
+
+def _source(text: str) -> str:
+    """A link where it is one."""
+    return f"<{text}>" if re.fullmatch(r"https?://[^\s<>\"'`]+", text) else cell(text)
 
 
 def _plain(entry: Entry, key: str) -> str:

@@ -1,5 +1,5 @@
-"""Links of pages to what lies outside `docs`: on GitHub they lead into the repository, on the site to a page made of the file,
-to a copy of it, or nowhere, where it is a folder. Links of a page are relative to the place that its text comes from.
+"""Links of pages to what lies outside `docs`. On GitHub they lead into the repository; on the site to a page made of a
+file, to a copy of it, or nowhere, where it is a folder. They are relative to where the text comes from.
 """
 
 import os
@@ -50,7 +50,7 @@ def rebased(markdown: str, folder: str, page: str) -> str:
 
 
 def of_docstrings(html: str, page: str) -> str:
-    """The HTML of a page of the API with `docs/proofs.md#anchor` as links."""
+    """The HTML of a page of the API with the anchors that it names as links."""
     if not page.startswith("reference/api/"):
         return html
     up = os.path.relpath(".", posixpath.dirname(page))

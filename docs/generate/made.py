@@ -44,7 +44,7 @@ def _included(path: str, page: str) -> str:
 
 
 def four_spaces(markdown: str) -> str:
-    """What belongs to a numbered item by three spaces, as GitHub has it, belongs to it by four, as Python-Markdown has it."""
+    """What belongs to a numbered item by three spaces, which do for GitHub, by the four of Python-Markdown."""
     lines, inside = [], False
     for line in markdown.splitlines():
         if re.match(r"\d\. ", line):

@@ -2,7 +2,10 @@
 
 from docs.generate.config_keys import CONFIGS
 
-GROUPS = {"model": "deepspeed trainers/adv_train.py +model=", "experiment": "deepspeed trainers/adv_train.py +experiment="}
+GROUPS = {
+    "model": "deepspeed trainers/adv_train.py +model=",
+    "experiment": "deepspeed trainers/adv_train.py +experiment=",
+}
 
 
 def markdown() -> str:

@@ -19,13 +19,15 @@ def cell(text: str, pipes: bool = True) -> str:
 
 def code(text: str) -> str:
     """As code; '' stays ''."""
-    return f"`{text.replace('|', chr(92) + '|')}`" if text else ""
+    mark = "``" if "`" in text else "`"
+    pad = " " if "`" in text else ""
+    return f"{mark}{pad}{text.replace('|', chr(92) + '|')}{pad}{mark}" if text else ""
 
 
 def _escaped(text: str, pipes: bool) -> str:
-    for sign in ("\\", "*", "_", "[", "]", "<", "$", *("|" * pipes)):
+    for sign in ("\\", "*", "_", "[", "]", "{", "}", "$", *("|" * pipes)):
         text = text.replace(sign, f"\\{sign}")
-    return text
+    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _row(cells: Sequence[str]) -> str:

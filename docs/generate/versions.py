@@ -1,4 +1,4 @@
-"""Which versions the project asks for, which it is tested with, and what for, from pyproject.toml and constraints.txt."""
+"""Which versions the project asks for, is tested with, and what for, from pyproject.toml and constraints.txt."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,9 @@ def requirements(section: str) -> list[tuple[str, str, str]]:
     for line in (ROOT / "pyproject.toml").read_text().splitlines():
         if one := ONE_LINE.match(line):
             if one[1] == section:
-                return [(name, asked, one[3] or "") for name, asked in re.findall(r'"([\w.-]+)(?:\[\w+\])?([^"]*)"', one[2])]
+                return [
+                    (name, asked, one[3] or "") for name, asked in re.findall(r'"([\w.-]+)(?:\[\w+\])?([^"]*)"', one[2])
+                ]
         elif SECTION.match(line):
             inside = line.startswith(f"{section} =")
         elif line.startswith("]"):

@@ -24,14 +24,15 @@ def markdown() -> str:
 
 def _records(pattern: str) -> list[dict[str, Any]]:
     """Of the overview's facts; kept by what they follow from."""
-    digest = f"{pattern} {_digest()}"
-    if KEPT.is_file() and (kept := json.loads(KEPT.read_text()))["of"] == digest:
+    digest = _digest()
+    if pattern == "*" and KEPT.is_file() and (kept := json.loads(KEPT.read_text()))["of"] == digest:
         return list(kept["records"])
     from zoo.models import overview  # torch takes seconds
 
     records = [overview.facts(name).record() for name in overview.matching(pattern)]
-    KEPT.parent.mkdir(exist_ok=True)
-    KEPT.write_text(json.dumps({"of": digest, "records": records}))
+    if pattern == "*":
+        KEPT.parent.mkdir(exist_ok=True)
+        KEPT.write_text(json.dumps({"of": digest, "records": records}))
     return records
 
 

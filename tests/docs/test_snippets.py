@@ -1,4 +1,4 @@
-"""Every command and program of the pages that one follows step by step runs as it is printed, in a copy of the project."""
+"""Every command and program of the pages that one follows runs as it is printed, in a copy of the project."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,5 +81,5 @@ def test_blocks_are_read_as_they_are_printed() -> None:
 def test_a_block_that_fails_fails(tmp_path: Path) -> None:
     """Also in the middle of its lines."""
     for language, text in (("sh", "false\ntrue\n"), ("python", "raise SystemExit(3)\n"), ("sh", "false | true\n")):
-        with pytest.raises(AssertionError, match="page.md:1 ends with"):
-            Room(tmp_path, {}).run(Snippet("page.md", 1, language, text, "fast"), {})
+        with pytest.raises(AssertionError, match=r"page\.md:1 ends with"):
+            Room(tmp_path).run(Snippet("page.md", 1, language, text, "fast"), {})

@@ -23,10 +23,11 @@ from pathlib import Path
 
 from certizoo.processes import end_group
 from tests.test_architecture import FOLDERS
-from tests.tools.launching import ROOT, environment
+from tests.tools.launching import ROOT, environment, free_port
 
 FENCE = re.compile(
-    r"^(?P<indent> *)(?:<!-- (?P<mark>[^\n]*?) -->\n(?P=indent))?```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
+    r"^(?P<indent> *)(?:<!-- (?P<mark>[^\n]*?) -->\n(?P=indent))?"
+    r"```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
     re.M | re.S,
 )
 MARK = re.compile(
@@ -83,8 +84,7 @@ class Room:
     """A copy of the project in `folder`, where a page's blocks run one after the other."""
 
     folder: Path
-    more: Mapping[str, str]
-    behind: "list[subprocess.Popen[str]]" = field(default_factory=list)
+    behind: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     def run(self, snippet: Snippet, standins: Mapping[str, Callable[[Path], None]]) -> str:
         """What it prints. Raises AssertionError where it fails."""
@@ -96,17 +96,18 @@ class Room:
             return ""
         if snippet.standin:
             standins[snippet.standin](self.folder)
-        command = ["bash", "-euo", "pipefail", "-c"] if snippet.language == "sh" else [sys.executable, "-c"]
+        command = ["bash", "-euo", "pipefail", "-c"] if snippet.language == "sh" else ["python", "-c"]
         process = subprocess.Popen(
-            [*command, snippet.text], cwd=self.folder, env=self._environment(), text=True, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=None if snippet.url else subprocess.PIPE, stderr=subprocess.STDOUT,
+            [*command, snippet.text], cwd=self.folder, env=self._environment(), start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL if snippet.url else subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )  # fmt: skip
         if snippet.url:
             self.behind.append(process)
             wait_for(snippet.url, process)
             return ""
         try:
-            output, _ = process.communicate()
+            output = process.communicate()[0].decode(errors="replace")
         finally:
             end_group(process)
         assert process.returncode == 0, f"{snippet} ends with {process.returncode}:\n{snippet.text}\n{output[-6000:]}"
@@ -118,29 +119,40 @@ class Room:
             end_group(process)
 
     def _environment(self) -> dict[str, str]:
-        python = str(Path(sys.executable).parent)
         return environment() | {
-            "PATH": f"{python}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(self.folder), "COLUMNS": "160",
-            "CERTIZOO_CACHE": str(self.folder / "cache"), **self.more,
+            "PATH": f"{self.folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(self.folder), "COLUMNS": "160", "CERTIZOO_CACHE": str(self.folder / "cache"),
         }  # fmt: skip
 
 
-def room(folder: Path, more: Mapping[str, str] | None = None) -> Room:
+def room(folder: Path) -> Room:
     """A copy of the project, with an environment that `make install` takes as done."""
     for name in [*FOLDERS, "configs", "cluster", "benchmarks"]:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("tune.py", "Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy2(ROOT / name, folder / name)
-    prefix, venv = Path(sys.prefix), folder / ".venv"
-    venv.mkdir()
-    shutil.copy2(prefix / "pyvenv.cfg", venv)
-    for name in ("bin", "lib"):
-        (venv / name).symlink_to(prefix / name)
-    (venv / "installed").touch()
-    return Room(folder, more or {})
+    virtual_environment(folder / ".venv")
+    return Room(folder)
 
 
-def wait_for(url: str, process: "subprocess.Popen[str]") -> None:
+def virtual_environment(folder: Path) -> None:
+    """That of the tests, but for a launcher that takes a port of its own: another run may have DeepSpeed's."""
+    prefix = Path(sys.prefix)
+    (folder / "bin").mkdir(parents=True)
+    for path in (prefix / "bin").iterdir():
+        if path.name != "deepspeed":
+            (folder / "bin" / path.name).symlink_to(path)
+    launcher = folder / "bin" / "deepspeed"
+    launcher.write_text(
+        f'#!/bin/sh\nexec "{folder}/bin/python" "{prefix}/bin/deepspeed" --master_port={free_port()} "$@"\n'
+    )
+    launcher.chmod(0o755)
+    (folder / "lib").symlink_to(prefix / "lib")
+    shutil.copy2(prefix / "pyvenv.cfg", folder)
+    (folder / "installed").touch()
+
+
+def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
     """Until the server answers. Raises AssertionError where it ends or takes too long."""
     deadline = time.monotonic() + ANSWER_SECONDS
     while True:
