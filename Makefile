@@ -4,9 +4,9 @@ BIN := $(CURDIR)/.venv/bin
 export PATH := $(BIN):$(PATH)
 # Two busy processes with several threads each slow one another down on a small machine.
 export OMP_NUM_THREADS ?= 1
-CODE := certizoo zoo shards attacks certify registry trainers tuning tune.py benchmarks tests
+CODE := certizoo zoo shards attacks certify registry trainers tuning tune.py benchmarks docs tests
 
-.PHONY: install demo test test-slow test-attacks lint bench experiment ui clean
+.PHONY: install demo docs test test-slow test-attacks lint bench experiment ui clean
 
 install: .venv/installed
 
@@ -21,6 +21,12 @@ demo: install
 	deepspeed --num_gpus 2 trainers/adv_train.py +model=spec_vit_digits data=digits name=demo resume=auto
 	python -m registry list
 	@echo 'rows, curve and model card: runs/demo/certificate/   browse the registry: make ui'
+
+# The documentation site: build/site/index.html. Anything that MkDocs warns of fails. The table of the zoo takes a minute, and
+# is kept until the code of zoo changes.
+docs: install
+	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --quiet
+	@echo 'the site: build/site/index.html'
 
 # File by file on two processes, so that what a file sets up is set up once; in the order of tests/conftest.py, which
 # pytest-xdist would undo. One room: make test PKG=certify/stage

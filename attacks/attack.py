@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch import Generator, Tensor, nn
 
-# One generator for the batch, or one an image: then no image's random numbers depend on its neighbours.
 Draws = Generator | Sequence[Generator] | None
+"""One generator for the batch, or one an image: then no image's random numbers depend on its neighbours."""
 
 
 class Attack(Protocol):

@@ -20,6 +20,7 @@ KINDS: dict[str, type] = {
     "deepfool": DeepFool,
     "corruption": Corruption,
 }
+"""What `kind` may say, and the attack that it makes; its options are the fields of the class."""
 
 
 def make(options: Mapping[str, object]) -> Attack:

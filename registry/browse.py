@@ -148,6 +148,7 @@ def logged_model_id(registered: "ModelVersion") -> str | None:
 
 
 def cache() -> Path:
+    """Where pulled versions are kept: CERTIZOO_CACHE, else the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("CERTIZOO_CACHE") or Path(base) / "certizoo") / "models"
 

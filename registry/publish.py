@@ -132,6 +132,7 @@ def sync(run_dir: Path, uri: str | None = None) -> Published | None:
 
 
 def waiting(run_dir: Path) -> bool:
+    """Whether a version of this run is still to be published."""
     spool.refuse_links(run_dir, SPOOL, f"{SPOOL}.part")
     return (run_dir / SPOOL).is_file()
 
@@ -297,5 +298,6 @@ def _create(client: "MlflowClient", request: Request, folder: Path, run_id: str,
 
 
 def shorten(description: str) -> str:
+    """A model card that MLflow's limit for descriptions leaves whole, or its beginning."""
     rest = "\n\n... (the whole card is in the file card.md)"
     return description if len(description) <= MAX_DESCRIPTION else description[: MAX_DESCRIPTION - len(rest)] + rest

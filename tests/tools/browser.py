@@ -5,7 +5,7 @@ import base64
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from certizoo.processes import end_group
 
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 SIZE = {"width": 1440, "height": 810, "deviceScaleFactor": 1, "mobile": False}
-START_SECONDS, PAGE_SECONDS = 120.0, 240.0
+START_SECONDS, PAGE_SECONDS, REST_SECONDS = 120.0, 240.0, 3.0
 
 
 @contextmanager
@@ -42,14 +42,20 @@ def picture(
     seen: Mapping[str, Any],
     size: Mapping[str, Any] = SIZE,
     script: str = "",
-    rest: float = 3,
+    rest: float = REST_SECONDS,
 ) -> bytes:
     """The page as PNG, once it shows `words` and came to `rest`. `seen`: what its localStorage says of earlier visits;
     `script`: run once when the page is there."""
-    return asyncio.run(_picture(devtools, url, words, seen, size, script, rest))
+    return asyncio.run(_look(devtools, url, words, seen, size, script, rest, ()))[0]
 
 
-async def _picture(
+def look(devtools: str, url: str, words: str, width: int, height: int, *questions: str) -> tuple[bytes, list[Any]]:
+    """The page as PNG in a window of this size, once it shows `words`, and its answers to questions in JavaScript."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    return asyncio.run(_look(devtools, url, words, {}, size, "", REST_SECONDS, questions))
+
+
+async def _look(
     devtools: str,
     url: str,
     words: str,
@@ -57,7 +63,8 @@ async def _picture(
     size: Mapping[str, Any],
     script: str,
     rest: float,
-) -> bytes:
+    questions: Sequence[str],
+) -> tuple[bytes, list[Any]]:
     async with aiohttp.ClientSession() as session, session.put(f"{devtools}/json/new") as answer:
         tab = await answer.json(content_type=None)
         async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
@@ -81,7 +88,13 @@ async def _picture(
                 text = shown["result"].get("value", "")
             await asyncio.sleep(rest)  # what moves comes to rest
             shot = await _call(socket, "Page.captureScreenshot", format="png")
-            return base64.b64decode(shot["data"])
+            answers = [await _answer(socket, question) for question in questions]
+            return base64.b64decode(shot["data"]), answers
+
+
+async def _answer(socket: aiohttp.ClientWebSocketResponse, question: str) -> Any:
+    said = await _call(socket, "Runtime.evaluate", expression=question, returnByValue=True)
+    return said["result"].get("value")
 
 
 async def _ready(socket: aiohttp.ClientWebSocketResponse, url: str) -> None:

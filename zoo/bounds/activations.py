@@ -148,6 +148,7 @@ class Hinge:
     one_kernel: bool = False
 
     def slope(self, z: Tensor) -> Tensor:
+        """1 between the kinks, else 0."""
         return ((z > 0) & (z < self.theta)).to(z)
 
     def remainder(self, z_PNH: Tensor, w_PNH: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:

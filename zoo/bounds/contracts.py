@@ -14,7 +14,9 @@ from torch import Tensor
 from zoo.arithmetic import gamma
 
 Bound = Callable[[Tensor], Tensor]
+"""r (..., B), radii of a ball around the input of each image -> a radius around the output that is never exceeded."""
 Layer = Callable[[Tensor], tuple[Tensor, Bound]]
+"""x (B, ...), clean inputs -> the outputs for them, and the bound of how far these move."""
 LambdaMax = Callable[[Tensor], Tensor]  # c (P, N, H) -> (P,), never below max(0, max_tokens sum_h c_h d_h^2 / |eta|^2)
 
 
@@ -124,7 +126,9 @@ class Expansion:
 
 
 Expand = Callable[[Tensor], Expansion]
-Node = tuple[Layer, Expand]  # one step of the chain of a model: how its radius grows, and its second order
+"""x (B, ...), clean inputs -> the second order around them."""
+Node = tuple[Layer, Expand]
+"""One step of the chain of a model: how its radius grows, and its second order."""
 Error = Callable[[Tensor, Tensor], Tensor]  # r (B,), e (B,) -> e (B,)
 
 
@@ -155,3 +159,4 @@ class Rounded:
 
 
 Rounding = Callable[[Tensor], Rounded]
+"""x (B, ...), clean inputs -> how far the served module may be from the float64 one around them."""

@@ -52,6 +52,7 @@ class Link(Protocol):
 
 
 Links = Sequence[nn.Module | Link]
+"""What a module is composed of, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)

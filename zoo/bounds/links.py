@@ -34,17 +34,20 @@ class Residual:
         return added(x, y)
 
     def layer(self, local: bool) -> Layer:
+        """First order: see `Link`."""
         if len(self.branch) == 1:
             return residual_layer_of(self.branch[0], local=local)
         return residual(chain(layer_of(part, local=local) for part in self.branch))
 
     def nodes(self) -> list[Node]:
+        """Second order: see `Link`."""
         branch = [node for part in self.branch for node in nodes_of(part)]
         names = tuple(name for layer, _ in branch for name in parts_of(layer))
         layer = self.layer(local=True) if self.first_order else Step(self._unmeasured, names)
         return [(layer, residual_expansion(composition(branch)))]
 
     def roundings(self, precision: Precision) -> list[Rounding]:
+        """One for every node: see `Link`."""
         branch = [rounding for part in self.branch for rounding in roundings_of(part, precision)]
         return [residual_rounding(branch, precision)]
 
@@ -67,13 +70,16 @@ class Affine:
         return self.map(x)
 
     def layer(self, local: bool) -> Layer:
+        """First order: see `Link`."""
         return self.rule()
 
     def nodes(self) -> list[Node]:
+        """Second order: see `Link`."""
         layer = self.rule()
         return [(layer, affine_expansion(self.map, layer, None if self.gram is None else self.gram()))]
 
     def roundings(self, precision: Precision) -> list[Rounding]:
+        """One for every node: see `Link`."""
         if self.rounding is None:
             raise NoRule(self.module, NO_BOUND)
         return [self.rounding(precision)]

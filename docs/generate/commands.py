@@ -1,0 +1,44 @@
+"""What `--help` says, command by command."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from unittest.mock import patch
+
+WIDTH = "100"
+
+
+def markdown() -> str:
+    """A section a program, with its sub-commands."""
+    with patch.dict(os.environ, {"COLUMNS": WIDTH}):
+        return "\n".join(_section(parser) for parser in _parsers())
+
+
+def _parsers() -> Iterator[argparse.ArgumentParser]:
+    """Imported here: together they take seconds."""
+    import registry.__main__
+    import shards.__main__
+    import tune
+    import zoo.__main__
+    from certizoo.compose import compose_config
+
+    yield shards.__main__.parser()
+    yield zoo.__main__.parser()
+    yield tune.parser(compose_config("tune", []))
+    yield registry.__main__.parser()
+
+
+def _section(parser: argparse.ArgumentParser) -> str:
+    parts = [f"## {parser.prog}\n", _help(parser)]
+    for name, command in _commands(parser).items():
+        parts += [f"### {parser.prog} {name}\n", _help(command)]
+    return "\n".join(parts)
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return {name: command for action in found for name, command in action.choices.items()}
+
+
+def _help(parser: argparse.ArgumentParser) -> str:
+    return f"```text\n{parser.format_help().rstrip()}\n```\n"

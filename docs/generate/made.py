@@ -1,0 +1,55 @@
+"""What pages name by a line `<!-- made at build: WORD [ARGUMENT] -->`, by its word."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+
+from docs.generate import commands, config_keys, leaderboard, links, recipes, versions, zoo_table
+
+MARK = re.compile(r"^<!-- made at build: (\w+)(?: (\S+) (\S+))? -->$", re.M)
+# WORD -> Markdown
+PARTS: dict[str, Callable[[], str]] = {
+    "commands": commands.markdown,
+    "config_keys": config_keys.markdown,
+    "leaderboard": leaderboard.markdown,
+    "recipes": recipes.markdown,
+    "versions": versions.markdown,
+    "zoo_table": zoo_table.markdown,
+}
+
+
+def filled(markdown: str) -> str:
+    """The text with everything that it names. Raises ValueError for a word that means nothing."""
+    return MARK.sub(lambda found: _part(found[1], found[2], found[3]), markdown)
+
+
+def files() -> dict[str, str]:
+    """Files of the site that no page holds, by their place in it."""
+    return leaderboard.figures()
+
+
+@cache
+def _part(word: str, path: str | None, page: str | None) -> str:
+    if word == "file" and path and page:
+        return _included(path, page)
+    if word not in PARTS:
+        raise ValueError(f"nothing is made of {word!r}; use one of {', '.join(PARTS)}, or file PATH PAGE")
+    return PARTS[word]()
+
+
+def _included(path: str, page: str) -> str:
+    """A Markdown file of the repository without its first heading, as a part of docs/`page`."""
+    text = re.sub(r"\A# .*\n", "", (links.ROOT / path).read_text())
+    return four_spaces(links.rebased(text, path.rpartition("/")[0], page))
+
+
+def four_spaces(markdown: str) -> str:
+    """What belongs to a numbered item by three spaces, which do for GitHub, by the four of Python-Markdown."""
+    lines, inside = [], False
+    for line in markdown.splitlines():
+        if re.match(r"\d\. ", line):
+            inside = True
+        elif line and not line.startswith("   "):
+            inside = False
+        lines.append(f" {line}" if inside and line.startswith("   ") else line)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,23 @@
+"""Recipes and experiments: every file as it is, for each is a lab note."""
+
+from docs.generate.config_keys import CONFIGS
+
+GROUPS = {
+    "model": "deepspeed trainers/adv_train.py +model=",
+    "experiment": "deepspeed trainers/adv_train.py +experiment=",
+}
+
+
+def markdown() -> str:
+    """A section a group, a box that opens a file."""
+    return "\n".join(_group(name, command) for name, command in GROUPS.items())
+
+
+def _group(name: str, command: str) -> str:
+    boxes = [_box(path.stem, path.read_text()) for path in sorted((CONFIGS / name).glob("*.yaml"))]
+    return f"## `{command}NAME`\n\n" + "\n".join(boxes)
+
+
+def _box(name: str, text: str) -> str:
+    body = "\n".join(f"    {line}".rstrip() for line in text.rstrip().splitlines())
+    return f'??? note "{name}"\n\n    ```yaml\n{body}\n    ```\n'

@@ -1,0 +1,63 @@
+"""Which versions the project asks for, is tested with, and what for, from pyproject.toml and constraints.txt."""
+
+import re
+from pathlib import Path
+
+from docs.generate.tables import cell, code, table
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENT = re.compile(r'^\s*"([A-Za-z0-9._-]+)(\[[\w,]+\])?([^"]*)",?\s*(?:#\s*(.*))?$')
+SECTION = re.compile(r"^(\w+) = \[\s*(?:#.*)?$")
+ONE_LINE = re.compile(r"^(\w+) = \[(.+)\]\s*(?:#\s*(.*))?$")
+
+
+def markdown() -> str:
+    """A table of what is always installed, one of each extra, and all that was installed in the tests."""
+    tested = pins()
+    parts = [f"Python {_python()}.\n", _table("dependencies", tested)]
+    parts += [f"## Extra `{name}`\n\n{_table(name, tested)}" for name in _extras()]
+    everything = table(("library", "version"), [(code(name), version) for name, version in sorted(tested.items())])
+    return "\n".join(parts) + f"\n## Everything that the tests run with\n\n{everything}"
+
+
+def pins() -> dict[str, str]:
+    """library -> version, of constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+
+def requirements(section: str) -> list[tuple[str, str, str]]:
+    """(library, what is asked for, what for) of a list in pyproject.toml."""
+    found, inside = [], False
+    for line in (ROOT / "pyproject.toml").read_text().splitlines():
+        if one := ONE_LINE.match(line):
+            if one[1] == section:
+                return [
+                    (name, asked, one[3] or "") for name, asked in re.findall(r'"([\w.-]+)(?:\[\w+\])?([^"]*)"', one[2])
+                ]
+        elif SECTION.match(line):
+            inside = line.startswith(f"{section} =")
+        elif line.startswith("]"):
+            inside = False
+        elif inside and (item := REQUIREMENT.match(line)):
+            found.append((item[1] + (item[2] or ""), item[3], item[4] or ""))
+    return found
+
+
+def _table(section: str, tested: dict[str, str]) -> str:
+    plain = {name.lower().replace("_", "-"): version for name, version in tested.items()}
+    rows = [
+        (code(name), code(asked), plain.get(name.partition("[")[0].lower().replace("_", "-"), "-"), cell(why))
+        for name, asked, why in requirements(section)
+    ]
+    return table(("library", "asked for", "tested with", "what for"), rows)
+
+
+def _extras() -> list[str]:
+    text = (ROOT / "pyproject.toml").read_text()
+    body = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    return re.findall(r"^(\w+) = \[", body, re.M)
+
+
+def _python() -> str:
+    return re.findall(r'requires-python = "([^"]+)"', (ROOT / "pyproject.toml").read_text())[0]

@@ -1,0 +1,67 @@
+"""The pages as a phone and a desktop show them: nothing hangs over the edge, and tables sort.
+
+With CERTIZOO_SCREENSHOTS=FOLDER the pictures are kept there: those in docs/screenshots are from here.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.docs.conftest import built
+from tests.tools import browser
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here (Debian: apt-get install chromium)"),
+]
+PAGES = {
+    "start": ("start.html", "Ten minutes"),
+    "leaderboard": ("leaderboard.html", "Certified accuracy, model by model"),
+    "zoo": ("reference/zoo.html", "cert_vit_c10"),
+    "proofs": ("proofs.html", "Notation"),
+    "config": ("reference/config.html", "attack.eps"),
+}
+SIZES = {"phone": (390, 844), "desktop": (1280, 900)}
+KEPT = ("start", "leaderboard", "zoo")
+WIDTH = "document.documentElement.scrollWidth"
+SORT = "document.querySelectorAll('th button')[3].click(), document.querySelectorAll('th button')[3].click()"
+ORDER = "[...document.querySelectorAll('tbody tr')].map(row => parseFloat(row.cells[3].textContent))"
+SEARCH = "document.querySelector('[data-md-component=search]') !== null"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("whole") / "site", "*")
+
+
+@pytest.fixture(scope="module")
+def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with browser.chromium(tmp_path_factory.mktemp("profile")) as address:
+        yield address
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_fits_its_window(name: str, size: str, whole: Path, devtools: str) -> None:
+    (file, words), (width, height) = PAGES[name], SIZES[size]
+    png, (found, search) = browser.look(devtools, (whole / file).as_uri(), words, width, height, WIDTH, SEARCH)
+    assert found <= width
+    assert search
+    image = Image.open(BytesIO(png)).convert("RGB")
+    assert len(image.convert("L").getcolors() or []) > 32, "a blank page"
+    if (folder := os.environ.get("CERTIZOO_SCREENSHOTS")) and name in KEPT:
+        image.quantize(64).save(Path(folder) / f"{name}_{size}.png", optimize=True)
+
+
+def test_a_click_sorts_a_column_both_ways(whole: Path, devtools: str) -> None:
+    """By its numbers, the largest first; parameters in millions."""
+    click = SORT.partition(", ")[0]
+    page = (whole / "reference/zoo.html").as_uri()
+    _, (_, falling, _, rising) = browser.look(devtools, page, "cert_vit_c10", 1280, 900, click, ORDER, click, ORDER)
+    assert falling == sorted(falling, reverse=True) != rising
+    assert rising == sorted(rising)
