@@ -69,13 +69,14 @@ async def _look(
                 text = shown["result"].get("value", "")
             await asyncio.sleep(3)  # what moves comes to rest
             shot = await _call(socket, "Page.captureScreenshot", format="png")
-            answers = [
-                (await _call(socket, "Runtime.evaluate", expression=question, returnByValue=True))["result"].get(
-                    "value"
-                )
-                for question in questions
-            ]
+            answers = [await _answer(socket, question) for question in questions]
             return base64.b64decode(shot["data"]), answers
+
+
+async def _answer(socket: aiohttp.ClientWebSocketResponse, question: str) -> Any:
+    """The value of an expression; of a promise, what it comes to."""
+    said = await _call(socket, "Runtime.evaluate", expression=question, returnByValue=True, awaitPromise=True)
+    return said["result"].get("value")
 
 
 async def _call(socket: aiohttp.ClientWebSocketResponse, method: str, **params: Any) -> dict[str, Any]:
