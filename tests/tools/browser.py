@@ -93,7 +93,8 @@ async def _look(
 
 
 async def _answer(socket: aiohttp.ClientWebSocketResponse, question: str) -> Any:
-    said = await _call(socket, "Runtime.evaluate", expression=question, returnByValue=True)
+    """The value of an expression; of a promise, what it comes to."""
+    said = await _call(socket, "Runtime.evaluate", expression=question, returnByValue=True, awaitPromise=True)
     return said["result"].get("value")
 
 
