@@ -5,7 +5,8 @@ their place). Nothing may be lost: every trial ends certified, with one version 
     MLFLOW_TRACKING_URI=postgresql+psycopg://USER:PASSWORD@HOST/DB python -m benchmarks.bench_many_trials
 
 Reported are seconds of the clock, the processor seconds a trial of everything that is not a trainer (driver, Ray, the
-MLflow server), how much memory the driver has at the start and at the end, and how many trials were begun again.
+MLflow server), how much memory the driver has at the start and at the end, how many trials lost their worker, and how
+many of these had begun to train and did so again.
 """
 
 import argparse
@@ -49,6 +50,7 @@ def main() -> None:
             found = searched(folder, nodes, url, options)
             versions = [v.tags["trial"] for v in browse.versions(MODEL, url)]
         rows = pd.read_csv(folder / "runs" / "tune" / NAME / "results.csv")
+        lost = sum("restarting" in line for line in (folder / "tune.log").read_text().splitlines())
         begun = [len(list(trial.glob("run-*.log"))) for trial in (folder / "runs/tune" / NAME / "trials").iterdir()]
     certified = int((rows["state"] == "certified").sum())
     found |= {
@@ -56,6 +58,7 @@ def main() -> None:
         "nodes": options.nodes,
         "nodes_killed": options.kills,
         "certified": certified,
+        "workers_lost": lost,
         "versions": len(versions),
         "begun_again": sum(count > 1 for count in begun),
         "registry": database.partition(":")[0],
