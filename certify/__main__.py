@@ -50,7 +50,7 @@ def set_apart(name: str, argv: Sequence[str]) -> tuple[list[str], dict[str, Any]
             files.append(word)
         else:
             words.append(word)
-    return words, apart | ({"files": files} if name in WITH_FILES else {})
+    return words, apart | ({"files": files} if files else {})
 
 
 def _certify(config: dict[str, Any]) -> None:

@@ -50,4 +50,4 @@ def photo(data: bytes, name: str, channels: int, size: int) -> Photo:
         raise UserError(f"{str(error).partition(';')[0]}; {MEND}") from None
     height, width = pixels_HWC.shape[:2]
     seen_CHW = torch.from_numpy(fit(pixels_HWC, size).transpose(2, 0, 1).copy())
-    return Photo(name, seen_CHW.float().div(255), width, height)
+    return Photo(plain(name), seen_CHW.float().div(255), width, height)

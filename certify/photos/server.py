@@ -11,9 +11,10 @@ import json
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import BoundedSemaphore, Lock
+from threading import BoundedSemaphore, Lock, Timer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -27,6 +28,7 @@ EVERY = ("0.0.0.0", "::")  # all addresses of this machine
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 AT_ONCE = 8  # connections; more are told to wait
 SECONDS = 30  # a connection may be silent
+PATIENCE = 120  # seconds in which a question has to be there
 BODY = "application/octet-stream"  # a form cannot send it: a page of another site would have to ask first
 MIN_TOKEN = 16
 
@@ -105,6 +107,21 @@ class Handler(BaseHTTPRequestHandler):
     timeout = SECONDS
     server_version, sys_version = "certizoo", ""
 
+    def setup(self) -> None:
+        """A question has to be there as a whole in time, however slowly it drips."""
+        super().setup()
+        self.patience = Timer(PATIENCE, self._hang_up)
+        self.patience.daemon = True
+        self.patience.start()
+
+    def finish(self) -> None:
+        self.patience.cancel()
+        super().finish()
+
+    def _hang_up(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
         if not self._may_ask((parse_qs(parts.query).get("token") or [""])[0]):
@@ -125,11 +142,14 @@ class Handler(BaseHTTPRequestHandler):
             self._say(400, f"send one photograph as {BODY}, with its length")
         elif int(length) > MAX_BYTES:
             self._say(413, f"the photograph is larger than {MAX_BYTES >> 20} MiB")
-        elif not self.server.working.acquire(timeout=SECONDS):
-            self._say(503, "another photograph is at work; try again")
         else:
+            data = self.rfile.read(int(length))
+            self.patience.cancel()
+            if not self.server.working.acquire(timeout=SECONDS):
+                self._say(503, "another photograph is at work; try again")
+                return
             try:
-                self._answer(self.rfile.read(int(length)))
+                self._answer(data)
             finally:
                 self.server.working.release()
 
@@ -158,7 +178,9 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def _is_ours(self) -> bool:
-        """A question of our page, or of no page."""
+        """A question of our page, or of no page. (Another's page does not know the token.)"""
+        if self.server.token is not None:
+            return True
         origin = self.headers.get("Origin")
         if origin in (None, f"http://{self.headers.get('Host', '')}"):
             return True

@@ -62,13 +62,15 @@ def fetched(place: str, digest: str, path: Path, most: int, mend: str) -> Path:
         return path
     with disk_errors("make room, or name another folder: CERTIZOO_CACHE=FOLDER"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as part, part.open("wb") as file:
+        own = path.with_name(f"{path.name}.{os.getpid()}")  # ranks fetch side by side
+        with whole_file(own) as part, part.open("wb") as file:
             found = hashlib.sha256()
             for chunk in _chunks(place, most, mend):
                 found.update(chunk)
                 file.write(chunk)
             if found.hexdigest() != digest:
                 raise UserError(f"{place} has sha256 {found.hexdigest()[:16]}..., not {digest[:16]}...; {mend}")
+        os.replace(own, path)
     return path
 
 

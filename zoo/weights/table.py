@@ -61,7 +61,10 @@ def entry(name: str) -> Entry:
     """Of a model that has weights. Raises UserError for another."""
     known = entries()
     if name not in known:
-        raise UserError(f"{name} has no published weights; those that have: {', '.join(known)} (all: python -m zoo)")
+        raise UserError(
+            f"{name} has no published weights; those that have: {', '.join(known)}. Checkpoints of yours are in the "
+            "registry (python -m registry list)"
+        )
     return known[name]
 
 

@@ -140,6 +140,22 @@ def test_silent_connections_keep_nobody_out_for_long(predict: Predictor, monkeyp
                 closed += 1
             connection.close()
         assert closed == len(silent)
+    monkeypatch.setattr(servers, "PATIENCE", 0.5)
+    monkeypatch.setattr(servers.Handler, "timeout", 30)
+    with serving(predict, Place(port=0)) as server, socket.create_connection(server.server_address[:2]) as dripping:
+        dripping.settimeout(0.1)
+        for _ in range(100):  # a letter at a time, never silent for long
+            try:
+                dripping.send(b"G")
+                if dripping.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        else:
+            pytest.fail("a dripping connection stays open")
+    with serving(predict, Place(port=0)) as server:
         assert ask(server, "GET", "/")[0] == 200
 
 

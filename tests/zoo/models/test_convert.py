@@ -465,6 +465,7 @@ def test_a_source_that_cannot_be_is_refused_before_training(
     monkeypatch.chdir(tmp_path)
     for override, words in {
         "pretrained=w.pth": "no file w.pth",
+        "pretrained=true": "dp_vit_ti has no published weights",
         "pretrained=vit_tiny_patch16_224": "full tag",
         "+model.pretrained=w.pth": "write pretrained=SOURCE",
     }.items():

@@ -161,6 +161,29 @@ def test_a_hostile_server_leaves_nothing(
     assert not [path for path in own_cache.rglob("*") if path.is_file()]
 
 
+def test_two_that_fetch_side_by_side_spoil_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks do: a second one that begins while the first is at work writes to a file of its own."""
+    content = handover_files()[table.WEIGHTS]
+    digest, path = hashlib.sha256(content).hexdigest(), tmp_path / "w"
+    real, once = fetch._chunks, iter([True])
+
+    def chunks(place: str, most: int, mend: str) -> Iterator[bytes]:
+        parts = list(real(place, most, mend))
+        half = len(parts) // 2
+        yield from parts[:half]
+        if next(once, False):
+            with monkeypatch.context() as other:
+                other.setattr("os.getpid", lambda: -1)
+                fetch.fetched(place, digest, path, most, mend)
+        yield from parts[half:]
+
+    monkeypatch.setattr(fetch, "_chunks", chunks)
+    monkeypatch.setattr(fetch, "CHUNK", 2**16)
+    fetch.fetched(str(table.HERE / NAME / table.WEIGHTS), digest, path, 10**7, "try again")
+    assert path.read_bytes() == content
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["w"]
+
+
 @pytest.mark.hostile
 def test_no_other_form_than_safetensors_is_read(tmp_path: Path) -> None:
     """A pickle under the digest that was asked for is still no safetensors."""
