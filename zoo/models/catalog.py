@@ -157,6 +157,8 @@ CERT_STEM_C10: Options = CERT_C10 | {
     "depth": 1,
     "num_heads": 4,
 }
+# For a GPU: the same, wider and with a second block.
+CERT_STEM_W384: Options = CERT_STEM_C10 | {"stem": ((1024, 8, 4, 2),), "embed_dim": 384, "depth": 2, "num_heads": 6}
 # Two heads and small caps on W_Q and W_K: LoFAST adds up the change of P over heads, in proportion to both.
 SPEC_DIGITS: Options = LIPSCHITZ | {
     "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.5, "o_cap": 0.5},
@@ -291,6 +293,7 @@ def _families() -> dict[str, Options]:
         "spec_vit_digits": SPEC_DIGITS,
         "cert_vit_c10": CERT_C10,
         "cert_stem_vit_c10": CERT_STEM_C10,
+        "cert_stem_vit_c10_w384": CERT_STEM_W384,
         "lofast_vit_c10": LOFAST_C10,
         "lofast_vit_c10_smooth": LOFAST_C10 | SMOOTH,
         "lofast_vit_c10_aol": LOFAST_C10 | AOL,
