@@ -7,7 +7,7 @@ Letters: N tokens, D width, H heads, O = D / H, M = D O matrices; one image at a
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -243,7 +243,7 @@ def vit(options: Options, state: State, image_CHW: Tensor) -> Tensor:
     if options["stem"] is None:
         x = patches(_below(state, "patch_embed.proj"), image_CHW, options["patch_size"])
     else:
-        x = stem(_below(state, "patch_embed.convs"), image_CHW, len(options["stem"]) + 1)
+        x = stem(_below(state, "patch_embed.convs"), image_CHW, options["stem"], options["patch_size"])
     late = options["gpsa_layers"]
     has_cls = options["global_pool"] == "cls"
     if has_cls and not late:
@@ -272,20 +272,32 @@ def patches(s: State, image_CHW: Tensor, size: int) -> Tensor:
     return linear(matrix, torch.stack(cut))
 
 
-def stem(s: State, image_CHW: Tensor, convolutions: int) -> Tensor:
-    """Every second pixel with its eight neighbours, zeros beyond the edge, times the kernel; as often: (N, D)."""
+def stem(s: State, image_CHW: Tensor, layers: Sequence[Any], patch_size: int) -> Tensor:
+    """Windows of pixels, zeros beyond the edge, times the kernel, GELU, and again: (N, D)."""
+    if all(isinstance(layer, int) for layer in layers):
+        windows = [(3, 2, 1)] * (len(layers) + 1)
+    else:
+        strides = math.prod(stride for _, _, stride, _ in layers)
+        last = patch_size // strides
+        windows = [(kernel, stride, padding) for _, kernel, stride, padding in layers] + [(last, last, 0)]
     x_CHW = image_CHW
-    for index in range(convolutions):
+    for index, (kernel, stride, padding) in enumerate(windows):
         if index:
             x_CHW = gelu(x_CHW)
         own = _below(s, f"{2 * index}")
         matrix = {key: value.flatten(1) if key == "weight" else value for key, value in own.items()}
         _, height, width = x_CHW.shape
-        padded = torch.zeros(len(x_CHW), height + 2, width + 2, dtype=x_CHW.dtype)
-        padded[:, 1:-1, 1:-1] = x_CHW
+        height, width = height + 2 * padding, width + 2 * padding
+        padded = torch.zeros(len(x_CHW), height, width, dtype=x_CHW.dtype)
+        padded[:, padding : height - padding, padding : width - padding] = x_CHW
         rows = [
-            torch.stack([linear(matrix, padded[:, y : y + 3, x : x + 3].flatten()) for x in range(0, width, 2)])
-            for y in range(0, height, 2)
+            torch.stack(
+                [
+                    linear(matrix, padded[:, y : y + kernel, x : x + kernel].flatten())
+                    for x in range(0, width - kernel + 1, stride)
+                ]
+            )
+            for y in range(0, height - kernel + 1, stride)
         ]
         x_CHW = torch.stack(rows).movedim(-1, 0)
     return x_CHW.flatten(1).T

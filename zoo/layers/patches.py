@@ -151,13 +151,15 @@ def patches_rounding(
 class ConvStem(nn.Module):
     """A convolutional stem in the place of the patch embedding (Xiao et al. 2021, https://arxiv.org/abs/2106.14881).
 
-        3 x 3 convolutions of stride 2 with zero padding, an activation after each but the last; its pixels are tokens
+        convolutions with zero padding, an activation after each but the last; the pixels of the last are tokens
 
-    Here without batch normalisation. Patches of neighbouring tokens overlap. Normalised images (B, C, H, W) -> tokens
-    (B, N, D), N = (H / patch_size)^2; attributes named as in timm.
+    Those of the paper are 3 x 3 of stride 2, here without batch normalisation; patches of neighbouring tokens overlap.
+    Normalised images (B, C, H, W) -> tokens (B, N, D), N = (H / patch_size)^2; attributes named as in timm.
 
     Args:
-        widths: channels of the convolutions in front of the last, as many as patch_size = 2^(len(widths) + 1) asks for.
+        layers: of the convolutions in front of the last, their channels alone, as many as patch_size =
+            2^(len(layers) + 1) asks for: all are those of the paper; or (channels, kernel size, stride, padding) each,
+            as a conv net has them: what their strides leave of patch_size is kernel and stride of the last.
         act: makes the activation between them.
         bias: whether the convolutions have one.
     """
@@ -169,24 +171,21 @@ class ConvStem(nn.Module):
         in_chans: int,
         embed_dim: int,
         *,
-        widths: Sequence[int],
+        layers: Sequence[int | Sequence[int]],
         act: type[nn.Module] = nn.GELU,
         bias: bool = True,
     ) -> None:
         super().__init__()
-        if patch_size != 2 ** (len(widths) + 1):
-            raise UserError(
-                f"stem={list(widths)} with patch_size={patch_size}: every convolution halves the image; "
-                "give log2(patch_size) - 1 widths"
-            )
         side = img_size // patch_size
         self.img_size, self.patch_size = (img_size, img_size), (patch_size, patch_size)
         self.grid_size, self.num_patches = (side, side), side * side
         self.convs = nn.Sequential()
-        for chans, out in zip((in_chans, *widths), (*widths, embed_dim), strict=True):
+        chans = in_chans
+        for out, kernel, stride, padding in _stem_layers(layers, img_size, patch_size, embed_dim):
             if len(self.convs):
                 self.convs.append(act())
-            self.convs.append(nn.Conv2d(chans, out, 3, stride=2, padding=1, bias=bias))
+            self.convs.append(nn.Conv2d(chans, out, kernel, stride=stride, padding=padding, bias=bias))
+            chans = out
 
     def kernels(self) -> Iterator[Tensor]:
         """For `zoo.hinge`."""
@@ -196,6 +195,31 @@ class ConvStem(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         return tokens(self.convs(x_BCHW))
+
+
+def _stem_layers(
+    layers: Sequence[int | Sequence[int]], img_size: int, patch_size: int, embed_dim: int
+) -> list[Sequence[int]]:
+    """(channels, kernel size, stride, padding) of every convolution, the last among them. Raises UserError where they
+    do not make one token a patch."""
+    widths, rows = [row for row in layers if isinstance(row, int)], [row for row in layers if not isinstance(row, int)]
+    if not rows:
+        if patch_size != 2 ** (len(layers) + 1):
+            raise UserError(
+                f"stem={[*layers]} with patch_size={patch_size}: every convolution halves the image; "
+                "give log2(patch_size) - 1 widths"
+            )
+        return [(out, 3, 2, 1) for out in (*widths, embed_dim)]
+    side = img_size
+    for _, kernel, stride, padding in rows:
+        side = (side + 2 * padding - kernel) // stride + 1
+    left, rest = divmod(side, max(1, img_size // patch_size))
+    if rest or left < 1:
+        raise UserError(
+            f"stem={[list(row) for row in rows]} makes {side} pixels of {img_size} a side, and patch_size={patch_size} "
+            f"wants a multiple of {img_size // patch_size}; change kernels, strides or padding"
+        )
+    return [*rows, (embed_dim, left, left, 0)]
 
 
 def tokens(x_BDHW: Tensor) -> Tensor:

@@ -147,6 +147,18 @@ CERT_C10: Options = VIT | {
     "mean": (0.5, 0.5, 0.5),
     "std": (0.25, 0.25, 0.25),
 }
+# Its successor attends by content: one bend in front of the tokens, in wide patches that overlap, and one block. Two
+# bends in a row in front cost the certificate more than they give.
+CERT_STEM_C10: Options = CERT_C10 | {
+    "gpsa_layers": 0,
+    "stem": ((256, 8, 4, 2),),
+    "embed_dim": 128,
+    "mlp_ratio": 3.0,
+    "depth": 1,
+    "num_heads": 4,
+}
+# For a GPU: the same, wider and with a second block.
+CERT_STEM_W384: Options = CERT_STEM_C10 | {"stem": ((1024, 8, 4, 2),), "embed_dim": 384, "depth": 2, "num_heads": 6}
 # Two heads and small caps on W_Q and W_K: LoFAST adds up the change of P over heads, in proportion to both.
 SPEC_DIGITS: Options = LIPSCHITZ | {
     "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.5, "o_cap": 0.5},
@@ -280,6 +292,8 @@ def _families() -> dict[str, Options]:
     found = {
         "spec_vit_digits": SPEC_DIGITS,
         "cert_vit_c10": CERT_C10,
+        "cert_stem_vit_c10": CERT_STEM_C10,
+        "cert_stem_vit_c10_w384": CERT_STEM_W384,
         "lofast_vit_c10": LOFAST_C10,
         "lofast_vit_c10_smooth": LOFAST_C10 | SMOOTH,
         "lofast_vit_c10_aol": LOFAST_C10 | AOL,

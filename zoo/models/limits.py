@@ -27,7 +27,8 @@ SIZES = {
     "hidden": (1, 1_000_000),
     "stem": (1, 65_536),
 }
-LISTS = ("depths", "layers", "hidden", "stem")
+LISTS = ("depths", "layers", "hidden")
+ROWS = "(channels, kernel size, stride, padding)"  # of convolutions
 MAYBE_LISTS = ("num_heads",)
 FLAGS = ("bias", "qkv_bias", "fc_norm")
 NUMBERS = {
@@ -61,7 +62,13 @@ def _kind(option: str) -> tuple[Callable[[Any], bool], str]:
         least, most = SIZES[option]
         words = f"a whole number of {least} to {most}"
         if option == "layers":
-            return _list_of(_list_of(_whole(least, most))), "a list of (channels, kernel size, stride, padding)"
+            return _list_of(_list_of(_whole(least, most))), f"a list of {ROWS}"
+        if option == "stem":
+            widths, rows = _list_of(_whole(least, most)), _list_of(_list_of(_whole(0, most)))
+            return (
+                lambda value: widths(value) or rows(value),
+                f"a list of whole numbers of {least} to {most}, or of {ROWS}",
+            )
         if option in LISTS:
             return _list_of(_whole(least, most)), f"a list of whole numbers of {least} to {most}"
         if option in MAYBE_LISTS:
@@ -87,8 +94,10 @@ def _check_together(options: Mapping[str, Any]) -> None:
         raise UserError(f"img_size={size} is {size // patch} patches of {patch} in a row; use at most {SIDE}")
     if sum(options.get("depths", ())) > SIZES["depth"][1]:
         raise UserError(f"depths={_short(options['depths'])}: more than {SIZES['depth'][1]} blocks; use fewer")
-    if any(len(row) != 4 or min(row[:3]) < 1 for row in options.get("layers", ())):
-        raise UserError(f"layers={_short(options['layers'])}: give (channels, kernel size, stride, padding) of each")
+    for name in ("layers", "stem"):
+        rows = [row for row in options.get(name) or () if not isinstance(row, int)]
+        if any(len(row) != 4 or min(row[:3]) < 1 for row in rows):
+            raise UserError(f"{name}={_short(options[name])}: give {ROWS} of each")
     for name in STATISTICS:
         values = options[name]
         if values is not None and len(values) not in (1, channels):

@@ -50,8 +50,8 @@ class ViT(nn.Module):
         cls_after: the number of blocks after which the class token joins; it has a position only if that is 0.
         bias: whether the patch embedding and the head have one.
         init: gives the weights their initial values.
-        stem: channels of the convolutions in front of the one that makes the tokens (`ConvStem`); None: a projection of
-            patches makes them.
+        stem: the convolutions in front of the one that makes the tokens, by their channels or as rows (`ConvStem`);
+            None: a projection of patches makes them.
         patch_cap: cap on the spectral norm of the patch embedding (None: free).
         patch_constraint: keeps that norm at 1 instead, 'aol' or 'orthogonal' (None: not).
     """
@@ -76,7 +76,7 @@ class ViT(nn.Module):
         bias: bool = True,
         drop_path_rate: float = 0.0,
         init: Callable[[nn.Module], None] = trunc_normal_init_,
-        stem: Sequence[int] | None = None,
+        stem: Sequence[int | Sequence[int]] | None = None,
         patch_cap: float | None = None,
         patch_constraint: str | None = None,
     ) -> None:
@@ -97,7 +97,7 @@ class ViT(nn.Module):
             self.patch_embed = PatchEmbed(*sizes, bias=bias)
             by_products_(self.patch_embed)
         else:
-            self.patch_embed = ConvStem(*sizes, widths=stem, bias=bias)
+            self.patch_embed = ConvStem(*sizes, layers=stem, bias=bias)
         has_cls = global_pool == "cls" if class_token is None else class_token
         if global_pool == "cls" and not has_cls:
             raise UserError("global_pool is 'cls' and there is no class token; set class_token=True, or pool by 'avg'")

@@ -13,9 +13,12 @@ from certizoo import UserError
 SIZES: dict[str, Any] = {"img_size": 16, "embed_dim": 8, "depth": 1, "num_heads": 2, "num_classes": 3}
 
 
-@pytest.mark.parametrize(("patch_size", "widths"), [(2, ()), (4, (6,)), (8, (6, 5))])
-def test_one_token_a_patch(patch_size: int, widths: tuple[int, ...]) -> None:
-    model: Any = zoo.create_model("dp_vit_ti", patch_size=patch_size, stem=widths, **SIZES)
+@pytest.mark.parametrize(
+    ("patch_size", "stem"),
+    [(2, ()), (4, (6,)), (8, (6, 5)), (8, ((6, 8, 4, 2),)), (4, ((6, 3, 1, 1), (5, 4, 2, 1))), (4, ((6, 8, 4, 2),))],
+)
+def test_one_token_a_patch(patch_size: int, stem: Any) -> None:
+    model: Any = zoo.create_model("dp_vit_ti", patch_size=patch_size, stem=stem, **SIZES)
     tokens = (16 // patch_size) ** 2
     assert model.patch_embed.num_patches == tokens
     assert model.patch_embed(torch.rand(2, 3, 16, 16)).shape == (2, tokens, 8)
@@ -28,6 +31,12 @@ def test_one_token_a_patch(patch_size: int, widths: tuple[int, ...]) -> None:
         ({"patch_size": 4, "stem": ()}, "widths"),
         ({"patch_size": 4, "stem": (6, 6)}, "widths"),
         ({"patch_size": 4, "stem": (0,)}, "stem"),
+        ({"patch_size": 4, "stem": (6, (6, 3, 1, 1))}, "stem"),
+        ({"patch_size": 4, "stem": ((6, 3, 1),)}, "padding"),
+        ({"patch_size": 4, "stem": ((6, 3, 0, 1),)}, "padding"),
+        ({"patch_size": 4, "stem": ((6, 3, 2, 0),)}, "7 pixels"),
+        ({"patch_size": 4, "stem": ((6, 9, 16, 0),)}, "1 pixels"),
+        ({"patch_size": 4, "stem": ((6, 32, 1, 0),)}, "-15 pixels"),
         ({"patch_size": 4, "stem": (6,), "patch_cap": 1.0}, "patch_cap"),
         ({"patch_size": 4, "stem": (6,), "patch_constraint": "aol"}, "patch_constraint"),
     ],

@@ -59,6 +59,8 @@ PARTS: list[tuple[str, dict[str, Any]]] = [
     ("dp_convit_ti", {"global_pool": "avg", "fc_norm": True}),
     ("dp_vit_ti", {"stem": (6,)}),
     ("dp_convit_ti", {"stem": (6,), "bias": False}),
+    ("dp_vit_ti", {"stem": ((5, 4, 2, 1),)}),
+    ("dp_vit_ti", {"stem": ((5, 3, 1, 1), (6, 6, 4, 1)), "bias": False}),
     ("lofast_vit_c10", {"mlp": "aol_relu", "patch_cap": None, "patch_constraint": "orthogonal"}),
     ("lofast_vit_c10", {"mlp": "orthogonal_tanh", "patch_cap": None, "patch_constraint": "aol"}),
     ("lofast_vit_c10", {"mlp": "capped_relu", "global_pool": "cls"}),
