@@ -33,6 +33,10 @@ def local(predict: Predictor) -> Iterator[Server]:
         yield server
 
 
+def connected(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.server_address[1]))
+
+
 def ask(server: Server, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes, Any]:
     """(status, content, headers) of one question by the server's own name unless `Host` says otherwise."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
@@ -130,7 +134,7 @@ def test_silent_connections_keep_nobody_out_for_long(predict: Predictor, monkeyp
     """More than AT_ONCE are closed at once, and a silent one when its time is over."""
     monkeypatch.setattr(servers.Handler, "timeout", 0.5)
     with serving(predict, Place(port=0)) as server:
-        silent = [socket.create_connection(("127.0.0.1", server.server_address[1])) for _ in range(servers.AT_ONCE + 4)]
+        silent = [connected(server) for _ in range(servers.AT_ONCE + 4)]
         closed = 0
         for connection in silent:
             connection.settimeout(5)
@@ -142,7 +146,7 @@ def test_silent_connections_keep_nobody_out_for_long(predict: Predictor, monkeyp
         assert closed == len(silent)
     monkeypatch.setattr(servers, "PATIENCE", 0.5)
     monkeypatch.setattr(servers.Handler, "timeout", 30)
-    with serving(predict, Place(port=0)) as server, socket.create_connection(server.server_address[:2]) as dripping:
+    with serving(predict, Place(port=0)) as server, connected(server) as dripping:
         dripping.settimeout(0.1)
         for _ in range(100):  # a letter at a time, never silent for long
             try:
