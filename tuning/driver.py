@@ -123,7 +123,7 @@ def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
     last = training.evaluations(inner)[-1]
     figures = {objective.key: objective.value(certificate) for objective in search.shown}
     facts = {"clean_acc": certificate["clean"], "certified": 1, "run_dir": str(inner)}
-    row = last | {"epoch": search.epochs} | facts | figures | {objectives.COMPARED: figures[search.objectives[0].key]}
+    row = last | {"epoch": search.epochs} | facts | figures | comparison(search, last)
     ended = training.progress(inner)
     if search.store and ended:  # this node's disk may go with it
         report(row, ended, inner, training.RESULTS)

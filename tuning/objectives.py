@@ -37,13 +37,12 @@ class Objective:
         return row.get(f"{self.name}.{self.radius(radii):g}" if self.eps else self.name)
 
     def compared(self, row: Mapping[str, float]) -> float | None:
-        """What schedulers compare of the same evaluation: `seen`, where the share of few images is the same by how near
-        they are to the other side (certify/stage/glance.py). That is less than one image counts."""
-        value = self.seen(row)
-        if value is None or self.name != "certified_acc":
-            return value
-        near = replace(self, name="certified_near").seen(row)
-        return value + (near or 0.0) / (row["certified_images"] + 1)
+        """What schedulers compare of the same evaluation: `seen`; of certified shares `certified_near`, which knows how
+        far each image is from the other side (certify/stage/glance.py). A share of few images moves by whole images,
+        and ranks trials by which of them happens to be near."""
+        if self.name == "certified_acc":
+            return replace(self, name="certified_near").seen(row)
+        return self.seen(row)
 
     def value(self, certificate: Mapping[str, Any]) -> float:
         """The accuracy in [0, 1] that certificate.json states."""

@@ -19,7 +19,7 @@ def glance(
     model: nn.Module, batches: Iterable[tuple[list[str], Tensor, Tensor]], asked: Settings, seconds: float
 ) -> dict[str, float]:
     """{"certified_images", "certified_acc.EPS", "certified_near.EPS", "pgd_acc.EPS"} of the images that were reached in
-    time, at least those of one batch. `certified_near` tells shares apart that are equal: the mean of
+    time, at least those of one batch. `certified_near` is a share that does not move by whole images: the mean of
     1 / (1 + (loss / margin)^2), which is 1/2 where an image is just certified and 0 where it is misclassified.
 
     batches: (keys, images (B, C, H, W) in [0,1], labels (B,)); of `asked`: the radii, method, norm, attack and nonce.
