@@ -5,7 +5,7 @@ import base64
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,18 +37,10 @@ def chromium(profile: Path) -> Iterator[str]:
 
 def picture(devtools: str, url: str, words: str, seen: Mapping[str, Any]) -> bytes:
     """The page as PNG, once it shows `words`. `seen`: what its localStorage says of earlier visits."""
-    return asyncio.run(_look(devtools, url, words, seen, SIZE, ()))[0]
+    return asyncio.run(_picture(devtools, url, words, seen))
 
 
-def look(devtools: str, url: str, words: str, width: int, height: int, *questions: str) -> tuple[bytes, list[Any]]:
-    """The page as PNG in a window of this size, once it shows `words`, and its answers to questions in JavaScript."""
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-    return asyncio.run(_look(devtools, url, words, {}, size, questions))
-
-
-async def _look(
-    devtools: str, url: str, words: str, seen: Mapping[str, Any], size: Mapping[str, Any], questions: Sequence[str]
-) -> tuple[bytes, list[Any]]:
+async def _picture(devtools: str, url: str, words: str, seen: Mapping[str, Any]) -> bytes:
     async with aiohttp.ClientSession() as session, session.put(f"{devtools}/json/new") as answer:
         tab = await answer.json(content_type=None)
         async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
@@ -57,7 +49,7 @@ async def _look(
                 for key, value in seen.items()
             )
             await _call(socket, "Page.addScriptToEvaluateOnNewDocument", source=remember)
-            await _call(socket, "Emulation.setDeviceMetricsOverride", **size)
+            await _call(socket, "Emulation.setDeviceMetricsOverride", **SIZE)
             await _call(socket, "Page.enable")
             await _call(socket, "Page.bringToFront")  # a page behind another one is not drawn
             await _call(socket, "Page.navigate", url=url)
@@ -69,14 +61,7 @@ async def _look(
                 text = shown["result"].get("value", "")
             await asyncio.sleep(3)  # what moves comes to rest
             shot = await _call(socket, "Page.captureScreenshot", format="png")
-            answers = [await _answer(socket, question) for question in questions]
-            return base64.b64decode(shot["data"]), answers
-
-
-async def _answer(socket: aiohttp.ClientWebSocketResponse, question: str) -> Any:
-    """The value of an expression; of a promise, what it comes to."""
-    said = await _call(socket, "Runtime.evaluate", expression=question, returnByValue=True, awaitPromise=True)
-    return said["result"].get("value")
+            return base64.b64decode(shot["data"])
 
 
 async def _call(socket: aiohttp.ClientWebSocketResponse, method: str, **params: Any) -> dict[str, Any]:
