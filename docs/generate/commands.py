@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from unittest.mock import patch
 
-WIDTH = "100"
+WIDTH = "84"
 
 
 def markdown() -> str:

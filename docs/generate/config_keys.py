@@ -10,7 +10,8 @@ import yaml
 from docs.generate.tables import cell, code, table
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-# Commands, then the groups that their `defaults` choose from. Recipes (model, experiment) have a page of their own.
+# Commands, in the order in which one meets them; other files are of `python -m certify`. Then the groups that their
+# `defaults` choose from. Recipes (model, experiment) have a page of their own.
 COMMANDS = {
     "adv_train": "deepspeed trainers/adv_train.py",
     "std_train": "deepspeed trainers/std_train.py",
@@ -36,7 +37,9 @@ class Key:
 
 def markdown() -> str:
     """One section a command, one a group."""
-    parts = [_section(CONFIGS / f"{name}.yaml", f"`{command}`", 2) for name, command in COMMANDS.items()]
+    others = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {*COMMANDS, "names"})
+    commands = COMMANDS | {name: f"python -m certify {name}" for name in others}
+    parts = [_section(CONFIGS / f"{name}.yaml", f"`{command}`", 2) for name, command in commands.items()]
     for group in groups():
         parts.append(f"## `{group}=`\n")
         parts += [_section(path, f"`{group}={path.stem}`", 3) for path in sorted((CONFIGS / group).glob("*.yaml"))]

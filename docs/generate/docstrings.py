@@ -1,6 +1,7 @@
 """Public names that say nothing of themselves: those of `__all__`, and public methods of public classes."""
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import griffe
@@ -9,16 +10,22 @@ PACKAGES = ("zoo", "zoo.rules", "certify", "shards", "attacks", "registry")
 
 
 def missing(root: Path) -> list[str]:
-    """Dotted names without a docstring. The code is read, not run."""
+    """Dotted names without a docstring."""
+    found, modules = [], loaded(root)
+    for package in PACKAGES:
+        module = modules[package]
+        found += [f"{package}.{name}" for name in public(module) for name in _silent(module[name], name)]
+    return found
+
+
+@cache
+def loaded(root: Path) -> griffe.ModulesCollection:
+    """The packages below `root`. Their code is read, not run."""
     loader = griffe.GriffeLoader(search_paths=[str(root)])
     for package in dict.fromkeys(name.partition(".")[0] for name in (*PACKAGES, "certizoo")):
         loader.load(package)
     loader.resolve_aliases(external=False)
-    found = []
-    for package in PACKAGES:
-        module = loader.modules_collection[package]
-        found += [f"{package}.{name}" for name in public(module) for name in _silent(module[name], name)]
-    return found
+    return loader.modules_collection
 
 
 def public(module: griffe.Module | griffe.Alias) -> list[str]:

@@ -4,11 +4,13 @@ import re
 from collections.abc import Callable
 from functools import cache
 
-from docs.generate import commands, config_keys, leaderboard, links, recipes, versions, zoo_table
+from docs.generate import api, commands, config_keys, leaderboard, links, recipes, versions, zoo_table
 
 MARK = re.compile(r"^<!-- made at build: (\w+)(?: (\S+) (\S+))? -->$", re.M)
 # WORD -> Markdown
 PARTS: dict[str, Callable[[], str]] = {
+    "api_registry": api.page_of("registry"),
+    "api_zoo": api.page_of("zoo"),
     "commands": commands.markdown,
     "config_keys": config_keys.markdown,
     "leaderboard": leaderboard.markdown,

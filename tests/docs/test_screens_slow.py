@@ -14,6 +14,7 @@ from PIL import Image
 
 from tests.docs.conftest import built
 from tests.tools import browser
+from tests.tools.looking import look
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,7 +59,7 @@ def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_fits_its_window(name: str, size: str, whole: Path, devtools: str) -> None:
     (file, words), (width, height) = PAGES[name], SIZES[size]
-    png, (found,) = browser.look(devtools, (whole / file).as_uri(), words, width, height, WIDTH)
+    png, (found,) = look(devtools, (whole / file).as_uri(), words, width, height, WIDTH)
     assert found <= width
     image = Image.open(BytesIO(png)).convert("RGB")
     assert len(image.convert("L").getcolors() or []) > 32, "a blank page"
@@ -67,7 +68,7 @@ def test_a_page_fits_its_window(name: str, size: str, whole: Path, devtools: str
 
 
 def test_the_search_finds_in_pages_from_the_disk(whole: Path, devtools: str) -> None:
-    _, (count,) = browser.look(devtools, (whole / "index.html").as_uri(), "CertiZoo", 1280, 900, SEARCH)
+    _, (count,) = look(devtools, (whole / "index.html").as_uri(), "CertiZoo", 1280, 900, SEARCH)
     assert count > 0
 
 
@@ -75,6 +76,6 @@ def test_a_click_sorts_a_column_both_ways(whole: Path, devtools: str) -> None:
     """By its numbers, the largest first; parameters in millions."""
     click = SORT.partition(", ")[0]
     page = (whole / "reference/zoo.html").as_uri()
-    _, (_, falling, _, rising) = browser.look(devtools, page, "cert_vit_c10", 1280, 900, click, ORDER, click, ORDER)
+    _, (_, falling, _, rising) = look(devtools, page, "cert_vit_c10", 1280, 900, click, ORDER, click, ORDER)
     assert falling == sorted(falling, reverse=True) != rising
     assert rising == sorted(rising)

@@ -5,7 +5,7 @@ import base64
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from certizoo.processes import end_group
 
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 SIZE = {"width": 1440, "height": 810, "deviceScaleFactor": 1, "mobile": False}
-START_SECONDS, PAGE_SECONDS, REST_SECONDS = 120.0, 240.0, 3.0
+START_SECONDS, PAGE_SECONDS = 120.0, 240.0
 
 
 @contextmanager
@@ -42,20 +42,14 @@ def picture(
     seen: Mapping[str, Any],
     size: Mapping[str, Any] = SIZE,
     script: str = "",
-    rest: float = REST_SECONDS,
+    rest: float = 3,
 ) -> bytes:
     """The page as PNG, once it shows `words` and came to `rest`. `seen`: what its localStorage says of earlier visits;
     `script`: run once when the page is there."""
-    return asyncio.run(_look(devtools, url, words, seen, size, script, rest, ()))[0]
+    return asyncio.run(_picture(devtools, url, words, seen, size, script, rest))
 
 
-def look(devtools: str, url: str, words: str, width: int, height: int, *questions: str) -> tuple[bytes, list[Any]]:
-    """The page as PNG in a window of this size, once it shows `words`, and its answers to questions in JavaScript."""
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-    return asyncio.run(_look(devtools, url, words, {}, size, "", REST_SECONDS, questions))
-
-
-async def _look(
+async def _picture(
     devtools: str,
     url: str,
     words: str,
@@ -63,8 +57,7 @@ async def _look(
     size: Mapping[str, Any],
     script: str,
     rest: float,
-    questions: Sequence[str],
-) -> tuple[bytes, list[Any]]:
+) -> bytes:
     async with aiohttp.ClientSession() as session, session.put(f"{devtools}/json/new") as answer:
         tab = await answer.json(content_type=None)
         async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
@@ -88,14 +81,7 @@ async def _look(
                 text = shown["result"].get("value", "")
             await asyncio.sleep(rest)  # what moves comes to rest
             shot = await _call(socket, "Page.captureScreenshot", format="png")
-            answers = [await _answer(socket, question) for question in questions]
-            return base64.b64decode(shot["data"]), answers
-
-
-async def _answer(socket: aiohttp.ClientWebSocketResponse, question: str) -> Any:
-    """The value of an expression; of a promise, what it comes to."""
-    said = await _call(socket, "Runtime.evaluate", expression=question, returnByValue=True, awaitPromise=True)
-    return said["result"].get("value")
+            return base64.b64decode(shot["data"])
 
 
 async def _ready(socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
