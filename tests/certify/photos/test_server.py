@@ -142,7 +142,10 @@ def test_silent_connections_keep_nobody_out_for_long(predict: Predictor, monkeyp
         assert closed == len(silent)
     monkeypatch.setattr(servers, "PATIENCE", 0.5)
     monkeypatch.setattr(servers.Handler, "timeout", 30)
-    with serving(predict, Place(port=0)) as server, socket.create_connection(server.server_address[:2]) as dripping:
+    with (
+        serving(predict, Place(port=0)) as server,
+        socket.create_connection(("127.0.0.1", server.server_address[1])) as dripping,
+    ):
         dripping.settimeout(0.1)
         for _ in range(100):  # a letter at a time, never silent for long
             try:
