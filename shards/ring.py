@@ -42,6 +42,11 @@ def fresh_pages(size: int, channels: int, side: int) -> Iterator[Page]:
         yield Page(torch.empty((size, channels, side, side), dtype=torch.uint8), None)
 
 
+def shared_bytes(workers: int, size: int, channels: int, side: int) -> int:
+    """What a ring takes of the machine's shared memory."""
+    return workers * SLOTS * size * channels * side * side
+
+
 class Ring:
     """Shared memory for so many loader processes, with batches of `size` images.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shards import DataConfig, find, train_loader
-from shards.ring import SLOTS, Ring
+from shards.ring import SLOTS, Ring, shared_bytes
 
 
 def epoch(folder: Path, workers: int, batch_size: int = 10) -> list[tuple[Tensor, Tensor]]:
@@ -38,6 +38,7 @@ def test_batches_that_are_kept_stay_as_they_were(digits: Path, workers: int) -> 
 
 def test_a_slot_that_was_used_again_is_seen() -> None:
     ring = Ring(1, size=2, channels=1, side=4)
+    assert ring.images_WSBCHW.nbytes == shared_bytes(1, size=2, channels=1, side=4)
     pages = ring.pages(0)
     first = next(pages)
     assert first.slot is not None

@@ -24,6 +24,7 @@ from rich.table import Table
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
+from shards.ring import shared_bytes
 from trainers import ranks
 from trainers.doctor.estimate import Estimate, estimate
 from trainers.doctor.machine import Finding, disk, machine, registry, size
@@ -32,7 +33,6 @@ from trainers.job.stages import prepare_first
 
 STATUS_MISSING = 1
 SCRIPTS = ("adv_train", "std_train", "constrain")  # each with a configuration of that name
-SHM_A_LOADER = 256 * 2**20  # bytes of shared memory that a loader process should have for its batches
 MARKS = {None: "", True: "[green]ok[/]", False: "[red]missing[/]"}
 
 
@@ -114,6 +114,8 @@ def memory(job: Job, need: Estimate, libraries: int) -> Iterator[Finding]:
 def loaders(job: Job) -> Iterator[Finding]:
     """Shared memory for the loader processes."""
     if job.data.workers and Path("/dev/shm").is_dir():
-        free, wanted = shutil.disk_usage("/dev/shm").free, job.data.workers * ranks_here() * SHM_A_LOADER
-        text = f"{size(free)} free for {job.data.workers} loaders a rank"
+        micro, data = job.train.micro_batch(ranks.world_size()), job.data
+        wanted = ranks_here() * shared_bytes(data.workers, micro, data.channels, data.img_size)
+        free = shutil.disk_usage("/dev/shm").free
+        text = f"{data.workers} loaders a rank take {size(wanted)}; {size(free)} free"
         yield Finding("/dev/shm", text, free >= wanted, "fewer data.workers, or a larger /dev/shm (docker: --shm-size)")
