@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def set_apart(name: str, argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The words for Hydra, and what is none of its: `model=`, which would choose a group there, and files."""
+    """The words for Hydra, and what is none of its: `model=`, which would choose a recipe there, and files."""
     words, apart, files = [], dict[str, Any](), []
     for word in argv:
         key, equals, value = word.partition("=")

@@ -16,7 +16,7 @@ from certizoo.files import disk_errors
 
 def submit(config: Config) -> None:
     """Write the entry of finished results, and say where."""
-    given = any(config[key] for key in ("handover", "version", "model"))
+    given = any(config.get(key) for key in ("handover", "version", "model"))
     handover = handover_of(config) if given or not config["results"] else None
     results = config["results"] or [str(handover.parent / "certificate")] if handover else config["results"]
     folders = [results] if isinstance(results, str) else results
@@ -39,7 +39,7 @@ def check(config: Config) -> None:
         raise UserError("which entry? python -m certify check ENTRY.json data.root=FOLDER [images=N]")
     path = Path(config["files"][0])
     claim = entry.read(path)
-    if not any(config[key] for key in ("handover", "version", "model")):
+    if not any(config.get(key) for key in ("handover", "version", "model")):
         config = config | {"model": claim["name"]}
     if type(config["images"]) is not int or config["images"] < 1:
         raise UserError(f"images={config['images']}: give a whole number above 0, of images to be certified again")
