@@ -13,7 +13,7 @@ from shards import DataConfig
 from tests.certify.stage.test_stage import data
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-CERT_C10 = Path(__file__).parents[3] / "benchmarks" / "results" / "cert_vit_c10"
+CERT_C10 = Path(__file__).parents[3] / "zoo" / "weights" / "cert_vit_c10"
 
 
 def protocol(norm: str, eps: float) -> Mapping[str, Mapping[str, object]]:

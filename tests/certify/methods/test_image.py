@@ -255,7 +255,7 @@ def smooth_images(count: int) -> Tensor:
 
 def test_ascent_reaches_most_of_what_the_committed_model_can_lose() -> None:
     """Of the closest rival at 36/255, at least 60 %; and what is not first order is a fraction of the adjoint's."""
-    model, _ = zoo.handover.load(ROOT / "benchmarks" / "results" / "cert_vit_c10")
+    model, _ = zoo.handover.load(ROOT / "zoo" / "weights" / "cert_vit_c10")
     x = smooth_images(2)
     y = model(x).argmax(1)
     certifier = Image(model, nonce="one")
