@@ -147,8 +147,8 @@ CERT_C10: Options = VIT | {
     "mean": (0.5, 0.5, 0.5),
     "std": (0.25, 0.25, 0.25),
 }
-# Its successor attends by content: one bend in front of the tokens, in wide patches that overlap, and one block. Two
-# bends in a row in front cost the certificate more than they give.
+# One that attends by content, of which less is proved so far: one bend in front of the tokens, in wide patches that
+# overlap, and one block. Two bends in a row in front cost the certificate more than they give.
 CERT_STEM_C10: Options = CERT_C10 | {
     "gpsa_layers": 0,
     "stem": ((256, 8, 4, 2),),
