@@ -21,6 +21,12 @@ def require_file_name(name: object, key: str) -> None:
         raise UserError(f"{key}={str(name)[:80]!r} is no name of a folder; use up to 200 letters, digits and _.+=@-")
 
 
+def cache_folder(kind: str) -> Path:
+    """Where this user's copies of one kind are kept: in CERTIZOO_CACHE, else in the cache that the system names."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("CERTIZOO_CACHE") or Path(base) / "certizoo") / kind
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Give another name to write to; the file takes its own name once it is on the disk, and only without an error. An

@@ -1,7 +1,6 @@
 """Look at what is published, and fetch it. Nothing that comes from the registry is executed or unpickled."""
 
 import logging
-import os
 import re
 import shutil
 import tempfile
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certizoo import UserError
-from certizoo.files import disk_errors
+from certizoo.files import cache_folder, disk_errors
 from certizoo.nearest import choices, unknown
 from certizoo.text import plain
 from registry import champion, manifest, package, store
@@ -149,8 +148,7 @@ def logged_model_id(registered: "ModelVersion") -> str | None:
 
 def cache() -> Path:
     """Where pulled versions are kept: CERTIZOO_CACHE, else the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("CERTIZOO_CACHE") or Path(base) / "certizoo") / "models"
+    return cache_folder("models")
 
 
 def _source(location: str, uri: str) -> str:

@@ -25,7 +25,7 @@ from urllib.request import (
     Request,
 )
 
-from certizoo import UserError
+from certizoo import UserError, files
 from certizoo.files import disk_errors, sha256, whole_file
 
 HUB = "hf-hub:"
@@ -76,8 +76,7 @@ def fetched(place: str, digest: str, path: Path, most: int, mend: str) -> Path:
 
 def cache_folder() -> Path:
     """Where fetched weights are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("CERTIZOO_CACHE") or Path(base) / "certizoo") / "weights"
+    return files.cache_folder("weights")
 
 
 def _chunks(place: str, most: int, mend: str) -> Iterator[bytes]:
