@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.docs.conftest import built
 from tests.tools import browser
-from tests.tools.looking import look
+from tests.tools.browser import look
 
 pytestmark = [
     pytest.mark.slow,

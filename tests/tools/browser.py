@@ -5,7 +5,7 @@ import base64
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,16 @@ def picture(
 ) -> bytes:
     """The page as PNG, once it shows `words` and came to `rest`. `seen`: what its localStorage says of earlier visits;
     `script`: run once when the page is there."""
-    return asyncio.run(_picture(devtools, url, words, seen, size, script, rest))
+    return asyncio.run(_look(devtools, url, words, seen, size, script, rest, ()))[0]
 
 
-async def _picture(
+def look(devtools: str, url: str, words: str, width: int, height: int, *questions: str) -> tuple[bytes, list[Any]]:
+    """(the page as PNG in a window of this size, once it shows `words`, its answers to questions in JavaScript)."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    return asyncio.run(_look(devtools, url, words, {}, size, "", 1, questions))
+
+
+async def _look(
     devtools: str,
     url: str,
     words: str,
@@ -57,7 +63,8 @@ async def _picture(
     size: Mapping[str, Any],
     script: str,
     rest: float,
-) -> bytes:
+    questions: Sequence[str],
+) -> tuple[bytes, list[Any]]:
     async with aiohttp.ClientSession() as session, session.put(f"{devtools}/json/new") as answer:
         tab = await answer.json(content_type=None)
         async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
@@ -77,20 +84,25 @@ async def _picture(
             while words not in text:
                 assert time.monotonic() < deadline, f"{url} does not show {words!r}, but:\n{text[:3000]}"
                 await asyncio.sleep(0.5)
-                shown = await _call(socket, "Runtime.evaluate", expression="document.body?.innerText ?? ''")
-                text = shown["result"].get("value", "")
+                text = str(await _answer(socket, "document.body?.innerText ?? ''"))
             await asyncio.sleep(rest)  # what moves comes to rest
             shot = await _call(socket, "Page.captureScreenshot", format="png")
-            return base64.b64decode(shot["data"])
+            return base64.b64decode(shot["data"]), [await _answer(socket, question) for question in questions]
 
 
 async def _ready(socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
     """Until this page, and no longer the one before it, is there."""
     here = f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url.partition('?')[0])})"
     deadline = time.monotonic() + PAGE_SECONDS
-    while not (await _call(socket, "Runtime.evaluate", expression=here))["result"].get("value"):
+    while not await _answer(socket, here):
         assert time.monotonic() < deadline, f"{url} does not come"
         await asyncio.sleep(0.1)
+
+
+async def _answer(socket: aiohttp.ClientWebSocketResponse, question: str) -> Any:
+    """The value of an expression; of a promise, what it comes to."""
+    said = await _call(socket, "Runtime.evaluate", expression=question, returnByValue=True, awaitPromise=True)
+    return said["result"].get("value")
 
 
 async def _call(socket: aiohttp.ClientWebSocketResponse, method: str, **params: Any) -> dict[str, Any]:
