@@ -221,7 +221,8 @@ class TrainBatches(Batches):
 
     def sent(self, values: Tensor) -> Tensor:
         """To the device; a GPU copies while it computes, out of memory that is pinned for it."""
-        return values.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else values
+        gpu = self.device.type == "cuda"
+        return (values.pin_memory() if gpu else values).to(self.device, non_blocking=gpu)
 
     def note(self, new: list[str], known: set[str]) -> None:
         """Log each skipped sample once. Raises `UserError` beyond `max_corrupt` of them."""

@@ -12,12 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from certify.rows.intervals import NAMES as NORMS
 from docs.generate.tables import cell, code, table
 
 FOLDER = Path(__file__).resolve().parents[2] / "leaderboard"
 FIGURES = "leaderboard"  # folder of the site
 NONE = "There are no entries yet.\n"
-NORMS = {"l2": "L2", "linf": "Linf"}
 COLOURS = ("#3949ab", "#d81b60", "#00897b", "#f4511e", "#6d4c41", "#7cb342", "#5e35b1", "#546e7a")
 HEADLINE = {"l2": 36 / 255, "linf": 1 / 255}  # rows begin in the order of what is certified there
 FRACTIONS = {n / 255: f"{n:g}/255" for n in (0.5, 1, 2, 4, 8, 16, 36, 72, 108)}
