@@ -1,7 +1,12 @@
-"""Which versions the project asks for, is tested with, and what for, from pyproject.toml and constraints.txt."""
+"""Which versions the project asks for, is tested with, and what for, from pyproject.toml and constraints.txt.
+
+What for is said in comments, which TOML's own reader drops: lists of requirements are read line by line.
+"""
 
 import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from docs.generate.tables import cell, code, table
 
@@ -13,9 +18,9 @@ ONE_LINE = re.compile(r"^(\w+) = \[(.+)\]\s*(?:#\s*(.*))?$")
 
 def markdown() -> str:
     """A table of what is always installed, one of each extra, and all that was installed in the tests."""
-    tested = pins()
-    parts = [f"Python {_python()}.\n", _table("dependencies", tested)]
-    parts += [f"## Extra `{name}`\n\n{_table(name, tested)}" for name in _extras()]
+    tested, project = pins(), _project()
+    parts = [f"Python {project['requires-python']}.\n", _table("dependencies", tested)]
+    parts += [f"## Extra `{name}`\n\n{_table(name, tested)}" for name in project["optional-dependencies"]]
     everything = table(("library", "version"), [(code(name), version) for name, version in sorted(tested.items())])
     return "\n".join(parts) + f"\n## Everything that the tests run with\n\n{everything}"
 
@@ -53,11 +58,5 @@ def _table(section: str, tested: dict[str, str]) -> str:
     return table(("library", "asked for", "tested with", "what for"), rows)
 
 
-def _extras() -> list[str]:
-    text = (ROOT / "pyproject.toml").read_text()
-    body = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    return re.findall(r"^(\w+) = \[", body, re.M)
-
-
-def _python() -> str:
-    return re.findall(r'requires-python = "([^"]+)"', (ROOT / "pyproject.toml").read_text())[0]
+def _project() -> dict[str, Any]:
+    return dict(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])

@@ -30,6 +30,8 @@ from zoo.models.catalog import Options
 from zoo.models.factory import attention_name, create_model, list_models, model_options
 from zoo.weights.table import entries
 
+NUMBERS = ("M parameters", "GMACs", "tokens")
+COLUMNS = ("name", "attention", "backbone", *NUMBERS, "image", "lofast", "adjoint", "weights")
 COUNTED = (
     "GMACs: 10^9 multiply-adds of all matrix products and convolutions for one image, those inside the attention "
     "included (model cards that leave out fused attention show less: 16.9 instead of 17.6 for a ViT-B/16).\n"
@@ -53,6 +55,16 @@ class Facts:
     lofast: str
     adjoint: str
     weights: str = ""  # what is certified of the published ones, in short; '' where there are none
+
+    def cells(self) -> tuple[str, ...]:
+        """For people, one of each of COLUMNS."""
+        provable = ["-" if reason else "yes" for reason in (self.lofast, self.adjoint)]
+        sizes = (
+            f"{self.parameters / 1e6:.2f}",
+            f"{self.macs / 1e9:.3g}",
+            "-" if self.tokens is None else str(self.tokens),
+        )
+        return self.name, self.attention, self.backbone, *sizes, self.image, *provable, self.weights or "-"
 
     def record(self) -> dict[str, Any]:
         """For CSV and JSON."""
@@ -92,18 +104,11 @@ def matching(pattern: str) -> list[str]:
 
 def table(rows: Iterable[Facts]) -> Table:
     """The overview for people; COUNTED says what its figures count."""
-    numbers = ("M parameters", "GMACs", "tokens")
-    result = Table("name", "attention", "backbone", caption=COUNTED, caption_justify="left")
-    for column in numbers:
-        result.add_column(column, justify="right")
-    for column in ("image", *RULES, "weights"):
-        result.add_column(column)
+    result = Table(caption=COUNTED, caption_justify="left")
+    for column in COLUMNS:
+        result.add_column(column, justify="right" if column in NUMBERS else "left")
     for row in rows:
-        result.add_row(
-            row.name, row.attention, row.backbone, f"{row.parameters / 1e6:.2f}", f"{row.macs / 1e9:.3g}",
-            "-" if row.tokens is None else str(row.tokens), row.image, "-" if row.lofast else "yes",
-            "-" if row.adjoint else "yes", row.weights or "-",
-        )  # fmt: skip
+        result.add_row(*row.cells())
     return result
 
 
