@@ -4,6 +4,7 @@ In training a worker's part of the epoch (see plan.py) is shuffled, and repeated
 rank makes the same number of steps, and every sample of the epoch is used. Evaluation reads each sample once.
 """
 
+import gc
 import logging
 import math
 import os
@@ -311,7 +312,9 @@ def cores() -> int:
 
 def _settle(worker: int) -> None:
     """A loader process takes memory for each image and each batch, and ends with its rank: a launcher that is asked to
-    stop ends the whole tree, and the rank still needs its loaders to finish its step."""
+    stop ends the whole tree, and the rank still needs its loaders to finish its step. What the rank had is the rank's
+    to tidy up: a loader that collects its connection to a web server would wait for a thread that is not there."""
+    gc.freeze()
     keep_freed_memory()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
@@ -25,6 +27,7 @@ from shards.read import EvalBatches, EvalStream, TrainBatches
 from shards.ring import Page, fresh_pages
 
 SIZE = 8
+ROOT = Path(__file__).parents[2]
 
 
 def numbered(count: int) -> list[tuple[np.ndarray, int]]:
@@ -248,6 +251,33 @@ class Killed(EvalStream):
     def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
         os.kill(os.getpid(), signal.SIGKILL)
         return iter(())
+
+
+HEIR = """
+import gc, os, weakref
+from shards.read import _settle
+
+class Session: ...
+
+gc.disable()
+session = Session()
+session.itself = session
+weakref.finalize(session, lambda: print("closed by", "the rank" if os.getpid() == rank else "a loader", flush=True))
+rank = os.getpid()
+del session
+if os.fork() == 0:
+    _settle(0)
+    gc.collect()
+    os._exit(0)
+os.wait()
+gc.collect()
+"""
+
+
+def test_a_loader_process_tidies_nothing_up_that_the_rank_had() -> None:
+    """fsspec's sessions, closed there, wait for the rank's event loop: seconds, up to a minute."""
+    done = subprocess.run([sys.executable, "-c", HEIR], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "closed by the rank\n"), done.stderr
 
 
 def test_a_loader_process_that_dies_is_one_line_and_no_hang(toy: ShardSet, root: Path) -> None:

@@ -39,6 +39,7 @@ def test_from_shards_to_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(served(x), trained(x))
 
 
+@pytest.mark.slow
 def test_a_model_of_zero_3_is_certified_in_the_process_that_trained_it(tmp_path: Path, digits: Path) -> None:
     """DeepSpeed puts a linear of its own into torch there, which no certificate is of."""
     arguments = ("+model=spec_vit_digits", "data=digits", f"data.root={digits}", "name=z3", "deepspeed.stage=3",

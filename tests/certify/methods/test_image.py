@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[3]
 EPS = (0.2,)  # and below
 CLOSE = 1.03
 LIKE = ("cls", "fc_norm")  # but for the pooling, as "standard"
+BUT_FOR_THE_POOLING = [pytest.param(parts, marks=pytest.mark.slow if parts in LIKE else ()) for parts in PARTS]
 SMOOTH = ("standard", "smooth", "cls")  # parts with hidden units that have forms
 
 
@@ -57,14 +58,14 @@ def rung_of(analysis: ImageAnalysis, e: float) -> Rung:
 
 @pytest.mark.parametrize("eps", EPS)
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", BUT_FOR_THE_POOLING)
 def test_ascent_finds_no_image_that_loses_more(parts: str, norm: str, eps: float) -> None:
     """Of the image's own bound, without the adjoint's help: for every rival, at the largest e and below."""
     certifier, analysis = analysis_of(parts, count=4, norm=norm)
     assert not beaten(certifier, analysis, rung_of(analysis, eps), (eps, 0.1 * eps))
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", BUT_FOR_THE_POOLING)
 def test_any_weights_are_sound(parts: str) -> None:
     """They choose how tight a bound is, not whether it is one."""
     certifier, analysis = analysis_of(parts, count=4)
@@ -80,7 +81,7 @@ def test_any_weights_are_sound(parts: str) -> None:
     assert not beaten(certifier, analysis, rung, (0.1,))
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", BUT_FOR_THE_POOLING)
 def test_what_is_off_between_nodes_is_part_of_the_ball(parts: str) -> None:
     """Nodes whose ends are off by a hundredth: ascent over the image and all of that finds no margin that loses more.
     Without it in the ball, planted, it does."""
@@ -122,7 +123,7 @@ def fall(certifier: Image, here: Situation, rival_B: Tensor, e_B: Tensor, off: f
     return (margin_of([torch.zeros_like(move) for move in moves]) - moved_B).detach()
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", BUT_FOR_THE_POOLING)
 def test_large_models_are_left_to_forms(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is small is taken for large: no layer is measured, rivals are told apart by how far the features move. All
     images have a radius, and no ascent finds more."""

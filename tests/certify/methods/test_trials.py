@@ -54,6 +54,7 @@ def test_all_of_the_zoo_meets_all_weights_and_no_seed_comes_twice() -> None:
     assert [s.seed for s in subjects] == list(range(len(subjects)))
 
 
+@pytest.mark.slow
 def test_every_method_is_there_in_both_norms_and_a_subject_can_be_had_again() -> None:
     subject = Subject("smooth", "small", 1)
     once, again = list(outcomes(subject, 1, 2)), list(outcomes(subject, 1, 2, ["lofast_local", "best"]))

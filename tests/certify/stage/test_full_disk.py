@@ -83,7 +83,7 @@ def require_same(out: Path, expected: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "room"),
-    [("stage", 0), ("stage", 300)]
+    [("stage", 300), pytest.param("stage", 0, marks=pytest.mark.slow)]
     + [pytest.param(name, room, marks=pytest.mark.slow) for name in RUNS if name != "stage" for room in (0, 300)],
 )
 def test_every_write_may_fail(name: str, room: int, handover: Path, digits: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Run by tests/trainers/weights/test_states.py under the launcher: a checkpoint in the middle, at each ZeRO stage.
 
-Writes {variant: facts, summed over ranks} to the file of the last argument; the checkpoints stay in runs/VARIANT.
+Writes {variant: facts, summed over ranks} to the file of the last argument, of the variants that the one before it
+names; the checkpoints stay in runs/NAME/VARIANT.
 """
 # ruff: noqa: E402
 
@@ -32,12 +33,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"zero{stage}-offloaded": {"stage": stage, "offload": True} for stage in (1, 3)},
 }
 
+# Each stage, and what shares no code with another.
+QUICK = ("zero0", "zero0-muon", "zero1", "zero1-sgd", "zero2-bf16", "zero3", "zero3-offloaded")
+CHOICES = {"quick": QUICK, "all": tuple(VARIANTS)}
+
 
 def of(job: Job, name: str, cut: dict[str, Any]) -> Job:
     zero = {"stage": cut["stage"], "offload_optimizer": cut.get("offload", False)}
     return replace(
         job,
-        run_dir=job.run_dir.parent / name,
+        run_dir=job.run_dir / name,
         train=replace(job.train, precision=cut.get("precision", "fp32")),
         deepspeed=replace(job.deepspeed, **zero, persistent_below=40),  # at stage 3 some weights whole, some cut
         optimizer=replace(job.optimizer, name=cut.get("optimizer", "adamw")),
@@ -108,12 +113,12 @@ def own_steps(engine: Any) -> float:
 
 
 def main() -> None:
-    *overrides, out = launcher_argv(sys.argv[1:])
+    *overrides, which, out = launcher_argv(sys.argv[1:])
     from trainers.engine import engine
 
     job = prepare(compose_config("adv_train", overrides))
     world = engine.start(5)
-    found = {name: compared(of(job, name, cut)) for name, cut in VARIANTS.items()}
+    found = {name: compared(of(job, name, VARIANTS[name])) for name in CHOICES[which]}
     of_both = {
         name: dict(zip(facts, world.sums(torch.tensor([*facts.values()])).tolist(), strict=True))
         for name, facts in found.items()

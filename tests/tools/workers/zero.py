@@ -2,14 +2,17 @@
 
 Writes, for every way, how far it is from one plain PyTorch process with the same global batches: {way: {"loss": the
 largest difference of a loss, "weight": of a weight at the end, "sharded": the share of parameters that no rank holds
-whole}}. With `arrival` instead: what reaches the weights of penalties of many sizes in bf16.
+whole}}. `stages`: all of them; `quick`: those of QUICK. With `arrival` instead: what reaches the weights of penalties
+of many sizes in bf16.
 """
 # ruff: noqa: E402
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +283,7 @@ def ways(job: Job) -> Iterator[tuple[Job, int, dict[str, Job]]]:
         {f"accumulated-zero{stage}": at(job, stage, micro_batch_size=2) for stage in range(4)}
         | {f"bf16-zero{stage}": at(job, stage, precision="bf16") for stage in range(4)}
         | {f"bf16-attacked-in-fp32-zero{stage}": at(wider, stage, precision="bf16") for stage in (1, 3)}
-        | {f"attacked-in-bf16-zero{stage}": at(job, stage, attack_precision="bf16") for stage in (1, 2, 3)}
+        | {f"attacked-in-bf16-zero{stage}": at(job, stage, attack_precision="bf16") for stage in (1, 3)}
         | {f"recomputed-zero{stage}": at(job, stage, grad_checkpointing=True) for stage in range(4)}
         | {f"offloaded-zero{stage}": at(offloaded, stage) for stage in (1, 2, 3)},
     )
@@ -301,6 +304,34 @@ def models(job: Job) -> Iterator[tuple[Job, int, dict[str, Job]]]:
             yield other, 3, {name: at(other, 3), f"{name}-recomputed": at(other, 3, grad_checkpointing=True)}
 
 
+# What shares no code with another: each technique at a stage that keeps weights whole, and at one that does not.
+QUICK = (
+    *(f"pgd-zero{stage}" for stage in range(4)),
+    *(f"{way}-zero{stage}" for way in ("accumulated", "bf16", "hinge") for stage in (2, 3)),
+    *("recomputed-zero3", "offloaded-zero2", "lmce-zero0", "lmce-zero2", "capped-zero1"),
+    *("bf16-attacked-in-fp32-zero3", "attacked-in-bf16-zero3"),
+    *(f"{what}-zero{stage}" for what in ("arrived-1e-6", "attack", "broken-bf16") for stage in (1, 3)),
+    "broken-fp32-zero2",
+)
+
+
+def traces(job: Job) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+    """What else is measured of every stage."""
+    penalised = dict(small_penalties(job))
+    for stage in range(4):
+        name = f"1e-6-zero{stage}"
+        yield f"arrived-{name}", partial(arrived, penalised[name], f"arrived-{name}")
+        yield f"attack-zero{stage}", partial(attack_trace, job, stage)
+    for precision, stage in product(("fp32", "bf16"), (1, 2, 3)):
+        yield f"broken-{precision}-zero{stage}", partial(after_a_broken_gradient, job, stage, precision)
+
+
+def arrivals(job: Job) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+    """What arrives of every small penalty."""
+    for name, penalised in small_penalties(job):
+        yield f"arrived-{name}", partial(arrived, penalised, f"arrived-{name}")
+
+
 def as_on_a_gpu() -> None:
     """There DeepSpeed's forward turns an autocast off that was on before it; on a CPU it never notices one."""
     from deepspeed.runtime import engine
@@ -316,19 +347,14 @@ def main() -> None:
     job = prepare(compose_config("adv_train", overrides))
     world = engine.start(5)
     found: dict[str, dict[str, float]] = {}
-    penalised = dict(small_penalties(job))
-    chosen = {"stages": [f"1e-6-zero{stage}" for stage in range(4)], "arrival": penalised}.get(which, [])
-    found |= {f"arrived-{name}": arrived(penalised[name], f"arrived-{name}") for name in chosen}
-    for plain, steps, cuts in {"stages": ways, "models": models, "arrival": lambda _: []}[which](job):
+    for name, measure in {"models": lambda _: (), "arrival": arrivals}.get(which, traces)(job):
+        if which != "quick" or name in QUICK:
+            found[name] = measure()
+    for plain, steps, cuts in {"models": models, "arrival": lambda _: ()}.get(which, ways)(job):
+        chosen = {name: cut for name, cut in cuts.items() if which != "quick" or name in QUICK}
         expected = oracle(plain, steps)
-        for name, cut in cuts.items():
-            curve = trained(cut, steps, name)
-            found[name] = curve.against(expected)
-    if which == "stages":
-        found |= {f"attack-zero{stage}": attack_trace(job, stage) for stage in range(4)}
-        for precision in ("fp32", "bf16"):
-            broken = {stage: after_a_broken_gradient(job, stage, precision) for stage in (1, 2, 3)}
-            found |= {f"broken-{precision}-zero{stage}": answers for stage, answers in broken.items()}
+        for name, cut in chosen.items():
+            found[name] = trained(cut, steps, name).against(expected)
     if world.rank == 0:
         Path(out).write_text(json.dumps(found))
     engine.stop()

@@ -19,17 +19,19 @@ def test_images_are_the_last_ones(digits: Path) -> None:
     assert [key for keys, _, _ in look.last_images(job, 20) for key in keys] == whole[-20:]
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_look_leaves_no_trace_in_the_run(stage: int, digits: Path, tmp_path: Path) -> None:
-    """On 2 ranks: figures at the end of every second epoch, and the same losses and accuracies as without."""
+@pytest.mark.parametrize(
+    ("ranks", "stage"), [(1, 0), *(pytest.param(2, stage, marks=pytest.mark.slow) for stage in (0, 2))]
+)
+def test_a_look_leaves_no_trace_in_the_run(ranks: int, stage: int, digits: Path, tmp_path: Path) -> None:
+    """Figures at the end of every second epoch, and the same losses and accuracies as without."""
     common = (*TINY, f"data.root={digits}", "train.epochs=4", "train.eval_images=16", "train.log_every=1",
               f"deepspeed=zero{stage}", "certify.images=4", "data.workers=0")  # fmt: skip
     looking = ("certify.enabled=true", "certify.method=lofast_local", "certify.eps=[0.001,0.1]",
                "certify.headline_eps=0.1", "train.certify_eps=[0.001,0.1]", "train.certify_images=12",
                "train.certify_every=2")  # fmt: skip
     for name, more in (("looking", looking), ("not", ())):
-        command = launch(ROOT / "trainers" / "adv_train.py", *common, *more, f"name={name}", cwd=tmp_path)
-        status, output = finish(command)
+        script, size = ROOT / "trainers" / "adv_train.py", {"LOCAL_SIZE": str(ranks)}
+        status, output = finish(launch(script, *common, *more, f"name={name}", cwd=tmp_path, more=size))
         assert status == 0, output
     found, plain = rows(tmp_path / "runs" / "looking"), rows(tmp_path / "runs" / "not")
     seen = [row for row in found if "certified_acc.0.1" in row]

@@ -34,7 +34,8 @@ def test_the_guard_sees_every_reader(reader: str, tmp_path: Path) -> None:
     assert done.returncode == STATUS, done.stderr
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_nothing_reads_a_pickle(folder: Path, stage: int) -> None:
     """Two ranks, from the start to the hand-over, and again from the checkpoint. (Loaders in the ranks' own processes:
     what workers send is pickled, between processes of one start.)"""

@@ -1,6 +1,9 @@
 """A checkpoint's tensors: bit for bit at every ZeRO stage, for any number of ranks."""
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,37 +12,57 @@ from safetensors.torch import load_file
 
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, finish, launch
-from tests.tools.workers.resume import HALF, VARIANTS
+from tests.tools.workers.resume import CHOICES, HALF, QUICK, VARIANTS
 from trainers.job import checkpoint
 
 WORKER = ROOT / "tests" / "tools" / "workers" / "resume.py"
 CAPS = "+model.attention={name:dp,v_cap:1.0,o_cap:1.0}"  # vectors of power iterations: buffers that training moves
 MOMENTA = {"sgd": (True, False), "muon": (True, True)}  # one of a parameter, or AdamW's two
-Facts = dict[str, dict[str, float]]
+CASES = [("quick", name) for name in QUICK] + [
+    pytest.param("all", name, marks=pytest.mark.slow) for name in VARIANTS if name not in QUICK
+]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a worker found, and the folder of its runs."""
+
+    facts: dict[str, dict[str, float]]
+    runs: Path
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Facts:
-    small = [override for override in TINY if not override.startswith("train.batch_size")]
-    out = folder / "out.json"
-    status, output = finish(launch(WORKER, *small, CAPS, "train.batch_size=16", "name=any", str(out), cwd=folder))
-    assert status == 0, output
-    return dict(json.loads(out.read_text()))
+def launched(folder: Path) -> Callable[[str], Found]:
+    @cache
+    def of(which: str) -> Found:
+        small = [override for override in TINY if not override.startswith("train.batch_size")]
+        out = folder / f"{which}.json"
+        command = (*small, CAPS, "train.batch_size=16", f"name={which}", which, str(out))
+        status, output = finish(launch(WORKER, *command, cwd=folder))
+        assert status == 0, output
+        facts = dict(json.loads(out.read_text()))
+        assert set(facts) == set(CHOICES[which])
+        return Found(facts, folder / "runs" / which)
+
+    return of
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(found: Facts, variant: str) -> None:
+@pytest.mark.parametrize(("which", "variant"), CASES)
+def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(
+    launched: Callable[[str], Found], which: str, variant: str
+) -> None:
     """Weights and buffers, momenta, and the optimiser's own count of steps; on both ranks."""
-    facts = found[variant]
+    facts = launched(which).facts[variant]
     assert {key: facts[key] for key in ("restored", "weights", "moved", "kept")} == dict.fromkeys(
         ("restored", "weights", "moved", "kept"), 2.0
     )
     assert facts["steps"] == 2 * 2 * HALF
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_pieces_of_all_ranks_are_every_weight(found: Facts, folder: Path, variant: str) -> None:
-    run_dir = folder / "runs" / variant
+@pytest.mark.parametrize(("which", "variant"), CASES)
+def test_the_pieces_of_all_ranks_are_every_weight(launched: Callable[[str], Found], which: str, variant: str) -> None:
+    found = launched(which)
+    run_dir = found.runs / variant
     path = checkpoint.folder(run_dir) / checkpoint.tag(HALF)
     expected = load_file(run_dir / "middle.safetensors")
     weights = whole(path, "weight") | load_file(path / "buffers.safetensors")
@@ -54,4 +77,4 @@ def test_the_pieces_of_all_ranks_are_every_weight(found: Facts, folder: Path, va
     assert turned.keys() | first.keys() == all_of_them.keys()
     assert not turned.keys() & first.keys()
     entries = sum(value.numel() for kept in (all_of_them, turned, first, second) for value in kept.values())
-    assert found[variant]["entries"] == copies * entries
+    assert found.facts[variant]["entries"] == copies * entries
