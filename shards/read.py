@@ -191,7 +191,7 @@ class Batches:
             worker_init_fn=_settle,
         )
         try:
-            for item in loader:
+            for item in _started(loader):
                 if isinstance(item, UserError):
                     raise item
                 yield Batch(item.keys, item.labels, item.faults, ring.page(item.slot)) if ring else item
@@ -310,11 +310,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _started(loader: "DataLoader[Any]") -> Iterator[Any]:
+    """With its processes forked. What the rank had is the rank's to tidy up: a loader process that collects its
+    connection to a web server would wait for a thread that is not there."""
+    gc.freeze()  # for ever in the processes that begin here
+    try:
+        return iter(loader)
+    finally:
+        gc.unfreeze()
+
+
 def _settle(worker: int) -> None:
     """A loader process takes memory for each image and each batch, and ends with its rank: a launcher that is asked to
-    stop ends the whole tree, and the rank still needs its loaders to finish its step. What the rank had is the rank's
-    to tidy up: a loader that collects its connection to a web server would wait for a thread that is not there."""
-    gc.freeze()
+    stop ends the whole tree, and the rank still needs its loaders to finish its step."""
     keep_freed_memory()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
