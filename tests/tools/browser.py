@@ -49,10 +49,13 @@ def picture(
     return asyncio.run(_look(devtools, url, words, seen, size, script, rest, ()))[0]
 
 
-def look(devtools: str, url: str, words: str, width: int, height: int, *questions: str) -> tuple[bytes, list[Any]]:
-    """(the page as PNG in a window of this size, once it shows `words`, its answers to questions in JavaScript)."""
+def look(
+    devtools: str, url: str, words: str, width: int, height: int, *questions: str, script: str = ""
+) -> tuple[bytes, list[Any]]:
+    """(the page as PNG in a window of this size, once it shows `words`, its answers to questions in JavaScript).
+    `script`: run once when the page is there."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-    return asyncio.run(_look(devtools, url, words, {}, size, "", 1, questions))
+    return asyncio.run(_look(devtools, url, words, {}, size, script, 1, questions))
 
 
 async def _look(
