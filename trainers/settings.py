@@ -205,10 +205,13 @@ class ObjectiveConfig:
     """configs/objective.
 
     Attributes:
-        eps: an L2 radius in [0,1] pixels, reached after `ramp` (a share) of the training: lmce, gloro, lmt, local_lip.
-        random_rivals: a share of the images: lmce.
+        eps: an L2 radius in [0,1] pixels, reached after `ramp` (a share) of the training: lmce, emma, curvature, gloro,
+            lmt, local_lip.
+        random_rivals: a share of the images: lmce, emma, curvature.
         beta: the weight of the divergence, between clean and attacked: trades, mart; to bottom: gloro.
         sparsity: the weight of the loss that makes more hidden units stand still: local_lip.
+        curvature: the weight of what the margin loses to second order: curvature.
+        offset, temperature, gamma: xi, T and gamma of logit_annealing.
     """
 
     name: str
@@ -217,9 +220,15 @@ class ObjectiveConfig:
     random_rivals: float = 0.0
     beta: float = 6.0
     sparsity: float = 0.0
+    curvature: float = 1.0
+    offset: float = 2.0
+    temperature: float = 0.75
+    gamma: float = 5.0
 
     def __post_init__(self) -> None:
-        require_least(self, "objective", ("eps", "beta", "sparsity"), 0, "set it to 0 or more")
+        zero = ("eps", "beta", "sparsity", "curvature", "offset", "gamma")
+        require_least(self, "objective", zero, 0, "set it to 0 or more")
+        require_least(self, "objective", ("temperature",), 1e-3, "set it to 1e-3 or more")
         require_shares(self, "objective", ("ramp", "random_rivals"))
 
 

@@ -8,6 +8,9 @@ training that is done. For some images j is a random wrong class, or the gradien
 Letters: B images, K classes.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainers.objectives.probe import Probe, Terms, accuracy, wide
 
 TINY = 1e-12  # under the root, which has no derivative at 0
+Choice = Callable[[Tensor, Tensor], Tensor]  # (logits_BK, labels_B) -> rivals_B
 
 
 def lmce(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
@@ -29,7 +33,13 @@ def lmce(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
 def margin_slopes(
     model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, random_rivals: float
 ) -> tuple[Tensor, Tensor]:
-    """logits_BK and ||grad_x (z_y - z_j)|| (B,), both differentiable in the weights.
+    """logits_BK and ||grad_x (z_y - z_j)|| (B,), both differentiable in the weights."""
+    logits_BK, slope_BCHW = margin_gradients(model, images_BCHW, labels_B, partial(rivals, random_share=random_rivals))
+    return logits_BK, length(slope_BCHW)
+
+
+def margin_gradients(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, choose: Choice) -> tuple[Tensor, Tensor]:
+    """logits_BK and grad_x (z_y - z_j) (B, C, H, W), j = choose(logits, labels), both differentiable in the weights.
 
     The gradient is taken inside the one forward pass that the engine sees. The fused attention kernels have no second
     derivative; the plain form has.
@@ -37,10 +47,15 @@ def margin_slopes(
     x_BCHW = images_BCHW.detach().requires_grad_()
     with sdpa_kernel(SDPBackend.MATH):
         logits_BK: Tensor = model(x_BCHW)
-        rivals_B = rivals(logits_BK.detach(), labels_B, random_rivals)
+        rivals_B = choose(logits_BK.detach(), labels_B)
         pair_B2 = logits_BK.gather(1, torch.stack([labels_B, rivals_B], dim=1))
         (slope_BCHW,) = torch.autograd.grad((pair_B2[:, 0] - pair_B2[:, 1]).sum(), x_BCHW, create_graph=True)
-    return logits_BK, (slope_BCHW.flatten(1).square().sum(1) + TINY).sqrt()
+    return logits_BK, slope_BCHW
+
+
+def length(g_BCHW: Tensor) -> Tensor:
+    """||g|| (B,), with a derivative at 0."""
+    return (g_BCHW.flatten(1).square().sum(1) + TINY).sqrt()
 
 
 def rivals(logits_BK: Tensor, labels_B: Tensor, random_share: float) -> Tensor:

@@ -19,14 +19,14 @@ def small_vit() -> nn.Module:
     return zoo.create_model("dp_vit_ti", num_classes=5, global_pool="avg", init="orthogonal", **sizes)
 
 
-def probe_of(model: nn.Module, progress: float = 1.0, **settings: float) -> Probe:
+def probe_of(model: nn.Module, progress: float = 1.0, name: str = "lmce", **settings: float) -> Probe:
     def through(measure: Any, *inputs: Any) -> Any:
         return measure(model, *inputs)
 
     def attack(images: Tensor, labels: Tensor) -> Tensor:
         raise AssertionError("no attack here")
 
-    return Probe(through, attack, model, ObjectiveConfig("lmce", **settings), progress)
+    return Probe(through, attack, model, ObjectiveConfig(name, **settings), progress)
 
 
 def batch(size: int = 6) -> tuple[Tensor, Tensor]:

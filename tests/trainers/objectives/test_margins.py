@@ -1,0 +1,125 @@
+"""EMMA, logit annealing and the term of second order are their formulas, image by image, with central differences."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from tests.trainers.objectives.test_lmce import batch, probe_of, small_vit
+from trainers.objectives import OBJECTIVES
+from trainers.objectives.curvature import slopes_and_bends
+
+EPS, CURVATURE, OFFSET, TEMPERATURE, GAMMA = 0.7, 1.5, 1.0, 0.5, 3.0
+STEP = 1e-4  # of central differences
+Oracle = Callable[[nn.Module, Tensor, int], Tensor]
+
+
+def gradient(model: nn.Module, image: Tensor, label: int, j: int) -> Tensor:
+    shifts = STEP * torch.eye(image.numel(), dtype=image.dtype).view(-1, *image.shape)
+    jacobian = (model(image + shifts) - model(image - shifts)) / (2 * STEP)  # one row a pixel
+    return jacobian[:, label] - jacobian[:, j]
+
+
+def runner_up(logits: Tensor, label: int) -> int:
+    return max((k for k in range(len(logits)) if k != label), key=lambda k: float(logits[k].detach()))
+
+
+def emma_of(model: nn.Module, image: Tensor, label: int) -> Tensor:
+    z = model(image[None])[0]
+    slope = gradient(model, image, label, runner_up(z, label)).norm()
+    raised = []
+    for k in range(len(z)):
+        e = min(EPS, max(0.0, float((z[label] - z[k]).detach())) / float(slope.detach()))
+        raised.append(z[k] + (e * slope if k != label else 0))
+    return -torch.log_softmax(torch.stack(raised), 0)[label]
+
+
+def annealed_of(model: nn.Module, image: Tensor, label: int) -> Tensor:
+    z = model(image[None])[0]
+    shifted = torch.stack([z[k] - (OFFSET if k == label else 0) for k in range(len(z))]) / TEMPERATURE
+    p = shifted.softmax(0)[label]
+    return -TEMPERATURE * (1 - p) ** GAMMA * p.log()
+
+
+def curved_of(model: nn.Module, image: Tensor, label: int) -> Tensor:
+    z = model(image[None])[0]
+    j = runner_up(z, label)
+    here = gradient(model, image, label, j)
+    v = (here / here.norm()).detach().view(image.shape)
+    bend = (gradient(model, image + EPS * v, label, j) - here).norm()
+    lost = EPS * (here.norm() + CURVATURE / 2 * bend)
+    raised = torch.stack([z[k] + (lost if k != label else 0) for k in range(len(z))])
+    return -torch.log_softmax(raised, 0)[label]
+
+
+SETTINGS = {"eps": EPS, "curvature": CURVATURE, "offset": OFFSET, "temperature": TEMPERATURE, "gamma": GAMMA}
+ORACLES: dict[str, Oracle] = {"emma": emma_of, "logit_annealing": annealed_of, "curvature": curved_of}
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_loss_and_gradient_are_those_of_the_equation(name: str) -> None:
+    model, (images, labels) = small_vit().double(), batch()
+    for module in model.modules():  # weights of a size at which the terms differ
+        if isinstance(module, nn.Linear):
+            module.weight.data.mul_(2.0)
+    images = images.double()
+    labels[:4] = model(images).argmax(1)[:4]  # both kinds: margins above 0 and below
+    loss = OBJECTIVES[name](probe_of(model, name=name, **SETTINGS), images, labels)["loss"]
+    expected = torch.stack([ORACLES[name](model, x, y) for x, y in zip(images, labels.tolist(), strict=True)]).mean()
+    weights = list(model.parameters())
+    assert abs(float(loss.detach()) - float(expected.detach())) <= 1e-6
+    for got, wanted in zip(torch.autograd.grad(loss, weights), torch.autograd.grad(expected, weights), strict=True):
+        assert (got - wanted).norm() <= 1e-5 * (1 + wanted.norm())
+
+
+def test_emma_is_cross_entropy_where_nothing_is_left_and_lmce_where_all_is() -> None:
+    model, images = small_vit().double(), batch(16)[0].double()
+    answers = model(images).argmax(1)
+    wrong = (answers + 1) % 5
+
+    def loss(name: str, labels: Tensor, eps: float) -> float:
+        return float(OBJECTIVES[name](probe_of(model, name=name, eps=eps), images, labels)["loss"].detach())
+
+    assert loss("emma", answers, 1e-6) == pytest.approx(loss("lmce", answers, 1e-6), rel=1e-9)
+    assert loss("emma", answers, 50.0) < loss("lmce", answers, 50.0)
+    assert loss("emma", wrong, 50.0) < loss("lmce", wrong, 50.0)
+    terms = OBJECTIVES["emma"](probe_of(model, name="emma", eps=1e-6), images, answers)
+    assert float(terms["reach"]) == pytest.approx(1, abs=1e-3)
+
+
+def test_annealing_lets_go_of_large_margins() -> None:
+    """Beside cross-entropy, whose gradient of a confident image is 1 - p: (1 - p)^gamma times smaller, about."""
+    logits = torch.tensor([[8.0, 0.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    probe = probe_of(nn.Identity(), name="logit_annealing", offset=0.0, temperature=1.0, gamma=5.0)
+    labels = torch.zeros(2, dtype=torch.int64)
+    (found,) = torch.autograd.grad(OBJECTIVES["logit_annealing"](probe, logits, labels)["loss"], logits)
+    (plain,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, labels), logits)
+    share = (found.norm(dim=1) / plain.norm(dim=1)).tolist()
+    assert share[0] < 1e-12 < 1e-2 < share[1]
+
+
+def test_a_linear_margin_does_not_bend_and_both_passes_drop_the_same_paths() -> None:
+    images, labels = batch()
+    torch.manual_seed(0)
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(64, 5)).double()
+    _, slope, bend = slopes_and_bends(linear, images.double(), labels, 0.0, EPS)
+    assert (bend < 1e-5).all()
+    assert (slope > 0.1).all()
+    dropping = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 5)).double().train()
+    _, _, bend = slopes_and_bends(dropping, images.double(), labels, 0.0, EPS)
+    assert (bend < 1e-5).all(), "what is dropped would count as a bend"
+
+
+def test_the_second_pass_moves_no_power_iteration() -> None:
+    images, labels = torch.rand(2, 1, 8, 8), torch.tensor([0, 1])
+    ends = []
+    for name in ("lmce", "curvature"):
+        torch.manual_seed(0)
+        model = zoo.create_model("spec_vit_digits").train()
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        OBJECTIVES[name](probe_of(model, name=name, eps=0.1), images, labels)
+        ends.append(model.state_dict())
+    assert all(torch.equal(ends[0][key], value) for key, value in ends[1].items())
+    assert any(not torch.equal(before[key], value) for key, value in ends[1].items())

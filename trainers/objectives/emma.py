@@ -1,0 +1,31 @@
+"""EMMA (Hu et al. 2023, https://arxiv.org/abs/2301.12549) on linearised margins: to the boundary, and no further.
+
+    L = CE( z_i + e_i ||grad_x (z_y - z_j)|| 1[i != y],  y ),      j = the runner-up,
+    e_i = min( eps_t, max(0, z_y - z_i) / ||grad_x (z_y - z_j)|| ),      a constant for the gradient
+
+`lmce` gives every wrong logit all that the ball of radius eps_t may give it; this one no more than makes it equal to
+z_y, so an image that the ball leaves unproved counts as one at the boundary, and not the more the less hope there is
+for it. The paper has Lipschitz constants of pairs of classes in the place of the norms.
+
+Letters: B images, K classes.
+"""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainers.objectives.lmce import TINY, margin_slopes
+from trainers.objectives.probe import Probe, Terms, accuracy, wide
+
+
+def emma(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
+    """`acc` and `slope` as of `lmce`; `reach` is the mean of min_i e_i / eps_t of wrong classes i: 1 where the ball
+    leaves all margins."""
+    logits_BK, slope_B = probe.through(margin_slopes, images_BCHW, labels_B, probe.settings.random_rivals)
+    logits_BK, slope_B = wide(logits_BK), wide(slope_B)
+    wrong_BK = 1 - F.one_hot(labels_B, logits_BK.shape[1])
+    margin_BK = (logits_BK.gather(1, labels_B[:, None]) - logits_BK).detach().clamp_min(0)
+    e_BK = (margin_BK / slope_B.detach()[:, None]).clamp_max(probe.eps)
+    loss = probe.cross_entropy(logits_BK + e_BK * slope_B[:, None] * wrong_BK, labels_B)
+    least_B = e_BK.scatter(1, labels_B[:, None], probe.eps).amin(dim=1)
+    reach = least_B.mean() / max(probe.eps, TINY)
+    return {"loss": loss, "acc": accuracy(logits_BK, labels_B), "slope": slope_B.detach().mean(), "reach": reach}
