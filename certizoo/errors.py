@@ -1,5 +1,7 @@
 """The one exception that is meant for the person who typed the command."""
 
+import os
+import select
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -11,6 +13,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 EXIT_USER_ERROR = 2
+EXIT_BROKEN_PIPE = 128 + 13  # as of a program that SIGPIPE ends
+STDOUT = 1
 
 
 class UserError(Exception):
@@ -22,7 +26,8 @@ class UserError(Exception):
 
 
 def one_line_errors(main: Callable[P, R]) -> Callable[P, R]:
-    """Entry points: print a `UserError` as one line on stderr and exit with status 2."""
+    """Entry points: print a `UserError` as one line on stderr and exit with status 2; end quietly where nobody reads
+    on (`... | head`)."""
 
     @wraps(main)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -32,5 +37,17 @@ def one_line_errors(main: Callable[P, R]) -> Callable[P, R]:
             sys.stderr.write(f"error: {error}\n")
             sys.stderr.flush()
             raise SystemExit(EXIT_USER_ERROR) from None
+        except BrokenPipeError:
+            if not _reader_has_left():
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # Python flushes what is left when it ends
+            raise SystemExit(EXIT_BROKEN_PIPE) from None
 
     return wrapped
+
+
+def _reader_has_left() -> bool:
+    """Of stdout, if that is a pipe."""
+    poll = select.poll()
+    poll.register(STDOUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
