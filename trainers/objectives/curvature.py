@@ -20,7 +20,7 @@ from zoo.layers.cap import caps_still
 
 
 def curvature(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` and `slope` as of `lmce`; `bend` the mean of ||g(x + eps v) - g(x)||."""
+    """`acc` and `slope` as of `lmce`; `bend` the mean of ||g(x + eps v) - g(x)||. Proof: docs/proofs.md#lmce."""
     settings = probe.settings
     logits_BK, slope_B, bend_B = probe.through(
         slopes_and_bends, images_BCHW, labels_B, settings.random_rivals, settings.eps

@@ -19,7 +19,7 @@ from trainers.objectives.probe import Probe, Terms, accuracy, wide
 
 def emma(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
     """`acc` and `slope` as of `lmce`; `reach` is the mean of min_i e_i / eps_t of wrong classes i: 1 where the ball
-    leaves all margins."""
+    leaves all margins. Proof: docs/proofs.md#margin-losses."""
     logits_BK, slope_B = probe.through(margin_slopes, images_BCHW, labels_B, probe.settings.random_rivals)
     logits_BK, slope_B = wide(logits_BK), wide(slope_B)
     wrong_BK = 1 - F.one_hot(labels_B, logits_BK.shape[1])

@@ -17,7 +17,7 @@ from trainers.objectives.probe import Probe, Terms, accuracy, wide
 
 
 def logit_annealing(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `kept` the mean of (1 - p_y)^gamma."""
+    """`acc` is clean accuracy, `kept` the mean of (1 - p_y)^gamma. Proof: docs/proofs.md#margin-losses."""
     settings = probe.settings
     logits_BK = wide(probe.forward(images_BCHW))
     chosen_BK = F.one_hot(labels_B, logits_BK.shape[1])
