@@ -16,7 +16,7 @@ step() {
 step python -m pytest -m gpu tests/test_gpu.py
 
 # A certified training and its certificate, 25 minutes; goes on where it was cut off.
-step deepspeed --num_gpus 1 trainers/adv_train.py +model=cert_vit_c10 data=cifar10 data.root="$SHARDS" name=gpu \
+step deepspeed --num_gpus 1 trainers/adv_train.py +model=cert_gpsa_vit_c10_gpu data=cifar10 data.root="$SHARDS" name=gpu \
     resume=auto certify.enabled=false registry.enabled=false
 step python -m certify handover=runs/gpu/handover data=cifar10 data.root="$SHARDS" device=cuda method=best images=1000 \
     eps="$EPS" headline_eps=0.1411764705882353 attack.steps=100

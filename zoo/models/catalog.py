@@ -157,8 +157,16 @@ CERT_STEM_C10: Options = CERT_C10 | {
     "depth": 1,
     "num_heads": 4,
 }
-# For a GPU: the same, wider and with a second block.
-CERT_STEM_W384: Options = CERT_STEM_C10 | {"stem": ((1024, 8, 4, 2),), "embed_dim": 384, "depth": 2, "num_heads": 6}
+# With gated positions in the place of content: the stem's units no longer bend attention's scores, of which the
+# remainders of the one above mostly are.
+CERT_GPSA_C10: Options = CERT_STEM_C10 | {"gpsa_layers": 1, "embed_dim": 126, "num_heads": 9}
+# For a GPU: the same, three times the filters, twice the width, a second block.
+CERT_GPSA_C10_GPU: Options = CERT_GPSA_C10 | {
+    "stem": ((768, 8, 4, 2),),
+    "gpsa_layers": 2,
+    "embed_dim": 252,
+    "depth": 2,
+}
 # Two heads and small caps on W_Q and W_K: LoFAST adds up the change of P over heads, in proportion to both.
 SPEC_DIGITS: Options = LIPSCHITZ | {
     "attention": {"name": "dp", "q_cap": 0.3, "k_cap": 0.3, "v_cap": 0.5, "o_cap": 0.5},
@@ -293,7 +301,8 @@ def _families() -> dict[str, Options]:
         "spec_vit_digits": SPEC_DIGITS,
         "cert_vit_c10": CERT_C10,
         "cert_stem_vit_c10": CERT_STEM_C10,
-        "cert_stem_vit_c10_w384": CERT_STEM_W384,
+        "cert_gpsa_vit_c10": CERT_GPSA_C10,
+        "cert_gpsa_vit_c10_gpu": CERT_GPSA_C10_GPU,
         "lofast_vit_c10": LOFAST_C10,
         "lofast_vit_c10_smooth": LOFAST_C10 | SMOOTH,
         "lofast_vit_c10_aol": LOFAST_C10 | AOL,
