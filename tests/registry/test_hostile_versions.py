@@ -338,7 +338,9 @@ def forked() -> ForkServerContext:
     return context
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "after", [pytest.param(False, id="before"), pytest.param(True, id="after", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_publication_killed_anywhere_is_finished_by_sync(
     store_in: str, tmp_path: Path, call: str, after: bool, forked: ForkServerContext

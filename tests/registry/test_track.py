@@ -127,7 +127,7 @@ def test_away_is_spooled_and_synced_once(uri: str, artifacts: Path, caplog: pyte
     assert_arrived(uri, run_id)
 
 
-@pytest.mark.parametrize("crash_at", range(1, 6))
+@pytest.mark.parametrize("crash_at", [1, 3, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_an_interrupted_sync_doubles_nothing(
     uri: str, artifacts: Path, crash_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

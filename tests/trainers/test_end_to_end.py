@@ -14,14 +14,14 @@ from tests.tools.launching import ROOT, finish, launch
 
 
 def test_from_shards_to_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make demo`, with a third of its epochs and a ninth of its images; and what it registers, loaded again."""
+    """`make demo`, with a quarter of its epochs and a fifteenth of its images; and what it registers, loaded again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shards.__main__.main(["digits", "data/digits"])
-    arguments = ("+model=spec_vit_digits", "data=digits", "name=demo", "train.epochs=12", "certify.images=40")
+    arguments = ("+model=spec_vit_digits", "data=digits", "name=demo", "train.epochs=10", "certify.images=24")
     status, output = finish(
-        launch(ROOT / "trainers" / "adv_train.py", *arguments, "registry.champion_images=40", cwd=tmp_path), seconds=240
+        launch(ROOT / "trainers" / "adv_train.py", *arguments, "registry.champion_images=24", cwd=tmp_path), seconds=240
     )
     assert status == 0, output
     assert "spec_vit_digits version 1 (champion)" in output
@@ -29,7 +29,7 @@ def test_from_shards_to_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert certificate["clean"] > 0.6
     assert certificate["accuracy"]["0.05"]["certified"] > 0.1, "hardly anything is certified after a short training"
     rows = pd.read_parquet("runs/demo/certificate/certificates.parquet")
-    assert len(rows) == 40
+    assert len(rows) == 24
     (version,) = browse.versions("spec_vit_digits")
     assert version.tags["certified_acc.0.1"] == f"{certificate['accuracy']['0.1']['certified']:.4f}"
     assert version.tags["penalty"] == "msvp"

@@ -28,8 +28,9 @@ from tests.tools.small_models import PARTS, labelled, nodes_up_to_first_block, s
 from tests.tools.trials import served_loss
 
 METHODS = ("lofast", "lofast_local", "adjoint", "best")
+SLOW = ("cls", "fc_norm", "smooth", "stem")  # of `best`
 CASES = [
-    pytest.param(parts, method, marks=pytest.mark.slow) if method == "best" and parts in ("cls", "fc_norm", "smooth")
+    pytest.param(parts, method, marks=pytest.mark.slow) if method == "best" and parts in SLOW
     else (parts, method) for method in METHODS for parts in PARTS
 ]  # fmt: skip
 EPS = (0.002, 0.02, 0.1)
@@ -216,8 +217,14 @@ def test_first_order_is_exact_in_the_box(parts: str) -> None:
     torch.testing.assert_close(found_B - rounding_B, g.flatten(1).abs().sum(1) * eps, rtol=1e-3, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("parts", ["smooth", "standard"])
+@pytest.mark.parametrize(
+    ("parts", "method"),
+    [
+        pytest.param(parts, method, marks=pytest.mark.slow if (parts, method) == ("standard", "best") else ())
+        for parts in ("smooth", "standard")
+        for method in METHODS
+    ],
+)
 def test_radii_of_the_two_norms_stand_as_their_balls_do(parts: str, method: str) -> None:
     """The box of eps lies in the L2 ball of sqrt(d) eps and holds that of eps: so do the bounds."""
     model = small_model(parts, 0)
@@ -229,8 +236,14 @@ def test_radii_of_the_two_norms_stand_as_their_balls_do(parts: str, method: str)
     assert (l2_B > 0).all()
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "norm"),
+    [
+        pytest.param(method, norm, marks=pytest.mark.slow if (method, norm) == ("best", "l2") else ())
+        for method in METHODS
+        for norm in NORMS
+    ],
+)
 def test_an_analysis_knows_its_norm_and_answers_in_it(method: str, norm: str) -> None:
     model = small_model("standard", 0)
     x, y = labelled(model, 3, 0)

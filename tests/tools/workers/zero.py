@@ -9,7 +9,7 @@ of many sizes in bf16.
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -270,13 +270,13 @@ def everything(engine: Any) -> list[Any]:
     ]
 
 
-def ways(job: Job) -> Iterator[tuple[Job, int, dict[str, Job]]]:
-    """(what one process does, steps, the ways to cut it)."""
+def ways(job: Job, steps: int) -> Iterator[tuple[Job, int, dict[str, Job]]]:
+    """(what one process does, steps, the ways to cut it); so many steps of `pgd`."""
     hinged = replace(job, penalty=PenaltyConfig(), hinge=HingeConfig(weight=1.0, q=0.1, o=0.1, mlp=0.1))
     linearised = replace(job, objective=ObjectiveConfig("lmce", eps=2.0))
     wider = replace(job, train=replace(job.train, attack_precision="fp32"))
     offloaded = replace(job, deepspeed=replace(job.deepspeed, offload_optimizer=True))
-    yield job, 20, {f"pgd-zero{stage}": at(job, stage) for stage in range(4)}
+    yield job, steps, {f"pgd-zero{stage}": at(job, stage) for stage in range(4)}
     yield (
         job,
         3,
@@ -350,7 +350,10 @@ def main() -> None:
     for name, measure in {"models": lambda _: (), "arrival": arrivals}.get(which, traces)(job):
         if which != "quick" or name in QUICK:
             found[name] = measure()
-    for plain, steps, cuts in {"models": models, "arrival": lambda _: ()}.get(which, ways)(job):
+    trainings: Iterable[tuple[Job, int, dict[str, Job]]] = ()
+    if which != "arrival":
+        trainings = models(job) if which == "models" else ways(job, steps=6 if which == "quick" else 20)
+    for plain, steps, cuts in trainings:
         chosen = {name: cut for name, cut in cuts.items() if which != "quick" or name in QUICK}
         expected = oracle(plain, steps)
         for name, cut in chosen.items():

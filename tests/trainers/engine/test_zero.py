@@ -70,8 +70,8 @@ def found(request: pytest.FixtureRequest, folder: Path) -> Facts:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_equals_one_plain_process(found: Facts, way: str) -> None:
-    """Losses and weights, with PGD, MSVP, clipping, momentum and weight decay; 20 steps for `pgd`, 3 for the others.
-    At stage 3 no rank holds a whole weight between steps; elsewhere all do."""
+    """Losses and weights, with PGD, MSVP, clipping, momentum and weight decay; of `pgd` 20 steps (6 in the quick
+    tests), of the others 3. At stage 3 no rank holds a whole weight between steps; elsewhere all do."""
     chosen = of(found, way)
     assert chosen
     for name, facts in chosen.items():

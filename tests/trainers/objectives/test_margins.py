@@ -1,6 +1,7 @@
 """EMMA, logit annealing and the term of second order are their formulas, image by image, with central differences."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ import zoo
 from tests.trainers.objectives.test_lmce import batch, probe_of, small_vit
 from trainers.objectives import OBJECTIVES
 from trainers.objectives.curvature import slopes_and_bends
+from trainers.settings import ObjectiveConfig
 
-EPS, CURVATURE, OFFSET, TEMPERATURE, GAMMA = 0.7, 1.5, 1.0, 0.5, 3.0
+SETTINGS = ObjectiveConfig("any", eps=0.7, curvature=1.5, offset=1.0, temperature=0.5, gamma=3.0)
 STEP = 1e-4  # of central differences
-Oracle = Callable[[nn.Module, Tensor, int], Tensor]
+Oracle = Callable[[nn.Module, Tensor, int, ObjectiveConfig], Tensor]
 
 
 def gradient(model: nn.Module, image: Tensor, label: int, j: int) -> Tensor:
@@ -26,35 +28,34 @@ def runner_up(logits: Tensor, label: int) -> int:
     return max((k for k in range(len(logits)) if k != label), key=lambda k: float(logits[k].detach()))
 
 
-def emma_of(model: nn.Module, image: Tensor, label: int) -> Tensor:
+def emma_of(model: nn.Module, image: Tensor, label: int, s: ObjectiveConfig) -> Tensor:
     z = model(image[None])[0]
     slope = gradient(model, image, label, runner_up(z, label)).norm()
     raised = []
     for k in range(len(z)):
-        e = min(EPS, max(0.0, float((z[label] - z[k]).detach())) / float(slope.detach()))
+        e = min(s.eps, max(0.0, float((z[label] - z[k]).detach())) / float(slope.detach()))
         raised.append(z[k] + (e * slope if k != label else 0))
     return -torch.log_softmax(torch.stack(raised), 0)[label]
 
 
-def annealed_of(model: nn.Module, image: Tensor, label: int) -> Tensor:
+def annealed_of(model: nn.Module, image: Tensor, label: int, s: ObjectiveConfig) -> Tensor:
     z = model(image[None])[0]
-    shifted = torch.stack([z[k] - (OFFSET if k == label else 0) for k in range(len(z))]) / TEMPERATURE
+    shifted = torch.stack([z[k] - (s.offset if k == label else 0) for k in range(len(z))]) / s.temperature
     p = shifted.softmax(0)[label]
-    return -TEMPERATURE * (1 - p) ** GAMMA * p.log()
+    return -s.temperature * (1 - p) ** s.gamma * p.log()
 
 
-def curved_of(model: nn.Module, image: Tensor, label: int) -> Tensor:
+def curved_of(model: nn.Module, image: Tensor, label: int, s: ObjectiveConfig) -> Tensor:
     z = model(image[None])[0]
     j = runner_up(z, label)
     here = gradient(model, image, label, j)
     v = (here / here.norm()).detach().view(image.shape)
-    bend = (gradient(model, image + EPS * v, label, j) - here).norm()
-    lost = EPS * (here.norm() + CURVATURE / 2 * bend)
+    bend = (gradient(model, image + s.eps * v, label, j) - here).norm()
+    lost = s.eps * (here.norm() + s.curvature / 2 * bend)
     raised = torch.stack([z[k] + (lost if k != label else 0) for k in range(len(z))])
     return -torch.log_softmax(raised, 0)[label]
 
 
-SETTINGS = {"eps": EPS, "curvature": CURVATURE, "offset": OFFSET, "temperature": TEMPERATURE, "gamma": GAMMA}
 ORACLES: dict[str, Oracle] = {"emma": emma_of, "logit_annealing": annealed_of, "curvature": curved_of}
 
 
@@ -66,8 +67,10 @@ def test_loss_and_gradient_are_those_of_the_equation(name: str) -> None:
             module.weight.data.mul_(2.0)
     images = images.double()
     labels[:4] = model(images).argmax(1)[:4]  # both kinds: margins above 0 and below
-    loss = OBJECTIVES[name](probe_of(model, name=name, **SETTINGS), images, labels)["loss"]
-    expected = torch.stack([ORACLES[name](model, x, y) for x, y in zip(images, labels.tolist(), strict=True)]).mean()
+    loss = OBJECTIVES[name](replace(probe_of(model), settings=SETTINGS), images, labels)["loss"]
+    expected = torch.stack(
+        [ORACLES[name](model, x, y, SETTINGS) for x, y in zip(images, labels.tolist(), strict=True)]
+    ).mean()
     weights = list(model.parameters())
     assert abs(float(loss.detach()) - float(expected.detach())) <= 1e-6
     for got, wanted in zip(torch.autograd.grad(loss, weights), torch.autograd.grad(expected, weights), strict=True):
@@ -104,11 +107,11 @@ def test_a_linear_margin_does_not_bend_and_both_passes_drop_the_same_paths() -> 
     images, labels = batch()
     torch.manual_seed(0)
     linear = nn.Sequential(nn.Flatten(), nn.Linear(64, 5)).double()
-    _, slope, bend = slopes_and_bends(linear, images.double(), labels, 0.0, EPS)
+    _, slope, bend = slopes_and_bends(linear, images.double(), labels, 0.0, SETTINGS.eps)
     assert (bend < 1e-5).all()
     assert (slope > 0.1).all()
     dropping = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 5)).double().train()
-    _, _, bend = slopes_and_bends(dropping, images.double(), labels, 0.0, EPS)
+    _, _, bend = slopes_and_bends(dropping, images.double(), labels, 0.0, SETTINGS.eps)
     assert (bend < 1e-5).all(), "what is dropped would count as a bend"
 
 

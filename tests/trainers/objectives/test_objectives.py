@@ -3,6 +3,7 @@
 import importlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import zoo
 from attacks import AttackConfig
 from certizoo import UserError
 from tests.trainers.objectives.test_lmce import slow_loss as slow_lmce
+from tests.trainers.objectives.test_margins import ORACLES as MARGINS
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, SOFT_LABELS, Probe
 from trainers.objectives.mart import boosted_cross_entropy
 from trainers.settings import ObjectiveConfig
@@ -53,6 +55,10 @@ def shifted(images: Tensor, labels: Tensor) -> Tensor:
     return (images + 0.05 * (told - 2)[:, None, None, None]).clamp(0, 1)
 
 
+def settings_of(name: str) -> ObjectiveConfig:
+    return ObjectiveConfig(name, eps=EPS, beta=BETA, sparsity=SPARSITY)
+
+
 def probe_of(name: str, model: nn.Module, **more: Any) -> Probe:
     def through(measure: Callable[..., Any], *inputs: Any) -> Any:
         return measure(model, *inputs)
@@ -61,8 +67,7 @@ def probe_of(name: str, model: nn.Module, **more: Any) -> Probe:
         with torch.no_grad():
             return model(images)
 
-    settings = ObjectiveConfig(name, eps=EPS, beta=BETA, sparsity=SPARSITY)
-    return Probe(through, shifted, predict, settings, **({"progress": 1.0} | more))
+    return Probe(through, shifted, predict, settings_of(name), **({"progress": 1.0} | more))
 
 
 # the equations -------------------------------------------------------------------------------------------------------
@@ -144,6 +149,10 @@ def slow_local_lip(model: Any, image: Tensor, label: int, adversarial: Tensor) -
     return -torch.stack(worst).log_softmax(0)[label] + SPARSITY * torch.stack(hinges).mean()
 
 
+def slow_margin(name: str, model: nn.Module, image: Tensor, label: int, adversarial: Tensor) -> Tensor:
+    return MARGINS[name](model, image, label, settings_of(name))
+
+
 SLOW: dict[str, Callable[[Any, Tensor, int, Tensor], Tensor]] = {
     "clean": slow_clean,
     "gloro": slow_gloro,
@@ -153,6 +162,7 @@ SLOW: dict[str, Callable[[Any, Tensor, int, Tensor], Tensor]] = {
     "mart": slow_mart,
     "pgd_at": slow_pgd_at,
     "trades": slow_trades,
+    **{name: partial(slow_margin, name) for name in MARGINS},
 }
 
 
