@@ -20,6 +20,6 @@ def attentions_of(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()  # or reading a capped weight would move its power iteration on
 def owners_of(model: nn.Module, branches: Collection[str]) -> tuple[nn.Module, ...]:
-    """The modules with weights of one of these branches, 'q', 'k', 'v', 'o', 'mlp' or 'patch' (zoo/penalty.py)."""
+    """The modules with weights of one of these branches, those of `zoo.hinge`."""
     wanted = set(branches)
     return tuple(module for module in model.modules() if wanted & {branch for branch, _ in zoo.hinge.weights(module)})

@@ -169,6 +169,7 @@ class HingeConfig:
     mlp: float | None = None
     patch: float | None = None
     stem: float | None = None
+    norm: float | None = None
     slack: float = 1.0
     tighten: tuple[float, float] = (0.0, 1.0)
 
@@ -186,7 +187,7 @@ class HingeConfig:
 
     @property
     def caps(self) -> dict[str, float | None]:
-        return {branch: getattr(self, branch) for branch in ("q", "k", "v", "o", "mlp", "patch", "stem")}
+        return {branch: getattr(self, branch) for branch in ("q", "k", "v", "o", "mlp", "patch", "stem", "norm")}
 
     @property
     def branches(self) -> list[str]:

@@ -1,7 +1,10 @@
 """Hinge on spectral norms: the weights keep their norms below caps, and are free there (docs/proofs.md#hinge).
 
     L_hinge = sum_W relu( ||W|| - c_W )^2          W = W_Q, W_K, W_V (all heads together), W_O, W_1, W_2 of every layer,
-                                                   and the patch embedding or the kernels (out, rest) of the stem
+                                                   the patch embedding or the kernels (out, rest) of the stem, and
+                                                   diag(gamma) of every LayerNorm and CenterNorm
+
+What follows a norm is scaled by its gamma: with W_1 below its cap and gamma free, W_1 diag(gamma) grows all the same.
 
 Of a kernel of k x k with stride s the convolution's norm is at most ceil(k / s) ||W||: a pixel is in so many patches in
 either direction.
@@ -37,9 +40,18 @@ class HasKernels(Protocol):
         ...
 
 
+@runtime_checkable
+class HasGamma(Protocol):
+    """A norm of ours whose output is scaled, channel by channel."""
+
+    def gamma(self) -> Tensor:
+        """What by, (D,)."""
+        ...
+
+
 def hinge(model: nn.Module, caps: Mapping[str, float | None], slack: float = 1.0) -> Tensor:
-    """The sum above with caps `slack * caps[branch]`, branches as in `zoo.penalty`, "patch" and "stem"; None is no
-    cap. A scalar, float32.
+    """The sum above with caps `slack * caps[branch]`, branches as in `zoo.penalty`, "patch", "stem" and "norm"; None is
+    no cap. A scalar, float32.
 
     Raises ValueError for a model without weights of the capped branches.
     """
@@ -64,6 +76,10 @@ def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(module, HasKernels):
         for kernel in module.kernels():
             yield "stem", kernel
+    elif isinstance(module, HasGamma):
+        yield "norm", torch.diag(module.gamma())
+    elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
+        yield "norm", torch.diag(module.weight)
 
 
 def _excess(terms: list[tuple[float, Tensor]]) -> Tensor:

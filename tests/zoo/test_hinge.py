@@ -76,6 +76,26 @@ def test_equals_the_slow_formula_with_gradient(model: Any) -> None:
         assert torch.nn.functional.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) > 0.9
 
 
+@pytest.mark.parametrize("norm", ["centernorm", "layernorm", "smoothproject"])
+def test_what_scales_the_output_of_a_norm_has_a_cap_of_its_own(norm: str) -> None:
+    torch.manual_seed(0)
+    model: Any = zoo.create_model("dp_vit_ti", norm=norm, embed_dim=24, depth=2, num_heads=3, img_size=32)
+    gammas = [weight for name, weight in model.named_parameters() if "norm" in name and name.endswith("weight")]
+    if norm == "smoothproject":  # it has none
+        with pytest.raises(ValueError, match="no weights of the branches"):
+            hinge(model, {"norm": 1.5})
+        return
+    with torch.no_grad():
+        for gamma in gammas:
+            gamma.copy_(torch.randn(24) + 1)
+    oracle = torch.stack([(gamma.abs().max() - 1.5).clamp_min(0) ** 2 for gamma in gammas]).sum()
+    assert len(gammas) == 5
+    assert 0.5 < oracle <= hinge(model, {"norm": 1.5}) <= 1.1 * oracle
+    hinge(model, {"norm": 1.5}).backward()
+    assert all(gamma.grad is not None for gamma in gammas)
+    assert model.blocks[0].mlp.fc1.weight.grad is None
+
+
 def test_free_branches_slack_and_norms_below_their_caps_cost_nothing(model: Any) -> None:
     free: dict[str, float | None] = {"q": 0.5, "k": None, "mlp": None}
     hinge(model, free).backward()
@@ -107,7 +127,7 @@ def test_caps_shrink_geometrically_while_the_training_goes_through_tighten() -> 
     config = HingeConfig(weight=1.0, q=0.5, slack=4.0, tighten=(0.25, 0.75))
     assert [config.slack_at(t) for t in (0.0, 0.25, 0.5, 0.75, 1.0)] == pytest.approx([4, 4, 2, 1, 1])
     assert HingeConfig(weight=1.0, q=0.5).slack_at(0.0) == 1
-    assert config.caps == {"q": 0.5, "k": None, "v": None, "o": None, "mlp": None, "patch": None, "stem": None}
+    assert config.caps == {"q": 0.5} | dict.fromkeys(("k", "v", "o", "mlp", "patch", "stem", "norm"))
     assert config.active
     assert not HingeConfig().active
 

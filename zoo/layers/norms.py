@@ -79,6 +79,10 @@ class CenterNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * (self.gain * (x - x.mean(-1, keepdim=True))) + self.bias
 
+    def gamma(self) -> Tensor:
+        """(d,): for `zoo.hinge`."""
+        return self.weight
+
     def extra_repr(self) -> str:
         return f"{len(self.weight)}"
 
