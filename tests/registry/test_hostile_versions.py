@@ -311,6 +311,12 @@ def test_a_request_that_mlflow_s_client_repeats_makes_one_version(
 CALLS = ("create_experiment", "create_run", "set_terminated", "create_logged_model", "log_model_artifacts",
          "finalize_logged_model", "log_outputs", "create_registered_model", "create_model_version",
          "set_model_version_tag", "set_registered_model_alias")  # fmt: skip
+QUICK = (
+    "create_run",
+    "log_outputs",
+    "create_model_version",
+    "set_registered_model_alias",
+)  # one of each store and stage
 
 
 def issue_and_die(folder: Path, uri: str, call: str, after: bool) -> None:
@@ -341,7 +347,9 @@ def forked() -> ForkServerContext:
 @pytest.mark.parametrize(
     "after", [pytest.param(False, id="before"), pytest.param(True, id="after", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call", [pytest.param(call, marks=() if call in QUICK else pytest.mark.slow) for call in CALLS]
+)
 def test_a_publication_killed_anywhere_is_finished_by_sync(
     store_in: str, tmp_path: Path, call: str, after: bool, forked: ForkServerContext
 ) -> None:

@@ -18,8 +18,14 @@ from tests.tools.trials import KINDS, METHODS, NORMS, TRAINED, WEIGHTS, Subject,
 SUBJECT = Subject("smooth", TRAINED, 0)
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "norm"),
+    [
+        pytest.param(method, norm, marks=() if norm == "l2" or method == "best" else pytest.mark.slow)
+        for method in METHODS
+        for norm in NORMS
+    ],
+)
 def test_a_wrong_radius_is_beaten_and_the_right_one_is_not(
     method: str, norm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

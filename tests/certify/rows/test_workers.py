@@ -53,6 +53,7 @@ def test_two_processes_write_the_rows_of_one(handover: Path, digits: Path, tmp_p
         assert one[key] == two[key]
 
 
+@pytest.mark.slow
 def test_a_nonce_is_drawn_once_for_a_result(handover: Path, digits: Path, tmp_path: Path) -> None:
     """Another result has another one; that of rows is kept; a given one repeats them."""
     asked = replace(FEW, images=20, method="adjoint")

@@ -307,9 +307,9 @@ def models(job: Job) -> Iterator[tuple[Job, int, dict[str, Job]]]:
 # What shares no code with another: each technique at a stage that keeps weights whole, and at one that does not.
 QUICK = (
     *(f"pgd-zero{stage}" for stage in range(4)),
-    *(f"{way}-zero{stage}" for way in ("accumulated", "bf16", "hinge") for stage in (2, 3)),
+    *(f"{way}-zero{stage}" for way in ("accumulated", "hinge") for stage in (2, 3)),
     *("recomputed-zero3", "offloaded-zero2", "lmce-zero0", "lmce-zero2", "capped-zero1"),
-    *("bf16-attacked-in-fp32-zero3", "attacked-in-bf16-zero3"),
+    *("bf16-zero3", "bf16-attacked-in-fp32-zero3", "attacked-in-bf16-zero3"),
     *(f"{what}-zero{stage}" for what in ("arrived-1e-6", "attack", "broken-bf16") for stage in (1, 3)),
     "broken-fp32-zero2",
 )
