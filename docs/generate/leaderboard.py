@@ -58,6 +58,20 @@ class Entry:
         """Whether the figures are somebody else's word."""
         return bool(self.said.get("published"))
 
+    @property
+    def clean(self) -> float | None:
+        """In per cent."""
+        return _number(self.said.get("clean"))
+
+    def at(self, norm: str, eps: float) -> Point | None:
+        """What it says at this radius."""
+        return next((point for point in self.curve(norm) if abs(point.eps - eps) < 5e-5), None)
+
+    def headline(self, norm: str) -> float:
+        """What is certified at HEADLINE; -1 where it is unknown."""
+        there = self.at(norm, HEADLINE[norm])
+        return -1.0 if there is None or there.certified is None else there.certified
+
     def curve(self, norm: str) -> list[Point]:
         """By growing radius."""
         found = self.said.get("curves") or {}
@@ -128,8 +142,7 @@ def _by_question(found: Iterable[Entry]) -> dict[tuple[str, str], list[Entry]]:
 
 def _rank(entry: Entry, norm: str) -> tuple[float, str]:
     """By certified accuracy at the headline radius; where it is unknown, behind all others."""
-    there = [p.certified for p in entry.curve(norm) if abs(p.eps - HEADLINE[norm]) < 5e-5 and p.certified is not None]
-    return -max(there, default=-1.0), entry.name
+    return -entry.headline(norm), entry.name
 
 
 def _board(dataset: str, norm: str, board: Sequence[Entry], level: int) -> str:
@@ -200,9 +213,8 @@ def picture(found: Sequence[Entry], norm: str | None = None) -> str:
 
 
 def _draw(axes: Any, entry: Entry, norm: str, colour: str, name: str) -> None:
-    clean = _number(entry.said.get("clean"))
     points = entry.curve(norm)
-    start = [] if clean is None else [(0.0, clean)]
+    start = [] if entry.clean is None else [(0.0, entry.clean)]
     certified = start + [(p.eps, p.certified) for p in points if p.certified is not None]
     attacked = [(p.eps, p.attacked) for p in points if p.attacked is not None]
     axes.plot(

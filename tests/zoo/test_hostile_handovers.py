@@ -36,10 +36,10 @@ def change(folder: Path, options: dict[Any, Any]) -> None:
 
 
 def refusal(folder: Path) -> str:
-    start = time.process_time()
+    start = time.monotonic()
     with pytest.raises(UserError) as caught:
         zoo.handover.load(folder)
-    assert time.process_time() - start < SECONDS
+    assert time.monotonic() - start < SECONDS
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     assert len(message) < 1000

@@ -10,6 +10,8 @@ https://arxiv.org/abs/1811.09716, penalise the square). c is objective.curvature
 Letters: B images, K classes.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -40,16 +42,11 @@ def slopes_and_bends(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """logits_BK, ||g(x)|| (B,) and ||g(x + eps v) - g(x)|| (B,), differentiable in the weights. Both passes drop the
     same paths, and only the first moves the power iteration of capped layers."""
-    chosen: list[Tensor] = []
-
-    def choose(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-        chosen.append(rivals(logits_BK, labels_B, random_rivals))
-        return chosen[0]
-
+    choose = partial(rivals, random_share=random_rivals)
     with torch.random.fork_rng([images_BCHW.device] if images_BCHW.is_cuda else []):
-        logits_BK, slope_BCHW = margin_gradients(model, images_BCHW, labels_B, choose)
+        logits_BK, slope_BCHW, rivals_B = margin_gradients(model, images_BCHW, labels_B, choose)
     slope_B = length(slope_BCHW)
     far_BCHW = images_BCHW + eps * (slope_BCHW / slope_B.view(-1, 1, 1, 1)).detach()
     with caps_still(model):
-        _, there_BCHW = margin_gradients(model, far_BCHW, labels_B, lambda *_: chosen[0])
+        _, there_BCHW, _ = margin_gradients(model, far_BCHW, labels_B, lambda *_: rivals_B)
     return logits_BK, slope_B, length(there_BCHW - slope_BCHW)

@@ -34,12 +34,15 @@ def margin_slopes(
     model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, random_rivals: float
 ) -> tuple[Tensor, Tensor]:
     """logits_BK and ||grad_x (z_y - z_j)|| (B,), both differentiable in the weights."""
-    logits_BK, slope_BCHW = margin_gradients(model, images_BCHW, labels_B, partial(rivals, random_share=random_rivals))
+    choose = partial(rivals, random_share=random_rivals)
+    logits_BK, slope_BCHW, _ = margin_gradients(model, images_BCHW, labels_B, choose)
     return logits_BK, length(slope_BCHW)
 
 
-def margin_gradients(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, choose: Choice) -> tuple[Tensor, Tensor]:
-    """logits_BK and grad_x (z_y - z_j) (B, C, H, W), j = choose(logits, labels), both differentiable in the weights.
+def margin_gradients(
+    model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, choose: Choice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logits_BK, grad_x (z_y - z_j) (B, C, H, W), both differentiable in the weights, and j = choose(logits, labels).
 
     The gradient is taken inside the one forward pass that the engine sees. The fused attention kernels have no second
     derivative; the plain form has.
@@ -50,7 +53,7 @@ def margin_gradients(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, ch
         rivals_B = choose(logits_BK.detach(), labels_B)
         pair_B2 = logits_BK.gather(1, torch.stack([labels_B, rivals_B], dim=1))
         (slope_BCHW,) = torch.autograd.grad((pair_B2[:, 0] - pair_B2[:, 1]).sum(), x_BCHW, create_graph=True)
-    return logits_BK, slope_BCHW
+    return logits_BK, slope_BCHW, rivals_B
 
 
 def length(g_BCHW: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from certify import certified_radius
 from certify.maps.ellipsoid import Ellipsoids, Joint, Noise, Sizes, least_square_sum
 from certify.methods.image import Image, ImageAnalysis
 from certify.methods.rung import Situation
-from tests.certify.methods.test_image import CLOSE, analysis_of, rung_of, situation
+from tests.certify.methods.test_image import CLOSE, SMOOTH_BUT_FOR_THE_POOLING, analysis_of, rung_of, situation
 from tests.tools.ascent import ascend
 from tests.tools.small_models import PARTS, SMALL, labelled
 from zoo.bounds.contracts import Expansion
@@ -114,7 +114,7 @@ def test_forms_do_not_diverge_in_a_deep_chain(monkeypatch: pytest.MonkeyPatch) -
     assert (both_B / maps_B).log().mean() > 0.05
 
 
-@pytest.mark.parametrize("parts", ["standard", "smooth", pytest.param("cls", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parts", SMOOTH_BUT_FOR_THE_POOLING)
 def test_reaches_and_seminorms_are_those_of_dense_maps(parts: str) -> None:
     """Never below, and as close as each promises."""
     _, analysis = analysis_of(parts)
@@ -146,7 +146,7 @@ def test_reaches_and_seminorms_are_those_of_dense_maps(parts: str) -> None:
     assert formed
 
 
-@pytest.mark.parametrize("parts", ["standard", "smooth", pytest.param("cls", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parts", SMOOTH_BUT_FOR_THE_POOLING)
 def test_the_forms_of_margins_are_those_of_dense_maps(parts: str) -> None:
     _, analysis = analysis_of(parts)
     here = situation(analysis)

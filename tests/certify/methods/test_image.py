@@ -36,6 +36,7 @@ CLOSE = 1.03
 LIKE = ("cls", "fc_norm")  # but for the pooling, as "standard"
 BUT_FOR_THE_POOLING = [pytest.param(parts, marks=pytest.mark.slow if parts in LIKE else ()) for parts in PARTS]
 SMOOTH = ("standard", "smooth", "cls")  # parts with hidden units that have forms
+SMOOTH_BUT_FOR_THE_POOLING = [case for case in BUT_FOR_THE_POOLING if case.values[0] in SMOOTH]
 
 
 def analysis_of(parts: str, seed: int = 0, count: int = 3, norm: str = "l2") -> tuple[Image, ImageAnalysis]:

@@ -12,14 +12,16 @@ from safetensors.torch import load_file
 
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, finish, launch
-from tests.tools.workers.resume import CHOICES, HALF, QUICK, VARIANTS
+from tests.tools.workers.resume import CHOICES, HALF
 from trainers.job import checkpoint
 
 WORKER = ROOT / "tests" / "tools" / "workers" / "resume.py"
 CAPS = "+model.attention={name:dp,v_cap:1.0,o_cap:1.0}"  # vectors of power iterations: buffers that training moves
 MOMENTA = {"sgd": (True, False), "muon": (True, True)}  # one of a parameter, or AdamW's two
-CASES = [("quick", name) for name in QUICK] + [
-    pytest.param("all", name, marks=pytest.mark.slow) for name in VARIANTS if name not in QUICK
+CASES = [
+    pytest.param(which, name, marks=() if which == "quick" else pytest.mark.slow)
+    for which, names in CHOICES.items()
+    for name in names
 ]
 
 
