@@ -99,6 +99,7 @@ def main() -> None:
     first = next_seed(result)
     run = circumstances() | {"seeds": [first, first - 1], "trials": 0}
     result["runs"].append(run)
+    write(NAME, result)  # also where the time is over before the first model
     while run["trials"] < arguments.trials and time.monotonic() < end and not result["beaten"]:
         subject = numbered(next_seed(result))
         add(result, subject, outcomes(subject, IMAGES, starts_of(subject)))
