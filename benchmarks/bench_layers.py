@@ -1,8 +1,10 @@
 """Two ways to the same numbers: the patch embedding as a convolution and as one product with the patches
-(zoo/layers/patches.py), and gated positions on the fused kernel and written out (zoo/attention/gpsa.py).
+(zoo/layers/patches.py), a stem by convolutions and by products (zoo/layers/convolution.py), and gated positions on the
+fused kernel and written out (zoo/attention/gpsa.py).
 
 The two take turns, and the ratio is that of the medians of processor time. `image`: forward, and backward to the input
-alone, as an attack does; `all`: forward, and backward to input and weights.
+alone, as an attack does; `all`: forward, and backward to input and weights; `slope` (stems): forward, the gradient for
+the image, and of its length backward to the weights, as the objective `lmce` does.
 
     python -m benchmarks.bench_layers [--turns 30]
 """
@@ -19,15 +21,30 @@ from torch import Tensor, nn
 from benchmarks.record import record
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
-from zoo.layers.patches import PatchProjection
+from zoo.layers.convolution import CellConv2d
+from zoo.layers.patches import ConvStem, PatchProjection
 
 PATCHES = ((3, 126, 8, 32, 128), (3, 192, 4, 32, 64), (3, 384, 16, 224, 8))  # channels, width, patch, image, batch
+STEMS = (((256, 8, 4, 2), 126, 8, 32, 128), ((64, 4, 2, 1), 128, 4, 32, 64))  # a row, dim, patch, image, batch
 POSITIONS = ((16, 126, 128), (64, 126, 32), (196, 432, 8))  # tokens, width, batch; 9 heads
 
 
 def patches(chans: int, dim: int, patch: int, size: int, batch: int) -> tuple[nn.Module, nn.Module, Tensor]:
     convolution, product = (kind(chans, dim, patch, patch) for kind in (nn.Conv2d, PatchProjection))
     return convolution, product, torch.rand(batch, chans, size, size, requires_grad=True)
+
+
+def stem(row: tuple[int, ...], dim: int, patch: int, size: int, batch: int) -> tuple[nn.Module, nn.Module, Tensor]:
+    """What follows hands back gradients of tokens."""
+    products, convolutions = (
+        nn.Sequential(ConvStem(size, patch, 3, dim, layers=(row,)), nn.Linear(dim, 1)) for _ in range(2)
+    )
+    convs: Any = convolutions[0].convs
+    for name, conv in convs.named_children():
+        if isinstance(conv, CellConv2d):
+            geometry = int(conv.kernel_size[0]), int(conv.stride[0]), int(conv.padding[0])
+            convs.register_module(name, nn.Conv2d(conv.in_channels, conv.out_channels, *geometry))
+    return convolutions, products, torch.rand(batch, 3, size, size, requires_grad=True)
 
 
 class Way(nn.Module):
@@ -48,19 +65,35 @@ def positions(tokens: int, dim: int, batch: int) -> tuple[nn.Module, nn.Module, 
     return Way(module, module._fused), Way(module, module._written_out), x_BND
 
 
-def seconds(module: nn.Module, x: Tensor, whole: bool) -> float:
+def image(module: nn.Module, x: Tensor) -> None:
+    torch.autograd.grad(module(x).sum(), x)
+
+
+def everything(module: nn.Module, x: Tensor) -> None:
+    torch.autograd.grad(module(x).sum(), [x, *module.parameters()], allow_unused=True)
+
+
+def slope(module: nn.Module, x: Tensor) -> None:
+    (slope_BCHW,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    torch.autograd.grad(slope_BCHW.flatten(1).norm(dim=1).sum(), list(module.parameters()), allow_unused=True)
+
+
+Step = Callable[[nn.Module, Tensor], None]
+STEPS: dict[str, Step] = {"image": image, "all": everything}
+
+
+def seconds(step: Step, module: nn.Module, x: Tensor) -> float:
     """Of processor time."""
-    inputs = [x, *module.parameters()] if whole else [x]
     start = time.process_time()
-    torch.autograd.grad(module(x).sum(), inputs, allow_unused=True)
+    step(module, x)
     return time.process_time() - start
 
 
-def compared(first: nn.Module, second: nn.Module, x: Tensor, turns: int) -> dict[str, float]:
+def compared(first: nn.Module, second: nn.Module, x: Tensor, turns: int, steps: dict[str, Step]) -> dict[str, float]:
     """Medians of both in milliseconds, and first / second."""
     row: dict[str, float] = {}
-    for name, whole in (("image", False), ("all", True)):
-        times = [[seconds(module, x, whole) for module in (first, second)] for _ in range(turns + 2)][2:]
+    for name, step in steps.items():
+        times = [[seconds(step, module, x) for module in (first, second)] for _ in range(turns + 2)][2:]
         before, after = (1000 * statistics.median(column) for column in zip(*times, strict=True))
         row |= {f"{name}_ms_first": before, f"{name}_ms_second": after, f"{name}_ratio": before / after}
     return {key: round(value, 2) for key, value in row.items()}
@@ -76,10 +109,13 @@ def main() -> None:
     rows = {}
     for chans, dim, patch, size, batch in PATCHES:
         name = f"patch embedding, {chans} -> {dim}, patch {patch}, image {size}, batch {batch}"
-        rows[name] = compared(*patches(chans, dim, patch, size, batch), turns)
+        rows[name] = compared(*patches(chans, dim, patch, size, batch), turns, STEPS)
+    for row, dim, patch, size, batch in STEMS:
+        name = f"stem of {row[0]} filters, {row[1]} pixels, stride {row[2]}, image {size}, batch {batch}"
+        rows[name] = compared(*stem(row, dim, patch, size, batch), turns, STEPS | {"slope": slope})
     for tokens, dim, batch in POSITIONS:
         rows[f"gated positions, {tokens} tokens, width {dim}, batch {batch}"] = compared(
-            *positions(tokens, dim, batch), turns
+            *positions(tokens, dim, batch), turns, STEPS
         )
     record("layers_cpu", {"first": "convolution; fused", "second": "products; written out", "rows": rows})
 

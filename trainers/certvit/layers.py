@@ -15,10 +15,12 @@ from torch.nn.utils import parametrize
 
 from trainers.certvit.douglas_rachford import Rows
 from zoo.attention.l2 import L2Attention
-from zoo.layers.convolution import conv_norm
+from zoo.layers.convolution import CellConv2d, conv_norm
 from zoo.layers.patches import PatchProjection
 from zoo.models.convnet import ReLUx
 from zoo.spectral import sigma_upper
+
+KINDS = (nn.Linear, nn.Conv2d, CellConv2d, PatchProjection)
 
 
 def constrainable(model: nn.Module) -> list[str]:
@@ -26,7 +28,7 @@ def constrainable(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, nn.Conv2d, PatchProjection) and not parametrize.is_parametrized(module)
+        if type(module) in KINDS and not parametrize.is_parametrized(module)
     ]
 
 

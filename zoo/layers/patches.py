@@ -15,6 +15,7 @@ from zoo.bounds.contracts import Bound, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, expect, register
 from zoo.bounds.rounding import OUT, TINY, matrix_product, size
+from zoo.layers.convolution import CellConv2d
 from zoo.spectral import sigma_upper
 
 
@@ -184,7 +185,8 @@ class ConvStem(nn.Module):
         for out, kernel, stride, padding in _stem_layers(layers, img_size, patch_size, embed_dim):
             if len(self.convs):
                 self.convs.append(act())
-            self.convs.append(nn.Conv2d(chans, out, kernel, stride=stride, padding=padding, bias=bias))
+            kind = nn.Conv2d if kernel % stride else CellConv2d
+            self.convs.append(kind(chans, out, kernel, stride, padding, bias=bias))
             chans = out
 
     def kernels(self) -> Iterator[Tensor]:

@@ -146,7 +146,10 @@ def tiny_options(name: str) -> Options:
 def _tiny_vit(options: Options) -> Options:
     """3 x 3 patches, two layers (ConViT: one with gated positions, one without)."""
     tiny = {"img_size": 12, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
-    return tiny | {"gpsa_layers": min(options["gpsa_layers"], 1), "stem": None if options["stem"] is None else (8,)}
+    stem: Any = options["stem"]
+    if stem is not None:
+        stem = (8,) if isinstance(stem[0], int) else ((8, 4, 2, 1),)
+    return tiny | {"gpsa_layers": min(options["gpsa_layers"], 1), "stem": stem}
 
 
 def _tiny_swin(options: Options) -> Options:

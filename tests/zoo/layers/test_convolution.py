@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from zoo.bounds.facts import NoRule
 from zoo.bounds.rules import layer_of
-from zoo.layers.convolution import conv_norm
+from zoo.layers.convolution import CellConv2d, conv_norm
 
 
 def dense(conv: nn.Conv2d, height: int, width: int) -> Tensor:
@@ -103,3 +103,26 @@ def test_every_image_size_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_convolutions_without_a_proof_are_refused(conv: nn.Conv2d) -> None:
     with pytest.raises(NoRule, match="Conv2d"):
         layer_of(conv)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (11, 9)])
+@pytest.mark.parametrize("geometry", [(4, 4, 0), (4, 2, 1), (6, 2, 0), (8, 4, 2), (3, 1, 1), (2, 2, 2)])
+def test_by_products_it_is_the_same_function(geometry: tuple[int, int, int], size: tuple[int, int]) -> None:
+    """Values, both gradients, and the gradients of the image's gradient; images that the windows do not fill."""
+    kernel, stride, padding = geometry
+    torch.manual_seed(0)
+    products = CellConv2d(3, 5, kernel, stride, padding).double()
+    convolution = nn.Conv2d(3, 5, kernel, stride, padding).double()
+    convolution.load_state_dict(products.state_dict())
+    found = []
+    for conv in (products, convolution):
+        x = torch.linspace(-1, 1, 2 * 3 * size[0] * size[1], dtype=torch.float64).view(2, 3, *size).requires_grad_()
+        y = conv(x)
+        (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        found.append((y, slope, *torch.autograd.grad(slope.norm(), [x, *conv.parameters()])))
+    torch.testing.assert_close(*found)
+
+
+def test_a_kernel_that_is_no_multiple_of_its_stride_has_no_cells() -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        CellConv2d(3, 5, 3, 2)
