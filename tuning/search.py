@@ -165,6 +165,8 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
         raise UserError("name the registry of a search by MLFLOW_TRACKING_URI instead of registry.uri")
     if radii and not config["train"]["certify_images"]:
         raise UserError("a search compares trials by train.certify_images test images; leave it above 0")
+    if not config["train"]["eval_images"]:
+        raise UserError("a search follows trials by train.eval_images test images; leave it above 0")
     return fixed, _epochs(config, trainer)
 
 

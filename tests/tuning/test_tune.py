@@ -176,9 +176,11 @@ def test_trials_are_looked_at_where_schedulers_compare_them(epochs: int) -> None
     assert vars(scheduler(replace(mine, scheduler="pbt")))["_perturbation_interval"] % every == 0
 
 
-def test_a_search_that_sees_nothing_of_its_trials_is_refused() -> None:
-    with pytest.raises(UserError, match="leave it above 0"):
-        asked("--space", "msvp", "--", "train.certify_images=0")
+@pytest.mark.parametrize("images", ["certify_images", "eval_images"])
+def test_a_search_that_sees_nothing_of_its_trials_is_refused(images: str) -> None:
+    """Without the second a trial had nothing to report, and ended in an IndexError after its certificate."""
+    with pytest.raises(UserError, match=f"train.{images} .*leave it above 0"):
+        asked("--space", "msvp", "--", f"train.{images}=0")
 
 
 def test_a_search_that_asks_for_clean_accuracy_alone_looks_at_nothing_else() -> None:
