@@ -144,6 +144,7 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
     """
     from certify.methods.ball import known
     from certify.stage.settings import EPS
+    from trainers.settings import TrainConfig
 
     wanted = [objectives.parse(text) for text in metric]
     radii = [objective for objective in wanted if objective.eps]
@@ -154,6 +155,8 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
     asked = config["certify"]["eps"]
     grid = objectives.grid_with(EPS[known(config["certify"]["norm"])] if asked is None else asked, wanted)
     fixed += [f"certify.eps={grid}", f"data.root={_quoted(_anywhere(config['data']['root']))}"]
+    if not config["train"]["eval_images"] and not any("train.eval_images=" in override for override in given):
+        fixed.append(f"train.eval_images={TrainConfig.eval_images}")  # a recipe may train unseen
     if radii:
         fixed.append(f"certify.headline_eps={radii[0].radius(grid)}")
         fixed.append(f"train.certify_eps={sorted({objective.radius(grid) for objective in radii})}")

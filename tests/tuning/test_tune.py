@@ -183,6 +183,12 @@ def test_a_search_that_sees_nothing_of_its_trials_is_refused(images: str) -> Non
         asked("--space", "msvp", "--", f"train.{images}=0")
 
 
+def test_a_recipe_that_trains_unseen_is_seen_in_a_search() -> None:
+    mine = asked("--space", "certified", "--", "+model=cert_gpsa_vit_c10", "data=digits")
+    assert compose_config("adv_train", ["+model=cert_gpsa_vit_c10"])["train"]["eval_images"] == 0
+    assert compose_config("adv_train", mine.overrides)["train"]["eval_images"] > 0
+
+
 def test_a_search_that_asks_for_clean_accuracy_alone_looks_at_nothing_else() -> None:
     config = compose_config("adv_train", asked("--space", "msvp", "--metric", "clean_acc").overrides)
     assert config["train"]["certify_images"] == 0
