@@ -20,6 +20,7 @@ from certify.methods.certificate import UnsoundCertificate
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
+from certizoo.memory import keep_freed_memory
 from certizoo.nearest import unknown
 
 
@@ -31,6 +32,7 @@ def main(argv: Sequence[str]) -> None:
     if argv and argv[0].isidentifier() and argv[0] not in COMMANDS:
         raise unknown("command", argv[0], COMMANDS)
     words, apart = set_apart(name, argv[1:] if argv[:1] == [name] else argv)
+    keep_freed_memory()
     try:
         COMMANDS[name](compose_config(name, words) | apart)
     except KeyboardInterrupt:

@@ -19,7 +19,6 @@ from certizoo.errors import EXIT_USER_ERROR, UserError, one_line_errors
 from certizoo.imports import large_imports
 from trainers import ranks
 from trainers.engine.launcher import killed, launchers
-from trainers.engine.memory import keep_freed_memory
 
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 Work = Callable[[str, Sequence[str]], None]
@@ -63,7 +62,6 @@ def train(config_name: str, overrides: Sequence[str]) -> None:
     """Compose, check, train; then rank 0 certifies and publishes."""
     with ranks.said_once():
         config = compose_config(config_name, overrides)
-        keep_freed_memory()
         with large_imports():  # after the cheap errors
             from trainers.job.prepare import prepare
         job = prepare(config)

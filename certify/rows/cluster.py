@@ -20,6 +20,7 @@ import torch
 from certify.rows.columns import Row
 from certify.rows.workers import Batch, Crew, Make, Work
 from certizoo import UserError
+from certizoo.memory import keep_freed_memory
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 gives a worker what other programs leave
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -60,6 +61,7 @@ def _rows(
     """On a node: the rows of a batch. Ray shows a process its own GPU alone, and ends it after its task."""
     if number not in _works:
         torch.set_num_threads(1)
+        keep_freed_memory()
         with tempfile.TemporaryDirectory() as folder:
             for name, content in files.items():
                 (Path(folder) / name).write_bytes(content)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from certify.rows.columns import Row
 from certizoo import UserError
+from certizoo.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
@@ -91,6 +92,7 @@ def _start(make: Callable[[int], Work], numbers: "SimpleQueue[int]") -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    keep_freed_memory()
     _work = make(numbers.get())
 
 
