@@ -143,7 +143,7 @@ def _colour(share: float) -> Any:
 
 def _label(key: str) -> str:
     name, _, eps = key.partition("@")
-    return LABELS[name] + (f" at eps {eps}" if eps else "")
+    return LABELS[name] + (f" at eps {float(eps):.4g}" if eps else "")
 
 
 def _save(figure: Figure, path: Path) -> None:
