@@ -136,7 +136,7 @@ def squared(apply: Callable[[Tensor], Tensor], eta: Tensor) -> Tensor:
     return (v * torch.cat([apply(one[None]) for one in v])).flatten(2).sum(-1).flatten()
 
 
-@pytest.mark.parametrize("r", RADII)
+@pytest.mark.parametrize("r", [pytest.param(r, marks=pytest.mark.slow) if r in (0.03, 1.0) else r for r in RADII])
 @pytest.mark.parametrize("score", SCORES)
 def test_no_ascent_within_the_reaches_beats_a_form(score: str, r: float) -> None:
     """While the reaches are the exact ones."""
@@ -147,7 +147,7 @@ def test_no_ascent_within_the_reaches_beats_a_form(score: str, r: float) -> None
     assert (by_rest <= 1 + 1e-6).all()
 
 
-@pytest.mark.parametrize("r", [0.03, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("r", [0.03, 1.0, pytest.param(30.0, marks=pytest.mark.slow), 1e4])
 @pytest.mark.parametrize("score", SCORES)
 def test_no_ascent_beats_what_holds_everywhere(score: str, r: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """However far scores move."""
