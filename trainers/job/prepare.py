@@ -20,7 +20,7 @@ from trainers.job.folder import refuse_used_folder
 from trainers.job.job import Job, certify_settings
 from trainers.job.recipe import check_recipe
 from trainers.job.schedule import ScheduleConfig
-from trainers.job.settle import settled, with_lr
+from trainers.job.settle import emulated, settled, with_lr
 from trainers.job.typed import typed
 from trainers.settings import (
     DeepSpeedConfig,
@@ -46,6 +46,8 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
     """
     saved = _saved(Path(config["run_dir"]), config["resume"])
     config, lines = settled(config, ranks.world_size(), saved)
+    if emulated(config) and ranks.local_rank() == 0:
+        log.warning("this CPU computes bf16 in software, many times as slowly as fp32: give train.precision=fp32")
     _refuse_password(config["registry"]["uri"])
     data = typed(DataConfig, config, "data")
     train, optimizer = typed(TrainConfig, config, "train"), typed(OptimizerConfig, config, "optimizer")

@@ -64,6 +64,14 @@ def narrow() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def emulated(config: Config) -> bool:
+    """Is bfloat16 asked of a CPU that computes it in software? A step of cert_gpsa_vit_c10 took more than five times as
+    long as in fp32 there."""
+    cpu: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch do not tell
+    without = cpu.get("architecture") == "x86_64" and not (cpu.get("avx512_bw") or cpu.get("amx_bf16"))
+    return config["train"]["precision"] == "bf16" and without and not torch.cuda.is_available()
+
+
 def compiles() -> bool:
     """A GPU, and what `torch.compile` builds its kernels with."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, COMPILERS), None)

@@ -101,3 +101,16 @@ def test_a_resumed_run_goes_on_as_it_began(monkeypatch: pytest.MonkeyPatch) -> N
     found, lines = settled(composed("data.workers=8"), 4, saved_of(began))
     assert {key: found[key.split(".")[0]][key.split(".")[1]] for key in began} == began
     assert len(lines) == 4
+
+
+@pytest.mark.parametrize(
+    ("avx512", "precision", "said"), [(False, "bf16", True), (True, "bf16", False), (False, "fp32", False)]
+)
+def test_a_cpu_that_computes_bfloat16_in_software_is_said(
+    avx512: bool, precision: str, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first fifty steps took longer than anyone would wait."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cpu = {"architecture": "x86_64", "avx512_bw": avx512, "amx_bf16": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu, raising=False)
+    assert settle.emulated(composed(f"train.precision={precision}")) is said
