@@ -40,10 +40,10 @@ def stem(row: tuple[int, ...], dim: int, patch: int, size: int, batch: int) -> t
         nn.Sequential(ConvStem(size, patch, 3, dim, layers=(row,)), nn.Linear(dim, 1)) for _ in range(2)
     )
     convs: Any = convolutions[0].convs
-    for name, conv in convs.named_children():
+    for i, conv in enumerate(convs):
         if isinstance(conv, CellConv2d):
-            geometry = int(conv.kernel_size[0]), int(conv.stride[0]), int(conv.padding[0])
-            convs.register_module(name, nn.Conv2d(conv.in_channels, conv.out_channels, *geometry))
+            geometry: Any = conv.kernel_size, conv.stride, conv.padding
+            convs[i] = nn.Conv2d(conv.in_channels, conv.out_channels, *geometry)
     return convolutions, products, torch.rand(batch, 3, size, size, requires_grad=True)
 
 

@@ -32,7 +32,6 @@ def main(argv: Sequence[str]) -> None:
     if argv and argv[0].isidentifier() and argv[0] not in COMMANDS:
         raise unknown("command", argv[0], COMMANDS)
     words, apart = set_apart(name, argv[1:] if argv[:1] == [name] else argv)
-    keep_freed_memory()
     try:
         COMMANDS[name](compose_config(name, words) | apart)
     except KeyboardInterrupt:
@@ -58,12 +57,14 @@ def set_apart(name: str, argv: Sequence[str]) -> tuple[list[str], dict[str, Any]
 def _certify(config: dict[str, Any]) -> None:
     from certify.stage.cli import certify
 
+    keep_freed_memory()
     certify(config)
 
 
 def _evaluate(config: dict[str, Any]) -> None:
     from certify.evaluation.cli import evaluate
 
+    keep_freed_memory()
     evaluate(config)
 
 
