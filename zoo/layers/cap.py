@@ -88,4 +88,7 @@ def cap_(module: nn.Module, caps: Sequence[float | None]) -> None:
         for block, limit in zip(weight.flatten(1).chunk(len(limits)), limits, strict=True):
             if math.isfinite(limit):
                 nn.init.orthogonal_(block, gain=limit)
-    parametrize.register_parametrization(module, "weight", SpectralCap(limits, weight.flatten(1).shape[1]))
+    cap = SpectralCap(limits, weight.flatten(1).shape[1])
+    # unsafe: without torch's trial pass, which would move the vectors, and takes seconds where a model of hundreds of
+    # blocks is laid out without memory.
+    parametrize.register_parametrization(module, "weight", cap, unsafe=True)

@@ -25,6 +25,7 @@ from zoo.attention.dot_product import DotProductAttention
 from zoo.bounds.contracts import Precision
 from zoo.bounds.facts import NoRule
 from zoo.bounds.rounding import PRECISIONS, roundings_of
+from zoo.layers.convolution import CellConv2d
 from zoo.layers.mlp import SLL, Mlp
 from zoo.layers.norms import LayerProject, SmoothProject
 from zoo.layers.patches import Normalize
@@ -40,12 +41,17 @@ MODULES: dict[str, Any] = {
     "sll": lambda s: scaled_(SLL(D, 2 * D, nn.Tanh), s),
     "attention": lambda s: scaled_(DotProductAttention(D, 4), s),
     "conv": lambda s: scaled_(nn.Conv2d(N, 6, 3, stride=2, padding=1), s),
+    "conv by products": lambda s: scaled_(CellConv2d(N, 6, 4, stride=2, padding=1), s),
     "gelu": lambda s: nn.GELU(),
     "tanh": lambda s: nn.Tanh(),
     "relu": lambda s: nn.ReLU(),
     "normalize": lambda s: Normalize((0.4,) * N, (0.25,) * (N - 1) + (0.2 * s,)),
 }
-IMAGES = {"conv": (8, 4), "normalize": (8, 4)}  # that the module sees, of N channels, in the place of tokens
+IMAGES = {
+    "conv": (8, 4),
+    "conv by products": (8, 4),
+    "normalize": (8, 4),
+}  # that the module sees, of N channels, in the place of tokens
 
 
 def on_ball(x: Tensor, r_B: Tensor) -> Tensor:

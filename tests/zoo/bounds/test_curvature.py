@@ -23,6 +23,7 @@ from zoo.bounds.curvature import affine, expansion_of, linear_part
 from zoo.bounds.facts import NoRule, types_where
 from zoo.bounds.fused import eigenvalue_bound
 from zoo.bounds.torch_modules import GELU, SIGMOID, SILU, TANH, TANH_GELU, softplus
+from zoo.layers.convolution import CellConv2d
 from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
 from zoo.layers.monotone import MONOTONE_GELU, MonotoneGELU
 from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
@@ -91,7 +92,9 @@ CASES: dict[type[nn.Module], list[Case]] = {
     ConstrainedMlp: [Case(lambda s: scaled_(ConstrainedMlp(D, 2 * D, act=nn.Tanh if s > 1 else nn.ReLU), s), 1.9, 3.1)],
 }
 HERE = [(kind, i) for kind, cases in CASES.items() for i in range(len(cases))]
-AFFINE = (nn.Linear, nn.Identity, nn.Flatten, CenterNorm, WeightedResidual, ConvMixing, nn.Conv2d, Normalize)
+AFFINE = (
+    nn.Linear, nn.Identity, nn.Flatten, CenterNorm, WeightedResidual, ConvMixing, nn.Conv2d, CellConv2d, Normalize
+)  # fmt: skip
 IDENTITIES = (nn.Dropout, DropPath)  # in eval mode
 
 

@@ -25,6 +25,7 @@ from zoo.attention.window import WindowAttention
 from zoo.bounds.facts import NoRule, types_where
 from zoo.bounds.rules import layer_of, residual_layer_of
 from zoo.layers.block import NormFirstBlock, PostNormBlock, PreNormBlock
+from zoo.layers.convolution import CellConv2d
 from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
 from zoo.layers.monotone import MonotoneGELU
 from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
@@ -74,6 +75,11 @@ def conv2d(scale: float) -> nn.Module:
     return scaled_(nn.Conv2d(2, 3, kernel, stride, padding), scale)
 
 
+def cell_conv2d(scale: float) -> nn.Module:
+    kernel, stride, padding = ((3, 1, 1), (4, 2, 1), (4, 2, 0), (1, 1, 0), (2, 2, 0))[int(torch.randint(5, ()))]
+    return scaled_(CellConv2d(2, 3, kernel, stride, padding), scale)
+
+
 def swin_stage(scale: float) -> nn.Module:
     """Merges 5 x 5 tokens to 3 x 3, two by two; a plain and a shifted block with windows of 2 x 2: all of it padded."""
     model = create_model(
@@ -116,6 +122,7 @@ CASES: dict[type[nn.Module], tuple[Make, float]] = {
     WeightedResidual: (lambda s: scaled_(WeightedResidual(D), s), 0.9),
     ConstrainedMlp: (lambda s: scaled_(ConstrainedMlp(D, 2 * D), s), 0.7),
     nn.Conv2d: (conv2d, 0.9),
+    CellConv2d: (cell_conv2d, 0.9),
     ReLUx: (lambda s: scaled_(ReLUx((N, D), 1.0), s), 0.9),
     WindowAttention: (lambda s: scaled_(WindowAttention(DotProductAttention(D, H), (2, 2)), s), 0.9),
     SwinTransformerBlock: (lambda s: swin_stage(s).get_submodule("blocks.1"), 0.7),
@@ -130,6 +137,7 @@ CASES: dict[type[nn.Module], tuple[Make, float]] = {
 SHAPES: dict[type[nn.Module], tuple[int, ...]] = {
     Normalize: (N, 2, 6),
     nn.Conv2d: (2, 6, 7),
+    CellConv2d: (2, 6, 7),
     GPSA: (4, D),
     WindowAttention: (4, D),
     SwinTransformerBlock: (3, 3, 2 * D),
