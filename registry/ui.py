@@ -5,12 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 from certizoo import UserError
 from certizoo.processes import end_group
 from registry import credentials, store
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+LOOK_SECONDS = 0.2  # how long a signal waits for its answer
 
 
 def serve(uri: str | None, host: str, port: int) -> int:
@@ -23,7 +25,7 @@ def serve(uri: str | None, host: str, port: int) -> int:
     store.connect(target)  # creates the database before the server's workers race for it
     if host not in LOOPBACK:
         sys.stderr.write(f"warning: {host} is open to the network, and the server asks for no password\n")
-    sys.stdout.write(f"http://{host}:{port}/#/models  (Ctrl-C ends)\n")
+    sys.stdout.write(f"http://{host}:{port}/#/models  ({way_to_end()} ends)\n")
     sys.stdout.flush()
     return run_group(command(target, host, port), {credentials.BACKEND: target})
 
@@ -51,14 +53,37 @@ def check_free(host: str, port: int) -> None:
             raise UserError(f"{host}:{port} cannot be used ({error.strerror}); choose another --port") from None
 
 
+def way_to_end() -> str:
+    return "Ctrl-C" if signal.SIGINT in heeded() else f"kill {os.getpid()}"
+
+
+def heeded() -> list[signal.Signals]:
+    """The signals that end us. A script's background job and `nohup` are started with Ctrl-C or the terminal's end
+    ignored, so that they outlive it: that stays so."""
+    ours = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    return [*ours, signal.SIGTERM]
+
+
 def run_group(arguments: list[str], variables: dict[str, str]) -> int:
-    """Run a command in a process group of its own, and end the whole group with it."""
+    """Run a command in a process group of its own, and end the whole group with it.
+
+    Signals are noted, and never raise: an exception in the midst of the start, or a second Ctrl-C in the midst of
+    the end, would leave processes behind that no terminal reaches.
+    """
     no_jobs = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # of GenAI: three more processes
+    got: list[int] = []
+    for number in heeded():
+        signal.signal(number, lambda number, _: got.append(number))
     process = subprocess.Popen(arguments, start_new_session=True, env=os.environ | variables | no_jobs)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return process.wait()
-    except KeyboardInterrupt:
-        return 0
+        return wait_for(process, got)
     finally:
         end_group(process)
+
+
+def wait_for(process: "subprocess.Popen[bytes]", got: list[int]) -> int:
+    """The exit status of the process, or what a signal that came makes of ours: Ctrl-C is the ordinary end."""
+    while not got:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(LOOK_SECONDS)
+    return 0 if got[0] == signal.SIGINT else 128 + got[0]

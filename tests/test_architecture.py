@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.cases import mostly_slow
+
 ROOT = Path(__file__).parents[1]
 # folder -> the project's folders that it may import besides itself and `certizoo`
 FOLDERS: dict[str, set[str]] = {
@@ -229,6 +231,10 @@ def test_crowded_rooms_are_as_crowded_as_the_table_says() -> None:
         assert reason
 
 
+FOLDERS_OF_ROOMS = [room for room in ROOMS if not room.endswith(".py")]
+ONE_OF_EACH = {room.split("/")[0]: room for room in FOLDERS_OF_ROOMS}.values()  # of each package
+
+
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The product's files, to plant faults in."""
@@ -239,7 +245,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("room", [room for room in ROOMS if not room.endswith(".py")])
+@pytest.mark.parametrize("room", mostly_slow(FOLDERS_OF_ROOMS, *ONE_OF_EACH))
 def test_an_upward_import_planted_in_a_room_is_seen(room: str, copied: Path) -> None:
     forbidden = [other for other in ROOMS if other.startswith(room.split("/")[0]) and other not in {room, *ROOMS[room]}]
     above = next((other for other in forbidden if room in ROOMS[other]), forbidden[0])

@@ -158,12 +158,13 @@ class Grown:
 
 @dataclass(frozen=True)
 class Rest:
-    """What bounds |r / W| of a leaf: the seminorm of its form for Theta = 1 (without forms, |H|), at the largest e; and
-    the largest eigenvalue of the form."""
+    """What bounds |r / W| of a leaf: the seminorm of its form for Theta = 1 (without forms, |H|), at the largest e; the
+    form, and the largest eigenvalue of it."""
 
     norm_B: Tensor
     largest_B: Tensor
     reach: Tensor | None
+    form: QuadraticForm | None
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,8 @@ class Margins:
     constant: Tensor
     last: int  # leaf with a form
     bounds: Mapping[int, Bound]
+    forms: Mapping[int, QuadraticForm]
+    numbers: Sequence[Tensor]  # for starts, of every rival
 
 
 class Ellipsoids:
@@ -203,7 +206,7 @@ class Ellipsoids:
             total_B = total_B + theta[at]
         return Grown(before, theta, sizes)
 
-    def margins(self, g: Vectors, class_CB: Tensor, close: float) -> Margins:
+    def margins(self, g: Vectors, class_CB: Tensor) -> Margins:
         """g (C, B, *y): the gradients at the outputs of the leaves that bend, of the margins over these classes."""
         forms, bounds = dict[int, QuadraticForm](), dict[int, Bound]()
         for at in self.tape.bent:
@@ -213,18 +216,33 @@ class Ellipsoids:
             else:
                 forms[at] = leaf.forms.of_gradient(g[at], reach)
         zero = torch.zeros_like(self.most_B).expand(class_CB.shape)
+        numbers = [torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB]
         if not forms:
-            return Margins(zero, zero, self.tape.bent[-1], bounds)
-        numbers = (torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB)
-        norm = self._seminorms(forms, f"margin {close}", list(numbers), close)
+            return Margins(zero, zero, self.tape.bent[-1], bounds, forms, numbers)
+        norm = self.seminorms(forms, "margin", numbers, COARSE)
         constant = torch.stack([zero + form.constant for form in forms.values()]).sum(0)
-        return Margins(norm, constant, max(forms), bounds)
+        return Margins(norm, constant, max(forms), bounds, forms, numbers)
 
     def cost(self, margins: Margins, grown: Grown) -> Tensor:
         """What remainders can cost of the margins: (C, B)."""
-        half = 0.5 * product(margins.norm.square(), grown.before[margins.last]) + margins.constant
+        half = 0.5 * product(margins.norm.square(), grown.before[margins.last])
+        return nan_to_inf(half) + self.beside_forms(margins, grown)
+
+    def beside_forms(self, margins: Margins, grown: Grown) -> Tensor:
+        """Of that, the constants, and what leaves without a form cost."""
         bounds = (bound(self._radius(at, grown.before[at], grown.sizes)) for at, bound in margins.bounds.items())
-        return sum((nan_to_inf(bound) for bound in bounds), nan_to_inf(half))
+        return sum((nan_to_inf(bound) for bound in bounds), nan_to_inf(margins.constant))
+
+    def held(self, at: int) -> Tensor:
+        """1 where a leaf's remainder is bounded best by its form, at the largest e, else 0: (B,)."""
+        rest, before_B = self.rests[at], self._most.before[at]
+        if rest.form is None:
+            return torch.zeros_like(self.most_B)
+        return (product(rest.norm_B.square(), before_B) <= self._most.theta[at]).to(self.most_B)
+
+    @cached_property
+    def _most(self) -> Grown:
+        return self.at(self.most_B)
 
     def end(self, grown: Grown) -> Tensor:
         """How far the end moves, its own defect aside: (B,). Infinite where the last leaf bends or ends in a sum."""
@@ -237,7 +255,7 @@ class Ellipsoids:
         at = max(self.tape.leaves)
         leaf = self.tape.leaves[at]
         whole = {at: QuadraticForm(lambda v: leaf.pull(leaf.push(v)), self.joint.ones_B[None])}
-        return self._seminorms(whole, "end", [self.most_B[:, None]], COARSE)[0]
+        return self.seminorms(whole, "end", [self.most_B[:, None]], COARSE)[0]
 
     def lengths(self, g: Vectors) -> Vectors:
         """|W_k B_k^T g_k| of all leaves that bend, (C, B): times theta^(1/2), what remainders can cost at most."""
@@ -260,16 +278,16 @@ class Ellipsoids:
     def _rest(self, at: int, total_B: Tensor, sizes: Sizes) -> Rest:
         leaf = self.tape.leaves[at]
         if leaf.forms is None:
-            return Rest(self._norm(at), self.joint.ones_B, None)
+            return Rest(self._norm(at), self.joint.ones_B, None, None)
         reach = self._reach(at, total_B, sizes)
         form = leaf.forms.of_rest(reach, 1 / self.joint.weights[at])
-        norm_B = self._seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.effort.close)[0]
-        return Rest(norm_B, form.largest[0], reach)
+        norm_B = self.seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.effort.close)[0]
+        return Rest(norm_B, form.largest[0], reach, form)
 
     def _norm(self, at: int) -> Tensor:
         """||M_i|| (B,)."""
         whole = {at: identity(self.joint.ones_B)}
-        return self._seminorms(whole, f"input {at}", [self.most_B[:, None]], COARSE)[0]
+        return self.seminorms(whole, f"input {at}", [self.most_B[:, None]], COARSE)[0]
 
     def _radius(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
         """|H_i| (B,)."""
@@ -285,17 +303,23 @@ class Ellipsoids:
             reach = within(product(self._norms[at], total_B.sqrt()), forms, reach)
         return within(sizes[at], forms, reach) if at in sizes else reach
 
-    def _seminorms(
-        self, forms: Mapping[int, QuadraticForm], word: str, numbers: Sequence[Tensor], close: float
+    def seminorms(
+        self,
+        forms: Mapping[int, QuadraticForm],
+        word: str,
+        numbers: Sequence[Tensor],
+        close: float,
+        scale: Tensor | float = 1.0,
     ) -> Tensor:
-        """lambda_max(sum_i M_i^T C_i M_i)^(1/2), at most: (C, B), with C tensors of numbers for the starts. Infinite
-        where a form is."""
+        """lambda_max(s sum_i M_i^T C_i M_i s)^(1/2), at most: (C, B), with C tensors of numbers for the starts, s
+        diagonal. Infinite where a form is."""
         unknown = ~torch.stack([torch.isfinite(form.largest) for form in forms.values()]).all(0)
         known = {at: _silenced(form, unknown) for at, form in forms.items()} if bool(unknown.any()) else forms
         room = torch.Size([self.joint.room(max(forms))])
         self.failure += len(numbers) * lanczos.chance(room.numel())
         start = torch.stack([self._draw(room, word, of_map) for of_map in numbers])
-        return torch.where(unknown, torch.inf, lanczos.norms(self.joint.gram(known), start, close))
+        gram = self.joint.gram(known)
+        return torch.where(unknown, torch.inf, lanczos.norms(lambda u: scale * gram(scale * u), start, close))
 
     def _probed(self) -> Sizes:
         """Lengths |M_i^T a| of the functionals of all leaves. Of a Gaussian vector u <a, M_i u> is normal with the

@@ -25,6 +25,7 @@ THETA_0 = (1e-8, 1.0)  # of defects: of the exact function's there is next to no
 UNKNOWN = 0.01  # of defects where there is no form to be compared with
 GUESS = 0.1  # of theta, while it is not known
 SEEN = 4.0  # times what a remainder adds in the directions in which the image moves, about what it adds at most
+ALIGNED = 0.75  # of remainders, what couples with the first order
 LEAST = 0.1  # of an entry, in units of the mean
 LEAST_RADIUS = 1e-3  # that a look finds, in units of the largest: nothing, where it diverges
 WEIGHTS = (1e-100, 1e30)  # from, to: where a look diverges, what it says is finite
@@ -62,10 +63,12 @@ class Look:
         return Noise.of(defects, (adds_B / self._parts[IMAGE]).nan_to_num(THETA_0[1]).clamp(*THETA_0))
 
     def radius(self, first_B: Tensor, margin_B: Tensor) -> Tensor:
-        """About the eps where first_B eps and what remainders cost reach the margin: (B,). They cost less and less of
-        it below the largest eps."""
-        a_B = 0.5 * (self._effort.over * self._whole_B / self._most_B).square()
-        root_B = 2 * margin_B / (first_B + (first_B.square() + 4 * a_B * margin_B).sqrt())
+        """About the eps where first order and remainders reach the margin: (B,). With remainders of a eps^2 it loses
+        first eps as long as that is twice as much, beyond it a eps^2 + first^2 / 4 a: the cost of coupled.py where b
+        sees nothing of A."""
+        a_B = ALIGNED * 0.5 * (self._effort.over * self._whole_B / self._most_B).square().clamp_min(1e-300)
+        turn_B = first_B.square() / (4 * a_B)
+        root_B = torch.where(margin_B < 2 * turn_B, margin_B / first_B, ((margin_B - turn_B) / a_B).sqrt())
         return torch.fmin(root_B, self._most_B).clamp_min(LEAST_RADIUS * self._most_B)
 
     def _weight(self, at: int, v: Tensor, joint: Joint, total: float) -> Tensor:

@@ -5,13 +5,14 @@ Letters: B images, J classes, C rivals of each, R all rivals, the closest first;
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
+from certify.maps.coupled import Coupled, coupled
 from certify.maps.effort import at_once, effort
-from certify.maps.ellipsoid import COARSE, Ellipsoids, Grown, Margins, Sizes
+from certify.maps.ellipsoid import Ellipsoids, Grown, Margins, Sizes
 from certify.maps.weights import Look
 from certify.methods.adjoint import AdjointAnalysis, groups
 from certify.methods.ball import Ball
@@ -109,14 +110,20 @@ class Group:
     lengths: Vectors
 
 
-@dataclass(frozen=True)
+@dataclass
 class Formed:
-    """Some rivals of every image with what their remainders can cost: (C, B) each."""
+    """Some rivals of every image with what their remainders can cost: (C, B) each; and, once it was asked for, with
+    what that and the first order can cost at once."""
 
     class_CB: Tensor
     first: Tensor
     rounded: Tensor
     margins: Margins
+    couple: Callable[[], Coupled]
+
+    @cached_property
+    def coupled(self) -> Coupled:
+        return self.couple()
 
 
 class Rung:
@@ -127,11 +134,10 @@ class Rung:
         _, g = here.gradients(here.rivals_BR[:, :1].mT)
         joint = Look(here.tape, here.images, most_B, g, here.draw, here.sizes).joint(here.ends)
         self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes)
-        self._close = self.ellipsoids.effort.close
         room = self.ellipsoids.joint.room(here.tape.bent[-1]) * len(here.images)
         self._at_once = min(AT_ONCE, at_once(room, lanczos.STEPS[-1]))
         self._groups = dict[int, Group]()
-        self._formed, self._formed_BJ = list[Formed](), torch.zeros_like(here.clean.margin_BJ, dtype=torch.bool)
+        self._formed = list[Formed]()
 
     @cached_property
     def next_most_B(self) -> Tensor:
@@ -154,9 +160,9 @@ class Rung:
         grown, loss_BJ = self.ellipsoids.at(e_B), loss_BJ.clone()
         if self.ellipsoids.effort.large:  # of smaller models the adjoint analysis tells the far rivals
             loss_BJ = torch.minimum(loss_BJ, self._of_pairs(grown))
-        for formed in self._formed:
-            self._lower(loss_BJ, formed, e_B, grown)
         lost_B = torch.zeros_like(self.here.clean.correct_B)
+        for formed in self._formed:
+            lost_B = self._lower(loss_BJ, formed, lost_B, e_B, grown)
         for start, end in groups(self.here.rivals_BR.shape[1]):
             class_CB = self.here.rivals_BR[:, start:end].mT
             if bool((self._open(loss_BJ).gather(1, class_CB.mT).mT & ~lost_B).any()):
@@ -184,27 +190,38 @@ class Rung:
     def _form(self, class_CB: Tensor, loss_BJ: Tensor, lost_B: Tensor, e_B: Tensor, grown: Grown) -> Tensor:
         """Lower the losses of the open ones of these rivals by forms, first the worst one of every image; the images
         with one that stays open."""
-        for most, close in ((1, self._close), (len(class_CB), COARSE), (0, self._close)):
+        for most in (1, len(class_CB)):
             open_BC = self._open(loss_BJ).gather(1, class_CB.mT)
-            lost_B = lost_B | (open_BC & self._formed_BJ.gather(1, class_CB.mT)).any(1)
             wanted_BC = open_BC & ~lost_B[:, None]
             gap_BC = gaps(self.here.clean.margin_BJ, loss_BJ).gather(1, class_CB.mT)
             rank_BC = gap_BC.masked_fill(~wanted_BC, torch.inf).argsort(1)
             for some_BC in rank_BC[:, : min(most, int(wanted_BC.sum(1).max()))].split(self._at_once, 1):
                 if some_BC.numel():
-                    self._formed.append(self._formed_of(class_CB.mT.gather(1, some_BC).mT, close))
-                    self._lower(loss_BJ, self._formed[-1], e_B, grown)
+                    self._formed.append(self._formed_of(class_CB.mT.gather(1, some_BC).mT))
+                    lost_B = self._lower(loss_BJ, self._formed[-1], lost_B, e_B, grown)
         return lost_B
 
-    def _formed_of(self, class_CB: Tensor, close: float) -> Formed:
+    def _formed_of(self, class_CB: Tensor) -> Formed:
         g_0, g = self.here.gradients(class_CB)
-        self._formed_BJ.scatter_(1, class_CB.mT, True)
-        margins = self.ellipsoids.margins(g, class_CB, close)
-        return Formed(class_CB, self.here.ball.length(g_0), self.here.rounded(g), margins)
+        margins, first = self.ellipsoids.margins(g, class_CB), self.here.ball.length(g_0)
+        couple = partial(coupled, self.ellipsoids, margins, g_0, first)
+        return Formed(class_CB, first, self.here.rounded(g), margins, couple)
 
-    def _lower(self, loss_BJ: Tensor, formed: Formed, e_B: Tensor, grown: Grown) -> None:
+    def _lower(self, loss_BJ: Tensor, formed: Formed, lost_B: Tensor, e_B: Tensor, grown: Grown) -> Tensor:
+        """The losses of these rivals, in place; the images that are lost with them. What first order and remainders can
+        do at once is asked where each alone does not decide, and of no other: an answer is the image's own."""
         found_CB = product(formed.first, e_B) + formed.rounded + self.ellipsoids.cost(formed.margins, grown)
+        open_CB = self._lowered(loss_BJ, formed, found_CB)
+        if formed.margins.forms and bool((open_CB & ~lost_B).any()):
+            beside_CB = formed.rounded + self.ellipsoids.beside_forms(formed.margins, grown)
+            coupled_CB = formed.coupled.cost(e_B, grown) + beside_CB
+            open_CB = self._lowered(loss_BJ, formed, torch.where(open_CB & ~lost_B, coupled_CB, torch.inf))
+        return lost_B | open_CB.any(0)
+
+    def _lowered(self, loss_BJ: Tensor, formed: Formed, found_CB: Tensor) -> Tensor:
+        """Which of these rivals stay open."""
         loss_BJ.scatter_reduce_(1, formed.class_CB.mT, nan_to_inf(found_CB).mT, "amin")
+        return self._open(loss_BJ).gather(1, formed.class_CB.mT).mT
 
     def _open(self, loss_BJ: Tensor) -> Tensor:
         return open_pairs(self.here.clean, loss_BJ)

@@ -14,6 +14,7 @@ from benchmarks import vnncomp_vit
 from benchmarks.vnncomp import vit, vnnlib
 from certify.api import certifier, radius_of
 from certizoo import UserError
+from tests.tools.cases import mostly_slow
 from tests.tools.exported_vit import benchmark, exported, published_vit, written
 
 SMALL, LARGE = 1e-5, 0.2  # within and beyond what can be proved of random weights
@@ -45,7 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     vnncomp_vit.main()
 
 
-@pytest.mark.parametrize("method", ["best", "lofast", "image"])
+@pytest.mark.parametrize("method", mostly_slow(("best", "lofast", "image"), "lofast"))
 def test_the_command_counts_what_is_proved(
     method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,7 +131,7 @@ def test_a_property_of_another_net_is_refused(pixels: Tensor, label: int, classe
         vnncomp_vit.ball(said, vit.read(exported(NET)), SHAPE, "p")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_slow(range(3), 0))
 def test_no_ascent_leaves_the_class_within_a_proved_radius(seed: int) -> None:
     """Class token, mean of all tokens and folded norms together, in Linf."""
     net = exported(published_vit(seed))

@@ -21,6 +21,7 @@ from certify import certified_radius
 from certify.stage import run as stage
 from certify.stage.settings import Settings
 from shards import DataConfig
+from tests.tools.cases import mostly_slow
 
 HERE = Path(__file__).parent / "f6dab7c"
 FACTS: dict[str, Any] = json.loads((HERE / "facts.json").read_text())
@@ -30,7 +31,7 @@ LEAST = {"lofast": 1 - 1e-6, "lofast_local": 1 - 1e-6, "adjoint": 0.97}
 ROUNDED = 2e-9  # what the rounding of the clean point may cost of a radius, by a step of the search
 
 
-@pytest.mark.parametrize("name", FACTS)
+@pytest.mark.parametrize("name", mostly_slow(FACTS, "conv_4c3f_mnist", "dp_vit_ti", "l2_vit_ti", "lofast_vit_c10"))
 def test_a_hand_over_of_earlier_code_gives_its_logits_and_radii(name: str) -> None:
     model, config = zoo.handover.load(HERE / "models" / name)
     options = config["model"]
@@ -55,6 +56,7 @@ def test_a_version_of_earlier_code_is_served() -> None:
     assert len(rows) == 40
 
 
+@pytest.mark.slow
 def test_its_certificate_is_made_again(digits: Path, tmp_path: Path) -> None:
     """Row by row, from the files of the version."""
     files = HERE / "version" / "data" / "files"

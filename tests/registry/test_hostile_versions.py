@@ -22,6 +22,7 @@ from registry import browse, facts, manifest, package, publish, store
 from registry.__main__ import main
 from registry.annotate import annotate
 from tests.tools import versions
+from tests.tools.cases import mostly_slow
 
 
 @pytest.fixture
@@ -311,12 +312,7 @@ def test_a_request_that_mlflow_s_client_repeats_makes_one_version(
 CALLS = ("create_experiment", "create_run", "set_terminated", "create_logged_model", "log_model_artifacts",
          "finalize_logged_model", "log_outputs", "create_registered_model", "create_model_version",
          "set_model_version_tag", "set_registered_model_alias")  # fmt: skip
-QUICK = (
-    "create_run",
-    "log_outputs",
-    "create_model_version",
-    "set_registered_model_alias",
-)  # one of each store and stage
+QUICK = ("create_run", "create_model_version")  # one of each store
 
 
 def issue_and_die(folder: Path, uri: str, call: str, after: bool) -> None:
@@ -344,12 +340,8 @@ def forked() -> ForkServerContext:
     return context
 
 
-@pytest.mark.parametrize(
-    "after", [pytest.param(False, id="before"), pytest.param(True, id="after", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    "call", [pytest.param(call, marks=() if call in QUICK else pytest.mark.slow) for call in CALLS]
-)
+@pytest.mark.parametrize("after", mostly_slow((False, True), False), ids=("before", "after"))
+@pytest.mark.parametrize("call", mostly_slow(CALLS, *QUICK))
 def test_a_publication_killed_anywhere_is_finished_by_sync(
     store_in: str, tmp_path: Path, call: str, after: bool, forked: ForkServerContext
 ) -> None:

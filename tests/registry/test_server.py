@@ -1,4 +1,4 @@
-"""A real `mlflow server`, started by `python -m registry ui`, over the store that runs write to directly."""
+"""A real `mlflow server`, started by `python -m registry ui`, over the store that runs write to directly; its end."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from registry import browse, spool, store
+from registry import browse, spool, store, ui
 from registry import publish as publishing
 from registry.publish import Published
 from registry.track import Tracker
@@ -29,12 +29,23 @@ def free_port() -> int:
 
 
 @contextmanager
+def heeded(number: signal.Signals, how: Any = signal.default_int_handler) -> Iterator[None]:
+    """Processes started here meet the signal as at a terminal. Where the tests themselves run in the background of a
+    script (`make test &`), they have Ctrl-C ignored, and all that they start inherits it."""
+    before = signal.signal(number, how)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextmanager
 def registry_ui(folder: Path, port: int) -> Iterator[str]:
     """The server on the store of `folder`, ended by Ctrl-C; checks that no process of it is left."""
     environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
     environment["PYTHONPATH"] = str(Path(store.__file__).parents[1])
     arguments = [sys.executable, "-m", "registry", "ui", "--port", str(port)]
-    with (folder / "server.log").open("w") as log:
+    with (folder / "server.log").open("w") as log, heeded(signal.SIGINT):
         server = subprocess.Popen(arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         url = f"http://127.0.0.1:{port}"
@@ -44,7 +55,10 @@ def registry_ui(folder: Path, port: int) -> Iterator[str]:
         yield url
     finally:
         server.send_signal(signal.SIGINT)
-        assert server.wait(100) == 0
+        try:
+            assert server.wait(100) == 0
+        finally:
+            server.terminate()  # else a failure leaves it behind
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=1)
 
@@ -134,3 +148,92 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
         done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "choose another --port" in done.stderr
+
+
+# In the place of the server: it tells that it runs, and takes its time to end.
+CHILD = """
+import signal, sys, time
+
+def end(*_):
+    print("ending", flush=True)
+    time.sleep(2)
+    sys.exit()
+
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+# Runs the child; a signal may come as soon as it has been started.
+STRUCK = """
+import os, signal, subprocess, sys
+from registry import ui
+
+start = subprocess.Popen
+
+def started(*how, **more):
+    process = start(*how, **more)
+    print(process.pid, file=sys.stderr, flush=True)  # stdout is the child's
+    if sys.argv[2:]:
+        os.kill(os.getpid(), int(sys.argv[2]))
+    return process
+
+subprocess.Popen = started
+sys.exit(ui.run_group([sys.executable, "-c", sys.argv[1]], {}))
+"""
+
+
+@contextmanager
+def group(*at_start: signal.Signals) -> Iterator["subprocess.Popen[str]"]:
+    """The process that runs the child's group, to be ended inside; checks that nothing of the group is left."""
+    arguments = [sys.executable, "-c", STRUCK, CHILD, *(str(int(number)) for number in at_start)]
+    environment = os.environ | {"PYTHONPATH": str(Path(store.__file__).parents[1])}
+    runner = subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert runner.stderr is not None
+    leader = int(runner.stderr.readline())
+    try:
+        yield runner
+        with pytest.raises(ProcessLookupError):
+            os.killpg(leader, 0)
+    finally:
+        runner.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+        runner.communicate()
+
+
+def wait_until(word: str, runner: "subprocess.Popen[str]") -> None:
+    assert runner.stdout is not None
+    assert runner.stdout.readline() == f"{word}\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGHUP, 128 + signal.SIGHUP)],
+)
+def test_a_signal_during_the_start_leaves_nothing(number: signal.Signals, status: int) -> None:
+    with heeded(number, signal.SIG_DFL), group(number) as runner:
+        assert runner.wait(30) == status
+
+
+def test_ctrl_c_in_haste_leaves_nothing() -> None:
+    with heeded(signal.SIGINT), group() as runner:
+        wait_until("ready", runner)
+        runner.send_signal(signal.SIGINT)
+        wait_until("ending", runner)
+        runner.send_signal(signal.SIGINT)
+        assert runner.wait(30) == 0
+        assert runner.stderr is not None
+        assert not runner.stderr.read()
+
+
+def test_a_background_job_of_a_script_outlives_its_ctrl_c() -> None:
+    """Such a one ignores it from the start, and is told how it ends instead."""
+    with heeded(signal.SIGINT, signal.SIG_IGN), group() as runner:
+        assert ui.way_to_end() == f"kill {os.getpid()}"
+        wait_until("ready", runner)
+        runner.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            runner.wait(2)
+        runner.terminate()
+        assert runner.wait(30) == 128 + signal.SIGTERM

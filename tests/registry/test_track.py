@@ -13,6 +13,7 @@ import pytest
 from certizoo import UserError
 from registry import records, spool, store
 from registry.track import Tracker
+from tests.tools.cases import mostly_slow
 
 AWAY = "http://127.0.0.1:9"  # the discard port: connection refused
 
@@ -127,7 +128,7 @@ def test_away_is_spooled_and_synced_once(uri: str, artifacts: Path, caplog: pyte
     assert_arrived(uri, run_id)
 
 
-@pytest.mark.parametrize("crash_at", [1, 3, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+@pytest.mark.parametrize("crash_at", mostly_slow(range(1, 6), 3))
 def test_an_interrupted_sync_doubles_nothing(
     uri: str, artifacts: Path, crash_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ import shards
 from certizoo import UserError
 from shards import DataConfig, remote
 from shards.sets import listing_of
+from tests.tools.cases import mostly_slow
 from tests.tools.shard_server import Server, serving
 
 SIZE = 8
@@ -124,9 +125,15 @@ def evaluate(data: DataConfig) -> int:
     return sum(len(keys) for keys, _, _ in loader)
 
 
-@pytest.mark.parametrize("cached", [False, True])
+WRONG = [
+    (*fault, cached)
+    for fault in (("cut", VICTIM), ("bit", "sha256"), ("long", "more than"), ("silent", VICTIM))
+    for cached in (False, True)
+]
+
+
 @pytest.mark.parametrize(
-    ("fault", "word"), [("cut", VICTIM), ("bit", "sha256"), ("long", "more than"), ("silent", VICTIM)]
+    ("fault", "word", "cached"), mostly_slow(WRONG, *(case for case in WRONG if case != ("silent", VICTIM, False)))
 )
 def test_what_comes_wrong_is_asked_for_again_and_then_refused(
     fault: str, word: str, cached: bool, server: Server, tmp_path: Path

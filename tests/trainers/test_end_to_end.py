@@ -1,7 +1,10 @@
 """The whole path as a user walks it: shards, 2 ranks under the launcher, certificates, the registry, and back."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -10,9 +13,12 @@ import torch
 import shards.__main__
 import zoo
 from registry import browse
-from tests.tools.launching import ROOT, finish, launch
+from tests.tools.launching import ROOT, environment, finish, launch
+
+SCRIPT = ROOT / "trainers" / "adv_train.py"
 
 
+@pytest.mark.slow  # its joints, without a launcher and figures: the test below
 def test_from_shards_to_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make demo`, with a quarter of its epochs and a fifteenth of its images; and what it registers, loaded again."""
     monkeypatch.chdir(tmp_path)
@@ -20,16 +26,31 @@ def test_from_shards_to_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shards.__main__.main(["digits", "data/digits"])
     arguments = ("+model=spec_vit_digits", "data=digits", "name=demo", "train.epochs=10", "certify.images=24")
-    status, output = finish(
-        launch(ROOT / "trainers" / "adv_train.py", *arguments, "registry.champion_images=24", cwd=tmp_path), seconds=240
-    )
+    status, output = finish(launch(SCRIPT, *arguments, "registry.champion_images=24", cwd=tmp_path), seconds=240)
     assert status == 0, output
     assert "spec_vit_digits version 1 (champion)" in output
-    certificate = json.loads(Path("runs/demo/certificate/certificate.json").read_text())
+    certificate = registered(24)
     assert certificate["clean"] > 0.6
     assert certificate["accuracy"]["0.05"]["certified"] > 0.1, "hardly anything is certified after a short training"
+
+
+def test_two_steps_of_one_process_get_into_the_registry(store_in: str, tmp_path: Path, digits: Path) -> None:
+    arguments = ("+model=spec_vit_digits", "data=digits", f"data.root={digits}", "name=demo", "train.max_steps=2",
+                 "train.eval_images=20", "certify.images=4", "certify.method=lofast",
+                 "registry.champion_images=4")  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], cwd=tmp_path, env=environment(), text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "spec_vit_digits version 1 (champion)" in done.stdout + done.stderr
+    registered(4)
+
+
+def registered(images: int) -> dict[str, Any]:
+    """The certificate of the run here, `demo`: its version has its figures, and the weights that were trained."""
+    certificate = dict(json.loads(Path("runs/demo/certificate/certificate.json").read_text()))
     rows = pd.read_parquet("runs/demo/certificate/certificates.parquet")
-    assert len(rows) == 24
+    assert len(rows) == images
     (version,) = browse.versions("spec_vit_digits")
     assert version.tags["certified_acc.0.1"] == f"{certificate['accuracy']['0.1']['certified']:.4f}"
     assert version.tags["penalty"] == "msvp"
@@ -37,6 +58,7 @@ def test_from_shards_to_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyP
     trained, _ = zoo.handover.load(Path("runs/demo/handover"))
     x = torch.rand(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(served(x), trained(x))
+    return certificate
 
 
 @pytest.mark.slow
@@ -44,7 +66,7 @@ def test_a_model_of_zero_3_is_certified_in_the_process_that_trained_it(tmp_path:
     """DeepSpeed puts a linear of its own into torch there, which no certificate is of."""
     arguments = ("+model=spec_vit_digits", "data=digits", f"data.root={digits}", "name=z3", "deepspeed.stage=3",
                  "train.epochs=1", "train.eval_images=20", "certify.images=4", "registry.enabled=false")  # fmt: skip
-    status, output = finish(launch(ROOT / "trainers" / "adv_train.py", *arguments, cwd=tmp_path), seconds=240)
+    status, output = finish(launch(SCRIPT, *arguments, cwd=tmp_path), seconds=240)
     assert status == 0, output
     certificate = json.loads((tmp_path / "runs" / "z3" / "certificate" / "certificate.json").read_text())
     assert certificate["images"] == 4

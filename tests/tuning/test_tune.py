@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
 from certizoo.files import disk_errors
 from registry import credentials
+from tests.tools.cases import mostly_slow
 from tests.tools.full_disk import full_disk
 from tests.tools.launching import ROOT
 from trainers.job import checkpoint
@@ -31,6 +32,7 @@ from tuning.live import Board
 from tuning.spaces import Parameter
 
 NAMES = spaces.names()
+FEW = ("certified", "certvit", "msvp")
 DEFAULTS = compose_config("tune", [])
 
 
@@ -41,7 +43,7 @@ def asked(*arguments: str) -> search.Search:
 # --- spaces ---
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, *FEW))
 def test_every_space_composes_whatever_is_drawn(name: str) -> None:
     """All keys exist, all values are of the right kind, and the certificate has the objective's radius."""
     wanted, random = asked("--space", name), Random(0)
@@ -63,7 +65,7 @@ def test_every_space_composes_whatever_is_drawn(name: str) -> None:
             assert node == value
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, *FEW))
 def test_every_space_makes_models_that_have_a_certificate(name: str) -> None:
     import torch
 
@@ -333,7 +335,7 @@ def test_a_trial_is_told_of_the_registry_by_environment_alone(tmp_path: Path, mo
     assert not [text for text in shown if "c0rrect" in text or "h0rse" in text]
 
 
-@pytest.mark.parametrize("given", [{}, {"CUDA_VISIBLE_DEVICES": "5"}])
+@pytest.mark.parametrize("given", mostly_slow(({}, {"CUDA_VISIBLE_DEVICES": "5"}), {"CUDA_VISIBLE_DEVICES": "5"}))
 def test_a_single_rank_is_told_what_the_launcher_tells_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
 ) -> None:
@@ -361,8 +363,10 @@ def test_a_single_rank_is_told_what_the_launcher_tells_it(
     assert set(theirs) - set(ours) <= {"PYTORCH_NVML_BASED_CUDA_CHECK", "_MLFLOW_TELEMETRY_SESSION_ID"}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("way", ["leave", "kill the worker", "kill as Ray does"])
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    mostly_slow(product(("leave", "kill the worker", "kill as Ray does"), (1, 2)), ("kill as Ray does", 2)),
+)
 def test_no_rank_outlives_its_trial(tmp_path: Path, way: str, ranks: int) -> None:
     """Ranks that would sleep for ten minutes, as would their loaders. Ray kills the children of a worker that ends."""
     script = tmp_path / "sleeper.py"
@@ -428,7 +432,7 @@ def test_the_front_is_what_the_definition_says(objectives_count: int) -> None:
     assert closing.front(values).any()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, *FEW))
 @pytest.mark.parametrize("metric", [("certified_acc@0.1",), ("clean_acc", "pgd_acc@0.1", "certified_acc@0.1")])
 def test_files_of_a_search(tmp_path: Path, name: str, metric: tuple[str, ...]) -> None:
     arguments = [word for text in metric for word in ("--metric", text)]

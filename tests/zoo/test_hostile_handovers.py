@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from certizoo import UserError
+from tests.tools.cases import mostly_slow
 
 SECONDS = 10
 SMALL: dict[str, Any] = {"name": "spec_vit_digits", "depth": 1, "embed_dim": 8}
@@ -216,12 +217,15 @@ except zoo.handover.UserError as error:
 @pytest.mark.hostile
 @pytest.mark.parametrize(
     "options",
-    [
-        {"embed_dim": 65_536, "num_heads": 1},
-        {"img_size": 2048, "patch_size": 8, "embed_dim": 4096},
+    mostly_slow(
+        (
+            {"embed_dim": 65_536, "num_heads": 1},
+            {"img_size": 2048, "patch_size": 8, "embed_dim": 4096},
+            {"num_classes": 10**6, "embed_dim": 65_536},
+            {"name": "conv_4c3f", "img_size": 2048},
+        ),
         {"num_classes": 10**6, "embed_dim": 65_536},
-        {"name": "conv_4c3f", "img_size": 2048},
-    ],
+    ),
 )
 def test_what_the_weights_do_not_hold_takes_no_memory(options: dict[str, Any], folder: Path) -> None:
     config = {"model": {**SMALL, **options}} if "name" not in options else {"model": options}

@@ -31,6 +31,7 @@ from certizoo.locks import HOLDER, LOCK
 from registry import browse
 from tests.certify.stage.test_stage import SETTINGS as FEW
 from tests.certify.stage.test_stage import data
+from tests.tools.cases import mostly_slow
 from tests.tools.full_disk import full_disk
 from tests.tools.rounding import assert_same_to_rounding
 
@@ -156,7 +157,16 @@ def test_an_unsound_certificate_is_caught_with_its_image(
     assert answers[0] == int(facts["label"]) != answers[1]
 
     with pytest.raises(SystemExit):
-        main(["evaluate", f"handover={handover}", f"out={tmp_path / 'again'}", "images=40", "check_images=0"])
+        main(
+            [
+                "evaluate",
+                f"handover={handover}",
+                f"out={tmp_path / 'again'}",
+                "images=40",
+                "check_images=0",
+                "method=lofast",
+            ]
+        )
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "certificate is wrong" in error
@@ -226,8 +236,9 @@ def test_transfer_finds_its_points_on_the_other_model(handover: Path, digits: Pa
     assert table["survives.other"].mean() > table["survives.own"].mean()
 
 
+@pytest.mark.parametrize("method", mostly_slow(("lofast", "auto"), "lofast"))
 def test_a_published_version_gets_the_figures_as_tags_and_metrics(
-    handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
@@ -236,8 +247,8 @@ def test_a_published_version_gets_the_figures_as_tags_and_metrics(
     register.publish(
         handover, tmp_path / "out", registered_name="digits", run_id=None, experiment="test", champion_images=20
     )
-    command = ["evaluate", "version=digits@champion", f"out={tmp_path / 'evaluation'}", "images=20", "check_images=0"]
-    main(command)
+    words = ("version=digits@champion", f"out={tmp_path / 'evaluation'}", "images=20", "check_images=0")
+    main(["evaluate", *words, f"method={method}"])
     summary = json.loads((tmp_path / "evaluation" / evaluation.EVALUATION).read_text())
     (version,) = browse.versions("digits")
     assert version.tags["flags.quick"] == "none"

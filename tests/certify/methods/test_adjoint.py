@@ -1,5 +1,6 @@
 """The adjoint certificate end to end: never beaten by ascent, exact in first order, monotone, part of the union."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from certify.maps.operator_norms import dense, jacobian, random, unit_vectors
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.bake import bake
 from tests.tools.ascent import ascend, largest_change
+from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS, labelled, nodes_up_to_first_block, small_model
 from zoo.bounds.curvature import trunk_of
 from zoo.bounds.facts import NoRule
@@ -23,9 +25,10 @@ def analyse(model: Any, x: Tensor, y: Tensor) -> AdjointAnalysis:
     return inner
 
 
-@pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("seed", range(3))
-def test_no_ascent_beats_the_loss_or_the_radii(parts: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "parts"), mostly_slow(product(range(3), PARTS), (0, "lofast"), (1, "smooth"), (2, "standard"))
+)
+def test_no_ascent_beats_the_loss_or_the_radii(seed: int, parts: str) -> None:
     """The margin of every pair falls by no more than the loss, and every node moves by no more than its radius."""
     model = small_model(parts, seed)
     x, y = labelled(model, 6, seed)
@@ -77,7 +80,7 @@ def test_first_order_is_exact(parts: str) -> None:
     assert (rounding_RB < 1e-8).all()
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast", "standard"))
 def test_cheap_bounds_stand_on_both_sides_of_the_dear_one(parts: str) -> None:
     """first <= tight <= coarse for every pair; and with what order the pairs are asked for, nothing changes."""
     model = small_model(parts, 1)
@@ -95,7 +98,7 @@ def test_cheap_bounds_stand_on_both_sides_of_the_dear_one(parts: str) -> None:
             torch.testing.assert_close(again.tight(radii, wanted), torch.where(wanted, tight, torch.inf))
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth", "standard"))
 def test_loss_grows_with_eps_and_infinity_is_unknown(parts: str) -> None:
     model = small_model(parts, 2)
     x, y = labelled(model, 5, 1)
@@ -130,7 +133,7 @@ def test_the_jacobian_is_that_of_autograd() -> None:
         z = expansion.y
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast", "standard"))
 def test_norms_without_matrices_are_those_of_the_matrices(parts: str) -> None:
     """Lanczos is never below the verified norms of J_k and of the products, and at most 8 % above where it
     was used; in particular for nodes of the first block and for the whole trunk."""
@@ -161,14 +164,18 @@ def test_norms_without_matrices_are_those_of_the_matrices(parts: str) -> None:
             assert (found.products[node] <= exact.products[node] * 1.08).all()
 
 
-def test_best_is_the_strongest() -> None:
+@pytest.mark.parametrize(
+    "methods", mostly_slow((["lofast", "adjoint"], ["adjoint", "image", "best"]), ["lofast", "adjoint"]), ids="-".join
+)
+def test_best_is_the_strongest(methods: list[str]) -> None:
     model = small_model("smooth", 1)
     x, y = labelled(model, 12, 3)
-    methods = ("lofast", "adjoint", "image", "best")
     radii = {method: certified_radius(model, x, y, method=method, nonce="one") for method in methods}
-    assert torch.equal(radii["best"], radii["image"])
-    assert (radii["image"] >= radii["adjoint"] * (1 - 2**-8)).all(), "a search ends at 2^-9"
-    assert (radii["adjoint"] > radii["lofast"] * 1.2).all(), "the adjoint certificate is there to be tighter"
+    if "lofast" in methods:
+        assert (radii["adjoint"] > radii["lofast"] * 1.2).all(), "the adjoint certificate is there to be tighter"
+    else:
+        assert torch.equal(radii["best"], radii["image"])
+        assert (radii["image"] >= radii["adjoint"] * (1 - 2**-8)).all(), "a search ends at 2^-9"
 
 
 def test_a_model_without_remainders_is_refused() -> None:

@@ -10,6 +10,7 @@ import zoo
 from certify.methods.adjoint import Adjoint
 from certify.methods.bake import bake
 from tests.tools.ascent import ascend
+from tests.tools.cases import mostly_slow
 from tests.tools.small_models import distinct
 from zoo.bounds.curvature import trunk_of
 from zoo.models.factory import model_options
@@ -17,6 +18,17 @@ from zoo.models.overview import rules_refusal, tiny_options
 
 REFUSED: dict[str, str] = {}  # models that the certificate does not cover, and why
 MODELS = distinct()
+COVERED = [name for name in MODELS if name not in REFUSED]
+
+
+def attention(name: str) -> str:
+    """The kind, "None" of a model without attention."""
+    kind = model_options(name).get("attention")
+    return str(kind["name"] if isinstance(kind, dict) else kind)
+
+
+EACH_ATTENTION = {attention(name): name for name in reversed(COVERED)}
+QUICK = (*EACH_ATTENTION.values(), "dp_swin_b", "lofast_vit_c10", "lofast_vit_c10_smooth")
 
 
 def test_every_model_is_covered_or_named() -> None:
@@ -26,7 +38,7 @@ def test_every_model_is_covered_or_named() -> None:
         assert {REFUSED.get(name, "") for name in names} == {refused}
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
+@pytest.mark.parametrize("name", mostly_slow(COVERED, *QUICK))
 def test_grams_are_there_and_back_again(name: str) -> None:
     """J J^T of the embedding is a short cut."""
     options = model_options(name, **tiny_options(name))
@@ -39,7 +51,7 @@ def test_grams_are_there_and_back_again(name: str) -> None:
         torch.testing.assert_close(embedding.gram(v), embedding.push(embedding.pull(v)))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
+@pytest.mark.parametrize("name", mostly_slow(COVERED, *QUICK))
 def test_no_ascent_beats_the_certificate(name: str) -> None:
     """The smallest margin falls to no less than the losses say; a small enough eps is certified."""
     options = model_options(name, **tiny_options(name))

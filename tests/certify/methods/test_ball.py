@@ -24,15 +24,14 @@ from certify.methods.served import ServedAdjoint
 from certizoo import UserError
 from tests.certify.methods.test_certify import margin_loss
 from tests.tools.ascent import ascend, ascend_box
+from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS, labelled, nodes_up_to_first_block, small_model
 from tests.tools.trials import served_loss
 
 METHODS = ("lofast", "lofast_local", "adjoint", "best")
-SLOW = ("cls", "fc_norm", "smooth", "stem")  # of `best`
-CASES = [
-    pytest.param(parts, method, marks=pytest.mark.slow) if method == "best" and parts in SLOW
-    else (parts, method) for method in METHODS for parts in PARTS
-]  # fmt: skip
+CASES = mostly_slow(
+    product(PARTS, METHODS), ("standard", "best"), *product(("smooth", "lofast", "standard"), METHODS[:-1])
+)
 EPS = (0.002, 0.02, 0.1)
 
 
@@ -133,9 +132,10 @@ def outrun(analysis: AdjointAnalysis, baked: Any, x: Tensor, eps: float) -> Tens
     return far_B / radius_B
 
 
-@pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("seed", range(3))
-def test_no_ascent_over_the_box_beats_the_loss_or_the_radii(parts: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "parts"), mostly_slow(product(range(3), PARTS), (0, "lofast"), (1, "smooth"), (2, "standard"))
+)
+def test_no_ascent_over_the_box_beats_the_loss_or_the_radii(seed: int, parts: str) -> None:
     model = small_model(parts, seed)
     x, y = labelled(model, 6, seed)
     analysis, baked = inner(model, x, y), bake(model)
@@ -219,11 +219,7 @@ def test_first_order_is_exact_in_the_box(parts: str) -> None:
 
 @pytest.mark.parametrize(
     ("parts", "method"),
-    [
-        pytest.param(parts, method, marks=pytest.mark.slow if (parts, method) == ("standard", "best") else ())
-        for parts in ("smooth", "standard")
-        for method in METHODS
-    ],
+    mostly_slow(product(("smooth", "standard"), METHODS), *product(("smooth", "standard"), METHODS[:-1])),
 )
 def test_radii_of_the_two_norms_stand_as_their_balls_do(parts: str, method: str) -> None:
     """The box of eps lies in the L2 ball of sqrt(d) eps and holds that of eps: so do the bounds."""
@@ -238,11 +234,7 @@ def test_radii_of_the_two_norms_stand_as_their_balls_do(parts: str, method: str)
 
 @pytest.mark.parametrize(
     ("method", "norm"),
-    [
-        pytest.param(method, norm, marks=pytest.mark.slow if (method, norm) == ("best", "l2") else ())
-        for method in METHODS
-        for norm in NORMS
-    ],
+    mostly_slow(product(METHODS, NORMS), *product(METHODS[:-1], NORMS)),  # `best`: the radii of the test above
 )
 def test_an_analysis_knows_its_norm_and_answers_in_it(method: str, norm: str) -> None:
     model = small_model("standard", 0)

@@ -20,6 +20,7 @@ from certify.methods.lofast import LoFAST
 from certify.stage.settings import Settings
 from certizoo import UserError
 from tests.tools.ascent import ascend, margin_loss
+from tests.tools.cases import mostly_slow
 from zoo.bounds.facts import NoRule
 
 SMALL: dict[str, Any] = {
@@ -59,7 +60,7 @@ def easy_batch(model: Any, count: int, seed: int) -> tuple[torch.Tensor, torch.T
         return x, model(x).argmax(-1)  # its own answers: correct by construction
 
 
-@pytest.mark.parametrize("group", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 10))])
+@pytest.mark.parametrize("group", mostly_slow(range(10), 0))
 def test_no_attack_beats_the_certified_radius(group: int) -> None:
     """200 seeded random models (20 in each group), 4 images each: PGD with 100 steps and 5 restarts on the margin of
     the baked function, at the largest radius that is certified for the image."""

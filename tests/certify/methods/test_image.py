@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from certify.methods.image import Image, ImageAnalysis
 from certify.methods.rung import Rung, Situation
 from tests.certify.methods.test_certify import margin_loss
 from tests.tools.ascent import ascend, ascend_box
+from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS, labelled, small_model
 from zoo.attention.parts import CoreLeafForms
 from zoo.bounds import lanczos
@@ -32,11 +34,9 @@ from zoo.models.convnet import ConvNet
 
 ROOT = Path(__file__).parents[3]
 EPS = (0.2,)  # and below
-CLOSE = 1.03
-LIKE = ("cls", "fc_norm")  # but for the pooling, as "standard"
-BUT_FOR_THE_POOLING = [pytest.param(parts, marks=pytest.mark.slow if parts in LIKE else ()) for parts in PARTS]
+# The others, "cls" and "fc_norm", are as "standard".
+BUT_FOR_THE_POOLING = mostly_slow(PARTS, "smooth", "lofast", "standard", "stem")
 SMOOTH = ("standard", "smooth", "cls")  # parts with hidden units that have forms
-SMOOTH_BUT_FOR_THE_POOLING = [case for case in BUT_FOR_THE_POOLING if case.values[0] in SMOOTH]
 
 
 def analysis_of(parts: str, seed: int = 0, count: int = 3, norm: str = "l2") -> tuple[Image, ImageAnalysis]:
@@ -58,15 +58,14 @@ def rung_of(analysis: ImageAnalysis, e: float) -> Rung:
 
 
 @pytest.mark.parametrize("eps", EPS)
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("parts", BUT_FOR_THE_POOLING)
+@pytest.mark.parametrize(("parts", "norm"), mostly_slow(product(PARTS, NORMS), ("smooth", "l2"), ("standard", "linf")))
 def test_ascent_finds_no_image_that_loses_more(parts: str, norm: str, eps: float) -> None:
     """Of the image's own bound, without the adjoint's help: for every rival, at the largest e and below."""
     certifier, analysis = analysis_of(parts, count=4, norm=norm)
     assert not beaten(certifier, analysis, rung_of(analysis, eps), (eps, 0.1 * eps))
 
 
-@pytest.mark.parametrize("parts", BUT_FOR_THE_POOLING)
+@pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard"))
 def test_any_weights_are_sound(parts: str) -> None:
     """They choose how tight a bound is, not whether it is one."""
     certifier, analysis = analysis_of(parts, count=4)
@@ -82,7 +81,7 @@ def test_any_weights_are_sound(parts: str) -> None:
     assert not beaten(certifier, analysis, rung, (0.1,))
 
 
-@pytest.mark.parametrize("parts", BUT_FOR_THE_POOLING)
+@pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth"))
 def test_what_is_off_between_nodes_is_part_of_the_ball(parts: str) -> None:
     """Nodes whose ends are off by a hundredth: ascent over the image and all of that finds no margin that loses more.
     Without it in the ball, planted, it does."""
@@ -124,7 +123,7 @@ def fall(certifier: Image, here: Situation, rival_B: Tensor, e_B: Tensor, off: f
     return (margin_of([torch.zeros_like(move) for move in moves]) - moved_B).detach()
 
 
-@pytest.mark.parametrize("parts", BUT_FOR_THE_POOLING)
+@pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast"))
 def test_large_models_are_left_to_forms(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is small is taken for large: no layer is measured, rivals are told apart by how far the features move. All
     images have a radius, and no ascent finds more."""
@@ -166,13 +165,15 @@ def beaten(certifier: Image, analysis: ImageAnalysis, rung: Rung, radii: tuple[f
 def formed_losses(rung: Rung, e_B: Tensor) -> Tensor:
     """By the forms of every rival, also of those that a decision does not need."""
     class_CB = rung.here.rivals_BR.mT
-    formed = rung._formed_of(class_CB, CLOSE)
+    formed, grown = rung._formed_of(class_CB), rung.ellipsoids.at(e_B)
     loss_BJ = torch.full_like(rung.here.clean.margin_BJ, torch.inf)
-    rung._lower(loss_BJ, formed, e_B, rung.ellipsoids.at(e_B))
+    rung._lower(loss_BJ, formed, torch.zeros_like(e_B, dtype=torch.bool), e_B, grown)
+    beside_CB = formed.rounded + rung.ellipsoids.beside_forms(formed.margins, grown)
+    rung._lowered(loss_BJ, formed, formed.coupled.cost(e_B, grown) + beside_CB)
     return loss_BJ
 
 
-@pytest.mark.parametrize("parts", SMOOTH)
+@pytest.mark.parametrize("parts", mostly_slow(SMOOTH, "smooth"))
 def test_remainders_of_units_stay_below_their_forms(parts: str) -> None:
     """At random changes of a leaf's input, of the size that its units reach: -<g, R> and |r|."""
     _, analysis = analysis_of(parts)
@@ -196,9 +197,7 @@ def act_value(act: Activation, z: Tensor, d: Tensor) -> Tensor:
     return torch.trapezoid(slopes, dx=1 / 200, dim=0) * d
 
 
-@pytest.mark.parametrize(
-    "parts", ["smooth", "lofast", "standard", *(pytest.param(p, marks=pytest.mark.slow) for p in LIKE)]
-)
+@pytest.mark.parametrize("parts", mostly_slow(("smooth", "lofast", "standard", "cls", "fc_norm"), "lofast"))
 def test_radii_are_never_below_the_adjoint_ones_and_ascent_beats_none(parts: str) -> None:
     model = small_model(parts, 1)
     x, y = labelled(model, 4, 2)
@@ -209,7 +208,7 @@ def test_radii_are_never_below_the_adjoint_ones_and_ascent_beats_none(parts: str
     assert not ((found_B > 0) & (image_B > 0)).any()
 
 
-@pytest.mark.parametrize("theta", [None, 1.0])
+@pytest.mark.parametrize("theta", mostly_slow((None, 1.0), None))
 def test_kinks_cost_less_on_the_ball_of_images(theta: float | None) -> None:
     """A conv net of ReLU or ReLU_theta, whose remainders had no forms once: certified further, and never beaten."""
     torch.manual_seed(1)
@@ -237,8 +236,7 @@ def test_forms_of_attention_leave_a_fraction_of_its_remainder() -> None:
     plain = Rung(replace(here, tape=Tape([in_one_piece(expansion) for expansion in chain])), e_B)
     class_CB = here.rivals_BR[:, :1].mT
     costs = [
-        rung.ellipsoids.cost(rung._formed_of(class_CB, CLOSE).margins, rung.ellipsoids.at(e_B))
-        for rung in (with_forms, plain)
+        rung.ellipsoids.cost(rung._formed_of(class_CB).margins, rung.ellipsoids.at(e_B)) for rung in (with_forms, plain)
     ]
     assert (costs[0] < 0.25 * costs[1]).all()
 
@@ -298,12 +296,12 @@ def short(sizes: Callable[[Situation, Tensor], Sizes]) -> Callable[[Situation, T
     return lambda here, e_B: {at: 0.1 * size_B for at, size_B in sizes(here, e_B).items()}
 
 
-@pytest.mark.parametrize("parts", ["standard", "smooth"])
+@pytest.mark.parametrize("parts", mostly_slow(("standard", "smooth"), "smooth"))
 def test_remainders_stay_within_theta(parts: str) -> None:
     assert not exceeded(parts)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", mostly_slow(FAULTS, "theta forgotten", LENGTHS))
 def test_a_planted_fault_is_seen_by_ascent(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)
     assert exceeded("smooth" if fault == LENGTHS else "standard")  # where hidden units are the first of their node
@@ -379,7 +377,7 @@ def test_an_answer_does_not_hang_on_what_was_asked_before() -> None:
         torch.testing.assert_close(one.at(share * radius_B).loss_B, other.at(share * radius_B).loss_B)
 
 
-@pytest.mark.parametrize("nothing", [math.nan, pytest.param(0.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nothing", mostly_slow((math.nan, 0.0), math.nan))
 def test_an_image_of_which_nothing_is_expected_disturbs_no_other(nothing: float) -> None:
     """It has no rung: that of a radius of 0 would divide by it."""
     _, whole = analysis_of("standard")

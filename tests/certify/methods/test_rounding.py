@@ -1,6 +1,7 @@
 """The certificate of the served model: what float32 and bfloat16 really do never exceeds what is reckoned with."""
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from certify.methods.served import ServedAdjoint, ServedImage
 from certizoo import UserError
 from tests.certify.methods.test_certify import SMALL
 from tests.tools.ascent import ascend
+from tests.tools.cases import mostly_slow
 from tests.tools.small_models import AVG, PARTS, labelled, small_model
 from tests.tools.trials import served_loss
 from tests.zoo.bounds.test_rules import norm_with_affine, scaled_
@@ -81,8 +83,13 @@ def shares(name: str, dtype: torch.dtype) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    mostly_slow(
+        product(MODULES, DTYPES), *product(MODULES, DTYPES[:1]), *product(("layernorm", "attention"), DTYPES[1:])
+    ),
+    ids=str,
+)
 def test_no_point_is_rounded_by_more_than_the_bound(name: str, dtype: torch.dtype) -> None:
     share = shares(name, dtype)
     assert not torch.isnan(share).any()
@@ -105,7 +112,7 @@ def test_a_unit_that_is_too_small_is_noticed(name: str) -> None:
 POST_NORM: dict[str, Any] = AVG | {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "postnorm"}
 
 
-@pytest.mark.parametrize("parts", [*PARTS, "post norm"])
+@pytest.mark.parametrize("parts", mostly_slow((*PARTS, "post norm"), "standard", "post norm"))
 def test_the_served_margin_never_falls_by_more_than_the_loss(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Float32 logits at the points an ascent finds, at every radius; and certified images keep their class."""
     monkeypatch.setitem(PARTS, "post norm", POST_NORM)
@@ -119,7 +126,8 @@ def test_the_served_margin_never_falls_by_more_than_the_loss(parts: str, monkeyp
         held_against_ascent(analysis, model, x, y, eps_B)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow  # radii of `ServedImage` against ascent in the gate: test_trials.py
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_served_margin_on_the_ball_of_images(dtype: torch.dtype) -> None:
     model = small_model("standard", 0)
     x, y = labelled(model, 1, 0)

@@ -18,6 +18,7 @@ from certify.methods.bake import bake, logit_difference
 from certify.methods.lofast import LocalLoFAST, LoFAST
 from certizoo import UserError
 from tests.tools.ascent import ascend
+from tests.tools.cases import mostly_slow
 from tests.tools.small_models import TINY
 from zoo.bounds import running
 
@@ -113,7 +114,7 @@ PLACES: tuple[Callable[[Any, float], None], ...] = (
     values,
 )
 OFFSETS = (2.0**24, 2.0**32, 2.0**40)
-ENDS_FIRST = (OFFSETS[0], pytest.param(OFFSETS[1], marks=pytest.mark.slow), OFFSETS[2])
+LARGEST = mostly_slow(OFFSETS, OFFSETS[-1])
 
 
 def pair_of(place: Callable[[Any, float], None], offset: float) -> tuple[Any, Any]:
@@ -166,7 +167,7 @@ def lies(place: Callable[[Any, float], None], offset: float, method: str) -> tup
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("offset", ENDS_FIRST, ids=("2^24", "2^32", "2^40"))
+@pytest.mark.parametrize("offset", LARGEST, ids=("2^24", "2^32", "2^40"))
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_an_offset_that_cancels_certifies_nothing_false(
     place: Callable[[Any, float], None], offset: float, method: str
@@ -176,7 +177,7 @@ def test_an_offset_that_cancels_certifies_nothing_false(
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("offset", OFFSETS, ids=("2^24", "2^32", "2^40"))
+@pytest.mark.parametrize("offset", LARGEST, ids=("2^24", "2^32", "2^40"))
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_margins_less_what_the_defects_cost_are_below_the_true_ones(
     place: Callable[[Any, float], None], offset: float
@@ -200,7 +201,7 @@ def margin_labels(model: Any, x: Tensor) -> Tensor:
         return model(x).argmax(-1)
 
 
-@pytest.mark.parametrize("reserve", [*(pytest.param(r, marks=pytest.mark.slow) for r in (0.0, 1e-5)), 1e-3])
+@pytest.mark.parametrize("reserve", mostly_slow((0.0, 1e-5, 1e-3), 1e-3))
 def test_the_attacks_find_a_prover_that_forgets_rounding(reserve: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slack that follows the margin only, and one that is too small."""
     monkeypatch.setattr(running, "RESERVE", reserve)

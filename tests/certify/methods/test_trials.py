@@ -1,6 +1,7 @@
 """The trials themselves: they see a wrong radius, stay in the ball, cover the zoo, and what they count adds up."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,18 @@ import zoo
 from benchmarks import record
 from benchmarks import trials as benchmark
 from tests.tools import trials
+from tests.tools.cases import mostly_slow
 from tests.tools.small_models import distinct
-from tests.tools.trials import KINDS, METHODS, NORMS, TRAINED, WEIGHTS, Subject, inside, numbered, outcomes
+from tests.tools.trials import KINDS, METHODS, NORMS, SERVED, TRAINED, WEIGHTS, Subject, inside, numbered, outcomes
 
 SUBJECT = Subject("smooth", TRAINED, 0)
 
 
 @pytest.mark.parametrize(
     ("method", "norm"),
-    [
-        pytest.param(method, norm, marks=() if norm == "l2" or method == "best" else pytest.mark.slow)
-        for method in METHODS
-        for norm in NORMS
-    ],
+    mostly_slow(
+        product(METHODS, NORMS), ("lofast_local", "l2"), ("adjoint", "l2"), ("lofast_local", "linf"), (SERVED, "l2")
+    ),
 )
 def test_a_wrong_radius_is_beaten_and_the_right_one_is_not(
     method: str, norm: str, monkeypatch: pytest.MonkeyPatch

@@ -119,10 +119,9 @@ def test_ctrl_c_is_one_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(records, "append", interrupted)
+    words = f"handover={handover} out={tmp_path} data=digits data.root={digits} images=20 workers=2 method=lofast"
     with pytest.raises(SystemExit) as held:  # with its traceback, so that no frame of the stage is collected
-        main(
-            [f"handover={handover}", f"out={tmp_path}", "data=digits", f"data.root={digits}", "images=20", "workers=2"]
-        )
+        main(words.split())
     for worker in active_children():
         worker.join(20)
     assert not active_children(), held

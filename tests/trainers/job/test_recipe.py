@@ -16,6 +16,7 @@ import shards.__main__
 import zoo
 from certizoo import UserError
 from certizoo.compose import compose_config
+from tests.tools.cases import mostly_slow
 from tests.tools.launching import ROOT, TINY
 from tests.tools.workers.objectives import CONV
 from trainers import entry
@@ -129,6 +130,7 @@ CASES: dict[str, list[Case]] = {
     "the_product_has_rules_for_the_model": [("constrain", [*CERTVIT, UNTIED], "no product of norms")],
 }
 LISTED = [(rule, *case) for rule, cases in CASES.items() for case in cases]
+FIRST = [(rule, *cases[0]) for rule, cases in CASES.items()]
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +158,7 @@ def test_every_rule_has_a_case() -> None:
     assert set(CASES) == {rule.__name__ for rule in (*RULES, *CONSTRAIN_RULES)}
 
 
-@pytest.mark.parametrize(("rule", "script", "overrides", "words"), LISTED)
+@pytest.mark.parametrize(("rule", "script", "overrides", "words"), mostly_slow(LISTED, *FIRST))
 def test_trainer_and_doctor_refuse_in_one_line_before_work(
     rule: str, script: str, overrides: Sequence[str], words: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

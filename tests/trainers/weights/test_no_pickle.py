@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.cases import mostly_slow
 from tests.tools.launching import ROOT, TINY, environment, finish, launch
 
 SCRIPT = ROOT / "trainers" / "adv_train.py"
@@ -24,7 +25,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", mostly_slow(READERS, "file", "torch", "collective"))
 def test_the_guard_sees_every_reader(reader: str, tmp_path: Path) -> None:
     write = "import pickle, torch, torch.distributed as dist; torch.save([1], 'x'); "
     done = subprocess.run(

@@ -58,6 +58,7 @@ def test_metrics_hold_one_row_a_step_and_one_an_epoch(undisturbed: Path) -> None
     assert len([row for row in rows(undisturbed) if "clean_acc" in row]) == 2
 
 
+@pytest.mark.slow  # in the gate, without a kill: test_states.py
 def test_killed_and_resumed_equals_undisturbed(folder: Path, undisturbed: Path) -> None:
     run_dir = folder / "runs" / "killed"
     process = launch(SCRIPT, *arguments("killed"), cwd=folder)

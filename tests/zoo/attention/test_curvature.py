@@ -6,6 +6,7 @@ Letters: B images, C gradients, N tokens, D width, H heads.
 import math
 from collections.abc import Callable, Iterator
 from decimal import Decimal, localcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.tools.ascent import ascend, largest_change
+from tests.tools.cases import mostly_slow
 from tests.tools.expansions import Instance, largest_dip, largest_gain, largest_remainder, report
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
@@ -146,7 +148,7 @@ def test_no_ascent_beats_a_form_of_beta(attacked: Attacked) -> None:
     assert found["least"].min() < 3.5
 
 
-@pytest.mark.parametrize("kind", MIXTURES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", mostly_slow(MIXTURES, GPSA), ids=lambda kind: kind.__name__)
 def test_no_ascent_beats_attention_of_a_kind(kind: type[nn.Module]) -> None:
     """210 instances of four tokens each: remainder, beta, and the norm of J."""
     dips, mosts = [], []
@@ -162,8 +164,11 @@ def test_no_ascent_beats_attention_of_a_kind(kind: type[nn.Module]) -> None:
     assert torch.cat(mosts).median() < 15
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("kind", MIXTURES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("kind", "residual"),
+    mostly_slow(product(MIXTURES, (False, True)), (GPSA, False), (GPSA, True), (DotProductAttention, False)),
+    ids=lambda v: v.__name__ if isinstance(v, type) else str(v),
+)
 def test_no_ascent_beats_the_local_rule(kind: type[nn.Module], residual: bool) -> None:
     """Nor is the published rule ever better."""
     found: dict[str, list[Tensor]] = {"published": [], "local": []}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.tools.ascent import ascend
+from tests.tools.cases import mostly_slow
 from tests.zoo.attention.test_curvature import random_
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
@@ -136,7 +137,7 @@ def squared(apply: Callable[[Tensor], Tensor], eta: Tensor) -> Tensor:
     return (v * torch.cat([apply(one[None]) for one in v])).flatten(2).sum(-1).flatten()
 
 
-@pytest.mark.parametrize("r", [pytest.param(r, marks=pytest.mark.slow) if r in (0.03, 1.0) else r for r in RADII])
+@pytest.mark.parametrize("r", mostly_slow(RADII, 0.3))
 @pytest.mark.parametrize("score", SCORES)
 def test_no_ascent_within_the_reaches_beats_a_form(score: str, r: float) -> None:
     """While the reaches are the exact ones."""
@@ -147,7 +148,7 @@ def test_no_ascent_within_the_reaches_beats_a_form(score: str, r: float) -> None
     assert (by_rest <= 1 + 1e-6).all()
 
 
-@pytest.mark.parametrize("r", [0.03, 1.0, pytest.param(30.0, marks=pytest.mark.slow), 1e4])
+@pytest.mark.parametrize("r", mostly_slow((0.03, 1.0, 30.0, 1e4), 1.0))
 @pytest.mark.parametrize("score", SCORES)
 def test_no_ascent_beats_what_holds_everywhere(score: str, r: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """However far scores move."""
@@ -218,7 +219,7 @@ def test_the_functionals_are_linear_and_their_sizes_are_lengths(score: str) -> N
     torch.testing.assert_close(case.forms.squares(eye), case.forms.sizes.square(), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", mostly_slow(SCORES, "tied distances"))
 def test_a_smaller_reach_shrinks_the_rest_as_it_says(score: str) -> None:
     """t C of the large reach holds within the small one; t falls like its square where forms are of second order."""
     case = case_of(SCORES[score])
@@ -300,7 +301,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], float]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", mostly_slow(FAULTS, "change of values forgotten"))
 def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the same search."""
     plant, r = FAULTS[fault]
@@ -348,7 +349,9 @@ def test_the_leaves_of_an_attention_are_its_chain(kind: str) -> None:
     assert sum(leaf.forms is not None for leaf in whole.parts) == 1
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "SCSA" not in kind])
+@pytest.mark.parametrize(
+    "kind", mostly_slow((kind for kind in KINDS if "SCSA" not in kind), "gated positions", "window of L2")
+)
 def test_ascent_over_tokens_beats_no_form(kind: str) -> None:
     """Through the projections: what the certificate measures."""
     torch.manual_seed(1)

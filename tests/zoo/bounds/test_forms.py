@@ -16,7 +16,7 @@ from certify.methods.bake import bake
 from tests.tools.ascent import ascend
 from tests.tools.expansions import Instance
 from tests.tools.small_models import distinct
-from tests.zoo.bounds.test_curvature import CASES, Case, instances
+from tests.zoo.bounds.test_curvature import CASES, HERE, Case, instances
 from zoo.bounds.activations import Hinge, hinge_parabola
 from zoo.bounds.contracts import Expansion, Forms, QuadraticForm
 from zoo.bounds.curvature import affine, expansion_of
@@ -35,7 +35,6 @@ NONE = {  # types that bend and have no forms: attention
     "ScaledCosineAttention",
     "WindowAttention",
 }
-HERE = [(kind, i) for kind, cases in CASES.items() for i in range(len(cases))]
 NORMS = (nn.LayerNorm, SmoothProject, LayerProject)
 RANK = 5  # of an ellipsoid of changes
 each_case = pytest.mark.parametrize(("kind", "i"), HERE, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))

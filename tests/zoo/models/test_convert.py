@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import zoo
 from certizoo import UserError
 from certizoo.compose import compose_config
+from tests.tools.cases import mostly_slow
 from tests.tools.launching import ROOT, TINY, environment
 from zoo import export
 from zoo.__main__ import main
@@ -540,7 +541,9 @@ def test_caps_are_folded_for_timm() -> None:
     assert hasattr(model.patch_embed.proj, "parametrizations"), "the model itself stays as it is"
 
 
-@pytest.mark.parametrize(("variant", "family"), [("dp", "vit"), ("l2", "convit"), ("dp", "swin")])
+@pytest.mark.parametrize(
+    ("variant", "family"), mostly_slow((("dp", "vit"), ("l2", "convit"), ("dp", "swin")), ("dp", "vit"))
+)
 def test_torch_export_reproduces_the_logits_for_any_batch(variant: str, family: str, tmp_path: Path) -> None:
     model = randomised(ours(family, variant))
     export.export(model, tmp_path / "m.pt2", "torch", (3, *model.patch_embed.img_size))

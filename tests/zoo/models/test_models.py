@@ -17,6 +17,7 @@ from torch import Tensor
 import zoo
 import zoo.attention
 from tests.tools import oracles
+from tests.tools.cases import mostly_slow
 from tests.tools.small_models import distinct
 from zoo.layers.fold import folded
 from zoo.models.overview import tiny_options
@@ -180,7 +181,7 @@ def test_a_pooled_class_token_is_all_that_the_last_block_answers_for(name: str) 
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, *SHRUNK))
 def test_timm_creates_the_same_model(name: str) -> None:
     ours = tiny(name).state_dict()
     torch.manual_seed(0)
@@ -231,7 +232,7 @@ def kinds(model: Any) -> set[str]:
     return {type(module).__name__ for module in model.modules()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, *SHRUNK))
 def test_every_true_size_is_the_published_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Built without memory for its weights; and what the tests above used was the same model, shrunk."""
     # There is nothing to draw, and pretending to takes most of a second a model.

@@ -1,0 +1,123 @@
+"""What a margin can lose at first order and to remainders at once: seldom does one image do both.
+
+`Ellipsoids.cost` adds the worst of each. With u of ellipsoid.py in its parts, that of the image u_0, of remainders u_k
+and of defects u_n, the loss is at most the largest value of
+
+    <b, u_0> + <u, S u> / 2,    |u_0| <= t = e / E,   |u_k|^2 <= <u, Q_k u>,   |u_k|^2 <= theta_k,   |u_n|^2 <= theta_0,
+
+b = -E g_0, S = sum_i M_i^T C_i M_i, Q_k = M_k^T C'_k M_k the form of the remainder of leaf k. The S-procedure: for all
+multipliers m of the first constraint, d_k = q_k + rest of those of u_k, d_n of defects, for which
+P = diag(m, d) - S - sum_k q_k Q_k is positive definite,
+
+    loss <= (m t^2 + sum_k (d_k - q_k) theta_k + d_n theta_0) / 2 + <b, P^-1 b> / 2.
+
+One norm kappa = lambda_max(D^(-1/2) A D^(-1/2)) of A = S + sum_k D_k Q_k proves P for all multipliers above kappa D,
+and one product z = A b bounds the last term. Proof: docs/proofs.md#coupled.
+
+Letters: B images, C rivals of each.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from certify.maps.ellipsoid import IMAGE, NOISE, OUT, Ellipsoids, Grown, Margins, Sizes
+from zoo.arithmetic import nan_to_inf
+from zoo.arithmetic import product as times
+from zoo.bounds.contracts import QuadraticForm
+from zoo.bounds.tape import Vectors
+
+ALIGNED = 0.5  # of what remainders could add to the image's multiplier, about what they do
+FIRM = 1.2  # multipliers of remainders, in units of what the parts behind them ask for
+SPARE = (0.02, 0.05, 0.1, 0.2, 0.4)  # of D beyond kappa D: more costs in itself, and less in <z, P^-1 z>
+STEEP = (1.0, 1.1, 1.3, 1.7)  # m in units of |b| / t, where kappa does not ask for more
+ROUNDING = 1e-10  # of <b, A b>, in units of kappa <b, D b>: beyond that of float64
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """Of some rivals, (C, B) each, at the largest e: what the first order costs alone, |b|, <b, A b> and kappa; D and
+    |z| of the parts, by their sources; and whose remainders are held by their forms, (B,)."""
+
+    first: Tensor
+    length: Tensor
+    bent: Tensor
+    kappa: Tensor
+    weights: Vectors
+    pulled: Vectors
+    held: Sizes
+    most_B: Tensor
+    theta_0_B: Tensor
+
+    def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
+        """Of first order and forms together, for e <= the largest: (C, B)."""
+        costs = [self._cost(e_B / self.most_B, grown, *factors) for factors in product(SPARE, STEEP)]
+        return nan_to_inf(OUT * torch.stack(costs).amin(0))
+
+    def _cost(self, t_B: Tensor, grown: Grown, spare: float, steep: float) -> Tensor:
+        share = self.kappa + spare
+        m = torch.maximum(share * self.weights[IMAGE], steep * self.length / t_B.clamp_min(1e-100))
+        inverse, first = self.inverse(m, spare), self.first * t_B
+        traded = (first / inverse.clamp_min(1e-300)).clamp(max=1)  # all shares are sound: that of the least sum
+        return first * (1 - traded) + (traded.square() * inverse + m * t_B.square() + self.allowed(share, grown)) / 2
+
+    def inverse(self, m: Tensor, spare: float) -> Tensor:
+        """Never below <b, P^-1 b>, with (kappa + spare) D beside m."""
+        least = self.kappa * self.weights[IMAGE]
+        rest = self.pulled[IMAGE].square() / (m - least)
+        for part in self.weights.keys() - {IMAGE}:
+            rest = rest + self.pulled[part].square() / (spare * self.weights[part])
+        bends = self.bent + ROUNDING * least * self.length.square()
+        return self.length.square() / m + (bends + rest) / m.square()
+
+    def allowed(self, share: Tensor, grown: Grown) -> Tensor:
+        """sum_k (d_k - q_k) theta_k + d_n theta_0 for d = share D: forms hold what they may, constants the rest."""
+        total = times(share * self.weights[NOISE], self.theta_0_B)
+        for k, held_B in self.held.items():
+            total = total + times((share - held_B * share.clamp(max=1)) * self.weights[k], grown.theta[k])
+        return total
+
+
+def coupled(ellipsoids: Ellipsoids, margins: Margins, g_0: Tensor, first: Tensor) -> Coupled:
+    """Of margins with these gradients at the image, (C, B, *x), that lose `first` e at first order."""
+    joint, last = ellipsoids.joint, margins.last
+    held = {k: ellipsoids.held(k) for k in joint.sources(last)}
+    weights = _weights(ellipsoids, margins, held)
+    forms = dict(margins.forms)
+    for k, held_B in held.items():
+        form = ellipsoids.rests[k].form
+        if form is not None and bool(held_B.any()):
+            forms[k] = _sum(forms.get(k), form, weights[k] * held_B)
+    parts = {part: joint.part(part, last) for part in weights}
+    scale = sum((weights[part].rsqrt()[..., None] * mask for part, mask in parts.items()), torch.zeros(()).to(first))
+    kappa = ellipsoids.seminorms(forms, "coupled", margins.numbers, ellipsoids.effort.close, scale).square()
+    slope = g_0.flatten(2) * joint.most_B[:, None]
+    b = F.pad(slope, (0, joint.room(last) - slope.shape[-1]))  # the image is the first part
+    z = joint.gram(forms)(b)
+    pulled = {part: torch.linalg.vector_norm(z * mask, dim=-1) for part, mask in parts.items()}
+    lengths = first * joint.most_B, torch.linalg.vector_norm(b, dim=-1), (b * z).sum(-1)
+    return Coupled(*lengths, kappa, weights, pulled, held, joint.most_B, joint.noise.theta)
+
+
+def _weights(ellipsoids: Ellipsoids, margins: Margins, held: Sizes) -> Vectors:
+    """D: any numbers are sound. With FIRM = 1 and ALIGNED = 1 kappa would be at most 1."""
+    alone = whole = torch.where(torch.isfinite(margins.norm), margins.norm.square(), 1.0).clamp_min(1e-100)
+    weights = Vectors()
+    for k in sorted(held, reverse=True):
+        weights[k] = FIRM * whole
+        whole = whole + weights[k] * torch.where(held[k] > 0, ellipsoids.rests[k].norm_B.square(), 0.0)
+    return weights | {NOISE: FIRM * whole, IMAGE: alone + ALIGNED * (whole - alone)}
+
+
+def _sum(form: QuadraticForm | None, rest: QuadraticForm, weight: Tensor) -> QuadraticForm:
+    """form + weight * rest."""
+
+    def apply(v: Tensor) -> Tensor:
+        added = weight.view(*weight.shape, *(1,) * (v.ndim - 2)) * rest.apply(v)
+        return added if form is None else form.apply(v) + added
+
+    largest = times(weight, rest.largest)
+    return QuadraticForm(apply, largest if form is None else form.largest + largest)

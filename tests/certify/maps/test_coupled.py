@@ -1,0 +1,143 @@
+"""First order and remainders at once: against dense matrices, and ascent over all that the constraints allow."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from certify.maps import coupled as module
+from certify.maps.ellipsoid import COARSE, IMAGE, NOISE
+from certify.methods.rung import Formed, Rung
+from tests.certify.maps.test_maps import dense, entering
+from tests.certify.methods.test_image import analysis_of, situation
+from tests.tools import small_models
+from zoo.bounds.contracts import QuadraticForm
+
+STEPS, STARTS = 60, 2
+PARTS = [
+    pytest.param(parts, marks=pytest.mark.slow if parts not in ("smooth", "standard") else ())
+    for parts in small_models.PARTS
+]
+SHARES = (1.0, 0.3)  # of the largest radius
+
+
+def formed_of(parts: str, e: float, off: float = 0.0) -> tuple[Rung, Formed]:
+    """Of the closest rival of each of two images; nodes whose ends are off by `off`."""
+    _, analysis = analysis_of(parts, count=2)
+    here = situation(analysis)
+    rung = Rung(replace(here, defects=[torch.full_like(d, off) for d in here.defects]), torch.full((2,), e).double())
+    return rung, rung._formed_of(here.rivals_BR[:, :1].mT)
+
+
+def matrix(rung: Rung, form: QuadraticForm, at: int, room: int, maps: dict[int, Tensor]) -> Tensor:
+    """M^T C M (C, B, n, n), filled up with zeros to `room`."""
+    m = maps[at]
+    shape = entering(rung.ellipsoids.tape.leaves[at])[1:]
+    columns = m.permute(2, 0, 1).unflatten(-1, shape)
+    pulled = torch.stack([form.apply(column.expand(len(form.largest), *column.shape)) for column in columns])
+    found = torch.einsum("ncbx,bxk->cbnk", pulled.flatten(3), m)
+    return torch.nn.functional.pad(found, (0, room - found.shape[-1]) * 2)
+
+
+def forms_of(rung: Rung, formed: Formed) -> tuple[Tensor, dict[int, Tensor]]:
+    """S (C, B, n, n) and Q_k (1, B, n, n) of the leaves whose remainders have a form."""
+    last = formed.margins.last
+    maps, room = dense(rung.ellipsoids.joint, last), rung.ellipsoids.joint.room(last)
+    parts = [matrix(rung, form, at, room, maps) for at, form in formed.margins.forms.items()]
+    rests = {k: rung.ellipsoids.rests[k].form for k in rung.ellipsoids.joint.sources(last)}
+    return sum(parts, torch.zeros(())), {
+        k: matrix(rung, form, k, room, maps) for k, form in rests.items() if form is not None
+    }
+
+
+def slope_of(rung: Rung, formed: Formed) -> Tensor:
+    """-b (C, B, n)."""
+    g_0, _ = rung.here.gradients(formed.class_CB)
+    flat = g_0.flatten(2) * rung.most_B[:, None]
+    room = rung.ellipsoids.joint.room(formed.margins.last)
+    return torch.nn.functional.pad(flat, (0, room - flat.shape[-1]))
+
+
+def worst(rung: Rung, formed: Formed, s: Tensor, q: dict[int, Tensor], share: float) -> Tensor:
+    """The largest <b, u> + <u, S u> / 2 that ascent finds within the constraints, at this share of the largest e."""
+    joint, last = rung.ellipsoids.joint, formed.margins.last
+    b, grown = slope_of(rung, formed), rung.ellipsoids.at(share * rung.most_B)
+    parts = {name: joint.part(name, last) for name in (IMAGE, NOISE, *joint.sources(last))}
+    torch.manual_seed(0)
+    found = torch.full(b.shape[:2], -torch.inf, dtype=b.dtype)
+    v = torch.randn(STARTS, *b.shape, dtype=b.dtype)
+    v[0] = b
+    v.requires_grad_()
+    optimiser = torch.optim.Adam([v], lr=0.1)
+    for _ in range(STEPS):
+        u = torch.zeros_like(v)
+        for name, mask in parts.items():
+            if name == IMAGE:
+                most = torch.full_like(u[..., 0], share)
+            elif name == NOISE:
+                most = joint.noise.theta.sqrt().expand_as(u[..., 0])
+            else:
+                most = grown.theta[name].expand_as(u[..., 0])
+                if name in q:
+                    held = torch.einsum("scbn,cbnk,scbk->scb", u, q[name].expand(len(b), -1, -1, -1), u)
+                    most = torch.minimum(most, held)
+                most = (most + 1e-300).sqrt()
+            piece = v * mask
+            length = piece.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+            u = u + piece / length * torch.minimum(most[..., None], length * most[..., None] * 1e3)
+        value = (b * u).sum(-1) + 0.5 * torch.einsum("scbn,cbnk,scbk->scb", u, s, u)
+        found = torch.maximum(found, value.detach().amax(0))
+        optimiser.zero_grad()
+        (-value.sum()).backward()
+        optimiser.step()
+    return found
+
+
+@pytest.mark.parametrize("off", [pytest.param(0.0, marks=pytest.mark.slow), 1e-3])
+@pytest.mark.parametrize("parts", PARTS)
+def test_no_ascent_within_the_constraints_beats_it(parts: str, off: float) -> None:
+    rung, formed = formed_of(parts, 0.1, off)
+    s, q = forms_of(rung, formed)
+    for share in SHARES:
+        e_B = share * rung.most_B
+        bound = formed.coupled.cost(e_B, rung.ellipsoids.at(e_B))
+        assert (worst(rung, formed, s, q, share) <= bound * (1 + 1e-9)).all()
+
+
+def test_ascent_reaches_most_of_it() -> None:
+    """So that a bound that is too small would be seen."""
+    rung, formed = formed_of("smooth", 0.1)
+    share = worst(rung, formed, *forms_of(rung, formed), 1.0) / formed.coupled.cost(
+        rung.most_B, rung.ellipsoids.at(rung.most_B)
+    )
+    assert share.min() > 0.5
+    assert share.max() > 0.7
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_kappa_and_the_inverse_are_those_of_dense_matrices(parts: str) -> None:
+    """For every choice of multipliers that `cost` looks at."""
+    rung, formed = formed_of(parts, 0.05, 1e-3)
+    c, (s, q), b = formed.coupled, forms_of(rung, formed), slope_of(rung, formed)
+    joint, last = rung.ellipsoids.joint, formed.margins.last
+    masks = {part: joint.part(part, last) for part in c.weights}
+    a = s + sum((c.held[k] * c.weights[k])[..., None, None] * q_k for k, q_k in q.items())
+    d = diagonal(c.weights, masks)
+    known = torch.isfinite(c.kappa)
+    assert known.any()
+    top = torch.linalg.eigvalsh(a * d.rsqrt()[..., None] * d.rsqrt()[..., None, :])[..., -1]
+    assert (c.kappa >= top * (1 - 1e-9))[known].all()
+    assert (c.kappa <= top * COARSE**2 + 1e-12)[known].all()
+    for spare, steep in product(module.SPARE, module.STEEP):
+        share = c.kappa + spare
+        m = torch.maximum(share * c.weights[IMAGE], steep * c.length)
+        p = torch.diag_embed(diagonal({k: share * w for k, w in c.weights.items()} | {IMAGE: m}, masks)) - a
+        inverse = (torch.linalg.solve(p, b) * b).sum(-1)
+        assert (torch.linalg.eigvalsh(p)[..., 0] > 0)[known].all()
+        assert (c.inverse(m, spare) >= inverse * (1 - 1e-9))[known].all()
+
+
+def diagonal(weights: dict[int, Tensor], masks: dict[int, Tensor]) -> Tensor:
+    return sum((w[..., None] * masks[part] for part, w in weights.items()), torch.zeros(()).double())
