@@ -12,15 +12,11 @@ from certify.maps.ellipsoid import COARSE, IMAGE, NOISE
 from certify.methods.rung import Formed, Rung
 from tests.certify.maps.test_maps import dense, entering
 from tests.certify.methods.test_image import analysis_of, situation
-from tests.tools import small_models
+from tests.tools.cases import mostly_slow
+from tests.tools.small_models import PARTS
 from zoo.bounds.contracts import QuadraticForm
 
 STEPS, STARTS = 60, 2
-PARTS = [
-    pytest.param(parts, marks=pytest.mark.slow if parts not in ("smooth", "standard") else ())
-    for parts in small_models.PARTS
-]
-SHARES = (1.0, 0.3)  # of the largest radius
 
 
 def formed_of(parts: str, e: float, off: float = 0.0) -> tuple[Rung, Formed]:
@@ -95,8 +91,7 @@ def worst(rung: Rung, formed: Formed, s: Tensor, q: dict[int, Tensor], share: fl
     return found
 
 
-@pytest.mark.parametrize("off", [pytest.param(0.0, marks=pytest.mark.slow), 1e-3])
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize(("parts", "off"), mostly_slow(product(PARTS, (0.0, 1e-3)), ("smooth", 1e-3)))
 def test_no_ascent_within_the_constraints_beats_it(parts: str, off: float) -> None:
     rung, formed = formed_of(parts, 0.1, off)
     s, q = forms_of(rung, formed)
@@ -106,6 +101,7 @@ def test_no_ascent_within_the_constraints_beats_it(parts: str, off: float) -> No
         assert (worst(rung, formed, s, q, share) <= bound * (1 + 1e-9)).all()
 
 
+@pytest.mark.slow
 def test_ascent_reaches_most_of_it() -> None:
     """So that a bound that is too small would be seen."""
     rung, formed = formed_of("smooth", 0.1)
@@ -116,7 +112,7 @@ def test_ascent_reaches_most_of_it() -> None:
     assert share.max() > 0.7
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard"))
 def test_kappa_and_the_inverse_are_those_of_dense_matrices(parts: str) -> None:
     """For every choice of multipliers that `cost` looks at."""
     rung, formed = formed_of(parts, 0.05, 1e-3)
