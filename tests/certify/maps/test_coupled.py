@@ -17,6 +17,7 @@ from tests.tools.small_models import PARTS
 from zoo.bounds.contracts import QuadraticForm
 
 STEPS, STARTS = 60, 2
+SHARES = (1.0, 0.3)  # of the largest radius
 
 
 def formed_of(parts: str, e: float, off: float = 0.0) -> tuple[Rung, Formed]:
