@@ -5,6 +5,7 @@ import pytest
 import zoo
 from certizoo import UserError
 from certizoo.nearest import choices, nearest, unknown
+from tests.tools.cases import mostly_slow
 
 KEYS = ["optimizer.lr", "optimizer.name", "train.epochs", "train.log_every", "name", "data.train"]
 
@@ -26,7 +27,7 @@ def test_the_nearest_is_first_of_three(wrong: str, known: list[str], first: str)
     assert len(found) == len(set(found)) == 3
 
 
-@pytest.mark.parametrize("name", zoo.list_models())
+@pytest.mark.parametrize("name", mostly_slow(zoo.list_models(), *list(zoo.list_models())[::5]))
 def test_a_letter_too_many_or_too_few_is_understood(name: str) -> None:
     for wrong in (f"{name}x", name[:3] + name[4:], name[:-1] + "_" + name[-1]):
         if wrong not in zoo.list_models():

@@ -12,6 +12,7 @@ import zoo
 from benchmarks.experiments import ATTACKS, TABLES, markdown, run
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
+from tests.tools.cases import mostly_slow
 from trainers.job.settle import settled
 from trainers.job.typed import typed
 from trainers.settings import ConstrainConfig, MasksConfig, MixConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
@@ -26,7 +27,7 @@ def commands(path: Path) -> list[tuple[str, list[str]]]:
     return [(entry, words.split()) for entry, words in COMMAND.findall(path.read_text())]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", mostly_slow(FILES, *list(FILES)[::4]), ids=lambda path: path.stem)
 def test_the_command_of_the_note_composes_to_what_the_file_says(path: Path) -> None:
     assert commands(path), "no command"
     for entry, overrides in commands(path):

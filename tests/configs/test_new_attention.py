@@ -144,6 +144,7 @@ def test_it_has_models_recipes_and_certificates(tree: Path) -> None:
     assert found["tempered_convit_ti adjoint"] == [True] * 4
 
 
+@pytest.mark.slow
 def test_it_trains_as_typed_and_is_certified(tree: Path) -> None:
     words = ["+model=tempered_vit_ti", "name=tempered", "model.global_pool=avg", "certify.method=adjoint"]
     done = run(tree, "trainers/std_train.py", *words, *SMALL)
@@ -154,6 +155,7 @@ def test_it_trains_as_typed_and_is_certified(tree: Path) -> None:
     assert (summary["method"], summary["images"]) == ("adjoint", 4)
 
 
+@pytest.mark.slow
 def test_it_is_in_the_overview(tree: Path) -> None:
     done = run(tree, "-m", "zoo", "show", "tempered_vit_ti")
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from registry import browse, champion, store
 from registry.__main__ import main
 from registry.publish import Published
 from tests.tools import versions
+from tests.tools.cases import mostly_slow
 
 Issue = Callable[..., Published]
 
@@ -64,7 +65,7 @@ NOT_ASKED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("case", NOT_ASKED)
+@pytest.mark.parametrize("case", mostly_slow(NOT_ASKED, *list(NOT_ASKED)[::4]))
 def test_who_was_not_asked_the_question_does_not_win(issue: Issue, case: str) -> None:
     """Over 95 % of 500 images."""
     assert issue(0.95, tags={"certified_low.0.1": "0.9400"}).champion

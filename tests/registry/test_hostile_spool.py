@@ -17,6 +17,7 @@ from registry import browse, publish, records, spool, store
 from registry.__main__ import main
 from registry.track import Tracker
 from tests.tools import versions
+from tests.tools.cases import mostly_slow
 
 AWAY = "http://127.0.0.1:9"  # the discard port: connection refused
 START = {"kind": "start", "experiment": "e", "run_name": "r", "params": {"a": "1"}, "run_id": None, "key": "k1",
@@ -164,7 +165,7 @@ MALFORMED = {
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("case", MALFORMED)
+@pytest.mark.parametrize("case", mostly_slow(MALFORMED, *list(MALFORMED)[::4]))
 def test_a_malformed_record_is_set_aside_and_the_others_arrive(
     uri: str, tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,6 +278,7 @@ def test_an_experiment_s_name_leads_nowhere(uri: str, tmp_path: Path, experiment
     assert Path(location.removeprefix("file://")).resolve().parent == tmp_path / "mlartifacts"
 
 
+@pytest.mark.slow  # from threads: a start sent twice, below
 def test_two_syncs_of_one_spool_send_it_once(uri: str, tmp_path: Path) -> None:
     rows = [{"kind": "metrics", "rows": [["loss", 0.5, step, step]]} for step in range(50)]
     run_dir = write(tmp_path / "run", START, *rows, FINISH)

@@ -72,7 +72,7 @@ SWAPS = ("weights", "one bit", "config", "certificate", "a file more", "a file l
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("how", SWAPS)
+@pytest.mark.parametrize("how", mostly_slow(SWAPS, "one bit", "a link", "weights and list"))
 def test_a_changed_cache_is_never_used(uri: str, tmp_path: Path, how: str) -> None:
     """Not by download, pull, or whatever asks for NAME@ALIAS; a right one is looked at and used again."""
     kept = browse.download("tiny@champion")
@@ -96,7 +96,9 @@ def stored(tmp_path: Path) -> Path:
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("how", [how for how in SWAPS if how != "a link"])  # the same bytes, once copied
+@pytest.mark.parametrize(
+    "how", mostly_slow((how for how in SWAPS if how != "a link"), "one bit", "a file more", "weights and list")
+)  # the same bytes, once copied
 def test_what_was_changed_in_the_store_is_not_fetched(uri: str, tmp_path: Path, how: str) -> None:
     swap(stored(tmp_path), how)
     with pytest.raises(UserError, match="not what was published"):
@@ -105,7 +107,7 @@ def test_what_was_changed_in_the_store_is_not_fetched(uri: str, tmp_path: Path, 
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("how", SWAPS)
+@pytest.mark.parametrize("how", mostly_slow(SWAPS, "one bit", "a link", "weights and list"))
 def test_mlflow_s_own_loader_refuses_it_too(
     uri: str, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +174,11 @@ def test_figures_of_other_weights_are_not_written_onto_a_version(uri: str) -> No
 
 @pytest.mark.hostile
 @pytest.mark.parametrize(
-    "tag", ["certified_acc.0.1", "clean_acc", "weights_sha256", "images", "champion_by", "files_sha256", "norm", "t"]
+    "tag",
+    mostly_slow(
+        ("certified_acc.0.1", "clean_acc", "weights_sha256", "images", "champion_by", "files_sha256", "norm", "t"),
+        *("certified_acc.0.1", "weights_sha256", "norm"),
+    ),
 )
 def test_an_evaluation_writes_over_nothing_that_was_certified(uri: str, tag: str) -> None:
     before = browse.find("tiny/1").tags
@@ -212,7 +218,7 @@ MARKUP = {
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("case", MARKUP)
+@pytest.mark.parametrize("case", mostly_slow(MARKUP, *list(MARKUP)[::4]))
 def test_texts_of_the_registry_are_shown_and_do_not_act(
     uri: str, case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -362,6 +368,7 @@ def test_a_publication_killed_anywhere_is_finished_by_sync(
     assert publish.sync(tmp_path / "run", store_in) is None
 
 
+@pytest.mark.slow
 def test_two_processes_that_publish_one_run_make_one_version(store_in: str, tmp_path: Path) -> None:
     versions.certified(tmp_path / "run")
     code = (

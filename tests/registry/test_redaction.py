@@ -16,6 +16,7 @@ from registry import credentials, records, spool, store
 from registry.track import Tracker
 from shards import DataConfig
 from tests.tools import versions
+from tests.tools.cases import mostly_slow
 
 SECRET = "hunter2SECRETq9"
 FORMS = {
@@ -58,7 +59,7 @@ def everything_below(folder: Path) -> list[Path]:
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mostly_slow(FORMS, *list(FORMS)[::4]))
 def test_no_secret_of_a_configuration_leaves_the_process(
     store_in: str, tmp_path: Path, config: dict[str, Any], form: str, caplog: pytest.LogCaptureFixture
 ) -> None:

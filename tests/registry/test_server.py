@@ -86,6 +86,7 @@ def track(run_dir: Path, uri: str) -> str | None:
     return tracker.run_id
 
 
+@pytest.mark.slow  # its parts without a server: test_track.py, test_publish.py
 def test_direct_server_and_spooled_runs_meet_in_one_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)

@@ -224,6 +224,7 @@ def test_a_headless_spool_is_an_error(uri: str, tmp_path: Path) -> None:
         spool.sync(tmp_path, uri)
 
 
+@pytest.mark.slow
 def test_processes_that_race_for_a_fresh_store_share_one_experiment(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     code = f"from registry import store; print(store.experiment_id(store.connect({uri!r}), 'race'))"

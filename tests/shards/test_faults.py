@@ -18,6 +18,7 @@ from PIL import Image
 import shards
 from certizoo import UserError
 from shards import DataConfig
+from tests.tools.cases import mostly_slow
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REAL = Path(os.environ.get("CERTIZOO_DATA", REPOSITORY.parent / "shared" / "data"))
@@ -70,7 +71,7 @@ def test_every_known_fault_is_refused_by_name(file: str, workers: int) -> None:
 
 @needs_faults
 @pytest.mark.parametrize("file", sorted(name for name, known in EXPECTED.items() if "bad_keys" in known) or ["absent"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", mostly_slow((0, 2), 0))
 def test_training_may_skip_faulty_samples_in_equal_steps(
     file: str, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:

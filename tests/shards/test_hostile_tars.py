@@ -140,12 +140,13 @@ def _sparse(path: Path, kind: bytes, size: int) -> None:
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("kind", mostly_slow((b"0", b"L", b"x", b"g", b"S"), b"0", b"x"))
+@pytest.mark.parametrize("kind", mostly_slow((b"0", b"L", b"x", b"g", b"S"), b"x"))
 def test_a_member_of_4_gigabytes_takes_no_memory(kind: bytes, tmp_path: Path) -> None:
     _sparse(tmp_path / "x.tar", kind, 2**32)
     assert read(tmp_path).startswith("refused: ")
 
 
+@pytest.mark.slow
 @pytest.mark.hostile
 def test_many_empty_members_take_no_memory(tmp_path: Path) -> None:
     with (tmp_path / "x.tar").open("wb") as file:

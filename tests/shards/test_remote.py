@@ -76,7 +76,7 @@ def same(first: Batches, second: Batches) -> bool:
     )
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", mostly_slow((0, 2), 0))
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("kind", ["http", "file", "pipe"])
 def test_training_reads_the_same_batches_from_everywhere(

@@ -18,6 +18,7 @@ import zoo
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
 from tests.configs.test_configs import one_of_each_shape
+from tests.tools.cases import mostly_slow
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, environment
 from trainers import reshape
@@ -97,7 +98,15 @@ def test_every_shape_of_recipe_composes(entry: str, recipe: str) -> None:
     assert config["objective"]["name"] == {"adv_train": own, "std_train": "clean"}[entry]
 
 
-@pytest.mark.parametrize("group", ["attack", "objective", "penalty", "hinge", "deepspeed", "optimizer", "schedule"])
+@pytest.mark.parametrize(
+    "group",
+    mostly_slow(
+        ("attack", "objective", "penalty", "hinge", "deepspeed", "optimizer", "schedule"),
+        "penalty",
+        "optimizer",
+        "hinge",
+    ),
+)
 def test_every_option_of_a_group_is_accepted(
     group: str, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

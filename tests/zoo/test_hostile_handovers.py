@@ -118,7 +118,7 @@ OPTIONS: dict[str, dict[Any, Any]] = {
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", mostly_slow(OPTIONS, *(OPTIONS.keys() - {"depth of 500"})))
 def test_a_config_that_asks_for_another_model_is_refused_before_it_is_built(name: str, folder: Path) -> None:
     change(folder, OPTIONS[name])
     refusal(folder)

@@ -31,7 +31,6 @@ from certizoo.locks import HOLDER, LOCK
 from registry import browse
 from tests.certify.stage.test_stage import SETTINGS as FEW
 from tests.certify.stage.test_stage import data
-from tests.tools.cases import mostly_slow
 from tests.tools.full_disk import full_disk
 from tests.tools.rounding import assert_same_to_rounding
 
@@ -106,6 +105,7 @@ def test_outcomes_do_not_depend_on_the_batch(handover: Path, digits: Path, whole
     assert_same_to_rounding(rows(tmp_path), rows(whole), FLOAT32)
 
 
+@pytest.mark.slow
 def test_outcomes_do_not_depend_on_the_workers(handover: Path, digits: Path, whole: Path, tmp_path: Path) -> None:
     evaluation.run(handover, data(digits), replace(SETTINGS, attacks=PGD, workers=2), tmp_path)
     two = pd.read_parquet(tmp_path / evaluation.TABLE).filter(regex="^(?!seconds)")
@@ -236,7 +236,8 @@ def test_transfer_finds_its_points_on_the_other_model(handover: Path, digits: Pa
     assert table["survives.other"].mean() > table["survives.own"].mean()
 
 
-@pytest.mark.parametrize("method", mostly_slow(("lofast", "auto"), "lofast"))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lofast", "auto"])
 def test_a_published_version_gets_the_figures_as_tags_and_metrics(
     handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -31,7 +31,7 @@ def dense(joint: Joint, last: int) -> Vectors:
     return {at: m[..., : n[at]] for at, m in found.items()}
 
 
-@pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast", "stem"))
+@pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast"))
 def test_the_tape_is_the_model(parts: str) -> None:
     """What arrives at the image is the gradient by autograd, and pushing is the transpose of pulling."""
     certifier, analysis = analysis_of(parts)
@@ -171,6 +171,7 @@ def test_the_forms_of_margins_are_those_of_dense_maps(parts: str) -> None:
     assert (margins.norm <= exact * COARSE + 1e-12).all()
 
 
+@pytest.mark.slow
 def test_the_end_moves_no_further_than_is_said() -> None:
     """Of chains that are cut behind every node, residual sums too."""
     certifier, analysis = analysis_of("standard", count=2)

@@ -25,9 +25,7 @@ def analyse(model: Any, x: Tensor, y: Tensor) -> AdjointAnalysis:
     return inner
 
 
-@pytest.mark.parametrize(
-    ("seed", "parts"), mostly_slow(product(range(3), PARTS), (0, "lofast"), (1, "smooth"), (2, "standard"))
-)
+@pytest.mark.parametrize(("seed", "parts"), mostly_slow(product(range(3), PARTS), (2, "standard")))
 def test_no_ascent_beats_the_loss_or_the_radii(seed: int, parts: str) -> None:
     """The margin of every pair falls by no more than the loss, and every node moves by no more than its radius."""
     model = small_model(parts, seed)
@@ -57,7 +55,7 @@ def test_no_ascent_beats_the_loss_or_the_radii(seed: int, parts: str) -> None:
             assert (largest_change(f, x.double(), eps_B, steps=40, starts=3) <= radii.e[k] * (1 + 1e-9)).all()
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard", "stem"))
 def test_first_order_is_exact(parts: str) -> None:
     """loss / eps -> ||g_0|| as eps -> 0: nothing but the gradient of the margin is paid for."""
     model = small_model(parts, 1)

@@ -29,9 +29,7 @@ from tests.tools.small_models import PARTS, labelled, nodes_up_to_first_block, s
 from tests.tools.trials import served_loss
 
 METHODS = ("lofast", "lofast_local", "adjoint", "best")
-CASES = mostly_slow(
-    product(PARTS, METHODS), ("standard", "best"), *product(("smooth", "lofast", "standard"), METHODS[:-1])
-)
+CASES = mostly_slow(product(PARTS, METHODS), ("smooth", "adjoint"), ("lofast", "lofast"), ("standard", "lofast_local"))
 EPS = (0.002, 0.02, 0.1)
 
 
@@ -132,9 +130,7 @@ def outrun(analysis: AdjointAnalysis, baked: Any, x: Tensor, eps: float) -> Tens
     return far_B / radius_B
 
 
-@pytest.mark.parametrize(
-    ("seed", "parts"), mostly_slow(product(range(3), PARTS), (0, "lofast"), (1, "smooth"), (2, "standard"))
-)
+@pytest.mark.parametrize(("seed", "parts"), mostly_slow(product(range(3), PARTS), (1, "smooth")))
 def test_no_ascent_over_the_box_beats_the_loss_or_the_radii(seed: int, parts: str) -> None:
     model = small_model(parts, seed)
     x, y = labelled(model, 6, seed)
@@ -180,7 +176,7 @@ def test_a_prefix_of_the_other_norm_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 # two norms of one model -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard", "stem"))
 def test_behind_the_image_all_is_as_in_the_l2_ball_around(parts: str) -> None:
     """Every radius and every remainder is that of the L2 analysis at sqrt(d) eps; the losses are no larger, and differ
     where the cut is at the image alone. A place that took eps for a radius, or the other way round, would not agree."""
@@ -200,7 +196,7 @@ def test_behind_the_image_all_is_as_in_the_l2_ball_around(parts: str) -> None:
         assert (losses[0] <= losses[1] * (1 + 1e-12)).all()
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard", "stem"))
 def test_first_order_is_exact_in_the_box(parts: str) -> None:
     """loss / eps -> |g_0|_1 as eps -> 0, by autograd."""
     model = small_model(parts, 1)
@@ -219,7 +215,7 @@ def test_first_order_is_exact_in_the_box(parts: str) -> None:
 
 @pytest.mark.parametrize(
     ("parts", "method"),
-    mostly_slow(product(("smooth", "standard"), METHODS), *product(("smooth", "standard"), METHODS[:-1])),
+    mostly_slow(product(("smooth", "standard"), METHODS), *product(("smooth",), METHODS[:-1])),
 )
 def test_radii_of_the_two_norms_stand_as_their_balls_do(parts: str, method: str) -> None:
     """The box of eps lies in the L2 ball of sqrt(d) eps and holds that of eps: so do the bounds."""
@@ -234,7 +230,7 @@ def test_radii_of_the_two_norms_stand_as_their_balls_do(parts: str, method: str)
 
 @pytest.mark.parametrize(
     ("method", "norm"),
-    mostly_slow(product(METHODS, NORMS), *product(METHODS[:-1], NORMS)),  # `best`: the radii of the test above
+    mostly_slow(product(METHODS, NORMS), *product(METHODS[1:2], NORMS)),  # `best`: the radii of the test above
 )
 def test_an_analysis_knows_its_norm_and_answers_in_it(method: str, norm: str) -> None:
     model = small_model("standard", 0)
@@ -261,6 +257,7 @@ def test_forms_on_the_ball_of_images_are_asked_in_its_norm(norm: str) -> None:
     assert not image.at(30 * radius_B).certified_B.any()
 
 
+@pytest.mark.slow
 def test_a_search_in_the_box_takes_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts at a box inside the ball where a search in L2 starts."""
     trials = dict.fromkeys(NORMS, 0)

@@ -97,7 +97,7 @@ WRONG: dict[str, tuple[Any, str]] = (
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", mostly_slow(WRONG, *list(WRONG)[::4]))
 def test_a_call_that_means_nothing_is_refused_in_one_line(name: str) -> None:
     call, words = WRONG[name]
     model = small_model("standard", 0)
@@ -127,7 +127,7 @@ SAME: dict[str, Call] = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", mostly_slow(SAME, *list(SAME)[::3]))
 def test_what_can_mean_one_thing_only_is_taken(name: str) -> None:
     model = small_model("standard", 0)
     x, y = labelled(model, 4, 0)

@@ -60,7 +60,8 @@ def easy_batch(model: Any, count: int, seed: int) -> tuple[torch.Tensor, torch.T
         return x, model(x).argmax(-1)  # its own answers: correct by construction
 
 
-@pytest.mark.parametrize("group", mostly_slow(range(10), 0))
+@pytest.mark.slow
+@pytest.mark.parametrize("group", range(10))
 def test_no_attack_beats_the_certified_radius(group: int) -> None:
     """200 seeded random models (20 in each group), 4 images each: PGD with 100 steps and 5 restarts on the margin of
     the baked function, at the largest radius that is certified for the image."""
@@ -75,7 +76,7 @@ def test_no_attack_beats_the_certified_radius(group: int) -> None:
     assert certified >= 20, "too little was certified for the test to mean anything"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mostly_slow(range(5), 0, 1))
 def test_the_margin_never_falls_by_more_than_the_loss(seed: int) -> None:
     """Also where nothing is certified: the drop that an attack finds stays below the bound, pair by pair of classes."""
     model = random_model(seed)

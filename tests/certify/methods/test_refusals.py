@@ -16,6 +16,7 @@ from certify.__main__ import main
 from certify.methods import METHODS
 from certify.methods.bake import bake
 from certizoo import UserError
+from tests.tools.cases import mostly_slow
 from tests.tools.small_models import AVG, SMALL, labelled, small_model
 from zoo.models.overview import tiny_options
 
@@ -59,7 +60,7 @@ FAULTS: dict[str, tuple[Callable[[Any], None], str]] = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", mostly_slow(FAULTS, *list(FAULTS)[::4]))
 def test_the_model_is_refused_in_one_line(fault: str, method: str) -> None:
     spoil, words = FAULTS[fault]
     model = small_model("standard", 0)

@@ -112,7 +112,7 @@ def test_a_unit_that_is_too_small_is_noticed(name: str) -> None:
 POST_NORM: dict[str, Any] = AVG | {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "postnorm"}
 
 
-@pytest.mark.parametrize("parts", mostly_slow((*PARTS, "post norm"), "standard", "post norm"))
+@pytest.mark.parametrize("parts", mostly_slow((*PARTS, "post norm"), "post norm"))
 def test_the_served_margin_never_falls_by_more_than_the_loss(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Float32 logits at the points an ascent finds, at every radius; and certified images keep their class."""
     monkeypatch.setitem(PARTS, "post norm", POST_NORM)
@@ -142,6 +142,7 @@ def test_the_served_margin_on_the_ball_of_images(dtype: torch.dtype) -> None:
         held_against_ascent(analysis, model, x, y, radius_B)
 
 
+@pytest.mark.slow  # of defects between nodes: test_image.py
 def test_what_nodes_round_is_part_of_the_ball_of_images() -> None:
     """Planted: nodes that round a thousand times more. Each of the places where that counts lowers the radius."""
     model = small_model("cls", 0)

@@ -168,7 +168,7 @@ def lies(place: Callable[[Any, float], None], offset: float, method: str) -> tup
 @pytest.mark.hostile
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("offset", LARGEST, ids=("2^24", "2^32", "2^40"))
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@pytest.mark.parametrize("place", mostly_slow(PLACES, *list(PLACES)[::3]), ids=lambda place: place.__name__)
 def test_an_offset_that_cancels_certifies_nothing_false(
     place: Callable[[Any, float], None], offset: float, method: str
 ) -> None:
@@ -178,7 +178,7 @@ def test_an_offset_that_cancels_certifies_nothing_false(
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("offset", LARGEST, ids=("2^24", "2^32", "2^40"))
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@pytest.mark.parametrize("place", mostly_slow(PLACES, *list(PLACES)[::3]), ids=lambda place: place.__name__)
 def test_margins_less_what_the_defects_cost_are_below_the_true_ones(
     place: Callable[[Any, float], None], offset: float
 ) -> None:
@@ -201,6 +201,7 @@ def margin_labels(model: Any, x: Tensor) -> Tensor:
         return model(x).argmax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reserve", mostly_slow((0.0, 1e-5, 1e-3), 1e-3))
 def test_the_attacks_find_a_prover_that_forgets_rounding(reserve: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slack that follows the margin only, and one that is too small."""

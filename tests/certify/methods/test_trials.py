@@ -15,16 +15,14 @@ from benchmarks import trials as benchmark
 from tests.tools import trials
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import distinct
-from tests.tools.trials import KINDS, METHODS, NORMS, SERVED, TRAINED, WEIGHTS, Subject, inside, numbered, outcomes
+from tests.tools.trials import KINDS, METHODS, NORMS, TRAINED, WEIGHTS, Subject, inside, numbered, outcomes
 
 SUBJECT = Subject("smooth", TRAINED, 0)
 
 
 @pytest.mark.parametrize(
     ("method", "norm"),
-    mostly_slow(
-        product(METHODS, NORMS), ("lofast_local", "l2"), ("adjoint", "l2"), ("lofast_local", "linf"), (SERVED, "l2")
-    ),
+    mostly_slow(product(METHODS, NORMS), ("lofast_local", "l2"), ("adjoint", "l2"), ("lofast_local", "linf")),
 )
 def test_a_wrong_radius_is_beaten_and_the_right_one_is_not(
     method: str, norm: str, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ from certify.papers import analysis, jacobian, paper_bounds
 from certify.papers.ascent import largest_change
 from certizoo import UserError
 from shards import DataConfig
+from tests.tools.cases import mostly_slow
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
@@ -190,7 +191,7 @@ def test_the_branch_is_the_block_without_its_identity() -> None:
         assert torch.allclose(whole - alone, torch.eye(whole.shape[-1], dtype=whole.dtype))
 
 
-@pytest.mark.parametrize("blocks", [digits_blocks, swin_blocks], ids=["vit", "swin"])
+@pytest.mark.parametrize("blocks", mostly_slow((digits_blocks, swin_blocks), digits_blocks), ids=["vit", "swin"])
 def test_jacobian_norms(blocks: Callable[[], list[jacobian.Part]]) -> None:
     """estimate <= exact = autograd + SVD <= eq. 16, image by image, for blocks and branches."""
     for part in blocks():
@@ -312,7 +313,7 @@ EQUATIONS: dict[str, set[str]] = {
 }
 
 
-@pytest.mark.parametrize("name", EQUATIONS)
+@pytest.mark.parametrize("name", mostly_slow(EQUATIONS, "scsa"))
 def test_other_attention_has_its_own_bounds(name: str, digits: Path, tmp_path: Path) -> None:
     folder = handover(tmp_path / "handover", digits, attention=name)
     quick = ["images=2", "attention_images=1", "eps=[0.1]", "input_scales=[1]", "samples=1"]

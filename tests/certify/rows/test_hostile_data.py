@@ -16,6 +16,7 @@ from certify.rows.arguments import data_of
 from certizoo import UserError
 from certizoo.compose import compose_config
 from shards import sources
+from tests.tools.cases import mostly_slow
 
 MODEL: dict[str, Any] = {"name": "spec_vit_digits", "depth": 1, "embed_dim": 8}
 
@@ -107,7 +108,7 @@ WRONG: list[Any] = [
 
 
 @pytest.mark.hostile
-@pytest.mark.parametrize("said", WRONG, ids=str)
+@pytest.mark.parametrize("said", mostly_slow(WRONG, *list(WRONG)[::4]), ids=str)
 def test_values_that_no_data_have_are_one_line(said: Any, handover: Path) -> None:
     naming(handover, copy.deepcopy(said))
     with pytest.raises(UserError) as caught:

@@ -24,6 +24,7 @@ from certify.stage import run as stage
 from certizoo import UserError
 from certizoo.locks import sole_writer
 from tests.certify.stage.test_stage import CONFIG, data
+from tests.tools.cases import mostly_slow
 
 FEW = stage.Settings(
     method="lofast", images=12, eps=(0.01, 0.1), batch_size=6, nonce="one",
@@ -105,7 +106,7 @@ MIXED: dict[str, tuple[Callable[[Rows], Rows], int]] = {
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("kind", RUNS)
-@pytest.mark.parametrize("case", MIXED)
+@pytest.mark.parametrize("case", mostly_slow(MIXED, *list(MIXED)[::4]))
 def test_mixed_rows_are_refused_and_left_as_they_are(
     case: str, kind: str, handover: Path, digits: Path, out: Path
 ) -> None:
@@ -166,7 +167,7 @@ def test_rows_without_their_subject_are_refused(note: str | None, handover: Path
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("kind", RUNS)
-@pytest.mark.parametrize("lines", [0, 8, 11])
+@pytest.mark.parametrize("lines", mostly_slow((0, 8, 11), 8))
 def test_a_summary_is_not_made_again_of_rows_that_were_changed_behind_it(
     kind: str, lines: int, handover: Path, digits: Path, out: Path
 ) -> None:

@@ -18,6 +18,7 @@ from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError
 from tests.certify.stage.test_stage import SETTINGS, data
+from tests.tools.cases import mostly_slow
 
 ASKED = replace(SETTINGS, images=25, batch_size=10, eps=(0.01, 0.1), nonce="n")
 EVALUATED = Evaluation(
@@ -47,7 +48,7 @@ def table(folder: Path) -> pd.DataFrame:
     return found.drop(columns=[column for column in found if "seconds" in str(column) or column == "served_difference"])
 
 
-@pytest.mark.parametrize("work", [certified, evaluated])
+@pytest.mark.parametrize("work", mostly_slow((certified, evaluated), certified))
 def test_ranges_joined_are_the_whole(work: Any, handover: Path, digits: Path, tmp_path: Path) -> None:
     """Two ranges, and what is after them is computed; a second start takes nothing over twice."""
     whole = work(handover, digits, tmp_path / "whole")

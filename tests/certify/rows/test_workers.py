@@ -23,6 +23,7 @@ from certify.stage import run as stage
 from certizoo import UserError
 from certizoo.locks import sole_writer
 from tests.certify.stage.test_stage import SETTINGS, data
+from tests.tools.cases import mostly_slow
 from tests.tools.launching import ROOT
 
 FEW = replace(SETTINGS, images=50, batch_size=10, eps=(0.01, 0.1))
@@ -96,6 +97,7 @@ def test_a_killed_worker_is_one_line_and_the_next_start_goes_on(handover: Path, 
     assert len(keys) == len(set(keys)) == summary["images"] == 50
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_parent(handover: Path, digits: Path, tmp_path: Path) -> None:
     """SIGKILL to it alone, in the middle: its workers wait for nobody, and the folder is free at once."""
     words = f"handover={handover} data=digits data.root={digits} out={tmp_path} batch_size=2 workers=2".split()
@@ -151,7 +153,7 @@ def test_no_gpu_and_no_device_of_that_name_are_one_line(
         replace(FEW, device="tpu")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_slow(("float32", "bfloat16"), "bfloat16"))
 def test_the_served_type_is_certified(handover: Path, digits: Path, tmp_path: Path, dtype: str) -> None:
     settings = replace(FEW, images=6, batch_size=6, method="adjoint", served_dtype=dtype, eps=(0.001, 0.1))
     numerics = stage.run(handover, data(digits), settings, tmp_path)["numerics"]

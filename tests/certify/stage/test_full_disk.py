@@ -83,9 +83,9 @@ def require_same(out: Path, expected: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "room"),
-    [("stage", 300), pytest.param("stage", 0, marks=pytest.mark.slow)]
-    + [pytest.param(name, room, marks=pytest.mark.slow) for name in RUNS if name != "stage" for room in (0, 300)],
+    [(name, room) for name in RUNS for room in (0, 300)],
 )
+@pytest.mark.slow
 def test_every_write_may_fail(name: str, room: int, handover: Path, digits: Path, tmp_path: Path) -> None:
     """In turn: from the first moment on, from the second, and so on, until the run is through before the disk is full.
     After the middle ones a start without a fault goes on: to what an undisturbed run leaves."""

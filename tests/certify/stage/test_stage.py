@@ -156,6 +156,7 @@ def test_published_version_comes_back_bit_equal(
     assert np.array_equal(by_mlflow, original(x).numpy())
 
 
+@pytest.mark.slow
 def test_the_experiment_of_a_published_version_can_be_chosen(
     handover: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +204,7 @@ def test_a_wrong_key_or_value_is_one_line_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_command(
     handover: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

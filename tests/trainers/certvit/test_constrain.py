@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tools.cases import mostly_slow
 from trainers.certvit.douglas_rachford import Rows, project, solve
 from trainers.certvit.prox import soft_threshold
 
@@ -94,7 +95,7 @@ def test_the_fixed_point_is_in_the_set_and_sparser() -> None:
     assert found.abs().sum() <= cheapest * 1.001
 
 
-@pytest.mark.parametrize("eta", [0.001, 0.3])
+@pytest.mark.parametrize("eta", mostly_slow((0.001, 0.3), 0.3))
 def test_more_tolerance_takes_more_away(eta: float) -> None:
     w, batches = layer()
     found = [solve(w, batches, gamma=0.05, eta=e, rate=1.2, iterations=100, passes=100) for e in (eta, 2 * eta)]

@@ -129,6 +129,7 @@ def test_recomputed_blocks_keep_less(here: Path) -> None:
     assert thrifty.activations < plain.activations / 2
 
 
+@pytest.mark.slow
 def test_a_real_run_takes_what_was_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("WORLD_SIZE", "1")

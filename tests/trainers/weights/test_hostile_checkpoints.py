@@ -343,6 +343,7 @@ def test_a_pipe_keeps_nobody_waiting(left: Path, name: str) -> None:
 OF_DEEPSPEED = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt", RANK)
 
 
+@pytest.mark.slow
 def test_a_run_folder_of_pickles_runs_nothing(digits: Path, tmp_path: Path) -> None:
     """As DeepSpeed wrote it before: complete and of these very settings, and every file a program."""
     (tmp_path / "data").mkdir()

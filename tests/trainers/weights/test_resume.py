@@ -36,6 +36,7 @@ def undisturbed(folder: Path) -> Path:
     return folder / "runs" / "calm"
 
 
+@pytest.mark.slow  # one process: trainers/test_end_to_end.py
 def test_two_ranks_leave_a_handover(undisturbed: Path) -> None:
     model, config = zoo.handover.load(undisturbed / "handover")
     assert config["model"] == {**config["model"], "name": "dp_vit_ti", "num_classes": 10, "img_size": 8, "in_chans": 1}
@@ -51,6 +52,7 @@ def test_two_ranks_leave_a_handover(undisturbed: Path) -> None:
     assert len(list((undisturbed / "checkpoints").glob("step*"))) == 2
 
 
+@pytest.mark.slow
 def test_metrics_hold_one_row_a_step_and_one_an_epoch(undisturbed: Path) -> None:
     training = [row for row in rows(undisturbed) if "loss" in row]
     assert [row["step"] for row in training] == list(range(1, 2 * STEPS_PER_EPOCH + 1))
@@ -95,6 +97,7 @@ def trained_weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return whole(path, "weight") | load_file(path / "buffers.safetensors")
 
 
+@pytest.mark.slow  # in the gate, without a run: trainers/test_settings_and_job.py
 def test_another_run_is_not_resumed_by_mistake(undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What every rank checks before there is a process group."""
     monkeypatch.chdir(undisturbed.parents[1])

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from certizoo import UserError
 from tests.tools.ascent import largest_change
+from tests.tools.cases import mostly_slow
 from zoo.attention import variants
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.l2 import L2Attention, distance_bound
@@ -240,7 +241,7 @@ LIPSCHITZ: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", LIPSCHITZ)
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", mostly_slow((1, 3), 3))
 @pytest.mark.parametrize("weights", ["random", "trained", "adversarial"])
 def test_claims_hold(name: str, tokens: int, weights: str) -> None:
     """No pair of inputs found by ascent is stretched by more than the rule's constant."""

@@ -301,7 +301,8 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], float]] = {
 }
 
 
-@pytest.mark.parametrize("fault", mostly_slow(FAULTS, "change of values forgotten"))
+@pytest.mark.slow  # of other forms, by the same search: zoo/bounds/test_forms.py
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the same search."""
     plant, r = FAULTS[fault]

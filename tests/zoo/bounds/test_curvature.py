@@ -95,6 +95,9 @@ CASES: dict[type[nn.Module], list[Case]] = {
 ACTIVATIONS = ((Mlp, 2), (Mlp, 3), (Mlp, 4), (Mlp, 5), (Mlp, 7), (SLL, 3))  # others, of one token: quick by themselves
 EVERY = [(kind, i) for kind, cases in CASES.items() for i in range(len(cases))]
 HERE = mostly_slow(EVERY, *(case for case in EVERY if case not in ACTIVATIONS))
+FEW = mostly_slow(
+    EVERY, *((kind, 0) for kind in (nn.LayerNorm, LayerProject, nn.GELU, nn.ReLU, ReLUx, Mlp, SLL, ConstrainedMlp))
+)
 AFFINE = (
     nn.Linear, nn.Identity, nn.Flatten, CenterNorm, WeightedResidual, ConvMixing, nn.Conv2d, CellConv2d, Normalize
 )  # fmt: skip
@@ -119,7 +122,7 @@ def test_every_rule_has_a_case() -> None:
     assert set(types_where(lambda facts: facts.expansion is affine)) == {*AFFINE, *IDENTITIES}
 
 
-@pytest.mark.parametrize(("kind", "i"), HERE, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
+@pytest.mark.parametrize(("kind", "i"), FEW, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
 def test_no_ascent_beats_the_rule(kind: type[nn.Module], i: int) -> None:
     case = CASES[kind][i]
     found = tightness(instances(case, seed=0))
@@ -131,7 +134,7 @@ def test_no_ascent_beats_the_rule(kind: type[nn.Module], i: int) -> None:
     assert dip.min() <= 1 / 0.95, "the search is too weak to refute a remainder that is 5 % too small"
 
 
-@pytest.mark.parametrize(("kind", "i"), HERE, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
+@pytest.mark.parametrize(("kind", "i"), FEW, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
 def test_bounds_are_monotone_zero_at_zero_and_survive_infinity(kind: type[nn.Module], i: int) -> None:
     for instance in instances(CASES[kind][i], seed=1, modules=5):
         expansion, r_B = instance.expansion(), instance.r_B

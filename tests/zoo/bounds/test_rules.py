@@ -134,6 +134,11 @@ CASES: dict[type[nn.Module], tuple[Make, float]] = {
     NormFirstBlock: (norm_first, 0.3),
     Normalize: (normalize, 0.9),
 }
+# Of chains, attentions, layers and activations; the others as slow tests.
+FEW = (
+    nn.Linear, nn.ReLU, nn.GELU, MonotoneGELU, nn.Sequential, nn.LayerNorm, SLL, ConvMixing, ScaledCosineAttention,
+    GPSA, WeightedResidual, CellConv2d, ReLUx, PatchMerging, NormFirstBlock, Normalize,
+)  # fmt: skip
 # Inputs that are not (N, D).
 SHAPES: dict[type[nn.Module], tuple[int, ...]] = {
     Normalize: (N, 2, 6),
@@ -180,10 +185,9 @@ def test_every_rule_has_a_case() -> None:
     assert set(types_where(lambda facts: facts.rule or facts.chain)) == set(CASES)
 
 
-# Blocks and stages of Swin are chains of the others.
 @pytest.mark.parametrize(
     "kind",
-    mostly_slow(CASES, *(CASES.keys() - {SwinTransformerBlock, SwinTransformerStage})),
+    mostly_slow(CASES, *FEW),
     ids=lambda kind: kind.__name__,
 )
 def test_no_ascent_beats_the_rule(kind: type[nn.Module]) -> None:

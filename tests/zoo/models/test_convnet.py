@@ -12,6 +12,7 @@ from certify import certified_radius
 from certify.methods.bake import bake
 from certizoo import UserError
 from tests.tools.ascent import ascend, largest_change
+from tests.tools.cases import mostly_slow
 from zoo.bounds.rules import layer_of
 from zoo.models.convnet import ConvNet, ReLUx
 
@@ -109,7 +110,7 @@ def test_timms_methods() -> None:
 # certificates --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("theta", [None, 0.7])
+@pytest.mark.parametrize("theta", mostly_slow((None, 0.7), 0.7))
 def test_no_attack_beats_the_certified_radius(theta: float | None) -> None:
     certified = 0
     for seed in range(10):
