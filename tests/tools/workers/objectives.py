@@ -43,7 +43,7 @@ def cases(tiny: list[str]) -> dict[str, list[str]]:
     return found
 
 
-# A loss on images, three on adversarial ones, one with second derivatives, one of a Lipschitz bound, and each option.
+# A loss on images, two on adversarial ones, one with second derivatives, one of a Lipschitz bound, and each option.
 QUICK = ("clean", "pgd_at", "trades", "lmce", "gloro", "sam-zero2", "pgd_at-mixed", "pgd_at-masked")
 
 

@@ -1,6 +1,8 @@
 """However ranks, ZeRO stages and gradient accumulation cut a batch, the training is that of one plain process."""
 
 import json
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -68,12 +70,17 @@ def runs(*ways: str) -> list[str]:
 
 
 def each_run(*ways: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("found", mostly_slow(runs(*ways), *runs(*ways)[:-1]), indirect=True, scope="module")
+    return pytest.mark.parametrize("found", mostly_slow(runs(*ways), *runs(*ways)[:-1]), indirect=True)
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, folder: Path) -> Facts:
-    facts = differences(folder, request.param)
+def launched(folder: Path) -> Callable[[str], Facts]:
+    return cache(partial(differences, folder))
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest, launched: Callable[[str], Facts]) -> Facts:
+    facts = launched(request.param)
     everything = {*staged(WAYS), *staged(MEASURED)}
     assert everything == facts.keys() if request.param == "stages" else everything > facts.keys()
     return facts
@@ -88,7 +95,6 @@ def found(request: pytest.FixtureRequest, folder: Path) -> Facts:
         if run in runs(way)
     ],
     indirect=["found"],
-    scope="module",
 )
 def test_training_equals_one_plain_process(found: Facts, way: str) -> None:
     """Losses and weights, with PGD, MSVP, clipping, momentum and weight decay; of `pgd` 20 steps (6 in the quick
@@ -144,7 +150,6 @@ def test_the_attacks_precision_is_its_own(found: Facts) -> None:
         if run in runs(f"broken-{precision}")
     ],
     indirect=["found"],
-    scope="module",
 )
 def test_a_broken_gradient_is_noticed(found: Facts, precision: str) -> None:
     """Of one rank, under a finite loss; before it, an update is called one."""

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +23,36 @@ def runs(*wanted: str) -> list[Any]:
 
 
 def each_run(*wanted: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("found", runs(*wanted), indirect=True, scope="module")
+    return pytest.mark.parametrize("found", runs(*wanted), indirect=True)
 
 
 def run_and(argument: str, wanted: dict[Any, str]) -> pytest.MarkDecorator:
     """With a value of the argument for each of these cases."""
     chosen = [pytest.param(*run.values, value, marks=run.marks) for value, case in wanted.items() for run in runs(case)]
-    return pytest.mark.parametrize(("found", argument), chosen, indirect=["found"], scope="module")
+    return pytest.mark.parametrize(("found", argument), chosen, indirect=["found"])
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+def launched(folder: Path) -> Callable[[str], dict[str, Any]]:
     replaced = ("+model.drop_path_rate", "penalty", "train.batch_size", "optimizer")
     tiny = [override for override in TINY if not override.startswith(replaced)]
     worker = ROOT / "tests" / "tools" / "workers" / "objectives.py"
-    out = folder / f"{request.param}.json"
-    # Each case has a run folder of its name, which no second run may use.
-    (here := folder / request.param).mkdir()
-    (here / "data").symlink_to(folder / "data")
-    status, output = finish(launch(worker, *tiny, *EXACT, request.param, str(out), cwd=here), seconds=300)
-    assert status == 0, output
-    return dict(json.loads(out.read_text()))
+
+    @cache
+    def of(which: str) -> dict[str, Any]:
+        here, out = folder / which, folder / f"{which}.json"
+        here.mkdir()  # each case has a run of its name
+        (here / "data").symlink_to(folder / "data")
+        status, output = finish(launch(worker, *tiny, *EXACT, which, str(out), cwd=here), seconds=300)
+        assert status == 0, output
+        return dict(json.loads(out.read_text()))
+
+    return of
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest, launched: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    return launched(request.param)
 
 
 @run_and("case", {case: case for case in sorted(cases([]))})
