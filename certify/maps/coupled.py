@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from certify.maps.ellipsoid import IMAGE, NOISE, OUT, Ellipsoids, Grown, Margins, Sizes
+from certify.maps.ellipsoid import IMAGE, NOISE, OUT, Ellipsoids, Grown, Margins, Sizes, beside
 from zoo.arithmetic import nan_to_inf
 from zoo.arithmetic import product as times
 from zoo.bounds.contracts import QuadraticForm
@@ -116,7 +116,7 @@ def _sum(form: QuadraticForm | None, rest: QuadraticForm, weight: Tensor) -> Qua
     """form + weight * rest."""
 
     def apply(v: Tensor) -> Tensor:
-        added = weight.view(*weight.shape, *(1,) * (v.ndim - 2)) * rest.apply(v)
+        added = beside(weight, v.shape[2:]) * rest.apply(v)
         return added if form is None else form.apply(v) + added
 
     largest = times(weight, rest.largest)

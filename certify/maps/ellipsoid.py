@@ -159,10 +159,9 @@ class Grown:
 @dataclass(frozen=True)
 class Rest:
     """What bounds |r / W| of a leaf: the seminorm of its form for Theta = 1 (without forms, |H|), at the largest e; the
-    form, and the largest eigenvalue of it."""
+    reach there, and the form."""
 
     norm_B: Tensor
-    largest_B: Tensor
     reach: Tensor | None
     form: QuadraticForm | None
 
@@ -267,22 +266,22 @@ class Ellipsoids:
     def _theta(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
         """theta of a leaf, for Theta in front of it. What is proved at the largest e holds below, and shrinks."""
         leaf, rest = self.tape.leaves[at], self.rests[at]
-        if leaf.forms is None or rest.reach is None:
+        if leaf.forms is None or rest.reach is None or rest.form is None:
             weight_B = self.joint.weights[at].flatten(1).amin(1)
             return nan_to_inf(leaf.beta(self._radius(at, total_B, sizes)) / weight_B).square()
         square_B = nan_to_inf(product(rest.norm_B.square(), total_B))
         if at in sizes:
-            square_B = torch.fmin(square_B, product(rest.largest_B, sizes[at].square()))
+            square_B = torch.fmin(square_B, product(rest.form.largest[0], sizes[at].square()))
         return nan_to_inf(product(square_B, leaf.forms.shrink(self._reach(at, total_B, sizes), rest.reach)))
 
     def _rest(self, at: int, total_B: Tensor, sizes: Sizes) -> Rest:
         leaf = self.tape.leaves[at]
         if leaf.forms is None:
-            return Rest(self._norm(at), self.joint.ones_B, None, None)
+            return Rest(self._norm(at), None, None)
         reach = self._reach(at, total_B, sizes)
         form = leaf.forms.of_rest(reach, 1 / self.joint.weights[at])
         norm_B = self.seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.effort.close)[0]
-        return Rest(norm_B, form.largest[0], reach, form)
+        return Rest(norm_B, reach, form)
 
     def _norm(self, at: int) -> Tensor:
         """||M_i|| (B,)."""
@@ -348,14 +347,14 @@ def _silenced(form: QuadraticForm, unknown: Tensor) -> QuadraticForm:
     """0 where there is no form."""
 
     def apply(v: Tensor) -> Tensor:
-        return torch.where(unknown.view(*unknown.shape, *(1,) * (v.ndim - 2)), 0.0, form.apply(v))
+        return torch.where(beside(unknown, v.shape[2:]), 0.0, form.apply(v))
 
     return QuadraticForm(apply, form.largest, form.constant)
 
 
-def beside(size_B: Tensor, room: torch.Size) -> Tensor:
-    """(B,) -> (B, 1, ...), beside (B, *room)."""
-    return size_B.view(-1, *(1,) * len(room))
+def beside(size: Tensor, room: torch.Size) -> Tensor:
+    """(..., B) -> (..., B, 1, ...), beside (..., B, *room)."""
+    return size.view(*size.shape, *(1,) * len(room))
 
 
 def within(size_B: Tensor, forms: Forms, reach: Tensor) -> Tensor:

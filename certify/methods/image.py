@@ -7,8 +7,9 @@ quadratic forms (`Forms`), such as hidden units, bound -<g_i, R_i> by <H_i, C_i 
     the margin falls by at most  what <g_0, G> can  +  lambda_max( sum_i M_i^T C_i M_i ) Theta / 2
 
 plus what modules without a form cost at |H_i|. The worst direction of a form is seldom one that images reach: this is
-often a hundredth of ||C_i|| |H_i|^2. The lesser of this and of the adjoint certificate counts. Proof:
-docs/proofs.md#image-forms.
+often a hundredth of ||C_i|| |H_i|^2. What stays open by that is asked again with both terms at once (coupled.py), as no
+image does the worst of both. The least of this and of the adjoint certificate counts. Proofs:
+docs/proofs.md#image-forms, docs/proofs.md#coupled.
 
 The maps M_i are made for one largest eps, and hold below: a *rung* (rung.py). The first of an image is a little beyond
 the radius that a look expects; there is a next one where that was wrong.

@@ -237,9 +237,8 @@ def test_transfer_finds_its_points_on_the_other_model(handover: Path, digits: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lofast", "auto"])
 def test_a_published_version_gets_the_figures_as_tags_and_metrics(
-    handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
@@ -248,8 +247,8 @@ def test_a_published_version_gets_the_figures_as_tags_and_metrics(
     register.publish(
         handover, tmp_path / "out", registered_name="digits", run_id=None, experiment="test", champion_images=20
     )
-    words = ("version=digits@champion", f"out={tmp_path / 'evaluation'}", "images=20", "check_images=0")
-    main(["evaluate", *words, f"method={method}"])
+    command = ["evaluate", "version=digits@champion", f"out={tmp_path / 'evaluation'}", "images=20", "check_images=0"]
+    main(command)
     summary = json.loads((tmp_path / "evaluation" / evaluation.EVALUATION).read_text())
     (version,) = browse.versions("digits")
     assert version.tags["flags.quick"] == "none"

@@ -10,11 +10,10 @@ from torch import Tensor
 from certify.maps import coupled as module
 from certify.maps.ellipsoid import COARSE, IMAGE, NOISE
 from certify.methods.rung import Formed, Rung
-from tests.certify.maps.test_maps import dense, entering
+from tests.certify.maps.test_maps import dense, matrix
 from tests.certify.methods.test_image import analysis_of, situation
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS
-from zoo.bounds.contracts import QuadraticForm
 
 STEPS, STARTS = 60, 2
 SHARES = (1.0, 0.3)  # of the largest radius
@@ -28,29 +27,17 @@ def formed_of(parts: str, e: float, off: float = 0.0) -> tuple[Rung, Formed]:
     return rung, rung._formed_of(here.rivals_BR[:, :1].mT)
 
 
-def matrix(rung: Rung, form: QuadraticForm, at: int, room: int, maps: dict[int, Tensor]) -> Tensor:
-    """M^T C M (C, B, n, n), filled up with zeros to `room`."""
-    m = maps[at]
-    shape = entering(rung.ellipsoids.tape.leaves[at])[1:]
-    columns = m.permute(2, 0, 1).unflatten(-1, shape)
-    pulled = torch.stack([form.apply(column.expand(len(form.largest), *column.shape)) for column in columns])
-    found = torch.einsum("ncbx,bxk->cbnk", pulled.flatten(3), m)
-    return torch.nn.functional.pad(found, (0, room - found.shape[-1]) * 2)
-
-
 def forms_of(rung: Rung, formed: Formed) -> tuple[Tensor, dict[int, Tensor]]:
     """S (C, B, n, n) and Q_k (1, B, n, n) of the leaves whose remainders have a form."""
-    last = formed.margins.last
-    maps, room = dense(rung.ellipsoids.joint, last), rung.ellipsoids.joint.room(last)
-    parts = [matrix(rung, form, at, room, maps) for at, form in formed.margins.forms.items()]
-    rests = {k: rung.ellipsoids.rests[k].form for k in rung.ellipsoids.joint.sources(last)}
-    return sum(parts, torch.zeros(())), {
-        k: matrix(rung, form, k, room, maps) for k, form in rests.items() if form is not None
-    }
+    ellipsoids, last = rung.ellipsoids, formed.margins.last
+    maps = dense(ellipsoids.joint, last)
+    rests = {k: ellipsoids.rests[k].form for k in ellipsoids.joint.sources(last)}
+    s = sum((matrix(ellipsoids, form, at, maps) for at, form in formed.margins.forms.items()), torch.zeros(()))
+    return s, {k: matrix(ellipsoids, form, k, maps) for k, form in rests.items() if form is not None}
 
 
 def slope_of(rung: Rung, formed: Formed) -> Tensor:
-    """-b (C, B, n)."""
+    """b (C, B, n), whose sign does not count."""
     g_0, _ = rung.here.gradients(formed.class_CB)
     flat = g_0.flatten(2) * rung.most_B[:, None]
     room = rung.ellipsoids.joint.room(formed.margins.last)

@@ -17,7 +17,7 @@ from tests.certify.methods.test_image import SMOOTH, analysis_of, rung_of, situa
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS, SMALL, labelled
-from zoo.bounds.contracts import Expansion
+from zoo.bounds.contracts import Expansion, QuadraticForm
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Tape, Vectors
 
@@ -57,6 +57,15 @@ def test_the_tape_is_the_model(parts: str) -> None:
 def look(seen: Vectors, at: int, v: Tensor) -> None:
     """Of unit vectors: the columns of a matrix."""
     seen[at] = v.flatten(2).permute(1, 2, 0)
+
+
+def matrix(ellipsoids: Ellipsoids, form: QuadraticForm, at: int, maps: Vectors) -> Tensor:
+    """M^T C M (C, B, n, n) of a leaf, filled up with zeros to the room of the last one."""
+    m = maps[at]
+    columns = m.permute(2, 0, 1).unflatten(-1, entering(ellipsoids.tape.leaves[at])[1:])
+    pulled = torch.stack([form.apply(column.expand(len(form.largest), *column.shape)) for column in columns])
+    found = torch.einsum("ncbx,bxk->cbnk", pulled.flatten(3), m)  # pulled: (n, C, B, *x)
+    return torch.nn.functional.pad(found, (0, maps[max(maps)].shape[-1] - m.shape[-1]) * 2)
 
 
 def entering(leaf: Expansion) -> torch.Size:
@@ -155,17 +164,8 @@ def test_the_forms_of_margins_are_those_of_dense_maps(parts: str) -> None:
     class_CB = here.rivals_BR[:, :2].mT
     _, g = here.gradients(class_CB)
     margins = found.margins(g, class_CB)
-    maps, total = dense(found.joint, margins.last), torch.zeros(())
-    for at in found.tape.bent:
-        forms, reach = found.tape.leaves[at].forms, found.rests[at].reach
-        if forms is None or reach is None:
-            continue
-        form = forms.of_gradient(g[at], reach)
-        m = maps[at]
-        columns = m.permute(2, 0, 1).unflatten(-1, entering(found.tape.leaves[at])[1:])
-        pulled = torch.stack([form.apply(column.expand(2, *column.shape)) for column in columns])  # (n, C, B, *x)
-        part = torch.einsum("ncbx,bxk->cbnk", pulled.flatten(3), m)
-        total = torch.nn.functional.pad(part, (0, maps[margins.last].shape[-1] - m.shape[-1]) * 2) + total
+    maps = dense(found.joint, margins.last)
+    total = sum((matrix(found, form, at, maps) for at, form in margins.forms.items()), torch.zeros(()))
     exact = torch.linalg.eigvalsh(total)[..., -1].clamp_min(0).sqrt()
     assert (margins.norm >= exact * (1 - 1e-9)).all()
     assert (margins.norm <= exact * COARSE + 1e-12).all()

@@ -382,8 +382,7 @@ def test_an_answer_does_not_hang_on_what_was_asked_before() -> None:
         torch.testing.assert_close(one.at(share * radius_B).loss_B, other.at(share * radius_B).loss_B)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("nothing", [math.nan, 0.0])
+@pytest.mark.parametrize("nothing", mostly_slow((math.nan, 0.0), math.nan))
 def test_an_image_of_which_nothing_is_expected_disturbs_no_other(nothing: float) -> None:
     """It has no rung: that of a radius of 0 would divide by it."""
     _, whole = analysis_of("standard")

@@ -49,11 +49,8 @@ MODULES: dict[str, Any] = {
     "relu": lambda s: nn.ReLU(),
     "normalize": lambda s: Normalize((0.4,) * N, (0.25,) * (N - 1) + (0.2 * s,)),
 }
-IMAGES = {
-    "conv": (8, 4),
-    "conv by products": (8, 4),
-    "normalize": (8, 4),
-}  # that the module sees, of N channels, in the place of tokens
+# That the module sees, of N channels, in the place of tokens.
+IMAGES = dict.fromkeys(("conv", "conv by products", "normalize"), (8, 4))
 
 
 def on_ball(x: Tensor, r_B: Tensor) -> Tensor:

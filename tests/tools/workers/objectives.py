@@ -1,5 +1,5 @@
 """Run by tests/trainers/objectives/test_steps.py under the launcher: two real steps of every objective and option, on
-all ranks; `quick`: of those of QUICK, `all`: of every one.
+all ranks.
 
 Writes {case: {"terms": of each step, "moved": the largest change of a weight, "apart": its difference between ranks,
 "off": from the oracle}} to the file of the last argument.
@@ -41,10 +41,6 @@ def cases(tiny: list[str]) -> dict[str, list[str]]:
     found["pgd_at-masked"] = [*tiny, "masks.ard=true", "masks.prm=true"]
     found["pgd_at-sam-mixed-masked"] = [*found["pgd_at-masked"], "train.sam_rho=0.05", *mixing]
     return found
-
-
-# A loss on images, two on adversarial ones, one with second derivatives, one of a Lipschitz bound, and each option.
-QUICK = ("clean", "pgd_at", "trades", "lmce", "gloro", "sam-zero2", "pgd_at-mixed", "pgd_at-masked")
 
 
 def global_batch(step: int) -> tuple[Tensor, Tensor]:
@@ -105,12 +101,11 @@ def trained(name: str, overrides: list[str], world: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    *tiny, which, out = launcher_argv(sys.argv[1:])
+    *tiny, out = launcher_argv(sys.argv[1:])
     from trainers.engine import engine
 
     world = engine.start(5)
-    chosen = {name: case for name, case in cases(tiny).items() if which == "all" or name in QUICK}
-    found: dict[str, Any] = {name: trained(name, overrides, world) for name, overrides in chosen.items()}
+    found: dict[str, Any] = {name: trained(name, overrides, world) for name, overrides in cases(tiny).items()}
     found["loaded inductor"] = "torch._inductor.compile_fx" in sys.modules
     if world.rank == 0:
         Path(out).write_text(json.dumps(found))

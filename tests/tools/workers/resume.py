@@ -33,7 +33,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"zero{stage}-offloaded": {"stage": stage, "offload": True} for stage in (1, 3)},
 }
 
-QUICK = ("zero1", "zero3")  # the optimiser's state cut over the ranks, and the weights as well
+# Each stage, and what shares no code with another.
+QUICK = ("zero0", "zero0-muon", "zero1", "zero1-sgd", "zero2-bf16", "zero3", "zero3-offloaded")
 CHOICES = {"quick": QUICK, "rest": tuple(name for name in VARIANTS if name not in QUICK)}
 
 

@@ -1,15 +1,11 @@
 """However ranks, ZeRO stages and gradient accumulation cut a batch, the training is that of one plain process."""
 
 import json
-from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
-from tests.tools.cases import mostly_slow
 from tests.tools.launching import ROOT, TINY, finish, launch
-from tests.tools.workers.zero import QUICK
 
 WORKER = ROOT / "tests" / "tools" / "workers" / "zero.py"
 EXACT = ("attack.random_start=false", "+model.drop_path_rate=0", "optimizer=sgd", "train.batch_size=16")
@@ -64,38 +60,15 @@ def of(found: Facts, *ways: str) -> Facts:
             if f"{way}-zero{stage}" in found}  # fmt: skip
 
 
-def runs(*ways: str) -> list[str]:
-    """The worker's runs that hold one of these ways at least: the quick one, or the slow tests' alone."""
-    return [*(["quick"] if set(QUICK) & {f"{way}-zero{stage}" for way in ways for stage in range(4)} else []), "stages"]
-
-
-def each_run(*ways: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("found", mostly_slow(runs(*ways), *runs(*ways)[:-1]), indirect=True)
-
-
-@pytest.fixture(scope="module")
-def launched(folder: Path) -> Callable[[str], Facts]:
-    return cache(partial(differences, folder))
-
-
-@pytest.fixture
-def found(request: pytest.FixtureRequest, launched: Callable[[str], Facts]) -> Facts:
-    facts = launched(request.param)
+@pytest.fixture(scope="module", params=["quick", pytest.param("stages", marks=pytest.mark.slow)])
+def found(request: pytest.FixtureRequest, folder: Path) -> Facts:
+    facts = differences(folder, request.param)
     everything = {*staged(WAYS), *staged(MEASURED)}
     assert everything == facts.keys() if request.param == "stages" else everything > facts.keys()
     return facts
 
 
-@pytest.mark.parametrize(
-    ("found", "way"),
-    [
-        pytest.param(run, way, marks=() if run == "quick" else pytest.mark.slow)
-        for run in ("quick", "stages")
-        for way in WAYS
-        if run in runs(way)
-    ],
-    indirect=["found"],
-)
+@pytest.mark.parametrize("way", WAYS)
 def test_training_equals_one_plain_process(found: Facts, way: str) -> None:
     """Losses and weights, with PGD, MSVP, clipping, momentum and weight decay; of `pgd` 20 steps (6 in the quick
     tests), of the others 3. At stage 3 no rank holds a whole weight between steps; elsewhere all do."""
@@ -107,7 +80,6 @@ def test_training_equals_one_plain_process(found: Facts, way: str) -> None:
         assert facts["sharded"] == (1.0 if name.endswith("zero3") else 0.0), name
 
 
-@each_run("attack")
 def test_an_attack_leaves_no_trace(found: Facts) -> None:
     """Nothing of weights, gradients, buffers, optimiser state and modes differs after it."""
     traces = of(found, "attack")
@@ -115,13 +87,11 @@ def test_an_attack_leaves_no_trace(found: Facts) -> None:
     assert all(facts == {"moved": 1.0, "changed": 0.0} for facts in traces.values())
 
 
-@each_run("bf16")
 def test_bf16_is_close_to_float32(found: Facts) -> None:
     for name, facts in of(found, "bf16").items():
         assert 0 < facts["weight"] <= 0.01, name
 
 
-@each_run("arrived-1e-6")
 def test_a_small_penalty_reaches_the_weights_in_bf16(found: Facts) -> None:
     """At the smallest lambda that is searched (all: test_zero_slow.py); the loss's gradient is 10^5 times as large."""
     assert of(found, "arrived-1e-6")
@@ -129,7 +99,6 @@ def test_a_small_penalty_reaches_the_weights_in_bf16(found: Facts) -> None:
         whole(facts)
 
 
-@each_run("attacked-in-bf16")
 def test_the_attacks_precision_is_its_own(found: Facts) -> None:
     """Each of the two precisions makes its difference, and that of the attack is the smaller one."""
     stages = [stage for stage in range(4) if f"attacked-in-bf16-zero{stage}" in found]
@@ -141,16 +110,7 @@ def test_the_attacks_precision_is_its_own(found: Facts) -> None:
         assert training["loss"] != both["loss"]
 
 
-@pytest.mark.parametrize(
-    ("found", "precision"),
-    [
-        pytest.param(run, precision, marks=() if run == "quick" else pytest.mark.slow)
-        for run in ("quick", "stages")
-        for precision in ("fp32", "bf16")
-        if run in runs(f"broken-{precision}")
-    ],
-    indirect=["found"],
-)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_broken_gradient_is_noticed(found: Facts, precision: str) -> None:
     """Of one rank, under a finite loss; before it, an update is called one."""
     broken = of(found, f"broken-{precision}")
@@ -158,7 +118,6 @@ def test_a_broken_gradient_is_noticed(found: Facts, precision: str) -> None:
     assert all(facts == {"whole": 1.0, "broken": 0.0} for facts in broken.values())
 
 
-@pytest.mark.slow
 def test_missing_data_is_said_once_by_all_ranks(folder: Path) -> None:
     script = ROOT / "trainers" / "adv_train.py"
     status, output = finish(launch(script, *TINY, "name=lost", "data.root=nowhere", cwd=folder))
