@@ -4,6 +4,8 @@ rank       the imports of one rank, in the order of trainers/entry.py
 launcher   DeepSpeed's two processes around a rank that does nothing: all of it is DeepSpeed's own imports
 refusal    of the clock, from the command to the one line that says that there is no data set
 
+Bytecode is written and read as Python does unless told otherwise; a start before the others writes it.
+
 python -m benchmarks.bench_start [--starts 5]
 """
 
@@ -48,8 +50,8 @@ def main() -> None:
                 "launcher": used([*DEEPSPEED, str(nothing)], folder) - used([sys.executable, str(nothing)], folder),
                 "refusal": waited([*DEEPSPEED, *trainer], folder),
             }
-            for _ in range(starts)
-        ]
+            for _ in range(starts + 1)
+        ][1:]
     record("start_cpu", {"starts": starts} | {key: statistics.median(s[key] for s in seconds) for key in seconds[0]})
 
 
@@ -68,7 +70,8 @@ def waited(command: Sequence[str], folder: str) -> float:
 
 
 def run(command: Sequence[str], folder: str, status: int) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = kept | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode != status:
         sys.exit(f"{' '.join(command)} ended with {done.returncode} instead of {status}:\n{done.stdout}{done.stderr}")

@@ -141,7 +141,9 @@ def _follow(value: object, found: dict[FunctionType, None]) -> None:
     for function in _functions_in(value):
         if function not in found:
             found[function] = None
-            kept = _functions.setdefault(function, _function(function))
+            kept = _functions.get(function)
+            if kept is None:
+                kept = _functions[function] = _function(function)
             if not str(function.__globals__.get("__name__")).startswith("torch"):
                 for inner in (*kept.called.values(), *kept.cells.values()):
                     _follow(inner, found)
