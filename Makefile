@@ -12,7 +12,8 @@ install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # on all cores; some packages hold files of other Pythons
 	touch $@
 
 # Digits of scikit-learn, 2 ranks on the CPU, certificates, a version in ./mlflow.db. Runs again from where it stopped.
