@@ -4,6 +4,8 @@ BIN := $(CURDIR)/.venv/bin
 export PATH := $(BIN):$(PATH)
 # Two busy processes with several threads each slow one another down on a small machine.
 export OMP_NUM_THREADS ?= 1
+# Images set it; each of the hundreds of processes that tests start would compile the project anew.
+unexport PYTHONDONTWRITEBYTECODE
 CODE := certizoo zoo shards attacks certify registry trainers tuning tune.py benchmarks docs tests
 
 .PHONY: install demo docs test test-slow test-attacks lint bench experiment ui clean
