@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from certify.maps.ellipsoid import IMAGE, NOISE, OUT, Ellipsoids, Grown, Margins, Sizes, beside
+from certify.maps.columns import OUT
+from certify.maps.ellipsoid import IMAGE, NOISE, Ellipsoids, Grown, Margins, Sizes, beside
 from zoo.arithmetic import nan_to_inf
 from zoo.arithmetic import product as times
 from zoo.bounds.contracts import QuadraticForm

@@ -16,6 +16,7 @@ TIMES = (2, 8)  # that a look is taken to find the first radius, at most
 START = (0.02, 1.0)  # where the first of them is taken, in units of where the first order alone ends
 STEPS = (2, 5)  # of Lanczos, of a look
 CLOSE = (2.0, 1.05)  # of norms, as in zoo/bounds/lanczos.py
+GAIN = (1.16, 1.1)  # what a next rung has to promise, in units of what is proved (certify/methods/ladder.py)
 OVER = (2.0, 1.2)  # what will be proved of reaches and lengths, in units of what a look finds
 BYTES = 2**30  # of the vectors of one basis, and of probes
 
@@ -32,6 +33,7 @@ class Effort:
     start: float
     steps: int
     close: float
+    gain: float
     over: float
 
 
@@ -43,7 +45,7 @@ def effort(tape: Tape) -> Effort:
 
     probes, looks, times, steps = (round(between(*ends)) for ends in (PROBES, LOOKS, TIMES, STEPS))
     start = START[0] ** (1 - share) * START[1] ** share
-    return Effort(share < 1 / 2, probes, looks, times, start, steps, between(*CLOSE), between(*OVER))
+    return Effort(share < 1 / 2, probes, looks, times, start, steps, between(*CLOSE), between(*GAIN), between(*OVER))
 
 
 def at_once(entries: int, vectors: int = 1) -> int:

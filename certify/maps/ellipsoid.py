@@ -26,6 +26,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from certify.maps import columns
+from certify.maps.columns import OUT
 from certify.maps.effort import at_once, effort
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
@@ -34,7 +36,6 @@ from zoo.bounds.tape import Tape, Vectors
 
 TOGETHER = 16  # random vectors that find how far functionals reach, at most: more are no faster
 PROBE_FAILURE = 1e-11  # the chance that one reach of an image is too small
-OUT = 1 + 1e-9  # outwards over rounding
 COARSE = 1.2  # of norms, as in zoo/bounds/lanczos.py; what is close, effort.py says
 
 IMAGE, NOISE = -1, -2  # sources beside the leaves that bend
@@ -67,7 +68,7 @@ class Joint:
     def __init__(
         self, tape: Tape, images_BCHW: Tensor, most_B: Tensor, weights: Mapping[int, Tensor], noise: Noise
     ) -> None:
-        self.tape, self._image, self.most_B = tape, images_BCHW.shape[1:], most_B
+        self.tape, self.images, self._image, self.most_B = tape, images_BCHW, images_BCHW.shape[1:], most_B
         self.weights, self.noise, self.ones_B = weights, noise, torch.ones_like(most_B)
 
     def sources(self, last: int) -> list[int]:
@@ -186,6 +187,8 @@ class Ellipsoids:
         self.joint, self.tape, self.most_B, self._draw, self._known = joint, joint.tape, joint.most_B, draw, known
         self.effort, self.failure = effort(self.tape), PROBE_FAILURE  # the chance, of an image
         self._reaches = self._probed()
+        for at, length in columns.lengths(self.tape, joint.images, self.most_B, joint.noise.weights).items():
+            self._reaches[at] = torch.fmin(self._reaches[at], length)
         self._norms = {} if self.effort.large else self._norms_of_sizes()
         self.rests, total_B, sizes = dict[int, Rest](), joint.ones_B + joint.noise.theta, known(self.most_B)
         for at in self.tape.bent:

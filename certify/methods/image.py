@@ -12,11 +12,12 @@ image does the worst of both. The least of this and of the adjoint certificate c
 docs/proofs.md#image-forms, docs/proofs.md#coupled.
 
 The maps M_i are made for one largest eps, and hold below: a *rung* (rung.py). The first of an image is a little beyond
-the radius that a look expects; there is a next one where that was wrong.
+the radius that a look expects; from there others go up or down (ladder.py).
 
 Letters: B images, J classes, C rivals of each, I some of the images; e the radius of the L2 ball around a ball of eps.
 """
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -27,15 +28,26 @@ from certify.maps.weights import Look
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.ball import Ball
 from certify.methods.certificate import Breakdown, Certificate, Clean, binding_class, decide_by, open_pairs, per_image
+from certify.methods.ladder import Level, Sought
 from certify.methods.rung import Rung, Situation
 from zoo.bounds.tape import Tape
 
-RUNGS = 6
+RUNGS = 8
 SETTLED = 1.25  # of two looks: they need no third one if they differ by less
-BEYOND, BELOW = 1.15, 0.8  # the first largest e, in units of what is expected; and where a search begins
+BEYOND, BELOW = 1.3, 0.8  # the first largest e, in units of what is expected; and where a search begins
 RAISE, RAISES = 1.2, 8  # of what is expected, where the adjoint analysis proves more
 MOST = 2.0**10
 FEW_RIVALS = 16  # whose gradients say what to expect
+
+
+@dataclass(frozen=True)
+class FirstOrder:
+    """The e where it takes a margin, of the closest rivals; how fast, that margin, and its class: (B,) each."""
+
+    end_B: Tensor
+    first_B: Tensor
+    margin_B: Tensor
+    class_B: Tensor
 
 
 class ImageAnalysis:
@@ -44,7 +56,7 @@ class ImageAnalysis:
 
     def __init__(self, inner: AdjointAnalysis, images_BCHW: Tensor, seed: bytes) -> None:
         self.inner, self.images, self._seed = inner, images_BCHW, seed
-        self.rungs: list[tuple[Tensor, Rung]] = []  # with the images that have it
+        self.levels = list[Level]()
 
     @property
     def clean(self) -> Clean:
@@ -57,8 +69,8 @@ class ImageAnalysis:
     @property
     def failure(self) -> float:
         failure_B = torch.zeros_like(self.clean.margin_BJ[:, 0])
-        for index_I, rung in self.rungs:
-            failure_B[index_I] += rung.ellipsoids.failure
+        for level in self.levels:
+            failure_B[level.index_I] += level.rung.ellipsoids.failure
         return self.inner.failure + float(failure_B.max())
 
     def guess(self) -> Tensor:
@@ -90,36 +102,49 @@ class ImageAnalysis:
         """The losses again, and the class that decides: one rung after the other, as long as an image is open. `clean`:
         the margins that there are within e."""
         open_B = was_open_B = _open(clean, loss_BJ)
-        most_B = self._first_most_B if bool(open_B.any()) else e_B
-        for level in range(RUNGS):
-            open_B = open_B & (e_B < most_B)  # not a number: there is no further rung
+        if not bool(open_B.any()):
+            return loss_BJ, class_B
+        sought = self._first
+        for number in range(RUNGS):
+            open_B = open_B & sought.may_decide(e_B)
             if not bool(open_B.any()):
                 break
-            if level == len(self.rungs):
-                self.rungs.append(self._rung(most_B))
-            index_I, rung = self.rungs[level]
-            most_B = torch.full_like(most_B, torch.nan).index_put((index_I,), rung.next_most_B)
-            found_IJ = rung.losses(torch.where(open_B[index_I], e_B[index_I], 0.0), loss_BJ[index_I])
-            loss_BJ[index_I] = torch.where(open_B[index_I, None], found_IJ, loss_BJ[index_I])
-            open_B = _open(clean, loss_BJ)
+            if number == len(self.levels):
+                self.levels.append(Level.of(sought, self._rung))
+            level = self.levels[number]
+            self._lower(level, e_B, loss_BJ, open_B)
+            open_B, sought = open_B & _open(clean, loss_BJ), level.next
         won_B = was_open_B & ~_open(clean, loss_BJ)
         return loss_BJ, torch.where(won_B, binding_class(clean, loss_BJ), class_B)
+
+    def _lower(self, level: Level, e_B: Tensor, loss_BJ: Tensor, open_B: Tensor) -> None:
+        """The losses of those that are open and within this rung, in place."""
+        index_I, rung = level.index_I, level.rung
+        asked_I = open_B[index_I] & (e_B[index_I] < rung.most_B)
+        if bool(asked_I.any()):
+            found_IJ = rung.losses(torch.where(asked_I, e_B[index_I], 0.0), loss_BJ[index_I])
+            loss_BJ[index_I] = torch.where(asked_I[:, None], found_IJ, loss_BJ[index_I])
+
+    @cached_property
+    @torch.no_grad()
+    def _first_order(self) -> "FirstOrder":
+        class_CB = self.inner.rivals_BR[:, :FEW_RIVALS].mT
+        first_CB, margin_CB = self._whole.first(class_CB), self.clean.margin_BJ.gather(1, class_CB.mT).mT
+        end_B, rank_B = (margin_CB / first_CB).nan_to_num(MOST).min(0)
+        return FirstOrder(end_B, *(t.gather(0, rank_B[None])[0] for t in (first_CB, margin_CB, class_CB)))
 
     @cached_property
     @torch.no_grad()
     def expected_B(self) -> Tensor:
         """The radius e that rungs are likely to prove: below min_j m_j / |g_0|, as remainders take their part."""
-        here = self._whole
-        class_CB = self.inner.rivals_BR[:, :FEW_RIVALS].mT
-        first_CB, margin_CB = here.first(class_CB), self.clean.margin_BJ.gather(1, class_CB.mT).mT
-        most_B, rank_B = (margin_CB / first_CB).nan_to_num(MOST).min(0)
-        first_B, margin_B, class_B = (t.gather(0, rank_B[None])[0] for t in (first_CB, margin_CB, class_CB))
-        _, g = here.gradients(class_B[None])
-        above_B, below_B = most_B.clamp_max(MOST), torch.zeros_like(most_B)
+        here, alone = self._whole, self._first_order
+        _, g = here.gradients(alone.class_B[None])
+        above_B, below_B = alone.end_B.clamp_max(MOST), torch.zeros_like(alone.end_B)
         most_B = self._effort.start * above_B
         settled_B = torch.zeros_like(self.clean.correct_B)  # an image's own, whatever its neighbours need
         for _ in range(self._effort.times):
-            found_B = Look(here.tape, self.images, most_B, g, here.draw, here.sizes).radius(first_B, margin_B)
+            look = Look(here.tape, self.images, most_B, g, here.draw, here.sizes)
+            found_B = look.radius(alone.first_B, alone.margin_B)
             above_B = torch.where(found_B < most_B, most_B, above_B)
             below_B = torch.where(found_B < most_B, below_B, most_B)
             next_B = (most_B * torch.where(found_B < most_B, found_B, above_B)).sqrt()
@@ -133,22 +158,18 @@ class ImageAnalysis:
 
     @cached_property
     @torch.no_grad()
-    def _first_most_B(self) -> Tensor:
-        """The largest e of the first rung; not a number where nothing is expected, and where the adjoint analysis
-        proves all of it."""
-        most_B = BEYOND * self.expected_B
-        return torch.where((most_B > 0) & ~self._whole.proved(most_B), most_B, torch.nan)
+    def _first(self) -> Sought:
+        """No rung where nothing is expected."""
+        first = Sought.first(BEYOND * self.expected_B, self._first_order.end_B)
+        return first.beyond(self._whole.proved, self._effort.gain)
 
     @cached_property
     def _whole(self) -> Situation:
         """Of all images."""
         return self._situation(torch.arange(len(self.images)), torch.zeros_like(self.clean.margin_BJ[:, 0]))
 
-    def _rung(self, most_B: Tensor) -> tuple[Tensor, Rung]:
-        """For all images that have one there, open or not: a search for their radii will want it, and together they
-        cost less."""
-        index_I = (~most_B.isnan()).nonzero().flatten()
-        return index_I, Rung(self._situation(index_I, most_B), most_B[index_I])
+    def _rung(self, index_I: Tensor, most_B: Tensor) -> Rung:
+        return Rung(self._situation(index_I, most_B), most_B[index_I])
 
     def _situation(self, index_I: Tensor, most_B: Tensor) -> Situation:
         return Situation.of(self.inner, self.images, index_I, self._seed, most_B)

@@ -22,11 +22,10 @@ from zoo.bounds import lanczos
 from zoo.bounds.tape import Tape, Vectors
 
 AT_ONCE = 8  # rivals, at most
-ENOUGH = 0.8  # radius / largest e of a rung that needs no next one
-NEXT = 0.6  # the next largest e at least, in units of this one: just below of where maps diverge they may do
-LOST = 1 / 2  # and where a rung proves nothing
 BITS = 2**12
-HALVINGS = 5  # of the search for its radius
+FULL = 0.98  # radius / largest e of a rung that proves all of it
+TRIES = 5  # of the search for its radius
+HIGH = 0.8  # of its bracket: where the next one is, as most radii are not far below the largest e
 
 
 @dataclass(frozen=True)
@@ -140,20 +139,18 @@ class Rung:
         self._formed = list[Formed]()
 
     @cached_property
-    def next_most_B(self) -> Tensor:
-        """The largest e of the next rung; not a number where none is needed."""
+    def reach_B(self) -> Tensor:
+        """About the e that it proves; the largest one where that is nearly all."""
         unknown_BJ = torch.full_like(self.here.clean.margin_BJ, torch.inf)
-        low_B, high_B = torch.zeros_like(self.most_B), self.most_B
-        e_B = ENOUGH * self.most_B
-        for _ in range(HALVINGS):
+        low_B, high_B, e_B = torch.zeros_like(self.most_B), self.most_B, FULL * self.most_B
+        for _ in range(TRIES):
             won_B = ~self._open(self.losses(e_B, unknown_BJ)).any(-1)
-            low_B, high_B = torch.where(won_B, e_B, low_B), torch.where(won_B, high_B, e_B)
-            e_B = (low_B + high_B) / 2
-            if bool((low_B >= ENOUGH * self.most_B).all()):
+            low_B, high_B = torch.where(won_B, torch.maximum(low_B, e_B), low_B), torch.where(won_B, high_B, e_B)
+            full_B = low_B >= FULL * self.most_B
+            if bool(full_B.all()):
                 break
-        after_B = torch.where(low_B > 0, (low_B / self.most_B).sqrt().clamp_min(NEXT), LOST) * self.most_B
-        enough_B = low_B >= ENOUGH * self.most_B
-        return torch.where(enough_B | self.here.proved(torch.where(enough_B, 0.0, after_B)), torch.nan, after_B)
+            e_B = torch.where(full_B, 0.0, low_B + HIGH * (high_B - low_B))  # 0 costs nothing
+        return torch.where(full_B, self.most_B, low_B)
 
     def losses(self, e_B: Tensor, loss_BJ: Tensor) -> Tensor:
         """What margins can lose, where that is less than it was: the closest rivals first, until one stays open."""

@@ -30,6 +30,10 @@ class CoreLeafForms:
     core: CoreForms
 
     @property
+    def shared(self) -> bool:
+        return False
+
+    @property
     def sizes(self) -> Tensor:
         return self.core.sizes
 

@@ -61,6 +61,11 @@ class Forms(Protocol):
     for any other function of H that is at most |a| |H|."""
 
     @property
+    def shared(self) -> bool:
+        """Whether the functionals are those of every image, and all of them have an a."""
+        ...
+
+    @property
     def sizes(self) -> Tensor:
         """|a| of all functionals, to be broadcast."""
         ...

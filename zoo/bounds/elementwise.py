@@ -57,6 +57,10 @@ class UnitForms:
     outputs_T: Callable[[Tensor], Tensor]
 
     @property
+    def shared(self) -> bool:
+        return True
+
+    @property
     def sizes(self) -> Tensor:
         return self.form.lengths_H
 

@@ -159,6 +159,10 @@ class NormForms:
     outer_T: Callable[[Tensor], Tensor] = _same
 
     @property
+    def shared(self) -> bool:
+        return False
+
+    @property
     def sizes(self) -> Tensor:
         return self.u.new_ones(())
 

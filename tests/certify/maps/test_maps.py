@@ -10,6 +10,7 @@ from torch import Tensor
 
 import zoo
 from certify import certified_radius
+from certify.maps import columns
 from certify.maps.ellipsoid import COARSE, Ellipsoids, Joint, Noise, Sizes, least_square_sum
 from certify.methods.image import Image, ImageAnalysis
 from certify.methods.rung import Situation
@@ -154,6 +155,29 @@ def test_reaches_and_seminorms_are_those_of_dense_maps(parts: str) -> None:
         assert (rest.norm_B >= exact_B * (1 - 1e-9)).all()
         assert (rest.norm_B <= exact_B * 1.05 + 1e-12).all()
     assert formed
+
+
+@pytest.mark.parametrize("parts", mostly_slow(PARTS, "stem", "smooth"))
+def test_columns_say_how_far_the_first_units_reach(parts: str) -> None:
+    """With nothing but rounding to spare, where functionals are those of every image, and never too little where as
+    much comes in on the way as from the image. Elsewhere nothing is said."""
+    _, analysis = analysis_of(parts)
+    found = measured(analysis, 0.05)
+    tape, e_B = found.tape, found.most_B
+    first = tape.bent[0]
+    forms = tape.leaves[first].forms
+    for ends in ({}, {at: e_B for at in situation(analysis).ends if at < first}):
+        told = columns.lengths(tape, analysis.images, e_B, ends)
+        assert set(told) == ({first} if isinstance(forms, UnitForms) else set())
+        if forms is None or not told:
+            continue
+        whole = Joint(tape, analysis.images, e_B, found.joint.weights, Noise(ends, torch.zeros_like(e_B)))
+        shown = dense(whole, first)[first].permute(2, 0, 1).unflatten(-1, entering(tape.leaves[first])[1:])
+        exact = forms.squares(shown).sqrt()
+        assert (told[first] >= exact).all()
+        if not ends:
+            torch.testing.assert_close(told[first], exact, rtol=1e-8, atol=0)
+            torch.testing.assert_close(found.rests[first].reach, exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("parts", mostly_slow(SMOOTH, "smooth"))

@@ -132,8 +132,8 @@ def test_large_models_are_left_to_forms(parts: str, monkeypatch: pytest.MonkeyPa
     radius_B = radius_of(analysis)
     assert "norms" not in vars(analysis.inner)
     assert (radius_B > 1e-4).all()
-    index_I, rung = analysis.rungs[0]
-    assert len(index_I) == len(radius_B)
+    level, rung = analysis.levels[0], analysis.levels[0].rung
+    assert len(level.index_I) == len(radius_B)
     assert not beaten(certifier, analysis, rung, (float(radius_B.min()),))
 
 
@@ -390,8 +390,8 @@ def test_an_image_of_which_nothing_is_expected_disturbs_no_other(nothing: float)
     vars(one)["expected_B"] = whole.expected_B.index_fill(0, torch.tensor(1), nothing)
     radius_B, rest = radius_of(one), torch.tensor([0, 2])
     torch.testing.assert_close(radius_B[rest], radius_of(whole)[rest])
-    assert one.rungs
-    assert all(1 not in index_I for index_I, _ in one.rungs)
+    assert one.levels
+    assert all(1 not in level.index_I for level in one.levels)
     assert radius_B[1] == pytest.approx(float(radius_of(whole.inner)[1]), rel=2e-3), "what the search tells apart"
 
 
@@ -399,8 +399,8 @@ def test_the_chance_is_counted() -> None:
     _, analysis = analysis_of("standard")
     assert analysis.failure == analysis.inner.failure == 0
     analysis.at(1.02 * radius_of(analysis.inner))
-    assert analysis.rungs
-    assert max(rung.ellipsoids.failure for _, rung in analysis.rungs) <= analysis.failure < 1e-6
+    assert analysis.levels
+    assert max(level.rung.ellipsoids.failure for level in analysis.levels) <= analysis.failure < 1e-6
     assert analysis.failure > ellipsoid.PROBE_FAILURE + 4 * lanczos.FAILURE
 
 

@@ -1,0 +1,95 @@
+"""Which largest e the rungs of an image have, one after the other.
+
+A rung proves all of its largest e, or stops far short of it, as its maps diverge there. So the largest e is sought
+between the two: up from one that is proved, whoever proves it, down from one that is not, until the next one promises
+no more than `Effort.gain`. The choice is each image's own, and no matter of soundness.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from certify.methods.rung import Rung
+
+UP = 1.12  # the next largest e at most, in units of this one, while none fell short
+DOWN = 0.7  # and at least, where it did
+STEPS = 4  # past what the adjoint analysis proves
+
+
+@dataclass(frozen=True)
+class Sought:
+    """Of all images: the largest e of the next rung, not a number where there is none; what is proved; the least that a
+    rung fell short of; and where the first order alone takes a margin, which counts as that."""
+
+    most_B: Tensor
+    proved_B: Tensor
+    short_B: Tensor
+    limit_B: Tensor
+
+    @staticmethod
+    def first(most_B: Tensor, limit_B: Tensor) -> "Sought":
+        return Sought(most_B, torch.zeros_like(most_B), limit_B, limit_B)
+
+    def may_decide(self, e_B: Tensor) -> Tensor:
+        """This rung, or one above it."""
+        return e_B < torch.maximum(self.most_B, self.short_B)  # which is not a number where there is no rung
+
+    def after(self, reach_B: Tensor) -> "Sought":
+        """When of the largest e so much was proved."""
+        full_B = reach_B >= self.most_B
+        proved_B = torch.maximum(self.proved_B, reach_B)
+        short_B = torch.where(full_B, self.short_B, torch.minimum(self.short_B, self.most_B))
+        between_B = (proved_B * short_B).sqrt()
+        up_B = torch.where(short_B < self.limit_B, between_B, torch.minimum(between_B, UP * self.most_B))
+        most_B = torch.where(full_B, up_B, torch.maximum(between_B, DOWN * short_B))
+        return Sought(most_B, proved_B, short_B, self.limit_B)
+
+    def where(self, chosen_B: Tensor, other: "Sought") -> "Sought":
+        """This for some images, the other for the rest."""
+        mine, its = (vars(one).values() for one in (self, other))
+        return Sought(*(torch.where(chosen_B, a_B, b_B) for a_B, b_B in zip(mine, its, strict=True)))
+
+    def worth(self, gain: float) -> "Sought":
+        """Where it promises more than that; nothing, and what is not a number, promise nothing."""
+        return replace(self, most_B=torch.where(self.most_B > gain * self.proved_B, self.most_B, torch.nan))
+
+    def beyond(self, proved: Callable[[Tensor], Tensor], gain: float) -> "Sought":
+        """Past what the adjoint analysis proves: e (B,) -> (B,)."""
+        sought = self.worth(gain)
+        for _ in range(STEPS):
+            proved_B = proved(sought.most_B.nan_to_num(0.0)) & ~sought.most_B.isnan()
+            if not bool(proved_B.any()):
+                break
+            sought = sought.where(~proved_B, sought.after(sought.most_B)).worth(gain)
+        return sought
+
+
+@dataclass
+class Level:
+    """A rung of those images that have one here, open or not: a search for their radii will want it, and together they
+    cost less."""
+
+    sought: Sought
+    index_I: Tensor
+    rung: Rung
+
+    @staticmethod
+    def of(sought: Sought, build: Callable[[Tensor, Tensor], Rung]) -> "Level":
+        """`build`: of the rung of these images, by the largest e of all."""
+        index_I = (~sought.most_B.isnan()).nonzero().flatten()
+        return Level(sought, index_I, build(index_I, sought.most_B))
+
+    @cached_property
+    def next(self) -> Sought:
+        """Beyond what the adjoint analysis proves; none where it promises little."""
+        most_B, index_I, here = self.sought.most_B, self.index_I, self.rung.here
+        reach_B = torch.full_like(most_B, torch.nan).index_put((index_I,), self.rung.reach_B)
+
+        def proved(e_B: Tensor) -> Tensor:
+            sure_B = torch.zeros_like(most_B, dtype=torch.bool)
+            return sure_B.index_put((index_I,), here.proved(e_B[index_I]))
+
+        return self.sought.after(reach_B).beyond(proved, self.rung.ellipsoids.effort.gain)
