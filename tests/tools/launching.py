@@ -41,7 +41,7 @@ def launch(script: Path, *arguments: str, cwd: Path, more: Mapping[str, str] | N
     command = [sys.executable, str(deepspeed), f"--master_port={free_port()}", str(script), *arguments]
     return subprocess.Popen(
         command, cwd=cwd, env=environment() | dict(more or {}), text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.STDOUT, pipesize=2**20,  # a test that waits for rows does not read what is said meanwhile
     )  # fmt: skip
 
 

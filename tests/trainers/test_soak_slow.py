@@ -15,7 +15,7 @@ from tests.tools.launching import ROOT, TINY, finish, launch, ranks, rows
 from trainers.job import checkpoint
 from trainers.weights import saving
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 SCRIPT = ROOT / "trainers" / "adv_train.py"
 SEED, KILLS, STEPS = 17, 20, 600
