@@ -5,7 +5,7 @@
 #   sh benchmarks/gpu.sh SHARDS        # the folder of CIFAR-10's shards; results: benchmarks/results, runs/gpu
 set -u
 SHARDS=${1:?"sh benchmarks/gpu.sh SHARDS, the folder of the shards of CIFAR-10"}
-EPS='[0.02,0.05,0.1,0.1411764705882353,0.25,0.2823529411764706]'
+EPS='[0.02,0.05,0.1,0.1411764705882353,0.25,0.2823529411764706,0.4235294117647059]'
 
 step() {
     echo "== $*"
