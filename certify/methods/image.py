@@ -112,8 +112,9 @@ class ImageAnalysis:
             if number == len(self.levels):
                 self.levels.append(Level.of(sought, self._rung))
             level = self.levels[number]
+            sought = level.next  # first, as the search for it forms rivals: an answer does not hang on earlier ones
             self._lower(level, e_B, loss_BJ, open_B)
-            open_B, sought = open_B & _open(clean, loss_BJ), level.next
+            open_B = open_B & _open(clean, loss_BJ)
         won_B = was_open_B & ~_open(clean, loss_BJ)
         return loss_BJ, torch.where(won_B, binding_class(clean, loss_BJ), class_B)
 
