@@ -11,7 +11,7 @@ from zoo.bounds.tape import Tape
 
 LARGE = 2**19  # entries of the outputs of all leaves: from here on models get less
 PROBES = (96, 640)  # random vectors that find how far functionals reach: to twice what they do, or a third more
-LOOKS = (8, 16)  # random vectors of a look
+LOOKS = (8, 64)  # random vectors of a look: with 16, radii differed by up to 8 % from nonce to nonce
 TIMES = (2, 8)  # that a look is taken to find the first radius, at most
 START = (0.02, 1.0)  # where the first of them is taken, in units of where the first order alone ends
 STEPS = (2, 5)  # of Lanczos, of a look
