@@ -16,7 +16,7 @@ TIMES = (2, 8)  # that a look is taken to find the first radius, at most
 START = (0.02, 1.0)  # where the first of them is taken, in units of where the first order alone ends
 STEPS = (2, 5)  # of Lanczos, of a look
 CLOSE = (2.0, 1.05)  # of norms, as in zoo/bounds/lanczos.py
-GAIN = (1.16, 1.1)  # what a next rung has to promise, in units of what is proved (certify/methods/ladder.py)
+GAIN = (1.16, 1.1)  # what a next rung has to promise, in units of what is proved (ladder.py)
 OVER = (2.0, 1.2)  # what will be proved of reaches and lengths, in units of what a look finds
 BYTES = 2**30  # of the vectors of one basis, and of probes
 

@@ -12,11 +12,12 @@ image does the worst of both. The least of this and of the adjoint certificate c
 docs/proofs.md#image-forms, docs/proofs.md#coupled.
 
 The maps M_i are made for one largest eps, and hold below: a *rung* (rung.py). The first of an image is a little beyond
-the radius that a look expects; from there others go up or down (ladder.py).
+the radius that a look expects; from there others go up or down (certify/maps/ladder.py).
 
 Letters: B images, J classes, C rivals of each, I some of the images; e the radius of the L2 ball around a ball of eps.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,11 +25,11 @@ import torch
 from torch import Tensor
 
 from certify.maps.effort import Effort, effort
+from certify.maps.ladder import Sought
 from certify.maps.weights import Look
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.ball import Ball
 from certify.methods.certificate import Breakdown, Certificate, Clean, binding_class, decide_by, open_pairs, per_image
-from certify.methods.ladder import Level, Sought
 from certify.methods.rung import Rung, Situation
 from zoo.bounds.tape import Tape
 
@@ -48,6 +49,34 @@ class FirstOrder:
     first_B: Tensor
     margin_B: Tensor
     class_B: Tensor
+
+
+@dataclass
+class Level:
+    """A rung of those images that have one here, open or not: a search for their radii will want it, and together they
+    cost less."""
+
+    sought: Sought
+    index_I: Tensor
+    rung: Rung
+
+    @staticmethod
+    def of(sought: Sought, build: Callable[[Tensor, Tensor], Rung]) -> "Level":
+        """`build`: of the rung of these images, by the largest e of all."""
+        index_I = (~sought.most_B.isnan()).nonzero().flatten()
+        return Level(sought, index_I, build(index_I, sought.most_B))
+
+    @cached_property
+    def next(self) -> Sought:
+        """Beyond what the adjoint analysis proves; none where it promises little."""
+        most_B, index_I, here = self.sought.most_B, self.index_I, self.rung.here
+        reach_B = torch.full_like(most_B, torch.nan).index_put((index_I,), self.rung.reach_B)
+
+        def proved(e_B: Tensor) -> Tensor:
+            sure_B = torch.zeros_like(most_B, dtype=torch.bool)
+            return sure_B.index_put((index_I,), here.proved(e_B[index_I]))
+
+        return self.sought.after(reach_B).beyond(proved, self.rung.ellipsoids.effort.gain)
 
 
 class ImageAnalysis:

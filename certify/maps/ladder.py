@@ -1,4 +1,4 @@
-"""Which largest e the rungs of an image have, one after the other.
+"""Which largest e maps of an image are made for, one after the other: its rungs (certify/methods/rung.py).
 
 A rung proves all of its largest e, or stops far short of it, as its maps diverge there. So the largest e is sought
 between the two: up from one that is proved, whoever proves it, down from one that is not, until the next one promises
@@ -7,12 +7,9 @@ no more than `Effort.gain`. The choice is each image's own, and no matter of sou
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
-
-from certify.methods.rung import Rung
 
 UP = 1.12  # the next largest e at most, in units of this one, while none fell short
 DOWN = 0.7  # and at least, where it did
@@ -65,31 +62,3 @@ class Sought:
                 break
             sought = sought.where(~proved_B, sought.after(sought.most_B)).worth(gain)
         return sought
-
-
-@dataclass
-class Level:
-    """A rung of those images that have one here, open or not: a search for their radii will want it, and together they
-    cost less."""
-
-    sought: Sought
-    index_I: Tensor
-    rung: Rung
-
-    @staticmethod
-    def of(sought: Sought, build: Callable[[Tensor, Tensor], Rung]) -> "Level":
-        """`build`: of the rung of these images, by the largest e of all."""
-        index_I = (~sought.most_B.isnan()).nonzero().flatten()
-        return Level(sought, index_I, build(index_I, sought.most_B))
-
-    @cached_property
-    def next(self) -> Sought:
-        """Beyond what the adjoint analysis proves; none where it promises little."""
-        most_B, index_I, here = self.sought.most_B, self.index_I, self.rung.here
-        reach_B = torch.full_like(most_B, torch.nan).index_put((index_I,), self.rung.reach_B)
-
-        def proved(e_B: Tensor) -> Tensor:
-            sure_B = torch.zeros_like(most_B, dtype=torch.bool)
-            return sure_B.index_put((index_I,), here.proved(e_B[index_I]))
-
-        return self.sought.after(reach_B).beyond(proved, self.rung.ellipsoids.effort.gain)

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from certify.api import radius_of
 from certify.maps.effort import GAIN
+from certify.maps.ladder import Sought
 from certify.methods import image
-from certify.methods.ladder import Sought
 from tests.certify.methods.test_image import analysis_of
 
 LEAST = GAIN[1]
