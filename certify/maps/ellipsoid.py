@@ -68,8 +68,12 @@ class Joint:
     def __init__(
         self, tape: Tape, images_BCHW: Tensor, most_B: Tensor, weights: Mapping[int, Tensor], noise: Noise
     ) -> None:
-        self.tape, self.images, self._image, self.most_B = tape, images_BCHW, images_BCHW.shape[1:], most_B
+        self.tape, self.images, self.most_B = tape, images_BCHW, most_B
         self.weights, self.noise, self.ones_B = weights, noise, torch.ones_like(most_B)
+
+    @property
+    def _image(self) -> torch.Size:
+        return self.images.shape[1:]
 
     def sources(self, last: int) -> list[int]:
         """Leaves whose remainders move the input of leaf `last`."""

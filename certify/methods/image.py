@@ -11,7 +11,7 @@ often a hundredth of ||C_i|| |H_i|^2. What stays open by that is asked again wit
 image does the worst of both. The least of this and of the adjoint certificate counts. Proofs:
 docs/proofs.md#image-forms, docs/proofs.md#coupled.
 
-The maps M_i are made for one largest eps, and hold below: a *rung* (rung.py). The first of an image is a little beyond
+The maps M_i are made for one largest eps, and hold below: a *rung* (rung.py). The first of an image is a third beyond
 the radius that a look expects; from there others go up or down (certify/maps/ladder.py).
 
 Letters: B images, J classes, C rivals of each, I some of the images; e the radius of the L2 ball around a ball of eps.
@@ -157,7 +157,7 @@ class ImageAnalysis:
 
     @cached_property
     @torch.no_grad()
-    def _first_order(self) -> "FirstOrder":
+    def _first_order(self) -> FirstOrder:
         class_CB = self.inner.rivals_BR[:, :FEW_RIVALS].mT
         first_CB, margin_CB = self._whole.first(class_CB), self.clean.margin_BJ.gather(1, class_CB.mT).mT
         end_B, rank_B = (margin_CB / first_CB).nan_to_num(MOST).min(0)

@@ -80,10 +80,10 @@ class Tape:
     def gain_between(self, one: int, other: int) -> Tensor:
         """How much longer a vector at the output of a leaf can be at the input of another, with affine leaves in
         between: (B,); infinite where there is a sum."""
-        between = self._ops[one + 1 : other]
         gain_B = torch.ones_like(self.leaves[one].gain_B)
-        for op in between:
-            gain_B = gain_B * (torch.inf if op == "JOIN" else 1.0 if op == "FORK" else op.gain_B)
+        for op in self._ops[one + 1 : other]:
+            if op != "FORK":
+                gain_B = gain_B * (torch.inf if op == "JOIN" else op.gain_B)
         return gain_B
 
     def spread(self, r: Tensor, at: int) -> Tensor:
