@@ -1,4 +1,5 @@
-"""Arithmetic of bounds in float64: what rounding adds, and what 0 times infinity and "not a number" count as."""
+"""Arithmetic of bounds in float64: what rounding adds, what 0 times infinity and "not a number" count as, and
+numbers of images beside what images are in."""
 
 import torch
 from torch import Tensor
@@ -14,6 +15,11 @@ def gamma(k: int, unit: float = U) -> float:
 def product(factor: Tensor, bound: Tensor) -> Tensor:
     """factor * bound, where 0 times infinity is 0: what vanishes lets nothing through."""
     return torch.where((factor == 0) | (bound == 0), 0.0, factor * bound)
+
+
+def beside(size: Tensor, room: torch.Size) -> Tensor:
+    """(..., B) -> (..., B, 1, ...), beside (..., B, *room)."""
+    return size.view(*size.shape, *(1,) * len(room))
 
 
 def nan_to_inf(bound: Tensor) -> Tensor:

@@ -15,11 +15,13 @@ whichever is smaller, and G_{k+1} = G_k^2,
     ||W|| <= ||G_k||_F^{1 / 2^{k+1}}       (at most a factor n^{1 / 2^{k+2}} above, n the smaller side)
 
 It needs no vectors between steps, and where several singular values are near the cap it pulls all of them, of which a
-power iteration sees one a step. Like MSVP it steers the training; no certificate trusts it.
+power iteration sees one a step. Of a diagonal matrix G_k is diagonal, and all of this is a p-norm of its entries. Grams
+of one size are squared in one batch, whatever shapes their matrices have: a GPU waits for the start of each of these
+small products longer than for the product. Like MSVP the hinge steers the training; no certificate trusts it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -29,6 +31,8 @@ from torch import Tensor, nn
 from zoo.penalty import HasSpectralTerms
 
 SQUARINGS = 5  # at most 1.04 times the norm for n = 128; 1.00 where one singular value leads
+
+Capped = tuple[float, Tensor]  # a cap, and a gram or the entries of a diagonal matrix
 
 
 @runtime_checkable
@@ -55,19 +59,24 @@ def hinge(model: nn.Module, caps: Mapping[str, float | None], slack: float = 1.0
 
     Raises ValueError for a model without weights of the capped branches.
     """
-    groups: dict[torch.Size, list[tuple[float, Tensor]]] = defaultdict(list)
+    grams, diagonals = defaultdict[int, list[Capped]](list), defaultdict[int, list[Capped]](list)
     for module in model.modules():
-        for branch, weight_ND in weights(module):
-            cap = caps.get(branch)
-            if cap is not None:
-                groups[weight_ND.shape].append((slack * cap, weight_ND))
-    if not groups:
+        for branch, weight in weights(module):
+            if (cap := caps.get(branch)) is None:
+                continue
+            if weight.ndim == 1:
+                diagonals[len(weight)].append((slack * cap, weight.float()))
+            else:
+                grams[min(weight.shape)].append((slack * cap, gram_of(weight.float())))
+    if not grams and not diagonals:
         raise ValueError("the model has no weights of the branches to cap")
-    return torch.stack([_excess(terms) for terms in groups.values()]).sum()
+    excesses = [_excess(terms, norm_of_gram) for terms in grams.values()]
+    excesses += [_excess(terms, diagonal_norm) for terms in diagonals.values()]
+    return torch.stack(excesses).sum()
 
 
 def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Branches of the module itself, with their matrices (N, D)."""
+    """Branches of the module itself, with their matrices (N, D); of a diagonal one, its entries (D,)."""
     if isinstance(module, HasSpectralTerms):
         for branch, weight_HOD, _ in module.spectral_terms():
             yield branch, weight_HOD.flatten(0, 1)
@@ -77,30 +86,42 @@ def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for kernel in module.kernels():
             yield "stem", kernel
     elif isinstance(module, HasGamma):
-        yield "norm", torch.diag(module.gamma())
+        yield "norm", module.gamma()
     elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
-        yield "norm", torch.diag(module.weight)
+        yield "norm", module.weight
 
 
-def _excess(terms: list[tuple[float, Tensor]]) -> Tensor:
-    """sum_k relu( ||W_k|| - c_k )^2 over K weights of one shape, in one batch."""
-    norm_K = gram_norm(torch.stack([weight_ND.float() for _, weight_ND in terms]))
+def _excess(terms: list[Capped], norm: Callable[[Tensor], Tensor]) -> Tensor:
+    """sum_k relu( ||W_k|| - c_k )^2 over K terms of one size, in one batch."""
+    norm_K = norm(torch.stack([term for _, term in terms]))
     # A blocking copy would wait for all that the GPU has to do.
     cap_K = torch.tensor([cap for cap, _ in terms]).to(norm_K, non_blocking=True)
     return (norm_K - cap_K).clamp_min(0).square().sum()
 
 
-def gram_norm(weight: Tensor, squarings: int = SQUARINGS) -> Tensor:
-    """Never below ||W||_2 but for rounding, differentiable: (..., m, n) -> (...,). Every G_k is divided by its norm.
+def gram_norm(weight: Tensor) -> Tensor:
+    """Never below ||W||_2 but for rounding, differentiable: (..., m, n) -> (...,). Proof: docs/proofs.md#gram-norm."""
+    return norm_of_gram(gram_of(weight))
 
-    Proof: docs/proofs.md#gram-norm.
-    """
-    gram = weight @ weight.mT if weight.shape[-2] <= weight.shape[-1] else weight.mT @ weight
+
+def gram_of(weight: Tensor) -> Tensor:
+    """G_0, of the smaller side: (..., m, n) -> (..., min(m, n), min(m, n))."""
+    return weight @ weight.mT if weight.shape[-2] <= weight.shape[-1] else weight.mT @ weight
+
+
+def norm_of_gram(gram: Tensor) -> Tensor:
+    """`gram_norm` of the matrices with these G_0: (..., n, n) -> (...,). Every G_k is divided by its norm."""
     length = torch.linalg.matrix_norm(gram).clamp_min(torch.finfo(gram.dtype).tiny)
     log_norm, power = length.log() / 2, 2.0
-    for _ in range(squarings):
+    for _ in range(SQUARINGS):
         gram = gram / length[..., None, None]
         gram, power = gram @ gram, 2 * power
         length = torch.linalg.matrix_norm(gram).clamp_min(torch.finfo(gram.dtype).tiny)
         log_norm = log_norm + length.log() / power
     return log_norm.exp()
+
+
+def diagonal_norm(entries: Tensor) -> Tensor:
+    """`gram_norm` of diag(entries): (..., n) -> (...,)."""
+    most = entries.detach().abs().amax(-1).clamp_min(torch.finfo(entries.dtype).tiny)
+    return most * torch.linalg.vector_norm(entries / most[..., None], 2 ** (SQUARINGS + 2), dim=-1)

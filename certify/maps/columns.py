@@ -10,46 +10,60 @@ Letters: B images, M unit vectors an image.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from certify.maps.effort import at_once
-from zoo.arithmetic import product
+from zoo.arithmetic import beside, product
 from zoo.bounds.contracts import Forms
+from zoo.bounds.rounding import OUT
 from zoo.bounds.tape import Tape
 
 COLUMNS = 2**13  # at most: beyond, random vectors do
 TOGETHER = 16  # columns an image, at most
-OUT = 1 + 1e-9  # outwards over rounding
 
 
-def lengths(tape: Tape, images_BCHW: Tensor, most_B: Tensor, ends: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """|M^T a| (B, ...) of all functionals of that leaf, at most, by its place; nothing where they are not shared, or
-    images have too many pixels. M starts from the image, times `most_B`, and from these ends, times w_n (B,)."""
-    forms = tape.leaves[tape.bent[0]].forms
-    if forms is None or not forms.shared or images_BCHW[0].numel() > COLUMNS:
-        return {}
-    square = _squares(tape, forms, images_BCHW)
-    room = (-1, *(1,) * (square.ndim - 1))
-    total = product(most_B.square().view(room), square)
-    for end, weight_B in ends.items():
-        if end < tape.bent[0]:
-            total = total + product((weight_B * tape.gain_between(end, tape.bent[0])).view(room), forms.sizes).square()
-    return {tape.bent[0]: OUT * total.sqrt()}
+@dataclass(frozen=True)
+class Columns:
+    """Of the first leaf that bends: its place, and |A^T a|^2 of all its functionals, (1, ...)."""
+
+    at: int
+    square: Tensor
+
+    @staticmethod
+    def of(tape: Tape, images_BCHW: Tensor) -> "Columns | None":
+        """None where functionals are not shared, or images have too many pixels."""
+        at = tape.bent[0]
+        forms = tape.leaves[at].forms
+        if forms is None or not forms.shared or images_BCHW[0].numel() > COLUMNS:
+            return None
+        return Columns(at, _squares(tape, at, forms, images_BCHW))
+
+    def lengths(self, tape: Tape, most_B: Tensor, ends: Mapping[int, Tensor]) -> Tensor:
+        """|M^T a| (B, ...) of the functionals, at most. M starts from the image, times `most_B`, and from these ends of
+        the tape, times w_n (B,); the tape may be that of some of the images."""
+        forms, room = tape.leaves[self.at].forms, self.square.shape[1:]
+        assert forms is not None
+        total = product(beside(most_B.square(), room), self.square)
+        for end, weight_B in ends.items():
+            if end < self.at:
+                through_B = weight_B * tape.gain_between(end, self.at)
+                total = total + product(beside(through_B, room), forms.sizes).square()
+        return OUT * total.sqrt()
 
 
-def _squares(tape: Tape, forms: Forms, images_BCHW: Tensor) -> Tensor:
-    """|A^T a|^2 of all functionals: (1, ...)."""
+def _squares(tape: Tape, first: int, forms: Forms, images_BCHW: Tensor) -> Tensor:
     found = list[Tensor]()
 
     def visit(at: int, v: Tensor) -> None:
-        if at == tape.bent[0]:
+        if at == first:
             found.append(forms.squares(v).sum(0, keepdim=True))
 
     size, together = images_BCHW[0].numel(), len(images_BCHW) * min(TOGETHER, at_once(images_BCHW.numel()))
     for column in torch.arange(size, device=images_BCHW.device).split(together):
         units = images_BCHW.new_zeros(together, size)  # the last ones may stay 0
         units[column - column[0], column] = 1.0
-        tape.push(units.view(-1, *images_BCHW.shape), visit, tape.bent[0])
+        tape.push(units.view(-1, *images_BCHW.shape), visit, first)
     return torch.stack(found).sum(0)

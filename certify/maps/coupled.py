@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from certify.maps.columns import OUT
-from certify.maps.ellipsoid import IMAGE, NOISE, Ellipsoids, Grown, Margins, Sizes, beside
-from zoo.arithmetic import nan_to_inf
+from certify.maps.ellipsoid import IMAGE, NOISE, Ellipsoids, Grown, Margins, Sizes
+from zoo.arithmetic import beside, nan_to_inf
 from zoo.arithmetic import product as times
 from zoo.bounds.contracts import QuadraticForm
+from zoo.bounds.rounding import OUT
 from zoo.bounds.tape import Vectors
 
 ALIGNED = 0.5  # of what remainders could add to the image's multiplier, about what they do

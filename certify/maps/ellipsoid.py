@@ -26,12 +26,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.maps import columns
-from certify.maps.columns import OUT
+from certify.maps.columns import Columns
 from certify.maps.effort import at_once, effort
-from zoo.arithmetic import nan_to_inf, product
+from zoo.arithmetic import beside, nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import Bound, Forms, QuadraticForm
+from zoo.bounds.rounding import OUT
 from zoo.bounds.tape import Tape, Vectors
 
 TOGETHER = 16  # random vectors that find how far functionals reach, at most: more are no faster
@@ -187,12 +187,13 @@ class Margins:
 class Ellipsoids:
     """Around a batch of clean images."""
 
-    def __init__(self, joint: Joint, draw: Draw, known: Known) -> None:
+    def __init__(self, joint: Joint, draw: Draw, known: Known, first: Columns | None) -> None:
         self.joint, self.tape, self.most_B, self._draw, self._known = joint, joint.tape, joint.most_B, draw, known
         self.effort, self.failure = effort(self.tape), PROBE_FAILURE  # the chance, of an image
         self._reaches = self._probed()
-        for at, length in columns.lengths(self.tape, joint.images, self.most_B, joint.noise.weights).items():
-            self._reaches[at] = torch.fmin(self._reaches[at], length)
+        if first is not None:
+            length = first.lengths(self.tape, self.most_B, joint.noise.weights)
+            self._reaches[first.at] = torch.fmin(self._reaches[first.at], length)
         self._norms = {} if self.effort.large else self._norms_of_sizes()
         self.rests, total_B, sizes = dict[int, Rest](), joint.ones_B + joint.noise.theta, known(self.most_B)
         for at in self.tape.bent:
@@ -357,11 +358,6 @@ def _silenced(form: QuadraticForm, unknown: Tensor) -> QuadraticForm:
         return torch.where(beside(unknown, v.shape[2:]), 0.0, form.apply(v))
 
     return QuadraticForm(apply, form.largest, form.constant)
-
-
-def beside(size: Tensor, room: torch.Size) -> Tensor:
-    """(..., B) -> (..., B, 1, ...), beside (..., B, *room)."""
-    return size.view(*size.shape, *(1,) * len(room))
 
 
 def within(size_B: Tensor, forms: Forms, reach: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from certify.maps.effort import effort
-from certify.maps.ellipsoid import IMAGE, NOISE, Draw, Joint, Known, Noise, Sizes, beside, identity, within
+from certify.maps.ellipsoid import IMAGE, NOISE, Draw, Joint, Known, Noise, Sizes, identity, within
+from zoo.arithmetic import beside
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Tape, Vectors

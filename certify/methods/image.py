@@ -24,6 +24,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from certify.maps.columns import Columns
 from certify.maps.effort import Effort, effort
 from certify.maps.ladder import Sought
 from certify.maps.weights import Look
@@ -199,7 +200,13 @@ class ImageAnalysis:
         return self._situation(torch.arange(len(self.images)), torch.zeros_like(self.clean.margin_BJ[:, 0]))
 
     def _rung(self, index_I: Tensor, most_B: Tensor) -> Rung:
-        return Rung(self._situation(index_I, most_B), most_B[index_I])
+        return Rung(self._situation(index_I, most_B), most_B[index_I], self._columns)
+
+    @cached_property
+    @torch.no_grad()
+    def _columns(self) -> Columns | None:
+        """The same for all images."""
+        return Columns.of(self._whole.tape, self.images)
 
     def _situation(self, index_I: Tensor, most_B: Tensor) -> Situation:
         return Situation.of(self.inner, self.images, index_I, self._seed, most_B)

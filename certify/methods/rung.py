@@ -10,6 +10,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
+from certify.maps.columns import Columns
 from certify.maps.coupled import Coupled, coupled
 from certify.maps.effort import at_once, effort
 from certify.maps.ellipsoid import Ellipsoids, Grown, Margins, Sizes
@@ -126,13 +127,13 @@ class Formed:
 
 
 class Rung:
-    """For all e up to `most_B`."""
+    """For all e up to `most_B`. `first`: how far functionals of the first leaf reach, where that is known."""
 
-    def __init__(self, here: Situation, most_B: Tensor) -> None:
+    def __init__(self, here: Situation, most_B: Tensor, first: Columns | None) -> None:
         self.here, self.most_B = here, most_B
         _, g = here.gradients(here.rivals_BR[:, :1].mT)
         joint = Look(here.tape, here.images, most_B, g, here.draw, here.sizes).joint(here.ends)
-        self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes)
+        self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, first)
         room = self.ellipsoids.joint.room(here.tape.bent[-1]) * len(here.images)
         self._at_once = min(AT_ONCE, at_once(room, lanczos.STEPS[-1]))
         self._groups = dict[int, Group]()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from certify.maps import coupled as module
+from certify.maps.columns import Columns
 from certify.maps.ellipsoid import COARSE, IMAGE, NOISE
 from certify.methods.rung import Formed, Rung
 from tests.certify.maps.test_maps import dense, matrix
@@ -23,7 +24,8 @@ def formed_of(parts: str, e: float, off: float = 0.0) -> tuple[Rung, Formed]:
     """Of the closest rival of each of two images; nodes whose ends are off by `off`."""
     _, analysis = analysis_of(parts, count=2)
     here = situation(analysis)
-    rung = Rung(replace(here, defects=[torch.full_like(d, off) for d in here.defects]), torch.full((2,), e).double())
+    here = replace(here, defects=[torch.full_like(d, off) for d in here.defects])
+    rung = Rung(here, torch.full((2,), e).double(), Columns.of(here.tape, here.images))
     return rung, rung._formed_of(here.rivals_BR[:, :1].mT)
 
 

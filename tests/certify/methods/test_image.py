@@ -15,6 +15,7 @@ import zoo
 from certify import certified_radius
 from certify.api import radius_of
 from certify.maps import effort, ellipsoid
+from certify.maps.columns import Columns
 from certify.maps.ellipsoid import Ellipsoids, Joint, Sizes
 from certify.methods.adjoint import Adjoint
 from certify.methods.ball import NORMS
@@ -54,7 +55,7 @@ def situation(analysis: ImageAnalysis) -> Situation:
 
 def rung_of(analysis: ImageAnalysis, e: float) -> Rung:
     here = situation(analysis)
-    return Rung(here, torch.full_like(here.images[:, 0, 0, 0], e))
+    return Rung(here, torch.full_like(here.images[:, 0, 0, 0], e), Columns.of(here.tape, here.images))
 
 
 @pytest.mark.parametrize("eps", EPS)
@@ -77,7 +78,7 @@ def test_any_weights_are_sound(parts: str) -> None:
     }
     here = rung.here
     joint = Joint(here.tape, here.images, rung.most_B, wild, rung.ellipsoids.joint.noise)
-    rung.ellipsoids = Ellipsoids(joint, here.draw, here.sizes)
+    rung.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, Columns.of(here.tape, here.images))
     assert not beaten(certifier, analysis, rung, (0.1,))
 
 
@@ -91,7 +92,7 @@ def test_what_is_off_between_nodes_is_part_of_the_ball(parts: str) -> None:
     rival_B = here.rivals_BR[:, 0]
     lost_B = fall(certifier, here, rival_B, e_B, off)
     for told, planted in ((here, False), (replace(here, defects=situation(analysis).defects), True)):
-        rung = Rung(told, e_B)
+        rung = Rung(told, e_B, Columns.of(told.tape, told.images))
         of_pairs_BJ = rung._of_pairs(rung.ellipsoids.at(e_B))
         assert planted or not (lost_B > of_pairs_BJ.gather(1, rival_B[:, None])[:, 0]).any()
         assert bool((lost_B > formed_losses(rung, e_B).gather(1, rival_B[:, None])[:, 0]).any()) == planted
@@ -235,7 +236,7 @@ def test_forms_of_attention_leave_a_fraction_of_its_remainder() -> None:
     e_B = torch.full((2,), 0.002, dtype=torch.float64)
     with_forms, here = rung_of(analysis, 0.002), situation(analysis)
     chain = analysis.inner.chain.expansions
-    plain = Rung(replace(here, tape=Tape([in_one_piece(expansion) for expansion in chain])), e_B)
+    plain = Rung(replace(here, tape=Tape([in_one_piece(expansion) for expansion in chain])), e_B, None)
     class_CB = here.rivals_BR[:, :1].mT
     costs = [
         rung.ellipsoids.cost(rung._formed_of(class_CB).margins, rung.ellipsoids.at(e_B)) for rung in (with_forms, plain)

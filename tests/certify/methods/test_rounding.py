@@ -155,7 +155,7 @@ def test_what_nodes_round_is_part_of_the_ball_of_images() -> None:
     before = around()
     found.inner._mus = [lambda r, mu=mu: 1e3 * mu(r) for mu in found.inner._mus]  # type: ignore[attr-defined]
     after = around()
-    known, grown = (Rung(here, most_B).ellipsoids.joint.noise for here in (before, after))
+    known, grown = (Rung(here, most_B, None).ellipsoids.joint.noise for here in (before, after))
     for at in known.weights:
         assert (grown.weights[at] * grown.theta.sqrt() > 500 * known.weights[at] * known.theta.sqrt()).all()
     assert (after.rounded(g) > 500 * before.rounded(g)).all()
