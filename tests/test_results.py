@@ -22,10 +22,11 @@ def test_there_are_weights() -> None:
 @pytest.mark.parametrize("handover", HANDOVERS, ids=lambda path: path.name)
 def test_a_certificate_is_of_the_weights_beside_it_and_they_certify(handover: Path) -> None:
     digest = hashlib.sha256((handover / zoo.handover.WEIGHTS).read_bytes()).hexdigest()
-    claims = [json.loads(path.read_text()) for path in RESULTS.glob(f"{handover.name}_*.json")]
+    model, config = zoo.handover.load(handover)
+    files = RESULTS.glob(f"{handover.name}_{config['data']['name']}_*.json")
+    claims = [json.loads(path.read_text()) for path in files]
     assert claims
     assert {claim["weights_sha256"] for claim in claims} == {digest}
-    model, config = zoo.handover.load(handover)
     size = config["data"]["img_size"]
     image = torch.rand(1, config["data"]["channels"], size, size, generator=torch.Generator().manual_seed(0))
     label = model(image).argmax(-1)
