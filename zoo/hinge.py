@@ -21,7 +21,7 @@ small products longer than for the product. Like MSVP the hinge steers the train
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -59,20 +59,15 @@ def hinge(model: nn.Module, caps: Mapping[str, float | None], slack: float = 1.0
 
     Raises ValueError for a model without weights of the capped branches.
     """
-    grams, diagonals = defaultdict[int, list[Capped]](list), defaultdict[int, list[Capped]](list)
+    groups = defaultdict[torch.Size, list[Capped]](list)
     for module in model.modules():
         for branch, weight in weights(module):
-            if (cap := caps.get(branch)) is None:
-                continue
-            if weight.ndim == 1:
-                diagonals[len(weight)].append((slack * cap, weight.float()))
-            else:
-                grams[min(weight.shape)].append((slack * cap, gram_of(weight.float())))
-    if not grams and not diagonals:
+            if (cap := caps.get(branch)) is not None:
+                measured = gram_of(weight.float()) if weight.ndim == 2 else weight.float()
+                groups[measured.shape].append((slack * cap, measured))
+    if not groups:
         raise ValueError("the model has no weights of the branches to cap")
-    excesses = [_excess(terms, norm_of_gram) for terms in grams.values()]
-    excesses += [_excess(terms, diagonal_norm) for terms in diagonals.values()]
-    return torch.stack(excesses).sum()
+    return torch.stack([_excess(terms) for terms in groups.values()]).sum()
 
 
 def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -91,17 +86,13 @@ def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield "norm", module.weight
 
 
-def _excess(terms: list[Capped], norm: Callable[[Tensor], Tensor]) -> Tensor:
-    """sum_k relu( ||W_k|| - c_k )^2 over K terms of one size, in one batch."""
-    norm_K = norm(torch.stack([term for _, term in terms]))
+def _excess(terms: list[Capped]) -> Tensor:
+    """sum_k relu( ||W_k|| - c_k )^2 over K terms of one shape, in one batch."""
+    together = torch.stack([measured for _, measured in terms])
+    norm_K = norm_of_gram(together) if together.ndim == 3 else diagonal_norm(together)
     # A blocking copy would wait for all that the GPU has to do.
     cap_K = torch.tensor([cap for cap, _ in terms]).to(norm_K, non_blocking=True)
     return (norm_K - cap_K).clamp_min(0).square().sum()
-
-
-def gram_norm(weight: Tensor) -> Tensor:
-    """Never below ||W||_2 but for rounding, differentiable: (..., m, n) -> (...,). Proof: docs/proofs.md#gram-norm."""
-    return norm_of_gram(gram_of(weight))
 
 
 def gram_of(weight: Tensor) -> Tensor:
@@ -110,7 +101,8 @@ def gram_of(weight: Tensor) -> Tensor:
 
 
 def norm_of_gram(gram: Tensor) -> Tensor:
-    """`gram_norm` of the matrices with these G_0: (..., n, n) -> (...,). Every G_k is divided by its norm."""
+    """Of W with this G_0, never below ||W||_2 but for rounding, differentiable: (..., n, n) -> (...,). Every G_k is
+    divided by its norm. Proof: docs/proofs.md#gram-norm."""
     length = torch.linalg.matrix_norm(gram).clamp_min(torch.finfo(gram.dtype).tiny)
     log_norm, power = length.log() / 2, 2.0
     for _ in range(SQUARINGS):
@@ -122,6 +114,6 @@ def norm_of_gram(gram: Tensor) -> Tensor:
 
 
 def diagonal_norm(entries: Tensor) -> Tensor:
-    """`gram_norm` of diag(entries): (..., n) -> (...,)."""
+    """`norm_of_gram` of diag(entries)^2: (..., n) -> (...,)."""
     most = entries.detach().abs().amax(-1).clamp_min(torch.finfo(entries.dtype).tiny)
     return most * torch.linalg.vector_norm(entries / most[..., None], 2 ** (SQUARINGS + 2), dim=-1)

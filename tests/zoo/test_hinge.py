@@ -8,7 +8,7 @@ import torch
 import zoo
 from certizoo import UserError
 from trainers.settings import HingeConfig
-from zoo.hinge import gram_norm, hinge
+from zoo.hinge import diagonal_norm, gram_of, hinge, norm_of_gram
 from zoo.rules import conv_norm
 
 CAPS = {"q": 0.5, "k": 0.6, "v": 0.7, "o": 0.4, "mlp": 0.8, "patch": 0.8}
@@ -59,12 +59,22 @@ def test_gram_norm_is_an_upper_bound_and_nearly_the_norm(shape: tuple[int, ...])
     cases |= {"small": 1e-6 * torch.randn(shape), "large": 1e6 * torch.randn(shape)}
     for name, weight in cases.items():
         true = torch.linalg.matrix_norm(weight.double(), 2)
-        ratio = gram_norm(weight).double() / true
+        ratio = norm_of_gram(gram_of(weight)).double() / true
         assert (ratio >= 1 - 1e-5).all(), name
         assert (ratio <= least ** (1 / 128) + 1e-5).all(), name
-    flat = gram_norm(torch.eye(least))
+    flat = norm_of_gram(gram_of(torch.eye(least)))
     assert float(flat) == pytest.approx(least ** (1 / 128), rel=1e-5), "the bound of the docstring is reached"
-    assert gram_norm(torch.zeros(shape)).abs().max() < 1e-15
+    assert norm_of_gram(gram_of(torch.zeros(shape))).abs().max() < 1e-15
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_the_norm_of_a_diagonal_matrix_is_that_of_its_gram_with_gradient(scale: float) -> None:
+    torch.manual_seed(0)
+    entries = (scale * torch.randn(3, 24)).requires_grad_()
+    short, long = diagonal_norm(entries), norm_of_gram(gram_of(torch.diag_embed(entries)))
+    torch.testing.assert_close(short, long, rtol=1e-5, atol=0)
+    gradients = [torch.autograd.grad(norm.sum(), entries)[0] for norm in (short, long)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 def test_equals_the_slow_formula_with_gradient(model: Any) -> None:
