@@ -1,10 +1,12 @@
 """Hinge on spectral norms: the weights keep their norms below caps, and are free there (docs/proofs.md#hinge).
 
     L_hinge = sum_W relu( ||W|| - c_W )^2          W = W_Q, W_K, W_V (all heads together), W_O, W_1, W_2 of every layer,
-                                                   the patch embedding or the kernels (out, rest) of the stem, and
+                                                   the patch embedding, the kernels (out, rest) of a stem, and
                                                    diag(gamma) of every LayerNorm and CenterNorm
 
 What follows a norm is scaled by its gamma: with W_1 below its cap and gamma free, W_1 diag(gamma) grows all the same.
+The last kernel of a stem is a patch embedding ("patch"), those in front of activations are "stem": an activation's
+remainder grows with the square of the rows in front of it, and only in proportion to the kernel behind it.
 
 Of a kernel of k x k with stride s the convolution's norm is at most ceil(k / s) ||W||: a pixel is in so many patches in
 either direction.
@@ -78,8 +80,9 @@ def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(module, PatchEmbed):
         yield "patch", module.proj.weight.flatten(1)  # perhaps capped: then no parameter
     elif isinstance(module, HasKernels):
-        for kernel in module.kernels():
-            yield "stem", kernel
+        *bent, last = module.kernels()
+        yield from (("stem", kernel) for kernel in bent)
+        yield "patch", last
     elif isinstance(module, HasGamma):
         yield "norm", module.gamma()
     elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
