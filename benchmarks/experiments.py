@@ -1,23 +1,31 @@
-"""Tables of papers at reduced size: every row trained and attacked with one command, our figures beside the published.
+"""Tables of papers at reduced size: every row trained and measured with one command, our figures beside the published.
 
     make experiment NAME=table2_deit_ti ARGS='data.root=SHARDS'    (python -m benchmarks.experiments NAME ...)
+    make experiment NAME=table2_small ARGS='--at-once 15 data.root=SHARDS'
 
-A row is a run of configs/experiment/NAME.yaml in runs/; a row that is there already is measured, not trained again.
-Results: benchmarks/results/experiments_NAME.json and .md.
+A row is a run of configs/experiment/NAME.yaml for each of its seeds, in runs/; one that is there already is measured,
+not trained again. With --at-once N so many train side by side, which the host of a GPU, not the GPU, limits; their
+output is in runs/RUN.log then. Results: benchmarks/results/experiments_NAME.json and .md.
 """
 
+import argparse
+import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Generator, nn
+from torch import Generator
 
 import zoo
 from attacks import AttackConfig
@@ -34,7 +42,10 @@ IMAGES, BATCH = 1000, 100
 ATTACKS = {
     "CW-20": AttackConfig("linf", 8 / 255, 20, 2 / 255, loss="margin"),
     "PGD-20": AttackConfig("linf", 8 / 255, 20, 2 / 255, loss="ce"),
+    "FGSM": AttackConfig("linf", 2 / 255, 1, 2 / 255, random_start=False),
+    "PGD-2": AttackConfig("linf", 2 / 255, 2, 1 / 255),
 }
+Figures = dict[str, float]  # per cent, by column
 
 
 @dataclass(frozen=True)
@@ -47,13 +58,54 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Training:
+    """A run: the words that say what it is, and the configuration that they compose."""
+
+    options: tuple[str, ...]
+    config: dict[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / self.config["run_dir"]
+
+
+def accuracies(run: Training, columns: Sequence[str]) -> Figures:
+    """Right of the first IMAGES test images, 'clean' and under ATTACKS; on a GPU where there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, data = zoo.handover.load(run.folder / "handover")[0].to(device), DataConfig(**run.config["data"])
+    right = dict.fromkeys(columns, 0)
+    images = 0
+    batches = eval_loader(find(data, "test"), data, batch_size=BATCH, limit=IMAGES)
+    for index, (_, images_BCHW, labels_B) in enumerate(batches):
+        images_BCHW, labels_B = images_BCHW.to(device), labels_B.to(device)
+        images += len(labels_B)
+        for column in columns:
+            x_BCHW = images_BCHW
+            if column in ATTACKS:
+                x_BCHW = ATTACKS[column].run(model, images_BCHW, labels_B, Generator().manual_seed(index))
+            with torch.no_grad():
+                right[column] += int((model(x_BCHW).argmax(1) == labels_B).sum())
+    return {column: 100 * count / images for column, count in right.items()}
+
+
+def certified(run: Training, columns: Sequence[str]) -> Figures:
+    """'clean', and what the run's own stage certified at radii that are the names of the columns."""
+    result = json.loads((run.folder / "certificate" / "certificate.json").read_text())
+    found = {"clean": result["clean"]} | {eps: at["certified"] for eps, at in result["accuracy"].items()}
+    return {column: 100 * found[column] for column in columns}
+
+
+@dataclass(frozen=True)
 class Table:
-    """`columns` name the figures of a row: 'clean', then names in ATTACKS."""
+    """`columns` name the figures of a row, which `measure` finds; `script` is the trainer of all its rows."""
 
     source: str
     differs: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
+    script: str = "adv_train"
+    seeds: tuple[int, ...] = (0,)
+    measure: Callable[[Training, Sequence[str]], Figures] = accuracies
 
 
 DEIT_TI = Table(
@@ -71,6 +123,19 @@ DEIT_TI = Table(
         Row("spec_deit_ti", "SpecFormer (MSVP)", (80.03, 48.52, 51.10)),
     ),
 )
+SMALL = (
+    "from scratch, not from ImageNet-1k weights; 4 blocks of width 96 (there 12 of 192); 30 epochs of batch 1024 (40 "
+    "of 64); bf16; AdamW, cosine (SGD); no CutMix and Mixup; CIFAR-10 as JPEG if the shards are; LipsFormer stands for "
+    "SCSA in standard blocks; the attacks keep the worst of all points they visit"
+)
+SEEDS = (0, 1, 2)
+STANDARD = (
+    (86.40, 46.10, 14.46),
+    (78.09, 36.64, 5.05),
+    (72.54, 36.14, 3.46),
+    (77.16, 34.78, 3.81),
+    (87.42, 45.71, 18.10),
+)
 TABLES = {
     "table2_deit_ti": DEIT_TI,
     "table2_deit_ti_gpu": replace(
@@ -80,72 +145,93 @@ TABLES = {
         "the shards are; LipsFormer stands for SCSA in standard blocks; the attacks keep the worst of all points they "
         "visit",
     ),
+    "table1_small": Table(
+        source="SpecFormer (https://arxiv.org/abs/2402.03317), Table 1: DeiT-Ti, CIFAR-10, standard training, attacks "
+        "of 2/255",
+        differs=f"{SMALL}; PGD-2 in steps of 1/255 from a random start (not said there)",
+        columns=("clean", "FGSM", "PGD-2"),
+        rows=tuple(replace(row, published=published) for row, published in zip(DEIT_TI.rows, STANDARD, strict=True)),
+        script="std_train",
+        seeds=SEEDS,
+    ),
+    "table2_small": replace(DEIT_TI, differs=f"{SMALL}; PGD-3 of 4/255 in training (PGD-10 of 2/255)", seeds=SEEDS),
+    "lofast_table1": Table(
+        source="LoFAST, Table 1: ViTs of 128 features, CIFAR-10, standard training, certified by Theorem 1 at L2 radii",
+        differs="how it trained is not said there: 30 epochs, AdamW without weight decay, batch 512; CIFAR-10 as JPEG "
+        "if the shards are",
+        columns=("0.02", "0.05", "0.1"),
+        rows=(
+            Row("lofast_vit_w128_l3", "ViT, 3 layers", (29.1, 16.0, 3.0)),
+            Row("lofast_vit_w128_l4", "ViT, 4 layers", (28.9, 11.9, 0.8)),
+            Row("lofast_vit_w128_l5", "ViT, 5 layers", (27.6, 8.3, 0.0)),
+        ),
+        script="std_train",
+        seeds=SEEDS,
+        measure=certified,
+    ),
 }
 
 
-def run(name: str, overrides: Sequence[str]) -> None:
+def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
     """Train what is missing, measure every row, write both files."""
     if name not in TABLES:
         raise unknown("table", name, TABLES)
     table, started = TABLES[name], time.monotonic()
-    rows = [measured(name, row, table.columns, overrides) for row in table.rows]
+    runs = {row: [training(table, name, row, seed, overrides) for seed in table.seeds] for row in table.rows}
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(partial(train, table.script, to_file=at_once > 1), chain.from_iterable(runs.values())))
+    rows = [measured(table, row, each) for row, each in runs.items()]
     minutes = round((time.monotonic() - started) / 60, 1)
-    facts = {"command": f"make experiment NAME={name} ARGS='data.root=SHARDS'", "minutes": minutes}
+    facts = {"command": f"make experiment NAME={name} ARGS='data.root=SHARDS'", "at_once": at_once, "minutes": minutes}
     result = {"source": table.source, "differs": table.differs, "images": IMAGES, "rows": rows}
     record(f"experiments_{name}", facts | result)
     (RESULTS / f"experiments_{name}.md").write_text(markdown(table, rows))
 
 
-def measured(name: str, row: Row, columns: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
-    """One row: trained unless its hand-over is there, then attacked."""
-    options = [f"+experiment={name}", f"model={row.model}", *overrides]
-    config = compose_config("adv_train", options)
-    folder, started = ROOT / config["run_dir"] / "handover", time.monotonic()
-    minutes = None  # it was trained before
-    if not folder.is_dir():
-        train(options)
-        minutes = round((time.monotonic() - started) / 60, 1)
-    model, _ = zoo.handover.load(folder)
-    figures = accuracies(model, DataConfig(**config["data"]), columns)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+def training(table: Table, name: str, row: Row, seed: int, overrides: Sequence[str]) -> Training:
+    """What one row and seed are trained by."""
+    options = (f"+experiment={name}", f"model={row.model}", f"seed={seed}", *overrides)
+    return Training(options, compose_config(table.script, options))
+
+
+def train(script: str, run: Training, to_file: bool) -> None:
+    """One process; nothing to do where the run has ended. Raises UserError where it fails."""
+    if (run.folder / "handover").is_dir():
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    # Without the launcher, which would start the one process by two more.
+    command = [sys.executable, str(ROOT / "trainers" / f"{script}.py"), *run.options, "resume=auto"]
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    log = run.folder.with_name(f"{run.folder.name}.log")
+    if to_file:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as out:
+            ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    else:
+        ended = subprocess.run(command, cwd=ROOT, env=environment)
+    if ended.returncode:
+        said = log if to_file else "its output"
+        raise UserError(f"{run.folder.name} did not finish; mend what {said} says and run the command again")
+
+
+def measured(table: Table, row: Row, runs: Sequence[Training]) -> dict[str, Any]:
+    """One row: mean and standard deviation over its seeds (of one: none), and each of them."""
+    each = [table.measure(one, table.columns) for one in runs]
+    model, _ = zoo.handover.load(runs[0].folder / "handover")
     return {
         "method": row.method,
         "model": row.model,
-        "parameters": parameters,
-        "training_minutes": minutes,
-        "ours": figures,
-        "published": dict(zip(columns, row.published, strict=True)),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "ours": {column: round(statistics.mean(one[column] for one in each), 2) for column in table.columns},
+        "deviation": {
+            column: round(statistics.stdev(one[column] for one in each), 2) if len(each) > 1 else None
+            for column in table.columns
+        },
+        "seeds": [{column: round(value, 2) for column, value in one.items()} for one in each],
+        "published": dict(zip(table.columns, row.published, strict=True)),
     }
-
-
-def train(options: Sequence[str]) -> None:
-    """One process under the launcher, output shown."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [sys.executable, str(Path(sys.executable).parent / "deepspeed"), "--num_gpus=1", f"--master_port={port}"]
-    command = [*launcher, str(ROOT / "trainers" / "adv_train.py"), *options]
-    if subprocess.run(command, cwd=ROOT, env=os.environ).returncode:
-        raise UserError(f"the row {options[1]} did not finish; mend what its output says and run the command again")
-
-
-def accuracies(model: nn.Module, data: DataConfig, columns: Sequence[str]) -> dict[str, float]:
-    """Per cent right of the first IMAGES test images, clean and under each attack; on a GPU where there is one."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(device)
-    right = dict.fromkeys(columns, 0)
-    images = 0
-    batches = eval_loader(find(data, "test"), data, batch_size=BATCH, limit=IMAGES)
-    for index, (_, images_BCHW, labels_B) in enumerate(batches):
-        images_BCHW, labels_B = images_BCHW.to(device), labels_B.to(device)
-        images += len(labels_B)
-        for column in columns:
-            x_BCHW = images_BCHW
-            if column in ATTACKS:
-                x_BCHW = ATTACKS[column].run(model, images_BCHW, labels_B, Generator().manual_seed(index))
-            with torch.no_grad():
-                right[column] += int((model(x_BCHW).argmax(1) == labels_B).sum())
-    return {column: round(100 * count / images, 2) for column, count in right.items()}
 
 
 def markdown(table: Table, rows: Sequence[dict[str, Any]]) -> str:
@@ -154,15 +240,26 @@ def markdown(table: Table, rows: Sequence[dict[str, Any]]) -> str:
     lines = [f"{table.source}.", "", f"Ours differs: {table.differs}.", ""]
     lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
-        cells = [f"{row['ours'][column]:.1f} / {row['published'][column]:.2f}" for column in table.columns]
+        cells = [f"{_with_spread(row, column)} / {row['published'][column]:.2f}" for column in table.columns]
         lines.append(f"| {' | '.join([row['method'], row['model'], *cells])} |")
-    return "\n".join([*lines, "", f"{IMAGES} test images: +-3 points (95 %). One seed.", ""])
+    seeds = "One seed" if len(table.seeds) == 1 else f"Mean and standard deviation of {len(table.seeds)} seeds"
+    return "\n".join([*lines, "", f"{IMAGES} test images: +-3 points (95 %). {seeds}.", ""])
+
+
+def _with_spread(row: dict[str, Any], column: str) -> str:
+    spread = row["deviation"][column]
+    return f"{row['ours'][column]:.1f}" + (f" +- {spread:.1f}" if spread is not None else "")
 
 
 def main() -> None:
-    if len(sys.argv) < 2:
-        raise UserError(f"which table? python -m benchmarks.experiments NAME ...; NAME: {', '.join(TABLES)}")
-    run(sys.argv[1], sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help=", ".join(TABLES))
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings side by side")
+    parser.add_argument("overrides", nargs="*", help="of the experiment, as the trainers take them")
+    options = parser.parse_args()
+    if options.at_once < 1:
+        raise UserError(f"--at-once {options.at_once} does not work; give at least 1")
+    run(options.name, options.overrides, options.at_once)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,11 @@ step deepspeed --num_gpus 1 trainers/adv_train.py +model=cert_gpsa_vit_c10_gpu d
 step python -m certify handover=runs/gpu/handover data=cifar10 data.root="$SHARDS" device=cuda workers=4 batch_size=125 \
     method=best images=1000 eps="$EPS" headline_eps=0.1411764705882353 attack.steps=100
 
+# Tables of papers, three seeds: 15 trainings side by side (not run yet).
+for table in table2_small table1_small lofast_table1; do
+    step python -m benchmarks.experiments $table --at-once 15 data.root="$SHARDS"
+done
+
 # A training step against its bare passes, an H100's peak in bf16.
 step python -m benchmarks.bench_train_step --model spec_vit_b --batch 128 --precision bf16 --compile --peak-tflops 989
 step python -m benchmarks.bench_train_step --model spec_vit_b --batch 256 --precision bf16 --compile --peak-tflops 989

@@ -1,6 +1,9 @@
 """Every experiment is a lab note whose command composes, and says what its file says; the reduced table is complete."""
 
+import json
 import re
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ import torch
 import yaml
 
 import zoo
-from benchmarks.experiments import ATTACKS, TABLES, markdown, run
+from benchmarks import experiments
+from benchmarks.experiments import ATTACKS, TABLES, certified, markdown, run
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
 from tests.tools.cases import mostly_slow
@@ -88,19 +92,50 @@ def test_all_protocols_are_there() -> None:
 def test_every_row_of_a_table_composes(name: str) -> None:
     table = TABLES[name]
     for row in table.rows:
-        config = compose_config("adv_train", [f"+experiment={name}", f"model={row.model}"])
+        config = compose_config(table.script, [f"+experiment={name}", f"model={row.model}", "seed=7"])
+        assert config["name"] == f"{name}-{row.model}-s7"
         assert len(row.published) == len(table.columns)
-        assert config["attack"]["eps"] == pytest.approx(8 / 255)
         assert (config["penalty"]["lambda_q"] > 0) == row.model.startswith("spec_")
-    assert set(table.columns) - {"clean"} <= set(ATTACKS)
-    assert len({row.model for row in table.rows}) == len(table.rows) == 5
+        if table.measure is certified:
+            assert config["certify"]["enabled"]
+            assert [f"{eps:g}" for eps in config["certify"]["eps"]] == list(table.columns)
+        else:
+            for column in set(table.columns) - {"clean"}:
+                assert ATTACKS[column].eps == pytest.approx(config["attack"]["eps"])
+    assert len({row.model for row in table.rows}) == len(table.rows) == (3 if table.measure is certified else 5)
+
+
+def test_a_row_is_trained_once_for_each_seed(real_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two at once, by the trainer, on real images; measured again without training."""
+    table = replace(TABLES["table1_small"], rows=TABLES["table1_small"].rows[:1], seeds=(0, 1))
+    monkeypatch.setattr(experiments, "TABLES", {"table1_small": table})
+    monkeypatch.setattr(experiments, "ROOT", tmp_path)
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
+    monkeypatch.setattr(
+        experiments, "record", lambda name, facts: (tmp_path / f"{name}.json").write_text(json.dumps(facts))
+    )
+    monkeypatch.setattr(experiments, "IMAGES", 50)
+    monkeypatch.setattr(experiments, "BATCH", 50)
+    (tmp_path / "trainers").symlink_to(Path(__file__).parents[2] / "trainers")
+    words = [f"data.root={real_data}", "data.train=cifar10-train-000000.tar", "data.test=cifar10-test-000000.tar"]
+    words += ["model.depth=1", "train.batch_size=64", "train.max_steps=2", "train.precision=fp32"]
+    words += [f"run_dir={tmp_path}/runs/s${{seed}}"]
+    run("table1_small", words, at_once=2)
+    first = json.loads((tmp_path / "experiments_table1_small.json").read_text())
+    assert [set(one) for one in first["rows"][0]["seeds"]] == [{"clean", "FGSM", "PGD-2"}] * 2
+    assert first["rows"][0]["seeds"][0] != first["rows"][0]["seeds"][1]
+    assert " +- " in (tmp_path / "experiments_table1_small.md").read_text()
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it trained again"))
+    run("table1_small", words)
+    again = json.loads((tmp_path / "experiments_table1_small.json").read_text())
+    assert again["rows"] == first["rows"]
 
 
 def test_the_markdown_has_ours_beside_the_published() -> None:
     table = TABLES["table2_deit_ti"]
     rows = [
         {"method": row.method, "model": row.model, "ours": dict.fromkeys(table.columns, 12.3),
-         "published": dict(zip(table.columns, row.published, strict=True))}
+         "deviation": dict.fromkeys(table.columns), "published": dict(zip(table.columns, row.published, strict=True))}
         for row in table.rows
     ]  # fmt: skip
     text = markdown(table, rows)
