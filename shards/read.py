@@ -74,44 +74,53 @@ class Stream(IterableDataset, ABC):
 
 @dataclass(eq=False)
 class TrainStream(Stream):
-    """Worker w of K makes batches w, w + K, ... of the epoch; after `skip` batches the turn is worker skip mod K's."""
+    """Epochs one behind the other, of each its first `per_epoch` batches. The n-th batch of all that are left is loader
+    n mod K's, as torch's loader asks its K loaders in turn: in each epoch they are workers 0 .. K - 1 from the one on
+    whose turn it is."""
 
-    epoch: int
+    epochs: range
+    per_epoch: int
     seed: int
     skip: int
 
     def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
-        worker = (worker + self.skip) % workers
-        steps = steps_per_epoch(self.shard_set, self.batch_size, self.world_size)
-        own, skipped = len(range(worker, steps, workers)), len(range(worker, self.skip, workers))
+        asked = -self.skip
+        for epoch in self.epochs:
+            yield from self.read_epoch(epoch, (worker - asked) % workers, workers, max(-asked, 0), pages)
+            asked += self.per_epoch
+
+    def read_epoch(self, epoch: int, worker: int, workers: int, skip: int, pages: Iterator[Page]) -> Iterator[Batch]:
+        """Worker w of K makes batches w, w + K, ... of the epoch, of which the first `skip` of all are left out."""
+        own, skipped = len(range(worker, self.per_epoch, workers)), len(range(worker, skip, workers))
         if own <= skipped:
             return
-        start, stop = self.part(worker, workers, steps)
-        items = iter(self.samples(start, stop, worker))
+        start, stop = self.part(worker, workers)
+        items = iter(self.samples(epoch, start, stop, worker))
         patience = 0
         if self.config.on_corrupt == "skip":  # which sample comes k-th is known only after decoding
             patience = 2 * (stop - start)
         else:
             items = islice(items, skipped * self.batch_size, None)
             own, skipped = own - skipped, 0
-        view = train_view(self.config, self.seed, self.epoch)
+        view = train_view(self.config, self.seed, epoch)
         yield from islice(batches(items, view, pages, patience=patience), skipped, own)
 
-    def part(self, worker: int, workers: int, steps: int) -> tuple[int, int]:
+    def part(self, worker: int, workers: int) -> tuple[int, int]:
         """This worker's part of its rank's part of the line, in proportion to its batches."""
+        steps = steps_per_epoch(self.shard_set, self.batch_size, self.world_size)
         start, stop = share(0, self.shard_set.samples, self.rank, self.rank + 1, self.world_size)
         first = sum(len(range(before, steps, workers)) for before in range(worker))
         return share(start, stop, first, first + len(range(worker, steps, workers)), steps)
 
-    def samples(self, start: int, stop: int, worker: int) -> Iterable[Sample | SampleError]:
+    def samples(self, epoch: int, start: int, stop: int, worker: int) -> Iterable[Sample | SampleError]:
         """The part, shuffled, again and again (each time in another order)."""
         line = list(zip(self.shard_set.paths, self.shard_set.counts, strict=True))
-        random.Random(mix(self.seed, self.epoch)).shuffle(line)
+        random.Random(mix(self.seed, epoch)).shuffle(line)
         paths, counts = zip(*line, strict=True)
         return wds.DataPipeline(
             partial(entries, segments(paths, counts, start, stop)),
             partial(loaded, num_classes=self.config.num_classes),
-            wds.detshuffle(SHUFFLE_BUFFER, SHUFFLE_BUFFER, mix(self.seed, self.epoch, self.rank, worker), -1),
+            wds.detshuffle(SHUFFLE_BUFFER, SHUFFLE_BUFFER, mix(self.seed, epoch, self.rank, worker), -1),
         ).repeat()
 
 
@@ -260,17 +269,23 @@ def train_loader(
     rank: int = 0,
     world_size: int = 1,
     skip_batches: int = 0,
+    epochs: int = 1,
+    per_epoch: int | None = None,
     device: torch.device | str = "cpu",
 ) -> TrainBatches:
-    """`steps_per_epoch` batches of one epoch on every rank, less the first `skip_batches`. Images travel to the device
-    as bytes.
+    """The `steps_per_epoch` batches of an epoch on every rank, less the first `skip_batches`; with `epochs`, also those
+    of the next ones, which the same loader processes go on to without a pause; with `per_epoch`, so many of each at
+    most. Images travel to the device as bytes.
 
-    The batches are those of (seed, epoch, rank, world_size, config.workers): a run that skips k goes on exactly
-    where one that stopped after k would have. The global random generators are left as they are.
+    The batches are those of (seed, epoch, rank, world_size, config.workers): a run that skips k goes on exactly where
+    one that stopped after k would have, and epochs together are those one by one. The global random generators are left
+    as they are.
     """
-    steps = max(steps_per_epoch(shard_set, batch_size, world_size) - skip_batches, 0)
-    stream = TrainStream(shard_set, config, batch_size, rank, world_size, epoch, seed, skip_batches)
-    return TrainBatches(stream, steps, torch.device(device))
+    each = steps_per_epoch(shard_set, batch_size, world_size)
+    each = each if per_epoch is None else min(each, per_epoch)
+    ahead = range(epoch, epoch + epochs)
+    stream = TrainStream(shard_set, config, batch_size, rank, world_size, ahead, each, seed, skip_batches)
+    return TrainBatches(stream, max(each * epochs - skip_batches, 0), torch.device(device))
 
 
 def eval_loader(

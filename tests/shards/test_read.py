@@ -128,6 +128,42 @@ def test_training_plan(toy: ShardSet, root: Path, world_size: int, workers: int,
     assert len(seen) == toy.samples
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    workers=st.integers(1, 5),
+    batch_size=st.integers(1, 40),
+    skip=st.integers(0, 9),
+    epochs=st.integers(1, 4),
+    fewer=st.integers(0, 3),
+)
+def test_epochs_together_are_those_one_by_one(
+    toy: ShardSet, root: Path, workers: int, batch_size: int, skip: int, epochs: int, fewer: int
+) -> None:
+    """Whatever loader has the turn where an epoch begins, and with micro-batches dropped at the end of each."""
+    each = max(shards.steps_per_epoch(toy, batch_size, 2) - fewer, 1)
+    how: dict[str, Any] = {"batch_size": batch_size, "seed": 5, "rank": 1, "world_size": 2}
+    one_by_one = [
+        keys
+        for epoch in range(3, 3 + epochs)
+        for keys in in_turn(shards.train_loader(toy, config(root), epoch=epoch, **how), workers)[:each]
+    ]
+    skip = min(skip, each - 1)  # a run goes on within an epoch
+    together = shards.train_loader(toy, config(root), epoch=3, epochs=epochs, per_epoch=each, skip_batches=skip, **how)
+    assert in_turn(together, workers) == one_by_one[skip:]
+    assert len(together) == len(one_by_one) - skip
+
+
+@pytest.mark.parametrize("workers", [0, 2, 3])
+def test_loader_processes_go_on_to_the_next_epoch(toy: ShardSet, root: Path, workers: int) -> None:
+    data = config(root, augment="flip_crop", workers=workers)
+    how: dict[str, Any] = {"batch_size": 43, "seed": 5}
+    together = list(shards.train_loader(toy, data, epoch=0, epochs=3, skip_batches=2, **how))
+    one_by_one = [batch for epoch in range(3) for batch in shards.train_loader(toy, data, epoch=epoch, **how)]
+    for (images, labels), (images_again, labels_again) in zip(together, one_by_one[2:], strict=True):
+        assert torch.equal(images, images_again)
+        assert torch.equal(labels, labels_again)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_cover_the_epoch_in_equal_steps(toy: ShardSet, root: Path, world_size: int, workers: int) -> None:

@@ -10,7 +10,9 @@ A step is one update of the weights: `accumulation` micro-batches on each rank (
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -51,7 +53,11 @@ class Session:
         """What is evaluated and handed over."""
         return self.average.module if self.average else self.run.engine.module
 
-    def with_heartbeats(self, batches: Iterable[T]) -> Iterator[T]:
+    def batches(self, position: Position) -> Generator[Batch, None, None]:
+        """Of all epochs that are left, each wait for one counted."""
+        return self.with_heartbeats(self.run.report.awaited(micro_batches(self.run, position)))
+
+    def with_heartbeats(self, batches: Iterable[T]) -> Generator[T, None, None]:
         """The batches, each with a heartbeat for the watchdog."""
         for batch in batches:
             self.watchdog.heartbeat()
@@ -76,8 +82,9 @@ def train(job: Job, world: World) -> str | None:
         with listening() as request:
             session = Session(run, average, request, watchdog)
             metrics = monitored(session, position.step, position.epoch - 1) if position.ends_epoch else None
-            while position.step < run.total_steps:
-                position, metrics = train_epoch(session, position)
+            with closing(session.batches(position)) as batches:
+                while position.step < run.total_steps:
+                    position, metrics = train_epoch(session, position, batches)
         metrics = metrics or monitored(session, position.step, position.epoch)
         handover.write(job, run.engine, average, position.step, metrics)
         if world.rank == 0:
@@ -100,10 +107,9 @@ def resume(run: Run, average: Average | None) -> Position:
     return saved.position
 
 
-def train_epoch(session: Session, position: Position) -> tuple[Position, dict[str, float]]:
+def train_epoch(session: Session, position: Position, batches: Iterator[Batch]) -> tuple[Position, dict[str, float]]:
     """From `position` to the end of its epoch or of the run. Returns where it stopped, and the evaluation there."""
     run, job = session.run, session.run.job
-    batches = session.with_heartbeats(run.report.awaited(micro_batches(run, position)))
     while True:
         step, epoch = position.step, position.epoch
         lr = job.optimizer.lr * job.schedule.factor(step, run.total_steps, run.steps_per_epoch)
@@ -137,8 +143,9 @@ def checked_step(run: Run, batches: Iterator[Batch], position: Position, lr: flo
 
 
 def micro_batches(run: Run, position: Position) -> Iterator[Batch]:
-    """The rest of the epoch, exactly as an undisturbed run would see it."""
-    job, world = run.job, run.world
+    """The rest of the run, exactly as an undisturbed one would see it. Loader processes begin once: of a small data set
+    an epoch is over in less time than they take for that."""
+    job, world, count = run.job, run.world, run.engine.accumulation
     return iter(
         train_loader(
             job.train_set,
@@ -148,7 +155,9 @@ def micro_batches(run: Run, position: Position) -> Iterator[Batch]:
             seed=job.seed,
             rank=world.rank,
             world_size=world.size,
-            skip_batches=position.batch_in_epoch * run.engine.accumulation,
+            skip_batches=position.batch_in_epoch * count,
+            epochs=math.ceil(run.total_steps / run.steps_per_epoch) - position.epoch,
+            per_epoch=run.steps_per_epoch * count,
             device=world.device,
         )
     )
