@@ -182,7 +182,8 @@ def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
         list(pool.map(partial(train, table.script, to_file=at_once > 1), chain.from_iterable(runs.values())))
     rows = [measured(table, row, each) for row, each in runs.items()]
     minutes = round((time.monotonic() - started) / 60, 1)
-    facts = {"command": f"make experiment NAME={name} ARGS='data.root=SHARDS'", "at_once": at_once, "minutes": minutes}
+    words = f"--at-once {at_once} data.root=SHARDS" if at_once > 1 else "data.root=SHARDS"
+    facts = {"command": f"make experiment NAME={name} ARGS='{words}'", "minutes": minutes}
     result = {"source": table.source, "differs": table.differs, "images": IMAGES, "rows": rows}
     record(f"experiments_{name}", facts | result)
     (RESULTS / f"experiments_{name}.md").write_text(markdown(table, rows))
