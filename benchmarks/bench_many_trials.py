@@ -63,7 +63,7 @@ def main() -> None:
         "begun_again": sum(count > 1 for count in begun),
         "registry": database.partition(":")[0],
     }
-    record("many_trials_cpu", found)
+    record("many_trials_cpu" if database.startswith(store.SQLITE) else "many_trials_server_cpu", found)
     if not certified == len(versions) == len(set(versions)) == options.trials:
         raise SystemExit(f"{certified} certified trials and {len(versions)} versions of {options.trials} trials")
 
