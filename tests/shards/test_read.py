@@ -128,7 +128,7 @@ def test_training_plan(toy: ShardSet, root: Path, world_size: int, workers: int,
     assert len(seen) == toy.samples
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     workers=st.integers(1, 5),
     batch_size=st.integers(1, 40),
