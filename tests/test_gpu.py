@@ -13,6 +13,7 @@ from tests.tools.launching import ROOT, TINY, finish, launch
 from tests.tools.small_models import PARTS, labelled, small_model
 from trainers.engine.optimizers import make_optimizer
 from trainers.settings import OptimizerConfig
+from zoo.bounds import lanczos
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,12 +23,30 @@ pytestmark = [
 
 @pytest.mark.parametrize("method", ["lofast", "adjoint", "best"])
 @pytest.mark.parametrize("parts", PARTS)
-def test_radii_are_those_of_a_cpu(parts: str, method: str) -> None:
+def test_radii_are_those_of_a_cpu(parts: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the same random starts."""
+    on_host = lanczos.starts
+    monkeypatch.setattr(lanczos, "starts", lambda images, *of: on_host(images.cpu(), *of).to(images.device))
     model = small_model(parts, 0)
     images, labels = labelled(model, 4, 0)
     here = certified_radius(model, images, labels, method, nonce="one")
     there = certified_radius(model.cuda(), images.cuda(), labels.cuda(), method, nonce="one").cpu()
     assert torch.allclose(here, there, rtol=1e-6, atol=0)
+
+
+def test_random_starts_are_gaussian_and_an_images_own() -> None:
+    images, shape = torch.rand(3, 3, 8, 8, device="cuda"), torch.Size([2, 10**6])
+    drawn = lanczos.starts(images, shape, b"one")
+    assert drawn.dtype == torch.float64
+    assert drawn.is_cuda
+    assert torch.equal(lanczos.starts(images[1:2], shape, b"one")[0], drawn[1]), "neighbours change nothing"
+    vectors = torch.cat([drawn.flatten(0, 1), lanczos.starts(images[:1], shape, b"two")[0]])
+    products = vectors @ vectors.mT / shape[-1]
+    off = products - torch.eye(len(vectors), dtype=torch.float64, device="cuda")
+    assert off.abs().max() < 7e-3, "five standard deviations of a square are that"
+    normal = torch.distributions.Normal(0.0, 1.0)
+    below = torch.stack([(vectors < x).double().mean(1).cpu() for x in (-2.0, -1.0, 0.0, 0.5, 1.5)])
+    assert (below - normal.cdf(torch.tensor([[-2.0], [-1.0], [0.0], [0.5], [1.5]]))).abs().max() < 2.5e-3
 
 
 def test_an_attack_finds_what_it_finds_on_a_cpu() -> None:

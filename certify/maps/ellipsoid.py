@@ -342,10 +342,12 @@ class Ellipsoids:
             if at in formed:
                 squares[at] = formed[at].squares(v) + squares.get(at, 0.0)
 
-        together = torch.arange(self.effort.probes).split(min(TOGETHER, at_once(self.most_B.numel() * room)))
-        for numbers in together:  # the same vectors, however many fit
-            u = [self._draw(torch.Size([room]), f"probe {number}", self.most_B[:, None]) for number in numbers.tolist()]
-            self.joint.push(torch.stack(u), visit, last)
+        fit = at_once(self.most_B.numel() * room)
+        for start in range(0, self.effort.probes, TOGETHER):  # the same vectors, however many fit
+            rooms = torch.Size([min(TOGETHER, self.effort.probes - start), room])
+            u = self._draw(rooms, f"probes {start}", self.most_B[:, None]).movedim(1, 0)
+            for fitting in u.split(fit):
+                self.joint.push(fitting, visit, last)
         count = sum(found[0].numel() for found in squares.values())
         share = least_square_sum(self.effort.probes, PROBE_FAILURE / count)
         return {at: (found / share).sqrt() for at, found in squares.items()}

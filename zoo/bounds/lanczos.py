@@ -33,6 +33,7 @@ Letters: B images, S maps of one chain, L vectors at once, k steps.
 import hashlib
 import math
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -68,16 +69,31 @@ def seed_of(model: nn.Module, nonce: str) -> bytes:
 
 
 def starts(images_BCHW: Tensor, shape: torch.Size, seed: bytes) -> Tensor:
-    """One Gaussian vector (B, *shape) an image, drawn from a stream of its own that `seed` and its pixels choose.
+    """One Gaussian vector (B, *shape) an image, drawn from a stream of its own that `seed` and its pixels choose: on a
+    GPU from one of the GPU's, as drawing and copying would take a host most of a certificate's time there.
 
-    There are 2^128 streams: of a generator with few, such as torch's with its 2^32, one direction can be orthogonal to
-    a share of all vectors that it can draw.
+    There are 2^124 streams or more: of a generator with few, such as torch's on a host with its 2^32, one direction can
+    be orthogonal to a share of all vectors that it can draw.
     """
-    drawn = np.empty((len(images_BCHW), *shape))
-    for image_CHW, room in zip(images_BCHW, drawn, strict=True):
-        key = hashlib.sha256(seed + _bytes(image_CHW.double())).digest()[:16]
-        np.random.Generator(np.random.SFC64(int.from_bytes(key, "big"))).standard_normal(out=room)
-    return torch.from_numpy(drawn).to(images_BCHW.device)
+    keys = [hashlib.sha256(seed + _bytes(image_CHW)).digest() for image_CHW in images_BCHW.double().cpu()]
+    drawn = images_BCHW.new_empty((len(keys), *shape), dtype=torch.float64)
+    for key, room in zip(keys, drawn, strict=True):
+        (_draw_on_gpu if drawn.is_cuda else _draw_on_host)(key, room)
+    return drawn
+
+
+def _draw_on_host(key: bytes, room: Tensor) -> None:
+    stream = np.random.Generator(np.random.SFC64(int.from_bytes(key[:16], "big")))
+    stream.standard_normal(out=room.numpy())
+
+
+def _draw_on_gpu(key: bytes, room: Tensor) -> None:
+    """Philox, whose state is 64 bits of seed, and an offset in fours that must not overflow."""
+    offset = int.from_bytes(key[8:16], sys.byteorder) >> 4 << 2
+    state = bytearray(key[:8] + offset.to_bytes(8, sys.byteorder))
+    stream = torch.Generator(room.device)
+    stream.set_state(torch.frombuffer(state, dtype=torch.uint8))
+    room.normal_(generator=stream)
 
 
 def _bytes(tensor: Tensor) -> bytes:
