@@ -52,6 +52,7 @@ class TrainConfig:
     certify_seconds: float = 60.0
     log_every: int = 10
     checkpoint_every: int = 500
+    checkpoint_epochs: int = 1
     keep_checkpoints: int = 2
     label_smoothing: float = 0.0
     sam_rho: float = 0.0
@@ -59,7 +60,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         counts = ("epochs", "batch_size", "max_steps", "micro_batch_size", "log_every", "keep_checkpoints")
-        require_least(self, "train", (*counts, "certify_every"), 1, "set it to at least 1")
+        require_least(self, "train", (*counts, "certify_every", "checkpoint_epochs"), 1, "set it to at least 1")
         switches = ("clip_grad", "eval_images", "certify_images", "checkpoint_every", "label_smoothing", "sam_rho")
         require_least(self, "train", switches, 0, "set it to 0 (off) or more")
         require_shares(self, "train", ("attack_warmup",))

@@ -30,7 +30,7 @@ FREE = (
     "name", "run_dir", "resume", "certify", "registry", "data.root", "data.test", "data.verify",
     "data.cache", "data.cache_gb", "data.timeout",
     "train.eval_images", "train.certify_images", "train.certify_every", "train.certify_eps", "train.certify_seconds",
-    "train.log_every", "train.checkpoint_every", "train.keep_checkpoints",
+    "train.log_every", "train.checkpoint_every", "train.checkpoint_epochs", "train.keep_checkpoints",
     "deepspeed.timeout_minutes",
 )  # fmt: skip
 

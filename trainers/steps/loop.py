@@ -28,6 +28,7 @@ from trainers.job import checkpoint
 from trainers.job.checkpoint import Position, Saved
 from trainers.job.job import Job
 from trainers.ranks import said_once
+from trainers.settings import TrainConfig
 from trainers.steps import look, nan_batch, pictures
 from trainers.steps.monitor import evaluate, monitor_batches
 from trainers.steps.run import Run, assemble
@@ -122,14 +123,20 @@ def train_epoch(session: Session, position: Position, batches: Iterator[Batch]) 
             pace = run.report.pace(position.step, job.train.batch_size)
             run.report.row(position.step, epoch, {**terms, "lr": lr, **pace})
         ends = position.ends_epoch or position.step == run.total_steps
-        due = job.train.checkpoint_every and position.step % job.train.checkpoint_every == 0
         asked = session.request.agreed(run.world)
-        if ends or due or asked:
+        if asked or checkpoint_due(job.train, position, run.total_steps):
             write_checkpoint(session, position)
         if asked:
             end_stopped(session, position)
         if ends:
             return position, monitored(session, position.step, epoch)
+
+
+def checkpoint_due(train: TrainConfig, position: Position, total_steps: int) -> bool:
+    """After this step, as the recipe says; always at the end of the run."""
+    by_steps = train.checkpoint_every and position.step % train.checkpoint_every == 0
+    by_epochs = position.ends_epoch and position.epoch % train.checkpoint_epochs == 0
+    return bool(by_steps or by_epochs or position.step == total_steps)
 
 
 def checked_step(run: Run, batches: Iterator[Batch], position: Position, lr: float) -> dict[str, float]:

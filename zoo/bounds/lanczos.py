@@ -116,8 +116,10 @@ def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator
     vector, against rounding, to the whole basis."""
     diagonal, b = list[Tensor](), list[Tensor]()
     v_LN = start_LN / _length(start_LN)
-    basis_LKN = start_LN.new_empty(len(start_LN), max(counts), start_LN.shape[-1])  # a page is taken when it is written
+    basis_LKN = start_LN.new_empty(len(start_LN), 0, start_LN.shape[-1])
     for count in counts:
+        more_LKN = start_LN.new_empty(len(start_LN), count - len(b), start_LN.shape[-1])
+        basis_LKN = torch.cat([basis_LKN, more_LKN], 1)  # few maps need all counts, and a GPU takes what is asked for
         for k in range(len(b), count):
             basis_LKN[:, k] = v_LN
             so_far = basis_LKN[:, : k + 1]

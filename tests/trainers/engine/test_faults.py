@@ -26,6 +26,8 @@ from tests.tools.trained import Alone, Trained
 from trainers.engine import launcher, preempt
 from trainers.job import checkpoint
 from trainers.job.checkpoint import Position, Saved
+from trainers.settings import TrainConfig
+from trainers.steps.loop import checkpoint_due
 from trainers.steps.report import ROWS, Report
 from trainers.weights import saving, states
 
@@ -347,3 +349,16 @@ def test_positions_count_epochs() -> None:
     assert seen == [(1, 0, 1, False), (2, 0, 2, False), (3, 1, 0, True), (4, 1, 1, False), (5, 1, 2, False),
                     (6, 2, 0, True)]  # fmt: skip
     assert json.loads(json.dumps(vars(position))) == {"step": 6, "epoch": 2, "batch_in_epoch": 0}
+
+
+@pytest.mark.parametrize(
+    ("every", "epochs", "wanted"),
+    [(0, 1, [3, 6, 9, 11]), (0, 2, [6, 11]), (4, 2, [4, 6, 8, 11]), (0, 9, [11]), (2, 1, [2, 3, 4, 6, 8, 9, 10, 11])],
+)
+def test_checkpoints_are_due_by_steps_by_epochs_and_at_the_end(every: int, epochs: int, wanted: list[int]) -> None:
+    train, position, due = TrainConfig(2, 8, checkpoint_every=every, checkpoint_epochs=epochs), Position(), []
+    for _ in range(11):
+        position = position.after_step(steps_per_epoch=3)
+        if checkpoint_due(train, position, total_steps=11):
+            due.append(position.step)
+    assert due == wanted
