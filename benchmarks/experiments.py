@@ -34,8 +34,8 @@ from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
 from certizoo.nearest import unknown
+from certizoo.ports import free_port
 from shards import DataConfig, eval_loader, find
-from tuning.trial import free_port
 
 ROOT = Path(__file__).parents[1]
 IMAGES, BATCH = 1000, 100

@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from certizoo.ports import free_port
 from certizoo.processes import end_group
-from tuning.trial import free_port
 
 PATIENCE, START_SECONDS = 60.0, 10
 RANDOM_PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats", "--num-cpus=1", "--block")

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from certizoo import UserError
 from certizoo.errors import EXIT_USER_ERROR
+from certizoo.ports import free_port
 from tuning import trial as training
 from tuning.search import Search
 from tuning.trial import Command, Group
@@ -168,7 +169,7 @@ def spanned(search: Search, command: Command, log: Path) -> Iterator[tuple[Comma
     if search.nodes == 1:
         yield command, Companions({})
         return
-    group = Group(search.nodes, 0, ray.util.get_node_ip_address(), training.free_port())
+    group = Group(search.nodes, 0, ray.util.get_node_ip_address(), free_port())
     companions = Companions(
         {
             _begin(search, replace(command, group=replace(group, own=node)), own_log): own_log

@@ -15,10 +15,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from certizoo import UserError
+from certizoo.ports import free_port
 from certizoo.processes import end_group
 from registry import publish, spool, store
 from tuning.guard import end_with_parent
-from tuning.trial import PATIENCE_SECONDS, free_port
+from tuning.trial import PATIENCE_SECONDS
 
 HOW = (
     "start one that all nodes reach (docker compose -f cluster/mlflow/compose.yaml up -d), then "

@@ -9,7 +9,6 @@ import base64
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 from certizoo.documents import read_json
 from certizoo.errors import EXIT_USER_ERROR
 from certizoo.files import write_whole
+from certizoo.ports import free_port
 from certizoo.processes import end_group, ending
 from trainers.job import checkpoint
 from tuning import guard
@@ -207,9 +207,3 @@ def why(log: Path, status: int) -> str:
     ours = [line for line in lines if "launch.py" not in line and not line.startswith("_rank_mapping")]
     reason = (said or ours or ["it said nothing"])[-1].removeprefix("error: ")
     return f"{reason} ({ending(status)}; {log})"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

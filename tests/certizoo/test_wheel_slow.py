@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.tools.launching import ROOT, environment, free_port
+from certizoo.ports import free_port
+from tests.tools.launching import ROOT, environment
 
 pytestmark = pytest.mark.slow
 BUILT_OF = ("pyproject.toml", "README.md", "LICENSE", "tune.py")  # beside the packages

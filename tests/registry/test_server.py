@@ -15,17 +15,12 @@ from typing import Any
 
 import pytest
 
+from certizoo.ports import free_port
 from registry import browse, spool, store, ui
 from registry import publish as publishing
 from registry.publish import Published
 from registry.track import Tracker
 from tests.tools import versions
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from certizoo.ports import free_port
 from registry import browse, publish, spool, store
-from tests.registry.test_server import free_port, wait_for
+from tests.registry.test_server import wait_for
 from tests.tools.registry_writer import STEPS
 
 WRITERS, RUNS, PUBLISHED = 8, 125, 10

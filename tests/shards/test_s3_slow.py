@@ -14,10 +14,10 @@ import pytest
 
 import shards
 from certizoo import UserError
+from certizoo.ports import free_port
 from shards import remote
 from tests.shards import test_remote
 from tests.shards.test_remote import config, refusal, same, trained
-from tests.tools.launching import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PACKAGE = "s3rver@3.7.1"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+
+from certizoo.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,12 +28,6 @@ def environment() -> dict[str, str]:
     hidden = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
     kept = {key: value for key, value in os.environ.items() if key not in hidden}
     return kept | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "2"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def launch(script: Path, *arguments: str, cwd: Path, more: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":

@@ -21,9 +21,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from certizoo.ports import free_port
 from certizoo.processes import end_group
 from tests.test_architecture import FOLDERS
-from tests.tools.launching import ROOT, environment, free_port
+from tests.tools.launching import ROOT, environment
 
 FENCE = re.compile(
     r"^(?P<indent> *)(?:<!-- (?P<mark>[^\n]*?) -->\n(?P=indent))?"

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from certizoo.ports import free_port
 from certizoo.processes import end_group
 from tests.tools.launching import ROOT
 from tests.tools.tuning_runs import SHORT, begin, finish, finished
-from tuning.trial import PATIENCE_SECONDS, free_port
+from tuning.trial import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from certizoo.ports import free_port
 from registry import browse
 from tests.tools.tuning_runs import SHORT, alive, begin, finish, finished
 from tuning import server
-from tuning.trial import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -16,13 +16,14 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from certizoo.ports import free_port
 from certizoo.processes import end_group
 from registry import browse, publish, spool, store
 from tests.tools.launching import ROOT
 from tests.tools.registry_writer import STEPS
 from tests.tools.tuning_runs import alive
 from tuning import server
-from tuning.trial import PATIENCE_SECONDS, free_port
+from tuning.trial import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -13,7 +13,8 @@ import pytest
 from safetensors.torch import load_file
 
 import zoo
-from tests.tools.launching import ROOT, TINY, environment, finish, free_port, launch, ranks, reach, rows
+from certizoo.ports import free_port
+from tests.tools.launching import ROOT, TINY, environment, finish, launch, ranks, reach, rows
 from tests.trainers.engine import test_zero as zero
 
 pytestmark = pytest.mark.slow
