@@ -8,7 +8,7 @@ adds to the seminorm, in units of what the image does.
 Letters: B images, M random vectors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import torch
@@ -25,6 +25,7 @@ THETA = (0.002, 1.0)  # from, to
 THETA_0 = (1e-8, 1.0)  # of defects: of the exact function's there is next to nothing
 UNKNOWN = 0.01  # of defects where there is no form to be compared with
 GUESS = 0.1  # of theta, while it is not known
+LEAST_THETA = 1e-12
 SEEN = 4.0  # times what a remainder adds in the directions in which the image moves, about what it adds at most
 ALIGNED = 0.75  # of remainders, what couples with the first order
 LEAST = 0.1  # of an entry, in units of the mean
@@ -46,12 +47,26 @@ class Look:
 
     def joint(self, defects: Sizes) -> Joint:
         """With W_k (B, ...) of every leaf that bends, and w_n for defects at these leaves."""
-        weights = dict(self._weights)
-        for at, adds_B in self._parts.items():
-            if at != IMAGE:
-                theta_B = (adds_B / self._parts[IMAGE]).nan_to_num(THETA[1]).clamp(*THETA)
-                weights[at] = weights[at] * beside((GUESS / theta_B).sqrt(), weights[at].shape[1:])
+        weights, _ = self._balanced
         return Joint(self._tape, self._images, self._most_B, weights, self._noise(defects))
+
+    @cached_property
+    def _balanced(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Weights with theta in proportion to what remainders add, and what they add. What a look with theta = GUESS
+        everywhere finds is scaled, and looked at once more: theta was another where those in front were out of
+        proportion."""
+        weights = dict(self._weights)
+        theta = {at: torch.full_like(self._most_B, GUESS) for at in weights}
+        adds = self._parts_of(weights, theta)
+        for again in (True, False):
+            for at in set(adds) - {IMAGE}:
+                wanted_B = (adds[at] / adds[IMAGE]).nan_to_num(THETA[1]).clamp(*THETA)
+                scale_B = (theta[at] / wanted_B).sqrt()
+                weights[at] = (weights[at] * beside(scale_B, weights[at].shape[1:])).clamp(*WEIGHTS)
+            if again:
+                theta = self._thetas(weights)
+                adds = self._parts_of(weights, theta)
+        return weights, adds
 
     def _noise(self, defects: Sizes) -> Noise:
         """With theta_0 as those of remainders."""
@@ -72,63 +87,96 @@ class Look:
         root_B = torch.where(margin_B < 2 * turn_B, margin_B / first_B, ((margin_B - turn_B) / a_B).sqrt())
         return torch.fmin(root_B, self._most_B).clamp_min(LEAST_RADIUS * self._most_B)
 
-    def _weight(self, at: int, v: Tensor, joint: Joint, total: float) -> Tensor:
+    def _weight(self, at: int, v: Tensor, joint: Joint, total_B: Tensor) -> Tensor:
         """With |r / W|^2 about GUESS; v: random changes of the input."""
-        leaf, around = self._tape.leaves[at], self._effort.over * total**0.5
-        if leaf.forms is None:
-            weight, form = torch.ones_like(leaf.y), identity(self._most_B)
-        else:
-            reach = self._reach(at, v, around)
-            size = leaf.forms.size(reach)
+        leaf, weight = self._tape.leaves[at], torch.ones(())
+        if leaf.forms is not None:
+            size = leaf.forms.size(self._reach(at, v, self._around(total_B)))
             weight = (_floored(size) / _floored(self._pulled.get(at, torch.ones_like(size)))).sqrt()
-            form = leaf.forms.of_rest(reach, 1 / weight)
+        weight = weight.to(leaf.y).expand(self._most_B.shape + self._tape.rooms[at])
+        factor_B = (self._length(at, v, joint, weight, total_B) / GUESS**0.5).nan_to_num(1.0, 1.0, 1.0)
+        return (weight * beside(factor_B, weight.shape[1:])).clamp(*WEIGHTS)
+
+    def _length(self, at: int, v: Tensor, joint: Joint, weight: Tensor, total_B: Tensor) -> Tensor:
+        """About |r / weight| (B,), for Theta in front of the leaf."""
+        leaf, around_B = self._tape.leaves[at], self._around(total_B)
+        form = identity(self._most_B)
+        if leaf.forms is not None:
+            form = leaf.forms.of_rest(self._reach(at, v, around_B), 1 / weight)
         start = self._draw(torch.Size([joint.room(at)]), f"length {at}", self._most_B[:, None])
-        length_B = around * self._ritz(joint, {at: form}, start)
+        length_B = around_B * self._ritz(joint, {at: form}, start)
         if at in self._sizes:
             length_B = torch.fmin(length_B, form.largest[0].sqrt() * self._sizes[at])
-        length_B = leaf.beta(length_B) if leaf.forms is None else length_B
-        factor_B = (length_B / GUESS**0.5).nan_to_num(1.0, 1.0, 1.0)
-        return (weight * beside(factor_B, weight.shape[1:])).clamp(*WEIGHTS)
+        return leaf.beta(length_B) / weight.flatten(1).amin(1) if leaf.forms is None else length_B
+
+    def _around(self, total_B: Tensor) -> Tensor:
+        """Theta^(1/2), and what is proved in units of what a look finds."""
+        return self._effort.over * total_B.sqrt()
 
     @cached_property
     def _weights(self) -> dict[int, Tensor]:
         """With theta = GUESS everywhere: vectors go through once, and what a leaf adds to them is chosen on the way."""
         weights = dict[int, Tensor]()
-        joint, last = self._silent(weights), self._tape.bent[-1]
+        joint = self._silent(weights)
+
+        def weight(at: int, v: Tensor) -> Tensor:
+            total_B = torch.full_like(self._most_B, 1 + GUESS * len(weights))
+            weights[at] = self._weight(at, v, joint, total_B)
+            return weights[at]
+
+        self._walk(weight)
+        return weights
+
+    def _thetas(self, weights: Mapping[int, Tensor]) -> Sizes:
+        """About theta of all leaves that bend, with these weights."""
+        thetas, joint = Sizes(), self._silent(weights)
+
+        def weight(at: int, v: Tensor) -> Tensor:
+            total_B = 1 + sum(thetas.values(), torch.zeros_like(self._most_B))
+            theta_B = self._length(at, v, joint, weights[at], total_B).square()
+            thetas[at] = theta_B.nan_to_num(THETA[1], THETA[1]).clamp_min(LEAST_THETA)
+            return weights[at]
+
+        self._walk(weight)
+        return thetas
+
+    def _walk(self, weight: Callable[[int, Tensor], Tensor]) -> None:
+        """Random vectors, through all leaves; `weight` is shown them at each that bends, and says what it adds."""
 
         def visit(at: int, v: Tensor) -> Tensor | None:
             if at not in self._tape.bent:
                 return None
-            weights[at] = self._weight(at, v, joint, 1 + GUESS * len(weights))
-            return self._tape.spread(self._gaussian(self._tape.rooms[at], f"look {at}") * weights[at], at)
+            added = weight(at, v)
+            return self._tape.spread(self._gaussian(self._tape.rooms[at], f"look {at}") * added, at)
 
         v = self._gaussian(self._images.shape[1:], "look") * beside(self._most_B, self._images.shape[1:])
-        self._tape.push(v, visit, last)
-        return weights
+        self._tape.push(v, visit, self._tape.bent[-1])
 
     @cached_property
     def _whole_B(self) -> Tensor:
-        """The seminorm of the margin's forms, with theta = GUESS everywhere."""
-        if not self._forms:
-            return torch.zeros_like(self._most_B)
-        joint, last = self._silent(self._weights), max(self._forms)
-        start = self._draw(torch.Size([joint.room(last)]), "whole", self._most_B[:, None])
-        return (1 + GUESS * len(joint.sources(last))) ** 0.5 * self._ritz(joint, self._forms, start)
+        """The seminorm of the margin's forms, with what all remainders add."""
+        return sum(self._parts.values(), torch.zeros_like(self._most_B))
 
-    @cached_property
+    @property
     def _parts(self) -> dict[int, Tensor]:
-        """Of the seminorm of the margin's forms: that of the image, and those of leaves."""
-        if not self._forms:
-            return {}
-        joint = self._silent(self._weights)
-        parts = {IMAGE: self._part(self._silent({}), IMAGE)}
-        for at in joint.sources(max(self._forms)):
-            parts[at] = GUESS**0.5 * (self._seen(at) if self._effort.large else self._part(joint, at))
+        """What the image and the remainders of leaves add to the seminorm of the margin's forms."""
+        _, parts = self._balanced
         return parts
 
-    def _seen(self, at: int) -> Tensor:
+    def _parts_of(self, weights: Mapping[int, Tensor], theta: Sizes) -> dict[int, Tensor]:
+        """Of the seminorm of the margin's forms: that of the image, and those of leaves, with these theta."""
+        if not self._forms:
+            return {}
+        joint = self._silent(weights)
+        parts = {IMAGE: self._part(self._silent({}), IMAGE)}
+        for at in joint.sources(max(self._forms)):
+            part_B = self._seen(at, weights[at]) if self._effort.large else self._part(joint, at)
+            parts[at] = theta[at].sqrt() * part_B
+        return parts
+
+    def _seen(self, at: int, weight: Tensor) -> Tensor:
         """`_part` of a leaf, by a factor of two or so, for next to nothing."""
-        length_B = (self._pulled[at] * self._weights[at]).flatten(1).norm(dim=1)
+        length_B = (self._pulled[at] * weight).flatten(1).norm(dim=1)
         return SEEN * length_B / self._energy_B.sqrt()
 
     def _part(self, joint: Joint, source: int) -> Tensor:
@@ -149,7 +197,7 @@ class Look:
 
         def visit(at: int, v: Tensor) -> None:
             if at in self._formed:
-                reach = self._reach(at, v, self._effort.over)
+                reach = self._reach(at, v, self._around(torch.ones_like(self._most_B)))
                 forms[at] = self._formed[at].of_gradient(self._g[at], reach)
                 joining[at] = forms[at].apply(v).nan_to_num(0.0, 0.0, 0.0)
                 energies.append((v * joining[at]).flatten(2).sum(-1).mean(0))
@@ -159,10 +207,11 @@ class Look:
         pulled = {at: self._tape.collected(seen, at).square().mean(0).sqrt() for at in seen}
         return forms, pulled, torch.stack(energies).sum(0)
 
-    def _reach(self, at: int, v: Tensor, times: float) -> Tensor:
+    def _reach(self, at: int, v: Tensor, times_B: Tensor) -> Tensor:
         """Of the functionals of a leaf, by random changes v of its input."""
         forms = self._formed[at]
-        reach = times * (forms.squares(v) / len(v)).sqrt()
+        length = (forms.squares(v) / len(v)).sqrt()
+        reach = beside(times_B, length.shape[1:]) * length
         return within(self._sizes[at], forms, reach) if at in self._sizes else reach
 
     def _gaussian(self, room: torch.Size, word: str) -> Tensor:
