@@ -3,7 +3,8 @@
 What is bounded in the end is a seminorm |F G + sum_k F_k r_k|, with r_k anywhere where |r_k / W_k|^2 <= theta_k. Of
 |F_k W_k| and |r_k / W_k| the product is least, in Frobenius norms, for W_u^2 = |r_u| / |F_u|, entry by entry; and
 (sum_k a_k)^2 is (sum_k a_k^2 / theta_k) (sum_k theta_k) for theta_k in proportion to a_k: what the remainder of leaf k
-adds to the seminorm, in units of what the image does.
+adds to the seminorm, in units of what the image does. Both a_k and theta_k hang on the weights in front, so they are
+looked at twice: a theta_k ten times too large in a guess is a W_k whose room nothing fills, at ten times the price.
 
 Letters: B images, M random vectors.
 """

@@ -11,8 +11,8 @@ often a hundredth of ||C_i|| |H_i|^2. What stays open by that is asked again wit
 image does the worst of both. The least of this and of the adjoint certificate counts. Proofs:
 docs/proofs.md#image-forms, docs/proofs.md#coupled.
 
-The maps M_i are made for one largest eps, and hold below: a *rung* (rung.py). The first of an image is a third beyond
-the radius that a look expects; from there others go up or down (certify/maps/ladder.py).
+The maps M_i are made for one largest eps, and hold below: a *rung* (rung.py). The first of an image is at the radius
+that a look expects; from there others go up or down (certify/maps/ladder.py).
 
 Letters: B images, J classes, C rivals of each, I some of the images; e the radius of the L2 ball around a ball of eps.
 """
@@ -36,7 +36,7 @@ from zoo.bounds.tape import Tape
 
 RUNGS = 8
 SETTLED = 1.25  # of two looks: they need no third one if they differ by less
-BEYOND, BELOW = 1.3, 0.8  # the first largest e, in units of what is expected; and where a search begins
+BEYOND, BELOW = 1.0, 0.8  # the first largest e, in units of what is expected; and where a search begins
 RAISE, RAISES = 1.2, 8  # of what is expected, where the adjoint analysis proves more
 MOST = 2.0**10
 FEW_RIVALS = 16  # whose gradients say what to expect

@@ -13,7 +13,7 @@ from certify import certified_radius
 from certify.maps.columns import Columns
 from certify.maps.ellipsoid import COARSE, Ellipsoids, Joint, Noise, Sizes, least_square_sum
 from certify.methods.image import Image, ImageAnalysis
-from certify.methods.rung import Situation
+from certify.methods.rung import Rung, Situation
 from tests.certify.methods.test_image import SMOOTH, analysis_of, rung_of, situation
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
@@ -244,3 +244,29 @@ def chi_square_log(count: int, x: float) -> float:
         term *= y / n
         total += term
     return s * math.log(y) - y + math.log(total) - math.lgamma(s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", ["smooth", "standard"])
+def test_weights_are_in_proportion(parts: str) -> None:
+    """Those of no leaf with hidden units, scaled by 3 either way, make the closest rival's remainders cost much less at
+    the radius that is expected. Planted: a leaf whose weights are 10 times what they were."""
+    _, analysis = analysis_of(parts)
+    here = situation(analysis)
+    joint = Rung(here, analysis.expected_B, Columns.of(here.tape, here.images)).ellipsoids.joint
+    class_CB = here.rivals_BR[:, :1].mT
+    _, g = here.gradients(class_CB)
+    units = [at for at in joint.weights if isinstance(here.tape.leaves[at].forms, UnitForms)]
+
+    def cost(weights: Sizes) -> Tensor:
+        scaled = Joint(here.tape, here.images, joint.most_B, weights, joint.noise)
+        found = Ellipsoids(scaled, here.draw, here.sizes, Columns.of(here.tape, here.images))
+        return found.cost(found.margins(g, class_CB), found.at(found.most_B))[0]
+
+    def saved(weights: Sizes) -> Tensor:
+        """The factor by which another scale of one leaf is better, on average."""
+        others = [{**weights, at: factor * weights[at]} for at in units[:-1] for factor in (1 / 3, 3.0)]
+        return (cost(weights) / torch.stack([cost(other) for other in others]).amin(0)).mean()
+
+    assert saved(dict(joint.weights)) < 1.25
+    assert saved({**joint.weights, units[-2]: 10 * joint.weights[units[-2]]}) > 1.25
