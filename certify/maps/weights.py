@@ -56,18 +56,11 @@ class Look:
         """Weights with theta in proportion to what remainders add, and what they add. What a look with theta = GUESS
         everywhere finds is scaled, and looked at once more: theta was another where those in front were out of
         proportion."""
-        weights = dict(self._weights)
-        theta = {at: torch.full_like(self._most_B, GUESS) for at in weights}
+        theta = {at: torch.full_like(self._most_B, GUESS) for at in self._weights}
+        weights = _scaled(self._weights, theta, self._parts_of(self._weights, theta))
+        theta = self._thetas(weights)
         adds = self._parts_of(weights, theta)
-        for again in (True, False):
-            for at in set(adds) - {IMAGE}:
-                wanted_B = (adds[at] / adds[IMAGE]).nan_to_num(THETA[1]).clamp(*THETA)
-                scale_B = (theta[at] / wanted_B).sqrt()
-                weights[at] = (weights[at] * beside(scale_B, weights[at].shape[1:])).clamp(*WEIGHTS)
-            if again:
-                theta = self._thetas(weights)
-                adds = self._parts_of(weights, theta)
-        return weights, adds
+        return _scaled(weights, theta, adds), adds
 
     def _noise(self, defects: Sizes) -> Noise:
         """With theta_0 as those of remainders."""
@@ -227,6 +220,16 @@ class Look:
             return (gram(u_BN[None])[0] * part_BN).nan_to_num(0.0, 0.0, 0.0)
 
         return lanczos.ritz(apply, start_BN, self._effort.steps).clamp_min(1e-300).sqrt()
+
+
+def _scaled(weights: Mapping[int, Tensor], theta: Sizes, adds: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The weights that make theta what the remainder of each leaf adds, in units of what the image does."""
+    scaled = dict(weights)
+    for at in set(adds) - {IMAGE}:
+        wanted_B = (adds[at] / adds[IMAGE]).nan_to_num(THETA[1]).clamp(*THETA)
+        scale_B = (theta[at] / wanted_B).sqrt()
+        scaled[at] = (weights[at] * beside(scale_B, weights[at].shape[1:])).clamp(*WEIGHTS)
+    return scaled
 
 
 def _floored(size: Tensor) -> Tensor:
