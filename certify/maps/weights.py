@@ -26,7 +26,7 @@ THETA = (0.002, 1.0)  # from, to
 THETA_0 = (1e-8, 1.0)  # of defects: of the exact function's there is next to nothing
 UNKNOWN = 0.01  # of defects where there is no form to be compared with
 GUESS = 0.1  # of theta, while it is not known
-LEAST_THETA = 1e-12
+LEAST_THETA = 1e-12  # that a look finds: weights do not vanish with it
 SEEN = 4.0  # times what a remainder adds in the directions in which the image moves, about what it adds at most
 ALIGNED = 0.75  # of remainders, what couples with the first order
 LEAST = 0.1  # of an entry, in units of the mean
@@ -48,19 +48,34 @@ class Look:
 
     def joint(self, defects: Sizes) -> Joint:
         """With W_k (B, ...) of every leaf that bends, and w_n for defects at these leaves."""
-        weights, _ = self._balanced
+        weights = _scaled(self._again, self._theta, self._parts)
         return Joint(self._tape, self._images, self._most_B, weights, self._noise(defects))
 
     @cached_property
-    def _balanced(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Weights with theta in proportion to what remainders add, and what they add. What a look with theta = GUESS
-        everywhere finds is scaled, and looked at once more: theta was another where those in front were out of
-        proportion."""
+    def _again(self) -> dict[int, Tensor]:
+        """The weights that are looked at once more: those of the first look in proportion to what remainders add if
+        theta is GUESS everywhere. It is another where those in front were out of proportion."""
         theta = {at: torch.full_like(self._most_B, GUESS) for at in self._weights}
-        weights = _scaled(self._weights, theta, self._parts_of(self._weights, theta))
-        theta = self._thetas(weights)
-        adds = self._parts_of(weights, theta)
-        return _scaled(weights, theta, adds), adds
+        return _scaled(self._weights, theta, self._parts_of(self._weights, theta))
+
+    @cached_property
+    def _theta(self) -> Sizes:
+        """About theta of all leaves that bend, with those weights."""
+        thetas, joint = Sizes(), self._silent(self._again)
+
+        def weight(at: int, v: Tensor) -> Tensor:
+            total_B = 1 + sum(thetas.values(), torch.zeros_like(self._most_B))
+            theta_B = self._length(at, v, joint, self._again[at], total_B).square()
+            thetas[at] = theta_B.nan_to_num(THETA[1], THETA[1]).clamp_min(LEAST_THETA)
+            return self._again[at]
+
+        self._walk(weight)
+        return thetas
+
+    @cached_property
+    def _parts(self) -> dict[int, Tensor]:
+        """What the image and the remainders of leaves add to the seminorm of the margin's forms."""
+        return self._parts_of(self._again, self._theta)
 
     def _noise(self, defects: Sizes) -> Noise:
         """With theta_0 as those of remainders."""
@@ -76,7 +91,8 @@ class Look:
         """About the eps where first order and remainders reach the margin: (B,). With remainders of a eps^2 it loses
         first eps as long as that is twice as much, beyond it a eps^2 + first^2 / 4 a: the cost of coupled.py where b
         sees nothing of A."""
-        a_B = ALIGNED * 0.5 * (self._effort.over * self._whole_B / self._most_B).square().clamp_min(1e-300)
+        whole_B = sum(self._parts.values(), torch.zeros_like(self._most_B))
+        a_B = ALIGNED * 0.5 * (self._effort.over * whole_B / self._most_B).square().clamp_min(1e-300)
         turn_B = first_B.square() / (4 * a_B)
         root_B = torch.where(margin_B < 2 * turn_B, margin_B / first_B, ((margin_B - turn_B) / a_B).sqrt())
         return torch.fmin(root_B, self._most_B).clamp_min(LEAST_RADIUS * self._most_B)
@@ -121,19 +137,6 @@ class Look:
         self._walk(weight)
         return weights
 
-    def _thetas(self, weights: Mapping[int, Tensor]) -> Sizes:
-        """About theta of all leaves that bend, with these weights."""
-        thetas, joint = Sizes(), self._silent(weights)
-
-        def weight(at: int, v: Tensor) -> Tensor:
-            total_B = 1 + sum(thetas.values(), torch.zeros_like(self._most_B))
-            theta_B = self._length(at, v, joint, weights[at], total_B).square()
-            thetas[at] = theta_B.nan_to_num(THETA[1], THETA[1]).clamp_min(LEAST_THETA)
-            return weights[at]
-
-        self._walk(weight)
-        return thetas
-
     def _walk(self, weight: Callable[[int, Tensor], Tensor]) -> None:
         """Random vectors, through all leaves; `weight` is shown them at each that bends, and says what it adds."""
 
@@ -146,27 +149,21 @@ class Look:
         v = self._gaussian(self._images.shape[1:], "look") * beside(self._most_B, self._images.shape[1:])
         self._tape.push(v, visit, self._tape.bent[-1])
 
-    @cached_property
-    def _whole_B(self) -> Tensor:
-        """The seminorm of the margin's forms, with what all remainders add."""
-        return sum(self._parts.values(), torch.zeros_like(self._most_B))
-
-    @property
-    def _parts(self) -> dict[int, Tensor]:
-        """What the image and the remainders of leaves add to the seminorm of the margin's forms."""
-        _, parts = self._balanced
-        return parts
-
     def _parts_of(self, weights: Mapping[int, Tensor], theta: Sizes) -> dict[int, Tensor]:
         """Of the seminorm of the margin's forms: that of the image, and those of leaves, with these theta."""
         if not self._forms:
             return {}
         joint = self._silent(weights)
-        parts = {IMAGE: self._part(self._silent({}), IMAGE)}
+        parts = {IMAGE: self._of_image_B}
         for at in joint.sources(max(self._forms)):
             part_B = self._seen(at, weights[at]) if self._effort.large else self._part(joint, at)
             parts[at] = theta[at].sqrt() * part_B
         return parts
+
+    @cached_property
+    def _of_image_B(self) -> Tensor:
+        """`_part` of the image, which hangs on no weights."""
+        return self._part(self._silent({}), IMAGE)
 
     def _seen(self, at: int, weight: Tensor) -> Tensor:
         """`_part` of a leaf, by a factor of two or so, for next to nothing."""

@@ -40,6 +40,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 STEPS = (12, 16, 20, 24, 28, 32, 36, 42, 48)  # where the bound is looked at
 EARLY, ROUGH = 10, 1.5  # and a first time where so much may be missing
@@ -118,8 +119,7 @@ def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator
     v_LN = start_LN / _length(start_LN)
     basis_LKN = start_LN.new_empty(len(start_LN), 0, start_LN.shape[-1])
     for count in counts:
-        more_LKN = start_LN.new_empty(len(start_LN), count - len(b), start_LN.shape[-1])
-        basis_LKN = torch.cat([basis_LKN, more_LKN], 1)  # few maps need all counts, and a GPU takes what is asked for
+        basis_LKN = pad(basis_LKN, (0, 0, 0, count - len(b)))  # no longer than is needed: few maps take all counts
         for k in range(len(b), count):
             basis_LKN[:, k] = v_LN
             so_far = basis_LKN[:, : k + 1]
