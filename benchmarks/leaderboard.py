@@ -23,6 +23,13 @@ OURS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "training": "94 minutes of one core of a Zen 4, some beside other jobs",
         },
     ),
+    "cert_gpsa_vit_c10_gpu": (
+        ("cert_gpsa_vit_c10_gpu_cifar10_best",),
+        {
+            "title": "A wide convolution, GELU and two blocks with gated positions, trained for its certificate",
+            "training": "9 minutes of an H200, another training beside it",
+        },
+    ),
     "lofast_vit_c10": (
         ("lofast_vit_c10_cifar10_best",),
         {"title": "LoFAST's ViT (ReLU), PGD training", "training": "2.5 minutes of one core of a Xeon"},
