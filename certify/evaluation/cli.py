@@ -1,5 +1,7 @@
 """`python -m certify evaluate handover=DIR protocol=NAME ...`: the keys of configs/evaluate.yaml."""
 
+from pathlib import Path
+
 from rich.console import Console
 
 from certify.evaluation import run, tables
@@ -14,7 +16,12 @@ def evaluate(config: Config) -> None:
     handover, protocol = handover_of(config), config["protocol"]
     out = out_of(config, handover, f"evaluation_{protocol['name']}")
     data = data_of(config, handover)
-    settings = settings_of(Settings, config, protocol=protocol["name"], attacks=protocol["attacks"])
+    asked = {
+        "protocol": protocol["name"],
+        "attacks": protocol["attacks"],
+        "certificate": _folder(config["certificate"]),
+    }
+    settings = settings_of(Settings, config, **asked)
     share = share_of(config)
     if share.first and config["version"]:
         raise UserError(f"first={share.first}: a version gets no figures of a range; join the ranges by parts")
@@ -32,3 +39,10 @@ def evaluate(config: Config) -> None:
         version = annotate(config["version"], tags, metrics, summary["weights_sha256"])
         said = f"tags of {version.uri}: attacked_acc.{protocol['name']}.*, flags.{protocol['name']}"
         console.print(said, markup=False, soft_wrap=True)
+
+
+def _folder(given: object) -> Path | None:
+    """The key `certificate`."""
+    if given is not None and not isinstance(given, str):
+        raise UserError(f"certificate={given}: give the folder that certify wrote")
+    return Path(given) if given else None

@@ -31,15 +31,23 @@ from certify.rows.workers import Batch
 
 class EvaluateBlock:
     """A hand-over, its certifier and the attacks of a protocol, on one device: called with a block, it
-    returns its rows."""
+    returns its rows. `proved`: rows of a certification by the names of the images, in the certifier's place."""
 
-    def __init__(self, handover: Path, worker: int = 0, *, settings: Settings, out: Path) -> None:
-        self.out, self.device = out, device_of(worker, settings.device)
+    def __init__(
+        self,
+        handover: Path,
+        worker: int = 0,
+        *,
+        settings: Settings,
+        out: Path,
+        proved: Mapping[str, Row] | None = None,
+    ) -> None:
+        self.out, self.proved, self.device = out, proved, device_of(worker, settings.device)
         self.model, self.config = zoo.handover.load(handover)
         self.model.to(self.device)
         self.settings = settings = settings.of(self.model)
         self.certifier = None
-        if settings.method:
+        if settings.method and proved is None:
             self.certifier = certifier(self.model, settings.method, settings.nonce, settings.norm)
         self.attacked = in_dtype(self.model, settings.attack_dtype)
         self.attacks = {name: attack_of(name, options, self.device) for name, options in settings.attacks.items()}
@@ -62,14 +70,20 @@ class EvaluateBlock:
             "correct": correct.tolist(),
             "margin": (-margin(logits, labels)).tolist(),
         }
-        radius_B, certificate = self._certified(images, labels)
+        radius_B, certificate = self._certified(keys, images, labels)
         columns |= certificate
         for name, attack in self.attacks.items():
             columns |= self._attacked(name, attack, keys, images, labels, correct, radius_B)
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
-    def _certified(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, list[object]]]:
+    def _certified(self, keys: Sequence[str], images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, list[object]]]:
         """The certified radii (B,), -1 without a method, and the columns about them."""
+        radius = f"radius.{self.settings.method}"
+        if self.proved is not None:
+            rows = [self.proved[key] for key in keys]
+            taken = {radius: radius, "failure": "failure", "seconds.certify": "seconds"}
+            columns: dict[str, list[object]] = {to: [row[name] for row in rows] for to, name in taken.items()}
+            return torch.tensor(columns[radius], dtype=torch.float64), columns
         if self.certifier is None:
             return torch.full((len(labels),), -1.0, dtype=torch.float64), {}
         start = time.perf_counter()
@@ -78,7 +92,7 @@ class EvaluateBlock:
         radius_B = radius_of(analysis)
         seconds = (time.perf_counter() - start) / len(labels)
         return radius_B.cpu(), {
-            f"radius.{self.settings.method}": radius_B.tolist(),
+            radius: radius_B.tolist(),
             "failure": [analysis.failure] * len(labels),
             "seconds.certify": [seconds] * len(labels),
         }
@@ -112,7 +126,7 @@ class EvaluateBlock:
             f"seconds.{name}": [seconds] * len(keys),
         }
         ball = covering(attack, norm, images[0].numel())
-        if ball is not None and self.certifier is not None:
+        if ball is not None and self.settings.method:
             columns[f"certified.{name}"] = (radius_B >= ball).tolist()
         return columns
 

@@ -22,7 +22,7 @@ import shards
 from certify.evaluation import accuracies, checks, leaderboard, tables
 from certify.evaluation.evaluate_block import EvaluateBlock, columns_of
 from certify.evaluation.settings import Settings
-from certify.rows import images, records, runner
+from certify.rows import certified, images, records, runner
 from certify.rows.draws import nonce_of
 from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, image_facts, model_facts, subject_of
@@ -56,13 +56,17 @@ def run(
 def _run(
     handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress, share: images.Share
 ) -> Summary:
+    known = certified.read(settings.certificate) if settings.certificate else None
+    settings = settings.with_certificate(known) if known else settings
     settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS, share.parts))
     if share.first % settings.block:
         raise UserError(f"first={share.first}: outcomes belong to blocks of {settings.block}; give a multiple of that")
-    make = partial(EvaluateBlock, settings=settings, out=out)
+    listed = images.image_list(data, settings.images, settings.block, share.first)
+    whose = subject_of(handover, listed)
+    proved = known.of(whose, listed.images) if known else None
+    make = partial(EvaluateBlock, settings=settings, out=out, proved=proved)
     own = make(handover)  # refuses what cannot be done before anything is written
     settings = own.settings
-    listed = images.image_list(data, settings.images, settings.block, share.first)
     subject = subject_of(handover, listed, **_asked(settings))
     records.require_rows(out / EVALUATION, ROWS)
     rows = runner.resume(out / ROWS, subject, listed, columns_of(settings, own.attacks), settings.block)

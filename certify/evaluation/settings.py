@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from torch import nn
 
 from certify.methods import AUTO, named
 from certify.methods.ball import L2, known
+from certify.rows.certified import Certified
 from certify.rows.devices import DEVICES, DTYPES
 from certify.rows.workers import HERE, PLACES, Crew
 from certizoo import UserError
@@ -22,6 +24,8 @@ class Settings:
         protocol: its name; `attacks`: its entries, {name: {kind: ..., ...}}, eps in [0,1] pixel units.
         method: how radii are certified; None: not at all. norm: of these radii, 'l2' or 'linf'.
         nonce: of its random starts; None: that of the rows that are there, or one that is drawn now.
+        certificate: the folder of a finished certification of these weights and images, whose radii are taken over,
+            with their method and nonce; None: they are computed.
         images: the first so many test images; None: all.
         block: images that are handed out, and written, together; batch_size: of those, how many at a time.
         seed: of every image's own random numbers.
@@ -36,6 +40,7 @@ class Settings:
     method: str | None = AUTO
     norm: str = L2
     nonce: str | None = None
+    certificate: Path | None = None
     images: int | None = 500
     batch_size: int = 50
     block: int = 50
@@ -63,6 +68,16 @@ class Settings:
     def crew(self) -> Crew:
         """Who computes the rows."""
         return Crew(self.on, self.workers, self.device)
+
+    def with_certificate(self, known: Certified) -> "Settings":
+        """Asking what it answers. Raises UserError where something else is asked."""
+        asked = {"method": self.method if self.method != AUTO else None, "nonce": self.nonce, "norm": self.norm}
+        for key, value in asked.items():
+            if value is not None and value != getattr(known, key):
+                raise UserError(f"certificate={known.folder} is of {key}={getattr(known, key)}, not {value}; say that")
+        if not self.method:
+            raise UserError("method=null asks for no certificate; leave it out, or certificate=")
+        return replace(self, method=known.method, nonce=known.nonce)
 
     def of(self, model: nn.Module) -> "Settings":
         """With a method that is named, if any."""

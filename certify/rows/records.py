@@ -58,6 +58,23 @@ def resume(
     return rows
 
 
+def rows_at(path: Path) -> list[Row]:
+    """The rows of a finished result. Raises UserError where a line is none."""
+    rows = [_parsed(line) for line in path.read_bytes().splitlines()]
+    if not all(isinstance(row, dict) and isinstance(row.get("key"), str) for row in rows):
+        raise UserError(f"{path} has a line that is no row of an image; make that result again")
+    return rows
+
+
+def begins(folder: Path) -> int:
+    """The first image of a result, -1 where it does not say: `taken_over` refuses such a one."""
+    try:
+        first = _said(folder / SUBJECT).get("first", UNSAID["first"])
+    except UserError:
+        return -1
+    return first if type(first) is int else -1
+
+
 def taken_over(path: Path, folder: Path, rows: Sequence[Row], images: Sequence[Listed], columns: Columns) -> list[Row]:
     """The rows that `folder` has of the images after those of `rows`: a finished result of a range of the same subject
     as that of `path`, which begins where `rows` end or before.
@@ -79,7 +96,7 @@ def taken_over(path: Path, folder: Path, rows: Sequence[Row], images: Sequence[L
     if type(first) is not int or not 0 <= first - own_first <= len(rows):
         raise UserError(
             f"parts: {folder} begins with image {first}, and there are rows of {own_first} to {own_first + len(rows)}; "
-            "give the folder of what lies between before it"
+            "give the folder of what lies between, too"
         )
     begin = first - own_first
     if fault := columns.fault(found, images[begin:]):

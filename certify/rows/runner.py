@@ -28,7 +28,7 @@ class Run:
     def with_parts(self, parts: Sequence[Path]) -> "Run":
         """With the rows of finished results of the images that follow, which are written here too."""
         rows = list(self.rows)
-        for part in parts:
+        for part in sorted(parts, key=records.begins):
             new = records.taken_over(self.path, part, rows, self.listed.images, self.columns)
             records.append(self.path, new)
             rows += new

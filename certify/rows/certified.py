@@ -1,0 +1,63 @@
+"""What a finished certification proved of its images, for a command that would prove it again."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from certify.rows import records
+from certify.rows.columns import Columns, Listed, Row, amount, chance
+from certify.rows.summary import Summary, norm_of
+from certizoo import UserError
+
+ROWS, CERTIFICATE = "certificates.jsonl", "certificate.json"
+SAME = {"weights_sha256": "weights", "data_digest": "data", "certizoo": "version of certizoo"}
+
+
+@dataclass(frozen=True)
+class Certified:
+    """What the folder of results says of itself, and its rows by the names of their images."""
+
+    folder: Path
+    said: Summary
+    rows: Mapping[str, Row]
+
+    @property
+    def norm(self) -> str:
+        return norm_of(self.said)
+
+    @property
+    def method(self) -> str:
+        method: str = self.said["method"]
+        return method
+
+    @property
+    def nonce(self) -> str:
+        nonce: str = self.said["nonce"]
+        return nonce
+
+    def of(self, subject: Summary, images: Sequence[Listed]) -> dict[str, Row]:
+        """The rows of these images. Raises UserError where they are of another `subject` (rows.summary.subject_of), and
+        where one is missing or not what a certification writes."""
+        for key, words in SAME.items():
+            if self.said.get(key) != subject[key]:
+                raise UserError(f"certificate={self.folder} is of another {words}; certify these anew, or leave it out")
+        names = {f"radius.{self.method}": amount, "seconds": amount, "failure": chance}
+        columns = Columns(names, {"": lambda value: True})
+        for image in images:
+            if image.key not in self.rows:
+                raise UserError(
+                    f"certificate={self.folder} has no row of image {image.key}; give images= and first= of that result"
+                )
+            if fault := columns.fault([self.rows[image.key]], [image]):
+                raise UserError(f"certificate={self.folder}: a row {fault[1][:300]}; certify these images anew")
+        return {image.key: self.rows[image.key] for image in images}
+
+
+def read(folder: Path) -> Certified:
+    """Of the folder of a finished certification. Raises UserError where it is none, not finished, or changed since."""
+    said = records.require_rows(folder / CERTIFICATE, ROWS)
+    if not all(isinstance(said.get(key), str) for key in ("method", "nonce")):
+        raise UserError(f"certificate={folder} holds no finished certification; give the folder that certify wrote")
+    if said.get("served_dtype"):
+        raise UserError(f"certificate={folder} is of the model served in {said['served_dtype']}, which is not attacked")
+    return Certified(folder, said, {row["key"]: row for row in records.rows_at(folder / ROWS)})
