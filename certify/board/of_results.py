@@ -11,8 +11,8 @@ from certify.board.entry import Entry, faults
 from certify.evaluation.run import EVALUATION
 from certify.evaluation.run import ROWS as EVALUATED
 from certify.rows import records
-from certify.rows.certified import CERTIFICATE, ROWS
 from certify.rows.summary import Summary, norm_of
+from certify.stage.run import CERTIFICATE, ROWS
 from certizoo import UserError
 from zoo.models import overview
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from certify.board.entry import Entry, points
 from certify.board.of_results import summary_of
-from certify.rows.certified import ROWS
 from certify.rows.columns import Row
 from certify.rows.summary import norm_of
 from certify.stage.outcomes import CERTIFIED
+from certify.stage.run import ROWS
 from certizoo import UserError
 
 NEAR = 0.05  # radii found with another nonce, rounding or kernel may differ by so much of themselves

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 import shards
-from certify.evaluation import accuracies, checks, leaderboard, tables
+from certify.evaluation import accuracies, certified, checks, leaderboard, tables
 from certify.evaluation.evaluate_block import EvaluateBlock, columns_of
 from certify.evaluation.settings import Settings
-from certify.rows import certified, images, records, runner
+from certify.rows import images, records, runner
 from certify.rows.draws import nonce_of
 from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, image_facts, model_facts, subject_of

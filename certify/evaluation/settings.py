@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import nn
 
+from certify.evaluation.certified import Certified
 from certify.methods import AUTO, named
 from certify.methods.ball import L2, known
-from certify.rows.certified import Certified
 from certify.rows.devices import DEVICES, DTYPES
 from certify.rows.workers import HERE, PLACES, Crew
 from certizoo import UserError

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from certify.rows.certified import CERTIFICATE
 from certify.rows.records import require_rows
 from certify.rows.summary import norm_of
 from certify.stage import tables
-from certify.stage.run import CARD, TABLE
+from certify.stage.run import CARD, CERTIFICATE, TABLE
 from certizoo import UserError
 from certizoo.locks import HOLDER, LOCK
 from registry import champion, credentials, facts

@@ -20,7 +20,6 @@ import shards
 from certify.methods.breakdown import averaged
 from certify.methods.certificate import SLACK
 from certify.rows import images, records, runner
-from certify.rows.certified import CERTIFICATE, ROWS
 from certify.rows.draws import nonce_of
 from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, image_facts, model_facts, subject_of
@@ -32,6 +31,7 @@ from certify.stage.report import gallery
 from certify.stage.settings import Settings
 from certizoo.files import write_whole
 
+ROWS, CERTIFICATE = records.CERTIFICATES, records.CERTIFICATE
 TABLE, CURVE, CARD, REPORT = "certificates.parquet", "curve.png", "card.md", "report.html"
 
 NORMS = (

@@ -1,4 +1,4 @@
-"""What a finished certification proved of its images, for a command that would prove it again."""
+"""What a finished certification proved of its images, for an evaluation that would prove it again."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ from certify.rows.columns import Columns, Listed, Row, amount, chance
 from certify.rows.summary import Summary, norm_of
 from certizoo import UserError
 
-ROWS, CERTIFICATE = "certificates.jsonl", "certificate.json"
 SAME = {"weights_sha256": "weights", "data_digest": "data", "certizoo": "version of certizoo"}
 
 
@@ -55,9 +54,9 @@ class Certified:
 
 def read(folder: Path) -> Certified:
     """Of the folder of a finished certification. Raises UserError where it is none, not finished, or changed since."""
-    said = records.require_rows(folder / CERTIFICATE, ROWS)
+    said = records.require_rows(folder / records.CERTIFICATE, records.CERTIFICATES)
     if not all(isinstance(said.get(key), str) for key in ("method", "nonce")):
         raise UserError(f"certificate={folder} holds no finished certification; give the folder that certify wrote")
     if said.get("served_dtype"):
         raise UserError(f"certificate={folder} is of the model served in {said['served_dtype']}, which is not attacked")
-    return Certified(folder, said, {row["key"]: row for row in records.rows_at(folder / ROWS)})
+    return Certified(folder, said, {row["key"]: row for row in records.rows_at(folder / records.CERTIFICATES)})
