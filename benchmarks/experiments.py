@@ -245,12 +245,17 @@ def _with_spread(row: dict[str, Any], column: str) -> str:
     return f"{row['ours'][column]:.1f}" + (f" +- {spread:.1f}" if spread is not None else "")
 
 
-def main() -> None:
+def asked(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """What the command line asks, options before, between and after the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help=", ".join(TABLES))
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings side by side")
     parser.add_argument("overrides", nargs="*", help="of the experiment, as the trainers take them")
-    options = parser.parse_args()
+    return parser.parse_intermixed_args(words)
+
+
+def main() -> None:
+    options = asked()
     if options.at_once < 1:
         raise UserError(f"--at-once {options.at_once} does not work; give at least 1")
     run(options.name, options.overrides, options.at_once)

@@ -143,6 +143,18 @@ def test_the_markdown_has_ours_beside_the_published() -> None:
     assert "12.3 / 71.71" in text
 
 
+MADE = re.compile(r"^#\s+make experiment NAME=(\S+) ARGS='(.*?)'", re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "words"), [made for path in FILES for made in MADE.findall(path.read_text())])
+def test_the_command_of_a_table_is_taken(name: str, words: str) -> None:
+    """As make passes it on, with options between the name and the overrides."""
+    options = experiments.asked([name, *words.split()])
+    assert options.name == name in TABLES
+    assert options.overrides[-1] == "data.root=SHARDS"
+    assert options.at_once == (int(words.split()[1]) if "--at-once" in words else 1)
+
+
 def test_an_unknown_table_is_one_line() -> None:
     with pytest.raises(UserError, match="table2_deit_ti"):
         run("table9", [])
