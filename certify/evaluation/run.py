@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import shards
-from certify.evaluation import accuracies, certified, checks, leaderboard, tables
+from certify.evaluation import accuracies, checks, leaderboard, tables
+from certify.evaluation.certified import read
 from certify.evaluation.evaluate_block import EvaluateBlock, columns_of
 from certify.evaluation.settings import Settings
 from certify.rows import images, records, runner
@@ -56,14 +57,13 @@ def run(
 def _run(
     handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress, share: images.Share
 ) -> Summary:
-    known = certified.read(settings.certificate) if settings.certificate else None
-    settings = settings.with_certificate(known) if known else settings
+    certified = read(settings.certificate) if settings.certificate else None
+    settings = settings.answered_by(certified) if certified else settings
     settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS, share.parts))
     if share.first % settings.block:
         raise UserError(f"first={share.first}: outcomes belong to blocks of {settings.block}; give a multiple of that")
     listed = images.image_list(data, settings.images, settings.block, share.first)
-    whose = subject_of(handover, listed)
-    proved = known.of(whose, listed.images) if known else None
+    proved = certified.of(subject_of(handover, listed), listed.images) if certified else None
     make = partial(EvaluateBlock, settings=settings, out=out, proved=proved)
     own = make(handover)  # refuses what cannot be done before anything is written
     settings = own.settings

@@ -69,15 +69,15 @@ class Settings:
         """Who computes the rows."""
         return Crew(self.on, self.workers, self.device)
 
-    def with_certificate(self, known: Certified) -> "Settings":
-        """Asking what it answers. Raises UserError where something else is asked."""
-        asked = {"method": self.method if self.method != AUTO else None, "nonce": self.nonce, "norm": self.norm}
-        for key, value in asked.items():
-            if value is not None and value != getattr(known, key):
-                raise UserError(f"certificate={known.folder} is of {key}={getattr(known, key)}, not {value}; say that")
+    def answered_by(self, certified: Certified) -> "Settings":
+        """With its method and nonce. Raises UserError where others are asked, or radii in another norm."""
         if not self.method:
             raise UserError("method=null asks for no certificate; leave it out, or certificate=")
-        return replace(self, method=known.method, nonce=known.nonce)
+        for key, open_value in {"method": AUTO, "nonce": None, "norm": None}.items():
+            asked, there = getattr(self, key), getattr(certified, key)
+            if asked not in (open_value, there):
+                raise UserError(f"certificate={certified.folder} is of {key}={there}, not {asked}; give {key}={there}")
+        return replace(self, method=certified.method, nonce=certified.nonce)
 
     def of(self, model: nn.Module) -> "Settings":
         """With a method that is named, if any."""

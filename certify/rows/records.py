@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SUBJECT, DIGESTS = "subject.json", "rows_sha256"
-CERTIFICATES, CERTIFICATE = (
-    "certificates.jsonl",
-    "certificate.json",
-)  # of a certification; an evaluation reads them too
+CERTIFICATES, CERTIFICATE = "certificates.jsonl", "certificate.json"  # which an evaluation reads, too
 UNSAID = {"norm": "l2", "first": 0}  # what rows of earlier code are of, whose subject does not say it
 OF_IMAGES = ("first", "images", "images_sha256")  # of a subject: in which the ranges of one result differ
 
