@@ -285,8 +285,11 @@ def test_a_folder_is_free_again_after_a_start_and_after_a_refusal(handover: Path
 # Settings that change no row beyond rounding, and what else becomes of them.
 NO_ROW = {
     stage.Settings: {"batch_size": 7, "on": "ray", "workers": 2, "device": "cuda"},
-    evaluation.Settings: {"batch_size": 7, "on": "ray", "workers": 2, "device": "cuda", "check_images": 3},
-}
+    evaluation.Settings: {
+        "batch_size": 7, "on": "ray", "workers": 2, "device": "cuda", "check_images": 3,
+        "certificate": Path("there"),  # whose method and nonce are asked with it
+    },
+}  # fmt: skip
 OTHER: dict[type, dict[str, Any]] = {
     stage.Settings: {
         "method": "adjoint", "norm": "linf", "images": 11,
