@@ -63,11 +63,12 @@ def _run(
     if share.first % settings.block:
         raise UserError(f"first={share.first}: outcomes belong to blocks of {settings.block}; give a multiple of that")
     listed = images.image_list(data, settings.images, settings.block, share.first)
-    proved = certified.of(subject_of(handover, listed), listed.images) if certified else None
+    subject = subject_of(handover, listed)
+    proved = certified.of(subject, listed.images) if certified else None
     make = partial(EvaluateBlock, settings=settings, out=out, proved=proved)
     own = make(handover)  # refuses what cannot be done before anything is written
     settings = own.settings
-    subject = subject_of(handover, listed, **_asked(settings))
+    subject |= _asked(settings)
     records.require_rows(out / EVALUATION, ROWS)
     rows = runner.resume(out / ROWS, subject, listed, columns_of(settings, own.attacks), settings.block)
     rows = rows.with_parts(share.parts)

@@ -59,18 +59,16 @@ def unfinished(folder: Path) -> None:
     (folder / stage.CERTIFICATE).unlink()
 
 
-def raised(folder: Path) -> None:
-    """A radius is 9 where it was less."""
+def raised(folder: Path, radius: object = 9.0) -> None:
+    """The first radius, which was less."""
     rows = [json.loads(line) for line in (folder / stage.ROWS).read_text().splitlines()]
-    rows[0]["radius.adjoint"] = 9.0
+    rows[0]["radius.adjoint"] = radius
     (folder / stage.ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def unreadable(folder: Path) -> None:
     """A radius that is none, under its own digest."""
-    rows = [json.loads(line) for line in (folder / stage.ROWS).read_text().splitlines()]
-    rows[0]["radius.adjoint"] = "far"
-    (folder / stage.ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    raised(folder, "far")
     say(rows_sha256={stage.ROWS: sha256(folder / stage.ROWS)})(folder)
 
 
