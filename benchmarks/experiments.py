@@ -1,26 +1,26 @@
 """Tables of papers at reduced size: every row trained and measured with one command, our figures beside the published.
 
     make experiment NAME=table2_deit_ti ARGS='data.root=SHARDS'    (python -m benchmarks.experiments NAME ...)
-    make experiment NAME=table2_small ARGS='--at-once 15 data.root=SHARDS'
+    make experiment NAME=table2_small ARGS='--at-once 2 data.root=SHARDS'
 
 A row is a run of configs/experiment/NAME.yaml for each of its seeds, in runs/; one that is there already is measured,
-not trained again. With --at-once N so many train side by side, which the host of a GPU, not the GPU, limits; their
-output is in runs/RUN.log then. Results: benchmarks/results/experiments_NAME.json and .md.
+not trained again. With --at-once N so many train side by side, one a CPU core, or what the host of a GPU can feed;
+their output is in runs/RUN.log then. Results, written after each training: benchmarks/results/experiments_NAME.json and
+.md.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from certizoo.ports import free_port
 from shards import DataConfig, eval_loader, find
 
 ROOT = Path(__file__).parents[1]
-IMAGES, BATCH = 1000, 100
+BATCH = 100
 # CW-20 of Mo et al. 2022 is PGD that ascends the margin.
 ATTACKS = {
     "CW-20": AttackConfig("linf", 8 / 255, 20, 2 / 255, loss="margin"),
@@ -59,6 +59,14 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """A run that was measured."""
+
+    figures: Figures
+    parameters: int
+
+
+@dataclass(frozen=True)
 class Training:
     """A run: the words that say what it is, and the configuration that they compose."""
 
@@ -70,17 +78,17 @@ class Training:
         return ROOT / self.config["run_dir"]
 
 
-def accuracies(run: Training, columns: Sequence[str]) -> Figures:
-    """Right of the first IMAGES test images, 'clean' and under ATTACKS; on a GPU where there is one."""
+def accuracies(run: Training, table: "Table") -> Figures:
+    """Right of the first test images, 'clean' and under ATTACKS; on a GPU where there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, data = zoo.handover.load(run.folder / "handover")[0].to(device), DataConfig(**run.config["data"])
-    right = dict.fromkeys(columns, 0)
+    right = dict.fromkeys(table.columns, 0)
     images = 0
-    batches = eval_loader(find(data, "test"), data, batch_size=BATCH, limit=IMAGES)
+    batches = eval_loader(find(data, "test"), data, batch_size=BATCH, limit=table.images)
     for index, (_, images_BCHW, labels_B) in enumerate(batches):
         images_BCHW, labels_B = images_BCHW.to(device), labels_B.to(device)
         images += len(labels_B)
-        for column in columns:
+        for column in table.columns:
             x_BCHW = images_BCHW
             if column in ATTACKS:
                 x_BCHW = ATTACKS[column].run(model, images_BCHW, labels_B, Generator().manual_seed(index))
@@ -89,15 +97,15 @@ def accuracies(run: Training, columns: Sequence[str]) -> Figures:
     return {column: 100 * count / images for column, count in right.items()}
 
 
-def certified(run: Training, columns: Sequence[str]) -> Figures:
+def certified(run: Training, table: "Table") -> Figures:
     """What the run's own stage certified at radii that are the names of the columns."""
     accuracy = json.loads((run.folder / "certificate" / "certificate.json").read_text())["accuracy"]
-    return {column: 100 * accuracy[column]["certified"] for column in columns}
+    return {column: 100 * accuracy[column]["certified"] for column in table.columns}
 
 
 @dataclass(frozen=True)
 class Table:
-    """`columns` name the figures of a row, which `measure` finds; `script` is the trainer of all its rows."""
+    """`columns` name the figures of a row, which `measure` finds on `images`; `script` is the trainer of all rows."""
 
     source: str
     differs: str
@@ -105,7 +113,8 @@ class Table:
     rows: tuple[Row, ...]
     script: str = "adv_train"
     seeds: tuple[int, ...] = (0,)
-    measure: Callable[[Training, Sequence[str]], Figures] = accuracies
+    images: int = 1000
+    measure: Callable[[Training, "Table"], Figures] = accuracies
 
 
 ALWAYS = (
@@ -126,8 +135,8 @@ DEIT_TI = Table(
     ),
 )
 SMALL = (
-    "from scratch, not from ImageNet-1k weights; 4 blocks of width 96 (there 12 of 192); 30 epochs of batch 1024 (40 "
-    f"of 64); bf16; {ALWAYS}"
+    "from scratch, not from ImageNet-1k weights; 2 blocks of width 96, patch 8 (there 12 of 192, patch 4); 30 epochs "
+    f"of batch 512 (40 of 64); bf16; {ALWAYS}"
 )
 SEEDS = (0, 1, 2)
 STANDARD = {
@@ -152,8 +161,11 @@ TABLES = {
         rows=tuple(replace(row, published=STANDARD[row.model]) for row in DEIT_TI.rows),
         script="std_train",
         seeds=SEEDS,
+        images=5000,
     ),
-    "table2_small": replace(DEIT_TI, differs=f"{SMALL}; PGD-3 of 4/255 in training (PGD-10 of 2/255)", seeds=SEEDS),
+    "table2_small": replace(
+        DEIT_TI, differs=f"{SMALL}; PGD-2 of 5/255 in training (PGD-10 of 2/255)", seeds=SEEDS, images=5000
+    ),
     "lofast_table1": Table(
         source="LoFAST, Table 1: ViTs of 128 features, CIFAR-10, standard training, certified by Theorem 1 at L2 radii",
         differs="how it trained is not said there: 30 epochs, AdamW without weight decay, batch 512; CIFAR-10 as JPEG "
@@ -172,20 +184,29 @@ TABLES = {
 
 
 def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
-    """Train what is missing, measure every row, write both files."""
+    """Train what is missing and measure it, seed by seed; after each training both files say what there is by then."""
     if name not in TABLES:
         raise unknown("table", name, TABLES)
     table, started = TABLES[name], time.monotonic()
-    runs = {row: [training(table, name, row, seed, overrides) for seed in table.seeds] for row in table.rows}
-    with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(partial(train, table.script, to_file=at_once > 1), chain.from_iterable(runs.values())))
-    rows = [measured(table, row, each) for row, each in runs.items()]
-    minutes = round((time.monotonic() - started) / 60, 1)
+    runs = [(row, training(table, name, row, seed, overrides)) for seed in table.seeds for row in table.rows]
     words = f"--at-once {at_once} data.root=SHARDS" if at_once > 1 else "data.root=SHARDS"
-    facts = {"command": f"make experiment NAME={name} ARGS='{words}'", "minutes": minutes}
-    result = {"source": table.source, "differs": table.differs, "images": IMAGES, "rows": rows}
-    record(f"experiments_{name}", facts | result)
-    (RESULTS / f"experiments_{name}.md").write_text(markdown(table, rows))
+    facts = {"command": f"make experiment NAME={name} ARGS='{words}'", "source": table.source, "differs": table.differs}
+    ended: dict[int, Ended] = {}  # by the place in `runs`, whichever is first
+    with ThreadPoolExecutor(at_once) as pool:
+        work = {pool.submit(trained, table, one, at_once): place for place, (_, one) in enumerate(runs)}
+        for future in as_completed(work):
+            if future.exception():
+                pool.shutdown(cancel_futures=True)
+            ended[work[future]] = future.result()
+            rows = [
+                summary(table, row, each)
+                for row in table.rows
+                if (each := [ended[place] for place in sorted(ended) if runs[place][0] is row])
+            ]
+            minutes = round((time.monotonic() - started) / 60, 1)
+            done = {"minutes": minutes, "images": table.images, "runs": f"{len(ended)} of {len(runs)}", "rows": rows}
+            record(f"experiments_{name}", facts | done)
+            (RESULTS / f"experiments_{name}.md").write_text(markdown(table, rows))
 
 
 def training(table: Table, name: str, row: Row, seed: int, overrides: Sequence[str]) -> Training:
@@ -194,15 +215,24 @@ def training(table: Table, name: str, row: Row, seed: int, overrides: Sequence[s
     return Training(options, compose_config(table.script, options))
 
 
-def train(script: str, run: Training, to_file: bool) -> None:
-    """One process; nothing to do where the run has ended. Raises UserError where it fails."""
+def trained(table: Table, run: Training, at_once: int) -> Ended:
+    """Trained if it is not there yet, and measured."""
+    train(table.script, run, at_once)
+    model, _ = zoo.handover.load(run.folder / "handover")
+    return Ended(table.measure(run, table), sum(parameter.numel() for parameter in model.parameters()))
+
+
+def train(script: str, run: Training, at_once: int) -> None:
+    """One process with its share of the cores; nothing where the run has ended. Raises UserError where it fails."""
     if (run.folder / "handover").is_dir():
         return
     # Without the launcher, which would start the one process by two more.
     command = [sys.executable, str(ROOT / "trainers" / f"{script}.py"), *run.options, "resume=auto"]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // at_once))}
+    environment = threads | os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     log = run.folder.with_name(f"{run.folder.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
+    to_file = at_once > 1
     with log.open("w") if to_file else nullcontext() as out:
         ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
     if ended.returncode:
@@ -210,20 +240,18 @@ def train(script: str, run: Training, to_file: bool) -> None:
         raise UserError(f"{run.folder.name} did not finish; mend what {said} says and run the command again")
 
 
-def measured(table: Table, row: Row, runs: Sequence[Training]) -> dict[str, Any]:
-    """One row: mean and standard deviation over its seeds (of one: none), and each of them."""
-    each = [table.measure(one, table.columns) for one in runs]
-    model, _ = zoo.handover.load(runs[0].folder / "handover")
+def summary(table: Table, row: Row, each: Sequence[Ended]) -> dict[str, Any]:
+    """One row: mean and standard deviation over the seeds there are (of one: none), and each of them."""
+    figures = {column: [one.figures[column] for one in each] for column in table.columns}
     return {
         "method": row.method,
         "model": row.model,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "ours": {column: round(statistics.mean(one[column] for one in each), 2) for column in table.columns},
+        "parameters": each[0].parameters,
+        "ours": {column: round(statistics.mean(values), 2) for column, values in figures.items()},
         "deviation": {
-            column: round(statistics.stdev(one[column] for one in each), 2) if len(each) > 1 else None
-            for column in table.columns
+            column: round(statistics.stdev(values), 2) if len(each) > 1 else None for column, values in figures.items()
         },
-        "seeds": [{column: round(value, 2) for column, value in one.items()} for one in each],
+        "seeds": [{column: round(value, 2) for column, value in one.figures.items()} for one in each],
         "published": dict(zip(table.columns, row.published, strict=True)),
     }
 
@@ -236,8 +264,10 @@ def markdown(table: Table, rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         cells = [f"{_with_spread(row, column)} / {row['published'][column]:.2f}" for column in table.columns]
         lines.append(f"| {' | '.join([row['method'], row['model'], *cells])} |")
-    seeds = "One seed" if len(table.seeds) == 1 else f"Mean and standard deviation of {len(table.seeds)} seeds"
-    return "\n".join([*lines, "", f"{IMAGES} test images: +-3 points (95 %). {seeds}.", ""])
+    counts = sorted({len(row["seeds"]) for row in rows})
+    seeds = "One seed" if counts == [1] else f"Mean and standard deviation of {' or '.join(map(str, counts))} seeds"
+    points = 100 * 1.96 * math.sqrt(0.25 / table.images)
+    return "\n".join([*lines, "", f"{table.images} test images: +-{points:.1f} points (95 %) at most. {seeds}.", ""])
 
 
 def _with_spread(row: dict[str, Any], column: str) -> str:

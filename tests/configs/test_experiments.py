@@ -107,14 +107,13 @@ def test_every_row_of_a_table_composes(name: str) -> None:
 
 def test_a_row_is_trained_once_for_each_seed(real_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two at once, by the trainer, on real images; measured again without training."""
-    table = replace(TABLES["table1_small"], rows=TABLES["table1_small"].rows[:1], seeds=(0, 1))
+    table = replace(TABLES["table1_small"], rows=TABLES["table1_small"].rows[:1], seeds=(0, 1), images=50)
     monkeypatch.setattr(experiments, "TABLES", {"table1_small": table})
     monkeypatch.setattr(experiments, "ROOT", tmp_path)
     monkeypatch.setattr(experiments, "RESULTS", tmp_path)
     monkeypatch.setattr(
         experiments, "record", lambda name, facts: (tmp_path / f"{name}.json").write_text(json.dumps(facts))
     )
-    monkeypatch.setattr(experiments, "IMAGES", 50)
     monkeypatch.setattr(experiments, "BATCH", 50)
     (tmp_path / "trainers").symlink_to(Path(__file__).parents[2] / "trainers")
     words = [f"data.root={real_data}", "data.train=cifar10-train-000000.tar", "data.test=cifar10-test-000000.tar"]
@@ -135,7 +134,8 @@ def test_the_markdown_has_ours_beside_the_published() -> None:
     table = TABLES["table2_deit_ti"]
     rows = [
         {"method": row.method, "model": row.model, "ours": dict.fromkeys(table.columns, 12.3),
-         "deviation": dict.fromkeys(table.columns), "published": dict(zip(table.columns, row.published, strict=True))}
+         "deviation": dict.fromkeys(table.columns), "seeds": [{}],
+         "published": dict(zip(table.columns, row.published, strict=True))}
         for row in table.rows
     ]  # fmt: skip
     text = markdown(table, rows)
