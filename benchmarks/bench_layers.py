@@ -1,6 +1,7 @@
 """Two ways to the same numbers: the patch embedding as a convolution and as one product with the patches
-(zoo/layers/patches.py), a stem by convolutions and by products (zoo/layers/convolution.py), and gated positions on the
-fused kernel and written out (zoo/attention/gpsa.py).
+(zoo/layers/patches.py), a stem by convolutions and by products (zoo/layers/convolution.py), gated positions on the
+fused kernel and written out (zoo/attention/gpsa.py), and attention in bf16 on the fused kernel and step by step
+(trainers/engine/engine.py).
 
 The two take turns, and the ratio is that of the medians of processor time. `image`: forward, and backward to the input
 alone, as an attack does; `all`: forward, and backward to input and weights; `slope` (stems): forward, the gradient for
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.record import record
 from zoo.attention.dot_product import DotProductAttention
@@ -27,6 +29,7 @@ from zoo.layers.patches import ConvStem, PatchProjection
 PATCHES = ((3, 126, 8, 32, 128), (3, 192, 4, 32, 64), (3, 384, 16, 224, 8))  # channels, width, patch, image, batch
 STEMS = (((256, 8, 4, 2), 126, 8, 32, 128), ((64, 4, 2, 1), 128, 4, 32, 64))  # a row, dim, patch, image, batch
 POSITIONS = ((16, 126, 128), (64, 126, 32), (196, 432, 8))  # tokens, width, batch; 9 heads
+BF16 = ((17, 96, 3, 256), (65, 96, 3, 64), (197, 384, 6, 16))  # tokens, width, heads, batch
 
 
 def patches(chans: int, dim: int, patch: int, size: int, batch: int) -> tuple[nn.Module, nn.Module, Tensor]:
@@ -63,6 +66,25 @@ def positions(tokens: int, dim: int, batch: int) -> tuple[nn.Module, nn.Module, 
     module = GPSA(DotProductAttention(dim, 9))
     x_BND = torch.randn(batch, tokens, dim, requires_grad=True)
     return Way(module, module._fused), Way(module, module._written_out), x_BND
+
+
+class Kernel(nn.Module):
+    """A module in bf16 with its attention by one kernel."""
+
+    def __init__(self, module: nn.Module, backend: SDPBackend) -> None:
+        super().__init__()
+        self.module, self.backend = module, backend
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(self.backend):
+            y_BND: Tensor = self.module(x_BND)
+        return y_BND
+
+
+def kernels(tokens: int, dim: int, heads: int, batch: int) -> tuple[nn.Module, nn.Module, Tensor]:
+    module = DotProductAttention(dim, heads)
+    x_BND = torch.randn(batch, tokens, dim, requires_grad=True)
+    return Kernel(module, SDPBackend.FLASH_ATTENTION), Kernel(module, SDPBackend.MATH), x_BND
 
 
 def image(module: nn.Module, x: Tensor) -> None:
@@ -117,7 +139,11 @@ def main() -> None:
         rows[f"gated positions, {tokens} tokens, width {dim}, batch {batch}"] = compared(
             *positions(tokens, dim, batch), turns, STEPS
         )
-    record("layers_cpu", {"first": "convolution; fused", "second": "products; written out", "rows": rows})
+    for tokens, dim, heads, batch in BF16:
+        name = f"attention in bf16, {tokens} tokens, width {dim}, {heads} heads, batch {batch}"
+        rows[name] = compared(*kernels(tokens, dim, heads, batch), turns, STEPS)
+    facts = {"first": "convolution; fused", "second": "products; written out, or step by step"}
+    record("layers_cpu", facts | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -70,10 +70,9 @@ def rows_at(path: Path) -> list[Row]:
 def begins(folder: Path) -> int:
     """The first image of a result, -1 where it does not say: `taken_over` refuses such a one."""
     try:
-        first = _said(folder / SUBJECT).get("first", UNSAID["first"])
+        return _first(_said(folder / SUBJECT))
     except UserError:
         return -1
-    return first if type(first) is int else -1
 
 
 def taken_over(path: Path, folder: Path, rows: Sequence[Row], images: Sequence[Listed], columns: Columns) -> list[Row]:
@@ -93,8 +92,8 @@ def taken_over(path: Path, folder: Path, rows: Sequence[Row], images: Sequence[L
     found = [_parsed(line) for line in lines]
     if len(found) != theirs.get("images"):
         raise UserError(f"parts: {folder} has {len(found)} rows of {theirs.get('images')}; let it finish first")
-    first, own_first = theirs.get("first", UNSAID["first"]), ours["first"]
-    if type(first) is not int or not 0 <= first - own_first <= len(rows):
+    first, own_first = _first(theirs), ours["first"]
+    if not 0 <= first - own_first <= len(rows):
         raise UserError(
             f"parts: {folder} begins with image {first}, and there are rows of {own_first} to {own_first + len(rows)}; "
             "give the folder of what lies between, too"
@@ -192,6 +191,12 @@ def _said(note: Path) -> Row:
     if not isinstance(content, dict):
         raise UserError(f"{note} does not say what these results are of; remove {note.parent}")
     return content
+
+
+def _first(subject: Row) -> int:
+    """The first of its images, -1 where it names none."""
+    first = subject.get("first", UNSAID["first"])
+    return first if type(first) is int else -1
 
 
 def _changed(before: Mapping[str, Any], subject: Mapping[str, Any], but: Sequence[str] = ()) -> str | None:

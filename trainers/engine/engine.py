@@ -208,7 +208,8 @@ class Engine:
         # At stage 3 a weight is given back after its block, and its copy in bfloat16 must go as well.
         cached = self._stage < 3
         device, narrow = self.world.device.type, precision == "bf16"
-        # The fused kernel's way back takes 6 times as long in bfloat16 on a CPU as its steps do one by one.
+        # Back through the fused kernel takes a CPU up to 5 times as long in bfloat16 as step by step (few tokens; with
+        # 200 it is as fast): benchmarks/bench_layers.py.
         stepwise = sdpa_kernel(SDPBackend.MATH) if narrow and device == "cpu" else nullcontext()
         with torch.autocast(device, torch.bfloat16, enabled=narrow, cache_enabled=cached), stepwise:
             yield
