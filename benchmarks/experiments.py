@@ -193,7 +193,7 @@ def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
     facts = {"command": f"make experiment NAME={name} ARGS='{words}'", "source": table.source, "differs": table.differs}
     ended: dict[int, Ended] = {}  # by the place in `runs`, whichever is first
     with ThreadPoolExecutor(at_once) as pool:
-        work = {pool.submit(trained, table, one, at_once): place for place, (_, one) in enumerate(runs)}
+        work = {pool.submit(trained, table, one, at_once > 1): place for place, (_, one) in enumerate(runs)}
         for future in as_completed(work):
             if future.exception():
                 pool.shutdown(cancel_futures=True)
@@ -215,24 +215,22 @@ def training(table: Table, name: str, row: Row, seed: int, overrides: Sequence[s
     return Training(options, compose_config(table.script, options))
 
 
-def trained(table: Table, run: Training, at_once: int) -> Ended:
+def trained(table: Table, run: Training, to_file: bool) -> Ended:
     """Trained if it is not there yet, and measured."""
-    train(table.script, run, at_once)
+    train(table.script, run, to_file)
     model, _ = zoo.handover.load(run.folder / "handover")
     return Ended(table.measure(run, table), sum(parameter.numel() for parameter in model.parameters()))
 
 
-def train(script: str, run: Training, at_once: int) -> None:
-    """One process with its share of the cores; nothing where the run has ended. Raises UserError where it fails."""
+def train(script: str, run: Training, to_file: bool) -> None:
+    """One process; nothing to do where the run has ended. Raises UserError where it fails."""
     if (run.folder / "handover").is_dir():
         return
     # Without the launcher, which would start the one process by two more.
     command = [sys.executable, str(ROOT / "trainers" / f"{script}.py"), *run.options, "resume=auto"]
-    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // at_once))}
-    environment = threads | os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     log = run.folder.with_name(f"{run.folder.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    to_file = at_once > 1
     with log.open("w") if to_file else nullcontext() as out:
         ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
     if ended.returncode:
@@ -288,6 +286,8 @@ def main() -> None:
     options = asked()
     if options.at_once < 1:
         raise UserError(f"--at-once {options.at_once} does not work; give at least 1")
+    share = max(1, len(os.sched_getaffinity(0)) // options.at_once)  # of the cores: for what measures, and trains
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(share))))
     run(options.name, options.overrides, options.at_once)
 
 
