@@ -4,9 +4,9 @@
     make experiment NAME=table2_small ARGS='--at-once 2 data.root=SHARDS'
 
 A row is a run of configs/experiment/NAME.yaml for each of its seeds, in runs/; one that is there already is measured,
-not trained again. With --at-once N so many train side by side, one a CPU core, or what the host of a GPU can feed;
-their output is in runs/RUN.log then. Results, written after each training: benchmarks/results/experiments_NAME.json and
-.md.
+not trained again, and one that was trained with other settings is refused. With --at-once N so many train side by side,
+one a CPU core, or what the host of a GPU can feed; their output is in runs/RUN.log then. Results, written after each
+training: benchmarks/results/experiments_NAME.json and .md.
 """
 
 import argparse
@@ -223,9 +223,8 @@ def trained(table: Table, run: Training, to_file: bool) -> Ended:
 
 
 def train(script: str, run: Training, to_file: bool) -> None:
-    """One process; nothing to do where the run has ended. Raises UserError where it fails."""
-    if (run.folder / "handover").is_dir():
-        return
+    """One process, which has nothing left to do where the run has ended, and refuses one that was configured otherwise.
+    Raises UserError where it fails."""
     # Without the launcher, which would start the one process by two more.
     command = [sys.executable, str(ROOT / "trainers" / f"{script}.py"), *run.options, "resume=auto"]
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

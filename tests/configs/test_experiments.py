@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,10 +123,14 @@ def test_a_row_is_trained_once_for_each_seed(real_data: Path, monkeypatch: pytes
     assert [set(one) for one in first["rows"][0]["seeds"]] == [{"clean", "FGSM", "PGD-2"}] * 2
     assert first["rows"][0]["seeds"][0] != first["rows"][0]["seeds"][1]
     assert " +- " in (tmp_path / "experiments_table1_small.md").read_text()
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it trained again"))
+    steps = (tmp_path / "runs" / "s1" / "metrics.jsonl").read_text()
     run("table1_small", words)
     again = json.loads((tmp_path / "experiments_table1_small.json").read_text())
     assert again["rows"] == first["rows"]
+    assert (again["runs"], (tmp_path / "runs" / "s1" / "metrics.jsonl").read_text()) == ("2 of 2", steps)
+    with pytest.raises(UserError, match=f"s[01] did not finish; mend what {tmp_path}/runs/s[01].log says"):
+        run("table1_small", [*words, "model.depth=2"], at_once=2)
+    assert "was trained with model.depth=1" in (tmp_path / "runs" / "s0.log").read_text()
 
 
 def test_the_markdown_has_ours_beside_the_published() -> None:
