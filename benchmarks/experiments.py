@@ -189,8 +189,7 @@ def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
         raise unknown("table", name, TABLES)
     table, started = TABLES[name], time.monotonic()
     runs = [(row, training(table, name, row, seed, overrides)) for seed in table.seeds for row in table.rows]
-    words = f"--at-once {at_once} data.root=SHARDS" if at_once > 1 else "data.root=SHARDS"
-    facts = {"command": f"make experiment NAME={name} ARGS='{words}'", "source": table.source, "differs": table.differs}
+    facts = {"command": command(name, overrides, at_once), "source": table.source, "differs": table.differs}
     ended: dict[int, Ended] = {}  # by the place in `runs`, whichever is first
     with ThreadPoolExecutor(at_once) as pool:
         work = {pool.submit(trained, table, one, at_once > 1): place for place, (_, one) in enumerate(runs)}
@@ -198,15 +197,19 @@ def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
             if future.exception():
                 pool.shutdown(cancel_futures=True)
             ended[work[future]] = future.result()
-            rows = [
-                summary(table, row, each)
-                for row in table.rows
-                if (each := [ended[place] for place in sorted(ended) if runs[place][0] is row])
-            ]
+            found = {row: [ended[place] for place in sorted(ended) if runs[place][0] is row] for row in table.rows}
+            rows = [summary(table, row, each) for row, each in found.items() if each]
             minutes = round((time.monotonic() - started) / 60, 1)
             done = {"minutes": minutes, "images": table.images, "runs": f"{len(ended)} of {len(runs)}", "rows": rows}
             record(f"experiments_{name}", facts | done)
             (RESULTS / f"experiments_{name}.md").write_text(markdown(table, rows))
+
+
+def command(name: str, overrides: Sequence[str], at_once: int) -> str:
+    """What makes the same table elsewhere."""
+    words = ["data.root=SHARDS" if word.startswith("data.root=") else word for word in overrides]
+    options = [f"--at-once {at_once}"] if at_once > 1 else []
+    return f"make experiment NAME={name} ARGS='{' '.join([*options, *words])}'"
 
 
 def training(table: Table, name: str, row: Row, seed: int, overrides: Sequence[str]) -> Training:
@@ -226,12 +229,12 @@ def train(script: str, run: Training, to_file: bool) -> None:
     """One process, which has nothing left to do where the run has ended, and refuses one that was configured otherwise.
     Raises UserError where it fails."""
     # Without the launcher, which would start the one process by two more.
-    command = [sys.executable, str(ROOT / "trainers" / f"{script}.py"), *run.options, "resume=auto"]
+    words = [sys.executable, str(ROOT / "trainers" / f"{script}.py"), *run.options, "resume=auto"]
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     log = run.folder.with_name(f"{run.folder.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") if to_file else nullcontext() as out:
-        ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+        ended = subprocess.run(words, cwd=ROOT, env=environment, stdout=out, stderr=out)
     if ended.returncode:
         said = log if to_file else "its output"
         raise UserError(f"{run.folder.name} did not finish; mend what {said} says and run the command again")

@@ -127,6 +127,7 @@ def test_a_row_is_trained_once_for_each_seed(real_data: Path, monkeypatch: pytes
     run("table1_small", words)
     again = json.loads((tmp_path / "experiments_table1_small.json").read_text())
     assert again["rows"] == first["rows"]
+    assert again["command"].startswith("make experiment NAME=table1_small ARGS='data.root=SHARDS data.train=")
     assert (again["runs"], (tmp_path / "runs" / "s1" / "metrics.jsonl").read_text()) == ("2 of 2", steps)
     with pytest.raises(UserError, match=f"s[01] did not finish; mend what {tmp_path}/runs/s[01].log says"):
         run("table1_small", [*words, "model.depth=2"], at_once=2)
