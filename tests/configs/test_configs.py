@@ -13,6 +13,7 @@ import zoo
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
 from certizoo.names import unwritten
+from tests.tools.cases import mostly_slow
 from zoo.attention import variants
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.models.overview import tiny_options
@@ -70,7 +71,7 @@ def test_every_group_file_composes(group: str, name: str) -> None:
         assert config["name"].startswith(config["model"]["name"])
 
 
-@pytest.mark.parametrize("name", zoo.list_models())
+@pytest.mark.parametrize("name", mostly_slow(zoo.list_models(), *zoo.list_models()[::4]))
 def test_every_model_composes_and_is_created(name: str) -> None:
     """By the commands of its note if it has a file, else as a person would choose it."""
     path = CONFIGS / "model" / f"{name}.yaml"

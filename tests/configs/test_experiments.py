@@ -104,8 +104,9 @@ def test_every_row_of_a_table_composes(name: str) -> None:
     assert len({row.model for row in table.rows}) == len(table.rows) == (3 if table.measure is certified else 5)
 
 
-def test_a_row_is_trained_once_for_each_seed(real_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two at once, by the trainer, on real images; measured again without training."""
+@pytest.fixture
+def reduced(real_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """A table of one row and two seeds below `tmp_path`; the overrides that train it in two steps on real images."""
     table = replace(TABLES["table1_small"], rows=TABLES["table1_small"].rows[:1], seeds=(0, 1), images=50)
     monkeypatch.setattr(experiments, "TABLES", {"table1_small": table})
     monkeypatch.setattr(experiments, "ROOT", tmp_path)
@@ -117,21 +118,38 @@ def test_a_row_is_trained_once_for_each_seed(real_data: Path, monkeypatch: pytes
     (tmp_path / "trainers").symlink_to(Path(__file__).parents[2] / "trainers")
     words = [f"data.root={real_data}", "data.train=cifar10-train-000000.tar", "data.test=cifar10-test-000000.tar"]
     words += ["model.depth=1", "train.batch_size=64", "train.max_steps=2", "train.precision=fp32"]
-    words += [f"run_dir={tmp_path}/runs/s${{seed}}"]
-    run("table1_small", words, at_once=2)
-    first = json.loads((tmp_path / "experiments_table1_small.json").read_text())
-    assert [set(one) for one in first["rows"][0]["seeds"]] == [{"clean", "FGSM", "PGD-2"}] * 2
-    assert first["rows"][0]["seeds"][0] != first["rows"][0]["seeds"][1]
+    return [*words, f"run_dir={tmp_path}/runs/s${{seed}}"]
+
+
+def said(folder: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((folder / "experiments_table1_small.json").read_text())
+    return facts
+
+
+def test_a_row_is_trained_for_each_seed(reduced: list[str], tmp_path: Path) -> None:
+    """Two at once, by the trainer."""
+    run("table1_small", reduced, at_once=2)
+    facts = said(tmp_path)
+    assert facts["command"].startswith(
+        "make experiment NAME=table1_small ARGS='--at-once 2 data.root=SHARDS data.train="
+    )
+    assert facts["runs"] == "2 of 2"
+    assert [set(one) for one in facts["rows"][0]["seeds"]] == [{"clean", "FGSM", "PGD-2"}] * 2
+    assert facts["rows"][0]["seeds"][0] != facts["rows"][0]["seeds"][1]
     assert " +- " in (tmp_path / "experiments_table1_small.md").read_text()
-    steps = (tmp_path / "runs" / "s1" / "metrics.jsonl").read_text()
-    run("table1_small", words)
-    again = json.loads((tmp_path / "experiments_table1_small.json").read_text())
-    assert again["rows"] == first["rows"]
-    assert again["command"].startswith("make experiment NAME=table1_small ARGS='data.root=SHARDS data.train=")
-    assert (again["runs"], (tmp_path / "runs" / "s1" / "metrics.jsonl").read_text()) == ("2 of 2", steps)
+
+
+@pytest.mark.slow
+def test_a_row_is_trained_once_and_by_one_configuration(reduced: list[str], tmp_path: Path) -> None:
+    run("table1_small", reduced)
+    first, steps = said(tmp_path), (tmp_path / "runs" / "s1" / "metrics.jsonl").read_text()
+    run("table1_small", reduced)
+    assert said(tmp_path)["rows"] == first["rows"]
+    assert (tmp_path / "runs" / "s1" / "metrics.jsonl").read_text() == steps
     with pytest.raises(UserError, match=f"s[01] did not finish; mend what {tmp_path}/runs/s[01].log says"):
-        run("table1_small", [*words, "model.depth=2"], at_once=2)
+        run("table1_small", [*reduced, "model.depth=2"], at_once=2)
     assert "was trained with model.depth=1" in (tmp_path / "runs" / "s0.log").read_text()
+    assert said(tmp_path)["rows"] == first["rows"]
 
 
 def test_the_markdown_has_ours_beside_the_published() -> None:
