@@ -23,7 +23,7 @@ export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 step python -m certify handover=runs/gpu/handover data=cifar10 data.root="$SHARDS" device=cuda workers=8 \
     batch_size=63 method=best images=1000 eps="$EPS" headline_eps=0.1411764705882353 attack.steps=100
 
-# Tables of papers, three seeds: 15 trainings side by side (not run yet).
+# Tables of papers, three seeds: 15 trainings side by side (on a GPU not run yet).
 for table in table2_small table1_small lofast_table1; do
     step python -m benchmarks.experiments $table --at-once 15 data.root="$SHARDS"
 done
