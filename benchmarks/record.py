@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,13 +14,21 @@ import torch
 from certizoo.commit import git_commit
 
 RESULTS = Path(__file__).parent / "results"
+MODEL_NAME = re.compile(r"^model name\s*: (\S.*)$", re.MULTILINE)
 
 
 def hardware() -> str:
-    """'NVIDIA H200' or '2 cores, x86_64 CPU'."""
+    """'NVIDIA H200' or 'CPU, 2 cores, Intel(R) Xeon(R) Processor'."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"CPU, {os.cpu_count()} cores, {platform.machine()}"
+    return f"CPU, {os.cpu_count()} cores, {_processor()}"
+
+
+def _processor() -> str:
+    """As Linux calls it, elsewhere its architecture."""
+    told = Path("/proc/cpuinfo")
+    named = MODEL_NAME.search(told.read_text()) if told.is_file() else None
+    return named[1] if named else platform.machine()
 
 
 def circumstances() -> dict[str, Any]:
