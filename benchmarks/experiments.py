@@ -16,7 +16,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
@@ -64,6 +63,7 @@ class Ended:
 
     figures: Figures
     parameters: int
+    images_per_s: float
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
     """Train what is missing and measure it, seed by seed; after each training both files say what there is by then."""
     if name not in TABLES:
         raise unknown("table", name, TABLES)
-    table, started = TABLES[name], time.monotonic()
+    table = TABLES[name]
     runs = [(row, training(table, name, row, seed, overrides)) for seed in table.seeds for row in table.rows]
     facts = {"command": command(name, overrides, at_once), "source": table.source, "differs": table.differs}
     ended: dict[int, Ended] = {}  # by the place in `runs`, whichever is first
@@ -199,8 +199,7 @@ def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
             ended[work[future]] = future.result()
             found = {row: [ended[place] for place in sorted(ended) if runs[place][0] is row] for row in table.rows}
             rows = [summary(table, row, each) for row, each in found.items() if each]
-            minutes = round((time.monotonic() - started) / 60, 1)
-            done = {"minutes": minutes, "images": table.images, "runs": f"{len(ended)} of {len(runs)}", "rows": rows}
+            done = {"images": table.images, "runs": f"{len(ended)} of {len(runs)}", "rows": rows}
             record(f"experiments_{name}", facts | done)
             (RESULTS / f"experiments_{name}.md").write_text(markdown(table, rows))
 
@@ -222,7 +221,14 @@ def trained(table: Table, run: Training, to_file: bool) -> Ended:
     """Trained if it is not there yet, and measured."""
     train(table.script, run, to_file)
     model, _ = zoo.handover.load(run.folder / "handover")
-    return Ended(table.measure(run, table), sum(parameter.numel() for parameter in model.parameters()))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Ended(table.measure(run, table), parameters, pace(run.folder))
+
+
+def pace(folder: Path) -> float:
+    """Images a second of the training, the median of what it logged: when it was started or resumed does not count."""
+    logged = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return statistics.median(row["images_per_s"] for row in logged if "images_per_s" in row)
 
 
 def train(script: str, run: Training, to_file: bool) -> None:
@@ -247,6 +253,7 @@ def summary(table: Table, row: Row, each: Sequence[Ended]) -> dict[str, Any]:
         "method": row.method,
         "model": row.model,
         "parameters": each[0].parameters,
+        "training_images_per_s": round(statistics.median(one.images_per_s for one in each)),
         "ours": {column: round(statistics.mean(values), 2) for column, values in figures.items()},
         "deviation": {
             column: round(statistics.stdev(values), 2) if len(each) > 1 else None for column, values in figures.items()

@@ -134,6 +134,7 @@ def test_a_row_is_trained_for_each_seed(reduced: list[str], tmp_path: Path) -> N
         "make experiment NAME=table1_small ARGS='--at-once 2 data.root=SHARDS data.train="
     )
     assert facts["runs"] == "2 of 2"
+    assert facts["rows"][0]["training_images_per_s"] > 0
     assert [set(one) for one in facts["rows"][0]["seeds"]] == [{"clean", "FGSM", "PGD-2"}] * 2
     assert facts["rows"][0]["seeds"][0] != facts["rows"][0]["seeds"][1]
     assert " +- " in (tmp_path / "experiments_table1_small.md").read_text()
