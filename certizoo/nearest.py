@@ -10,7 +10,8 @@ FEW = 12  # so many names are listed whole where there is nowhere else to look
 
 
 def nearest(wrong: str, known: Iterable[str]) -> list[str]:
-    """The SHOWN names most like `wrong`, best first. `lr` alone finds the key `optimizer.lr` too."""
+    """The SHOWN names most like `wrong`, best first, those that contain it before all others. `lr` alone finds the key
+    `optimizer.lr` too."""
     matcher = SequenceMatcher(b=_plain(wrong), autojunk=False)
 
     def likeness(name: str) -> float:
@@ -23,7 +24,10 @@ def nearest(wrong: str, known: Iterable[str]) -> list[str]:
     def by_alphabet(name: str) -> list[tuple[bool, str]]:
         return [(letter.isdigit(), letter) for letter in name]  # dp_vit_ti before dp_vit_t1
 
-    return sorted(known, key=lambda name: (-likeness(name), by_alphabet(name)))[:SHOWN]
+    def rank(name: str) -> tuple[bool, float, list[tuple[bool, str]]]:
+        return _plain(wrong) not in _plain(name), -likeness(name), by_alphabet(name)
+
+    return sorted(known, key=rank)[:SHOWN]
 
 
 def choices(wrong: str, known: Collection[str], listed: str | None = None) -> str:

@@ -18,6 +18,7 @@ KEYS = ["optimizer.lr", "optimizer.name", "train.epochs", "train.log_every", "na
         ("train.epoch", KEYS, "train.epochs"),
         ("trian.epochs", KEYS, "train.epochs"),
         ("lr", KEYS, "optimizer.lr"),
+        ("certvit", ["cert_vit_c10", "cert_vit_c100", "cert_vit_mnist", "l2_certvit_c10"], "l2_certvit_c10"),
         ("", KEYS, "data.train"),
     ],
 )

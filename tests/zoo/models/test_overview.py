@@ -111,7 +111,7 @@ def test_show_with_other_options(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["dp_vit_t"], "dp_vit_ti"),
         (["*swim*"], "(all: python -m zoo)"),
-        (["l2certvit"], "l2_certvit_c10"),
+        (["certvit"], "l2_certvit_c10"),
         (["show", "dp_vit_bb"], "dp_vit_b"),
         (["show", "dp_vit_b", "--set", "dept=2"], "depth"),
         (["show", "dp_vit_b", "--set", "depth"], "option=value"),
