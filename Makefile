@@ -21,7 +21,7 @@ install: .venv/installed
 # Digits of scikit-learn, 2 ranks on the CPU, certificates, a version in ./mlflow.db. Runs again from where it stopped.
 demo: install
 	test -f data/digits/digits.json || python -m shards digits data/digits
-	deepspeed --num_gpus 2 trainers/adv_train.py +model=spec_vit_digits data=digits name=demo resume=auto
+	deepspeed --num_gpus 2 trainers/adv_train.py +model=spec_vit_digits data=digits name=demo certify.workers=2 resume=auto
 	python -m registry list
 	@echo 'rows, curve and model card: runs/demo/certificate/   browse the registry: make ui'
 
