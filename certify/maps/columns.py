@@ -3,8 +3,9 @@
 Only affine leaves are in front of it, whose maps are those of every image. Where the functionals a are so too
 (`Forms.shared`), |A^T a|^2 = sum_c <a, A e_c>^2, over the unit vectors e_c of images, and the images of a batch may
 show different columns: all of them together cost as much as one. What comes in on the way to that leaf, with weights
-w_n at the ends of nodes, adds at most (w_n ||J_n|| |a|)^2. Random vectors (ellipsoid.py) find lengths to a third, and
-the remainders of units to the square of that. Proof: docs/proofs.md#columns.
+w_n at the outputs of leaves, adds at most (w_n ||J_n|| |a|)^2, and what torch rounds in a column, ||J_n|| |a| times it.
+Random vectors (ellipsoid.py) find lengths to a third, and the remainders of units to the square of that. Proof:
+docs/proofs.md#columns.
 
 Letters: B images, M unit vectors an image.
 """
@@ -27,10 +28,11 @@ TOGETHER = 16  # columns an image, at most
 
 @dataclass(frozen=True)
 class Columns:
-    """Of the first leaf that bends: its place, and |A^T a|^2 of all its functionals, (1, ...)."""
+    """Of the first leaf that bends: its place, |A^T a|^2 of all its functionals, (1, ...), and how many columns."""
 
     at: int
     square: Tensor
+    count: int
 
     @staticmethod
     def of(tape: Tape, images_BCHW: Tensor) -> "Columns | None":
@@ -39,19 +41,30 @@ class Columns:
         forms = tape.leaves[at].forms
         if forms is None or not forms.shared or images_BCHW[0].numel() > COLUMNS:
             return None
-        return Columns(at, _squares(tape, at, forms, images_BCHW))
+        return Columns(at, _squares(tape, at, forms, images_BCHW), images_BCHW[0].numel())
 
-    def lengths(self, tape: Tape, most_B: Tensor, ends: Mapping[int, Tensor]) -> Tensor:
-        """|M^T a| (B, ...) of the functionals, at most. M starts from the image, times `most_B`, and from these ends of
-        the tape, times w_n (B,); the tape may be that of some of the images."""
+    def lengths(self, tape: Tape, most_B: Tensor, outputs: Mapping[int, Tensor]) -> Tensor:
+        """|M^T a| (B, ...) of the functionals, at most. M starts from the image, times `most_B`, and from the outputs
+        of these leaves, times w_n (B,); the tape may be that of some of the images."""
         forms, room = tape.leaves[self.at].forms, self.square.shape[1:]
         assert forms is not None
-        total = product(beside(most_B.square(), room), self.square)
-        for end, weight_B in ends.items():
-            if end < self.at:
-                through_B = weight_B * tape.gain_between(end, self.at)
+        own = self.square.sqrt() + self.count**0.5 * self._rounded(tape, forms)
+        total = product(beside(most_B, room), own).square()
+        for at, weight_B in outputs.items():
+            if at < self.at:
+                through_B = weight_B * tape.gain_between(at, self.at)
                 total = total + product(beside(through_B, room), forms.sizes).square()
         return OUT * total.sqrt()
+
+    def _rounded(self, tape: Tape, forms: Forms) -> Tensor:
+        """How far torch is from <a, A e_c> of one column, at most: (B, ...)."""
+        room, before_B, off_B = self.square.shape[1:], 1.0, torch.zeros_like(tape.leaves[self.at].gain_B)
+        for at, leaf in tape.leaves.items():
+            if at == self.at:
+                break
+            off_B = off_B + leaf.rounding * before_B * tape.gain_between(at, self.at)
+            before_B = before_B * leaf.gain_B
+        return product(beside(off_B, room), forms.sizes) + product(beside(before_B + off_B, room), forms.slack)
 
 
 def _squares(tape: Tape, first: int, forms: Forms, images_BCHW: Tensor) -> Tensor:

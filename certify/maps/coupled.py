@@ -17,6 +17,7 @@ and one product z = A b bounds the last term. Proof: docs/proofs.md#coupled.
 Letters: B images, C rivals of each.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -24,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from certify.maps.ellipsoid import IMAGE, NOISE, Ellipsoids, Grown, Margins, Sizes
-from zoo.arithmetic import beside, nan_to_inf
+from certify.maps.ellipsoid import Ellipsoids, Grown, Margins
+from certify.maps.joint import IMAGE, NOISE, Scale, Sizes
+from zoo.arithmetic import U, beside, nan_to_inf
 from zoo.arithmetic import product as times
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.rounding import OUT
@@ -35,13 +37,12 @@ ALIGNED = 0.5  # of what remainders could add to the image's multiplier, about w
 FIRM = 1.2  # multipliers of remainders, in units of what the parts behind them ask for
 SPARE = (0.02, 0.05, 0.1, 0.2, 0.4)  # of D beyond kappa D: more costs in itself, and less in <z, P^-1 z>
 STEEP = (1.0, 1.1, 1.3, 1.7)  # m in units of |b| / t, where kappa does not ask for more
-ROUNDING = 1e-10  # of <b, A b>, in units of kappa <b, D b>: beyond that of float64
 
 
 @dataclass(frozen=True)
 class Coupled:
     """Of some rivals, (C, B) each, at the largest e: what the first order costs alone, |b|, <b, A b> and kappa; D and
-    |z| of the parts, by their sources; and whose remainders are held by their forms, (B,)."""
+    |z| of the parts, by their sources, rounding included; and whose remainders are held by their forms, (B,)."""
 
     first: Tensor
     length: Tensor
@@ -71,8 +72,7 @@ class Coupled:
         rest = self.pulled[IMAGE].square() / (m - least)
         for part in self.weights.keys() - {IMAGE}:
             rest = rest + self.pulled[part].square() / (spare * self.weights[part])
-        bends = self.bent + ROUNDING * least * self.length.square()
-        return self.length.square() / m + (bends + rest) / m.square()
+        return self.length.square() / m + (self.bent + rest) / m.square()
 
     def allowed(self, share: Tensor, grown: Grown) -> Tensor:
         """sum_k (d_k - q_k) theta_k + d_n theta_0 for d = share D: forms hold what they may, constants the rest."""
@@ -93,14 +93,30 @@ def coupled(ellipsoids: Ellipsoids, margins: Margins, g_0: Tensor, first: Tensor
         if form is not None and bool(held_B.any()):
             forms[k] = _sum(forms.get(k), form, weights[k] * held_B)
     parts = {part: joint.part(part, last) for part in weights}
-    scale = sum((weights[part].rsqrt()[..., None] * mask for part, mask in parts.items()), torch.zeros(()).to(first))
+    scale = _scale(weights, parts)
     kappa = ellipsoids.seminorms(forms, "coupled", margins.numbers, ellipsoids.effort.close, scale).square()
     slope = g_0.flatten(2) * joint.most_B[:, None]
     b = F.pad(slope, (0, joint.room(last) - slope.shape[-1]))  # the image is the first part
-    z = joint.gram(forms)(b)
-    pulled = {part: torch.linalg.vector_norm(z * mask, dim=-1) for part, mask in parts.items()}
-    lengths = first * joint.most_B, torch.linalg.vector_norm(b, dim=-1), (b * z).sum(-1)
+    z, length = joint.gram(forms)(b), torch.linalg.vector_norm(b, dim=-1)
+    off = _rounded(ellipsoids, forms, kappa, weights) * length
+    pulled = {part: torch.linalg.vector_norm(z * mask, dim=-1) + off for part, mask in parts.items()}
+    lengths = first * joint.most_B, length, (b * z).sum(-1) + off * length
     return Coupled(*lengths, kappa, weights, pulled, held, joint.most_B, joint.noise.theta)
+
+
+def _scale(weights: Vectors, parts: Vectors) -> Scale:
+    """D^(-1/2)."""
+    roots = {part: weight.rsqrt() for part, weight in weights.items()}
+    entries = torch.stack([roots[part][..., None] * mask for part, mask in parts.items()]).sum(0)
+    return Scale(entries, torch.stack(list(roots.values())).amax(0), roots[NOISE])
+
+
+def _rounded(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], kappa: Tensor, weights: Vectors) -> Tensor:
+    """How far torch is from A b at most, |b| = 1: (C, B). A is at most kappa max D."""
+    most = kappa * torch.stack(list(weights.values())).amax(0)
+    of_forms = [ellipsoids.rounding.of_form(at, form) for at, form in forms.items()]
+    share = ellipsoids.rounding.share(max(forms)) + 1e-10  # and <b, z> itself
+    return share * most + torch.stack(torch.broadcast_tensors(*of_forms)).sum(0)
 
 
 def _weights(ellipsoids: Ellipsoids, margins: Margins, held: Sizes) -> Vectors:
@@ -120,5 +136,7 @@ def _sum(form: QuadraticForm | None, rest: QuadraticForm, weight: Tensor) -> Qua
         added = beside(weight, v.shape[2:]) * rest.apply(v)
         return added if form is None else form.apply(v) + added
 
-    largest = times(weight, rest.largest)
-    return QuadraticForm(apply, largest if form is None else form.largest + largest)
+    largest, rounding = times(weight, rest.largest), 2 * times(weight, torch.as_tensor(rest.rounding).to(weight))
+    if form is not None:
+        largest, rounding = form.largest + largest, 2 * form.rounding + rounding
+    return QuadraticForm(apply, largest, rounding=rounding + 8 * U * largest)

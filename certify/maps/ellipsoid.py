@@ -1,12 +1,13 @@
 """Where the ball of images takes the input of every leaf: an ellipsoid, the image of one ball of images and remainders.
 
 The change H_i of the input of leaf i is linear in the image's change G, in the remainders in front, and in the defects
-d_n by which the ends of nodes in front are off (what was rounded),
+d_n by which the outputs of leaves in front are off (what was rounded),
 
     H_i = A_i G + sum_{k<i} J_{k->i} B_k r_k + sum_{n<i} J_{n->i} d_n = M_i u,    u = (G / E, r_k / W_k, d_n / w_n),
 
 with weights W_k > 0, entry by entry, and w_n > 0, that may be chosen freely (weights.py), and E the largest radius that
-is asked for. With |G| <= e <= E, |r_k / W_k|^2 <= theta_k(e) and sum_n |d_n / w_n|^2 <= theta_0,
+is asked for. Every leaf has a w_n, defect or not: what torch computes is M_i u for a slightly other u (rounding.py).
+With |G| <= e <= E, |r_k / W_k|^2 <= theta_k(e) and sum_n |d_n / w_n|^2 <= theta_0,
 
     |u|^2 <= Theta_i(e) = (e / E)^2 + theta_0 + sum_{k<i} theta_k(e),
 
@@ -28,128 +29,31 @@ from torch import Tensor
 
 from certify.maps.columns import Columns
 from certify.maps.effort import at_once, effort
+from certify.maps.joint import Joint, Scale, Sizes
+from certify.maps.rounding import ALLOWED, Rounding
 from zoo.arithmetic import beside, nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import Bound, Forms, QuadraticForm
 from zoo.bounds.rounding import OUT
-from zoo.bounds.tape import Tape, Vectors
+from zoo.bounds.tape import Vectors
 
+TINY = 1e-290  # over underflow
+LEAST_LENGTH = 1e-100  # of a map that is nearly 0
 TOGETHER = 16  # random vectors that find how far functionals reach, at most: more are no faster
 PROBE_FAILURE = 1e-11  # the chance that one reach of an image is too small
 COARSE = 1.2  # of norms, as in zoo/bounds/lanczos.py; what is close, effort.py says
 
-IMAGE, NOISE = -1, -2  # sources beside the leaves that bend
-
-Sizes = dict[int, Tensor]  # of leaves: (B,)
 Known = Callable[[Tensor], Sizes]  # e (B,) -> bounds of |H_i| within e, of some leaves, from elsewhere
 Draw = Callable[[torch.Size, str, Tensor], Tensor]  # room, purpose, numbers (B, n) -> a Gaussian vector (B, *room) each
 
 
-@dataclass(frozen=True)
-class Noise:
-    """Defects of the ends of nodes, at these leaves: w_n (B,), and theta_0 (B,)."""
-
-    weights: Sizes
-    theta: Tensor
-
-    @staticmethod
-    def of(defects: Sizes, theta_B: Tensor) -> "Noise":
-        """w_n for defects (B,) of these lengths; theta_0 is infinite where one of them is."""
-        counted = {at: defect_B for at, defect_B in defects.items() if bool((defect_B > 0).any())}
-        wild_B = sum((~torch.isfinite(defect_B) for defect_B in counted.values()), torch.zeros_like(theta_B)) > 0
-        scale_B = (OUT * len(counted) / theta_B).sqrt()
-        weights = {at: torch.where(wild_B, 1.0, product(scale_B, defect_B)) for at, defect_B in counted.items()}
-        return Noise(weights, torch.where(wild_B, torch.inf, theta_B if counted else 0.0))
-
-
-class Joint:
-    """u -> H_i, of all leaves at once: the weighted sources pushed through the tape. u is flat, (C, B, n)."""
-
-    def __init__(
-        self, tape: Tape, images_BCHW: Tensor, most_B: Tensor, weights: Mapping[int, Tensor], noise: Noise
-    ) -> None:
-        self.tape, self.images, self.most_B = tape, images_BCHW, most_B
-        self.weights, self.noise, self.ones_B = weights, noise, torch.ones_like(most_B)
-
-    @property
-    def _image(self) -> torch.Size:
-        return self.images.shape[1:]
-
-    def sources(self, last: int) -> list[int]:
-        """Leaves whose remainders move the input of leaf `last`."""
-        return [k for k in self.weights if k < last]
-
-    def room(self, last: int) -> int:
-        """The entries of u that count there."""
-        return sum(self._sizes(last))
-
-    def part(self, source: int, last: int) -> Tensor:
-        """1 for the entries of u that a source has (IMAGE, NOISE, or a leaf), 0 for the others: (n,)."""
-        names = [IMAGE, *self.sources(last), *(NOISE for _ in self._ends(last))]
-        parts = zip(names, self._sizes(last), strict=True)
-        return torch.cat([self.ones_B.new_full((size,), float(name == source)) for name, size in parts])
-
-    def push(self, u: Tensor, visit: Callable[[int, Tensor], None], last: int) -> None:
-        """Show H_i of every leaf up to `last`."""
-        first, *rest = u.split(self._sizes(last), -1)
-        sources, ends = self.sources(last), self._ends(last)
-        remainders = dict(zip(sources, rest[: len(sources)], strict=True))
-        defects = dict(zip(ends, rest[len(sources) :], strict=True))
-
-        def at_leaf(at: int, v: Tensor) -> Tensor | None:
-            visit(at, v)
-            entering = None
-            if at in remainders:
-                r = remainders[at].unflatten(-1, self.tape.rooms[at]) * self.weights[at]
-                entering = self.tape.spread(r, at)
-            if at in defects:
-                room = self._end(at)
-                d = defects[at].unflatten(-1, room) * beside(self.noise.weights[at], room)
-                entering = d if entering is None else entering + d
-            return entering
-
-        self.tape.push(first.unflatten(-1, self._image) * beside(self.most_B, self._image), at_leaf, last)
-
-    def pull(self, joining: Vectors, last: int) -> Tensor:
-        """The transpose of what joins at the inputs of leaves up to `last`."""
-        sources, ends = self.sources(last), self._ends(last)
-        g, seen = self.tape.pull(None, joining, {*sources, *ends})
-        back = [g * beside(self.most_B, self._image)]
-        back += [self.tape.collected(seen, k) * self.weights[k] for k in sources]
-        back += [seen[n] * beside(self.noise.weights[n], self._end(n)) for n in ends]
-        return torch.cat([piece.flatten(2) for piece in back], -1)
-
-    def _ends(self, last: int) -> list[int]:
-        """Leaves at the ends of nodes whose defects move the input of leaf `last`."""
-        return [n for n in self.noise.weights if n < last]
-
-    def _end(self, at: int) -> torch.Size:
-        return self.tape.leaves[at].y.shape[1:]
-
-    def _sizes(self, last: int) -> list[int]:
-        """The entries of the image, of each source, and of each defect."""
-        rooms = [self.tape.rooms[k] for k in self.sources(last)] + [self._end(n) for n in self._ends(last)]
-        return [self._image.numel(), *(room.numel() for room in rooms)]
-
-    def gram(self, forms: Mapping[int, QuadraticForm]) -> Callable[[Tensor], Tensor]:
-        """u -> sum_i M_i^T C_i M_i u."""
-        last = max(forms)
-
-        def apply(u: Tensor) -> Tensor:
-            joining = Vectors()
-
-            def visit(at: int, v: Tensor) -> None:
-                if at in forms:
-                    joining[at] = forms[at].apply(v)
-
-            self.push(u, visit, last)
-            return self.pull(joining, last)
-
-        return apply
+def _multiple(factor_B: Tensor) -> QuadraticForm:
+    """factor |H|^2."""
+    return QuadraticForm(lambda v: beside(factor_B, v.shape[2:]) * v, factor_B[None], rounding=0.0)
 
 
 def identity(like_B: Tensor) -> QuadraticForm:
-    return QuadraticForm(lambda v: v, torch.ones_like(like_B)[None])
+    return QuadraticForm(lambda v: v, torch.ones_like(like_B)[None], rounding=0.0)
 
 
 @dataclass(frozen=True)
@@ -190,6 +94,7 @@ class Ellipsoids:
     def __init__(self, joint: Joint, draw: Draw, known: Known, first: Columns | None) -> None:
         self.joint, self.tape, self.most_B, self._draw, self._known = joint, joint.tape, joint.most_B, draw, known
         self.effort, self.failure = effort(self.tape), PROBE_FAILURE  # the chance, of an image
+        self.rounding = self._measured()
         self._reaches = self._probed()
         if first is not None:
             length = first.lengths(self.tape, self.most_B, joint.noise.weights)
@@ -199,6 +104,16 @@ class Ellipsoids:
         for at in self.tape.bent:
             self.rests[at] = self._rest(at, total_B, sizes)
             total_B = total_B + self._theta(at, total_B, sizes)
+
+    def _measured(self) -> Rounding:
+        """The sizes of all M_i at once, from the norm of the sum of (M_i / lengths_i)^T (M_i / lengths_i), and what
+        they say of rounding."""
+        weights = {at: 1 / length_B.clamp_min(LEAST_LENGTH) for at, length_B in self.joint.noise.lengths.items()}
+        self.rounding = Rounding(self.joint, {at: torch.zeros_like(weight_B) for at, weight_B in weights.items()})
+        forms = {at: _multiple(weight_B.square()) for at, weight_B in weights.items()}
+        norm_B = self.seminorms(forms, "sizes", [self.most_B[:, None]], self.effort.close)[0]
+        measured = Rounding(self.joint, {at: norm_B / weight_B * OUT for at, weight_B in weights.items()})
+        return measured.only(measured.left(max(weights)) > 0)
 
     def _norms_of_sizes(self) -> Sizes:
         """||M_i|| of leaves with reaches that are no functional's; without it, their coordinates' say enough."""
@@ -253,23 +168,35 @@ class Ellipsoids:
 
     def end(self, grown: Grown) -> Tensor:
         """How far the end moves, its own defect aside: (B,). Infinite where the last leaf bends or ends in a sum."""
-        if (last := self.tape.bent[-1]) == max(self.tape.leaves) or self.tape.ends_in_sum:
+        if self.tape.bent[-1] == max(self.tape.leaves) or self.tape.ends_in_sum:
             return torch.full_like(self.most_B, torch.inf)
-        return product(self._norm_of_end, (grown.before[last] + grown.theta[last]).sqrt())
+        return product(self._norm_of_end, self.whole(grown))
 
     @cached_property
     def _norm_of_end(self) -> Tensor:
         at = max(self.tape.leaves)
         leaf = self.tape.leaves[at]
-        whole = {at: QuadraticForm(lambda v: leaf.pull(leaf.push(v)), self.joint.ones_B[None])}
+        moved = 3 * leaf.rounding * (leaf.gain_B + leaf.rounding)
+        whole = {at: QuadraticForm(lambda v: leaf.pull(leaf.push(v)), self.joint.ones_B[None], rounding=moved[None])}
         return self.seminorms(whole, "end", [self.most_B[:, None]], COARSE)[0]
 
     def lengths(self, g: Vectors) -> Vectors:
-        """|W_k B_k^T g_k| of all leaves that bend, (C, B): times theta^(1/2), what remainders can cost at most."""
+        """|W_k B_k^T g_k| of all leaves that bend, (C, B): times theta^(1/2), what remainders can cost at most. What
+        B_k^T rounds is a part of `slip`."""
         return {
             at: torch.linalg.vector_norm((self.tape.collected(g, at) * self.joint.weights[at]).flatten(2), dim=-1)
             for at in self.tape.bent
         }
+
+    def slip(self, lengths: Sizes) -> Tensor:
+        """What the rounding of gradients, of these lengths (C, B) at the outputs of all leaves, costs of a margin at
+        |u| = 1: (C, B)."""
+        return self.rounding.of_gradients(lengths)
+
+    def whole(self, grown: Grown) -> Tensor:
+        """|u| at most, of all that moves any leaf: (B,)."""
+        last = self.tape.bent[-1]
+        return (grown.before[last] + grown.theta[last]).sqrt()
 
     def _theta(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
         """theta of a leaf, for Theta in front of it. What is proved at the largest e holds below, and shrinks."""
@@ -316,17 +243,27 @@ class Ellipsoids:
         word: str,
         numbers: Sequence[Tensor],
         close: float,
-        scale: Tensor | float = 1.0,
+        scale: Scale | None = None,
     ) -> Tensor:
         """lambda_max(s sum_i M_i^T C_i M_i s)^(1/2), at most: (C, B), with C tensors of numbers for the starts, s
         diagonal. Infinite where a form is."""
         unknown = ~torch.stack([torch.isfinite(form.largest) for form in forms.values()]).all(0)
         known = {at: _silenced(form, unknown) for at, form in forms.items()} if bool(unknown.any()) else forms
-        room = torch.Size([self.joint.room(max(forms))])
-        self.failure += len(numbers) * lanczos.chance(room.numel())
-        start = torch.stack([self._draw(room, word, of_map) for of_map in numbers])
-        gram = self.joint.gram(known)
-        return torch.where(unknown, torch.inf, lanczos.norms(lambda u: scale * gram(scale * u), start, close))
+        last = max(forms)
+        room = torch.Size([lanczos.STARTS, self.joint.room(last)])
+        self.failure += len(numbers) * lanczos.chance(room[-1])
+        start = torch.stack([self._draw(room, word, of_map).movedim(1, 0) for of_map in numbers])
+        shift, gram = self.rounding.shift(known, scale), self.joint.gram(known)
+        rounding = torch.where(self.rounding.left(last, scale) > 0, ALLOWED, torch.inf).expand(len(start), -1)
+
+        def apply(u: Tensor) -> Tensor:
+            if scale is None:
+                return gram(u) + _repeated(shift, u) * u
+            s = scale.entries.repeat_interleave(lanczos.STARTS, 0)
+            return s * gram(s * u) + _repeated(shift, u) * u
+
+        found = lanczos.norms(apply, start, rounding, close)
+        return torch.where(unknown, torch.inf, found)
 
     def _probed(self) -> Sizes:
         """Lengths |M_i^T a| of the functionals of all leaves. Of a Gaussian vector u <a, M_i u> is normal with the
@@ -342,15 +279,28 @@ class Ellipsoids:
             if at in formed:
                 squares[at] = formed[at].squares(v) + squares.get(at, 0.0)
 
-        fit = at_once(self.most_B.numel() * room)
+        fit, longest_B = at_once(self.most_B.numel() * room), torch.zeros_like(self.most_B)
         for start in range(0, self.effort.probes, TOGETHER):  # the same vectors, however many fit
             rooms = torch.Size([min(TOGETHER, self.effort.probes - start), room])
             u = self._draw(rooms, f"probes {start}", self.most_B[:, None]).movedim(1, 0)
+            longest_B = torch.maximum(longest_B, torch.linalg.vector_norm(u, dim=-1).amax(0))
             for fitting in u.split(fit):
                 self.joint.push(fitting, visit, last)
         count = sum(found[0].numel() for found in squares.values())
         share = least_square_sum(self.effort.probes, PROBE_FAILURE / count)
-        return {at: (found / share).sqrt() for at, found in squares.items()}
+        return {at: self._length(at, found, share, longest_B) for at, found in squares.items()}
+
+    def _length(self, at: int, squares: Tensor, share: float, longest_B: Tensor) -> Tensor:
+        """|M_i^T a| at most, of sums of squares of <a, M_i u> with |u| <= longest, as torch computed them: each is
+        <a, M_i u'> for |u' - u| <= share() |u| / 2, and what the functional itself rounds."""
+        forms, root = self.tape.leaves[at].forms, self.effort.probes**0.5
+        assert forms is not None
+        moved_B = self.rounding.share(at) * longest_B * OUT
+        far_B = product(self.rounding.sizes[at], longest_B) * OUT
+        rounded = root * product(forms.slack, beside(far_B, squares.shape[1:]))
+        sure_B = share**0.5 - root * moved_B
+        found = (OUT * squares + TINY).sqrt() + rounded
+        return torch.where(beside(sure_B > 0, squares.shape[1:]), found / beside(sure_B, squares.shape[1:]), torch.inf)
 
 
 def _silenced(form: QuadraticForm, unknown: Tensor) -> QuadraticForm:
@@ -359,7 +309,12 @@ def _silenced(form: QuadraticForm, unknown: Tensor) -> QuadraticForm:
     def apply(v: Tensor) -> Tensor:
         return torch.where(beside(unknown, v.shape[2:]), 0.0, form.apply(v))
 
-    return QuadraticForm(apply, form.largest, form.constant)
+    return QuadraticForm(apply, form.largest, form.constant, form.rounding)
+
+
+def _repeated(shift: Tensor, u: Tensor) -> Tensor:
+    """(C, B), beside vectors (C STARTS, B, n)."""
+    return shift.repeat_interleave(len(u) // len(shift), 0).unsqueeze(-1)
 
 
 def within(size_B: Tensor, forms: Forms, reach: Tensor) -> Tensor:

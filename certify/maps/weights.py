@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from certify.maps.effort import effort
-from certify.maps.ellipsoid import IMAGE, NOISE, Draw, Joint, Known, Noise, Sizes, identity, within
+from certify.maps.ellipsoid import Draw, Known, identity, within
+from certify.maps.joint import IMAGE, NOISE, Joint, Noise, Sizes
 from zoo.arithmetic import beside
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import QuadraticForm
@@ -25,12 +26,15 @@ from zoo.bounds.tape import Tape, Vectors
 THETA = (0.002, 1.0)  # from, to
 THETA_0 = (1e-8, 1.0)  # of defects: of the exact function's there is next to nothing
 UNKNOWN = 0.01  # of defects where there is no form to be compared with
+QUIET = 0.05  # what the noise adds to the seminorm at least, as a place for rounding, in units of what the image does
+FLOOR = 1e-3  # the same in units of |M_i|, where there is no form
 GUESS = 0.1  # of theta, while it is not known
 LEAST_THETA = 1e-12  # that a look finds: weights do not vanish with it
 SEEN = 4.0  # times what a remainder adds in the directions in which the image moves, about what it adds at most
 ALIGNED = 0.75  # of remainders, what couples with the first order
 LEAST = 0.1  # of an entry, in units of the mean
 LEAST_RADIUS = 1e-3  # that a look finds, in units of the largest: nothing, where it diverges
+LENGTHS = (1e-100, 1e100)  # from, to
 WEIGHTS = (1e-100, 1e30)  # from, to: where a look diverges, what it says is finite
 
 
@@ -58,9 +62,18 @@ class Look:
         theta = {at: torch.full_like(self._most_B, GUESS) for at in self._weights}
         return _scaled(self._weights, theta, self._parts_of(self._weights, theta))
 
-    @cached_property
+    @property
     def _theta(self) -> Sizes:
-        """About theta of all leaves that bend, with those weights."""
+        """About theta of all leaves that bend, with the weights that are looked at again."""
+        return self._second[0]
+
+    @property
+    def _lengths(self) -> Sizes:
+        """About |M_i| of the inputs of all leaves, in the Frobenius norm, with those weights."""
+        return self._second[1]
+
+    @cached_property
+    def _second(self) -> tuple[Sizes, Sizes]:
         thetas, joint = Sizes(), self._silent(self._again)
 
         def weight(at: int, v: Tensor) -> Tensor:
@@ -69,8 +82,7 @@ class Look:
             thetas[at] = theta_B.nan_to_num(THETA[1], THETA[1]).clamp_min(LEAST_THETA)
             return self._again[at]
 
-        self._walk(weight)
-        return thetas
+        return thetas, self._walk(weight)
 
     @cached_property
     def _parts(self) -> dict[int, Tensor]:
@@ -78,14 +90,29 @@ class Look:
         return self._parts_of(self._again, self._theta)
 
     def _noise(self, defects: Sizes) -> Noise:
-        """With theta_0 as those of remainders."""
+        """With theta_0 as those of remainders, and a place for rounding at the output of every leaf."""
+        floors = self._floors()
         if not self._parts:
-            return Noise.of(defects, torch.full_like(self._most_B, UNKNOWN))
-        noise = Noise.of(defects, torch.ones_like(self._most_B))
-        if not noise.weights:
-            return noise
-        adds_B = self._part(Joint(self._tape, self._images, self._most_B, {}, noise), NOISE)
-        return Noise.of(defects, (adds_B / self._parts[IMAGE]).nan_to_num(THETA_0[1]).clamp(*THETA_0))
+            return Noise.of(defects, torch.full_like(self._most_B, UNKNOWN), floors, self._lengths)
+        alone = Noise.of(defects, torch.ones_like(self._most_B), {}, {})
+        theta_B = self._adds(alone).clamp(*THETA_0) if alone.weights else alone.theta + THETA_0[1]
+        return Noise.of(defects, theta_B, floors, self._lengths)
+
+    def _floors(self) -> Sizes:
+        """w_n so small that they cost next to nothing: in proportion to |M_n|, and to the root of what leaf n rounds,
+        as their squares are paid for and the sum of (rounding_n |M_n| / w_n)^2 is what is bought."""
+        leaves = self._tape.leaves
+        most_B = torch.stack([leaves[at].rounding for at in self._lengths]).amax(0).clamp(*LENGTHS)
+        shape = {at: length_B * (leaves[at].rounding / most_B).sqrt() for at, length_B in self._lengths.items()}
+        if not self._parts:
+            return {at: FLOOR * size_B for at, size_B in shape.items()}
+        adds_B = self._adds(Noise(shape, torch.zeros_like(self._most_B), {}))
+        return {at: (QUIET / adds_B).nan_to_num(FLOOR, FLOOR) * size_B for at, size_B in shape.items()}
+
+    def _adds(self, noise: Noise) -> Tensor:
+        """What it adds to the seminorm of the margin's forms, in units of what the image does: (B,)."""
+        joint = Joint(self._tape, self._images, self._most_B, {}, noise)
+        return (self._part(joint, NOISE) / self._parts[IMAGE]).nan_to_num(THETA_0[1])
 
     def radius(self, first_B: Tensor, margin_B: Tensor) -> Tensor:
         """About the eps where first order and remainders reach the margin: (B,). With remainders of a eps^2 it loses
@@ -137,17 +164,22 @@ class Look:
         self._walk(weight)
         return weights
 
-    def _walk(self, weight: Callable[[int, Tensor], Tensor]) -> None:
-        """Random vectors, through all leaves; `weight` is shown them at each that bends, and says what it adds."""
+    def _walk(self, weight: Callable[[int, Tensor], Tensor]) -> Sizes:
+        """Random vectors, through all leaves; `weight` is shown them at each that bends, and says what it adds. Their
+        root mean square lengths."""
+        lengths = Sizes()
 
         def visit(at: int, v: Tensor) -> Tensor | None:
+            square_B = v.flatten(2).square().sum(-1).mean(0)
+            lengths[at] = square_B.sqrt().nan_to_num(1.0, 1.0).clamp(*LENGTHS)
             if at not in self._tape.bent:
                 return None
             added = weight(at, v)
             return self._tape.spread(self._gaussian(self._tape.rooms[at], f"look {at}") * added, at)
 
         v = self._gaussian(self._images.shape[1:], "look") * beside(self._most_B, self._images.shape[1:])
-        self._tape.push(v, visit, self._tape.bent[-1])
+        self._tape.push(v, visit, max(self._tape.leaves))
+        return lengths
 
     def _parts_of(self, weights: Mapping[int, Tensor], theta: Sizes) -> dict[int, Tensor]:
         """Of the seminorm of the margin's forms: that of the image, and those of leaves, with these theta."""
@@ -178,7 +210,7 @@ class Look:
 
     def _silent(self, weights: Mapping[int, Tensor]) -> Joint:
         """Without defects."""
-        return Joint(self._tape, self._images, self._most_B, weights, Noise({}, torch.zeros_like(self._most_B)))
+        return Joint(self._tape, self._images, self._most_B, weights, Noise({}, torch.zeros_like(self._most_B), {}))
 
     def _sensitivity(self) -> tuple[dict[int, QuadraticForm], Vectors, Tensor]:
         """The forms of the margin, and of random changes G: |B_k^T J^T C A G|, entry by entry, and <A G, C A G>."""

@@ -63,6 +63,11 @@ class Step:
     lip: Bound
     beta: Bound
     defect_B: Tensor  # ||X_k - f_k(X_{k-1})||: the clean points are rounded
+    rounding_B: Tensor  # and so are products with J_k^T
+
+    def off(self, e_B: Tensor) -> Tensor:
+        """What is off at the end of the node, or with the gradient there, for an input within e: (B,)."""
+        return self.defect_B + product(self.rounding_B, e_B)
 
 
 class AdjointAnalysis:
@@ -156,10 +161,12 @@ class AdjointAnalysis:
 
     def radii_within(self, e_B: Tensor) -> Radii:
         """Of L2 balls of e_0. A bound that is not a number counts as infinite. Proof: docs/proofs.md#radii."""
-        radii, betas, rho_B = [e_B], [], torch.zeros_like(e_B)
+        radii, betas, offs, rho_B = [e_B], [], [], torch.zeros_like(e_B)
         for step, norm_B, prefix_B in zip(self.steps, self.norms.nodes, self.norms.products, strict=True):
             e_B = radii[-1]
-            beta_B = nan_to_inf(step.beta(e_B) + step.defect_B)
+            off_B = step.off(e_B)
+            offs.append(off_B)
+            beta_B = nan_to_inf(step.beta(e_B) + off_B)
             betas.append(beta_B)
             bound_B = torch.fmin(step.lip(e_B) + step.defect_B, product(norm_B, e_B) + beta_B)
             linear_B = product(prefix_B, radii[0])
@@ -167,7 +174,7 @@ class AdjointAnalysis:
             bound_B = nan_to_inf(torch.fmin(bound_B, linear_B + rho_B))
             rho_B = torch.fmin(rho_B, bound_B + linear_B)
             radii.append(bound_B)
-        return Radii(radii, betas, [step.defect_B for step in self.steps])
+        return Radii(radii, betas, offs)
 
     @torch.no_grad()
     def breakdown(self, eps: float | Tensor) -> Breakdown:
@@ -240,7 +247,8 @@ class Adjoint:
         clean = lowered(self.head, points[-1], clean)
         defects = running.defects(self.links, self.ends, points)
         betas = [expansion.beta for expansion in expansions]
-        steps = [Step(*of_node) for of_node in zip(self.names, lips, betas, defects, strict=True)]
+        roundings = [expansion.rounding for expansion in expansions]
+        steps = [Step(*of_node) for of_node in zip(self.names, lips, betas, defects, roundings, strict=True)]
         ball = Ball(self.norm, images_BCHW[0].numel())
         chain = Chain(ball, [expand for _, expand in self.nodes], points, expansions)
         measure = partial(operator_norms, expansions, images_BCHW, self._seed)

@@ -32,12 +32,12 @@ def cuts(first: Tensor, remainders: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Radii:
-    """e_0 .. e_K (B,), beta_1(e_0) .. beta_K(e_{K-1}) (B,), and of the clean points what they are off by, which is a
-    part of both."""
+    """e_0 .. e_K (B,), beta_1(e_0) .. beta_K(e_{K-1}) (B,), and what clean points and pulled gradients are off
+    by, which is a part of both."""
 
     e: Sequence[Tensor]
     beta: Sequence[Tensor]
-    defect: Sequence[Tensor]
+    off: Sequence[Tensor]
 
     def of(self, image_P: Tensor, wanted_P: Tensor | float = 1.0) -> "Radii":
         """Those of some images, 0 where not wanted: a radius of 0 costs nothing."""
@@ -45,7 +45,7 @@ class Radii:
         def some(values: Sequence[Tensor]) -> list[Tensor]:
             return [product(torch.as_tensor(wanted_P), value_B[image_P]) for value_B in values]
 
-        return Radii(some(self.e), some(self.beta), some(self.defect))
+        return Radii(some(self.e), some(self.beta), some(self.off))
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class Pairs:
     def remainders(self, here: Radii) -> Tensor:
         """Of radii (P,): (K, P)."""
         found = [
-            torch.fmin(bound(e_P[None])[0] + product(length_P, defect_P), product(length_P, beta_P))
-            for bound, e_P, length_P, beta_P, defect_P in zip(
-                self.bounds, here.e, self.lengths[1:], here.beta, here.defect, strict=False
+            torch.fmin(bound(e_P[None])[0] + product(length_P, off_P), product(length_P, beta_P))
+            for bound, e_P, length_P, beta_P, off_P in zip(
+                self.bounds, here.e, self.lengths[1:], here.beta, here.off, strict=False
             )
         ]
         return torch.stack(found)

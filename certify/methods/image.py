@@ -169,7 +169,7 @@ class ImageAnalysis:
     def expected_B(self) -> Tensor:
         """The radius e that rungs are likely to prove: below min_j m_j / |g_0|, as remainders take their part."""
         here, alone = self._whole, self._first_order
-        _, g = here.gradients(alone.class_B[None])
+        g = here.gradients(alone.class_B[None]).leaves
         above_B, below_B = alone.end_B.clamp_max(MOST), torch.zeros_like(alone.end_B)
         most_B = self._effort.start * above_B
         settled_B = torch.zeros_like(self.clean.correct_B)  # an image's own, whatever its neighbours need

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from certify.maps.columns import Columns
 from certify.maps.coupled import Coupled, coupled
 from certify.maps.effort import at_once, effort
-from certify.maps.ellipsoid import Ellipsoids, Grown, Margins, Sizes
+from certify.maps.ellipsoid import Ellipsoids, Grown, Margins
+from certify.maps.joint import Sizes
 from certify.maps.weights import Look
 from certify.methods.adjoint import AdjointAnalysis, groups
 from certify.methods.ball import Ball
@@ -27,6 +28,15 @@ BITS = 2**12
 FULL = 0.98  # radius / largest e of a rung that proves all of it
 TRIES = 5  # of the search for its radius
 HIGH = 0.8  # of its bracket: where the next one is, as most radii are not far below the largest e
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of some margins: at the image (C, B, *x), at some leaves, and their lengths (C, B) at all leaves."""
+
+    image: Tensor
+    leaves: Vectors
+    lengths: Sizes
 
 
 @dataclass(frozen=True)
@@ -67,16 +77,22 @@ class Situation:
         around = images[index_I], clean[index_I], inner.ball, tape, inner.head
         return Situation(*around, defects, rivals_IR, seed, radii, proved)
 
-    def gradients(self, class_CB: Tensor) -> tuple[Tensor, Vectors]:
-        """Of the margins over these classes: at the image, and at the outputs of the leaves that bend or end a node."""
-        weight = self.head.weight
+    def gradients(self, class_CB: Tensor) -> "Gradients":
+        """Of the margins over these classes: at the image, at the outputs of the leaves that bend or end a node, and
+        how long they are at the outputs of all leaves."""
+        weight, lengths = self.head.weight, Sizes()
         g_CBD = weight[self.clean.label_B] - weight[class_CB]
         end = self.tape.leaves[max(self.tape.leaves)].y.shape
-        return self.tape.pull(g_CBD.view(len(g_CBD), *end), {}, {*self.tape.bent, *self.ends})
+
+        def visit(at: int, g: Tensor) -> None:
+            lengths[at] = torch.linalg.vector_norm(g.flatten(2), dim=-1)
+
+        kept = {*self.tape.bent, *self.ends}
+        return Gradients(*self.tape.pull(g_CBD.view(len(g_CBD), *end), {}, kept, visit), lengths)
 
     def first(self, class_CB: Tensor) -> Tensor:
         """What margins over these classes lose at first order, at e = 1: (C, B)."""
-        return self.ball.length(self.gradients(class_CB)[0])
+        return self.ball.length(self.gradients(class_CB).image)
 
     def sizes(self, e_B: Tensor) -> Sizes:
         """How long the inputs of leaves can be within e, where the adjoint analysis says so."""
@@ -107,6 +123,7 @@ class Group:
 
     first: Tensor
     rounded: Tensor
+    slip: Tensor
     lengths: Vectors
 
 
@@ -118,6 +135,7 @@ class Formed:
     class_CB: Tensor
     first: Tensor
     rounded: Tensor
+    slip: Tensor
     margins: Margins
     couple: Callable[[], Coupled]
 
@@ -131,8 +149,8 @@ class Rung:
 
     def __init__(self, here: Situation, most_B: Tensor, first: Columns | None) -> None:
         self.here, self.most_B = here, most_B
-        _, g = here.gradients(here.rivals_BR[:, :1].mT)
-        joint = Look(here.tape, here.images, most_B, g, here.draw, here.sizes).joint(here.ends)
+        g = here.gradients(here.rivals_BR[:, :1].mT)
+        joint = Look(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.ends)
         self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, first)
         room = self.ellipsoids.joint.room(here.tape.bent[-1]) * len(here.images)
         self._at_once = min(AT_ONCE, at_once(room, lanczos.STEPS[-1]))
@@ -177,10 +195,13 @@ class Rung:
     def _cheap(self, class_CB: Tensor, start: int, e_B: Tensor, grown: Grown) -> Tensor:
         """What the gradients alone say."""
         if start not in self._groups:
-            g_0, g = self.here.gradients(class_CB)
-            self._groups[start] = Group(self.here.ball.length(g_0), self.here.rounded(g), self.ellipsoids.lengths(g))
+            g = self.here.gradients(class_CB)
+            rounded, slip = self.here.rounded(g.leaves), self.ellipsoids.slip(g.lengths)
+            self._groups[start] = Group(
+                self.here.ball.length(g.image), rounded, slip, self.ellipsoids.lengths(g.leaves)
+            )
         group = self._groups[start]
-        total_CB = product(group.first, e_B) + group.rounded
+        total_CB = product(group.first, e_B) + group.rounded + product(group.slip, self.ellipsoids.whole(grown))
         for at, lengths_CB in group.lengths.items():
             total_CB = total_CB + product(lengths_CB, grown.theta[at].sqrt())
         return nan_to_inf(total_CB)
@@ -200,18 +221,19 @@ class Rung:
         return lost_B
 
     def _formed_of(self, class_CB: Tensor) -> Formed:
-        g_0, g = self.here.gradients(class_CB)
-        margins, first = self.ellipsoids.margins(g, class_CB), self.here.ball.length(g_0)
-        couple = partial(coupled, self.ellipsoids, margins, g_0, first)
-        return Formed(class_CB, first, self.here.rounded(g), margins, couple)
+        g = self.here.gradients(class_CB)
+        margins, first = self.ellipsoids.margins(g.leaves, class_CB), self.here.ball.length(g.image)
+        couple = partial(coupled, self.ellipsoids, margins, g.image, first)
+        return Formed(class_CB, first, self.here.rounded(g.leaves), self.ellipsoids.slip(g.lengths), margins, couple)
 
     def _lower(self, loss_BJ: Tensor, formed: Formed, lost_B: Tensor, e_B: Tensor, grown: Grown) -> Tensor:
         """The losses of these rivals, in place; the images that are lost with them. What first order and remainders can
         do at once is asked where each alone does not decide, and of no other: an answer is the image's own."""
-        found_CB = product(formed.first, e_B) + formed.rounded + self.ellipsoids.cost(formed.margins, grown)
+        rounded_CB = formed.rounded + product(formed.slip, self.ellipsoids.whole(grown))
+        found_CB = product(formed.first, e_B) + rounded_CB + self.ellipsoids.cost(formed.margins, grown)
         open_CB = self._lowered(loss_BJ, formed, found_CB)
         if formed.margins.forms and bool((open_CB & ~lost_B).any()):
-            beside_CB = formed.rounded + self.ellipsoids.beside_forms(formed.margins, grown)
+            beside_CB = rounded_CB + self.ellipsoids.beside_forms(formed.margins, grown)
             coupled_CB = formed.coupled.cost(e_B, grown) + beside_CB
             open_CB = self._lowered(loss_BJ, formed, torch.where(open_CB & ~lost_B, coupled_CB, torch.inf))
         return lost_B | open_CB.any(0)

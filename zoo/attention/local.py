@@ -17,6 +17,7 @@ from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.joint import Heads, JointCore, measure, same
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.facts import expect
+from zoo.bounds.products import chained
 from zoo.spectral import sigma_upper
 
 
@@ -105,6 +106,7 @@ def expand_attention(
             core_leaf(core, v),
             merge_leaf(y_BND, heads.o_HOD),
         )
-        return Expansion(y_BND, gain_B, lambda r: core.beta(same(r)), remainder, pull, push, parts=parts)
+        bounds = gain_B, lambda r: core.beta(same(r)), remainder
+        return Expansion(y_BND, *bounds, pull, push, rounding_B=chained(parts), parts=parts)
 
     return expand

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from zoo.attention.theory.core import Core
 from zoo.attention.theory.forms import CoreForms
-from zoo.attention.theory.squares import QKV, Squares, applied, largest
+from zoo.attention.theory.rounding import Moduli, terms_rounding
+from zoo.attention.theory.squares import QKV, Squares, absolutely, applied, largest
 from zoo.bounds.contracts import Expansion, QuadraticForm
+from zoo.bounds.products import matrix_rounding
 from zoo.spectral import sigma_upper
 
 Map = Callable[[Tensor], Tensor]
@@ -28,6 +30,7 @@ class CoreLeafForms:
     """See `Forms` in zoo/bounds/contracts.py; inputs (B, 3, H, N, O), B = I."""
 
     core: CoreForms
+    moduli: Moduli
 
     @property
     def shared(self) -> bool:
@@ -37,19 +40,29 @@ class CoreLeafForms:
     def sizes(self) -> Tensor:
         return self.core.sizes
 
+    @property
+    def slack(self) -> Tensor:
+        return 2 * terms_rounding(self.core.core) * self.moduli.scores.unsqueeze(-1)
+
+    @property
+    def spread_rounding(self) -> float:
+        return 0.0
+
     def squares(self, probes: Tensor) -> Tensor:
         return self.core.functionals(QKV(*probes.unbind(2))).square().sum(0)
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
-        return _form(self.core.gradient(g, self.core.reach(reach)), 2.0)
+        return self._form(self.core.gradient(g, self.core.reach(reach)), 2.0)
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
         """By the largest weight of an image: |R| is known, and no entry of it."""
         found = self.core.reach(reach)
-        form = _form(self.core.rest(found, self.core.weights(found)), 1.0)
+        form = self._form(self.core.rest(found, self.core.weights(found)), 1.0)
         most_B = weight.flatten(1).amax(1).square()
         room = (-1, *(1,) * self.core.core.q.ndim)
-        return QuadraticForm(lambda v: most_B.view(room) * form.apply(v), most_B * form.largest)
+        return QuadraticForm(
+            lambda v: most_B.view(room) * form.apply(v), most_B * form.largest, rounding=most_B * form.rounding
+        )
 
     def size(self, reach: Tensor) -> Tensor:
         return torch.ones_like(self.core.core.q)
@@ -63,19 +76,24 @@ class CoreLeafForms:
     def collect(self, g: Tensor) -> Tensor:
         return g
 
+    def _form(self, sums: Sequence[Squares], factor: float) -> QuadraticForm:
+        """<H, C H> = factor F(H)."""
 
-def _form(sums: Sequence[Squares], factor: float) -> QuadraticForm:
-    """<H, C H> = factor F(H)."""
+        def apply(v: Tensor) -> Tensor:
+            return factor * torch.stack(applied(sums, QKV(*v.unbind(2))), 2)
 
-    def apply(v: Tensor) -> Tensor:
-        return factor * torch.stack(applied(sums, QKV(*v.unbind(2))), 2)
+        found, absolute = factor * largest(sums), factor * absolutely(sums)
+        few = found.view(-1, found.shape[-1])  # C = 1 of a rest
+        rounding = terms_rounding(self.core.core) * absolute
+        return QuadraticForm(apply, few, rounding=rounding.view(few.shape))
 
-    found = factor * largest(sums)
-    return QuadraticForm(apply, found.view(-1, found.shape[-1]))  # C = 1 of a rest
 
-
-def affine_leaf(y: Tensor, gain_B: Tensor, pull: Map, push: Map) -> Expansion:
-    return Expansion(y, gain_B, torch.zeros_like, lambda g: torch.zeros_like, pull, push, affine=True)
+def affine_leaf(y: Tensor, weight: Tensor, pull: Map, push: Map) -> Expansion:
+    """A product with this matrix, plus constants."""
+    gain_B, rounding_B = (number.expand(len(y)) for number in (sigma_upper(weight), matrix_rounding(weight)))
+    return Expansion(
+        y, gain_B, torch.zeros_like, lambda g: torch.zeros_like, pull, push, affine=True, rounding_B=rounding_B
+    )
 
 
 def projection_leaf(y_B3HNO: Tensor, w_3HOD: Tensor) -> Expansion:
@@ -88,7 +106,7 @@ def projection_leaf(y_B3HNO: Tensor, w_3HOD: Tensor) -> Expansion:
     def push(v: Tensor) -> Tensor:
         return split_heads(v, w_HOD).unflatten(-3, (3, -1))
 
-    return affine_leaf(y_B3HNO, sigma_upper(w_HOD.flatten(0, 1)).expand(len(y_B3HNO)), pull, push)
+    return affine_leaf(y_B3HNO, w_HOD.flatten(0, 1), pull, push)
 
 
 def merge_leaf(y_BND: Tensor, o_HOD: Tensor) -> Expansion:
@@ -100,7 +118,7 @@ def merge_leaf(y_BND: Tensor, o_HOD: Tensor) -> Expansion:
     def push(v: Tensor) -> Tensor:
         return join_heads(v, o_HOD)
 
-    return affine_leaf(y_BND, sigma_upper(o_HOD.flatten(0, 1)).expand(len(y_BND)), pull, push)
+    return affine_leaf(y_BND, o_HOD.flatten(0, 1), pull, push)
 
 
 def split_heads(x: Tensor, w_HOD: Tensor) -> Tensor:
@@ -115,7 +133,7 @@ def join_heads(z: Tensor, w_HOD: Tensor) -> Tensor:
 
 def core_leaf(core: Core, v: Tensor) -> Expansion:
     """The core, known by its forms alone."""
-    forms = CoreForms(core)
+    forms, moduli = CoreForms(core), Moduli.of(core, v)
 
     def pull(o: Tensor) -> Tensor:
         return torch.stack(core.pull(o), 2)
@@ -123,7 +141,16 @@ def core_leaf(core: Core, v: Tensor) -> Expansion:
     def push(v: Tensor) -> Tensor:
         return core.push(*v.unbind(2))
 
-    return Expansion(core.mixed @ v, forms.gain, _unknown, lambda g: _unknown, pull, push, forms=CoreLeafForms(forms))
+    return Expansion(
+        core.mixed @ v,
+        forms.gain,
+        _unknown,
+        lambda g: _unknown,
+        pull,
+        push,
+        rounding_B=terms_rounding(core) * moduli.of_map(),
+        forms=CoreLeafForms(forms, moduli),
+    )
 
 
 def _unknown(r: Tensor) -> Tensor:

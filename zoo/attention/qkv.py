@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.arithmetic import product
+from zoo.arithmetic import gamma, product
 from zoo.attention.parts import core_leaf, merge_leaf, projection_leaf
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii, Score
@@ -28,6 +28,7 @@ from zoo.attention.theory.joint import same
 from zoo.attention.theory.separate import SeparateCore
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.facts import NoRule, expect, facts_of
+from zoo.bounds.products import chained
 from zoo.spectral import sigma_upper
 
 ThreeBounds = Callable[[QKVRadii], QKVRadii]
@@ -170,8 +171,9 @@ class AttentionBounds:
 
         ones, y_BND = torch.ones(len(x_BND), dtype=x_BND.dtype, device=x_BND.device), self.module(x_BND)
         gain_B = self.norm_o * through(transform.first(self.projected(ones)))
-        parts = () if self.split.whole else self._leaves(projected_3BHNO, transform, core, y_BND)
-        return Expansion(y_BND, gain_B, beta, remainder, pull, parts=parts)
+        leaves = self._leaves(projected_3BHNO, transform, core, y_BND)
+        parts = () if self.split.whole else leaves
+        return Expansion(y_BND, gain_B, beta, remainder, pull, rounding_B=chained(leaves), parts=parts)
 
     def _leaves(
         self, projected_3BHNO: Tensor, transform: QKVTransform, core: SeparateCore, y_BND: Tensor
@@ -195,12 +197,14 @@ def transform_leaf(transform: QKVTransform) -> Expansion:
         of_three = transform.remainder(g_CB3HNO.movedim(2, 0))
         return lambda r: of_three(same(r))
 
+    gain_B = length(transform.first(same(ones_B)))
     return Expansion(
         transform.y_3.transpose(0, 1),
-        length(transform.first(same(ones_B))),
+        gain_B,
         lambda r: length(transform.betas(same(r))),
         remainder,
         lambda g_CB3HNO: transform.pull(g_CB3HNO.movedim(2, 0)).movedim(0, 2),
+        rounding_B=16 * gamma(transform.y_3[0, 0, 0].numel() + 64) * gain_B,
     )
 
 

@@ -4,6 +4,7 @@ Each promise is told where the answers are used: rules.py, activations.py, curva
 x (B, ...); g (C, B, ...); r (..., B).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,11 +49,13 @@ class Activation(Protocol):
 
 @dataclass(frozen=True)
 class QuadraticForm:
-    """H -> <H, C H> with C >= 0, C of them for each of B. `largest` (C, B) is never below lambda_max(C)."""
+    """H -> <H, C H> with C >= 0, C of them for each of B. `largest` (C, B) is never below lambda_max(C), `rounding`
+    (C, B) never below |fl(C v) - C v| / |v|, the coefficients of C being the numbers that they are."""
 
     apply: Callable[[Tensor], Tensor]  # v (C, B, *x) -> C v
     largest: Tensor
     constant: Tensor | float = 0.0  # (C, B), what a remainder can cost besides
+    rounding: Tensor | float = math.inf
 
 
 class Forms(Protocol):
@@ -68,6 +71,16 @@ class Forms(Protocol):
     @property
     def sizes(self) -> Tensor:
         """|a| of all functionals, to be broadcast."""
+        ...
+
+    @property
+    def slack(self) -> Tensor:
+        """Never below |fl(<a, v>) - <a, v>| / |v|, to be broadcast."""
+        ...
+
+    @property
+    def spread_rounding(self) -> Tensor | float:
+        """Never below |fl(B r) - B r| / |r|, and the same of B^T; (B,) or one number."""
         ...
 
     def squares(self, probes: Tensor) -> Tensor:
@@ -114,6 +127,7 @@ class Expansion:
     own_push: Callable[[Tensor], Tensor] | None = None
     own_gram: Callable[[Tensor], Tensor] | None = None
     affine: bool = False  # no remainder
+    rounding_B: Tensor | None = None  # never below |fl(J v) - J v| / |v|, and the same of J^T g; None: not known
     forms: Forms | None = None
     parts: tuple["Expansion", ...] = ()  # of a composition, in their order; and whether the input is added to it
     skip: bool = False
@@ -124,6 +138,11 @@ class Expansion:
             return self.own_push(v)
         g = self.y.new_zeros(len(v), *self.y.shape)  # any point will do: J^T g is linear in g
         return torch.func.vjp(self.pull, g)[1](v)[0]
+
+    @property
+    def rounding(self) -> Tensor:
+        """`rounding_B`, infinite where nothing is known."""
+        return torch.full_like(self.gain_B, torch.inf) if self.rounding_B is None else self.rounding_B
 
     def gram(self, v: Tensor) -> Tensor:
         """v (C, B, *y) -> J J^T v."""

@@ -24,8 +24,10 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
+from zoo.arithmetic import U
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node
 from zoo.bounds.facts import Link, NoRule, facts_of
+from zoo.bounds.products import ABOVE, affine_rounding, chained
 from zoo.bounds.rules import added, layer_of, radii, trunk
 
 
@@ -64,12 +66,25 @@ def affine_expansion(
     f: Callable[[Tensor], Tensor], layer: Layer, gram: Callable[[Tensor], Tensor] | None = None
 ) -> Expand:
     """An affine map whose norm is what its first-order rule says of r = 1; `gram` as in `Expansion`."""
+    roundings = dict[torch.Size, float]()  # of images of one size
 
     def expand(x: Tensor) -> Expansion:
         y, bound = layer(x)
-        gain_B = bound(torch.ones(len(x), dtype=x.dtype, device=x.device))
+        ones_B = torch.ones(len(x), dtype=x.dtype, device=x.device)
         pull, push = pullback(f, x), linear_part(f, x)
-        return Expansion(y, gain_B, torch.zeros_like, lambda g: torch.zeros_like, pull, push, gram, affine=True)
+        if x.shape[1:] not in roundings:
+            roundings[x.shape[1:]] = affine_rounding(f, pullback(f, x[:1]), x[:1])
+        return Expansion(
+            y,
+            bound(ones_B),
+            torch.zeros_like,
+            lambda g: torch.zeros_like,
+            pull,
+            push,
+            gram,
+            affine=True,
+            rounding_B=roundings[x.shape[1:]] * ones_B,
+        )
 
     return expand
 
@@ -86,9 +101,9 @@ def pullback(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Ten
 
 def linear_part(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
     """v (C, B, *x) -> J v (C, B, *y) of an affine map: (f(s v) - f(0)) / s, where s, a power of two for each of the
-    vectors, lets v be as large as the offset f(0), so that rounding is relative to |v| whatever the offset."""
+    vectors, lets v be far larger than the offset f(0), so that rounding is relative to |v| whatever the offset."""
     offset = f(torch.zeros_like(x[:1]))
-    size = math.log2(float(offset.abs().max()) + 1e-300)
+    size = math.log2(float(offset.abs().max()) + 1e-300) + ABOVE
 
     def push(v: Tensor) -> Tensor:
         length_CB = v.flatten(2).abs().amax(-1).nan_to_num(1.0, 1.0)  # of what is no number nothing is known anyway
@@ -111,13 +126,16 @@ def composition(parts: Sequence[Node]) -> Expand:
     """
 
     def expand(x: Tensor) -> Expansion:
-        inputs, expansions = [], list[Expansion]()
-        for _, expand_part in parts:
-            inputs.append(x)
-            expansions.append(expand_part(x))
-            x = expansions[-1].y
+        layers, inputs, expansions = list[Layer](), list[Tensor](), list[Expansion]()
+        for layer, expand_part in parts:
+            expansion = expand_part(x)
+            if expansion.y is not x or not expansions:  # what answers its input itself is left out
+                layers.append(layer)
+                inputs.append(x)
+                expansions.append(expansion)
+            x = expansion.y
         curved = 1 + max((k for k, expansion in enumerate(expansions) if not expansion.affine), default=0)
-        bounds = [layer(before)[1] for (layer, _), before in zip(parts[: curved - 1], inputs, strict=False)]
+        bounds = [layer(before)[1] for layer, before in zip(layers[: curved - 1], inputs, strict=False)]
 
         def beta(r: Tensor) -> Tensor:
             total = torch.zeros_like(r)
@@ -148,7 +166,8 @@ def composition(parts: Sequence[Node]) -> Expand:
             return lambda r: reduce(torch.add, (term(e) for term, e in zip(terms, radii(bounds, r), strict=True)))
 
         gain_B = torch.stack([expansion.gain_B for expansion in expansions]).prod(0)
-        return Expansion(x, gain_B, beta, remainder, pull, push, parts=tuple(expansions))
+        rounding_B = chained(expansions)
+        return Expansion(x, gain_B, beta, remainder, pull, push, rounding_B=rounding_B, parts=tuple(expansions))
 
     return expand
 
@@ -165,6 +184,7 @@ def residual_expansion(branch: Expand) -> Expand:
             inner.remainder,
             lambda g: g + inner.pull(g),
             lambda v: v + inner.push(v),
+            rounding_B=inner.rounding + 2 * U * (1 + inner.gain_B),
             parts=inner.parts or (inner,),
             skip=True,
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from zoo.arithmetic import U, gamma
 from zoo.bounds.activations import activation_of, lipschitz, slope_range
 from zoo.bounds.contracts import (
     Activation,
@@ -23,6 +24,7 @@ from zoo.bounds.contracts import (
     Rounding,
 )
 from zoo.bounds.facts import Facts, M, NoRule
+from zoo.bounds.products import SLOPE
 from zoo.bounds.rounding import NO_BOUND, OUT, TINY, size
 from zoo.bounds.rules import scaled
 
@@ -55,6 +57,9 @@ class UnitForms:
     units_T: Callable[[Tensor], Tensor]
     outputs: Callable[[Tensor], Tensor]  # N, H -> *y
     outputs_T: Callable[[Tensor], Tensor]
+    terms: int = 0  # of the sums in W_1 and its transpose, together
+    absolute: Tensor | float = 1.0  # the norm of |W_1|, at most
+    spread_rounding: Tensor | float = 0.0
 
     @property
     def shared(self) -> bool:
@@ -63,6 +68,10 @@ class UnitForms:
     @property
     def sizes(self) -> Tensor:
         return self.form.lengths_H
+
+    @property
+    def slack(self) -> Tensor:
+        return gamma(self.terms + 2) * self.form.lengths_H
 
     def squares(self, probes: Tensor) -> Tensor:
         return self.units(probes).square().sum(0)
@@ -90,7 +99,11 @@ class UnitForms:
 
     def _form(self, c_CBNH: Tensor) -> QuadraticForm:
         largest_P = self.form.lambda_max(c_CBNH.amax(2, keepdim=True).flatten(0, 1))
-        return QuadraticForm(lambda v: self.units_T(c_CBNH * self.units(v)), largest_P.view(c_CBNH.shape[:2]))
+        return QuadraticForm(
+            lambda v: self.units_T(c_CBNH * self.units(v)),
+            largest_P.view(c_CBNH.shape[:2]),
+            rounding=gamma(self.terms + 8) * self.absolute**2 * c_CBNH.amax((-2, -1)),
+        )
 
 
 def largest_share(less: Tensor, more: Tensor) -> Tensor:
@@ -157,6 +170,7 @@ def elementwise(module: nn.Module, activation: Activation) -> Expand:
             lambda g: units_remainder(activation, form, z_B1H, g.flatten(2).unsqueeze(2)),
             lambda g: g * slope,
             lambda v: v * slope,
+            rounding_B=(SLOPE + U) * lipschitz(activation) * x.new_ones(len(x)),
             forms=UnitForms(activation, form, z_B1H, rows, back, back, rows),
         )
 

@@ -13,10 +13,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zoo.arithmetic import U
+from zoo.arithmetic import U, gamma
+from zoo.bounds.activations import lipschitz
 from zoo.bounds.contracts import Activation, Expand, Expansion, LambdaMax
 from zoo.bounds.elementwise import Form, UnitForms, units_beta, units_remainder
 from zoo.bounds.lanczos import ritz
+from zoo.bounds.products import SLOPE, absolute_norm, matrix_rounding
+from zoo.bounds.running import OUT
 from zoo.spectral import sigma_upper, start_vectors
 
 STEP = math.log(1.01)  # eigenvalues are rounded up to powers of 1.01
@@ -45,6 +48,9 @@ def fused(
     lengths_H = torch.linalg.vector_norm(w_1_HD, dim=1)
     form = Form(lengths_H, s_H, sigma_upper(s_H[:, None] * w_1_HD), eigenvalue_bound(w_1_HD))
     outer = sigma_upper(w_2_DH / s_H)
+    absolute_1 = absolute_norm(w_1_HD)
+    share = gamma(w_1_HD.shape[1] + 2) + gamma(w_1_HD.shape[0] + 2) + SLOPE + 4 * U
+    rounding = (lipschitz(activation) * share * absolute_1 * absolute_norm(w_2_DH) + 4 * U * abs(skip)) * OUT
 
     def expand(x: Tensor) -> Expansion:
         z = units(x)
@@ -61,6 +67,7 @@ def fused(
             lambda g: units_remainder(activation, form, z_BNH, g.flatten(2, -2) @ w_2_DH),
             lambda g: skip * g + (g @ w_2_DH * slope) @ w_1_HD,
             lambda v: skip * v + (v @ w_1_HD.mT * slope) @ w_2_DH.mT,
+            rounding_B=rounding.expand(len(x)),
             forms=UnitForms(
                 activation,
                 form,
@@ -69,6 +76,9 @@ def fused(
                 lambda d: (d @ w_1_HD).view(-1, *x.shape),
                 lambda r: (r @ w_2_DH.mT).view(-1, *x.shape),
                 lambda g: g.flatten(2, -2) @ w_2_DH,
+                sum(w_1_HD.shape),
+                absolute_1,
+                matrix_rounding(w_2_DH),
             ),
         )
 

@@ -18,16 +18,17 @@ number of processes changes a certificate by more than rounding. The chance is o
 fixed the weights and the images before the nonce was drawn, and not against who knew it.
 
 The bound holds for all k with the same <u, v>: the recurrence goes on, vector by vector, until it is close, and the
-chance to fail is that of one start all the same.
+chance to fail is that of one start all the same. A norm is the larger bound of STARTS independent starts: it fails
+where all of them do.
 
-Rounding leaves an F in the recurrence, M V = V T + b_k v_{k+1} u_k^T + F with ||F|| <= ROUNDING ||M||, whence
+Rounding, that of the products with M included, leaves an F in the recurrence, M V = V T + b_k v_{k+1} u_k^T + F, with
+|u^T F| <= ROUNDING lambda, whence
 
     |<u, v>|  <=  b_1 ... b_k / p(lambda)  +  ROUNDING lambda |(lambda - T)^{-1} u_1|,
 
 u_1 the first unit vector. x is where that falls to s: it keeps its distance from max theta_i, in which the right side
-is infinite, and `chance` is that with rounding.
-
-Letters: B images, S maps of one chain, L vectors at once, k steps.
+is infinite, and `chance` is that with rounding. Who asks for a norm says how far the products are from exact ones; for
+a start with one chance in 30,000 that may be a hundred million times more than one operation rounds.
 """
 
 import hashlib
@@ -42,13 +43,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-STEPS = (12, 16, 20, 24, 28, 32, 36, 42, 48)  # where the bound is looked at
-EARLY, ROUGH = 10, 1.5  # and a first time where so much may be missing
+STARTS = 2  # of every norm
+STEPS = (8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 42, 48)  # where the bound is looked at
+EARLY, ROUGH = 6, 1.5  # and a first time where so much may be missing
 CLOSE = 1.02  # and is good enough, as a multiple of what is a bound from below
 FAILURE = 1e-9  # the chance that one norm is too small, rounding included; of huge maps see `chance`
 NUDGE = 1e-14
+MEASURED = 1e-15  # what measuring the recurrence rounds, in units of the image of a vector
+SMALLEST = 1e-120  # added to every eigenvalue: what underflows in a product is nothing beside it
 HUGE = 1e100  # of an entry of an image: beyond it a map is taken for an infinite one
-ROUNDING = 3e-13  # ||F|| / ||M|| of the recurrence with rounding
+ROUNDING = 5e-8  # |u^T F| / lambda of the recurrence with rounding: with more, nothing is known
 SEEN = 4  # the least share of a start in a direction that is asked about, in units of ROUNDING
 SLACK = 1 + 1e-9
 HALVINGS = 50  # of an interval less than 100 times as long as its lower end
@@ -103,11 +107,13 @@ def _bytes(tensor: Tensor) -> bytes:
 
 @dataclass(frozen=True)
 class Ritz:
-    """After k steps: the eigenvalues of T, ascending, the first entries of its eigenvectors, and the couplings b."""
+    """After k steps: the eigenvalues of T, ascending, the first entries of its eigenvectors, the couplings b, and how
+    far the recurrence is from what the map gave, in the Frobenius norm."""
 
     theta_LK: Tensor
     first_LK: Tensor
     b_LK: Tensor
+    off_L: Tensor
 
 
 def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator[Ritz]:
@@ -115,7 +121,7 @@ def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator
 
     The image of a vector is made orthogonal to that and the one before, which in exact arithmetic is all; and as a unit
     vector, against rounding, to the whole basis."""
-    diagonal, b = list[Tensor](), list[Tensor]()
+    diagonal, b, off2_L = list[Tensor](), list[Tensor](), torch.zeros_like(start_LN[:, 0])
     v_LN = start_LN / _length(start_LN)
     basis_LKN = start_LN.new_empty(len(start_LN), 0, start_LN.shape[-1])
     for count in counts:
@@ -130,12 +136,15 @@ def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator
             rest_LN = _without(so_far[:, -2:], image_LN + free_LN)
             b.append(torch.linalg.vector_norm(rest_LN, dim=-1))
             v_LN = _orthonormal(so_far, rest_LN)
+            off_LN = image_LN - diagonal[k][:, None] * so_far[:, k] - b[k][:, None] * v_LN
+            off_LN = off_LN - b[k - 1][:, None] * so_far[:, k - 1] if k else off_LN
+            off2_L = off2_L + (_length(off_LN) + MEASURED * _length(image_LN)).square().squeeze(-1)
         diagonal_LK, b_LK = torch.stack(diagonal, -1), torch.stack(b, -1)
         whole = torch.diag_embed(diagonal_LK)
         for offset in (1, -1):
             whole = whole + torch.diag_embed(b_LK[:, :-1], offset)
         theta_LK, vectors_LKK = torch.linalg.eigh(whole)
-        yield Ritz(theta_LK, vectors_LKK[:, 0], b_LK)
+        yield Ritz(theta_LK, vectors_LKK[:, 0], b_LK, off2_L.sqrt())
 
 
 def _length(v: Tensor) -> Tensor:
@@ -175,14 +184,19 @@ def _within_numbers(apply: Map, lost_L: Tensor) -> Map:
 
 
 def chance(n: int) -> float:
-    """That one norm of a map on R^n is too small: FAILURE, and more where n is so large that s would be near ROUNDING,
+    """That one norm of a map on R^n is too small."""
+    return _chance_of_start(n) ** STARTS
+
+
+def _chance_of_start(n: int) -> float:
+    """So that STARTS of them fail together with FAILURE; and more where n is so large that s would be near ROUNDING,
     and rounding could hide a direction."""
-    return max(FAILURE, SEEN * ROUNDING * math.sqrt(2 * n / math.pi))
+    return max(FAILURE ** (1 / STARTS), SEEN * ROUNDING * math.sqrt(2 * n / math.pi))
 
 
 def upper(found: Ritz, n: int) -> Tensor:
-    """lambda_max <= (L,) but for `chance`, of a map on R^n, by bisection."""
-    s = chance(n) / math.sqrt(2 * n / math.pi)
+    """lambda_max <= (L,) but for the chance of one start, of a map on R^n, by bisection."""
+    s = _chance_of_start(n) / math.sqrt(2 * n / math.pi)
     product_L, low_L = found.b_LK.log().sum(-1), found.theta_LK[:, -1]
     # At the upper end each of the two terms is at most s / 2: p(x) >= (x - max theta)^k.
     far_L = ((product_L - math.log(s / 2)) / found.theta_LK.shape[-1]).exp()
@@ -196,25 +210,33 @@ def upper(found: Ritz, n: int) -> Tensor:
     return high_L
 
 
-def norms(gram: Map, start: Tensor, close: float = CLOSE) -> Tensor:
-    """Upper bounds (S, B) of ||A|| of S maps for each of B images, gram: v (S, B, ...) -> A^T A v, from starts
-    (S, B, ...); of several maps they may be one. `close`: see CLOSE. Infinite where a map is not within the numbers.
+def norms(gram: Map, start: Tensor, rounding: Tensor, close: float = CLOSE) -> Tensor:
+    """Upper bounds (S, B) of ||A|| of S maps for each of B images, gram: v (S STARTS, B, ...) -> A^T A v, the STARTS
+    vectors of one map behind each other, from starts (S, STARTS, B, ...); of several maps they may be one. `rounding`
+    (S, B): never below |u^T (fl(A^T A v) - A^T A v)| / ||A||^2 for the unit vectors v that are met, u as above.
+    `close`: see CLOSE. Infinite where a map is not within the numbers, or its rounding beyond ROUNDING.
 
     Proof: docs/proofs.md#lanczos.
     """
+    maps, count, images = start.shape[:3]
 
     def apply(v_LN: Tensor) -> Tensor:
-        return gram(v_LN.view(start.shape)).flatten(2).flatten(0, 1)
+        image_LN = gram(v_LN.view(maps * count, images, *start.shape[3:])).flatten(2).flatten(0, 1)
+        return image_LN + SMALLEST * v_LN
 
-    n = start[0, 0].numel()
-    found_L = start.new_full((start.shape[0] * start.shape[1],), torch.inf)  # an image's own, whatever others need
-    lost_L = torch.zeros_like(found_L, dtype=torch.bool)
+    n = start[0, 0, 0].numel()
+    found_L = start.new_full((maps * count * images,), torch.inf)  # an image's own, whatever others need
+    lost_L, off_L = torch.zeros_like(found_L, dtype=torch.bool), torch.zeros_like(found_L)
     within = _within_numbers(apply, lost_L)
     steps = STEPS if close < ROUGH else (EARLY, *STEPS)
-    for spectrum in tridiagonal(within, start.flatten(2).flatten(0, 1), sorted({min(n, k) for k in steps})):
+    for spectrum in tridiagonal(within, start.flatten(3).flatten(0, 2), sorted({min(n, k) for k in steps})):
         enough_L = close**2 * spectrum.theta_LK[:, -1]
-        found_L = torch.where(found_L <= enough_L, found_L, upper(spectrum, n))
+        open_L = ~(found_L <= enough_L)
+        found_L = torch.where(open_L, upper(spectrum, n), found_L)
+        off_L = torch.where(open_L, spectrum.off_L / spectrum.theta_LK[:, -1], off_L)
         if bool((found_L <= enough_L).all()):
             break
     found_L = torch.where(lost_L, torch.inf, found_L)
-    return (found_L.clamp_min(0).sqrt() * SLACK).view(start.shape[:2])
+    found_SB = (found_L.clamp_min(0).sqrt() * SLACK).view(maps, count, images).amax(1)
+    off_SB = rounding + off_L.view(maps, count, images).amax(1)
+    return torch.where(off_SB <= ROUNDING, found_SB, torch.inf)

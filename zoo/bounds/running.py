@@ -95,6 +95,8 @@ class RunningError(TorchDispatchMode):
         operands = tree_map(lambda x: self.of(x) if isinstance(x, Tensor) and x.is_floating_point() else x, args)
         if name in RULES:
             return RULES[name](*operands, **kwargs)
+        if name == "add_":  # of what a product gave, on the way of a linear layer through torch.func
+            return _in_place(operands[0], _add(*operands, **kwargs))
         if name in MOVE:
             return _moved(func, operands, kwargs)
         raise UserError(f"no bound of the rounding of torch's {name} is written; add one to zoo/bounds/running.py")
@@ -104,6 +106,11 @@ def _tensors(args: Any) -> list[Tensor]:
     found: list[Tensor] = []
     tree_map(lambda x: found.append(x) if isinstance(x, Tensor) else None, args)
     return found
+
+
+def _in_place(x: Known, found: Known) -> Known:
+    x.value.copy_(found.value)
+    return Known(x.value, found.size, found.error)
 
 
 def _moved(func: Any, operands: Any, kwargs: Any) -> Any:
@@ -123,7 +130,7 @@ MOVE = {
     *("alias", "amax", "as_strided", "cat", "clone", "copy", "detach", "diagonal", "expand", "flip"),
     *("gather", "index", "index_select", "lift_fresh", "permute", "repeat", "roll", "select", "slice", "split", "t"),
     *("split_with_sizes", "squeeze", "stack", "transpose", "unbind", "unfold", "unsqueeze", "view", "_to_copy"),
-    *("_unsafe_view", "_reshape_alias"),
+    *("_unsafe_view", "_reshape_alias", "select_backward", "slice_backward"),
 }
 
 # rules: of operands, Known or plain numbers ---------------------------------------------------------------------------
@@ -219,6 +226,19 @@ def _convolution(x: Known, weight: Known, bias: Known | None, *options: Any) -> 
 
     y = _product(apply, x, weight, weight.value[0].numel())
     return y if bias is None else _add(y, _reshaped(bias, (-1, *[1] * (x.value.ndim - 2))))
+
+
+def _convolution_backward(g: Known, x: Known, weight: Known, _: Any, *options: Any) -> list[Known | None]:
+    """The transpose of the linear part, which is all that certificates ask for."""
+    *options_of_map, mask = options
+    if list(mask)[1:] != [False, False]:
+        raise UserError("the gradient of a convolution's weights was asked for; ask for that of its input")
+
+    def apply(a: Tensor, b: Tensor) -> Tensor:
+        backward = torch.ops.aten.convolution_backward.default
+        return backward(a, x.value, b, None, *options_of_map, [True, False, False])[0]
+
+    return [_product(apply, g, weight, weight.value[:, 0].numel()), None, None]
 
 
 def _pad(x: Known, pad: Sequence[int], value: float = 0.0) -> Known:
@@ -325,6 +345,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "addmm": _addmm,
     "baddbmm": _addmm,
     "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
     "sum": _sum,
     "mean": _mean,
     "linalg_vector_norm": _vector_norm,

@@ -57,9 +57,16 @@ class Tape:
                     v = op.push(v)
                     v = v if entering is None else v + entering
 
-    def pull(self, g: Tensor | None, joining: Mapping[int, Tensor], kept: Collection[int]) -> tuple[Tensor, Vectors]:
+    def pull(
+        self,
+        g: Tensor | None,
+        joining: Mapping[int, Tensor],
+        kept: Collection[int],
+        visit: Callable[[int, Tensor], None] | None = None,
+    ) -> tuple[Tensor, Vectors]:
         """The transpose: g (C, B, *y) at the end, if any, and what joins at the inputs of leaves: what arrives at the
-        image, and what comes by at the outputs of those leaves that are kept, where something does."""
+        image, and what comes by at the outputs of those leaves that are kept, where something does. `visit` is shown
+        what comes by at the output of every leaf."""
         skips, seen = list[Tensor | None](), Vectors()
         for at in range(len(self._ops) - 1, -1, -1):
             op = self._ops[at]
@@ -71,6 +78,8 @@ class Tape:
                 if g is not None:
                     if at in kept:
                         seen[at] = g
+                    if visit is not None:
+                        visit(at, g)
                     g = op.pull(g)
                 if at in joining:
                     g = _sum(g, joining[at])

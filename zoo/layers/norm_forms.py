@@ -22,7 +22,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from zoo.arithmetic import product
+from zoo.arithmetic import gamma, product
 from zoo.bounds.activations import beyond, hinge_parabola
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.elementwise import largest_share
@@ -88,6 +88,12 @@ class TokenForm:
         """The largest eigenvalue."""
         mean, spread = self._eigenvalues
         return torch.maximum(self.plain, mean + spread)
+
+    @property
+    def absolute(self) -> Tensor:
+        """The norm of what `times` adds up, between two projections, at most: (C, B)."""
+        parts = torch.stack(torch.broadcast_tensors(self.plain, self.along, self.mixed, self.across)).abs()
+        return 32 * parts.amax(0).flatten(2).amax(2)
 
     def positive(self) -> "TokenForm":
         """The positive part: that of a matrix M with eigenvalues p > q is x M + y with x p + y = p^+, x q + y = q^+."""
@@ -157,6 +163,7 @@ class NormForms:
     inner: Callable[[Tensor], Tensor] = _same
     outer: Callable[[Tensor], Tensor] = _same
     outer_T: Callable[[Tensor], Tensor] = _same
+    spread_rounding: float = 0.0
 
     @property
     def shared(self) -> bool:
@@ -165,6 +172,15 @@ class NormForms:
     @property
     def sizes(self) -> Tensor:
         return self.u.new_ones(())
+
+    @property
+    def slack(self) -> Tensor:
+        return self.u.new_ones(()) * self._terms
+
+    @property
+    def _terms(self) -> float:
+        """What a few sums over the width round."""
+        return gamma(8 * self.u.shape[-1] + 64)
 
     def squares(self, probes: Tensor) -> Tensor:
         eta = self.inner(probes)
@@ -175,11 +191,14 @@ class NormForms:
         plane = Plane.of(self.outer_T(g), self._n)
         form = self._of_tokens(plane, Reach.of(reach))
         largest_CB, constant_CB = form.top.flatten(2).amax(2), form.constant.flatten(2).sum(2)
-        return QuadraticForm(lambda v: self.inner(form.times(self.inner(v), plane)), largest_CB, constant_CB)
+        return QuadraticForm(
+            lambda v: self.inner(form.times(self.inner(v), plane)), largest_CB, constant_CB, self._terms * form.absolute
+        )
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
         c = weight.square().amax(-1, keepdim=True) * self._of_rest(Reach.of(reach))
-        return QuadraticForm(lambda v: self.inner(c * self.inner(v)), c.flatten(1).amax(1)[None])
+        largest = c.flatten(1).amax(1)[None]
+        return QuadraticForm(lambda v: self.inner(c * self.inner(v)), largest, rounding=self._terms * 4 * largest)
 
     def size(self, reach: Tensor) -> Tensor:
         reaches = Reach.of(reach)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.arithmetic import gamma as gamma_k
 from zoo.arithmetic import product
 from zoo.bounds.activations import hinges
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Precision, Rounded, Rounding
@@ -214,6 +215,7 @@ def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
         remainder,
         times_j,
         times_j,
+        rounding_B=4 * gamma_k(u_BND.shape[-1] + 16) * radius / rt_BN.amin(1),
         forms=BoundedForms(u_BND, radius),
     )
 
@@ -229,7 +231,7 @@ def layer_norm_expansion(module: nn.LayerNorm) -> Expand:
     (dim,) = module.normalized_shape
     gamma = torch.ones(dim) if module.weight is None else module.weight.detach()
     scale = 1 / math.sqrt(module.eps)
-    outer = scale * float(gamma.abs().max())
+    outer, terms = scale * float(gamma.abs().max()), gamma_k(dim + 16)
 
     def expand(x: Tensor) -> Expansion:
         u, radius = _centred(x), math.sqrt(dim * module.eps)
@@ -248,7 +250,8 @@ def layer_norm_expansion(module: nn.LayerNorm) -> Expand:
             lambda g: core.remainder(inwards(g)),
             lambda g: core.pull(inwards(g)),
             lambda v: outwards(core.push(_centred(v))),
-            forms=BoundedForms(u, radius, _centred, lambda r: outwards(_centred(r)), inwards),
+            rounding_B=16 * terms * outer * core.gain_B,
+            forms=BoundedForms(u, radius, _centred, lambda r: outwards(_centred(r)), inwards, 4 * terms * outer),
         )
 
     return expand
@@ -311,7 +314,9 @@ def layer_project_expansion(module: LayerProject) -> Expand:
             return torch.where(rho > radius, radius / rho * (g - n * (n * g).sum(-1, keepdim=True)), g)
 
         gain_B = (radius / rho_BN).clamp(max=1).amax(1)
-        return Expansion(module(x), gain_B, beta, remainder, times_j, times_j, forms=ProjectForms(x, radius))
+        rounding_B = 4 * gamma_k(x.shape[-1] + 16) * gain_B
+        forms = ProjectForms(x, radius)
+        return Expansion(module(x), gain_B, beta, remainder, times_j, times_j, rounding_B=rounding_B, forms=forms)
 
     return expand
 

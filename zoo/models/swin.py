@@ -148,6 +148,7 @@ class InWindows:
                 _largest(inner.beta, images, windows),
                 lambda g: _largest(inner.remainder(inwards(g)), images, windows),
                 pull,
+                rounding_B=inner.rounding.view(images, -1).amax(-1),
             )
 
         return bounded(expand, self.layer(local=True))

@@ -38,6 +38,11 @@ class Squares(Protocol):
     @property
     def upper(self) -> QKV: ...
 
+    @property
+    def absolute(self) -> Tensor:
+        """The norm of the form whose terms do not cancel, at most: (C, B), what rounding is in proportion to."""
+        ...
+
     def at(self, scores: Tensor, tokens: QKV) -> Tensor:
         """About the largest F with delta^1~ and the tokens of eta within these: (C, B), what a choice goes by."""
         ...
@@ -50,6 +55,11 @@ def applied(sums: Sequence[Squares], eta: QKV) -> QKV:
 def largest(sums: Sequence[Squares]) -> Tensor:
     """(C, B), with F(eta) <= largest |eta|^2 for their sum F."""
     return torch.stack([d.amax((-2, -1)) for d in uppers(sums)]).amax(0)
+
+
+def absolutely(sums: Sequence[Squares]) -> Tensor:
+    """(C, B), as `Squares.absolute`."""
+    return reduce(torch.add, (one.absolute for one in sums))
 
 
 def uppers(sums: Sequence[Squares]) -> QKV:
@@ -93,6 +103,21 @@ class Scores:
         keys2 = (self.s * norm_upper(self.core.keys)).square().unsqueeze(-1)
         return 2 * nu * keys2, 2 * (nu.unsqueeze(-1) * self.lengths2()).sum(-2)
 
+    def absolute(self, a: Tensor) -> Tensor:
+        """Of sum a delta^1~^2: with d_ik >= |delta^1_ik|, |delta^1~_ik| <= d_ik + sum_j p_ij d_ij, and the squares of d
+        add up to 2 s^2 (|K|^2 |eta^q|^2 + |Q - kappa K|^2 |eta^k|^2) at most."""
+        core = self.core
+        keys, queries = (
+            one.square().sum((-2, -1)) for one in (core.keys, core.q.abs() + abs(self.kappa) * core.k.abs())
+        )
+        lengths2_BH = 2 * self.s**2 * torch.maximum(keys, queries)
+        return ((a.amax((-2, -1)) + a.sum(-1).amax(-1)) * 2 * lengths2_BH).amax(-1)
+
+
+def _means(b: Tensor) -> Tensor:
+    """Of sum_ik b_ik |eta_k - sum_j p_ij eta_j|^2, without cancellation."""
+    return 8 * b.amax(-1).sum(-1).amax(-1)
+
 
 @dataclass(frozen=True)
 class ScoreSquares:
@@ -109,6 +134,10 @@ class ScoreSquares:
     def upper(self) -> QKV:
         q, k = self.scores.upper(self.a)
         return QKV(q, k, torch.zeros_like(k))
+
+    @property
+    def absolute(self) -> Tensor:
+        return self.scores.absolute(self.a)
 
     def at(self, scores: Tensor, tokens: QKV) -> Tensor:
         return (self.a * scores.square()).flatten(-3).sum(-1)
@@ -140,6 +169,12 @@ class ScoreValueSquares:
         nu = self.scores.core.softmax.centring(self.b) * self.u.square().sum(-1) / self.m
         return QKV(q, k, 2 * nu.sum(-1, keepdim=True).expand_as(k))
 
+    @property
+    def absolute(self) -> Tensor:
+        m = self.m.unsqueeze(-1)
+        of_values = self.b / m * self.u.square().sum(-1, keepdim=True)
+        return self.scores.absolute(self.a + 2 * m * self.b) + 2 * _means(of_values)
+
     def at(self, scores: Tensor, tokens: QKV) -> Tensor:
         along = (self.u.norm(dim=-1) / self.m.sqrt()).unsqueeze(-1) * tokens.v.unsqueeze(-2)
         both = self.a * scores.square() + self.b * (self.m.sqrt().unsqueeze(-1) * scores + along).square()
@@ -159,6 +194,10 @@ class TokenSquares:
     def upper(self) -> QKV:
         return self.d
 
+    @property
+    def absolute(self) -> Tensor:
+        return torch.stack([one.amax((-2, -1)) for one in self.d]).amax(0)
+
     def at(self, scores: Tensor, tokens: QKV) -> Tensor:
         return at_tokens(self.d, tokens)
 
@@ -176,6 +215,10 @@ class Chosen:
     @property
     def upper(self) -> QKV:
         return self._masked(uppers(self.sums), 2)
+
+    @property
+    def absolute(self) -> Tensor:
+        return torch.where(self.where, absolutely(self.sums), 0.0)
 
     def _masked(self, whole: QKV, dims: int) -> QKV:
         where = self.where.view(*self.where.shape, *(1,) * dims)
@@ -203,6 +246,10 @@ class ProductSquares:
         q, k = (2 * norm_upper(root * one).square().unsqueeze(-1).expand(one.shape[:-1]) for one in (self.u, self.x))
         return QKV(q, k, torch.zeros_like(k))
 
+    @property
+    def absolute(self) -> Tensor:
+        return 2 * (self.w * (self.u.square().sum(-2) + self.x.square().sum(-2))).sum(-1).amax(-1)
+
     def at(self, scores: Tensor, tokens: QKV) -> Tensor:
         return at_tokens(self.upper, tokens)
 
@@ -224,6 +271,10 @@ class ValueSquares:
     def upper(self) -> QKV:
         nu = self.core.softmax.centring(self.b).sum(-1, keepdim=True).expand(self.b.shape[:-1])
         return QKV(torch.zeros_like(nu), torch.zeros_like(nu), nu)
+
+    @property
+    def absolute(self) -> Tensor:
+        return _means(self.b)
 
     def at(self, scores: Tensor, tokens: QKV) -> Tensor:
         return (self.b * tokens.v.square().unsqueeze(-2)).flatten(-3).sum(-1)
