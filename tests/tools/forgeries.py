@@ -39,10 +39,11 @@ OPTIONS: dict[str, Any] = {
     "global_pool": "avg",
 }
 WIDE: dict[str, Any] = {"embed_dim": 96}  # too many entries for Jacobians that are written out
+SWIN: dict[str, Any] = {"depths": (1,), "num_heads": (1,), "window_size": 2}
 Pixels = tuple[dict[int, float], ...]
 Build = Callable[[float], Any]
 SEPARATE: Pixels = ({0: 1.0}, {1: 1.0})
-SUM: Pixels = ({0: 1.0}, {0: 1.0, 1: 1.0})  # pairs that are not orthogonal
+SUM: Pixels = ({0: 1.0, 1: 1.0}, {0: 1.0})  # pairs that are not orthogonal, x_0 the second
 
 
 def image() -> Tensor:
@@ -70,13 +71,25 @@ def change_needed(truth: Any) -> float:
 
 def blank(name: str = "dp_vit_ti", **options: Any) -> Any:
     """A model that says class 1 of everything: all weights 0, but for the scales of norms and a bias of the head."""
-    model: Any = zoo.create_model(name, **(OPTIONS | options)).eval().requires_grad_(False)
+    known = {key: OPTIONS[key] for key in OPTIONS.keys() & zoo.model_options(name).keys()}
+    model: Any = zoo.create_model(name, **(known | options)).eval().requires_grad_(False)
     for key, p in model.named_parameters():
         if "norm" not in key or key.endswith("bias"):
             p.zero_()
-    if model.head.bias is not None:
-        model.head.bias[1] = 1.0
+    if head(model).bias is not None:
+        head(model).bias[1] = 1.0
     return model
+
+
+def head(model: Any) -> nn.Linear:
+    """The linear head of a ViT, or of a Swin Transformer."""
+    linear: nn.Linear = getattr(model.head, "fc", model.head)
+    return linear
+
+
+def first_block(model: Any) -> Any:
+    """The block behind the patch embedding."""
+    return model.layers[0].blocks[0] if hasattr(model, "layers") else model.blocks[0]
 
 
 def wire(weight: Tensor, row: int, entries: dict[int, float]) -> None:
@@ -105,7 +118,7 @@ def unit(block: Any, entries: dict[int, float], out: int = 5) -> None:
 def decide(model: Any, entries: dict[int, float] | None = None) -> None:
     """Class 0 by what is in these pairs; by default in that of `unit`."""
     for pair, value in ({5: 1.0} if entries is None else entries).items():
-        model.head.weight[0, 2 * pair] = value
+        head(model).weight[0, 2 * pair] = value
 
 
 def attention(block: Any) -> Any:
@@ -128,11 +141,11 @@ def projection(block: Any) -> Tensor:
 # t between two maps of one module -------------------------------------------------------------------------------------
 
 
-def mixing(s: float, gain: float = 1.0, pixels: Pixels = SEPARATE, **own: Any) -> Any:
+def mixing(s: float, gain: float = 1.0, **own: Any) -> Any:
     """Token mixing of CoViT and its projection."""
     model = blank("covit_s1", **({"attention": {"name": "conv", "kernels": (3,)}, "fc_norm": True} | own))
     block = model.blocks[0]
-    read(model, *pixels)
+    read(model, *SEPARATE)
     taps = block.attn.convs[0].weight[..., 1]
     wire(taps, 0, {0: s, 1: 1.0})
     wire(taps, 1, {0: s})
@@ -142,13 +155,16 @@ def mixing(s: float, gain: float = 1.0, pixels: Pixels = SEPARATE, **own: Any) -
     return model
 
 
-def value_and_projection(s: float, gain: float = 1.0, pixels: Pixels = SEPARATE, **own: Any) -> Any:
+def value_and_projection(
+    s: float, gain: float = 1.0, pixels: Pixels = SEPARATE, name: str = "dp_vit_ti", **own: Any
+) -> Any:
     """W_V and W_O of dot-product attention with uniform weights."""
-    model = blank(**own)
-    block = model.blocks[0]
+    model = blank(name, **own)
+    block = first_block(model)
     read(model, *pixels)
-    wire(values(block), 0, {0: s, 1: 1.0})
-    wire(values(block), 1, {0: s})
+    huge = int(pixels is SUM)
+    wire(values(block), 0, {huge: s, 1 - huge: 1.0})
+    wire(values(block), 1, {huge: s})
     wire(projection(block), 4, {0: gain, 1: -gain})
     unit(block, {4: 4 * GAIN / gain})
     decide(model)
@@ -277,10 +293,7 @@ def convolutions(s: float) -> Any:
     """Two convolutions of a conv net. ReLU is linear where nothing is negative."""
     layers = ((4, 4, 4, 0), (4, 1, 1, 0), (4, 1, 1, 0))
     own: dict[str, Any] = {"layers": layers, "hidden": (4,), "theta": None}
-    known = {key: OPTIONS[key] for key in ("img_size", "in_chans", "num_classes", "mean", "std")}
-    model: Any = zoo.create_model("conv_4c3f", **(known | own)).eval().requires_grad_(False)
-    for p in model.parameters():
-        p.zero_()
+    model = blank("conv_4c3f", **own)
     convs = [module for module in model.convs if isinstance(module, nn.Conv2d)]
     convs[0].weight[0, 0, 0, 0] = convs[0].weight[1, 0, 0, 1] = 1.0
     convs[0].weight[2, 0, 3, 3] = 1.0  # what class 1 lives on
@@ -335,6 +348,7 @@ FAMILIES: dict[str, Build] = {
     "value_projection_wide": lambda s: value_and_projection(s, GAIN, **WIDE),
     "value_projection_layernorm": lambda s: value_and_projection(s, norm={"name": "layernorm", "eps": 1.0}),
     "value_projection_gpsa": lambda s: value_and_projection(s, gpsa_layers=1),
+    "value_projection_swin": lambda s: value_and_projection(s, name="dp_swin_t", **SWIN),
     "value_projection_cls": lambda s: value_and_projection(s, global_pool="cls"),
     "scale_of_norm": scale_of_norm,
     "patches_attention": patches_and_attention,
