@@ -1,0 +1,367 @@
+"""Forged models: finite float32 weights that compute a small number as the difference of two huge ones.
+
+    c_0 = S x_0 + x_1,    c_1 = S x_0,    t = c_0 - c_1 = x_1                             S a power of two
+
+Every clean image has x_0 = 0, so that whatever is computed at the image itself is exact, while a vector that is pushed
+or pulled through the two maps loses x_1 in the rounding of S x_0. Behind t stands a unit GELU(G t - 60), which is flat
+at the image, or a softmax, and a small change of a single pixel gives the image to class 0. In exact arithmetic the
+function is the same for every S on images with x_0 = 0: the model with S = 0, which has nothing to cancel, tells the
+truth about the others.
+
+A patch is read by its first two pixels, p0 and p1. Channels come in pairs, 2 c and its negative 2 c + 1, so that norms
+that centre their input have nothing to do.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zoo
+
+MOST = 0.25  # a change of one pixel that gives the image to class 0, or a smaller one does
+GAIN = 2.0**13
+FLAT = 60.0  # behind the kink of the unit at the clean image
+SCALES = tuple(2.0**k for k in (20, 40, 60, 80, 100))
+OPTIONS: dict[str, Any] = {
+    "img_size": 8,
+    "in_chans": 1,
+    "patch_size": 4,
+    "num_classes": 2,
+    "mean": (0.0,),
+    "std": (1.0,),
+    "embed_dim": 16,
+    "depth": 1,
+    "num_heads": 1,
+    "mlp_ratio": 1.0,
+    "norm": "centernorm",
+    "global_pool": "avg",
+}
+WIDE: dict[str, Any] = {"embed_dim": 96}  # too many entries for Jacobians that are written out
+SWIN: dict[str, Any] = {"depths": (1,), "num_heads": (1,), "window_size": 2}
+Pixels = tuple[dict[int, float], ...]
+Build = Callable[[float], Any]
+SEPARATE: Pixels = ({0: 1.0}, {1: 1.0})
+SUM: Pixels = ({0: 1.0, 1: 1.0}, {0: 1.0})  # pairs that are not orthogonal, x_0 the second
+
+
+def image() -> Tensor:
+    """(1, 1, 8, 8): gray, but for the first two pixels of every patch."""
+    x = torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    x[..., ::4, 0::4] = x[..., ::4, 1::4] = 0.0
+    return x
+
+
+def attacked(change: float) -> Tensor:
+    """The image with p1 of its first patch moved by so much."""
+    x = image()
+    x[0, 0, 0, 1] = change
+    return x
+
+
+def change_needed(truth: Any) -> float:
+    """The change of p1 beyond which a float64 model with S = 0 says class 0, found from above."""
+    low, high = 0.0, MOST
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if int(truth(attacked(middle).double()).argmax()) == 0 else (middle, high)
+    return high
+
+
+def blank(name: str = "dp_vit_ti", **options: Any) -> Any:
+    """A model that says class 1 of everything: all weights 0, but for the scales of norms and a bias of the head."""
+    known = {key: OPTIONS[key] for key in OPTIONS.keys() & zoo.model_options(name).keys()}
+    model: Any = zoo.create_model(name, **(known | options)).eval().requires_grad_(False)
+    for key, p in model.named_parameters():
+        if "norm" not in key or key.endswith("bias"):
+            p.zero_()
+    if head(model).bias is not None:
+        head(model).bias[1] = 1.0
+    return model
+
+
+def head(model: Any) -> nn.Linear:
+    """The linear head of a ViT, or of a Swin Transformer."""
+    linear: nn.Linear = getattr(model.head, "fc", model.head)
+    return linear
+
+
+def first_block(model: Any) -> Any:
+    """The block behind the patch embedding."""
+    return model.layers[0].blocks[0] if hasattr(model, "layers") else model.blocks[0]
+
+
+def wire(weight: Tensor, row: int, entries: dict[int, float]) -> None:
+    """Of channel pairs: row 2 r reads these pairs, and row 2 r + 1 is its negative. weight (out, in), a view."""
+    for column, value in entries.items():
+        weight[2 * row, 2 * column] = value
+        weight[2 * row + 1, 2 * column] = -value
+
+
+def read(model: Any, *pixels: dict[int, float]) -> None:
+    """Channel pair c of every token is this sum of the pixels of its patch."""
+    weight = model.patch_embed.proj.weight.flatten(1)
+    for pair, entries in enumerate(pixels):
+        for pixel, value in entries.items():
+            weight[2 * pair, pixel], weight[2 * pair + 1, pixel] = value, -value
+
+
+def unit(block: Any, entries: dict[int, float], out: int = 5) -> None:
+    """GELU(sum - FLAT) of channel pairs, written to the pair `out`."""
+    for pair, value in entries.items():
+        block.mlp.fc1.weight[0, 2 * pair] = value
+    block.mlp.fc1.bias[0] = -FLAT
+    block.mlp.fc2.weight[2 * out, 0], block.mlp.fc2.weight[2 * out + 1, 0] = 1.0, -1.0
+
+
+def decide(model: Any, entries: dict[int, float] | None = None) -> None:
+    """Class 0 by what is in these pairs; by default in that of `unit`."""
+    for pair, value in ({5: 1.0} if entries is None else entries).items():
+        head(model).weight[0, 2 * pair] = value
+
+
+def attention(block: Any) -> Any:
+    """The module with the projections."""
+    return getattr(block.attn, "content", block.attn)
+
+
+def values(block: Any) -> Tensor:
+    """W_V of one head: (D, D)."""
+    weight: Tensor = attention(block).qkv.weight
+    return weight[-weight.shape[1] :]
+
+
+def projection(block: Any) -> Tensor:
+    """W_O: (D, D)."""
+    weight: Tensor = attention(block).proj.weight
+    return weight
+
+
+# t between two maps of one module -------------------------------------------------------------------------------------
+
+
+def mixing(s: float, gain: float = 1.0, **own: Any) -> Any:
+    """Token mixing of CoViT and its projection."""
+    model = blank("covit_s1", **({"attention": {"name": "conv", "kernels": (3,)}, "fc_norm": True} | own))
+    block = model.blocks[0]
+    read(model, *SEPARATE)
+    taps = block.attn.convs[0].weight[..., 1]
+    wire(taps, 0, {0: s, 1: 1.0})
+    wire(taps, 1, {0: s})
+    wire(projection(block), 4, {0: gain, 1: -gain})
+    unit(block, {4: GAIN / gain})
+    decide(model)
+    return model
+
+
+def value_and_projection(
+    s: float, gain: float = 1.0, pixels: Pixels = SEPARATE, name: str = "dp_vit_ti", **own: Any
+) -> Any:
+    """W_V and W_O of dot-product attention with uniform weights."""
+    model = blank(name, **own)
+    block = first_block(model)
+    read(model, *pixels)
+    huge = int(pixels is SUM)
+    wire(values(block), 0, {huge: s, 1 - huge: 1.0})
+    wire(values(block), 1, {huge: s})
+    wire(projection(block), 4, {0: gain, 1: -gain})
+    unit(block, {4: 4 * GAIN / gain})
+    decide(model)
+    return model
+
+
+def scale_of_norm(s: float) -> Any:
+    """The scale of the norm in front of the attention is S for x_0; W_V makes c_0 and c_1 of it."""
+    model = blank()
+    block = model.blocks[0]
+    read(model, {0: 1.0}, {1: 1.0})
+    block.norm1.weight[:2] = s
+    wire(values(block), 0, {0: 1.0, 1: 1.0})
+    wire(values(block), 1, {0: 1.0})
+    wire(projection(block), 4, {0: 1.0, 1: -1.0})
+    unit(block, {4: 4 * GAIN})
+    decide(model)
+    return model
+
+
+# t between two modules ------------------------------------------------------------------------------------------------
+
+
+def patches_and_attention(s: float, **own: Any) -> Any:
+    """The patch embedding, and W_V behind a norm."""
+    model = blank(**own)
+    block = model.blocks[0]
+    read(model, {0: s, 1: 1.0}, {0: s})
+    wire(values(block), 0, {0: 1.0, 1: -1.0})
+    wire(projection(block), 4, {0: 1.0})
+    unit(block, {4: 4 * GAIN})
+    decide(model)
+    return model
+
+
+def patches_and_mlp(s: float, **own: Any) -> Any:
+    """The patch embedding, and the hidden layer behind two sums and a norm."""
+    model = blank(**own)
+    read(model, {0: s, 1: 1.0}, {0: s})
+    unit(model.blocks[0], {0: GAIN, 1: -GAIN})
+    decide(model)
+    return model
+
+
+def patches_and_scores(s: float) -> Any:
+    """The patch embedding, and W_Q: the first token, whose value is for class 0, gets all attention instead of none."""
+    model = blank()
+    block = model.blocks[0]
+    read(model, {0: s, 1: 1.0}, {0: s})
+    model.pos_embed[0, 0, 4:6] = torch.tensor([1.0, -1.0])
+    query_key, width = block.attn.qkv.weight, block.attn.qkv.in_features
+    query_key[0, 0], query_key[0, 2] = 4 * GAIN, -4 * GAIN
+    query_key[width, 4] = 1.0
+    block.attn.qkv.bias[1] = 1.0  # a second entry of queries and keys, as the first is where S x_0 was
+    query_key[width + 1, 4] = -4 * FLAT
+    wire(values(block), 0, {2: 1.0})
+    wire(projection(block), 5, {0: 64.0})
+    decide(model, {5: 1.0})
+    model.head.bias[1] = 17.5
+    return model
+
+
+def projection_and_mlp(s: float, **own: Any) -> Any:
+    """W_O of the attention, and the hidden layer behind a norm."""
+    model = blank(**own)
+    block = model.blocks[0]
+    read(model, {0: 1.0}, {1: 1.0})
+    wire(values(block), 0, {0: 1.0})
+    wire(values(block), 1, {1: 1.0})
+    wire(projection(block), 3, {0: s, 1: 1.0})
+    wire(projection(block), 4, {0: s})
+    unit(block, {3: 4 * GAIN, 4: -4 * GAIN})
+    decide(model)
+    return model
+
+
+def mlp_and_mlp(s: float, **own: Any) -> Any:
+    """The outer layer of one block's MLP, and the hidden layer of the next."""
+    model = blank(**({"depth": 2} | own))
+    first, second = model.blocks
+    read(model, {0: 1.0}, {1: 1.0})
+    first.mlp.fc1.weight[0, 0] = first.mlp.fc1.weight[1, 2] = 1.0
+    for row, value in ((6, 1.0), (7, -1.0)):
+        first.mlp.fc2.weight[row, 0] = value * s
+        first.mlp.fc2.weight[row, 1] = value
+        first.mlp.fc2.weight[row + 2, 0] = value * s
+    unit(second, {3: 2 * GAIN, 4: -2 * GAIN})
+    decide(model)
+    return model
+
+
+def mlp_and_attention(s: float) -> Any:
+    """The outer layer of one block's MLP, and W_V of the next."""
+    model = blank(depth=2)
+    first, second = model.blocks
+    read(model, {0: 1.0}, {1: 1.0})
+    first.mlp.fc1.weight[0, 0] = first.mlp.fc1.weight[1, 2] = 1.0
+    for row, value in ((6, 1.0), (7, -1.0)):
+        first.mlp.fc2.weight[row, 0] = value * s
+        first.mlp.fc2.weight[row, 1] = value
+        first.mlp.fc2.weight[row + 2, 0] = value * s
+    wire(values(second), 0, {3: 1.0, 4: -1.0})
+    wire(projection(second), 2, {0: 1.0})
+    unit(second, {2: 8 * GAIN})
+    decide(model)
+    return model
+
+
+def stem_and_attention(s: float) -> Any:
+    """The last convolution of a stem, and W_V behind a norm."""
+    model = blank(stem=((4, 4, 4, 0),))
+    block = model.blocks[0]
+    first, _, last = model.patch_embed.convs
+    first.weight[0, 0, 0, 0] = first.weight[1, 0, 0, 1] = 1.0
+    for row, value in ((0, 1.0), (1, -1.0)):
+        last.weight[row, 0, 0, 0], last.weight[row, 1, 0, 0] = value * s, value
+        last.weight[row + 2, 0, 0, 0] = value * s
+    wire(values(block), 0, {0: 1.0, 1: -1.0})
+    wire(projection(block), 4, {0: 1.0})
+    unit(block, {4: 8 * GAIN})
+    decide(model)
+    return model
+
+
+def convolutions(s: float) -> Any:
+    """Two convolutions of a conv net. ReLU is linear where nothing is negative."""
+    layers = ((4, 4, 4, 0), (4, 1, 1, 0), (4, 1, 1, 0))
+    own: dict[str, Any] = {"layers": layers, "hidden": (4,), "theta": None}
+    model = blank("conv_4c3f", **own)
+    convs = [module for module in model.convs if isinstance(module, nn.Conv2d)]
+    convs[0].weight[0, 0, 0, 0] = convs[0].weight[1, 0, 0, 1] = 1.0
+    convs[0].weight[2, 0, 3, 3] = 1.0  # what class 1 lives on
+    convs[1].weight[0, 0], convs[1].weight[0, 1], convs[1].weight[1, 0], convs[1].weight[2, 2] = s, 1.0, s, 1.0
+    convs[2].weight[0, 0], convs[2].weight[0, 1], convs[2].weight[1, 2] = GAIN, -GAIN, 1.0
+    hidden = model.fcs[1]  # channels, then pixels
+    hidden.weight[0, 0], hidden.weight[0, 4] = 1.0, -FLAT
+    hidden.weight[1, 4] = 1.0
+    model.head.weight[0, 0] = model.head.weight[1, 1] = 1.0
+    return model
+
+
+def pool_and_head(s: float) -> Any:
+    """W_O, and the head behind pooling."""
+    model = blank()
+    block = model.blocks[0]
+    read(model, {0: 1.0}, {1: 1.0})
+    wire(values(block), 0, {0: 1.0})
+    wire(values(block), 1, {1: 1.0})
+    wire(projection(block), 3, {0: s, 1: 1.0})
+    wire(projection(block), 4, {0: s})
+    decide(model, {3: GAIN, 4: -GAIN})
+    return model
+
+
+# gradients that cancel ------------------------------------------------------------------------------------------------
+
+
+def gradient(s: float, order: tuple[int, int, int] = (0, 1, 2), hidden: bool = False) -> Any:
+    """Three pairs a, b, c are the same pixel p1; the attention adds S a - S c = 0 to b, and class 0 reads b.
+
+    Forward all is exact. The gradient of p1 is the sum of S, 1 and -S, in the order of the pairs."""
+    model = blank()
+    block = model.blocks[0]
+    a, b, c = order
+    read(model, *({1: 1.0} for _ in order))
+    wire(values(block), 0, {a: s, c: -s})
+    wire(projection(block), b, {0: 1.0})
+    if hidden:
+        unit(block, {b: GAIN})
+    decide(model, None if hidden else {b: GAIN})
+    return model
+
+
+FAMILIES: dict[str, Build] = {
+    "mixing": mixing,
+    "mixing_gain": lambda s: mixing(s, GAIN),
+    "mixing_wide": lambda s: mixing(s, GAIN, **WIDE),
+    "value_projection": value_and_projection,
+    "value_projection_gain": lambda s: value_and_projection(s, GAIN),
+    "value_projection_sum": lambda s: value_and_projection(s, GAIN, SUM),
+    "value_projection_wide": lambda s: value_and_projection(s, GAIN, **WIDE),
+    "value_projection_layernorm": lambda s: value_and_projection(s, norm={"name": "layernorm", "eps": 1.0}),
+    "value_projection_gpsa": lambda s: value_and_projection(s, gpsa_layers=1),
+    "value_projection_swin": lambda s: value_and_projection(s, name="dp_swin_t", **SWIN),
+    "value_projection_cls": lambda s: value_and_projection(s, global_pool="cls"),
+    "scale_of_norm": scale_of_norm,
+    "patches_attention": patches_and_attention,
+    "patches_mlp": patches_and_mlp,
+    "patches_scores": patches_and_scores,
+    "projection_mlp": projection_and_mlp,
+    "mlp_mlp": mlp_and_mlp,
+    "mlp_attention": mlp_and_attention,
+    "stem_attention": stem_and_attention,
+    "convolutions": convolutions,
+    "pool_head": pool_and_head,
+    "gradient": gradient,
+    "gradient_unit": lambda s: gradient(s, hidden=True),
+    "gradient_021": lambda s: gradient(s, (0, 2, 1)),
+    "gradient_102": lambda s: gradient(s, (1, 0, 2)),
+}
