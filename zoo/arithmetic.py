@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 U = 2.0**-53  # unit round-off of float64
+NEAR, FAR = 2.0**-200, 2.0**200  # radii: smaller ones count as NEAR, larger ones as infinite (docs/proofs.md#range)
 
 
 def gamma(k: int, unit: float = U) -> float:

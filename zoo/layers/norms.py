@@ -20,6 +20,7 @@ from zoo.bounds.activations import hinges
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, NoRule, register
+from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rounding import OUT, size
 from zoo.bounds.rules import layer_of, scaled
 from zoo.layers.norm_forms import BoundedForms, ProjectForms
@@ -72,7 +73,7 @@ class CenterNorm(nn.Module):
         super().__init__()
         if dim < 2:
             raise UserError(f"CenterNorm needs 2 channels or more, got {dim}; take another norm")
-        self.gain = dim / (dim - 1)
+        self.dim, self.gain = dim, dim / (dim - 1)
         self.weight = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim))
 
@@ -84,7 +85,7 @@ class CenterNorm(nn.Module):
         return self.weight
 
     def extra_repr(self) -> str:
-        return f"{len(self.weight)}"
+        return f"{self.dim}"
 
 
 def _chord(t: Tensor) -> Tensor:
@@ -165,6 +166,16 @@ def center_norm(module: CenterNorm) -> Layer:
     gamma = module.weight.detach().double()
     eye = torch.eye(len(gamma), dtype=gamma.dtype, device=gamma.device)
     return scaled(module, sigma_upper(gamma[:, None] * module.gain * (eye - 1 / len(gamma))))
+
+
+def layer_norm_shapes(module: nn.LayerNorm) -> Shapes:
+    """gamma and b."""
+    return dict.fromkeys(("weight", "bias"), tuple(module.normalized_shape))
+
+
+def center_norm_shapes(module: CenterNorm) -> Shapes:
+    """gamma and beta."""
+    return dict.fromkeys(("weight", "bias"), (module.dim,))
 
 
 # second order ---------------------------------------------------------------------------------------------------------
@@ -362,7 +373,10 @@ def layer_norm_rounding(module: nn.LayerNorm, precision: Precision) -> Rounding:
     return around
 
 
-register(nn.LayerNorm, Facts(rule=layer_norm, expansion=layer_norm_expansion, rounding=layer_norm_rounding))
+register(
+    nn.LayerNorm,
+    Facts(rule=layer_norm, expansion=layer_norm_expansion, rounding=layer_norm_rounding, shapes=layer_norm_shapes),
+)
 register(SmoothProject, Facts(rule=smooth_project, expansion=smooth_project_expansion, rounding=projection_rounding))
 register(LayerProject, Facts(rule=layer_project, expansion=layer_project_expansion, rounding=projection_rounding))
-register(CenterNorm, Facts(rule=center_norm, expansion=affine))
+register(CenterNorm, Facts(rule=center_norm, expansion=affine, shapes=center_norm_shapes))
