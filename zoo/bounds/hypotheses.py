@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from zoo.arithmetic import FAR, NEAR
+from zoo.arithmetic import FAR, at_least_near
 from zoo.bounds.contracts import Bound, Expand, Expansion
 from zoo.bounds.genuine import own_tensors, stored
 
@@ -81,7 +81,7 @@ def in_range(bound: Bound) -> Bound:
     """The same bound of radii in the range. It is nondecreasing, so that a larger radius is allowed."""
 
     def bounded(r: Tensor) -> Tensor:
-        return bound(torch.where(r > FAR, math.inf, torch.where(r > 0, r.clamp_min(NEAR), r)))
+        return bound(torch.where(r > FAR, math.inf, at_least_near(r)))
 
     return bounded
 

@@ -196,11 +196,11 @@ def swin_block_chain(module: SwinTransformerBlock) -> Links:
 
 
 def swin_block_shapes(module: SwinTransformerBlock) -> Shapes:
-    """The mask of every window: which pairs of its tokens are neighbours in the image."""
-    windows = math.prod(
-        -(-side // window) for side, window in zip(module.input_resolution, module.window_size, strict=True)
-    )
-    return {"attn_mask": (windows, module.window_area, module.window_area)}
+    """The mask of every window, which of its tokens are neighbours in the image; and windows as large as the attention
+    has them."""
+    sides = zip(module.input_resolution, module.window_size, strict=True)
+    windows, pairs = math.prod(-(-side // window) for side, window in sides), (module.window_area, module.window_area)
+    return {"attn_mask": (windows, *pairs), "attn.relative_position_index": pairs}
 
 
 def patch_merging_chain(module: PatchMerging) -> Links:

@@ -1,7 +1,8 @@
-"""What proofs assume of numbers: shapes that torch would broadcast are refused, and scale does not make a radius grow."""
+"""Hypotheses of the proofs: shapes that torch would broadcast are refused, and scale does not make a radius grow."""
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,19 +11,22 @@ from torch import Tensor, nn
 
 import zoo
 from certify import certified_radius
-from certify.api import certifier
+from certify.api import certifier, radius_of
 from certify.methods.bake import bake
+from certify.methods.certificate import Analysis
 from certizoo import UserError
 from tests.tools.small_models import distinct, labelled, small_model
+from zoo.arithmetic import length
+from zoo.attention.theory.softmax_row import norm_upper
+from zoo.bounds import facts as table
 from zoo.bounds import lanczos
 from zoo.bounds.genuine import modules_of, own_tensors
 from zoo.bounds.rules import trunk
-from zoo.layers.convolution import CellConv2d
-from zoo.layers.mlp import SLL, ConstrainedMlp
-from zoo.layers.norms import CenterNorm
+from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
+from zoo.layers.norms import CenterNorm, LayerProject
 from zoo.layers.patches import PatchProjection
 from zoo.models.overview import tiny_options
-from zoo.rules import Facts, NoRule, facts_of, layer_of, register, types_where
+from zoo.rules import Facts, NoRule, expansion_of, facts_of, layer_of, register, types_where
 
 METHODS = ("lofast", "adjoint", "image", "best")
 STATED = types_where(lambda facts: facts.shapes)
@@ -68,12 +72,12 @@ def test_every_shape_but_the_stated_one_is_refused(
     """By whole models, in one line that names parameter and shapes."""
     assert {kind for kind, _ in sites} == set(STATED), "every type with tensors of its own is met in a model"
     tries = 0
-    for (kind, key), (model, module) in sites.items():
+    for (_, key), (model, module) in sites.items():
         stated = facts_of(module).shapes
         assert stated is not None
         if stated(module)[key] is None:  # no forward pass reads it
             continue
-        kept = module._parameters if key in module._parameters else module._buffers
+        kept: dict[str, Any] = vars(module)["_parameters" if key in module._parameters else "_buffers"]
         tensor = kept[key]
         assert tensor is not None
         for other in broadcast(tensor.detach()):
@@ -127,9 +131,8 @@ def test_models_that_broadcast_a_weight_are_refused(spoil: Any, method: str) -> 
     model = small_model("standard", 0)
     spoil(model)
     model.eval()
-    with pytest.raises(UserError, match="shape|width") as refused:
-        x, y = labelled(model, 2, 0)  # torch runs all of them but the last
-        certified_radius(model, x, y, method=method)
+    with pytest.raises(UserError, match=r"shape|width") as refused:
+        certified_radius(model, *labelled(model, 2, 0), method=method)
     assert "\n" not in str(refused.value)
 
 
@@ -145,8 +148,6 @@ class Shift(nn.Module):
 
 
 def test_a_type_that_states_no_shapes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.bounds import facts as table
-
     monkeypatch.setattr(table, "_TABLE", dict(table._TABLE))
     register(Shift, Facts(rule=lambda module: lambda x: (module(x), lambda r: r)))
     model = small_model("standard", 0)
@@ -181,3 +182,97 @@ def test_options_beyond_float32_are_refused() -> None:
     model.norm.eps, model.blocks[0].attn.scale = 1e-6, 1e80
     with pytest.raises(NoRule, match=r"its scale is 1e\+80"):
         trunk(model)
+
+
+def scaled_branches(k: int) -> Any:
+    """W_1, b_1 and W_V times 2^k, W_2 and W_O divided by it: one function, as ReLU and values take a factor out."""
+    model = small_model("standard", 0).double()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mlp.act = nn.ReLU()
+            fc1, qkv = block.mlp.fc1, block.attn.qkv
+            for weight in (fc1.weight, fc1.bias, qkv.weight[32:], qkv.bias[32:]):
+                weight.mul_(2.0**k)
+            for weight in (block.mlp.fc2.weight, block.attn.proj.weight):
+                weight.mul_(2.0**-k)
+    return model
+
+
+def scaled_depth(k: int) -> Any:
+    """Six layers, the first three times 2^k, the others divided by it."""
+    torch.manual_seed(0)
+    layers = ((4, 3, 1, 1), (4, 3, 2, 1), (6, 3, 1, 1))
+    model: Any = zoo.create_model(
+        "conv_4c3f", layers=layers, hidden=(12, 10), theta=None, img_size=8, in_chans=1, num_classes=4
+    )
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    with torch.no_grad():
+        for i, weight in enumerate(weights):
+            weight.mul_(2.0 ** (k if i < 3 else -k))
+    return model.double().eval()
+
+
+SCALES = (-990, -480, -110, -49, 110, 480, 990)
+SLOW = ("image", "best")  # half a minute each
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in METHODS])
+@pytest.mark.parametrize("make", [scaled_branches, scaled_depth], ids=lambda make: make.__name__)
+def test_a_scale_and_its_inverse_cost_no_less(
+    make: Any, method: str, norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses at a radius are those of scale 1 or more, whatever the scale; or the model is refused."""
+    monkeypatch.setattr(lanczos, "seed_of", lambda model, nonce: b"one for all")  # the weights choose the starts
+    x, y = labelled(make(0).float(), 2, 0)
+
+    def analysis(k: int) -> Analysis:
+        return certifier(make(k), method, "n", norm).analyse(x.double(), y)
+
+    radius_B = radius_of(analysis(0))
+    assert (radius_B > 0).all()
+    plain_B, refused = analysis(0).at(radius_B).loss_B, []
+    for k in SCALES:
+        try:
+            loss_B = analysis(k).at(radius_B).loss_B
+        except UserError:
+            refused.append(k)
+            continue
+        assert (loss_B >= plain_B * (1 - 1e-6)).all(), k
+    assert {-990, -480, 480, 990} <= set(refused) <= {k for k in SCALES if abs(k) > 100}
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gelu", "relu", "layerproject"])
+def test_radii_beyond_the_range_are_no_smaller_than_their_bounds(kind: str) -> None:
+    """Remainders of 2^250 were those of 1e100; and of 2^-600 none at all."""
+    torch.manual_seed(0)
+    modules: dict[str, nn.Module] = {
+        "mlp": Mlp(8, 16),
+        "gelu": nn.GELU(),
+        "relu": nn.ReLU(),
+        "layerproject": LayerProject(8),
+    }
+    module = modules[kind].double()
+    x, g = torch.randn(2, 4, 8, dtype=torch.float64), torch.randn(3, 2, 4, 8, dtype=torch.float64)
+    layer, expansion = layer_of(module, local=True), expansion_of(module)(x)
+    for bound in (layer(x)[1], expansion.beta, expansion.remainder(g)):
+        sizes = [bound(torch.full((2,), 2.0**k, dtype=torch.float64)) for k in (-600, -201, -200, 0, 200)]
+        assert all(bool((less <= more).all()) for less, more in pairwise(sizes))
+        assert (sizes[0] == sizes[2]).all()
+        assert (sizes[2] > 0).all() or kind in ("relu", "layerproject")  # between kinks there is no remainder
+        for beyond in (2.0**201, 2.0**400, torch.inf):
+            assert (bound(torch.full((2,), beyond, dtype=torch.float64)) == torch.inf).all()
+        assert (bound(torch.zeros(2, dtype=torch.float64)) == 0).all()
+
+
+def test_lengths_and_norms_whose_squares_vanish_are_rounded_up() -> None:
+    for size in (1.0, 1e-100, 1e-150, 1e-170, 1e-250, 0.0):
+        a = torch.randn(50, 6, 9, dtype=torch.float64)
+        scale = torch.tensor(2.0, dtype=torch.float64) ** torch.tensor(size).log2().round().clamp_min(-1000)
+        a = a * scale if size else 0 * a
+        true = torch.linalg.vector_norm(a / scale, dim=-1) * scale if size else 0 * a[..., 0]
+        assert (length(a) >= true * (1 - 1e-14)).all()
+        assert (length(a) <= 3 * true).all()
+        norm = torch.linalg.matrix_norm(a / scale, 2) * scale if size else 0 * a[:, 0, 0]
+        assert (norm_upper(a) >= norm * (1 - 1e-12)).all()
+        assert (norm_upper(a) <= 8 * norm).all()
