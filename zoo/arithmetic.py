@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 
 U = 2.0**-53  # unit round-off of float64
+UNDERFLOW = 2.0**-480  # squares of smaller numbers lose digits, or vanish
+NEAR, FAR = 2.0**-200, 2.0**200  # radii: smaller ones count as NEAR, larger ones as infinite (docs/proofs.md#range)
 
 
 def gamma(k: int, unit: float = U) -> float:
@@ -15,6 +17,19 @@ def gamma(k: int, unit: float = U) -> float:
 def product(factor: Tensor, bound: Tensor) -> Tensor:
     """factor * bound, where 0 times infinity is 0: what vanishes lets nothing through."""
     return torch.where((factor == 0) | (bound == 0), 0.0, factor * bound)
+
+
+def length(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+    """|x| along these axes, where its squares underflow sqrt(n) max |x|: never below but for rounding, and 0 for 0
+    alone. Proof: docs/proofs.md#range."""
+    most = x.abs().amax(dim)
+    n = x.numel() // max(1, most.numel())
+    return torch.where(most < UNDERFLOW, n**0.5 * most, torch.linalg.vector_norm(x, dim=dim))
+
+
+def at_least_near(r: Tensor) -> Tensor:
+    """A radius or a reach that is large enough to be squared; 0 stays 0."""
+    return torch.where(r > 0, r.clamp_min(NEAR), r)
 
 
 def beside(size: Tensor, room: torch.Size) -> Tensor:

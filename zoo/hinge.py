@@ -34,7 +34,7 @@ from zoo.penalty import HasSpectralTerms
 
 SQUARINGS = 5  # at most 1.04 times the norm for n = 128; 1.00 where one singular value leads
 
-Capped = tuple[float, Tensor]  # a cap, and a gram or the entries of a diagonal matrix
+Capped = tuple[float, Tensor, Tensor]  # a cap, the largest entry, and a gram or the entries without it
 
 
 @runtime_checkable
@@ -57,7 +57,7 @@ class HasGamma(Protocol):
 
 def hinge(model: nn.Module, caps: Mapping[str, float | None], slack: float = 1.0) -> Tensor:
     """The sum above with caps `slack * caps[branch]`, branches as in `zoo.penalty`, "patch", "stem" and "norm"; None is
-    no cap. A scalar, float32.
+    no cap. A scalar, float32: finite for norms up to 1e19, whose squares it adds.
 
     Raises ValueError for a model without weights of the capped branches.
     """
@@ -65,8 +65,9 @@ def hinge(model: nn.Module, caps: Mapping[str, float | None], slack: float = 1.0
     for module in model.modules():
         for branch, weight in weights(module):
             if (cap := caps.get(branch)) is not None:
-                measured = gram_of(weight.float()) if weight.ndim == 2 else weight.float()
-                groups[measured.shape].append((slack * cap, measured))
+                largest, shared = without_size(weight.float())
+                measured = gram_of(shared) if weight.ndim == 2 else shared
+                groups[measured.shape].append((slack * cap, largest, measured))
     if not groups:
         raise ValueError("the model has no weights of the branches to cap")
     return torch.stack([_excess(terms) for terms in groups.values()]).sum()
@@ -91,11 +92,19 @@ def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _excess(terms: list[Capped]) -> Tensor:
     """sum_k relu( ||W_k|| - c_k )^2 over K terms of one shape, in one batch."""
-    together = torch.stack([measured for _, measured in terms])
-    norm_K = norm_of_gram(together) if together.ndim == 3 else diagonal_norm(together)
+    caps, largest, measured = zip(*terms, strict=True)
+    together = torch.stack(measured)
+    norm_K = torch.stack(largest) * (norm_of_gram(together) if together.ndim == 3 else diagonal_norm(together))
     # A blocking copy would wait for all that the GPU has to do.
-    cap_K = torch.tensor([cap for cap, _ in terms]).to(norm_K, non_blocking=True)
+    cap_K = torch.tensor(caps).to(norm_K, non_blocking=True)
     return (norm_K - cap_K).clamp_min(0).square().sum()
+
+
+def without_size(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(m, W / m) for the largest modulus m of the entries, a constant for the gradient: the norm is m ||W / m||, and
+    the Gram matrix of W / m neither under- nor overflows."""
+    largest = weight.detach().abs().amax().clamp_min(torch.finfo(weight.dtype).tiny)
+    return largest, weight / largest
 
 
 def gram_of(weight: Tensor) -> Tensor:

@@ -13,13 +13,15 @@ def power_step(weight: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """One power iteration on each matrix of a batch.
 
     weight (..., m, n), v (..., n) unit vectors. Returns sigma = u^T W v_new (...,), differentiable in `weight` with
-    the gradient u v_new^T of the norm, and v_new (..., n) without gradient.
+    the gradient u v_new^T of the norm, and v_new (..., n) without gradient. Where W^T W v is zero, v_new is v: a zero
+    vector would stay one in all later steps, whatever becomes of the weight.
 
     Proof: docs/proofs.md#power-step.
     """
     with torch.no_grad():
         u = torch.nn.functional.normalize((weight @ v.unsqueeze(-1)).squeeze(-1), dim=-1)
         v_new = torch.nn.functional.normalize((weight.mT @ u.unsqueeze(-1)).squeeze(-1), dim=-1)
+        v_new = torch.where((v_new != 0).any(-1, keepdim=True), v_new, v)
     sigma = (u.unsqueeze(-2) @ (weight @ v_new.unsqueeze(-1))).flatten(-2).squeeze(-1)
     return sigma, v_new
 

@@ -28,6 +28,8 @@ from zoo.bounds.rules import classifier_of
 from zoo.layers.norms import LayerProject, SmoothProject
 from zoo.spectral import sigma_upper
 
+SMALL = 2.0**-100  # a radius whose multiples by a product of norms stay within the range of the rules
+
 # dot-product attention: LoFAST ----------------------------------------------------------------------------------------
 
 
@@ -219,7 +221,8 @@ def product(model: nn.Module, images_BCHW: Tensor) -> Tensor:
             stand_in.set_submodule(name, nn.Identity())
     trunk, head = classifier_of(stand_in)
     _, bound = trunk(images_BCHW[:1].double())
-    return bound(torch.ones(1, dtype=torch.float64)).squeeze() * sigma_upper(head.weight)
+    r = torch.full((1,), SMALL, dtype=torch.float64)
+    return bound(r).squeeze() / SMALL * sigma_upper(head.weight)
 
 
 def _constant(norm: nn.LayerNorm) -> nn.Linear:

@@ -1,5 +1,6 @@
 """The hinge on spectral norms against SVDs, its caps over time, and what it does to a training."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import zoo
 from certizoo import UserError
 from trainers.settings import HingeConfig
-from zoo.hinge import diagonal_norm, gram_of, hinge, norm_of_gram
+from zoo.hinge import diagonal_norm, gram_of, hinge, norm_of_gram, without_size
 from zoo.rules import conv_norm
 
 CAPS = {"q": 0.5, "k": 0.6, "v": 0.7, "o": 0.4, "mlp": 0.8, "patch": 0.8}
@@ -155,3 +156,45 @@ def test_caps_shrink_geometrically_while_the_training_goes_through_tighten() -> 
 def test_wrong_values_are_named(wrong: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=word):
         HingeConfig(**wrong)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-15, 1e15, 1e30])
+@pytest.mark.parametrize("shape", [(6, 8), (8,)])
+def test_norms_far_from_1_have_values_and_gradients(size: float, shape: tuple[int, ...]) -> None:
+    """In float32 the squares of their Gram matrix are 0 or infinite. The hinge itself is a square: it ends at 1e19."""
+    torch.manual_seed(0)
+    unit = torch.randn(shape, dtype=torch.float64)
+    weight = (size * unit).float().requires_grad_()
+    largest, shared = without_size(weight)
+    norm = largest * (norm_of_gram(gram_of(shared)) if len(shape) == 2 else diagonal_norm(shared))
+    true = torch.linalg.matrix_norm(unit, 2) if len(shape) == 2 else unit.abs().amax()
+    assert 1 - 1e-5 <= float(norm) / (size * float(true)) <= 1.05
+    (gradient,) = torch.autograd.grad(norm, weight)
+    assert gradient.isfinite().all()
+    assert 0.9 <= gradient.double().norm() <= 1.1
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-15, 1e15, 1e18])
+def test_the_hinge_has_values_and_gradients_far_from_1(size: float) -> None:
+    torch.manual_seed(0)
+    for module in (Capped(torch.nn.Linear(8, 6)), torch.nn.LayerNorm(8)):
+        (weight, *_) = module.parameters()
+        with torch.no_grad():
+            weight.copy_(size * torch.randn_like(weight))
+        value = hinge(module, {"mlp": 1.0, "norm": 1.0})
+        (gradient,) = torch.autograd.grad(value, weight)
+        assert value.isfinite()
+        assert gradient.isfinite().all()
+        assert (size > 1) == bool(value > 0)
+
+
+class Capped(torch.nn.Module):
+    """One matrix of the branch "mlp"."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def spectral_terms(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """For `zoo.hinge`."""
+        yield "mlp", self.linear.weight[None], torch.empty(0)

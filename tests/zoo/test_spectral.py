@@ -72,3 +72,15 @@ def test_gradient_of_a_converged_power_step_is_that_of_the_norm() -> None:
     (gradient,) = torch.autograd.grad(sigma, weight)
     (oracle,) = torch.autograd.grad(torch.linalg.matrix_norm(weight, 2), weight)
     torch.testing.assert_close(gradient, oracle, rtol=1e-6, atol=1e-8)
+
+
+def test_a_pass_with_a_zero_weight_leaves_the_vectors_alive() -> None:
+    """A zero vector would stay zero: the cap and the penalty of that block would be off for good."""
+    weight = torch.randn(3, 6, 9, generator=torch.Generator().manual_seed(4))
+    sigma, v = power_step(torch.zeros_like(weight), start_vectors(3, 9))
+    assert torch.equal(sigma, torch.zeros(3))
+    assert torch.equal(v, start_vectors(3, 9))
+    one_zero = weight * torch.tensor([1.0, 0.0, 1.0])[:, None, None]
+    for step in (one_zero, *[weight] * 30):
+        sigma, v = power_step(step, v)
+    assert (sigma >= 0.9 * torch.from_numpy(svd_norm(weight))).all()

@@ -29,12 +29,14 @@ from trainers.certvit.prox import soft_threshold
 
 @dataclass(frozen=True)
 class Rows:
-    """One mini-batch of a layer: inputs x (T, I), outputs y - b (T, O), and what follows: None, or thresholds (T, O) of
-    ReLU_theta that its activations are held against. Proof: docs/proofs.md#certvit-problem."""
+    """One mini-batch of a layer: inputs x (T, I), outputs less the bias y (T, O), what follows: None, or thresholds
+    (T, O) of ReLU_theta that its activations are held against, and the bias b (O,). Proof:
+    docs/proofs.md#certvit-problem."""
 
     x: Tensor
     y: Tensor
     theta: Tensor | None = None
+    b: Tensor | float = 0.0
 
     def miss(self, w: Tensor) -> Tensor:
         """W x + b - y, less what the subdifferential allows: (T, O)."""
@@ -42,7 +44,7 @@ class Rows:
         if self.theta is None:
             return z - self.y
         # The nearest point of the subdifferential of y = min(max(z, 0), theta) is 0 inside, and z - y outside.
-        y = self.y.clamp_min(0).minimum(self.theta)
+        z, y = z + self.b, (self.y + self.b).clamp_min(0).minimum(self.theta)
         miss = z - y
         miss = torch.where(y <= 0, miss.clamp_min(0), miss)
         return torch.where(y >= self.theta, miss.clamp_max(0), miss)

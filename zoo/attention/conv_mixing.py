@@ -22,6 +22,7 @@ from zoo.attention.softmax import check_heads
 from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, NoRule, expect, register
+from zoo.bounds.rules import added
 from zoo.spectral import sigma_upper
 
 SYMBOL_BYTES = 2**28  # memory for the matrices of a few frequencies at a time
@@ -113,7 +114,7 @@ def _measured(module: ConvMixing, residual: bool) -> Layer:
 
     def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
         gain, y_BND = norm(x_BND.shape[1]), module(x_BND)
-        return (x_BND + y_BND if residual else y_BND), lambda r: gain * r
+        return (added(x_BND, y_BND) if residual else y_BND), lambda r: gain * r
 
     return layer
 

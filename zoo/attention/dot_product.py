@@ -16,7 +16,7 @@ from torch import Tensor
 from zoo.attention.facts import AttentionRules, attention_facts
 from zoo.attention.local import expand_attention, lofast_local
 from zoo.attention.lofast import lofast
-from zoo.attention.qkv import PLAIN, Mixing, qkv_split
+from zoo.attention.qkv import PLAIN, Mixing, qkv_shapes, qkv_split
 from zoo.attention.softmax import QKVAttention
 from zoo.bounds.contracts import Precision, Rounded, Rounding
 from zoo.bounds.facts import register
@@ -97,4 +97,7 @@ def _longest(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1).flatten(1).amax(1)
 
 
-register(DotProductAttention, replace(attention_facts(_rules), rounding=rounding, split=qkv_split, mixing=sharper))
+register(
+    DotProductAttention,
+    replace(attention_facts(_rules, qkv_shapes), rounding=rounding, split=qkv_split, mixing=sharper),
+)

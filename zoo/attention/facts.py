@@ -8,12 +8,14 @@ the rules of their content here: those of its fact `mixing`, where it has sharpe
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from zoo.attention.qkv import AttentionBounds, Mixing, Split, bounded, least
+from zoo.attention.qkv import AttentionBounds, Mixing, Split, bounded, least, qkv_shapes
 from zoo.bounds.contracts import Expand, Layer
 from zoo.bounds.facts import Facts, M, facts_of
+from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rules import residual
 
 
@@ -46,9 +48,10 @@ def by_split(module: Callable[[Tensor], Tensor], content: nn.Module, mixing: Mix
     return AttentionRules(layer, layer, expand)
 
 
-def attention_facts(rules: Callable[[M], AttentionRules]) -> Facts[M]:
-    """All facts of an attention, from its rules."""
+def attention_facts(rules: Callable[[M], AttentionRules], shapes: Callable[[M], Shapes]) -> Facts[M]:
+    """All facts of an attention, from its rules and the shapes of its weights."""
     return Facts(
+        shapes=shapes,
         rule=lambda module: rules(module).published(False),
         residual=lambda module: rules(module).published(True),
         local=lambda module: rules(module).local(False),
@@ -58,10 +61,13 @@ def attention_facts(rules: Callable[[M], AttentionRules]) -> Facts[M]:
 
 
 def softmax_facts(
-    rule: Callable[[M], Layer], split: Callable[[M], Split], local: Callable[[M], Layer] | None = None
+    rule: Callable[[M], Layer],
+    split: Callable[[M], Split],
+    local: Callable[[M], Layer] | None = None,
+    shapes: Callable[[M], Shapes] | None = None,
 ) -> Facts[M]:
     """All facts of a variant that is known by its published `rule` and its `split`. `local`: another local rule than
-    the lesser of the published one and that of the split."""
+    the lesser of the published one and that of the split. `shapes`: others than those of `QKVAttention`."""
 
     def lesser(module: M) -> Layer:
         return least(rule(module), AttentionBounds(module, module).layer)
@@ -69,13 +75,15 @@ def softmax_facts(
     def expand(module: M) -> Expand:
         return bounded(AttentionBounds(module, module).expand, (local or lesser)(module))
 
-    return Facts(rule=rule, local=local or lesser, expansion=expand, split=split)
+    stated: Any = shapes or qkv_shapes
+    return Facts(rule=rule, local=local or lesser, expansion=expand, split=split, shapes=stated)
 
 
-def facts_by_split(split: Callable[[M], Split]) -> Facts[M]:
-    """All facts of a variant of which no more is known than how its queries, keys and values are made."""
+def facts_by_split(split: Callable[[M], Split], shapes: Callable[[M], Shapes] | None = None) -> Facts[M]:
+    """All facts of a variant of which no more is known than how its queries, keys and values are made. `shapes`: as
+    above."""
 
     def layer(module: M) -> Layer:
         return AttentionBounds(module, module).layer
 
-    return softmax_facts(layer, split, layer)
+    return softmax_facts(layer, split, layer, shapes)

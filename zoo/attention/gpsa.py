@@ -21,6 +21,7 @@ from zoo.attention.facts import AttentionRules, attention_facts, rules_with_mixi
 from zoo.attention.qkv import Mixing
 from zoo.attention.softmax import QKVAttention, SoftmaxAttention
 from zoo.bounds.facts import expect, register
+from zoo.bounds.hypotheses import Shapes
 
 FEW = 64  # tokens of which all N^2 weights are written out; there the two ways take the same time
 
@@ -109,8 +110,14 @@ def _rules(module: GPSA) -> AttentionRules:
     remainder is that of (1 - g) P X M. docs/proofs.md#gpsa.
     """
     expect(module.pos_proj, nn.Linear)
-    share_H = 1 - module.gating_param.detach().sigmoid()
+    share_H = (-module.gating_param.detach()).sigmoid()
     return rules_with_mixing(module, module.content, Mixing(mix=module.mixed, gain_H=share_H))
 
 
-register(GPSA, attention_facts(_rules))
+def gpsa_shapes(module: GPSA) -> Shapes:
+    """A gate, and weights of the three numbers of an offset, a head."""
+    heads = module.content.num_heads
+    return {"gating_param": (heads,), "pos_proj.weight": (heads, 3), "pos_proj.bias": (heads,)}
+
+
+register(GPSA, attention_facts(_rules, gpsa_shapes))

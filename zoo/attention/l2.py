@@ -25,6 +25,7 @@ from zoo.attention.softmax import SoftmaxAttention, check_heads
 from zoo.attention.theory.core import Score
 from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.facts import NoRule, expect, register
+from zoo.bounds.hypotheses import Shapes, power_vectors
 from zoo.layers.cap import cap_
 from zoo.spectral import sigma_upper, start_vectors
 
@@ -197,4 +198,11 @@ def local_l2(module: L2Attention) -> Layer:
     return least(l2(module), local) if module.k is None else local
 
 
-register(L2Attention, softmax_facts(l2, l2_split, local_l2))  # second order: docs/proofs.md#l2-attention
+def l2_shapes(module: L2Attention) -> Shapes:
+    """Every projection goes from width D to width D."""
+    dim = module.q.in_features
+    weights = dict.fromkeys(("q.weight", "k.weight", "v.weight", "proj.weight"), (dim, dim))
+    return {**weights, **power_vectors("power_q_HD", "power_k_HD", "power_v_HD", "power_o_1D")}
+
+
+register(L2Attention, softmax_facts(l2, l2_split, local_l2, l2_shapes))  # second order: docs/proofs.md#l2-attention

@@ -18,6 +18,7 @@ from zoo.attention.theory.joint import Heads, JointCore, measure, same
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.facts import expect
 from zoo.bounds.products import chained
+from zoo.bounds.rules import added
 from zoo.spectral import sigma_upper
 
 
@@ -62,7 +63,7 @@ def lofast_local(
         mixed = mix(p_BHNN)
         core, zeta_B = JointCore(heads, q, k, v, p_BHNN, mixed), zeta(mixed, m_HDD, norm_m_H, residual)
         y = module(x_BND)
-        return (x_BND + y if residual else y), lambda r: nan_to_inf(zeta_B * r + core.moved(same(r)))
+        return (added(x_BND, y) if residual else y), lambda r: nan_to_inf(zeta_B * r + core.moved(same(r)))
 
     return layer
 

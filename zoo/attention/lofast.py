@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zoo.attention.softmax import QKVAttention
 from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.facts import expect
+from zoo.bounds.rules import added
 from zoo.spectral import sigma_upper
 
 DENSE_LIMIT = 4096  # N D up to which zeta is the norm of the dense (N D, N D) matrix
@@ -82,6 +83,6 @@ def lofast(
             return zeta_B * r + (change_H * (norm_xm_BH + norm_m_H * r_1)).sum(-1)
 
         y = module(x_BND)
-        return (x_BND + y if residual else y), bound
+        return (added(x_BND, y) if residual else y), bound
 
     return layer

@@ -28,6 +28,7 @@ from zoo.attention.theory.joint import same
 from zoo.attention.theory.separate import SeparateCore
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.facts import NoRule, expect, facts_of
+from zoo.bounds.hypotheses import Shapes, power_vectors
 from zoo.bounds.products import chained
 from zoo.spectral import sigma_upper
 
@@ -92,6 +93,12 @@ def qkv_split(module: QKVAttention, transform: Callable[[Tensor], QKVTransform] 
     expect(module.proj, nn.Linear)
     weights = module.head_weights_3HOD().detach().double()
     return Split(Score(module.scale), lambda x: torch.stack(module.projections(x)), weights, module.proj, transform)
+
+
+def qkv_shapes(module: QKVAttention) -> Shapes:
+    """W_Q, W_K, W_V of all heads in one matrix, and W_O."""
+    dim = module.qkv.in_features
+    return {"qkv.weight": (3 * dim, dim), "proj.weight": (dim, dim), **power_vectors("power_3HD", "power_o_1D")}
 
 
 @dataclass(frozen=True)

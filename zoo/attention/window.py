@@ -19,6 +19,7 @@ from zoo.attention.qkv import AttentionBounds, Mixing, least
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.bounds.contracts import Layer
 from zoo.bounds.facts import Facts, register
+from zoo.bounds.hypotheses import Shapes
 
 
 class WindowAttention(nn.Module):
@@ -33,7 +34,7 @@ class WindowAttention(nn.Module):
         super().__init__()
         if not isinstance(content, SoftmaxAttention):
             raise UserError(f"{type(content).__name__} has no scores to add a bias to; choose a softmax attention")
-        self.content = content
+        self.content, self.window_size = content, tuple(window_size)
         height, width = window_size
         offsets = (2 * height - 1) * (2 * width - 1)
         self.relative_position_bias_table = nn.Parameter(torch.empty(offsets, content.num_heads))
@@ -77,6 +78,14 @@ def window_bounds(module: WindowAttention, mask: Tensor | None) -> AttentionBoun
     return AttentionBounds(lambda x_BND: module(x_BND, mask), module.content, mixing(module, mask))
 
 
+def window_shapes(module: WindowAttention) -> Shapes:
+    """A number of the table for every offset and head, and the row of every pair of tokens."""
+    height, width = module.window_size
+    offsets, tokens = (2 * height - 1) * (2 * width - 1), height * width
+    table = (offsets, module.content.num_heads)
+    return {"relative_position_bias_table": table, "relative_position_index": (tokens, tokens)}
+
+
 def masked(module: WindowAttention, mask: Tensor | None, local: bool = False) -> Layer:
     """The rule of windows with a mask; superhomogeneous, also with local constants."""
     published = rules_of(module, mask).published(False)
@@ -89,5 +98,6 @@ register(
         rule=lambda module: rules_of(module).published(False),
         local=lambda module: rules_of(module).local(False),
         expansion=lambda module: rules_of(module).expand(),
+        shapes=window_shapes,
     ),
 )

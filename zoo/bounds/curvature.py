@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from zoo.arithmetic import U
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node
 from zoo.bounds.facts import Link, NoRule, facts_of
+from zoo.bounds.hypotheses import expanded_in_range
 from zoo.bounds.products import ABOVE, affine_rounding, chained
 from zoo.bounds.rules import added, layer_of, radii, trunk
 
@@ -54,7 +55,7 @@ def expansion_of(module: nn.Module) -> Expand:
         layer_of(module, local=True)  # refuses what has no rule of first order, such as unsound activations
     if expansion is None:
         raise NoRule(module, "no remainder is proved for this module type")
-    return expansion(module)
+    return expanded_in_range(expansion(module))
 
 
 def affine(module: nn.Module) -> Expand:

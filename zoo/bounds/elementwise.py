@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from zoo.arithmetic import U, gamma
+from zoo.arithmetic import FAR, U, at_least_near, gamma, length, product
 from zoo.bounds.activations import activation_of, lipschitz, slope_range
 from zoo.bounds.contracts import (
     Activation,
@@ -77,18 +77,18 @@ class UnitForms:
         return self.units(probes).square().sum(0)
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
-        c_CBNH, s_CBNH = self.activation.parabola(self.z_BNH, self.outputs_T(g), reach)
+        c_CBNH, s_CBNH = self.activation.parabola(self.z_BNH, self.outputs_T(g), at_least_near(reach))
         return replace(self._form(c_CBNH), constant=s_CBNH.sum((-2, -1)))
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        return self._form((weight * self.activation.chord(self.z_BNH, reach)).square()[None])
+        return self._form((weight * self.activation.chord(self.z_BNH, at_least_near(reach))).square()[None])
 
     def size(self, reach: Tensor) -> Tensor:
         return self.activation.chord(self.z_BNH, reach) * reach
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
         """The forms are diagonal in d."""
-        less, more = (self.activation.chord(self.z_BNH, reach) for reach in (small, large))
+        less, more = (self.activation.chord(self.z_BNH, at_least_near(reach)) for reach in (small, large))
         return largest_share(less, more).square()
 
     def spread(self, r: Tensor) -> Tensor:
@@ -115,9 +115,9 @@ def units_beta(activation: Activation, form: Form, z_BNH: Tensor) -> Bound:
     """|S R|, also at most the range of slopes times ||S W_1|| r, as R = (D' - D) d with slopes D' that sigma has."""
 
     def beta(z_PNH: Tensor, r_P: Tensor) -> Tensor:
-        reach_PNH = form.lengths_H * r_P[:, None, None]
-        quadratic = activation.beta(z_PNH, form.scales_H, reach_PNH, r_P, form.lambda_max)
-        return torch.minimum(quadratic, slope_range(activation) * form.norm * r_P)
+        finite_P = r_P.clamp(max=FAR)
+        quadratic = activation.beta(z_PNH, form.scales_H, _reach(form, finite_P), finite_P, form.lambda_max)
+        return _within(r_P, quadratic, slope_range(activation) * form.norm * r_P)
 
     return lambda r: _in_chunks(beta, r, z_BNH)
 
@@ -126,17 +126,26 @@ def units_remainder(activation: Activation, form: Form, z_BNH: Tensor, w_CBNH: T
     """-sum w_h R_h, which is also at most |S^{-1} w| |S R|."""
 
     def remainder(z_PNH: Tensor, r_P: Tensor, w_PNH: Tensor) -> Tensor:
-        reach_PNH = form.lengths_H * r_P[:, None, None]
-        quadratic = activation.remainder(z_PNH, w_PNH, reach_PNH, r_P, form.lambda_max)
-        weight_P = torch.linalg.vector_norm((w_PNH / form.scales_H).flatten(1), dim=-1)
-        return torch.minimum(quadratic, slope_range(activation) * form.norm * weight_P * r_P)
+        finite_P = r_P.clamp(max=FAR)
+        quadratic = activation.remainder(z_PNH, w_PNH, _reach(form, finite_P), finite_P, form.lambda_max)
+        weight_P = length((w_PNH / form.scales_H).flatten(1))
+        return _within(r_P, quadratic, product(slope_range(activation) * form.norm * weight_P, r_P))
 
     return lambda r: _in_chunks(remainder, r.expand(torch.broadcast_shapes(r.shape, w_CBNH.shape[:2])), z_BNH, w_CBNH)
 
 
+def _reach(form: Form, r_P: Tensor) -> Tensor:
+    """D_h, large enough to be squared."""
+    return at_least_near(form.lengths_H * r_P[:, None, None])
+
+
+def _within(r_P: Tensor, quadratic_P: Tensor, linear_P: Tensor) -> Tensor:
+    """The lesser of two bounds. The first is computed for radii up to FAR, and holds for those."""
+    return torch.where(r_P > FAR, linear_P, torch.minimum(quadratic_P, linear_P))
+
+
 def _in_chunks(value: Callable[..., Tensor], r: Tensor, *units: Tensor) -> Tensor:
-    """value(z, r, ...) for every entry of r (..., B) or (..., C, B), a few pairs at a time; 0 at 0, and infinity stays
-    infinity."""
+    """value(z, r, ...) for every entry of r (..., B) or (..., C, B), a few pairs at a time; 0 at 0."""
     z_BNH = units[0]
     flat = [unit.flatten(0, -3) for unit in units]
     r_P = r.flatten()
@@ -144,8 +153,8 @@ def _in_chunks(value: Callable[..., Tensor], r: Tensor, *units: Tensor) -> Tenso
     value_P = torch.zeros_like(r_P)
     for p in (r_P > 0).nonzero().flatten().split(few):
         z, *rest = (unit[p % len(unit)] for unit in flat)
-        value_P[p] = value(z, r_P[p].clamp(max=1e100), *rest)
-    return torch.where(torch.isinf(r_P) & (value_P > 0), r_P, value_P).view(r.shape)
+        value_P[p] = value(z, r_P[p], *rest)
+    return value_P.view(r.shape)
 
 
 def elementwise(module: nn.Module, activation: Activation) -> Expand:

@@ -13,9 +13,11 @@ Each fact is a function of the module, and is asked for by a function of its own
     rounding               how far the served module is from the float64 one               rounding.py    roundings_of
     split                  of softmax attention: how queries, keys and values are made     zoo/attention/qkv.py
     mixing                 the same: its rules with another mixing of the values           zoo/attention/facts.py
+    shapes                 of its parameters and buffers, which all of this is proved for  hypotheses.py
 
-A module has `rule` or `chain`; everything else may be missing, and is then refused or does without. Look-up is by the
-exact type: a subclass with another `forward` would inherit a false proof.
+A module has `rule` or `chain`, and `shapes` if it has parameters or buffers of its own; everything else may be missing,
+and is then refused or does without. Look-up is by the exact type: a subclass with another `forward` would inherit a
+false proof.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,6 +30,7 @@ from certizoo import UserError
 from zoo import pristine
 from zoo.bounds import genuine
 from zoo.bounds.contracts import Activation, Expand, Layer, Node, Precision, Rounding
+from zoo.bounds.hypotheses import Shapes, fault_of_numbers, fault_of_shapes, unstated
 
 M = TypeVar("M", bound=nn.Module)
 M_contra = TypeVar("M_contra", bound=nn.Module, contravariant=True)
@@ -70,6 +73,7 @@ class Facts(Generic[M_contra]):
     rounding: Callable[[M_contra, Precision], Rounding] | None = None
     split: Callable[[M_contra], Any] | None = None
     mixing: Callable[..., Any] | None = None
+    shapes: Callable[[M_contra], Shapes] | None = None
 
 
 NOTHING: Facts[nn.Module] = Facts()
@@ -122,13 +126,22 @@ def expect(part: nn.Module, *kinds: type[nn.Module]) -> None:
 
 
 def refuse_altered(module: nn.Module, path: str = "") -> None:
-    """A hook, a patched method, a number in disguise make it another function than the one that the facts speak of:
-    genuine.py. Raises `NoRule`."""
-    if fault := genuine.fault_of(module):
+    """A hook, a patched method, a number in disguise (genuine.py), or a weight of another shape (hypotheses.py) make it
+    another function than the one that the facts speak of. Raises `NoRule`."""
+    if fault := genuine.fault_of(module) or fault_of_shapes(module, _shapes(module)):
         raise NoRule(module, fault, path)
 
 
 def refuse_unknown(module: nn.Module, path: str = "") -> None:
-    """Also of parts that no rule asks about: what they do must be code that is known. Raises `NoRule`."""
+    """Also of parts that no rule asks about: what they do must be code that is known, and their numbers of known shapes
+    and within the range of the proofs. Raises `NoRule`."""
     if not genuine.is_known(type(module)):
         raise NoRule(module, path=path)
+    if fault := unstated(module, shapes := _shapes(module)) or fault_of_numbers(module, shapes):
+        raise NoRule(module, fault, path)
+
+
+def _shapes(module: nn.Module) -> Shapes:
+    """Those stated; also of a module with parametrised weights, whose type is torch's."""
+    stated = _TABLE.get(genuine.kind_of(module), NOTHING).shapes
+    return {} if stated is None else stated(module)

@@ -47,10 +47,26 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and buffer by its path."""
     for path, module in modules_of(model):
-        for kept in ("_parameters", "_buffers"):
-            for key, tensor in _state(module).get(kept, {}).items():
-                if tensor is not None:
-                    yield f"{path}.{key}" if path else key, tensor
+        for key, tensor in own_tensors(module):
+            yield f"{path}.{key}" if path else key, tensor
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of the module itself."""
+    for kept in ("_parameters", "_buffers"):
+        for key, tensor in _state(module).get(kept, {}).items():
+            if tensor is not None:
+                yield key, tensor
+
+
+def stored(module: nn.Module, path: str) -> Tensor | None:
+    """A parameter or buffer by its path; None where none is stored there, as of a parametrised weight."""
+    *parts, name = path.split(".")
+    for part in parts:
+        if (inner := _parts(module).get(part)) is None:
+            return None
+        module = inner
+    return dict(own_tensors(module)).get(name)
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
@@ -184,7 +200,7 @@ def _fault_of_state(module: nn.Module) -> str | None:
     for name in own.keys() - set(KEPT):
         if fault := _fault_of_attribute(type(module), own, name, own[name]):
             return f"its {name} {fault}"
-    return _fault_of_shapes(module, own)
+    return None
 
 
 def _fault_of_attribute(kind: type, own: dict[str, Any], name: str, value: object) -> str | None:
@@ -224,15 +240,6 @@ def _fault_of_tensor(tensor: object) -> str | None:
         if _hides(type(tensor), name) or name.startswith("__"):
             return f"has its {name} patched; delete that attribute"
     return None
-
-
-def _fault_of_shapes(module: nn.Module, own: dict[str, Any]) -> str | None:
-    """A bias of another shape would be broadcast: one output would become many."""
-    weight, bias = (own["_parameters"].get(name) for name in ("weight", "bias"))
-    if not isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or weight is None or bias is None:
-        return None
-    fits = bias.shape == weight.shape[:1]
-    return None if fits else f"its bias has the shape {tuple(bias.shape)} beside weights of {tuple(weight.shape)}"
 
 
 def _hides(kind: type, name: str) -> bool:

@@ -25,6 +25,7 @@ from certizoo import UserError
 from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.facts import Link, Links, NoRule, expect, facts_of, refuse_altered, refuse_unknown
 from zoo.bounds.genuine import modules_of
+from zoo.bounds.hypotheses import in_range
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Step:
     parts: tuple[nn.Module | str, ...]
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Bound]:
-        return self.layer(x)
+        y, bound = self.layer(x)
+        return y, in_range(bound)
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ def classifier_of(model: nn.Module, *, local: bool = False) -> tuple[Layer, nn.L
 
 def trunk(model: nn.Module) -> tuple[Sequence[nn.Module | Link], nn.Linear]:
     """The links of a model, modules that are mere chains taken apart, and its head. Raises `NoRule` for a model that
-    was altered anywhere, or holds code that is not known: also inside modules whose rule reads the weights without
-    calling the parts."""
+    was altered anywhere, or holds code that is not known, or numbers that the proofs do not speak of: also inside
+    modules whose rule reads the weights without calling the parts."""
     for path, module in modules_of(model):
         refuse_altered(module, path)
         refuse_unknown(module, path)

@@ -10,6 +10,7 @@ from zoo.bounds.contracts import Layer
 from zoo.bounds.curvature import affine
 from zoo.bounds.elementwise import scalar
 from zoo.bounds.facts import Facts, NoRule, register
+from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rounding import exact_module
 from zoo.bounds.rules import scaled
 from zoo.spectral import sigma_upper
@@ -25,13 +26,18 @@ def linear(module: nn.Linear) -> Layer:
     return scaled(module, sigma_upper(module.weight))
 
 
+def linear_shapes(module: nn.Linear) -> Shapes:
+    """W and b."""
+    return {"weight": (module.out_features, module.in_features), "bias": (module.out_features,)}
+
+
 def identity(module: nn.Module) -> Layer:
     """An identity in eval mode (dropout is off), or a mere reshaping."""
     return scaled(module, 1.0)
 
 
 register(nn.Sequential, Facts(chain=list))
-register(nn.Linear, Facts(rule=linear, expansion=affine))
+register(nn.Linear, Facts(rule=linear, expansion=affine, shapes=linear_shapes))
 register(nn.Identity, Facts(rule=identity, expansion=affine, rounding=exact_module))
 register(nn.Dropout, Facts(rule=identity, expansion=affine, rounding=exact_module))
 register(nn.Flatten, Facts(rule=identity, expansion=affine))

@@ -14,6 +14,7 @@ from zoo.arithmetic import U
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, NoRule, register
+from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rounding import MatrixProduct, size
 from zoo.spectral import sigma_upper
 
@@ -129,6 +130,12 @@ def conv2d_rounding(module: nn.Conv2d, precision: Precision) -> Rounding:
     return around
 
 
+def conv_shapes(module: nn.Conv1d | nn.Conv2d) -> Shapes:
+    """The kernel (O, C, k, ...) and b."""
+    out = module.out_channels
+    return {"weight": (out, module.in_channels // module.groups, *module.kernel_size), "bias": (out,)}
+
+
 def _measured(module: nn.Conv2d, weight: Tensor) -> Callable[[Tensor], Tensor]:
     """The norm of the convolution with this weight by its output: it depends on the size of the image, and is measured
     once per size."""
@@ -148,5 +155,6 @@ def _measured(module: nn.Conv2d, weight: Tensor) -> Callable[[Tensor], Tensor]:
     return norm_of
 
 
-register(nn.Conv2d, Facts(rule=conv2d, expansion=affine, rounding=conv2d_rounding))
-register(CellConv2d, Facts(rule=conv2d, expansion=affine, rounding=conv2d_rounding))
+register(nn.Conv2d, Facts(rule=conv2d, expansion=affine, rounding=conv2d_rounding, shapes=conv_shapes))
+register(CellConv2d, Facts(rule=conv2d, expansion=affine, rounding=conv2d_rounding, shapes=conv_shapes))
+register(nn.Conv1d, Facts(shapes=conv_shapes))  # what is around it reads it

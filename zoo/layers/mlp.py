@@ -13,8 +13,9 @@ from zoo.bounds.contracts import Bound, Expand, Layer, Precision, Rounded, Round
 from zoo.bounds.elementwise import kernel_slope
 from zoo.bounds.facts import Facts, Links, NoRule, expect, register
 from zoo.bounds.fused import fused
+from zoo.bounds.hypotheses import Shapes, power_vectors
 from zoo.bounds.rounding import OUT, matrix_product, size
-from zoo.bounds.rules import chain, layer_of
+from zoo.bounds.rules import added, chain, layer_of
 from zoo.layers.constrained import constrain_
 from zoo.spectral import start_vectors
 
@@ -47,6 +48,7 @@ class SLL(nn.Module):
 
     def __init__(self, dim: int, hidden: int, act: type[nn.Module] = nn.ReLU) -> None:
         super().__init__()
+        self.dim, self.hidden = dim, hidden
         self.weight = nn.Parameter(torch.empty(dim, hidden))
         self.bias = nn.Parameter(torch.zeros(hidden))
         self.log_q = nn.Parameter(torch.zeros(hidden))
@@ -84,7 +86,7 @@ class ConstrainedMlp(nn.Module):
         constrain_(self.fc2, self.constraint)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x + self.fc2(self.act(self.fc1(x)))) / 2
+        return added(x, self.fc2(self.act(self.fc1(x)))) / 2
 
 
 def sll(module: SLL) -> Layer:
@@ -95,6 +97,11 @@ def sll(module: SLL) -> Layer:
     if least < 0 or most > 1:
         raise NoRule(module, f"SLL is not 1-Lipschitz with {type(module.act).__name__} (slopes leave [0, 1])")
     return lambda x: (module(x), lambda r: r)
+
+
+def sll_shapes(module: SLL) -> Shapes:
+    """W, b and log q."""
+    return {"weight": (module.dim, module.hidden), "bias": (module.hidden,), "log_q": (module.hidden,)}
 
 
 def mlp_chain(module: Mlp) -> Links:
@@ -199,6 +206,14 @@ def sll_rounding(module: SLL, precision: Precision) -> Rounding:
     return around
 
 
-register(Mlp, Facts(chain=mlp_chain, expansion=mlp_expansion, rounding=mlp_rounding))
-register(SLL, Facts(rule=sll, expansion=sll_expansion, rounding=sll_rounding))
+register(
+    Mlp,
+    Facts(
+        chain=mlp_chain,
+        expansion=mlp_expansion,
+        rounding=mlp_rounding,
+        shapes=lambda module: power_vectors("power_fc1_1D", "power_fc2_1D"),
+    ),
+)
+register(SLL, Facts(rule=sll, expansion=sll_expansion, rounding=sll_rounding, shapes=sll_shapes))
 register(ConstrainedMlp, Facts(rule=constrained_mlp, expansion=constrained_mlp_expansion))

@@ -22,7 +22,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from zoo.arithmetic import gamma, product
+from zoo.arithmetic import at_least_near, gamma, length, product
 from zoo.bounds.activations import beyond, hinge_parabola
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.elementwise import largest_share
@@ -63,7 +63,7 @@ class Reach:
 
     @classmethod
     def of(cls, reach: Tensor) -> "Reach":
-        axes, line, size = reach.tensor_split([reach.shape[-1] - 2, reach.shape[-1] - 1], -1)
+        axes, line, size = at_least_near(reach).tensor_split([reach.shape[-1] - 2, reach.shape[-1] - 1], -1)
         size = torch.minimum(size, _length(axes))
         return cls(axes, size, torch.minimum(line, size))
 
@@ -372,4 +372,4 @@ def _dot(v: Tensor, w: Tensor) -> Tensor:
 
 
 def _length(v: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    return length(v).unsqueeze(-1)

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.arithmetic import FAR, length, product
 from zoo.arithmetic import gamma as gamma_k
-from zoo.arithmetic import product
 from zoo.bounds.activations import hinges
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, NoRule, register
+from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rounding import OUT, size
-from zoo.bounds.rules import layer_of, scaled
+from zoo.bounds.rules import layer_of
 from zoo.layers.norm_forms import BoundedForms, ProjectForms
 from zoo.spectral import sigma_upper
 
@@ -73,7 +74,7 @@ class CenterNorm(nn.Module):
         super().__init__()
         if dim < 2:
             raise UserError(f"CenterNorm needs 2 channels or more, got {dim}; take another norm")
-        self.gain = dim / (dim - 1)
+        self.dim, self.gain = dim, dim / (dim - 1)
         self.weight = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim))
 
@@ -85,7 +86,7 @@ class CenterNorm(nn.Module):
         return self.weight
 
     def extra_repr(self) -> str:
-        return f"{len(self.weight)}"
+        return f"{self.dim}"
 
 
 def _chord(t: Tensor) -> Tensor:
@@ -165,7 +166,24 @@ def center_norm(module: CenterNorm) -> Layer:
     """Affine: the norm of diag(gamma) d / (d - 1) (I - 1 1^T / d), exact. Proof: docs/proofs.md#center-norm."""
     gamma = module.weight.detach().double()
     eye = torch.eye(len(gamma), dtype=gamma.dtype, device=gamma.device)
-    return scaled(module, sigma_upper(gamma[:, None] * module.gain * (eye - 1 / len(gamma))))
+    norm = sigma_upper(gamma[:, None] * module.gain * (eye - 1 / len(gamma)))
+
+    def layer(x: Tensor) -> tuple[Tensor, Bound]:
+        if x.shape[-1] != module.dim:
+            raise NoRule(module, f"its {module.dim} weights would be broadcast over {x.shape[-1]} channels")
+        return module(x), lambda r: norm * r
+
+    return layer
+
+
+def layer_norm_shapes(module: nn.LayerNorm) -> Shapes:
+    """gamma and b."""
+    return dict.fromkeys(("weight", "bias"), tuple(module.normalized_shape))
+
+
+def center_norm_shapes(module: CenterNorm) -> Shapes:
+    """gamma and beta."""
+    return dict.fromkeys(("weight", "bias"), (module.dim,))
 
 
 # second order ---------------------------------------------------------------------------------------------------------
@@ -200,8 +218,8 @@ def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
     of_token = normalisation_remainder(rt_BN, radius)
 
     def remainder(g: Tensor) -> Bound:
-        g_CBN = torch.linalg.vector_norm(g, dim=-1).flatten(2)
-        whole_CB = torch.linalg.vector_norm(g_CBN, dim=-1)
+        g_CBN = length(g).flatten(2)
+        whole_CB = length(g_CBN)
         return lambda r: torch.minimum(product(g_CBN, of_token(r)).amax(-1), product(whole_CB, r))
 
     def times_j(g: Tensor) -> Tensor:
@@ -288,17 +306,17 @@ def layer_project_expansion(module: LayerProject) -> Expand:
             return torch.where(outside_BN, q, torch.zeros_like(q))
 
         def remainder(g: Tensor) -> Bound:
-            g_CBN = torch.linalg.vector_norm(g, dim=-1).flatten(2)
-            whole_CB = torch.linalg.vector_norm(g_CBN, dim=-1)
+            g_CBN = length(g).flatten(2)
+            whole_CB = length(g_CBN)
 
             def bound(r: Tensor) -> Tensor:
-                finite = r.clamp(max=1e100).expand(torch.broadcast_shapes(r.shape, whole_CB.shape))
+                finite = r.clamp(max=FAR).expand(torch.broadcast_shapes(r.shape, whole_CB.shape))
                 square = finite.square()[..., None]
                 q_CBN = g_CBN * smooth(finite)
                 reach, v, k = torch.broadcast_tensors(finite[..., None], g_CBN, k_BN)
                 v, k, reach = v.unsqueeze(-2), k.unsqueeze(-2), reach.unsqueeze(-2)
                 shared = hinges(v, k, reach, finite, lambda c: (q_CBN + square * c.squeeze(-2)).amax(-1))
-                return torch.minimum(torch.where(torch.isinf(r), product(shared, r), shared), product(whole_CB, r))
+                return torch.minimum(torch.where(r > FAR, torch.inf, shared), product(whole_CB, r))
 
             return bound
 
@@ -367,7 +385,10 @@ def layer_norm_rounding(module: nn.LayerNorm, precision: Precision) -> Rounding:
     return around
 
 
-register(nn.LayerNorm, Facts(rule=layer_norm, expansion=layer_norm_expansion, rounding=layer_norm_rounding))
+register(
+    nn.LayerNorm,
+    Facts(rule=layer_norm, expansion=layer_norm_expansion, rounding=layer_norm_rounding, shapes=layer_norm_shapes),
+)
 register(SmoothProject, Facts(rule=smooth_project, expansion=smooth_project_expansion, rounding=projection_rounding))
 register(LayerProject, Facts(rule=layer_project, expansion=layer_project_expansion, rounding=projection_rounding))
-register(CenterNorm, Facts(rule=center_norm, expansion=affine))
+register(CenterNorm, Facts(rule=center_norm, expansion=affine, shapes=center_norm_shapes))

@@ -14,8 +14,9 @@ from certizoo import UserError
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, expect, register
+from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rounding import OUT, TINY, matrix_product, size
-from zoo.layers.convolution import CellConv2d
+from zoo.layers.convolution import CellConv2d, conv_shapes
 from zoo.spectral import sigma_upper
 
 
@@ -27,6 +28,7 @@ class Normalize(nn.Module):
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
+        self.chans = len(mean)
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
 
@@ -65,7 +67,12 @@ def normalize_rounding(module: Normalize, precision: Precision) -> Rounding:
     return around
 
 
-register(Normalize, Facts(rule=normalize, expansion=affine, rounding=normalize_rounding))
+def normalize_shapes(module: Normalize) -> Shapes:
+    """One number a channel."""
+    return {"mean": (module.chans, 1, 1), "std": (module.chans, 1, 1)}
+
+
+register(Normalize, Facts(rule=normalize, expansion=affine, rounding=normalize_rounding, shapes=normalize_shapes))
 
 
 class PatchProjection(nn.Conv2d):
@@ -83,7 +90,7 @@ class PatchProjection(nn.Conv2d):
 
 
 register(PatchEmbed, Facts())  # what is around them reads them
-register(PatchProjection, Facts())
+register(PatchProjection, Facts(shapes=conv_shapes))
 
 
 def by_products_(patch_embed: PatchEmbed) -> None:

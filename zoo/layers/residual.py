@@ -17,6 +17,7 @@ from certizoo import UserError
 from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, NoRule, register
+from zoo.bounds.hypotheses import Shapes
 
 
 class _Projected(torch.autograd.Function):
@@ -48,7 +49,7 @@ class WeightedResidual(nn.Module):
         super().__init__()
         if not 0 <= init <= bound:
             raise UserError(f"residual init {init:g} is not in [0, bound = {bound:g}]; change one of them")
-        self.init, self.bound = init, bound
+        self.dim, self.init, self.bound = dim, init, bound
         self.alpha_D = nn.Parameter(torch.full((dim,), init))
 
     def weights_D(self) -> Tensor:
@@ -60,7 +61,7 @@ class WeightedResidual(nn.Module):
         return x * self.weights_D()
 
     def extra_repr(self) -> str:
-        return f"{len(self.alpha_D)}, init={self.init:g}, bound={self.bound:g}"
+        return f"{self.dim}, init={self.init:g}, bound={self.bound:g}"
 
 
 def weighted_residual(module: WeightedResidual) -> Layer:
@@ -68,11 +69,16 @@ def weighted_residual(module: WeightedResidual) -> Layer:
     gain = module.weights_D().detach().double().abs().max()
 
     def layer(x: Tensor) -> tuple[Tensor, Bound]:
-        if x.shape[-1:] != module.alpha_D.shape:
-            raise NoRule(module, f"its {len(module.alpha_D)} weights would be broadcast over {x.shape[-1]} channels")
+        if x.shape[-1] != module.dim:
+            raise NoRule(module, f"its {module.dim} weights would be broadcast over {x.shape[-1]} channels")
         return module(x), lambda r: gain * r
 
     return layer
 
 
-register(WeightedResidual, Facts(rule=weighted_residual, expansion=affine))
+def weighted_residual_shapes(module: WeightedResidual) -> Shapes:
+    """One alpha a channel."""
+    return {"alpha_D": (module.dim,)}
+
+
+register(WeightedResidual, Facts(rule=weighted_residual, expansion=affine, shapes=weighted_residual_shapes))

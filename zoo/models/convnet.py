@@ -17,6 +17,7 @@ from zoo.bounds.activations import Hinge
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.elementwise import elementwise
 from zoo.bounds.facts import Facts, Links, NoRule, register
+from zoo.bounds.hypotheses import Shapes
 from zoo.layers.init import orthogonal_init_
 from zoo.layers.patches import Normalize
 
@@ -31,13 +32,14 @@ class ReLUx(nn.Module):
 
     def __init__(self, shape: Sequence[int], theta: float) -> None:
         super().__init__()
-        self.theta = nn.Parameter(torch.full(tuple(shape), theta))
+        self.shape = tuple(shape)
+        self.theta = nn.Parameter(torch.full(self.shape, theta))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.minimum(x.relu(), self.theta)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.theta.shape)}"
+        return f"{self.shape}"
 
 
 class ConvNet(nn.Module):
@@ -128,8 +130,8 @@ def relux_expansion(module: ReLUx) -> Expand:
 
 def _refuse_broadcast(module: ReLUx, x: Tensor) -> None:
     """One entry under many thresholds would become many."""
-    if module.theta.shape != x.shape[1:]:
-        raise NoRule(module, f"its thresholds are for {tuple(module.theta.shape)}, and it gets {tuple(x.shape[1:])}")
+    if module.shape != tuple(x.shape[1:]):
+        raise NoRule(module, f"its thresholds are for {module.shape}, and it gets {tuple(x.shape[1:])}")
 
 
 def convnet_trunk(module: ConvNet) -> tuple[Links, nn.Linear]:
@@ -137,5 +139,10 @@ def convnet_trunk(module: ConvNet) -> tuple[Links, nn.Linear]:
     return (module.normalize, module.convs, module.fcs), module.head
 
 
-register(ReLUx, Facts(rule=relux, expansion=relux_expansion))
+def relux_shapes(module: ReLUx) -> Shapes:
+    """A threshold an entry."""
+    return {"theta": module.shape}
+
+
+register(ReLUx, Facts(rule=relux, expansion=relux_expansion, shapes=relux_shapes))
 register(ConvNet, Facts(trunk=convnet_trunk))

@@ -6,6 +6,7 @@ state dict, apart from the attention's (`attn.content`), stay timm's. Only the p
 Letters: B images, C channels, H x W the grid of tokens, h x w a window, K windows of an image, N = h w, D width.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from zoo.attention.qkv import bounded
 from zoo.attention.window import WindowAttention, masked, window_bounds
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounding
 from zoo.bounds.facts import Facts, Links, NoRule, expect, register
+from zoo.bounds.hypotheses import Shapes, expanded_in_range
 from zoo.bounds.links import Affine, Residual
 from zoo.bounds.rounding import NO_BOUND
 from zoo.bounds.rules import Step
@@ -119,7 +121,7 @@ class InWindows:
         return Step(layer, (block.attn,))
 
     def nodes(self) -> list[Node]:
-        return [(self.layer(local=True), self.expansion())]
+        return [(self.layer(local=True), expanded_in_range(self.expansion()))]
 
     def roundings(self, precision: Precision) -> list[Rounding]:
         raise NoRule(self.block, NO_BOUND)
@@ -194,6 +196,14 @@ def swin_block_chain(module: SwinTransformerBlock) -> Links:
     )
 
 
+def swin_block_shapes(module: SwinTransformerBlock) -> Shapes:
+    """The mask of every window, which of its tokens are neighbours in the image; and windows as large as the attention
+    has them."""
+    sides = zip(module.input_resolution, module.window_size, strict=True)
+    windows, pairs = math.prod(-(-side // window) for side, window in sides), (module.window_area, module.window_area)
+    return {"attn_mask": (windows, *pairs), "attn.relative_position_index": pairs}
+
+
 def patch_merging_chain(module: PatchMerging) -> Links:
     """Four neighbours become one token, then two layers."""
     expect(module.reduction, nn.Linear)
@@ -262,7 +272,7 @@ def swin_trunk(module: Swin) -> tuple[Links, nn.Linear]:
 
 for _kind in (timm.layers.ClassifierHead, timm.layers.SelectAdaptivePool2d, FastAdaptiveAvgPool, FastAdaptiveMaxPool):
     register(_kind, Facts())  # what is around them reads them
-register(SwinTransformerBlock, Facts(chain=swin_block_chain))
+register(SwinTransformerBlock, Facts(chain=swin_block_chain, shapes=swin_block_shapes))
 register(PatchMerging, Facts(chain=patch_merging_chain))
 register(SwinTransformerStage, Facts(chain=swin_stage_chain))
 register(Swin, Facts(trunk=swin_trunk))

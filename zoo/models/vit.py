@@ -20,6 +20,7 @@ from zoo.attention.softmax import SoftmaxAttention
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounded, Rounding
 from zoo.bounds.curvature import expansion_of
 from zoo.bounds.facts import Facts, Link, Links, NoRule, expect, register
+from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.links import Affine
 from zoo.bounds.rounding import OUT, TINY, exact, roundings_of, size
 from zoo.bounds.rules import Step, layer_of
@@ -188,8 +189,7 @@ def _embedding(module: ViT) -> Layer:
     norm = patches_norm(module.normalize, module.patch_embed)
 
     def layer(x_BCHW: Tensor) -> tuple[Tensor, Bound]:
-        patches = module.patch_embed(module.normalize(x_BCHW)).shape[1]
-        _refuse_broadcast(module, patches)
+        _refuse_broadcast(module, module.patch_embed(module.normalize(x_BCHW)))
         return module.embed(x_BCHW), lambda r: norm * r
 
     return Step(layer, (module.patch_embed,))
@@ -200,11 +200,21 @@ def _constants(module: ViT) -> int:
     return int(module.cls_token is not None and module.cls_after == 0)
 
 
-def _refuse_broadcast(module: ViT, patches: int) -> None:
-    """One patch would be added to all positions."""
-    positions = module.pos_embed.shape[1]
-    if patches + _constants(module) != positions:
-        raise NoRule(module, f"the image has {patches} patches, and there are {positions} positions for tokens")
+def _refuse_broadcast(module: ViT, patches_BND: Tensor) -> None:
+    """One patch would be added to all positions, or one channel to all of a position."""
+    _, patches, width = patches_BND.shape
+    if (patches + _constants(module), width) != (positions := tuple(module.pos_embed.shape[1:])):
+        raise NoRule(
+            module,
+            f"the image has {patches} patches of width {width}, and there are {positions[0]} positions for tokens of "
+            f"width {positions[1]}",
+        )
+
+
+def vit_shapes(module: ViT) -> Shapes:
+    """Positions and class token."""
+    positions = module.patch_embed.num_patches + _constants(module)
+    return {"pos_embed": (1, positions, module.embed_dim), "cls_token": (1, 1, module.embed_dim)}
 
 
 def _embedding_gram(module: ViT) -> Callable[[Tensor], Tensor]:
@@ -225,7 +235,7 @@ def _placing(module: ViT) -> Affine:
         return module.place(tokens(x_BDHW))
 
     def layer(x_BDHW: Tensor) -> tuple[Tensor, Bound]:
-        _refuse_broadcast(module, x_BDHW[0, 0].numel())
+        _refuse_broadcast(module, tokens(x_BDHW))
         return placed(x_BDHW), lambda r: r
 
     def rounding(precision: Precision) -> Rounding:
@@ -357,4 +367,4 @@ def vit_trunk(module: ViT) -> tuple[Links, nn.Linear]:
     return (*_entrance(module), *blocks, module.norm, pooling, OneToken(module.fc_norm)), module.head
 
 
-register(ViT, Facts(trunk=vit_trunk))
+register(ViT, Facts(trunk=vit_trunk, shapes=vit_shapes))

@@ -55,6 +55,20 @@ def test_what_an_activation_hides_is_free() -> None:
     assert full.miss(0.2 * one) < 0
 
 
+def test_an_activation_sees_the_bias_too() -> None:
+    """Thresholds are those of W x + b: with b in the matrix, against inputs of 1, the misses are the same."""
+    w, (rows, *_) = layer()
+    theta, b = torch.full_like(rows.y, 0.5), torch.linspace(-2, 2, len(w), dtype=w.dtype)
+    beside = Rows(rows.x, rows.y, theta, b)
+    ones = torch.ones(len(rows.x), 1, dtype=w.dtype)
+    inside = Rows(torch.cat([rows.x, ones], 1), rows.y + b, theta)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        v = w + 0.5 * torch.randn(w.shape, generator=generator, dtype=w.dtype)
+        assert torch.allclose(beside.miss(v), inside.miss(torch.cat([v, b[:, None]], 1)))
+    assert beside.miss(w).norm() < 1e-12
+
+
 def test_the_projection_is_the_nearest_point() -> None:
     """In C, and for every c of C <w_0 - p, c - p> <= 0: the property that has one solution."""
     w, batches = layer()

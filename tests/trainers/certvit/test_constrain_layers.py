@@ -63,6 +63,21 @@ def test_rows_are_what_goes_in_and_out(kind: str) -> None:
         assert len(out) == len(data.rows[0].x)
 
 
+def test_a_layer_with_a_bias_is_clamped_with_it() -> None:
+    """The layer as it was misses nothing, and what the activation gives is W x + b, clamped."""
+    model = conv_net().float().eval()
+    model.convs[0].bias = torch.nn.Parameter(torch.linspace(-1, 1, model.convs[0].out_channels))
+    rows = observe(model, "convs.0", images(1), 10**6, seed=0).rows[0]
+    weight, bias = model.convs[0].weight.detach().flatten(1).double(), model.convs[0].bias.detach().double()
+    assert rows.share(weight) < 1e-20
+    assert rows.theta is not None
+    assert torch.equal(torch.as_tensor(rows.b), bias)
+    moved = weight + 0.1
+    change = (rows.x @ moved.mT + bias).clamp_min(0).minimum(rows.theta)
+    change = change - (rows.y + bias).clamp_min(0).minimum(rows.theta)
+    assert change.norm() <= rows.miss(moved).norm() + 1e-9, "no less is missed than the activations differ"
+
+
 def test_thresholds_are_those_of_the_activation_behind() -> None:
     """What the layer gives, cut by its thresholds, is what the activation gives."""
     model = conv_net().float().eval()
@@ -72,7 +87,7 @@ def test_thresholds_are_those_of_the_activation_behind() -> None:
             data = observe(model, name, images(1), 10**6, seed=0)
         rows = data.rows[0]
         assert rows.theta is not None
-        cut = rows.y.clamp_min(0).minimum(rows.theta)
+        cut = (rows.y + rows.b).clamp_min(0).minimum(rows.theta)
         out = seen[0].flatten(2).mT.flatten(0, 1) if seen[0].ndim == 4 else seen[0]
         assert torch.allclose(cut.sum(0).float(), out.sum(0), atol=1e-4)
         assert (cut == rows.theta).any() or (cut == 0).any()

@@ -18,7 +18,7 @@ from tests.tools.expansions import tightness
 from tests.tools.small_models import AVG, SMALL, labelled
 from tests.zoo.attention import test_curvature as test_attention
 from tests.zoo.attention import test_curvature_variants
-from tests.zoo.bounds import test_curvature, test_rules
+from tests.zoo.bounds import test_curvature, test_hypotheses, test_rules
 from zoo.attention.conv_mixing import ConvMixing
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
@@ -61,6 +61,7 @@ ATTACKED: dict[str, set[type[nn.Module]]] = {
     "activation": {type(module) for _, module in test_curvature.DERIVATIVES} | {nn.ReLU},
     "rounding": {type(make(1.0)) for make in test_rounding.MODULES.values()} | {nn.Identity, nn.Dropout, DropPath},
     "split": VARIANTS | {DotProductAttention},
+    "shapes": set(test_hypotheses.STATED),  # in models of the zoo, which test_hypotheses.py enumerates
     "mixing": {DotProductAttention},  # inside windows and gated positions: test_attention.MIXTURES
 }  # fmt: skip
 

@@ -24,6 +24,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from zoo.arithmetic import at_least_near
 from zoo.attention.theory.core import Core
 from zoo.attention.theory.everywhere import gradient_everywhere, rest_everywhere
 from zoo.attention.theory.reach import REACH_MAX, TINY, WEIGHTS, Reach, ratio
@@ -80,7 +81,7 @@ class CoreForms:
 
     def reach(self, of_functionals: Tensor) -> Reach:
         core, scores = self.core, self.core.p[0].numel()
-        found = of_functionals.clamp_max(REACH_MAX)
+        found = at_least_near(of_functionals).clamp_max(REACH_MAX)
         linear, eta = found[:, :scores].view(core.p.shape), found[:, scores:].unflatten(-1, (3, *core.q.shape[1:]))
         return Reach(core, linear, eta)
 

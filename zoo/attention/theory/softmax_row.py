@@ -23,6 +23,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from zoo.arithmetic import UNDERFLOW
+
 ROUND = 1 + 1e-11
 TINY = 1e-280  # the trace of a matrix that is as good as zero
 TAU_MAX = 50.0  # beyond it the forms with exponentials are given up
@@ -43,8 +45,10 @@ def eigenvalue_upper(a: Tensor) -> Tensor:
 
 
 def norm_upper(a: Tensor) -> Tensor:
-    """Spectral norm (..., m, n) -> (...), never too small."""
-    return eigenvalue_upper(a @ a.mT if a.shape[-2] <= a.shape[-1] else a.mT @ a).sqrt()
+    """Spectral norm (..., m, n) -> (...), never too small: where its squares underflow, sqrt(m n) max |a_ij|."""
+    most = a.abs().amax((-2, -1))
+    found = eigenvalue_upper(a @ a.mT if a.shape[-2] <= a.shape[-1] else a.mT @ a).sqrt()
+    return torch.where(most < UNDERFLOW, math.sqrt(a.shape[-2] * a.shape[-1]) * most, found)
 
 
 def e1(t: Tensor) -> Tensor:
