@@ -18,7 +18,7 @@ from tests.tools.forgeries import value_and_projection
 from tests.tools.trials import Subject
 
 SUBJECT = Subject("smooth", "medium", 0)
-SECONDS = 30  # of each attack
+SECONDS = 25  # of each attack
 
 
 @pytest.mark.slow
