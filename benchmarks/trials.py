@@ -4,9 +4,10 @@ A trial is a model, an image, a method, a norm and a start of gradient ascent on
 (tests/tools/trials.py): the zoo's models, shrunk, with random and with trained weights. It counts where the radius
 leaves an attack room; smaller ones are attacked all the same. Counts add up in benchmarks/results/trials.json, written
 after every model: a run goes on with the seeds behind those of the runs before. A certificate that is beaten is written
-down there, and ends this and all further runs until somebody has looked.
+down there, and ends this and all further runs until somebody has looked. With --redteam every second model has
+weights that have climbed against the certificate first (benchmarks/redteam/weights.py).
 
-    python -m benchmarks.trials [--trials N] [--minutes M]
+    python -m benchmarks.trials [--trials N] [--minutes M] [--redteam]
 """
 
 import argparse
@@ -22,6 +23,7 @@ from torch import Tensor
 
 import zoo
 from benchmarks.record import RESULTS, circumstances, write
+from benchmarks.redteam.weights import Climbed
 from tests.tools.trials import STEPS, WORTH, Outcome, Subject, numbered, outcomes
 
 NAME = "trials"
@@ -58,6 +60,7 @@ def add(result: Result, subject: Subject, found: Iterable[Outcome]) -> None:
         for name, count in zip(COUNTS, counts, strict=True):
             row[name] += count
         run["trials"] += outcome.worth * starts
+        run["redteam"] += outcome.worth * starts * isinstance(subject, Climbed)
         result["trials"] += outcome.worth * starts
         result["beaten"] += [beaten(subject, outcome, index) for index in outcome.beaten_B.nonzero()]
     result["rows"] = [rows[key] for key in sorted(rows)]
@@ -72,6 +75,7 @@ def beaten(subject: Subject, outcome: Outcome, index: Tensor) -> Result:
         "options": subject.options,
         "weights": subject.weights,
         "seed": subject.seed,
+        "redteam": isinstance(subject, Climbed),
         "images": IMAGES,
         "image": int(index),
         "starts": starts_of(subject),
@@ -87,21 +91,28 @@ def show(result: Result) -> None:
     for row in result["rows"]:
         table.add_row(*(str(value) for value in row.values()))
     Console().print(table)
-    print(f"{result['trials']:,} trials in {len(result['runs'])} runs, {len(result['beaten'])} certificates beaten")
+    climbed = sum(run.get("redteam", 0) for run in result["runs"])
+    print(
+        f"{result['trials']:,} trials in {len(result['runs'])} runs, {climbed:,} of red-team weights, "
+        f"{len(result['beaten'])} certificates beaten"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=1_000_000, metavar="N", help="of this run, at least")
     parser.add_argument("--minutes", type=float, default=float("inf"), metavar="M", help="stop behind the model then")
+    parser.add_argument("--redteam", action="store_true", help="every second model with weights that have climbed")
     arguments = parser.parse_args()
     end, result = time.monotonic() + 60 * arguments.minutes, begun()
     first = next_seed(result)
-    run = circumstances() | {"seeds": [first, first - 1], "trials": 0}
+    run = circumstances() | {"seeds": [first, first - 1], "trials": 0, "redteam": 0}
     result["runs"].append(run)
     write(NAME, result)  # also where the time is over before the first model
     while run["trials"] < arguments.trials and time.monotonic() < end and not result["beaten"]:
         subject = numbered(next_seed(result))
+        if arguments.redteam and subject.seed % 2:
+            subject = Climbed.after(subject)
         add(result, subject, outcomes(subject, IMAGES, starts_of(subject)))
         write(NAME, result)
     show(result)

@@ -6,11 +6,13 @@ from itertools import product
 import pytest
 import torch
 
-from certify.api import certifier
+from benchmarks.redteam.scales import places
+from certify.api import certified_radius, certifier
 from certify.methods.ball import NORMS
 from certizoo import UserError
 from tests.tools.cases import mostly_slow
 from tests.tools.forgeries import FAMILIES, SCALES, attacked, change_needed, image
+from tests.tools.trials import Subject
 from zoo.bounds import running
 
 METHODS = ("lofast", "lofast_local", "adjoint", "image", "best")
@@ -58,3 +60,24 @@ def test_no_method_certifies_a_radius_that_holds_the_change(family: str, scale: 
         return
     certified_B = analysis.at(change * torch.tensor(BEYOND)).certified_B
     assert not bool(certified_B.any()), f"a change of {change:.3g} is enough, and {BEYOND} times that are certified"
+
+
+@pytest.mark.parametrize("exponent", [-560, 560])
+@pytest.mark.parametrize("method", ["lofast", "lofast_local", "adjoint"])
+def test_a_scale_that_the_next_layer_takes_off_again_grows_no_radius(method: str, exponent: int) -> None:
+    """Of float64 weights, layer after layer: the same function, also where squares under- or overflow."""
+    subject = Subject("standard", "medium", 0)
+    plain, x = subject.model().double(), subject.images(1)
+    y = plain(x.double()).argmax(-1)
+    eps_B = 1.01 * certified_radius(plain, x, y, method)
+    assert (eps_B > 0).all()
+    grown = []
+    for place in places(plain):
+        scaled = copy.deepcopy(plain)
+        places(scaled)[place](2.0**exponent)
+        try:
+            if bool(certifier(scaled, method).analyse(x, y).at(eps_B).certified_B.any()):
+                grown.append(place)
+        except UserError:
+            continue
+    assert not grown

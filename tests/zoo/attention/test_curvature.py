@@ -82,8 +82,8 @@ MIXTURES: dict[type[nn.Module], Callable[[], nn.Module]] = {
 }
 
 
-def mixtures(kind: type[nn.Module], modules: int = 15) -> Iterator[Instance]:
-    torch.manual_seed(1)
+def mixtures(kind: type[nn.Module], modules: int = 15, seed: int = 1) -> Iterator[Instance]:
+    torch.manual_seed(seed)
     for i in range(modules):
         yield instance(random_(MIXTURES[kind](), 2.0 ** (i % 6 - 3)), tokens=4)
 

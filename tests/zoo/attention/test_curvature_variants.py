@@ -57,9 +57,9 @@ def random_(module: nn.Module, scale: float) -> Any:
     return module.double().eval().requires_grad_(False)
 
 
-def instances(kind: str, modules: int = MODULES) -> Iterator[Instance]:
+def instances(kind: str, modules: int = MODULES, seed: int = 0) -> Iterator[Instance]:
     """Weights and inputs of all sizes, radii from 1e-3 to 0.5 of the input's size."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     for i in range(modules):
         scale = 2.0 ** (i % 5 - 3)
         module = random_(CASES[kind][0](2.0 ** (i % 3 - 1)), scale)

@@ -1,0 +1,85 @@
+"""What a method claims of one image, and the largest drop of the same margin that ascent finds.
+
+Letters: B images, J classes; y the label, m_j = logit_y - logit_j.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from certify.api import certifier, radius_of
+from certify.methods.bake import bake
+from certify.methods.ball import LINF
+from certify.methods.certificate import Analysis
+from certizoo import UserError
+from tests.tools.ascent import ascend, ascend_box
+from tests.tools.trials import inside
+
+METHODS = ("lofast", "lofast_local", "adjoint", "image")  # `best` says what one of them says
+STEPS, STARTS = 20, 8
+SLACK = 1e-9  # of rounding in the drop, relative to the logits
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Within a ball of eps the margin over class `rival` falls by `loss` at most: (B,) each."""
+
+    eps_B: Tensor
+    rival_B: Tensor
+    loss_B: Tensor
+
+
+def analysis_of(model: Any, x: Tensor, method: str, norm: str, nonce: str = "n") -> Analysis | None:
+    """Of the model's own answers; None where it is refused, which claims nothing."""
+    with torch.no_grad():
+        y = model(x.to(next(model.parameters()).dtype)).argmax(-1)
+    try:
+        return certifier(model, method, nonce, norm).analyse(x, y)
+    except UserError:
+        return None
+
+
+def claim_at(analysis: Analysis, eps_B: Tensor) -> Claim:
+    """The class is that whose margin the certificate tells."""
+    answer = analysis.at(eps_B)
+    rival_B = (analysis.clean.margin_BJ - answer.margin_B[:, None]).abs().argmin(-1)
+    return Claim(eps_B, rival_B, answer.loss_B)
+
+
+def certified_claim(analysis: Analysis) -> Claim:
+    """At the certified radius; of images without one nothing is claimed (eps 0)."""
+    return claim_at(analysis, radius_of(analysis))
+
+
+def margin(model: Any, label_B: Tensor, rival_B: Tensor) -> Callable[[Tensor], Tensor]:
+    """m_rival of a batch that repeats the images."""
+
+    def of(z: Tensor) -> Tensor:
+        logits, many = model(z), len(z) // len(label_B)
+        return (logits.gather(1, label_B.repeat(many)[:, None]) - logits.gather(1, rival_B.repeat(many)[:, None]))[:, 0]
+
+    return of
+
+
+def drop(model: Any, x: Tensor, label_B: Tensor, claim: Claim, norm: str, starts: int = STARTS) -> Tensor:
+    """The largest fall of the margin found on the ball, of the float64 function, less rounding: (B,)."""
+    baked, x = bake(model), x.double()
+    of = margin(baked, label_B, claim.rival_B)
+    within_B = inside(x, claim.eps_B, norm, torch.float64)
+    if norm == LINF:
+        lowest_B = -ascend_box(lambda z: -of(z), x, within_B, STEPS, starts // 2)
+    else:
+        lowest_B = -ascend(lambda z: -of(z), x, within_B, STEPS, starts)
+    with torch.no_grad():
+        return of(x) - lowest_B - SLACK * (1 + baked(x).abs().amax(-1))
+
+
+def ratio(model: Any, x: Tensor, analysis: Analysis, claim: Claim, norm: str) -> float:
+    """The largest drop / loss of the images with a certified radius; 0 of none."""
+    dropped_B = drop(model, x, analysis.clean.label_B, claim, norm)
+    wanted_B = (claim.eps_B > 0) & claim.loss_B.isfinite()
+    share_B = dropped_B.clamp_min(0) / claim.loss_B.clamp_min(1e-300)
+    return float(share_B[wanted_B].amax()) if bool(wanted_B.any()) else 0.0

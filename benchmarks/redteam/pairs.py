@@ -1,0 +1,96 @@
+"""Pairs of linear maps that cancel, in architectures drawn at random: tests/tools/forgeries.py with other sizes, norms,
+depths, poolings and scales between 2^20 and 2^100.
+
+Of every model the change of one pixel is known that gives the image to another class, and how far that lets the margin
+fall: ratio = fall / claimed loss at a radius that holds the change, for all methods and both norms.
+"""
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import torch
+
+from benchmarks.redteam.claims import METHODS, SLACK
+from benchmarks.redteam.finding import Finding
+from certify.api import certifier
+from certify.methods.ball import NORMS
+from certizoo import UserError
+from tests.tools import forgeries
+from tests.tools.forgeries import FAMILIES, GAIN, MOST, SWIN, Build, attacked, change_needed, image
+
+NORMALISATIONS: tuple[Any, ...] = (
+    "centernorm",
+    {"name": "layernorm", "eps": 1.0},
+    {"name": "smoothproject", "radius": 8.0},
+    {"name": "layerproject", "radius": 8.0},
+)
+PLACES = {
+    "mixing": forgeries.mixing,
+    "value, projection": forgeries.value_and_projection,
+    "patches, attention": forgeries.patches_and_attention,
+    "patches, mlp": forgeries.patches_and_mlp,
+    "projection, mlp": forgeries.projection_and_mlp,
+    "mlp, mlp": forgeries.mlp_and_mlp,
+}
+GAINED = ("mixing", "value, projection")  # places that may have the gain in front of the unit
+TURNS = tuple((method, norm) for method in ("adjoint", "image", "adjoint", "image", *METHODS) for norm in NORMS)
+BEYOND = (1.001, 8.0)  # of the change that is known to be enough
+
+
+def findings(seed: int) -> Iterator[Finding]:
+    """The families of the tests at a random scale, and one of the places in a random architecture, in turn."""
+    for number in count(seed):
+        generator = torch.Generator().manual_seed(number)
+        scale = 2.0 ** _number(generator, 20, 101)
+        name = list(FAMILIES)[number // 2 % len(FAMILIES)]
+        what, build = (name, FAMILIES[name]) if number % 2 else drawn(generator)
+        method, norm = TURNS[number // 2 % len(TURNS)]
+        found = ratio(build, scale, method, norm)
+        if found is not None:
+            where = {"seed": number, "family": what, "scale": scale}
+            yield Finding(f"{method} {norm}", found, len(BEYOND), where)
+
+
+def _number(generator: torch.Generator, low: int, high: int) -> int:
+    return int(torch.randint(low, high, (), generator=generator))
+
+
+def drawn(generator: torch.Generator) -> tuple[str, Build]:
+    """A place, in an architecture."""
+
+    def one(choices: Any) -> Any:
+        return tuple(choices)[_number(generator, 0, len(choices))]
+
+    place = one(PLACES)
+    own: dict[str, Any] = {"norm": one(NORMALISATIONS), "embed_dim": one((16, 32, 96))}
+    if place != "mixing":
+        own |= {"gpsa_layers": one((0, 0, 1)), "global_pool": one(("avg", "avg", "cls")), "depth": one((1, 2))}
+    if place == "mlp, mlp":
+        own |= {"depth": 2, "gpsa_layers": one((0, 2))}
+    if place in GAINED:
+        own |= {"gain": one((1.0, 2.0**6, GAIN))}
+    if place == "value, projection" and one((False, False, True)):
+        own = {"name": "dp_swin_t", "norm": own["norm"], "gain": own["gain"], **SWIN}
+    return f"{place} {own}", lambda scale: PLACES[place](scale, **own)
+
+
+def ratio(build: Build, scale: float, method: str, norm: str) -> float | None:
+    """The fall of the margin that the change is known to bring, over the loss that is claimed. None where no change of
+    one pixel decides; 0 where the model is refused."""
+    truth = build(0.0).double()
+    change = change_needed(truth)
+    if change == MOST:
+        return None
+    points = torch.cat([image(), attacked(change * BEYOND[0])]).double()
+    if truth(points).argmax(-1).tolist() != [1, 0] or not torch.equal(build(scale).double()(points), truth(points)):
+        return None
+    logits = truth(points)
+    fall = float((logits[:, 1] - logits[:, 0]).diff().neg()) - SLACK * float(1 + logits.abs().max())
+    try:
+        x, y = image().expand(len(BEYOND), -1, -1, -1), torch.ones(len(BEYOND), dtype=torch.long)
+        analysis = certifier(build(scale), method, "n", norm).analyse(x, y)
+    except UserError:
+        return 0.0
+    loss_B = analysis.at(change * torch.tensor(BEYOND)).loss_B
+    return float((fall / loss_B.clamp_min(1e-300)).amax())
