@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zoo.attention.theory.core import Core
+from zoo.attention.theory.errors import FLOOR, SHARE, Inexact
 from zoo.attention.theory.forms import CoreForms
 from zoo.attention.theory.squares import QKV, Squares, applied, largest
 from zoo.bounds.contracts import Expansion, QuadraticForm
@@ -28,6 +29,7 @@ class CoreLeafForms:
     """See `Forms` in zoo/bounds/contracts.py; inputs (B, 3, H, N, O), B = I."""
 
     core: CoreForms
+    inexact: Inexact | None = None  # where what the core was made of is not exact
 
     @property
     def shared(self) -> bool:
@@ -41,12 +43,20 @@ class CoreLeafForms:
         return self.core.functionals(QKV(*probes.unbind(2))).square().sum(0)
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
-        return _form(self.core.gradient(g, self.core.reach(reach)), 2.0)
+        found = self.core.reach(reach)
+        form = _form(self.core.gradient(g, found), 2.0)
+        if self.inexact is None:
+            return form
+        more, constant = self.inexact.along(g, found)
+        return self._widened(form, _form([more], 2.0), constant)
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
         """By the largest weight of an image: |R| is known, and no entry of it."""
         found = self.core.reach(reach)
         form = _form(self.core.rest(found, self.core.weights(found)), 1.0)
+        if self.inexact is not None:
+            more = _form([self.inexact.squares(found)], (1 + 1 / SHARE) / FLOOR)
+            form = self._widened(form, more, 0.0, 1 + SHARE)
         most_B = weight.flatten(1).amax(1).square()
         room = (-1, *(1,) * self.core.core.q.ndim)
         return QuadraticForm(lambda v: most_B.view(room) * form.apply(v), most_B * form.largest)
@@ -55,7 +65,17 @@ class CoreLeafForms:
         return torch.ones_like(self.core.core.q)
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
-        return self.core.shrink(self.core.reach(small), self.core.reach(large))
+        """What is not exact does not shrink, and has room for FLOOR."""
+        t = self.core.shrink(self.core.reach(small), self.core.reach(large))
+        return t if self.inexact is None else t.clamp_min(FLOOR)
+
+    def _widened(
+        self, form: QuadraticForm, more: QuadraticForm, constant: Tensor | float, factor: float = 1.0
+    ) -> QuadraticForm:
+        """factor times the first, and the second; infinite where nothing is known."""
+        assert self.inexact is not None
+        largest = torch.where(self.inexact.known_B, factor * form.largest + more.largest, torch.inf)
+        return QuadraticForm(lambda v: factor * form.apply(v) + more.apply(v), largest, constant)
 
     def spread(self, r: Tensor) -> Tensor:
         return r
@@ -113,7 +133,7 @@ def join_heads(z: Tensor, w_HOD: Tensor) -> Tensor:
     return z.transpose(-3, -2).flatten(-2) @ w_HOD.flatten(0, 1)
 
 
-def core_leaf(core: Core, v: Tensor) -> Expansion:
+def core_leaf(core: Core, v: Tensor, inexact: Inexact | None = None) -> Expansion:
     """The core, known by its forms alone."""
     forms = CoreForms(core)
 
@@ -123,7 +143,9 @@ def core_leaf(core: Core, v: Tensor) -> Expansion:
     def push(v: Tensor) -> Tensor:
         return core.push(*v.unbind(2))
 
-    return Expansion(core.mixed @ v, forms.gain, _unknown, lambda g: _unknown, pull, push, forms=CoreLeafForms(forms))
+    return Expansion(
+        core.mixed @ v, forms.gain, _unknown, lambda g: _unknown, pull, push, forms=CoreLeafForms(forms, inexact)
+    )
 
 
 def _unknown(r: Tensor) -> Tensor:

@@ -119,26 +119,33 @@ def test_pull_is_the_transpose_of_the_jacobian(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CASES)
 def test_remainders_are_of_second_order(kind: str) -> None:
-    """A hundredth of the radius leaves about a ten-thousandth: nothing of first order is hidden in it."""
+    """A tenth of the radius leaves about a hundredth: nothing of first order is hidden in it but rounding."""
     for case in instances(kind, modules=5):
         expansion = case.expansion()
-        small = 1e-6 * case.x.flatten(1).norm(dim=1)
+        small = 1e-5 * case.x.flatten(1).norm(dim=1)
         for bound in (expansion.beta, lambda r: expansion.remainder(case.g)(r[None])[0]):  # noqa: B023
-            ratio = bound(small) / bound(small / 100)
-            assert (ratio > 0.9e4).float().mean() > 0.8, ratio
+            ratio = bound(small) / bound(small / 10)
+            assert (ratio > 90).float().mean() > 0.8, ratio
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_bounds_of_one_window_are_superhomogeneous(kind: str) -> None:
-    """What windows are joined by: beta / r and remainder / r^2 do not fall, nor does the radius over r."""
+    """What windows are joined by: beta / r and remainder / r^2 do not fall, nor does the radius over r, nor what the
+    rounding of a core costs over r."""
     for case in instances(kind, modules=5):
         if isinstance(case.module, WindowAttention | GPSA):
             return
         whole = AttentionBounds(case.module, case.module)
-        expansion, (_, change) = whole.expand(case.x), whole.layer(case.x)
+        (expansion, off), (_, change) = whole.expand_apart(case.x), whole.layer(case.x)
         t = torch.logspace(-3, 3, 61).double()[:, None]
         r = t * case.r_B
-        for values in (change(r) / t, expansion.beta(r) / t, expansion.remainder(case.g)(r[:, None])[:, 0] / t**2):
+        bounds = (
+            change(r) / t,
+            off(r) / t,
+            expansion.beta(r) / t,
+            expansion.remainder(case.g)(r[:, None])[:, 0] / t**2,
+        )
+        for values in bounds:
             assert (values[1:] >= values[:-1] * (1 - 1e-9)).all()
 
 
