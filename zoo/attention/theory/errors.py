@@ -24,8 +24,8 @@ from zoo.attention.theory.reach import Reach
 from zoo.attention.theory.softmax_row import ROUND, norm_upper
 from zoo.attention.theory.squares import QKV, Scores, TokenSquares, at_tokens
 
-SHARE = 1e-9  # by which the square of the remainder grows to make room for that of X
-FLOOR = 1e-4  # the least factor by which a form shrinks: X does not
+SHARE = 1e-6  # by which the square of the remainder grows to make room for that of X
+FLOOR = 1e-3  # the least factor by which a form shrinks: X does not
 FAR = 6.0  # min(|eps1|, FAR) / 2 is enough, as rows of a softmax move by sqrt(2) at most
 ROOT2 = 2.56  # min(2.5, x)^2 <= ROOT2 x
 LEAST = 1e-100
