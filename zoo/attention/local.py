@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from zoo.arithmetic import nan_to_inf
+from zoo.attention.computed import errors_of
 from zoo.attention.lofast import SOFTMAX, zeta
 from zoo.attention.parts import core_leaf, join_heads, merge_leaf, projection_leaf, split_heads
 from zoo.attention.qkv import widened
 from zoo.attention.softmax import QKVAttention
-from zoo.attention.theory.computed import errors_of
 from zoo.attention.theory.core import QKVRadii
 from zoo.attention.theory.errors import Inexact
 from zoo.attention.theory.joint import Heads, JointCore, measure, same

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from zoo.arithmetic import product
+from zoo.attention.computed import errors_of, scores
 from zoo.attention.parts import core_leaf, merge_leaf, projection_leaf
 from zoo.attention.softmax import QKVAttention
-from zoo.attention.theory.computed import errors_of, scores
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.attention.theory.errors import Inexact
 from zoo.attention.theory.joint import same

@@ -21,6 +21,7 @@ from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.zoo.attention.test_curvature import random_
 from tests.zoo.attention.test_forms import SCORES, B, Case, H, N, W, X, case_of, share_of_gradient, share_of_rest
+from zoo.attention.computed import scores
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
@@ -28,7 +29,6 @@ from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.parts import core_leaf
 from zoo.attention.qkv import AttentionBounds
 from zoo.attention.scsa import ScaledCosineAttention
-from zoo.attention.theory.computed import scores
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.attention.theory.errors import Errors, Inexact
 from zoo.attention.theory.separate import SeparateCore

@@ -1,7 +1,7 @@
 """How far the queries, keys, values and probabilities that the rules of attention compute at a clean batch are from the
 exact ones: running error analysis (zoo/bounds/running.py) of how they are made. Proof: docs/proofs.md#scores.
 
-Letters: as in core.py; 3 stands for q, k, v.
+Letters: as in theory/core.py; 3 stands for q, k, v.
 """
 
 from collections.abc import Callable
