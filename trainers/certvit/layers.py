@@ -52,13 +52,15 @@ def observe(model: nn.Module, name: str, images: Sequence[Tensor], count: int, s
         for images_BCHW in images:
             model(images_BCHW)
     theta, weight = _threshold(model, name), module.get_parameter("weight").detach().flatten(1).double()
+    bias = getattr(module, "bias", None)
+    b = 0.0 if bias is None else bias.detach().double()
     generator = Generator().manual_seed(seed)
     found = []
     for x, y in caught:
         x_TI = _rows(module, x).double()
         chosen_T = torch.randperm(len(x_TI), generator=generator)[:count].to(x_TI.device)
         theta_TO = None if theta is None else _thresholds(theta, y)[chosen_T]
-        found.append(Rows(x_TI[chosen_T], x_TI[chosen_T] @ weight.mT, theta_TO))
+        found.append(Rows(x_TI[chosen_T], x_TI[chosen_T] @ weight.mT, theta_TO, b))
     height, width = caught[0][1].shape[2:] if isinstance(module, nn.Conv2d) else (1, 1)
     return LayerData(found, (int(height), int(width)))
 

@@ -19,7 +19,7 @@ from zoo import create_model
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
-from zoo.attention.lipschitz_norm import LipschitzNormAttention
+from zoo.attention.lipschitz_norm import SMALLEST_C, LipschitzNormAttention, _Quotient
 from zoo.attention.qkv import AttentionBounds
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.theory.core import QKVRadii, Score
@@ -357,3 +357,16 @@ def test_an_untied_l2_has_local_rules_only() -> None:
     with pytest.raises(NoRule, match="Lipschitz"):
         layer_of(module)
     layer_of(module, local=True)
+
+
+@pytest.mark.parametrize("share", [1.001, 1.5, 10.0])
+def test_nothing_is_known_of_a_quotient_that_may_be_held(share: float) -> None:
+    """c' = max(its products, SMALLEST_C): the remainder of 1 / c is above its bound where that is forgotten."""
+    c, still = share * SMALLEST_C, torch.zeros(1).double()
+    rows = c**0.5 * torch.tensor([1.0, 1.0, 0.5]).double().view(3, 1, 1, 1, 1)
+    quotient = _Quotient(rows)
+    for part in torch.linspace(0.001, 0.5, 50).tolist():
+        r = QKVRadii(still, torch.full((1,), part * c**0.5).double(), still)  # the key gets shorter by all of it
+        exact = abs(1 / max(SMALLEST_C, c * (1 - part)) - 1 / c - part / c)
+        assert exact <= float(quotient.bent(r, superhomogeneous=True)) * (1 + 1e-9)
+        assert exact <= float(quotient.bent(r, superhomogeneous=False)) * (1 + 1e-9)
