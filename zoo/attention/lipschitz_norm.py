@@ -144,7 +144,7 @@ class _Quotient:
         return torch.where(which_BH == 0, r.q[..., None], torch.where(which_BH == 1, r.k[..., None], r.v[..., None]))
 
     def inverse(self, r: QKVRadii) -> tuple[Tensor, Tensor, Tensor]:
-        """1 / c' at most, |e| at most, of degree 1, and |Delta| at most, whose square is of degree 2 over c' (..., B, H)."""
+        """1 / c' and |e| at most, |e| of degree 1; and |Delta|, whose square over c' is of degree 2 (..., B, H)."""
         ra, rb = (self._radius(r, one) for one in self.pair)
         low = (self.a - ra).clamp_min(0) * (self.b - rb).clamp_min(0)
         highest = low.new_zeros(())
