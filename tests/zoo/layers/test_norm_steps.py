@@ -3,6 +3,8 @@
 Letters: T tokens, d width.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,11 +30,11 @@ def projected(u: Tensor) -> Tensor:
     return u * R / length(u).clamp_min(R)
 
 
-def remainder(f: object, u: Tensor, eta: Tensor) -> Tensor:
+def remainder(f: Callable[[Tensor], Tensor], u: Tensor, eta: Tensor) -> Tensor:
     """f(u + eta) - f(u) - J eta."""
-    y, linear = torch.func.jvp(f, (u,), (eta,))  # type: ignore[arg-type]
-    moved: Tensor = f(u + eta)  # type: ignore[operator]
-    return moved - y - linear
+    y, linear = torch.func.jvp(f, (u,), (eta,))
+    moved: Tensor = f(u + eta) - y - linear
+    return moved
 
 
 @pytest.mark.parametrize("size", [1e-2, 0.3, 1.0])
@@ -49,7 +51,7 @@ def test_every_step_of_the_form_holds(kind: type[NormForms], size: float) -> Non
     reach = Reach.of(torch.cat([wide * eta.abs(), wide * dot(n, eta).abs(), wide * length(eta)], -1))
     plane, factors, t = Plane.of(g, n), forms._factors(reach), forms._divisor
     valid = factors.near
-    if kind is ProjectForms:  # of what stays outside
+    if isinstance(forms, ProjectForms):  # of what stays outside
         valid = valid & (length(u) > R) & (reach.line < forms._k)
     a, omega = dot(u, eta) / t.square(), forms._omega
     b2 = (eta.square().sum(-1, keepdim=True) / t.square() - a.square()).clamp_min(0)
