@@ -32,7 +32,7 @@ def projected(u: Tensor) -> Tensor:
 
 def remainder(f: Callable[[Tensor], Tensor], u: Tensor, eta: Tensor) -> Tensor:
     """f(u + eta) - f(u) - J eta."""
-    y, linear = torch.func.jvp(f, (u,), (eta,))
+    y, linear = torch.func.jvp(f, (u,), (eta,))[:2]
     moved: Tensor = f(u + eta) - y - linear
     return moved
 
