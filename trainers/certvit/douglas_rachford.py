@@ -29,9 +29,9 @@ from trainers.certvit.prox import soft_threshold
 
 @dataclass(frozen=True)
 class Rows:
-    """One mini-batch of a layer: inputs x (T, I), outputs less the bias y (T, O), what follows: None, or thresholds
-    (T, O) of ReLU_theta that its activations are held against, and the bias b (O,). Proof:
-    docs/proofs.md#certvit-problem."""
+    """One mini-batch of a layer: inputs x (T, I), outputs y - b (T, O), and what follows: None, or thresholds (T, O) of
+    ReLU_theta that its activations are held against, with the bias b (O,) in front of it.
+    Proof: docs/proofs.md#certvit-problem."""
 
     x: Tensor
     y: Tensor
@@ -43,11 +43,12 @@ class Rows:
         z = self.x @ w.mT
         if self.theta is None:
             return z - self.y
-        # The nearest point of the subdifferential of y = min(max(z, 0), theta) is 0 inside, and z - y outside.
-        z, y = z + self.b, (self.y + self.b).clamp_min(0).minimum(self.theta)
+        # The nearest point of the subdifferential of y = min(max(z + b, 0), theta) is 0 inside, and z + b - y outside.
+        low, high = torch.zeros_like(self.theta) - self.b, self.theta - self.b
+        y = self.y.maximum(low).minimum(high)
         miss = z - y
-        miss = torch.where(y <= 0, miss.clamp_min(0), miss)
-        return torch.where(y >= self.theta, miss.clamp_max(0), miss)
+        miss = torch.where(y <= low, miss.clamp_min(0), miss)
+        return torch.where(y >= high, miss.clamp_max(0), miss)
 
     def share(self, w: Tensor) -> float:
         """mean_t d^2 / mean_t ||y_t - b||^2: what eta is the limit of."""

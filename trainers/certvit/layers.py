@@ -52,8 +52,9 @@ def observe(model: nn.Module, name: str, images: Sequence[Tensor], count: int, s
         for images_BCHW in images:
             model(images_BCHW)
     theta, weight = _threshold(model, name), module.get_parameter("weight").detach().flatten(1).double()
-    generator, bias = Generator().manual_seed(seed), module.bias
-    b = 0.0 if not isinstance(bias, Tensor) else bias.detach().double()
+    bias = getattr(module, "bias", None)
+    b = 0.0 if bias is None else bias.detach().double()
+    generator = Generator().manual_seed(seed)
     found = []
     for x, y in caught:
         x_TI = _rows(module, x).double()

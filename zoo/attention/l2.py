@@ -187,7 +187,9 @@ def l2_split(module: L2Attention) -> Split:
     w_3HOD = torch.stack([w_q, w_k, module.values_HOO().detach().double().mT @ w_q])
 
     def project(x_BND: Tensor) -> Tensor:
-        return torch.einsum("bnd,xhod->xbhno", x_BND, w_3HOD)
+        """The values as the module makes them, rounding of M_h included."""
+        q, k = (torch.einsum("bnd,hod->bhno", x_BND, w) for w in (w_q, w_k))
+        return torch.stack([q, k, q @ module.values_HOO().detach().double()])
 
     return Split(Score(module.scale, kappa=1.0, tied=module.k is None), project, w_3HOD, module.proj)
 

@@ -115,7 +115,6 @@ class _Quotient:
         i, j = torch.tensor([0, 0, 1], device=u.device), torch.tensor([1, 2, 2], device=u.device)
         products = self.norms_3BH[i] * self.norms_3BH[j]
         self.c_BH, active = products.max(0)
-        self.known_BH = self.c_BH > SMALLEST_C
         self.c_BH = self.c_BH.clamp_min(SMALLEST_C)
         chosen = F.one_hot(active, 3).movedim(-1, 0).to(u)  # of the products
         self.partner_3BH = torch.stack(  # dc / d(u, v, w)
@@ -145,14 +144,14 @@ class _Quotient:
         return torch.where(which_BH == 0, r.q[..., None], torch.where(which_BH == 1, r.k[..., None], r.v[..., None]))
 
     def inverse(self, r: QKVRadii) -> tuple[Tensor, Tensor, Tensor]:
-        """1 / c' at most, |e| at most, and |Delta| at most (..., B, H); superhomogeneous of degree 1."""
+        """1 / c' and |e| at most, |e| of degree 1; and |Delta|, whose square over c' is of degree 2 (..., B, H)."""
         ra, rb = (self._radius(r, one) for one in self.pair)
         low = (self.a - ra).clamp_min(0) * (self.b - rb).clamp_min(0)
         highest = low.new_zeros(())
         for x, y, first, second, _ in self.rivals:
             highest = torch.maximum(highest, (x + self._radius(r, first)) * (y + self._radius(r, second)) - self.c_BH)
         moved = torch.maximum(highest, self.c_BH - low)
-        largest = torch.where(self.known_BH & (low > 0), 1 / low, math.inf)
+        largest = torch.where(low > SMALLEST_C, 1 / low, math.inf)  # otherwise c' may be held at that
         return largest, torch.maximum(largest - 1 / self.c_BH, highest / self.c_BH.square()), moved
 
     def bent(self, r: QKVRadii, superhomogeneous: bool) -> Tensor:

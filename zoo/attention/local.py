@@ -11,9 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from zoo.arithmetic import nan_to_inf
+from zoo.attention.computed import errors_of
 from zoo.attention.lofast import SOFTMAX, zeta
 from zoo.attention.parts import core_leaf, join_heads, merge_leaf, projection_leaf, split_heads
+from zoo.attention.qkv import widened
 from zoo.attention.softmax import QKVAttention
+from zoo.attention.theory.core import QKVRadii
+from zoo.attention.theory.errors import Inexact
 from zoo.attention.theory.joint import Heads, JointCore, measure, same
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.facts import expect
@@ -30,6 +34,31 @@ def heads_of(content: QKVAttention, gain_H: Tensor | float = 1.0) -> Heads:
     o_HOD = content.proj.weight.detach().double().unflatten(1, (content.num_heads, -1)).permute(1, 2, 0).contiguous()
     gain_H = torch.as_tensor(gain_H, dtype=o_HOD.dtype, device=o_HOD.device).expand(len(o_HOD))
     return measure(content.scale, qkv_3HOD, o_HOD, gain_H)
+
+
+def inexact_of(
+    content: QKVAttention,
+    core: JointCore,
+    plain: Heads,
+    x_BND: Tensor,
+    v: Tensor,
+    attend: Callable[[Tensor], Tensor],
+    mix: Callable[[Tensor], Tensor],
+) -> tuple[Inexact, Bound]:
+    """What it costs that this core is a computed one; and behind W_O, for tokens that move by r. `plain`: no gain."""
+
+    def rows(x: Tensor) -> Tensor:
+        return torch.stack(content.projections(x))
+
+    s_BHNN = content.scale * core.q @ core.k.mT
+    off = errors_of(x_BND, rows, core.score, torch.stack([core.q, core.k, v]), s_BHNN, attend, core.p, mix)
+    inexact = Inexact(core, v, off)
+
+    def behind(r: Tensor) -> Tensor:
+        moved = QKVRadii(plain.norm_q * r, plain.norm_k * r, plain.norm_v * r)
+        return plain.norm_o * inexact.norm(same(r), moved)
+
+    return inexact, behind
 
 
 def lofast_local(
@@ -53,7 +82,7 @@ def lofast_local(
     `module` is `content` or attention around it with P = mix(attend(S)): attend(S) the softmax of S plus constants,
     `mix` an affine map of each head with the linear part `gain_H`.
     """
-    heads = heads_of(content, gain_H)
+    heads, plain = heads_of(content, gain_H), heads_of(content)
     m_HDD = content.head_weights_3HOD()[2].detach().double().mT @ heads.o_HOD
     norm_m_H = sigma_upper(m_HDD)
 
@@ -62,8 +91,9 @@ def lofast_local(
         p_BHNN = attend(content.scale * q @ k.mT)
         mixed = mix(p_BHNN)
         core, zeta_B = JointCore(heads, q, k, v, p_BHNN, mixed), zeta(mixed, m_HDD, norm_m_H, residual)
+        _, off = inexact_of(content, core, plain, x_BND, v, attend, mix)
         y = module(x_BND)
-        return (added(x_BND, y) if residual else y), lambda r: nan_to_inf(zeta_B * r + core.moved(same(r)))
+        return (added(x_BND, y) if residual else y), lambda r: nan_to_inf(zeta_B * r + core.moved(same(r)) + off(r))
 
     return layer
 
@@ -86,6 +116,7 @@ def expand_attention(
         mixed = mix(p_BHNN)
         core, norm_p_BH = JointCore(heads, q, k, v, p_BHNN, mixed), sigma_upper(mixed)
         through_values = torch.minimum(norm_p_BH.amax(-1) * plain.norm_v * plain.norm_o, norm_p_BH @ plain.norm_m_H)
+        inexact, off = inexact_of(content, core, plain, x_BND, v, attend, mix)
         through_scores = core.linear(same(torch.ones_like(through_values)))
 
         def remainder(g_CBND: Tensor) -> Bound:
@@ -104,10 +135,11 @@ def expand_attention(
         y_BND = module(x_BND)
         parts = (
             projection_leaf(torch.stack([q, k, v], 1), qkv_HOD.unflatten(0, (3, -1))),
-            core_leaf(core, v),
+            core_leaf(core, v, inexact),
             merge_leaf(y_BND, heads.o_HOD),
         )
         bounds = gain_B, lambda r: core.beta(same(r)), remainder
-        return Expansion(y_BND, *bounds, pull, push, rounding_B=chained(parts), parts=parts)
+        computed = Expansion(y_BND, *bounds, pull, push, rounding_B=chained(parts), parts=parts)
+        return widened(computed, off)
 
     return expand

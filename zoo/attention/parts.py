@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zoo.attention.theory.core import Core
+from zoo.attention.theory.errors import FLOOR, SHARE, Inexact
 from zoo.attention.theory.forms import CoreForms
 from zoo.attention.theory.rounding import Moduli, terms_rounding
 from zoo.attention.theory.squares import QKV, Squares, absolutely, applied, largest
@@ -31,6 +32,7 @@ class CoreLeafForms:
 
     core: CoreForms
     moduli: Moduli
+    inexact: Inexact | None = None  # where what the core was made of is not exact
 
     @property
     def shared(self) -> bool:
@@ -52,12 +54,20 @@ class CoreLeafForms:
         return self.core.functionals(QKV(*probes.unbind(2))).square().sum(0)
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
-        return self._form(self.core.gradient(g, self.core.reach(reach)), 2.0)
+        found = self.core.reach(reach)
+        form = self._form(self.core.gradient(g, found), 2.0)
+        if self.inexact is None:
+            return form
+        more, constant = self.inexact.along(g, found)
+        return self._widened(form, self._form([more], 2.0), constant)
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
         """By the largest weight of an image: |R| is known, and no entry of it."""
         found = self.core.reach(reach)
         form = self._form(self.core.rest(found, self.core.weights(found)), 1.0)
+        if self.inexact is not None:
+            more = self._form([self.inexact.squares(found)], (1 + 1 / SHARE) / FLOOR)
+            form = self._widened(form, more, 0.0, 1 + SHARE)
         most_B = weight.flatten(1).amax(1).square()
         room = (-1, *(1,) * self.core.core.q.ndim)
         return QuadraticForm(
@@ -68,7 +78,18 @@ class CoreLeafForms:
         return torch.ones_like(self.core.core.q)
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
-        return self.core.shrink(self.core.reach(small), self.core.reach(large))
+        """What is not exact does not shrink, and has room for FLOOR."""
+        t = self.core.shrink(self.core.reach(small), self.core.reach(large))
+        return t if self.inexact is None else t.clamp_min(FLOOR)
+
+    def _widened(
+        self, form: QuadraticForm, more: QuadraticForm, constant: Tensor | float, factor: float = 1.0
+    ) -> QuadraticForm:
+        """factor times the first, and the second; infinite where nothing is known."""
+        assert self.inexact is not None
+        largest = torch.where(self.inexact.known_B, factor * form.largest + more.largest, torch.inf)
+        rounding = 2 * (factor * form.rounding + more.rounding)
+        return QuadraticForm(lambda v: factor * form.apply(v) + more.apply(v), largest, constant, rounding)
 
     def spread(self, r: Tensor) -> Tensor:
         return r
@@ -131,7 +152,7 @@ def join_heads(z: Tensor, w_HOD: Tensor) -> Tensor:
     return z.transpose(-3, -2).flatten(-2) @ w_HOD.flatten(0, 1)
 
 
-def core_leaf(core: Core, v: Tensor) -> Expansion:
+def core_leaf(core: Core, v: Tensor, inexact: Inexact | None = None) -> Expansion:
     """The core, known by its forms alone."""
     forms, moduli = CoreForms(core), Moduli.of(core, v)
 
@@ -149,7 +170,7 @@ def core_leaf(core: Core, v: Tensor) -> Expansion:
         pull,
         push,
         rounding_B=terms_rounding(core) * moduli.of_map(),
-        forms=CoreLeafForms(forms, moduli),
+        forms=CoreLeafForms(forms, moduli, inexact),
     )
 
 

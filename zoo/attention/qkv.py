@@ -15,15 +15,18 @@ Letters: B images (or windows), C classes, H heads, N tokens, D width, O width o
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zoo.arithmetic import gamma, product
+from zoo.attention.computed import errors_of, scores
 from zoo.attention.parts import core_leaf, merge_leaf, projection_leaf
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii, Score
+from zoo.attention.theory.errors import Inexact
 from zoo.attention.theory.joint import same
 from zoo.attention.theory.separate import SeparateCore
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
@@ -68,13 +71,15 @@ def identity(y_3: Tensor) -> QKVTransform:
 
 @dataclass(frozen=True)
 class Split:
-    """The steps of one attention module. project: x (B, N, D) -> (3, B, H, N, O), affine with the weights w_3HOD."""
+    """The steps of one attention module. project: x (B, N, D) -> (3, B, H, N, O), affine with the weights w_3HOD.
+    scores: what `transform` is around a clean batch, as a plain function; where it is another one nothing is known."""
 
     score: Score
     project: Callable[[Tensor], Tensor]
     w_3HOD: Tensor
     proj: nn.Linear
     transform: Callable[[Tensor], QKVTransform] = identity
+    scores: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = lambda q, k, v: (q, k, v)
     whole: bool = False  # one leaf of the tape: the bounds of `transform` want the three radii apart
 
 
@@ -92,7 +97,12 @@ def qkv_split(module: QKVAttention, transform: Callable[[Tensor], QKVTransform] 
     expect(module.qkv, nn.Linear)
     expect(module.proj, nn.Linear)
     weights = module.head_weights_3HOD().detach().double()
-    return Split(Score(module.scale), lambda x: torch.stack(module.projections(x)), weights, module.proj, transform)
+    project = partial(_projections, module)
+    return Split(Score(module.scale), project, weights, module.proj, transform, module.scores)
+
+
+def _projections(module: QKVAttention, x: Tensor) -> Tensor:
+    return torch.stack(module.projections(x))
 
 
 def qkv_shapes(module: QKVAttention) -> Shapes:
@@ -130,10 +140,22 @@ class AttentionBounds:
 
     def core(self, transform: QKVTransform) -> SeparateCore:
         """The core around what `transform` gives."""
-        score, (q, k, v) = self.split.score, transform.y_3.unbind(0)
-        s_BHNN = score.s * (q @ k.mT - score.kappa / 2 * k.square().sum(-1).unsqueeze(-2))
-        p_BHNN = (s_BHNN + self.mixing.bias(len(s_BHNN))).softmax(-1)
-        return SeparateCore(score, q, k, v, p_BHNN, self.mixing.mix(p_BHNN), self.gain_H)
+        q, k, v = transform.y_3.unbind(0)
+        p_BHNN = self._attend(scores(self.split.score, q, k))
+        return SeparateCore(self.split.score, q, k, v, p_BHNN, self.mixing.mix(p_BHNN), self.gain_H)
+
+    def inexact(self, x_BND: Tensor, core: SeparateCore, transform: QKVTransform) -> Inexact:
+        """What it costs that this core is a computed one."""
+        score, y_3 = self.split.score, transform.y_3
+        s_BHNN = scores(score, core.q, core.k)
+        off = errors_of(x_BND, self._rows, score, y_3, s_BHNN, self._attend, core.p, self.mixing.mix)
+        return Inexact(core, y_3[2], off)
+
+    def _rows(self, x_BND: Tensor) -> Tensor:
+        return torch.stack(self.split.scores(*self.split.project(x_BND).unbind(0)))
+
+    def _attend(self, s_BHNN: Tensor) -> Tensor:
+        return (s_BHNN + self.mixing.bias(len(s_BHNN))).softmax(-1)
 
     def projected(self, r: Tensor) -> QKVRadii:
         """||X' W|| <= ||W|| r of the matrices of all heads together: the heads share one budget."""
@@ -143,14 +165,25 @@ class AttentionBounds:
         """First order, with the constants of this batch; superhomogeneous."""
         transform = self.split.transform(self.split.project(x_BND))
         core = self.core(transform)
-        return self.module(x_BND), lambda r: self.norm_o * core.radius(transform.radii(self.projected(r)))
+        inexact = self.inexact(x_BND, core, transform)
+
+        def bound(r: Tensor) -> Tensor:
+            r_3 = transform.radii(self.projected(r))
+            return self.norm_o * (core.radius(r_3) + inexact.norm(r_3, r_3))
+
+        return self.module(x_BND), bound
 
     def expand(self, x_BND: Tensor) -> Expansion:
-        """Second order; all bounds superhomogeneous."""
+        """Second order."""
+        return widened(*self.expand_apart(x_BND))
+
+    def expand_apart(self, x_BND: Tensor) -> tuple[Expansion, Bound]:
+        """Second order of the computed core, and how far the exact one may leave it; all bounds superhomogeneous, the
+        last one of degree 1."""
         projected_3BHNO = self.split.project(x_BND)
         transform = self.split.transform(projected_3BHNO)
         core = self.core(transform)
-        gains = core.gains
+        inexact, gains = self.inexact(x_BND, core, transform), core.gains
 
         def through(r: QKVRadii) -> Tensor:
             return sum((product(gain, one) for gain, one in zip(gains, r, strict=True)), torch.zeros_like(r.q))
@@ -178,16 +211,21 @@ class AttentionBounds:
 
         ones, y_BND = torch.ones(len(x_BND), dtype=x_BND.dtype, device=x_BND.device), self.module(x_BND)
         gain_B = self.norm_o * through(transform.first(self.projected(ones)))
-        leaves = self._leaves(projected_3BHNO, transform, core, y_BND)
+        leaves = self._leaves(projected_3BHNO, transform, inexact, y_BND)
         parts = () if self.split.whole else leaves
-        return Expansion(y_BND, gain_B, beta, remainder, pull, rounding_B=chained(leaves), parts=parts)
+
+        def off(r: Tensor) -> Tensor:
+            r_3 = transform.radii(self.projected(r))
+            return self.norm_o * inexact.norm(r_3, r_3)
+
+        return Expansion(y_BND, gain_B, beta, remainder, pull, rounding_B=chained(leaves), parts=parts), off
 
     def _leaves(
-        self, projected_3BHNO: Tensor, transform: QKVTransform, core: SeparateCore, y_BND: Tensor
+        self, projected_3BHNO: Tensor, transform: QKVTransform, inexact: Inexact, y_BND: Tensor
     ) -> tuple[Expansion, ...]:
         """See parts.py."""
         first = projection_leaf(projected_3BHNO.transpose(0, 1), self.split.w_3HOD)
-        last = core_leaf(core, transform.y_3[2]), merge_leaf(y_BND, self.o_HDO.mT)
+        last = core_leaf(inexact.core, transform.y_3[2], inexact), merge_leaf(y_BND, self.o_HDO.mT)
         return (first, *last) if self.split.transform is identity else (first, transform_leaf(transform), *last)
 
 
@@ -213,6 +251,16 @@ def transform_leaf(transform: QKVTransform) -> Expansion:
         lambda g_CB3HNO: transform.pull(g_CB3HNO.movedim(2, 0)).movedim(0, 2),
         rounding_B=16 * gamma(transform.y_3[0, 0, 0].numel() + 64) * gain_B,
     )
+
+
+def widened(computed: Expansion, off: Bound) -> Expansion:
+    """By how far the exact map may leave the computed one at radius r: |R| and -<g, R> / |g| grow by that."""
+
+    def remainder(g: Tensor) -> Bound:
+        bound, length_CB = computed.remainder(g), g.flatten(2).norm(dim=-1)
+        return lambda r: bound(r) + product(length_CB, off(r))
+
+    return replace(computed, beta=lambda r: computed.beta(r) + off(r), remainder=remainder)
 
 
 def bounded(expand: Expand, layer: Layer) -> Expand:

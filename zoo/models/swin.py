@@ -21,7 +21,7 @@ from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, Swi
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.qkv import bounded
+from zoo.attention.qkv import bounded, widened
 from zoo.attention.window import WindowAttention, masked, window_bounds
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounding
 from zoo.bounds.facts import Facts, Links, NoRule, expect, register
@@ -128,14 +128,14 @@ class InWindows:
 
     def expansion(self) -> Expand:
         """Windows share r: with superhomogeneous bounds (attention/theory/core.py) sum_w psi_w(r_w) <= max_w psi_w(r),
-        and the same of squares of beta; with others that would be false (docs/proofs.md#tokenwise-trap). The cap
-        ||g|| beta is put on behind the maximum. Proof: docs/proofs.md#superhomogeneous."""
+        and the same of squares of beta; with others that would be false (docs/proofs.md#tokenwise-trap). What
+        errors cost and the cap ||g|| beta are put on behind the maximum. Proof: docs/proofs.md#superhomogeneous."""
         block = self.block
         _refuse_other_windows(block)
-        expand_window = window_bounds(block.attn, block.attn_mask).expand
+        expand_windows = window_bounds(block.attn, block.attn_mask).expand_apart
 
         def expand(x_BHWD: Tensor) -> Expansion:
-            inner = expand_window(_windows(block, x_BHWD))
+            inner, off = expand_windows(_windows(block, x_BHWD))
             images, windows, shape = len(x_BHWD), len(inner.y), x_BHWD.shape
 
             def inwards(g: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class InWindows:
             def pull(g: Tensor) -> Tensor:
                 return _images(block, inner.pull(inwards(g)).flatten(0, 1), shape).unflatten(0, (len(g), -1))
 
-            return Expansion(
+            computed = Expansion(
                 _images(block, inner.y, shape),
                 inner.gain_B.view(images, -1).amax(-1),
                 _largest(inner.beta, images, windows),
@@ -152,6 +152,7 @@ class InWindows:
                 pull,
                 rounding_B=inner.rounding.view(images, -1).amax(-1),
             )
+            return widened(computed, _largest(off, images, windows))
 
         return bounded(expand, self.layer(local=True))
 

@@ -47,6 +47,13 @@ def test_what_an_activation_hides_is_free() -> None:
         v = w + 0.5 * torch.randn(w.shape, generator=generator, dtype=w.dtype)
         change = (rows.x @ v.mT).clamp(0, 0.5) - (rows.x @ w.mT).clamp(0, 0.5)
         assert change.norm() <= hidden.miss(v).norm() + 1e-12
+    for b in (torch.full_like(w[:, 0], 0.4), torch.linspace(-1, 1, len(w), dtype=w.dtype)):
+        biased = Rows(rows.x, rows.y, theta, b)
+        assert biased.miss(w).abs().max() <= 1e-12
+        for _ in range(50):
+            v = w + 0.5 * torch.randn(w.shape, generator=generator, dtype=w.dtype)
+            change = (rows.x @ v.mT + b).clamp(0, 0.5) - (rows.x @ w.mT + b).clamp(0, 0.5)
+            assert change.norm() <= biased.miss(v).norm() + 1e-12
     one = torch.ones(1, 1, dtype=w.dtype)
     dead, full = (Rows(one, s * one, 0.5 * one) for s in (-1.0, 2.0))
     assert dead.miss(-5 * one) == 0

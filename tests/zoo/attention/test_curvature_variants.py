@@ -19,7 +19,7 @@ from zoo import create_model
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
-from zoo.attention.lipschitz_norm import LipschitzNormAttention
+from zoo.attention.lipschitz_norm import SMALLEST_C, LipschitzNormAttention, _Quotient
 from zoo.attention.qkv import AttentionBounds
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.theory.core import QKVRadii, Score
@@ -119,26 +119,33 @@ def test_pull_is_the_transpose_of_the_jacobian(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CASES)
 def test_remainders_are_of_second_order(kind: str) -> None:
-    """A hundredth of the radius leaves about a ten-thousandth: nothing of first order is hidden in it."""
+    """A tenth of the radius leaves about a hundredth: nothing of first order is hidden in it but rounding."""
     for case in instances(kind, modules=5):
         expansion = case.expansion()
-        small = 1e-6 * case.x.flatten(1).norm(dim=1)
+        small = 1e-5 * case.x.flatten(1).norm(dim=1)
         for bound in (expansion.beta, lambda r: expansion.remainder(case.g)(r[None])[0]):  # noqa: B023
-            ratio = bound(small) / bound(small / 100)
-            assert (ratio > 0.9e4).float().mean() > 0.8, ratio
+            ratio = bound(small) / bound(small / 10)
+            assert (ratio > 90).float().mean() > 0.8, ratio
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_bounds_of_one_window_are_superhomogeneous(kind: str) -> None:
-    """What windows are joined by: beta / r and remainder / r^2 do not fall, nor does the radius over r."""
+    """What windows are joined by: beta / r and remainder / r^2 do not fall, nor does the radius over r, nor what the
+    rounding of a core costs over r."""
     for case in instances(kind, modules=5):
         if isinstance(case.module, WindowAttention | GPSA):
             return
         whole = AttentionBounds(case.module, case.module)
-        expansion, (_, change) = whole.expand(case.x), whole.layer(case.x)
+        (expansion, off), (_, change) = whole.expand_apart(case.x), whole.layer(case.x)
         t = torch.logspace(-3, 3, 61).double()[:, None]
         r = t * case.r_B
-        for values in (change(r) / t, expansion.beta(r) / t, expansion.remainder(case.g)(r[:, None])[:, 0] / t**2):
+        bounds = (
+            change(r) / t,
+            off(r) / t,
+            expansion.beta(r) / t,
+            expansion.remainder(case.g)(r[:, None])[:, 0] / t**2,
+        )
+        for values in bounds:
             assert (values[1:] >= values[:-1] * (1 - 1e-9)).all()
 
 
@@ -350,3 +357,16 @@ def test_an_untied_l2_has_local_rules_only() -> None:
     with pytest.raises(NoRule, match="Lipschitz"):
         layer_of(module)
     layer_of(module, local=True)
+
+
+@pytest.mark.parametrize("share", [1.001, 1.5, 10.0])
+def test_nothing_is_known_of_a_quotient_that_may_be_held(share: float) -> None:
+    """c' = max(its products, SMALLEST_C): the remainder of 1 / c is above its bound where that is forgotten."""
+    c, still = share * SMALLEST_C, torch.zeros(1).double()
+    rows = c**0.5 * torch.tensor([1.0, 1.0, 0.5]).double().view(3, 1, 1, 1, 1)
+    quotient = _Quotient(rows)
+    for part in torch.linspace(0.001, 0.5, 50).tolist():
+        r = QKVRadii(still, torch.full((1,), part * c**0.5).double(), still)  # the key gets shorter by all of it
+        exact = abs(1 / max(SMALLEST_C, c * (1 - part)) - 1 / c - part / c)
+        assert exact <= float(quotient.bent(r, superhomogeneous=True)) * (1 + 1e-9)
+        assert exact <= float(quotient.bent(r, superhomogeneous=False)) * (1 + 1e-9)

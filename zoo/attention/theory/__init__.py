@@ -8,4 +8,5 @@ joint.py         where all three are linear in the same tokens: dot-product atte
 forms.py         the remainder in quadratic forms of the changes of q, k and v, while each entry of the scores stays
                  within a reach of its own (reach.py); everywhere.py: those that hold however far scores move;
                  squares.py: the sums of squares that forms are made of
+errors.py        what it costs that q, k, v and probabilities were computed (../computed.py: how far they are off)
 """

@@ -94,11 +94,15 @@ def least(forms: Forms) -> Tensor:
 
 @dataclass(frozen=True)
 class Score:
-    """s, kappa, and whether q and k are one and move together."""
+    """s, kappa, and whether q and k are one and move together. Distances, and q and k that are one, have s > 0."""
 
     s: float
     kappa: float = 0.0
     tied: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.kappa or self.tied) and not (self.s > 0 and self.kappa >= 0):
+            raise ValueError(f"scores have s = {self.s}, kappa = {self.kappa}; distances need s > 0 and kappa >= 0")
 
 
 class Change(NamedTuple):

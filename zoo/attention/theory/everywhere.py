@@ -11,6 +11,7 @@ Letters: as in core.py.
 import torch
 from torch import Tensor
 
+from zoo.attention.theory.core import Core
 from zoo.attention.theory.reach import Reach, ratio
 from zoo.attention.theory.softmax_row import K2_MAX, ROUND, norm_upper
 from zoo.attention.theory.squares import QKV, Scores, ScoreSquares, Squares, TokenSquares, ValueSquares
@@ -18,12 +19,11 @@ from zoo.attention.theory.squares import QKV, Scores, ScoreSquares, Squares, Tok
 HALF_STEP = 2**-0.25 * ROUND  # min(sqrt(2), x / 2) <= this times sqrt(x)
 
 
-def rest_everywhere(scores: Scores) -> list[Squares]:
+def rest_everywhere(scores: Scores, reach: Reach) -> list[Squares]:
     """|R|^2, row by row 3 times the squares of: what delta^1 makes of P' V and of its linear part, what Q makes of P'
-    V, and (P' - P) eta^v."""
-    core = scores.core
+    V, and (P' - P) eta^v; the reach chooses a weight."""
+    core, along = scores.core, moved_everywhere(scores.core, reach)
     size = norm_upper(core.values).unsqueeze(-1)
-    along = (size.unsqueeze(-1) / 2 + core.nu_BHN.unsqueeze(-1) * core.p.sqrt()).square()
     by_q = 3 / 2 * (HALF_STEP**2 * core.s) * size.square().expand(core.nu_BHN.shape)
     by_k = by_q * (1 + core.score.kappa / 2) ** 2 * core.p.shape[-1]
     values = 6 * ROUND * core.gain_H.square().view(-1, 1, 1).expand(core.p.shape)
@@ -32,6 +32,15 @@ def rest_everywhere(scores: Scores) -> list[Squares]:
         TokenSquares(QKV(by_q, by_k, torch.zeros_like(by_q))),
         ValueSquares(core, values),
     ]
+
+
+def moved_everywhere(core: Core, reach: Reach) -> Tensor:
+    """a with (x + y)^2 <= sum_k a_k delta^1~_k^2 in each row, of x = ||V|| |delta^1~| / 2 and y = nu sd(delta^1):
+    (1 + w) x^2 + (1 + 1 / w) y^2 for every w > 0."""
+    half, nu2 = norm_upper(core.values).unsqueeze(-1) / 2, core.nu_BHN.square()
+    linear2 = reach.linear.square()
+    w = ratio((nu2 * (core.p * linear2).sum(-1)).sqrt(), half * linear2.sum(-1).sqrt()).unsqueeze(-1)
+    return (1 + w) * half.square().unsqueeze(-1) + (1 + 1 / w) * nu2.unsqueeze(-1) * core.p
 
 
 def gradient_everywhere(scores: Scores, o: Tensor, reach: Reach) -> list[Squares]:

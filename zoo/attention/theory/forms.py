@@ -49,12 +49,13 @@ RUN_AWAY = 10  # of what holds everywhere, that within the reach is given up: bo
 @dataclass(frozen=True)
 class Weights:
     """Those of the rest: which images go by the reach (B,), which rows by exponentials, for P' V and for P' eta^v
-    (B, H, N), and the shares of its three terms in the whole (3, B)."""
+    (B, H, N), the shares of its three terms in the whole (3, B), and w for the two that Q has a part in (B, H, N)."""
 
     local: Tensor
     by_values: Tensor
     by_inputs: Tensor
     shares: Tensor
+    both: Tensor
 
 
 class CoreForms:
@@ -166,27 +167,28 @@ class CoreForms:
         v2 = reach.v.square().sum(-1).unsqueeze(-2)
         by_inputs = reach.gentle & ((turned[0] * v2).sum(-1) <= (turned[1] * v2).sum(-1))
         everywhere_B = torch.zeros_like(reach.bounded)
-        even = Weights(everywhere_B, by_values, by_inputs, torch.ones_like(reach.tau[:, 0, 0]).expand(3, -1))
+        k2, bent = reach.k.square().unsqueeze(-2), reach.centred(self._chosen_bent(reach, by_values))
+        both = ratio(*((one * k2).sum(-1).sqrt() for one in (bent, self.covariance)))
+        even = Weights(everywhere_B, by_values, by_inputs, torch.ones_like(reach.tau[:, 0, 0]).expand(3, -1), both)
         sizes = [one.at(reach.linear, reach.tokens) for one in self.local_rest(reach, even)]
         share = (torch.stack(sizes).sqrt() + TINY).clamp_max(1 / TINY)
         share = (share / share.amax(0)).clamp_min(WEIGHTS[0])
-        weights = Weights(everywhere_B, by_values, by_inputs, share / share.sum(0))
+        weights = replace(even, shares=share / share.sum(0))
         by_reach = value(self.local_rest(reach, weights), reach.linear, reach.tokens)
-        by_none = value(rest_everywhere(self.scores), reach.linear, reach.tokens)
+        by_none = value(rest_everywhere(self.scores, reach), reach.linear, reach.tokens)
         return replace(weights, local=reach.bounded & (by_reach <= RUN_AWAY * by_none))
 
     def rest(self, reach: Reach, weights: Weights) -> list[Squares]:
         """F'."""
-        return _chosen(weights.local, self.local_rest(reach, weights), rest_everywhere(self.scores))
+        return _chosen(weights.local, self.local_rest(reach, weights), rest_everywhere(self.scores, reach))
 
     def local_rest(self, reach: Reach, weights: Weights) -> tuple[ScoreSquares, TokenSquares, ValueSquares]:
         """That within the reach: row by row (A + B + C)^2 <= A^2 / t_A + B^2 / t_B + C^2 / t_C for shares with the sum
         1."""
         core = self.core
         for_scores, for_products, for_values = (1 / t.view(-1, 1, 1, 1) for t in weights.shares)
-        a = torch.where(weights.by_values.unsqueeze(-1), *self._bent(reach))
-        linear = core.nu_BHN.square().unsqueeze(-1) * core.p
-        both = (linear.sqrt() + reach.centred(a).sqrt()).square()
+        a = self._chosen_bent(reach, weights.by_values)
+        both = self.joined(reach.centred(a), weights)
         exponential, box = self._turned(reach)
         b = torch.where(weights.by_inputs.unsqueeze(-1), core.p * exponential, box.expand(core.p.shape))
         return (
@@ -195,13 +197,27 @@ class CoreForms:
             ValueSquares(core, for_values * b),
         )
 
+    def joined(self, bent: Tensor, weights: Weights) -> Tensor:
+        """b with (x + y)^2 <= sum_k b_k Q_k^2 in each row, of x = |Cov(Q, v)| and of any y^2 <= sum_k bent_k Q_k^2:
+        (1 + w) x^2 + (1 + 1 / w) y^2 for every w > 0."""
+        w = weights.both.unsqueeze(-1)
+        return (1 + w) * self.covariance + (1 + 1 / w) * bent
+
+    @property
+    def covariance(self) -> Tensor:
+        """b with |Cov(Q, v)|^2 <= sum_k b_k Q_k^2 in each row."""
+        return self.core.nu_BHN.square().unsqueeze(-1) * self.core.p
+
+    def _chosen_bent(self, reach: Reach, by_values: Tensor) -> Tensor:
+        return torch.where(by_values.unsqueeze(-1), *self._bent(reach))
+
     def shrink(self, small: Reach, large: Reach) -> Tensor:
         """t (B,) <= 1 with |R|^2 <= t F'(eta) within the small reach, for the F' made for the large one: what holds
         everywhere does not shrink."""
         weights = self.weights(large)
         less, more = (self.local_rest(reach, weights) for reach in (small, large))
         pairs = [(less[0].a, more[0].a), (less[2].b, more[2].b), *zip(less[1].d, more[1].d, strict=True)]
-        shares = [(one / most.clamp_min(TINY)).flatten(1).amax(1) for one, most in pairs]
+        shares = [torch.where(one > 0, one / most, 0.0).flatten(1).amax(1) for one, most in pairs]
         return torch.where(weights.local, torch.stack(shares).amax(0).clamp_max(1), 1.0)
 
     def _bent(self, reach: Reach) -> tuple[Tensor, Tensor]:
