@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from math import ceil, floor, log10
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from certify.evaluation.run import EVALUATION
 from certify.evaluation.run import ROWS as EVALUATED
 from certify.rows import records
 from certify.rows.draws import recorded
+from certify.rows.intervals import at_most
 from certify.rows.summary import Summary, norm_of
 from certify.stage.run import CERTIFICATE, ROWS
 from certizoo import UserError
@@ -68,7 +68,7 @@ def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
         "soundness": _soundness(summaries),
     }
     if (failure := failure_of(summaries)) is not None:
-        entry["failure_probability"] = float(_up(failure))
+        entry["failure_probability"] = float(at_most(failure))
     if nonces := nonces_of(summaries):
         entry["nonces"] = nonces
     for fault in (*faults(entry), *of_entry(entry)):
@@ -140,9 +140,9 @@ def _command(summary: Summary) -> str:
 
 def _soundness(summaries: Sequence[Summary]) -> str:
     known = [chance for chance in map(_chance_of_an_image, summaries) if chance is not None]
-    chance = f"; a radius fails with a probability of at most {_up(max(known))}" if known else ""
+    chance = f"; a radius fails with a probability of at most {at_most(max(known))}" if known else ""
     if (together := failure_of(summaries)) is not None:
-        chance += f", any of them all with one of at most {_up(together)}"
+        chance += f", any of them all with one of at most {at_most(together)}"
     return f"proved of the served weights in exact arithmetic{chance}; no certified image fell to the attack beside it"
 
 
@@ -167,12 +167,6 @@ def nonces_of(summaries: Sequence[Summary]) -> list[dict[str, str | None]]:
     """Where the nonces of these results are from; nothing of results of earlier code, which do not say."""
     found = [recorded(summary) for summary in summaries if "nonce_origin" in summary]
     return [{"nonce": nonce.text, "origin": nonce.origin, "beacon": nonce.beacon} for nonce in dict.fromkeys(found)]
-
-
-def _up(chance: float) -> str:
-    """To one digit, never less than it is."""
-    unit = 10.0 ** floor(log10(chance)) if chance > 0 else 1.0
-    return f"{ceil(chance / unit * (1 - 1e-12)) * unit:.1g}"
 
 
 def _percent(share: float) -> float:

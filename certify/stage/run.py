@@ -18,13 +18,14 @@ import torch
 
 import shards
 import zoo
+from certify.methods import crown
 from certify.methods.breakdown import averaged
 from certify.methods.certificate import SLACK
 from certify.rows import images, records, runner
 from certify.rows.draws import Nonce, derived, nonce_of
 from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, chances, image_facts, model_facts, subject_of
-from certify.stage import report, reproduce, tables
+from certify.stage import assumptions, report, reproduce, tables
 from certify.stage.certify_batch import CertifyBatch
 from certify.stage.model_card import model_card
 from certify.stage.outcomes import WITHOUT_CONTENT, columns_of
@@ -37,8 +38,8 @@ ROWS, CERTIFICATE = records.CERTIFICATES, records.CERTIFICATE
 TABLE, CURVE, CARD, REPORT = "certificates.parquet", "curve.png", "card.md", "report.html"
 
 NORMS = (
-    "of weights and small matrices: eigenvalue estimate verified by Cholesky with Rump's margin, proved; of Jacobians "
-    "too large to be written out: Lanczos with a bound from the spectrum that it meets, proved but for the probability "
+    "of weights and small matrices: eigenvalue estimate verified by Cholesky with Rump's margin; of Jacobians too "
+    "large to be written out: Lanczos with a bound from the spectrum that it meets, which fails with the probability "
     "below, over the nonce"
 )
 
@@ -125,6 +126,7 @@ def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: S
             "space": f"[0,1] pixels of the {_size(config['model'])} image the model takes; the whole ball, box ignored",
         },
         "numerics": _numerics(table, settings.served_dtype),
+        "assumptions": _assumptions(table, settings),
         **image_facts(table, settings.method),
         "clean_without_content": _without_content(table),
         "accuracy": {f"{eps:g}": _accuracy(table, f"{eps:g}") for eps in settings.grid},
@@ -149,7 +151,7 @@ def _accuracy(table: pd.DataFrame, eps: str) -> Summary:
 
 
 def _numerics(table: pd.DataFrame, served_dtype: str | None) -> Summary:
-    """What the proof rests on besides mathematics."""
+    """How the bounds were computed, and how they may fail."""
     return {
         "dtype": "float64 weights widened from the served float32 ones",
         "norms": NORMS,
@@ -160,6 +162,14 @@ def _numerics(table: pd.DataFrame, served_dtype: str | None) -> Summary:
         "largest_logit_difference_served_to_float64": float(table["served_difference"].max()),
         "torch": torch.__version__,
     }
+
+
+def _assumptions(table: pd.DataFrame, settings: Settings) -> list[Summary]:
+    """What the proof rests on, each with the place that says more."""
+    failure = chances(table)["failure_probability_of_the_table"]
+    with_crown = settings.method == "crown" or (settings.method == "best" and crown.installed())
+    found = assumptions.assumptions(settings.method, settings.served_dtype, failure, with_crown)
+    return [assumption.said() for assumption in found]
 
 
 def _size(model: Summary) -> str:
