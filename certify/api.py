@@ -1,7 +1,10 @@
 """The two questions one asks of a model and some images: certified at eps? and: up to which eps?"""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -9,17 +12,32 @@ from torch import Tensor, nn
 
 from certify.methods import METHODS, NAMES, named
 from certify.methods.ball import L2, known
-from certify.methods.certificate import Analysis, Certificate, Certifier, guess_of
+from certify.methods.certificate import Analysis, Certificate, Certifier, guess_of, require_numbers
 from certizoo import UserError
 from certizoo.nearest import unknown
+from certizoo.text import shown
 
 MAX_EPS = 2.0**10  # far beyond the diameter of any image's box, in either norm
 TOLERANCE = 2.0**-9  # relative precision of a radius
 WIDE = 1.2  # high / low of a bracket that may be halved
 STRIDE = 1.5  # the least step upwards, as a factor
 MAX_TRIALS = 60  # a radius below 8^-20 of the first guess counts as 0
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+def outside_inference_mode(call: Callable[P, R]) -> Callable[P, R]:
+    """The call where torch remembers what is computed: Jacobians are made of that."""
+
+    @wraps(call)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(False):
+            return call(*args, **kwargs)
+
+    return outside
+
+
+@outside_inference_mode
 def certifier(model: nn.Module, method: str, nonce: str | None = None, norm: str = L2) -> Certifier:
     """The certifier of a method, one of METHODS or "auto" (certify/methods/__init__.py), for balls in a norm, "l2" or
     "linf"; raises UserError for an unknown one of either, and NoRule for an uncertifiable model.
@@ -28,10 +46,13 @@ def certifier(model: nn.Module, method: str, nonce: str | None = None, norm: str
     drawn now. A probability to fail holds against whoever fixed the weights and images before the nonce was drawn.
     """
     if not isinstance(method, str) or method not in NAMES:
-        raise unknown("certification method", str(method), NAMES)
+        raise unknown("certification method", shown(method), NAMES)
+    if nonce is not None and (not isinstance(nonce, str) or not nonce or not nonce.isprintable()):
+        raise UserError(f"nonce={shown(nonce)} is no text; give one such as 'n1f3', or None for one that is drawn now")
     return METHODS[named(method, model)](model, nonce, known(norm))
 
 
+@outside_inference_mode
 def certify(
     model: nn.Module,
     images_BCHW: Tensor,
@@ -56,6 +77,7 @@ def certify(
     return certifier(model, method, nonce, norm).analyse(images_BCHW, labels_B).at(radius)
 
 
+@outside_inference_mode
 def certified_radius(
     model: nn.Module,
     images_BCHW: Tensor,
@@ -69,6 +91,7 @@ def certified_radius(
     return radius_of(certifier(model, method, nonce, norm).analyse(images_BCHW, labels_B))
 
 
+@outside_inference_mode
 def radius_of(analysis: Analysis) -> Tensor:
     """The radii of `certified_radius` from stored terms, without a new forward pass.
 
@@ -99,14 +122,26 @@ def radius_of(analysis: Analysis) -> Tensor:
 
 def radius_given(eps: object, count: int) -> float | Tensor:
     """eps, one or one an image, as numbers that are radii. Raises UserError."""
-    shown = " ".join(repr(eps).split())[:60]
     if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating | Tensor):
-        raise UserError(f"eps={shown} is no number; give a radius in [0,1] pixel space, such as 0.1")
-    if isinstance(eps, Tensor) and (eps.is_complex() or eps.dtype is torch.bool or eps.shape not in ((), (count,))):
-        raise UserError(f"eps={shown} has to be one number, or one for each of the {count} images")
-    given = torch.as_tensor(eps, dtype=torch.float64).detach()
+        raise UserError(f"eps={shown(eps)} is no number; give a radius in [0,1] pixel space, such as 0.1")
+    if isinstance(eps, Tensor):
+        return _radii_given(eps, count)
+    try:
+        radius = float(eps)
+    except OverflowError:
+        radius = math.inf
+    if not 0 <= radius < math.inf:
+        raise UserError(f"eps={shown(eps)} has to be finite and at least 0")
+    return radius
+
+
+def _radii_given(eps: Tensor, count: int) -> float | Tensor:
+    require_numbers("eps", eps)
+    if eps.is_complex() or eps.dtype is torch.bool or eps.shape not in ((), (count,)):
+        raise UserError(f"eps={shown(eps)} has to be one number, or one for each of the {count} images")
+    given = eps.detach().double()
     if not bool((torch.isfinite(given) & (given >= 0)).all()):
-        raise UserError(f"eps={shown} has to be finite and at least 0")
+        raise UserError(f"eps={shown(eps)} has to be finite and at least 0")
     return float(given) if given.ndim == 0 else given
 
 

@@ -14,6 +14,14 @@ def plain(text: str) -> str:
     return _ACTIVE.sub(lambda found: " " if found[0] in "\n\t" else f"\\x{ord(found[0]):02x}", _whole(text))
 
 
+def shown(value: object) -> str:
+    """A value of any kind in a message: one line, not long."""
+    try:
+        return " ".join(repr(value).split())[:60]
+    except Exception:  # of whatever object was given; of whole numbers beyond 4300 digits, too
+        return f"a {type(value).__name__}"
+
+
 def markdown(text: object) -> str:
     """Text within Markdown that stays text: no HTML, no link, no emphasis, no cell of a table."""
     return re.sub(r"([\\`*_\[\](){}#|~!])", r"\\\1", html.escape(plain(str(text))))

@@ -20,6 +20,7 @@ import torch
 
 import shards
 import zoo
+from certify.board import nonces
 from certify.board.entry import Entry, faults, points
 from certify.board.of_results import parameters_of
 from certify.board.rows import Rows, forged, shares
@@ -57,16 +58,17 @@ def check(
         raise UserError(f"{entry['name']} is a published figure of others, which no command here does again")
     if entry["method"] not in METHODS:
         raise UserError(f"method {entry['method']!r} is none of ours ({', '.join(METHODS)}): it cannot be done again")
-    wrong = [*faults(entry), *_weights(entry, handover)]
+    wrong = [*faults(entry), *_weights(entry, handover), *nonces.of_entry(entry)]
     if wrong:
         return Found([], wrong)  # other weights, other figures
     listed = images.image_list(data, entry["images"], 50)
     if (listed.total, listed.sha256) != (entry["images"], entry["images_sha256"]):
         return Found([], [f"the {listed.total} test images of {data.root} are not those of the entry (images_sha256)"])
-    words, wrong = [f"weights, {entry['parameters']} parameters"], []
+    words, wrong = [f"weights, {entry['parameters']} parameters", f"nonces: {nonces.origins(entry)}"], []
     low, high = _clean(handover, listed)
     words.append(f"clean {100 * high / listed.total:.4g} of {listed.total} images")
-    if not low <= entry["clean"] * listed.total / 100 + 1e-6 or not entry["clean"] * listed.total / 100 <= high + 1e-6:
+    claimed_clean, rounded = entry["clean"] * listed.total / 100, 1e-6 * listed.total  # per cent to 4 places
+    if not low - rounded <= claimed_clean <= high + rounded:
         wrong.append(f"clean is {100 * high / listed.total:.4g}, not {entry['clean']}")
     wrong += shares(entry, claimed)
     if wrong:

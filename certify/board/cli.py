@@ -9,6 +9,7 @@ import zoo
 from certify.board import again, entry, of_results, rows
 from certify.rows import records
 from certify.rows.arguments import Config, data_of, handover_of
+from certify.rows.draws import UNKNOWN
 from certify.rows.progress import progress_bar
 from certizoo import UserError
 from certizoo.files import disk_errors
@@ -23,6 +24,8 @@ def submit(config: Config) -> None:
     summaries = [of_results.summary_of(Path(folder)) for folder in folders]
     if handover is not None and zoo.handover.weights_sha256(handover) != summaries[0]["weights_sha256"]:
         raise UserError(f"{folders[0]} is not of the weights in {handover}; give the results of these: results=FOLDER")
+    if of_results.failure_of(summaries) != 0 and any(s.get("nonce_origin", UNKNOWN) == UNKNOWN for s in summaries):
+        raise UserError(f"{folders[0]} does not say whether its nonce was drawn or given; certify again")
     said = {key: config[key] for key in ("title", "training", "extra_data", "source")}
     made = of_results.entry_of(summaries, **said)
     out = Path(config["out"] or f"{made['name']}.json")

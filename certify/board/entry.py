@@ -35,6 +35,9 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "published": FLAG,
     "soundness": TEXT,
 }
+# fields that entries of earlier code do not have
+OPTIONAL: dict[str, tuple[type, ...]] = {"failure_probability": NUMBER, "nonces": (list,)}
+NONCE: dict[str, tuple[type, ...]] = {"nonce": TEXT, "origin": TEXT, "beacon": (*TEXT, *NONE)}
 POINT: dict[str, tuple[type, ...]] = {"certified": NUMBER + NONE, "attacked": NUMBER + NONE, "attack": (*TEXT, *NONE)}
 
 
@@ -52,13 +55,27 @@ def faults(entry: object) -> Iterator[str]:
     if not isinstance(entry, dict):
         yield "it is no mapping"
         return
-    yield from _form(entry, FIELDS, "")
+    yield from _form(entry, FIELDS | {key: kind for key, kind in OPTIONAL.items() if key in entry}, "")
+    yield from _chance(entry)
     curves = entry.get("curves")
     for norm, curve in curves.items() if isinstance(curves, dict) else ():
         if norm not in NORMS or not isinstance(curve, dict) or not curve:
             yield f"curves.{norm} is no curve in one of {', '.join(NORMS)}"
         else:
             yield from _curve(norm, curve, entry.get("clean"))
+
+
+def _chance(entry: Entry) -> Iterator[str]:
+    """A probability, and where the nonces are from that it is over."""
+    failure = entry.get("failure_probability", 0)
+    if not (isinstance(failure, int | float) and 0 <= failure <= 1):
+        yield f"failure_probability is {str(failure)[:60]!r}, no probability"
+    nonces = entry.get("nonces", [])
+    for place, nonce in enumerate(nonces if isinstance(nonces, list) else ()):
+        if isinstance(nonce, dict):
+            yield from _form(nonce, NONCE, f"nonces.{place}.")
+        else:
+            yield f"nonces.{place} is {str(nonce)[:60]!r}"
 
 
 def points(entry: Entry) -> Iterator[tuple[str, float, dict[str, Any]]]:

@@ -2,15 +2,17 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from math import ceil, floor, log10
 from pathlib import Path
 from typing import Any
 
 import zoo
 from certify.board.entry import Entry, faults
+from certify.board.nonces import of_entry
 from certify.evaluation.run import EVALUATION
 from certify.evaluation.run import ROWS as EVALUATED
 from certify.rows import records
+from certify.rows.draws import recorded
+from certify.rows.intervals import at_most
 from certify.rows.summary import Summary, norm_of
 from certify.stage.run import CERTIFICATE, ROWS
 from certizoo import UserError
@@ -65,7 +67,11 @@ def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
         "published": False,
         "soundness": _soundness(summaries),
     }
-    for fault in faults(entry):
+    if (failure := failure_of(summaries)) is not None:
+        entry["failure_probability"] = float(at_most(failure))
+    if nonces := nonces_of(summaries):
+        entry["nonces"] = nonces
+    for fault in (*faults(entry), *of_entry(entry)):
         raise UserError(f"these results make no entry: {fault}")
     return entry
 
@@ -133,16 +139,34 @@ def _command(summary: Summary) -> str:
 
 
 def _soundness(summaries: Sequence[Summary]) -> str:
-    chances = [summary.get("numerics", {}).get("failure_probability_of_an_image") for summary in summaries]
-    known = [chance for chance in chances if chance is not None]
-    chance = f"; a radius fails with a probability of at most {_up(max(known))}" if known else ""
+    known = [chance for chance in map(_chance_of_an_image, summaries) if chance is not None]
+    chance = f"; a radius fails with a probability of at most {at_most(max(known))}" if known else ""
+    if (together := failure_of(summaries)) is not None:
+        chance += f", any of them all with one of at most {at_most(together)}"
     return f"proved of the served weights in exact arithmetic{chance}; no certified image fell to the attack beside it"
 
 
-def _up(chance: float) -> str:
-    """To one digit, never less than it is."""
-    unit = 10.0 ** floor(log10(chance)) if chance > 0 else 1.0
-    return f"{ceil(chance / unit * (1 - 1e-12)) * unit:.1g}"
+def failure_of(summaries: Sequence[Summary]) -> float | None:
+    """The probability that any of all these radii is false: the sum of those of the results, each at most that of an
+    image times the images where earlier code does not say it. None where one says neither."""
+    chances = list[float]()
+    for summary in summaries:
+        said, of_image = summary.get("numerics", {}), _chance_of_an_image(summary)
+        if of_image is None:
+            return None
+        chances.append(said.get("failure_probability_of_the_table", of_image * summary["images"]))
+    return min(1.0, sum(chances) * (1 + 1e-9))
+
+
+def _chance_of_an_image(summary: Summary) -> float | None:
+    chance: float | None = summary.get("numerics", {}).get("failure_probability_of_an_image")
+    return chance
+
+
+def nonces_of(summaries: Sequence[Summary]) -> list[dict[str, str | None]]:
+    """Where the nonces of these results are from; nothing of results of earlier code, which do not say."""
+    found = [recorded(summary) for summary in summaries if "nonce_origin" in summary]
+    return [{"nonce": nonce.text, "origin": nonce.origin, "beacon": nonce.beacon} for nonce in dict.fromkeys(found)]
 
 
 def _percent(share: float) -> float:

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from certify.board import nonces
 from certify.board.entry import Entry, points
-from certify.board.of_results import summary_of
+from certify.board.of_results import failure_of, nonces_of, summary_of
 from certify.rows.columns import Row
 from certify.rows.summary import norm_of
 from certify.stage.outcomes import CERTIFIED
@@ -32,6 +33,9 @@ def rows_of(folders: list[Path], entry: Entry) -> Rows:
             raise UserError(f"the rows in {folder} are of other weights; give those of the entry: results=[FOLDER]")
         if not file.is_file() or file.stat().st_size > MAX_BYTES:
             raise UserError(f"{file} is missing or larger than {MAX_BYTES >> 30} GiB; give the folder of a certificate")
+        of_rows = nonces_of([summary]), summary["weights_sha256"], summary["images_sha256"], failure_of([summary])
+        for fault in nonces.faults(*of_rows):
+            raise UserError(f"{folder}: {fault}")
         try:
             rows = [json.loads(line) for line in file.read_text().splitlines()]
             found[norm_of(summary)] = {row["key"]: row for row in rows}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from certify.rows import records
 from certify.rows.columns import Columns, Listed, Row, amount, chance
+from certify.rows.draws import Nonce, recorded
 from certify.rows.summary import Summary, norm_of
 from certizoo import UserError
 
@@ -31,8 +32,11 @@ class Certified:
 
     @property
     def nonce(self) -> str:
-        nonce: str = self.said["nonce"]
-        return nonce
+        return self.recorded.text
+
+    @property
+    def recorded(self) -> Nonce:
+        return recorded(self.said)
 
     def of(self, subject: Summary, images: Sequence[Listed]) -> dict[str, Row]:
         """The rows of these images. Raises UserError where they are of another `subject` (rows.summary.subject_of), and

@@ -26,7 +26,7 @@ from certify.evaluation.settings import Settings
 from certify.rows import images, records, runner
 from certify.rows.draws import nonce_of
 from certify.rows.progress import Progress, silent
-from certify.rows.summary import Summary, image_facts, model_facts, subject_of
+from certify.rows.summary import Summary, chances, image_facts, model_facts, subject_of
 from certizoo import UserError
 from certizoo.documents import read_json
 from certizoo.files import write_whole
@@ -59,7 +59,8 @@ def _run(
 ) -> Summary:
     certified = read(settings.certificate) if settings.certificate else None
     settings = settings.answered_by(certified) if certified else settings
-    settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS, share.parts))
+    nonce = certified.recorded if certified else nonce_of(settings.nonce, out / ROWS, share.parts)
+    settings = replace(settings, nonce=nonce.text)
     if share.first % settings.block:
         raise UserError(f"first={share.first}: outcomes belong to blocks of {settings.block}; give a multiple of that")
     listed = images.image_list(data, settings.images, settings.block, share.first)
@@ -68,7 +69,7 @@ def _run(
     make = partial(EvaluateBlock, settings=settings, out=out, proved=proved)
     own = make(handover)  # refuses what cannot be done before anything is written
     settings = own.settings
-    subject |= _asked(settings)
+    subject |= _asked(settings) | nonce.said()
     records.require_rows(out / EVALUATION, ROWS)
     rows = runner.resume(out / ROWS, subject, listed, columns_of(settings, own.attacks), settings.block)
     rows = rows.with_parts(share.parts)
@@ -133,6 +134,7 @@ def _summary(table: pd.DataFrame, subject: Summary, own: EvaluateBlock, flags: l
         **model_facts(own.config),
         "torch": torch.__version__,
         **image_facts(table, method),
+        **({"numerics": chances(table)} if method else {}),
         "accuracy": accuracies.by_attack(table, attacks),
         "worst_case": accuracies.by_ball(table, attacks),
         "found_within_certified_radius": accuracies.within_radius(table, attacks, method, own.settings.norm),

@@ -7,12 +7,13 @@ the served weights (docs/proofs.md#served-weights). What is given must be what i
 
 import copy
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from certify.methods.certificate import Clean, clean_of
+from certify.methods.certificate import Clean, margins_of
+from certify.methods.unchanged import Snapshot
 from certizoo import UserError
 from zoo.bounds import genuine
 from zoo.bounds.facts import refuse_altered
@@ -28,16 +29,28 @@ STEP = 1e-2  # of the probes beside an image
 
 @dataclass(frozen=True)
 class Model:
-    """What is certified: `served`, a copy of the given model in its own type, and the float64 function `exact`."""
+    """What is certified: `served`, a copy of the given model in its own type, and the float64 function `exact`; and
+    how these three were when they were measured."""
 
     served: nn.Module
     exact: nn.Module
+    snapshots: tuple[Snapshot, ...]
+
+    def also(self, given: nn.Module) -> "Model":
+        """With another model that has to stay as it is: `served` is a copy of that."""
+        return replace(self, snapshots=(*self.snapshots, Snapshot.of(given)))
+
+    def require_unchanged(self, *, digests: bool = False) -> None:
+        """Raise UserError where one of them was changed. Without `digests` only what torch knows of is seen."""
+        for snapshot in self.snapshots:
+            snapshot.require(digests=digests)
 
     @torch.no_grad()
     def answers(self, images_BCHW: Tensor, labels_B: Tensor) -> Clean:
         """What both say of images; correct is what both call correct. Raises UserError for images that the model does
-        not take, and where the two are not one function, at these images or beside them."""
+        not take, where the two are not one function, at these images or beside them, and where they were changed."""
         refuse_process()
+        self.require_unchanged(digests=True)
         try:
             exact_BJ = self.exact(images_BCHW)
         except torch.OutOfMemoryError:
@@ -50,14 +63,16 @@ class Model:
         dtype = next(self.served.parameters()).dtype
         tolerance = COARSE if dtype is torch.bfloat16 else LOGIT_TOLERANCE
         logit_differences(self.served, self.exact, _probes(images_BCHW), tolerance)
-        return clean_of(exact_BJ, labels_B, self.served(images_BCHW.to(dtype)).argmax(-1))
+        prediction_B = self.served(images_BCHW.to(dtype)).argmax(-1)
+        return Clean(prediction_B, labels_B, margins_of(exact_BJ, labels_B), self.require_unchanged)
 
 
 def model_of(model: nn.Module, types: Collection[torch.dtype] = SERVED) -> Model:
     """A model with weights of one of these types. Raises UserError for one that is not what it seems, see `bake`."""
     served = _copied(model)
     _refuse_types(served, types)
-    return Model(served.requires_grad_(False), _widened(served))
+    served, exact = served.requires_grad_(False), _widened(served)
+    return Model(served, exact, tuple(map(Snapshot.of, (model, served, exact))))
 
 
 def bake(model: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from certizoo.nearest import unknown
+from certizoo.text import shown
 from zoo.arithmetic import U, product
 
 L2, LINF = "l2", "linf"
@@ -26,7 +27,7 @@ NORMS = (L2, LINF)
 def known(norm: object) -> str:
     """The norm. Raises UserError for another."""
     if not isinstance(norm, str) or norm not in NORMS:
-        raise unknown("norm of a certificate", str(norm), NORMS)
+        raise unknown("norm of a certificate", shown(norm), NORMS)
     return norm
 
 

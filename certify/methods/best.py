@@ -20,6 +20,7 @@ from certify.methods.certificate import (
     Certifier,
     Clean,
     Explained,
+    batch_given,
     guess_of,
 )
 from certify.methods.image import Image
@@ -98,4 +99,4 @@ class Best:
 
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> BestAnalysis:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
-        return BestAnalysis(self.certifiers, images_BCHW, labels_B)
+        return BestAnalysis(self.certifiers, *batch_given(images_BCHW, labels_B))

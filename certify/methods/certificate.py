@@ -3,6 +3,7 @@
 Letters: B images, J classes; y the label, m_j = logit_y - logit_j.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -49,6 +50,7 @@ class Clean:
     prediction_B: Tensor
     label_B: Tensor
     margin_BJ: Tensor  # m_j; infinite for j = y
+    require_unchanged: Callable[[], None] = lambda: None  # raises UserError once the model is another
 
     @property
     def correct_B(self) -> Tensor:
@@ -56,7 +58,8 @@ class Clean:
 
     def __getitem__(self, index_I: Tensor) -> "Clean":
         """That of some of the images."""
-        return Clean(self.prediction_B[index_I], self.label_B[index_I], self.margin_BJ[index_I])
+        some = (self.prediction_B[index_I], self.label_B[index_I], self.margin_BJ[index_I])
+        return Clean(*some, self.require_unchanged)
 
 
 class Analysis(Protocol):
@@ -128,16 +131,15 @@ def checked(images_BCHW: Tensor, labels_B: Tensor, head: nn.Linear) -> tuple[Ten
 
 
 def batch_given(images_BCHW: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as plain tensors, the labels int64. Raises UserError for what is no batch of images in [0,1] with a label
-    each."""
+    """Copies of both as plain tensors, the labels int64. Raises UserError for what is no batch of images in [0,1] with
+    a label each."""
     for name, given in (("images", images_BCHW), ("labels", labels_B)):
         if not isinstance(given, Tensor):
             raise UserError(f"{name} are a {type(given).__name__}; give a tensor, such as torch.as_tensor({name})")
     with torch._C.DisableTorchFunctionSubclass():  # images of torchvision, and what answers for itself
-        for name, given in (("images", images_BCHW), ("labels", labels_B)):
-            if given.is_meta or given.layout is not torch.strided:
-                raise UserError(f"{name} hold no dense numbers ({given.layout}, {given.device}); give a plain tensor")
-        images, labels = images_BCHW.detach().as_subclass(Tensor), labels_B.detach().as_subclass(Tensor)
+        require_numbers("images", images_BCHW)
+        require_numbers("labels", labels_B)
+        images, labels = (given.detach().as_subclass(Tensor).clone() for given in (images_BCHW, labels_B))
     if images.dtype not in (torch.float32, torch.float64):
         raise UserError(
             f"images are {images.dtype}; give float32 numbers in [0,1]: images.float(), or images / 255 of bytes"
@@ -154,9 +156,12 @@ def batch_given(images_BCHW: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
     return images, labels.long()
 
 
-def clean_of(logits_BJ: Tensor, labels_B: Tensor, prediction_B: Tensor) -> Clean:
-    """Margins of the label over every other class, beside what the served model predicts."""
-    return Clean(prediction_B, labels_B, margins_of(logits_BJ, labels_B))
+def require_numbers(name: str, given: Tensor) -> None:
+    """Raise UserError for a tensor whose numbers cannot be read one by one."""
+    if given.is_nested or given.is_meta or given.layout is not torch.strided or given.is_quantized:
+        raise UserError(f"{name} hold no dense numbers ({given.layout}, {given.device}); give a plain tensor")
+    if torch._C._functorch.is_functorch_wrapped_tensor(given):
+        raise UserError(f"{name} are inside a transform of torch.func (vmap, grad, ...); certify outside of it")
 
 
 def margins_of(logits_BJ: Tensor, labels_B: Tensor) -> Tensor:
@@ -203,7 +208,8 @@ def pair_weights(head: nn.Linear, labels_B: Tensor) -> Tensor:
 
 
 def per_image(eps: float | Tensor, clean: Clean) -> Tensor:
-    """eps (B,) in float64."""
+    """eps (B,) in float64, asked of these images: the model has to be as it was then."""
+    clean.require_unchanged()
     return torch.as_tensor(eps, dtype=torch.float64, device=clean.margin_BJ.device).expand(len(clean.label_B))
 
 

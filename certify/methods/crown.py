@@ -16,6 +16,7 @@ import copy
 import importlib.util
 import logging
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ INSTALL = (
     "pip install 'certizoo[crown]' && pip install --no-deps git+https://github.com/Verified-Intelligence/auto_LiRPA"
 )
 Bounds = Callable[[Tensor, Tensor, float], Tensor]  # x (1, C, H, W), rows (J - 1, J), eps -> lower bounds (J - 1,)
+_DEFAULT_DTYPE = threading.Lock()
 _log = logging.getLogger(__name__)
 
 
@@ -149,15 +151,16 @@ def _bounds(baked: nn.Module, x_1CHW: Tensor, norm: str) -> Bounds:
 
 @contextmanager
 def _float64() -> Iterator[None]:
-    """auto_LiRPA makes its identities in the default type, and warns of what we know."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    """auto_LiRPA makes its identities in the default type, which is the process's, and warns of what we know."""
+    with _DEFAULT_DTYPE:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def _one_line(error: Exception) -> str:

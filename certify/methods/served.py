@@ -55,6 +55,7 @@ class ServedAdjoint(Adjoint):
         if dtype not in PRECISIONS:
             raise UserError(f"served_dtype={dtype}: choose one of float32, bfloat16, or null for the float64 function")
         super().__init__(copy.deepcopy(model).to(dtype), nonce, norm)
+        self.model = self.model.also(model)
         self.precision = PRECISIONS[dtype]
         self.roundings = trunk_roundings(self.baked, self.precision)
         self.nodes = [_rounded(node, rounding) for node, rounding in zip(self.nodes, self.roundings, strict=True)]

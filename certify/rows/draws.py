@@ -1,24 +1,70 @@
-"""The random numbers of an image: its own, whatever images come with it and in whatever order, after a restart too."""
+"""The random numbers of an image: its own, whatever images come with it and in whatever order, after a restart too;
+and the nonce of a result's certificates, with where it is from.
+
+    drawn     by the run itself, after weights and images were fixed
+    derived   SHA-256 of the weights, the image list and a beacon, a text that was published after both
+    given     chosen by somebody, who may have tried others before
+    unknown   results of earlier code do not say
+"""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Generator
 
 from certify.rows.records import SUBJECT
+from certizoo import UserError
 from certizoo.documents import read_json
+from certizoo.text import shown
 from zoo.bounds import lanczos
 
+DRAWN, GIVEN, DERIVED, UNKNOWN = "drawn", "given", "derived", "unknown"
 
-def nonce_of(given: str | None, rows: Path, parts: Sequence[Path] = ()) -> str:
+
+@dataclass(frozen=True)
+class Nonce:
+    """What chooses the random starts of a result, and where it is from."""
+
+    text: str
+    origin: str
+    beacon: str | None = None
+
+    def said(self) -> dict[str, str | None]:
+        """Its part of a subject."""
+        return {"nonce": self.text, "nonce_origin": self.origin, "beacon": self.beacon}
+
+
+def recorded(said: Mapping[str, Any]) -> Nonce:
+    """The nonce of a subject or summary; `unknown` where earlier code wrote it."""
+    return Nonce(said["nonce"], said.get("nonce_origin", UNKNOWN), said.get("beacon"))
+
+
+def nonce_of(given: str | None, rows: Path, parts: Sequence[Path] = ()) -> Nonce:
     """The nonce of the random starts of a result: the `given` one; that of its rows, or of the folders of its parts,
-    where there are some; or one that is drawn now, after weights and images were fixed."""
-    for folder in (rows.parent, *parts):
-        recorded = folder / SUBJECT
-        if given is None and (folder / rows.name).exists() and recorded.exists():
-            given = read_json(recorded).get("nonce")
-    return given or lanczos.new_nonce()
+    where there are some; or one that is drawn now, after weights and images were fixed. One that the rows have already
+    stays what it is, given or not."""
+    for folder in (rows.parent, *(() if given else parts)):
+        note = folder / SUBJECT
+        said = read_json(note) if (folder / rows.name).exists() and note.exists() else {}
+        if isinstance(said, dict) and isinstance(said.get("nonce"), str) and given in (None, said["nonce"]):
+            return recorded(said)
+    return Nonce(given, GIVEN) if given else Nonce(lanczos.new_nonce(), DRAWN)
+
+
+def derived(weights_sha256: str, images_sha256: str, beacon: str) -> Nonce:
+    """The nonce that nobody chose: of these weights and images, and of a beacon that was published after both."""
+    return Nonce(derived_nonce(weights_sha256, images_sha256, beacon), DERIVED, beacon)
+
+
+def derived_nonce(weights_sha256: str, images_sha256: str, beacon: str) -> str:
+    """d and the SHA-256 of the three, a line each. Raises UserError for a beacon that is no line of text."""
+    if not beacon or not beacon.isprintable():
+        raise UserError(f"beacon={shown(beacon)} is no line of text; give one that was published after the weights")
+    lines = f"{weights_sha256}\n{images_sha256}\n{beacon}\n"
+    return f"d{hashlib.sha256(lines.encode()).hexdigest()}"
 
 
 def draws(keys: Iterable[str], seed: int = 0) -> list[Generator]:

@@ -55,3 +55,9 @@ def axis_of(norm: str) -> tuple[float, str]:
     if norm == "linf":
         return 255.0, "Linf radius eps in 1/255 of [0,1] pixel space"
     return 1.0, f"{NAMES[norm]} radius eps in [0,1] pixel space"
+
+
+def at_most(chance: float) -> str:
+    """A probability to one digit, never less than it is."""
+    unit = 10.0 ** math.floor(math.log10(chance)) if chance > 0 else 1.0
+    return f"{math.ceil(chance / unit * (1 - 1e-12)) * unit:.1g}"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SUBJECT, DIGESTS = "subject.json", "rows_sha256"
 CERTIFICATES, CERTIFICATE = "certificates.jsonl", "certificate.json"  # which an evaluation reads, too
 UNSAID = {"norm": "l2", "first": 0}  # what rows of earlier code are of, whose subject does not say it
+SAME_NONCE = ("nonce_origin", "beacon")  # of a subject: what is said of the nonce, which itself decides the rows
 OF_IMAGES = ("first", "images", "images_sha256")  # of a subject: in which the ranges of one result differ
 
 
@@ -87,7 +88,7 @@ def taken_over(path: Path, folder: Path, rows: Sequence[Row], images: Sequence[L
     except OSError as error:
         raise UserError(f"parts: {part} cannot be read ({error.strerror}); give folders of results") from None
     theirs, ours = _said(folder / SUBJECT), _said(path.parent / SUBJECT)
-    if changed := _changed(theirs, ours, OF_IMAGES):
+    if changed := _changed(theirs, ours, (*OF_IMAGES, *SAME_NONCE)):
         raise UserError(f"parts: {folder} holds results with another {changed}; certify that range with it")
     found = [_parsed(line) for line in lines]
     if len(found) != theirs.get("images"):
@@ -177,7 +178,7 @@ def _same_subject(path: Path, subject: Row) -> None:
     if not any(path.parent.glob("*.jsonl")):
         write_json(note, subject)
         return
-    if changed := _changed(_said(note), subject):
+    if changed := _changed(_said(note), subject, SAME_NONCE):
         raise UserError(
             f"{path.parent} holds results with another {changed}; remove that folder or choose another out=DIR"
         )

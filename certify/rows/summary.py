@@ -1,6 +1,7 @@
 """What a result says of itself, whichever command made it: what its rows belong to (the subject), and what is known of
 the model and of the clean images (part of the summary)."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ def model_facts(config: Summary) -> Summary:
         "attention": zoo.attention_name(**config["model"]),
         "dataset": config.get("data", {}).get("name", "unknown"),
         "git_commit": config.get("git_commit", "unknown"),
+    }
+
+
+def chances(table: pd.DataFrame) -> Summary:
+    """The probabilities that the bounds of one image, and that those of any image of the table, are no bounds: the
+    second is at most the sum over the images that are classified correctly, as nothing is said of others."""
+    together = math.fsum(table.loc[table["correct"], "failure"]) * (1 + 1e-9)
+    return {
+        "failure_probability_of_an_image": float(table["failure"].max()),
+        "failure_probability_of_the_table": min(1.0, together),
     }
 
 

@@ -1,5 +1,6 @@
 """What one process of the certify stage does: certify and attack the images of a batch, on its own device."""
 
+import copy
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ class CertifyBatch:
             dtype = DTYPES[settings.served_dtype]
             served = {"adjoint": ServedAdjoint, "image": ServedImage}[settings.method]
             self.certifier = served(self.model, dtype, settings.nonce, settings.norm)
-            self.model = InType(self.model.to(dtype))
+            self.model = InType(copy.deepcopy(self.model).to(dtype))
 
     def __call__(self, batch: Batch) -> list[Row]:
         """The rows of `outcomes.rows_of`, how far the served logits of each image are from the certified ones, and

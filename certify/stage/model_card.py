@@ -1,6 +1,6 @@
 """The model card of the registry, Markdown; a paragraph is one line, since the registry shows every line break."""
 
-from certify.rows.intervals import NAMES, eps_in, interval, percent, radius_in
+from certify.rows.intervals import NAMES, at_most, eps_in, interval, percent, radius_in
 from certify.rows.summary import Summary, norm_of
 from certizoo.text import code, markdown
 from zoo import penalty
@@ -56,6 +56,7 @@ def _proof(summary: Summary) -> list[str]:
         f"**Numerics.** {numerics['dtype']}; {numerics['norms']}; {numerics['slack']}. {chance(numerics)} The "
         f"certificate is of the float64 function; served in {numerics['served_dtype']}, its logits differed by at most "
         f"{numerics['largest_logit_difference_served_to_float64']:.2g} on these images.",
+        f"**Assumed.** {' '.join(assumption['sentence'] for assumption in summary['assumptions'])}",
         "**Not claimed.** Anything of other images than those listed, of other norms, of changes beyond eps, or of "
         "inputs that are normalised outside the model. Intervals are Wilson's of 95 %.",
     ]
@@ -63,8 +64,9 @@ def _proof(summary: Summary) -> list[str]:
 
 def chance(numerics: Summary) -> str:
     """The probability that `norms` speaks of."""
-    failure = numerics["failure_probability_of_an_image"]
-    return f"That probability is at most {failure:.2g} for an image." if failure else "No bound here rests on chance."
+    image, table = (at_most(numerics[f"failure_probability_of_{of}"]) for of in ("an_image", "the_table"))
+    known = f"That probability is at most {image} for an image, and {table} for all of these images together."
+    return known if numerics["failure_probability_of_an_image"] else "No bound here rests on chance."
 
 
 def _model(summary: Summary) -> list[str]:

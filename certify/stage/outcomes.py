@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from attacks import AttackConfig
 from certify.api import certifier as certifier_of
-from certify.api import radius_given, radius_of
+from certify.api import outside_inference_mode, radius_given, radius_of
 from certify.methods import named
 from certify.methods.ball import L2
 from certify.methods.breakdown import QUANTITIES, columns
@@ -38,6 +38,7 @@ def status(certificate: Certificate) -> list[str]:
     return [CERTIFIED if yes else UNKNOWN if open_ else NOT_CERTIFIED for yes, open_ in pairs]
 
 
+@outside_inference_mode
 def evaluate(
     model: nn.Module,
     images_BCHW: Tensor,

@@ -11,7 +11,7 @@ from registry import credentials
 from shards import DataConfig
 from shards.config import is_remote
 
-KEYS = ("method", "norm", "nonce", "served_dtype", "images", "batch_size")
+KEYS = ("method", "norm", "served_dtype", "images", "batch_size")
 
 
 def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: Settings, first: int = 0) -> str:
@@ -19,7 +19,8 @@ def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: 
     arguments = {"handover": str(handover)}
     if config.get("data") != asdict(data) or is_remote(data.root):
         arguments |= {"data": data.name, "data.root": data.root}
-    arguments |= {key: _value(getattr(settings, key)) for key in KEYS}
+    keys = [*KEYS, "nonce" if settings.beacon is None else "beacon"]
+    arguments |= {key: _value(getattr(settings, key)) for key in keys}
     arguments |= {"first": str(first)} if first else {}
     arguments |= {"eps": _value(settings.grid), "headline_eps": _value(settings.headline)}
     arguments |= {f"attack.{key}": _value(value) for key, value in asdict(settings.attack_in_norm).items()}

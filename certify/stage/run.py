@@ -17,26 +17,29 @@ import pandas as pd
 import torch
 
 import shards
+import zoo
+from certify.methods import crown
 from certify.methods.breakdown import averaged
 from certify.methods.certificate import SLACK
 from certify.rows import images, records, runner
-from certify.rows.draws import nonce_of
+from certify.rows.draws import Nonce, derived, nonce_of
 from certify.rows.progress import Progress, silent
-from certify.rows.summary import Summary, image_facts, model_facts, subject_of
-from certify.stage import report, reproduce, tables
+from certify.rows.summary import Summary, chances, image_facts, model_facts, subject_of
+from certify.stage import assumptions, report, reproduce, tables
 from certify.stage.certify_batch import CertifyBatch
 from certify.stage.model_card import model_card
 from certify.stage.outcomes import WITHOUT_CONTENT, columns_of
 from certify.stage.report import gallery
 from certify.stage.settings import Settings
+from certizoo import UserError
 from certizoo.files import write_whole
 
 ROWS, CERTIFICATE = records.CERTIFICATES, records.CERTIFICATE
 TABLE, CURVE, CARD, REPORT = "certificates.parquet", "curve.png", "card.md", "report.html"
 
 NORMS = (
-    "of weights and small matrices: eigenvalue estimate verified by Cholesky with Rump's margin, proved; of Jacobians "
-    "too large to be written out: Lanczos with a bound from the spectrum that it meets, proved but for the probability "
+    "of weights and small matrices: eigenvalue estimate verified by Cholesky with Rump's margin; of Jacobians too "
+    "large to be written out: Lanczos with a bound from the spectrum that it meets, which fails with the probability "
     "below, over the nonce"
 )
 
@@ -61,12 +64,13 @@ def run(
 def _run(
     handover: Path, data: shards.DataConfig, settings: Settings, out: Path, progress: Progress, share: images.Share
 ) -> Summary:
-    settings = replace(settings, nonce=nonce_of(settings.nonce, out / ROWS, share.parts))
+    listed = images.image_list(data, settings.images, settings.batch_size, share.first)
+    nonce = _nonce(settings, handover, listed, out, share)
+    settings = replace(settings, nonce=nonce.text)
     make = partial(CertifyBatch, settings=settings)
     own = make(handover)  # refuses what cannot be certified before anything is written
     settings = own.settings
-    listed = images.image_list(data, settings.images, settings.batch_size, share.first)
-    subject = subject_of(handover, listed, **_asked(settings))
+    subject = subject_of(handover, listed, **_asked(settings) | nonce.said())
     records.require_rows(out / CERTIFICATE, ROWS)
     rows = runner.resume(out / ROWS, subject, listed, columns_of(settings.method, settings.grid))
     rows = rows.with_parts(share.parts)
@@ -79,6 +83,14 @@ def _run(
     write_whole(out / REPORT, _report(table, summary, listed, command))
     records.write_json(out / CERTIFICATE, summary)
     return summary
+
+
+def _nonce(settings: Settings, handover: Path, listed: images.ImageList, out: Path, share: images.Share) -> Nonce:
+    if settings.beacon is None:
+        return nonce_of(settings.nonce, out / ROWS, share.parts)
+    if settings.nonce is not None:
+        raise UserError(f"nonce={settings.nonce} beacon={settings.beacon}: a nonce is given or derived; leave one out")
+    return derived(zoo.handover.weights_sha256(handover), listed.sha256, settings.beacon)
 
 
 def _asked(settings: Settings) -> Summary:
@@ -114,6 +126,7 @@ def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: S
             "space": f"[0,1] pixels of the {_size(config['model'])} image the model takes; the whole ball, box ignored",
         },
         "numerics": _numerics(table, settings.served_dtype),
+        "assumptions": _assumptions(table, settings),
         **image_facts(table, settings.method),
         "clean_without_content": _without_content(table),
         "accuracy": {f"{eps:g}": _accuracy(table, f"{eps:g}") for eps in settings.grid},
@@ -138,17 +151,25 @@ def _accuracy(table: pd.DataFrame, eps: str) -> Summary:
 
 
 def _numerics(table: pd.DataFrame, served_dtype: str | None) -> Summary:
-    """What the proof rests on besides mathematics."""
+    """How the bounds were computed, and how they may fail."""
     return {
         "dtype": "float64 weights widened from the served float32 ones",
         "norms": NORMS,
-        "failure_probability_of_an_image": float(table["failure"].max()),
+        **chances(table),
         "slack": f"margin - loss > {SLACK:g} (1 + |margin| + loss), with clean activations' rounding in the loss",
         "served_dtype": served_dtype or "float32",
         "rounding_of_the_served_model": "proved" if served_dtype else "measured",
         "largest_logit_difference_served_to_float64": float(table["served_difference"].max()),
         "torch": torch.__version__,
     }
+
+
+def _assumptions(table: pd.DataFrame, settings: Settings) -> list[Summary]:
+    """What the proof rests on, each with the place that says more."""
+    failure = chances(table)["failure_probability_of_the_table"]
+    with_crown = settings.method == "crown" or (settings.method == "best" and crown.installed())
+    found = assumptions.assumptions(settings.method, settings.served_dtype, failure, with_crown)
+    return [assumption.said() for assumption in found]
 
 
 def _size(model: Summary) -> str:

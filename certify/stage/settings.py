@@ -33,6 +33,7 @@ class Settings:
     batch_size: int = 50
     attack: AttackConfig = DEFAULT_ATTACK
     nonce: str | None = None  # of random starts; None: that of the rows that are there, or one that is drawn now
+    beacon: str | None = None  # a text published after weights and images, from which the nonce is derived with them
     served_dtype: str | None = None  # 'float32', 'bfloat16': of the model that is served; None: of the float64 function
     on: str = HERE  # or 'ray': actors of a Ray cluster share the images; the rows are the same to rounding
     workers: int | None = None  # processes that share them; None: one here, all that a cluster has room for

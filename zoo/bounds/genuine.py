@@ -44,6 +44,14 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             left += [(f"{path}.{key}" if path else str(key), part) for key, part in reversed(parts)]
 
 
+def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module inside with its path, in the order they are stored; a shared one at each of its places."""
+    for path, module in modules_of(model):
+        for key, part in _parts(module).items():
+            if isinstance(part, nn.Module):
+                yield f"{path}.{key}" if path else key, part
+
+
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and buffer by its path."""
     for path, module in modules_of(model):
@@ -97,6 +105,12 @@ def fault_of_process() -> str | None:
     modes = [mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
     for mode in (*modes, *_get_current_dispatch_mode_stack()):
         return f"{type(mode).__name__} is active and may change every operation; certify outside of it"
+    if torch.empty(()).is_meta:
+        return "the default device is meta, which holds no numbers; run torch.set_default_device('cpu')"
+    if torch.is_inference_mode_enabled():
+        return "torch.inference_mode is active; certify outside of it"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func (vmap, grad, ...) is active; certify outside of it"
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             return f"torch.autocast is active for {device}; certify outside of it"

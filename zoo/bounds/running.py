@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from certizoo import UserError
 from zoo.arithmetic import U, gamma, nan_to_inf
+from zoo.bounds.stepwise import StepwiseAttention
 
 OUT = 1 + 1e-9  # outwards over the rounding of these formulas themselves
 RESERVE = 8  # what the rule of a link computes of the same tensors, in its function's own rounding
@@ -49,7 +49,7 @@ def defect(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
 
 
 def _defect(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), RunningError() as running:
+    with torch.no_grad(), StepwiseAttention(), RunningError() as running:
         found = running.of(f(x))
     return nan_to_inf((y - found.value).abs() + found.error) * OUT
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from certify.rows.intervals import NAMES, eps_in, percent
+from certify.rows.intervals import NAMES, at_most, eps_in, percent
 from certify.rows.summary import Summary, norm_of
 from certify.stage.report.html import Element, data, el
 from zoo import penalty
@@ -79,7 +79,8 @@ def facts(summary: Summary, circumstances: Circumstances) -> list[Element]:
     """Everything that a reader needs to check the certificate, or to make it again."""
     attack, numerics, model = summary["attack"], summary["numerics"], summary["model"]
     difference = numerics["largest_logit_difference_served_to_float64"]
-    failure = numerics["failure_probability_of_an_image"]
+    image, table = (at_most(numerics[f"failure_probability_of_{of}"]) for of in ("an_image", "the_table"))
+    beacon = f", of the beacon {summary['beacon']}" if summary["beacon"] else ""
     found = {
         "model": f"{model['name']}, {summary['attention']} attention, penalty {penalty.name_of(summary['penalty'])}",
         "content": _content(summary),
@@ -91,7 +92,9 @@ def facts(summary: Summary, circumstances: Circumstances) -> list[Element]:
         "threat model": f"{NAMES[norm_of(summary)]} ball in {summary['threat_model']['space']}",
         "attack": f"PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, same images",
         "numerics": f"{numerics['dtype']}; {numerics['norms']}; {numerics['slack']}",
-        "chance": f"the bounds of an image fail with a probability of at most {failure:.2g}",
+        "chance": f"the bounds of an image fail with a probability of at most {image}, any of all images with {table}",
+        "nonce": f"{summary['nonce']}, {summary['nonce_origin']}{beacon}",
+        "assumed": " ".join(assumption["sentence"] for assumption in summary["assumptions"]),
         "served": f"{numerics['served_dtype']}; its logits differed from the certified ones by up to {difference:.2g}",
         "time": f"{summary['seconds_per_image']:.3g} s an image to certify",
         "code": f"certizoo {summary['certizoo']}, torch {numerics['torch']}; trained at commit {summary['git_commit']}",

@@ -10,8 +10,9 @@ import pytest
 
 from certify.__main__ import main
 from certify.board.again import likely
-from certify.board.of_results import _up, entry_of, summary_of
+from certify.board.of_results import entry_of, summary_of
 from certify.board.rows import forged, rows_of
+from certify.rows.intervals import at_most
 from certizoo import UserError
 from tests.certify.board.test_entry import SCHEMA
 
@@ -167,5 +168,5 @@ def test_how_far_off_a_claim_is_seen() -> None:
     assert likely(30, 30, 500, 1000, both=False)  # an attack that finds less is none of the claim's faults
 
 
-def test_chances_are_rounded_up() -> None:
-    assert [_up(chance) for chance in (3.1e-8, 3e-8, 9.5e-8, 0.0)] == ["4e-08", "3e-08", "1e-07", "0"]
+def test_chances_are_roundedat_most() -> None:
+    assert [at_most(chance) for chance in (3.1e-8, 3e-8, 9.5e-8, 0.0)] == ["4e-08", "3e-08", "1e-07", "0"]

@@ -41,17 +41,19 @@ def test_an_entry_is_ours_or_published(path: Path) -> None:
 
 
 def test_the_schema_and_the_reader_know_the_same_fields() -> None:
-    kinds = {"string": str, "integer": int, "boolean": bool, "object": dict, "null": type(None)}
+    kinds = {"string": str, "integer": int, "boolean": bool, "object": dict, "array": list, "null": type(None)}
 
     def types(said: dict) -> set[type]:
         words = [said["type"]] if isinstance(said["type"], str) else said["type"]
         return {kind for word in words for kind in ((int, float) if word == "number" else (kinds[word],))}
 
     assert {key: types(said) for key, said in SCHEMA["properties"].items()} == {
-        key: set(kind) for key, kind in entry.FIELDS.items()
+        key: set(kind) for key, kind in (entry.FIELDS | entry.OPTIONAL).items()
     }
     point = SCHEMA["$defs"]["curve"]["additionalProperties"]["properties"]
     assert {key: types(said) for key, said in point.items()} == {key: set(kind) for key, kind in entry.POINT.items()}
+    nonce = SCHEMA["properties"]["nonces"]["items"]
+    assert set(nonce["required"]) == set(nonce["properties"]) == set(entry.NONCE)
     assert set(SCHEMA["required"]) == set(entry.FIELDS)
 
 
@@ -65,6 +67,9 @@ CHANGES = {
     "norm": (lambda e: e["curves"].update(l3={"1": {}}), "curves.l3 is no curve"),
     "eps": (lambda e: e["curves"]["l2"].update({"-1": {}}), "no point at a radius above 0"),
     "type": (lambda e: e.update(published="no"), "published is 'no'"),
+    "chance": (lambda e: e.update(failure_probability=2), "is '2', no probability"),
+    "nonce": (lambda e: e.update(nonces=["n1"]), r"nonces\.0 is 'n1'"),
+    "origin": (lambda e: e.update(nonces=[{"nonce": "n1", "beacon": None}]), r"nonces\.0\.origin is missing"),
     "path": (lambda e: e.update(name="../x"), "no name of a folder"),
 }
 

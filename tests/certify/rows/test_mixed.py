@@ -284,7 +284,10 @@ def test_a_folder_is_free_again_after_a_start_and_after_a_refusal(handover: Path
 
 # Settings that change no row beyond rounding, and what else becomes of them.
 NO_ROW = {
-    stage.Settings: {"batch_size": 7, "on": "ray", "workers": 2, "device": "cuda"},
+    stage.Settings: {
+        "batch_size": 7, "on": "ray", "workers": 2, "device": "cuda",
+        "beacon": "b",  # of which the nonce is made
+    },
     evaluation.Settings: {
         "batch_size": 7, "on": "ray", "workers": 2, "device": "cuda", "check_images": 3,
         "certificate": Path("there"),  # whose method and nonce are asked with it

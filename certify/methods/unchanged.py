@@ -1,0 +1,75 @@
+"""A model as it was: what a certificate speaks of must still be there when it is given.
+
+What changes a tensor counts its version up or gives it other memory, which is seen at once. What writes behind torch's
+back (`weight.data`, NumPy) does not: numbers are compared by their digests, too, where there is time for it.
+"""
+
+import hashlib
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from certizoo import UserError
+from zoo.bounds import genuine
+
+Mark = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The parts of a model when it was measured; the model itself is not kept alive."""
+
+    model: weakref.ref[nn.Module]
+    modules: dict[str, weakref.ref[nn.Module]]
+    tensors: dict[str, weakref.ref[Tensor]]
+    marks: dict[str, Mark]
+    digests: dict[str, bytes]
+
+    @staticmethod
+    def of(model: nn.Module) -> "Snapshot":
+        modules, tensors = dict(genuine.parts_of(model)), dict(genuine.tensors_of(model))
+        return Snapshot(
+            weakref.ref(model),
+            {path: weakref.ref(module) for path, module in modules.items()},
+            {path: weakref.ref(tensor) for path, tensor in tensors.items()},
+            {path: _mark(tensor) for path, tensor in tensors.items()},
+            {path: _digest(tensor) for path, tensor in tensors.items()},
+        )
+
+    def require(self, *, digests: bool) -> None:
+        """Raise UserError where the model is another. Without `digests`, numbers are read only of tensors that are
+        not the same objects in the same memory, or that torch has written to."""
+        model = self.model()
+        if model is None:
+            return
+        if changed := self._changed(model, digests):
+            raise UserError(f"{changed} changed since this certifier was made; make a new one")
+
+    def _changed(self, model: nn.Module, digests: bool) -> str | None:
+        modules, tensors = dict(genuine.parts_of(model)), dict(genuine.tensors_of(model))
+        for path in {**self.modules, **modules}:
+            if path not in modules or path not in self.modules or self.modules[path]() is not modules[path]:
+                return f"the module {path}"
+        for path in {**self.tensors, **tensors}:
+            if path not in tensors or path not in self.tensors:
+                return f"the weights of {path}"
+            tensor = tensors[path]
+            same = self.tensors[path]() is tensor and self.marks[path] == _mark(tensor)
+            if (digests or not same) and _digest(tensor) != self.digests[path]:
+                return f"the weights of {path}"
+        return None
+
+
+def _mark(tensor: Tensor) -> Mark:
+    """The memory of a tensor, and how often torch wrote to it; inference tensors do not count that."""
+    version = None if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version
+
+
+def _digest(tensor: Tensor) -> bytes:
+    numbers = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{numbers.dtype} {tuple(numbers.shape)} ".encode())
+    digest.update(numbers.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()

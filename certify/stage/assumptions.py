@@ -1,0 +1,89 @@
+"""What a certificate rests on besides its proof: sentences, each with the place that says more (docs/proofs.md).
+
+Three kinds: kernels compute as IEEE arithmetic says, to stated errors; what rounds and is not bounded operation by
+operation is covered by a reserve; and what was drawn is as random as it should be.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from certify.rows.intervals import at_most
+
+PROOFS = "docs/proofs.md"
+WITHOUT_SECOND_ORDER = ("lofast", "lofast_local", "crown")
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A sentence, and its anchor in docs/proofs.md."""
+
+    sentence: str
+    anchor: str
+
+    def said(self) -> dict[str, Any]:
+        """Its entry of certificate.json."""
+        return {"sentence": self.sentence, "proof": f"{PROOFS}#{self.anchor}"}
+
+
+KERNELS = Assumption(
+    "float64 kernels round each operation as IEEE 754 says, add in any order, and give exp, erf and tanh to 40 units "
+    "in the last place.",
+    "slack",
+)
+RESERVE = Assumption(
+    "What the prover computes of activations beside the forward pass rounds by at most 8 times the error that is "
+    "bounded for that pass.",
+    "slack",
+)
+SLACK = Assumption(
+    "The rounding of norms, gradients, remainders and their sums is below the slack of 1e-9 of the terms compared.",
+    "slack",
+)
+PRODUCTS = Assumption(
+    "Products with Jacobians do not cancel to less than a hundredth of the norms of their factors.",
+    "lanczos",
+)
+CROWN = Assumption("auto_LiRPA computes the bounds that CROWN defines, to 1e-6 of the margins.", "crown")
+EXACT = Assumption(
+    "The certified function is the model in exact arithmetic; what the served type rounds is measured on these images, "
+    "not proved.",
+    "served-weights",
+)
+SERVED = Assumption(
+    "Kernels of the served type add in float32, in any order, round once at the end, give exp, erf and tanh to 40 "
+    "units in the last place, and use neither TF32 nor Winograd's convolutions.",
+    "rounding",
+)
+RANDOM = Assumption(
+    "Random starts are as uniform on the sphere as if SHA-256 and the generator (SFC64 on a CPU, Philox on a GPU) were "
+    "random.",
+    "lanczos",
+)
+CHANCE = "No random start makes a norm too small; the probability that one does is at most"
+DRAWN_AFTER = Assumption(
+    "Weights and images were fixed before the nonce of the random starts was known to whoever made them.", "lanczos"
+)
+EVERY = (KERNELS, RESERVE, SLACK, PRODUCTS, CROWN, EXACT, SERVED, RANDOM, DRAWN_AFTER)
+
+
+def assumptions(method: str, served_dtype: str | None, failure: float, crown: bool) -> list[Assumption]:
+    """All that a table by this method rests on. `failure`: the probability that any of its images fails; `crown`:
+    whether auto_LiRPA takes part."""
+    return [*_of_arithmetic(method, served_dtype, crown), *_of_chance(failure)]
+
+
+def _of_arithmetic(method: str, served_dtype: str | None, crown: bool) -> Iterator[Assumption]:
+    yield from (KERNELS, RESERVE, SLACK)
+    if method not in WITHOUT_SECOND_ORDER:
+        yield PRODUCTS
+    if crown:
+        yield CROWN
+    yield SERVED if served_dtype else EXACT
+
+
+def _of_chance(failure: float) -> Iterator[Assumption]:
+    """Nothing where no norm was found by chance."""
+    if failure:
+        yield Assumption(f"{CHANCE} {at_most(failure)} for all images together.", "lanczos")
+        yield from (RANDOM, DRAWN_AFTER)
