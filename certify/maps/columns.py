@@ -58,7 +58,8 @@ class Columns:
 
     def _rounded(self, tape: Tape, forms: Forms) -> Tensor:
         """How far torch is from <a, A e_c> of one column, at most: (B, ...)."""
-        room, before_B, off_B = self.square.shape[1:], 1.0, torch.zeros_like(tape.leaves[self.at].gain_B)
+        room, off_B = self.square.shape[1:], torch.zeros_like(tape.leaves[self.at].gain_B)
+        before_B = torch.ones_like(off_B)
         for at, leaf in tape.leaves.items():
             if at == self.at:
                 break

@@ -52,7 +52,6 @@ class Coupled:
     pulled: Vectors
     held: Sizes
     most_B: Tensor
-    theta_0_B: Tensor
 
     def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
         """Of first order and forms together, for e <= the largest: (C, B)."""
@@ -76,7 +75,7 @@ class Coupled:
 
     def allowed(self, share: Tensor, grown: Grown) -> Tensor:
         """sum_k (d_k - q_k) theta_k + d_n theta_0 for d = share D: forms hold what they may, constants the rest."""
-        total = times(share * self.weights[NOISE], self.theta_0_B)
+        total = times(share * self.weights[NOISE], grown.theta_0_B)
         for k, held_B in self.held.items():
             total = total + times((share - held_B * share.clamp(max=1)) * self.weights[k], grown.theta[k])
         return total
@@ -101,7 +100,7 @@ def coupled(ellipsoids: Ellipsoids, margins: Margins, g_0: Tensor, first: Tensor
     off = _rounded(ellipsoids, forms, kappa, weights) * length
     pulled = {part: torch.linalg.vector_norm(z * mask, dim=-1) + off for part, mask in parts.items()}
     lengths = first * joint.most_B, length, (b * z).sum(-1) + off * length
-    return Coupled(*lengths, kappa, weights, pulled, held, joint.most_B, joint.noise.theta)
+    return Coupled(*lengths, kappa, weights, pulled, held, joint.most_B)
 
 
 def _scale(weights: Vectors, parts: Vectors) -> Scale:

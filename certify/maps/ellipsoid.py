@@ -44,6 +44,7 @@ PROBE_FAILURE = 1e-11  # the chance that one reach of an image is too small
 COARSE = 1.2  # of norms, as in zoo/bounds/lanczos.py; what is close, effort.py says
 
 Known = Callable[[Tensor], Sizes]  # e (B,) -> bounds of |H_i| within e, of some leaves, from elsewhere
+Off = Callable[[int, Tensor], Tensor]  # node, r (B,) -> what is off at its end for inputs within r: (B,)
 Draw = Callable[[torch.Size, str, Tensor], Tensor]  # room, purpose, numbers (B, n) -> a Gaussian vector (B, *room) each
 
 
@@ -58,11 +59,14 @@ def identity(like_B: Tensor) -> QuadraticForm:
 
 @dataclass(frozen=True)
 class Grown:
-    """At one e: Theta in front of every leaf that bends, theta of each, and |H| of some."""
+    """At one e: Theta in front of every leaf that bends, theta of each, |H| of some; what is off at the ends of nodes,
+    and theta_0."""
 
     before: Sizes
     theta: Sizes
     sizes: Sizes
+    defects: Sequence[Tensor]
+    theta_0_B: Tensor
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,9 @@ class Margins:
 class Ellipsoids:
     """Around a batch of clean images."""
 
-    def __init__(self, joint: Joint, draw: Draw, known: Known, first: Columns | None) -> None:
-        self.joint, self.tape, self.most_B, self._draw, self._known = joint, joint.tape, joint.most_B, draw, known
+    def __init__(self, joint: Joint, draw: Draw, known: Known, off: Off, first: Columns | None) -> None:
+        self.joint, self.tape, self.most_B, self._draw = joint, joint.tape, joint.most_B, draw
+        self._known, self._off = known, off
         self.effort, self.failure = effort(self.tape), PROBE_FAILURE  # the chance, of an image
         self.rounding = self._measured()
         self._reaches = self._probed()
@@ -100,10 +105,13 @@ class Ellipsoids:
             length = first.lengths(self.tape, self.most_B, joint.noise.weights)
             self._reaches[first.at] = torch.fmin(self._reaches[first.at], length)
         self._norms = {} if self.effort.large else self._norms_of_sizes()
-        self.rests, total_B, sizes = dict[int, Rest](), joint.ones_B + joint.noise.theta, known(self.most_B)
-        for at in self.tape.bent:
+        self.rests = dict[int, Rest]()
+
+        def measured(at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
             self.rests[at] = self._rest(at, total_B, sizes)
-            total_B = total_B + self._theta(at, total_B, sizes)
+            return self._theta(at, total_B, sizes)
+
+        self._most = self._grow(self.most_B, measured)
 
     def _measured(self) -> Rounding:
         """The sizes of all M_i at once, from the norm of the sum of (M_i / lengths_i)^T (M_i / lengths_i), and what
@@ -121,12 +129,24 @@ class Ellipsoids:
 
     def at(self, eps_B: Tensor) -> Grown:
         """For eps <= the largest."""
-        before, theta, total_B = Sizes(), Sizes(), (eps_B / self.most_B).square() + self.joint.noise.theta
-        sizes = self._known(eps_B)
-        for at in self.tape.bent:
-            before[at], theta[at] = total_B, self._theta(at, total_B, sizes)
-            total_B = total_B + theta[at]
-        return Grown(before, theta, sizes)
+        return self._grow(eps_B, self._theta)
+
+    def _grow(self, eps_B: Tensor, theta_of: Callable[[int, Tensor, Sizes], Tensor]) -> Grown:
+        """Node by node: what is off at the end of each hangs on how far its input moves."""
+        before, theta, defects, sizes = Sizes(), Sizes(), list[Tensor](), self._known(eps_B)
+        total_B, theta_0_B = (eps_B / self.most_B).square(), torch.zeros_like(self.most_B)
+        for node, leaves in enumerate(self.tape.of_nodes):
+            radius_B = product(self.rounding.sizes[leaves[0]], total_B.sqrt()) * OUT
+            if leaves[0] in sizes:
+                radius_B = torch.fmin(radius_B, sizes[leaves[0]])
+            defects.append(self._off(node, radius_B))
+            for at in leaves:
+                if at in self.tape.bent:
+                    before[at], theta[at] = total_B, theta_of(at, total_B, sizes)
+                    total_B = total_B + theta[at]
+            square_B = nan_to_inf(defects[-1] / self.joint.noise.weights[leaves[-1]]).square() * OUT
+            total_B, theta_0_B = total_B + square_B, theta_0_B + square_B
+        return Grown(before, theta, sizes, defects, theta_0_B)
 
     def margins(self, g: Vectors, class_CB: Tensor) -> Margins:
         """g (C, B, *y): the gradients at the outputs of the leaves that bend, of the margins over these classes."""
@@ -162,10 +182,6 @@ class Ellipsoids:
             return torch.zeros_like(self.most_B)
         return (product(rest.norm_B.square(), before_B) <= self._most.theta[at]).to(self.most_B)
 
-    @cached_property
-    def _most(self) -> Grown:
-        return self.at(self.most_B)
-
     def end(self, grown: Grown) -> Tensor:
         """How far the end moves, its own defect aside: (B,). Infinite where the last leaf bends or ends in a sum."""
         if self.tape.bent[-1] == max(self.tape.leaves) or self.tape.ends_in_sum:
@@ -196,7 +212,7 @@ class Ellipsoids:
     def whole(self, grown: Grown) -> Tensor:
         """|u| at most, of all that moves any leaf: (B,)."""
         last = self.tape.bent[-1]
-        return (grown.before[last] + grown.theta[last]).sqrt()
+        return (grown.before[last] + grown.theta[last] + grown.theta_0_B).sqrt()
 
     def _theta(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
         """theta of a leaf, for Theta in front of it. What is proved at the largest e holds below, and shrinks."""

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zoo.arithmetic import beside, product
+from zoo.arithmetic import beside
 from zoo.bounds.contracts import QuadraticForm
-from zoo.bounds.rounding import OUT
 from zoo.bounds.tape import Tape, Vectors
 
 IMAGE, NOISE = -1, -2  # sources beside the leaves that bend
@@ -30,25 +29,20 @@ class Scale:
 
 @dataclass(frozen=True)
 class Noise:
-    """Defects of the outputs of leaves: w_n (B,) of every leaf that has some, and theta_0 (B,). `lengths`: about
-    |M_i|, of the inputs of all leaves."""
+    """What is off at the outputs of leaves: w_n (B,) of every leaf. `lengths`: about |M_i|, of the inputs of all
+    leaves."""
 
     weights: Sizes
-    theta: Tensor
     lengths: Sizes
 
     @staticmethod
     def of(defects: Sizes, theta_B: Tensor, floors: Sizes, lengths: Sizes) -> "Noise":
-        """w_n above these floors, and for defects (B,) of these lengths so large that theta_0 is at most that; it is
-        infinite where a defect is."""
-        counted = {at: defect_B for at, defect_B in defects.items() if bool((defect_B > 0).any())}
-        wild_B = sum((~torch.isfinite(defect_B) for defect_B in counted.values()), torch.zeros_like(theta_B)) > 0
-        scale_B = (OUT * len(counted) / theta_B).sqrt()
-        weights = dict(floors)
-        for at, defect_B in counted.items():
-            weight_B = torch.where(wild_B, 1.0, product(scale_B, defect_B))
+        """w_n above these floors, and for defects (B,) of about these lengths so large that theta_0 is about that."""
+        scale_B, weights = (len(defects) / theta_B).sqrt(), dict(floors)
+        for at, defect_B in defects.items():
+            weight_B = (scale_B * defect_B).nan_to_num(1.0, 1.0)
             weights[at] = torch.hypot(weight_B, floors[at]) if at in floors else weight_B
-        return Noise(weights, torch.where(wild_B, torch.inf, theta_B if counted else 0.0), lengths)
+        return Noise(weights, lengths)
 
 
 class Joint:

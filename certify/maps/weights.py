@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from certify.maps.effort import effort
-from certify.maps.ellipsoid import Draw, Known, identity, within
+from certify.maps.ellipsoid import Draw, Known, Off, identity, within
 from certify.maps.joint import IMAGE, NOISE, Joint, Noise, Sizes
 from zoo.arithmetic import beside
 from zoo.bounds import lanczos
@@ -34,6 +34,7 @@ SEEN = 4.0  # times what a remainder adds in the directions in which the image m
 ALIGNED = 0.75  # of remainders, what couples with the first order
 LEAST = 0.1  # of an entry, in units of the mean
 LEAST_RADIUS = 1e-3  # that a look finds, in units of the largest: nothing, where it diverges
+MOVED = 0.3  # |M_i| in units of its Frobenius norm, about
 LENGTHS = (1e-100, 1e100)  # from, to
 WEIGHTS = (1e-100, 1e30)  # from, to: where a look diverges, what it says is finite
 
@@ -50,8 +51,10 @@ class Look:
         if self._formed:
             self._forms, self._pulled, self._energy_B = self._sensitivity()
 
-    def joint(self, defects: Sizes) -> Joint:
-        """With W_k (B, ...) of every leaf that bends, and w_n for defects at these leaves."""
+    def joint(self, off: Off) -> Joint:
+        """With W_k (B, ...) of every leaf that bends, and w_n for what is about off at the ends of nodes."""
+        nodes = enumerate(self._tape.of_nodes)
+        defects = {leaves[-1]: off(node, MOVED * self._lengths[leaves[0]]) for node, leaves in nodes}
         weights = _scaled(self._again, self._theta, self._parts)
         return Joint(self._tape, self._images, self._most_B, weights, self._noise(defects))
 
@@ -95,8 +98,7 @@ class Look:
         if not self._parts:
             return Noise.of(defects, torch.full_like(self._most_B, UNKNOWN), floors, self._lengths)
         alone = Noise.of(defects, torch.ones_like(self._most_B), {}, {})
-        theta_B = self._adds(alone).clamp(*THETA_0) if alone.weights else alone.theta + THETA_0[1]
-        return Noise.of(defects, theta_B, floors, self._lengths)
+        return Noise.of(defects, self._adds(alone).clamp(*THETA_0), floors, self._lengths)
 
     def _floors(self) -> Sizes:
         """w_n so small that they cost next to nothing: in proportion to |M_n|, and to the root of what leaf n rounds,
@@ -106,7 +108,7 @@ class Look:
         shape = {at: length_B * (leaves[at].rounding / most_B).sqrt() for at, length_B in self._lengths.items()}
         if not self._parts:
             return {at: FLOOR * size_B for at, size_B in shape.items()}
-        adds_B = self._adds(Noise(shape, torch.zeros_like(self._most_B), {}))
+        adds_B = self._adds(Noise(shape, {}))
         return {at: (QUIET / adds_B).nan_to_num(FLOOR, FLOOR) * size_B for at, size_B in shape.items()}
 
     def _adds(self, noise: Noise) -> Tensor:
@@ -210,7 +212,7 @@ class Look:
 
     def _silent(self, weights: Mapping[int, Tensor]) -> Joint:
         """Without defects."""
-        return Joint(self._tape, self._images, self._most_B, weights, Noise({}, torch.zeros_like(self._most_B), {}))
+        return Joint(self._tape, self._images, self._most_B, weights, Noise({}, {}))
 
     def _sensitivity(self) -> tuple[dict[int, QuadraticForm], Vectors, Tensor]:
         """The forms of the margin, and of random changes G: |B_k^T J^T C A G|, entry by entry, and <A G, C A G>."""

@@ -18,7 +18,7 @@ e_0 is the radius of the L2 ball around the ball of images, and ||g_0|| e_0 what
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
 
@@ -110,14 +110,18 @@ class AdjointAnalysis:
         radii = self.radii_within(e_B)
         return self.within(radii), *self.losses(radii)
 
-    def around(self, e_B: Tensor) -> tuple[Clean, list[Tensor]]:
-        """The margins that there are within L2 balls of e_0; and how far what every node answers there may be from
-        X_k + J_k G + R_k, (B,) each."""
-        return self.clean, [step.defect_B for step in self.steps]
+    def off_behind(self, node: int, r_B: Tensor) -> Tensor:
+        """How far what a node answers may be from X_k + J_k G + R_k, for inputs within r: (B,)."""
+        return self.steps[node].defect_B
+
+    def kept(self, r_B: Tensor) -> Tensor:
+        """What has to be kept back of the clean margins for features within r, (B, J): here, nothing."""
+        return torch.zeros_like(self.clean.margin_BJ)
 
     def within(self, radii: Radii) -> Clean:
-        """The clean margins, less what has to be kept back of them within these radii: here, nothing."""
-        return self.clean
+        """The clean margins that there are within these radii."""
+        kept_BJ = self.kept(radii.e[-1]).nan_to_num(torch.inf)
+        return replace(self.clean, margin_BJ=self.clean.margin_BJ - kept_BJ)
 
     @torch.no_grad()
     def losses(self, radii: Radii) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.ball import Ball
 from certify.methods.certificate import Breakdown, Certificate, Clean, binding_class, decide_by, open_pairs, per_image
 from certify.methods.rung import Rung, Situation
+from zoo.arithmetic import nan_to_inf
 from zoo.bounds.tape import Tape
 
 RUNGS = 8
@@ -109,9 +110,9 @@ class ImageAnalysis:
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
         e_B = self.ball.radius(eps_B)
-        clean, loss_BJ, class_B = self._unknown(e_B) if self._effort.large else self.inner.answered(e_B)
-        loss_BJ, class_B = self._sharper(clean, e_B, loss_BJ, class_B)
-        return decide_by(clean, loss_BJ, eps_B, class_B)
+        loss_BJ, class_B = self._unknown() if self._effort.large else self._answered(e_B)
+        loss_BJ, class_B = self._sharper(e_B, loss_BJ, class_B)
+        return decide_by(self.clean, loss_BJ, eps_B, class_B)
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
         """That of the adjoint analysis."""
@@ -121,16 +122,23 @@ class ImageAnalysis:
     def _effort(self) -> Effort:
         return effort(Tape(self.inner.chain.expansions))
 
-    def _unknown(self, e_B: Tensor) -> tuple[Clean, Tensor, Tensor]:
-        """In the place of what the adjoint analysis says of a large model: everything is left to forms."""
-        clean, _ = self.inner.around(e_B)
-        loss_BJ = torch.full_like(clean.margin_BJ, torch.inf).scatter(1, clean.label_B[:, None], 0.0)
-        return clean, loss_BJ, binding_class(clean, torch.zeros_like(loss_BJ))
+    def _answered(self, e_B: Tensor) -> tuple[Tensor, Tensor]:
+        """What the adjoint analysis says; what it keeps back of margins is a part of what they lose."""
+        kept, loss_BJ, class_B = self.inner.answered(e_B)
+        own_BJ = torch.isinf(self.clean.margin_BJ)
+        kept_BJ = (self.clean.margin_BJ - kept.margin_BJ).masked_fill(own_BJ, 0.0)
+        return nan_to_inf(loss_BJ + kept_BJ), class_B
+
+    def _unknown(self) -> tuple[Tensor, Tensor]:
+        """In the place of that for a large model: everything is left to forms."""
+        margin_BJ = self.clean.margin_BJ
+        loss_BJ = torch.full_like(margin_BJ, torch.inf).scatter(1, self.clean.label_B[:, None], 0.0)
+        return loss_BJ, binding_class(self.clean, torch.zeros_like(loss_BJ))
 
     @torch.no_grad()
-    def _sharper(self, clean: Clean, e_B: Tensor, loss_BJ: Tensor, class_B: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses again, and the class that decides: one rung after the other, as long as an image is open. `clean`:
-        the margins that there are within e."""
+    def _sharper(self, e_B: Tensor, loss_BJ: Tensor, class_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses again, and the class that decides: one rung after the other, as long as an image is open."""
+        clean = self.clean
         open_B = was_open_B = _open(clean, loss_BJ)
         if not bool(open_B.any()):
             return loss_BJ, class_B
@@ -197,10 +205,10 @@ class ImageAnalysis:
     @cached_property
     def _whole(self) -> Situation:
         """Of all images."""
-        return self._situation(torch.arange(len(self.images)), torch.zeros_like(self.clean.margin_BJ[:, 0]))
+        return self._situation(torch.arange(len(self.images), device=self.images.device))
 
     def _rung(self, index_I: Tensor, most_B: Tensor) -> Rung:
-        return Rung(self._situation(index_I, most_B), most_B[index_I], self._columns)
+        return Rung(self._situation(index_I), most_B[index_I], self._columns)
 
     @cached_property
     @torch.no_grad()
@@ -208,8 +216,8 @@ class ImageAnalysis:
         """The same for all images."""
         return Columns.of(self._whole.tape, self.images)
 
-    def _situation(self, index_I: Tensor, most_B: Tensor) -> Situation:
-        return Situation.of(self.inner, self.images, index_I, self._seed, most_B)
+    def _situation(self, index_I: Tensor) -> Situation:
+        return Situation.of(self.inner, self.images, index_I, self._seed)
 
 
 def _raised(here: Situation, e_B: Tensor) -> Tensor:

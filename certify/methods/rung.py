@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from certify.maps.columns import Columns
 from certify.maps.coupled import Coupled, coupled
 from certify.maps.effort import at_once, effort
-from certify.maps.ellipsoid import Ellipsoids, Grown, Margins
+from certify.maps.ellipsoid import Ellipsoids, Grown, Margins, Off
 from certify.maps.joint import Sizes
 from certify.maps.weights import Look
 from certify.methods.adjoint import AdjointAnalysis, groups
@@ -48,22 +48,20 @@ class Situation:
     ball: Ball
     tape: Tape
     head: nn.Linear
-    defects: Sequence[Tensor]  # of nodes, (B,): what is off at their ends
     rivals_BR: Tensor
     seed: bytes
     radii: Callable[[Tensor], Sequence[Tensor]]  # e (B,) -> |G_n| (B,) in front of all nodes, or of none
     proved: Callable[[Tensor], Tensor]  # e (B,) -> (B,), by the adjoint analysis: no rung is needed within
+    off: Off  # what is off at the end of a node
+    kept: Callable[[Tensor], Tensor]  # r (B,) -> (B, J), of margins, for features within r
 
     @staticmethod
-    def of(inner: AdjointAnalysis, images: Tensor, index_I: Tensor, seed: bytes, most_B: Tensor) -> "Situation":
-        """What is said of margins and defects holds for all e up to `most_B`."""
-        clean, off = inner.around(most_B)
+    def of(inner: AdjointAnalysis, images: Tensor, index_I: Tensor, seed: bytes) -> "Situation":
         tape = Tape((inner.chain if len(index_I) == len(images) else inner.chain.of(index_I)).expansions)
-        defects, rivals_IR = [off_B[index_I] for off_B in off], inner.rivals_BR[index_I]
         asked = not effort(tape).large  # the adjoint analysis
 
         def of_all(e_I: Tensor) -> Tensor:
-            return torch.zeros_like(most_B).index_put((index_I,), e_I)
+            return images.new_zeros(len(images), dtype=e_I.dtype).index_put((index_I,), e_I)
 
         def radii(e_I: Tensor) -> list[Tensor]:
             return [radius_B[index_I] for radius_B in inner.radii_within(of_all(e_I)).e] if asked else []
@@ -74,12 +72,18 @@ class Situation:
             now, loss_BJ, _ = inner.answered(of_all(e_I))
             return ~open_pairs(now, loss_BJ).any(-1)[index_I]
 
-        around = images[index_I], clean[index_I], inner.ball, tape, inner.head
-        return Situation(*around, defects, rivals_IR, seed, radii, proved)
+        def off(node: int, r_I: Tensor) -> Tensor:
+            return nan_to_inf(inner.off_behind(node, of_all(r_I))[index_I])
+
+        def kept(r_I: Tensor) -> Tensor:
+            return nan_to_inf(inner.kept(of_all(r_I))[index_I])
+
+        around = images[index_I], inner.clean[index_I], inner.ball, tape, inner.head
+        return Situation(*around, inner.rivals_BR[index_I], seed, radii, proved, off, kept)
 
     def gradients(self, class_CB: Tensor) -> "Gradients":
-        """Of the margins over these classes: at the image, at the outputs of the leaves that bend or end a node, and
-        how long they are at the outputs of all leaves."""
+        """Of the margins over these classes: at the image, at the outputs of the leaves that bend, and how long they
+        are at the outputs of all leaves."""
         weight, lengths = self.head.weight, Sizes()
         g_CBD = weight[self.clean.label_B] - weight[class_CB]
         end = self.tape.leaves[max(self.tape.leaves)].y.shape
@@ -87,8 +91,7 @@ class Situation:
         def visit(at: int, g: Tensor) -> None:
             lengths[at] = torch.linalg.vector_norm(g.flatten(2), dim=-1)
 
-        kept = {*self.tape.bent, *self.ends}
-        return Gradients(*self.tape.pull(g_CBD.view(len(g_CBD), *end), {}, kept, visit), lengths)
+        return Gradients(*self.tape.pull(g_CBD.view(len(g_CBD), *end), {}, self.tape.bent, visit), lengths)
 
     def first(self, class_CB: Tensor) -> Tensor:
         """What margins over these classes lose at first order, at e = 1: (C, B)."""
@@ -106,15 +109,9 @@ class Situation:
         key = torch.cat([self.images.flatten(1), (BITS * mantissa).round(), exponent], 1)
         return lanczos.starts(key, room, self.seed + word.encode())
 
-    @cached_property
-    def ends(self) -> Sizes:
-        """Defects, by the leaves behind which they come in."""
-        return {leaves[-1]: defect_B for leaves, defect_B in zip(self.tape.of_nodes, self.defects, strict=True)}
-
-    def rounded(self, g: Vectors) -> Tensor:
-        """What defects cost of margins with these gradients: (C, B)."""
-        costs = [product(g[at].flatten(2).norm(dim=-1), defect_B) for at, defect_B in self.ends.items()]
-        return torch.stack(costs).sum(0)
+    def features(self, e_B: Tensor, moved_B: Tensor) -> Tensor:
+        """How far the features move at most, where forms say `moved`: (B,)."""
+        return torch.fmin(moved_B, radii[-1]) if (radii := self.radii(e_B)) else moved_B
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ class Group:
     """Some rivals of every image, by their gradients alone: (C, B) each."""
 
     first: Tensor
-    rounded: Tensor
+    at_ends: Sequence[Tensor]
     slip: Tensor
     lengths: Vectors
 
@@ -134,7 +131,7 @@ class Formed:
 
     class_CB: Tensor
     first: Tensor
-    rounded: Tensor
+    at_ends: Sequence[Tensor]
     slip: Tensor
     margins: Margins
     couple: Callable[[], Coupled]
@@ -144,14 +141,24 @@ class Formed:
         return self.couple()
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Of one e: how far the forms grow, how far the features move (B,), and what is kept back of margins (B, J)."""
+
+    e_B: Tensor
+    grown: Grown
+    moved_B: Tensor
+    kept_BJ: Tensor
+
+
 class Rung:
     """For all e up to `most_B`. `first`: how far functionals of the first leaf reach, where that is known."""
 
     def __init__(self, here: Situation, most_B: Tensor, first: Columns | None) -> None:
         self.here, self.most_B = here, most_B
         g = here.gradients(here.rivals_BR[:, :1].mT)
-        joint = Look(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.ends)
-        self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, first)
+        joint = Look(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
+        self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, here.off, first)
         room = self.ellipsoids.joint.room(here.tape.bent[-1]) * len(here.images)
         self._at_once = min(AT_ONCE, at_once(room, lanczos.STEPS[-1]))
         self._groups = dict[int, Group]()
@@ -173,40 +180,43 @@ class Rung:
 
     def losses(self, e_B: Tensor, loss_BJ: Tensor) -> Tensor:
         """What margins can lose, where that is less than it was: the closest rivals first, until one stays open."""
-        grown, loss_BJ = self.ellipsoids.at(e_B), loss_BJ.clone()
+        here, loss_BJ = self._asked(e_B), loss_BJ.clone()
         if self.ellipsoids.effort.large:  # of smaller models the adjoint analysis tells the far rivals
-            loss_BJ = torch.minimum(loss_BJ, self._of_pairs(grown))
+            loss_BJ = torch.minimum(loss_BJ, self._of_pairs(here))
         lost_B = torch.zeros_like(self.here.clean.correct_B)
         for formed in self._formed:
-            lost_B = self._lower(loss_BJ, formed, lost_B, e_B, grown)
+            lost_B = self._lower(loss_BJ, formed, lost_B, here)
         for start, end in groups(self.here.rivals_BR.shape[1]):
             class_CB = self.here.rivals_BR[:, start:end].mT
             if bool((self._open(loss_BJ).gather(1, class_CB.mT).mT & ~lost_B).any()):
-                cheap_CB = self._cheap(class_CB, start, e_B, grown)
+                cheap_CB = self._cheap(class_CB, start, here)
                 loss_BJ = loss_BJ.scatter_reduce(1, class_CB.mT, cheap_CB.mT, "amin")
-                lost_B = self._form(class_CB, loss_BJ, lost_B, e_B, grown)
+                lost_B = self._form(class_CB, loss_BJ, lost_B, here)
         return loss_BJ
 
-    def _of_pairs(self, grown: Grown) -> Tensor:
-        """By how far the features move: (B, J)."""
-        moved_B = self.ellipsoids.end(grown) + self.here.defects[-1]
-        return nan_to_inf(product(pair_weights(self.here.head, self.here.clean.label_B), moved_B[:, None]))
+    def _asked(self, e_B: Tensor) -> Asked:
+        grown = self.ellipsoids.at(e_B)
+        moved_B = self.here.features(e_B, self.ellipsoids.end(grown) + grown.defects[-1])
+        return Asked(e_B, grown, moved_B, self.here.kept(moved_B))
 
-    def _cheap(self, class_CB: Tensor, start: int, e_B: Tensor, grown: Grown) -> Tensor:
+    def _of_pairs(self, asked: Asked) -> Tensor:
+        """By how far the features move: (B, J)."""
+        weight_BJ = pair_weights(self.here.head, self.here.clean.label_B)
+        return nan_to_inf(product(weight_BJ, asked.moved_B[:, None]) + asked.kept_BJ)
+
+    def _cheap(self, class_CB: Tensor, start: int, asked: Asked) -> Tensor:
         """What the gradients alone say."""
         if start not in self._groups:
             g = self.here.gradients(class_CB)
-            rounded, slip = self.here.rounded(g.leaves), self.ellipsoids.slip(g.lengths)
-            self._groups[start] = Group(
-                self.here.ball.length(g.image), rounded, slip, self.ellipsoids.lengths(g.leaves)
-            )
+            first, lengths = self.here.ball.length(g.image), self.ellipsoids.lengths(g.leaves)
+            self._groups[start] = Group(first, self._at_ends(g), self.ellipsoids.slip(g.lengths), lengths)
         group = self._groups[start]
-        total_CB = product(group.first, e_B) + group.rounded + product(group.slip, self.ellipsoids.whole(grown))
+        total_CB = product(group.first, asked.e_B) + self._rounded(group, class_CB, asked)
         for at, lengths_CB in group.lengths.items():
-            total_CB = total_CB + product(lengths_CB, grown.theta[at].sqrt())
+            total_CB = total_CB + product(lengths_CB, asked.grown.theta[at].sqrt())
         return nan_to_inf(total_CB)
 
-    def _form(self, class_CB: Tensor, loss_BJ: Tensor, lost_B: Tensor, e_B: Tensor, grown: Grown) -> Tensor:
+    def _form(self, class_CB: Tensor, loss_BJ: Tensor, lost_B: Tensor, asked: Asked) -> Tensor:
         """Lower the losses of the open ones of these rivals by forms, first the worst one of every image; the images
         with one that stays open."""
         for most in (1, len(class_CB)):
@@ -217,24 +227,34 @@ class Rung:
             for some_BC in rank_BC[:, : min(most, int(wanted_BC.sum(1).max()))].split(self._at_once, 1):
                 if some_BC.numel():
                     self._formed.append(self._formed_of(class_CB.mT.gather(1, some_BC).mT))
-                    lost_B = self._lower(loss_BJ, self._formed[-1], lost_B, e_B, grown)
+                    lost_B = self._lower(loss_BJ, self._formed[-1], lost_B, asked)
         return lost_B
 
     def _formed_of(self, class_CB: Tensor) -> Formed:
         g = self.here.gradients(class_CB)
         margins, first = self.ellipsoids.margins(g.leaves, class_CB), self.here.ball.length(g.image)
         couple = partial(coupled, self.ellipsoids, margins, g.image, first)
-        return Formed(class_CB, first, self.here.rounded(g.leaves), self.ellipsoids.slip(g.lengths), margins, couple)
+        return Formed(class_CB, first, self._at_ends(g), self.ellipsoids.slip(g.lengths), margins, couple)
 
-    def _lower(self, loss_BJ: Tensor, formed: Formed, lost_B: Tensor, e_B: Tensor, grown: Grown) -> Tensor:
+    def _at_ends(self, g: Gradients) -> list[Tensor]:
+        """The lengths of gradients at the ends of nodes."""
+        return [g.lengths[leaves[-1]] for leaves in self.here.tape.of_nodes]
+
+    def _rounded(self, rivals: Group | Formed, class_CB: Tensor, asked: Asked) -> Tensor:
+        """What is off at the ends of nodes, with gradients, and in the head costs: (C, B)."""
+        ends = zip(rivals.at_ends, asked.grown.defects, strict=True)
+        total_CB = product(rivals.slip, self.ellipsoids.whole(asked.grown)) + asked.kept_BJ.gather(1, class_CB.mT).mT
+        return sum((product(length_CB, defect_B) for length_CB, defect_B in ends), total_CB)
+
+    def _lower(self, loss_BJ: Tensor, formed: Formed, lost_B: Tensor, asked: Asked) -> Tensor:
         """The losses of these rivals, in place; the images that are lost with them. What first order and remainders can
         do at once is asked where each alone does not decide, and of no other: an answer is the image's own."""
-        rounded_CB = formed.rounded + product(formed.slip, self.ellipsoids.whole(grown))
-        found_CB = product(formed.first, e_B) + rounded_CB + self.ellipsoids.cost(formed.margins, grown)
-        open_CB = self._lowered(loss_BJ, formed, found_CB)
+        rounded_CB = self._rounded(formed, formed.class_CB, asked)
+        remainders_CB = self.ellipsoids.cost(formed.margins, asked.grown)
+        open_CB = self._lowered(loss_BJ, formed, product(formed.first, asked.e_B) + rounded_CB + remainders_CB)
         if formed.margins.forms and bool((open_CB & ~lost_B).any()):
-            beside_CB = rounded_CB + self.ellipsoids.beside_forms(formed.margins, grown)
-            coupled_CB = formed.coupled.cost(e_B, grown) + beside_CB
+            beside_CB = rounded_CB + self.ellipsoids.beside_forms(formed.margins, asked.grown)
+            coupled_CB = formed.coupled.cost(asked.e_B, asked.grown) + beside_CB
             open_CB = self._lowered(loss_BJ, formed, torch.where(open_CB & ~lost_B, coupled_CB, torch.inf))
         return lost_B | open_CB.any(0)
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
-from certify.methods.backwards import Radii
 from certify.methods.bake import refuse_impostor
 from certify.methods.ball import L2
 from certify.methods.certificate import Clean
@@ -35,14 +34,11 @@ class ServedAnalysis(AdjointAnalysis):
         super().__init__(exact.clean, exact.steps, exact.chain, exact.head, exact.measure, exact.few)
         self._mus, self._head_error = mus, head_error
 
-    def around(self, e_B: Tensor) -> tuple[Clean, list[Tensor]]:
-        radii, (_, defects) = self.radii_within(e_B), super().around(e_B)
-        off = [defect_B + mu(r_B) for defect_B, mu, r_B in zip(defects, self._mus, radii.e, strict=False)]
-        return self.within(radii), off
+    def off_behind(self, node: int, r_B: Tensor) -> Tensor:
+        return super().off_behind(node, r_B) + self._mus[node](r_B)
 
-    def within(self, radii: Radii) -> Clean:
-        kept_BJ = self._head_error(radii.e[-1]).nan_to_num(torch.inf)
-        return replace(self.clean, margin_BJ=self.clean.margin_BJ - kept_BJ)
+    def kept(self, r_B: Tensor) -> Tensor:
+        return self._head_error(r_B)
 
 
 class ServedAdjoint(Adjoint):

@@ -125,7 +125,7 @@ def _moved(func: Any, operands: Any, kwargs: Any) -> Any:
     return [Known(*parts) for parts in zip(value, size, error, strict=True)]
 
 
-CREATE = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"}
+CREATE = {"zeros_like", "ones_like", "full_like", "empty_like", "new_empty", "new_zeros", "new_ones", "new_full"}
 MOVE = {
     *("alias", "amax", "as_strided", "cat", "clone", "copy", "detach", "diagonal", "expand", "flip"),
     *("gather", "index", "index_select", "lift_fresh", "permute", "repeat", "roll", "select", "slice", "split", "t"),
