@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from zoo.attention.qkv import AttentionBounds, Mixing, Split, bounded, least
+from zoo.attention.rounding import plain_rounding
 from zoo.bounds.contracts import Expand, Layer
 from zoo.bounds.facts import Facts, M, facts_of
 from zoo.bounds.rules import residual
@@ -69,7 +70,7 @@ def softmax_facts(
     def expand(module: M) -> Expand:
         return bounded(AttentionBounds(module, module).expand, (local or lesser)(module))
 
-    return Facts(rule=rule, local=local or lesser, expansion=expand, split=split)
+    return Facts(rule=rule, local=local or lesser, expansion=expand, split=split, rounding=plain_rounding)
 
 
 def facts_by_split(split: Callable[[M], Split]) -> Facts[M]:

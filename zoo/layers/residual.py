@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.bounds.contracts import Bound, Layer
+from zoo.bounds.contracts import Bound, Layer, Precision, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, NoRule, register
+from zoo.bounds.primitives import factors
 
 
 class _Projected(torch.autograd.Function):
@@ -75,4 +76,9 @@ def weighted_residual(module: WeightedResidual) -> Layer:
     return layer
 
 
-register(WeightedResidual, Facts(rule=weighted_residual, expansion=affine))
+def weighted_rounding(module: WeightedResidual, precision: Precision) -> Rounding:
+    """One product an entry; the bound is rounded where it counts."""
+    return factors(module.weights_D().detach().double(), 2, precision)
+
+
+register(WeightedResidual, Facts(rule=weighted_residual, expansion=affine, rounding=weighted_rounding))

@@ -17,6 +17,7 @@ from zoo.bounds.activations import Hinge
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.elementwise import elementwise
 from zoo.bounds.facts import Facts, Links, NoRule, register
+from zoo.bounds.rounding import exact_module
 from zoo.layers.init import orthogonal_init_
 from zoo.layers.patches import Normalize
 
@@ -137,5 +138,5 @@ def convnet_trunk(module: ConvNet) -> tuple[Links, nn.Linear]:
     return (module.normalize, module.convs, module.fcs), module.head
 
 
-register(ReLUx, Facts(rule=relux, expansion=relux_expansion))
+register(ReLUx, Facts(rule=relux, expansion=relux_expansion, rounding=exact_module))
 register(ConvNet, Facts(trunk=convnet_trunk))
