@@ -49,13 +49,13 @@ class Quotient:
         gamma, u, count = self.precision.gamma, self.precision.u, y[0, 0, 0].numel()
         moved, off = self._radii(r), [one.error(r, e)[..., None, None] for one in self.rows]
         far, both = _sums(self.norms, moved), _sums(moved, off)
-        exact, served, share = self.least(moved), self.least(both), gamma(2 * count + 20) + 16 * u
-        turned = far[0] * (_apart(far, off) / (served * exact) + 1.01 * share / served)
+        exact, served, share = self.least(moved), self.least(both), gamma(2 * count + 20) + 8 * u
+        turned = far[0] * (_apart(far, off) / (served * exact) + share / ((1 - share) * served))
         y_B, e_q = size(y) + self.radius(r), self.rows.q.error(r, e)
-        into_B = 1.01 * (e_q / served.amin((-2, -1)) + _joined(turned))
+        into_B = (e_q / served.amin((-2, -1)) + _joined(turned)) / (1 - share)
         error_B = (into_B + 4 * u * (y_B + into_B)) * OUT + TINY
         most_B = torch.stack(_sums(self.norms, both)).amax(0).amax((-2, -1))
-        return in_range(most_B, error_B if share < 1e-2 else torch.full_like(error_B, torch.inf), ROOT)
+        return in_range(most_B, error_B if share < 0.1 else torch.full_like(error_B, torch.inf), ROOT)
 
     def least(self, off: Sequence[Tensor]) -> Tensor:
         """c is not below this where the norms fall by no more than `off`."""

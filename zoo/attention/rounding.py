@@ -57,8 +57,8 @@ def _merged(o_BWHNO: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Core:
-    """Around one batch, bounds in r and e. moduli: | P~ |v| |; norm: of P~; off_*: the same of what `own` adds to it;
-    long: the longest clean rows; all (B,)."""
+    """Around one batch, bounds in r and e. moduli: | P~ |v| |; norm: of P~; of_p: | P |v| |; off_*: as the first two,
+    of the constants of `own`; long: the longest clean rows; all (B,)."""
 
     score: Score
     rows: Rows
@@ -67,6 +67,7 @@ class Core:
     o: Tensor
     moduli: Tensor
     norm: Tensor
+    of_p: Tensor
     off_moduli: Tensor
     off_norm: Tensor
     long: QKVRadii
@@ -77,10 +78,11 @@ class Core:
         images, windows = q.shape[:2]
         s = score.s * (q @ k.mT - score.kappa / 2 * k.square().sum(-1).unsqueeze(-2))
         p = (s.flatten(0, 1) + mixing.bias(images * windows)).softmax(-1)
-        mixed, off = (each.unflatten(0, (images, windows)) for each in (mixing.mix(p), own.delta * p + own.constants))
+        matrices = mixing.mix(p), p, own.constants + torch.zeros_like(p)
+        mixed, p, off = (each.unflatten(0, (images, windows)) for each in matrices)
         long = QKVRadii(longest(q), longest(k), longest(v))
-        of_mixed, of_off = ((size(each @ v.abs()), _norm(each)) for each in (mixed, off))
-        return Core(score, rows, own, precision, mixed @ v, *of_mixed, *of_off, long)
+        moduli, of_p, off_moduli = (size(each @ v.abs()) for each in (mixed, p, off))
+        return Core(score, rows, own, precision, mixed @ v, moduli, _norm(mixed), of_p, off_moduli, _norm(off), long)
 
     def rounded(self) -> Rounded:
         return Rounded(self.o, self.radius, self.error)
@@ -122,7 +124,8 @@ class Core:
         omega, spread, turned = self.omega(r, e) + skew, self.spread(self.norm, r), torch.exp(2 * self.sigma(r))
         rows_B = math.sqrt(v[0, ..., 0].numel()) * (self.long.v + r_v + e_v)
         moduli = torch.fmin(turned * self.moduli + spread * (r_v + e_v), rows_B)
-        apart = turned * (self.off_moduli + self.off_norm * (r_v + e_v))
+        apart = self.own.delta * torch.fmin(turned * self.of_p + math.sqrt(self.o.shape[-2]) * (r_v + e_v), rows_B)
+        apart = apart + self.off_moduli + self.off_norm * (r_v + e_v)
         own = omega * moduli + (1 + omega) * (skew * rows_B + apart)
         return in_range(size(v) + r_v + e_v, (spread * e_v + own) * OUT + TINY)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zoo.attention.softmax import QKVAttention
-from zoo.bounds.contracts import Bound, Error, Precision, Rounded
+from zoo.bounds.contracts import Bound, Precision, Rounded
 from zoo.bounds.primitives import matrix_product
 from zoo.bounds.rounding import OUT, ROOT, TINY, in_range, longest, size
 
@@ -47,18 +47,29 @@ def normalised(rows: Rounded, eps: float, scale: float, radius: Bound, precision
     where u moves by so much. The derivative is |scale| / sqrt(|u|^2 + e) at most, and no row longer than |scale|."""
     u, gain = rows.y, abs(scale)
     lengths = (u.square().sum(-1, keepdim=True) + eps).sqrt()
-    y, least_B, longest_B = scale * u / lengths, lengths.flatten(1).amin(1), longest(u)
+    y, longest_B, lengths_BR = scale * u / lengths, longest(u), lengths.flatten(1)
     y_B, share = size(y), precision.gamma(u.shape[-1] + 8) + 8 * precision.u
 
-    def error(y_B: Tensor, of: Error, r: Tensor, e: Tensor) -> Tensor:
-        r_u, e_u = rows.radius(r), rows.error(r, e)
-        low_B = (least_B - r_u - e_u).clamp_min(eps**0.5)
-        into_B = gain / low_B * of(r, e)
-        own_B = (share + TINY / low_B.square()) * (y_B + into_B)
-        return in_range(longest_B + r_u + e_u, (into_B + own_B) * OUT + TINY, ROOT)
-
     def whole(r: Tensor, e: Tensor) -> Tensor:
-        return error(y_B + gain * radius(rows.radius(r)), rows.error, r, e)
+        """Every row may have all of the error, but none more than a row can have."""
+        low_BR = lows(r, e)
+        joint_B = torch.linalg.vector_norm(1 / low_BR, dim=-1) * rows.row_error(r, e)
+        into_B = gain * torch.fmin(rows.error(r, e) / low_BR.amin(-1), joint_B)
+        return known(into_B, y_B + moved(r) + into_B, low_BR, r, e)
 
-    longest_row = torch.full_like(y_B, gain)
-    return Rounded(y, lambda r: gain * radius(rows.radius(r)), whole, partial(error, longest_row, rows.row_error))
+    def row(r: Tensor, e: Tensor) -> Tensor:
+        low_BR = lows(r, e)
+        into_B = gain * rows.row_error(r, e) / low_BR.amin(-1)
+        return known(into_B, gain + into_B, low_BR, r, e)
+
+    def lows(r: Tensor, e: Tensor) -> Tensor:
+        return (lengths_BR - (rows.radius(r) + rows.row_error(r, e)).unsqueeze(-1)).clamp_min(eps**0.5)
+
+    def moved(r: Tensor) -> Tensor:
+        return gain * radius(rows.radius(r))
+
+    def known(into_B: Tensor, y_B: Tensor, low_BR: Tensor, r: Tensor, e: Tensor) -> Tensor:
+        own_B = (share + TINY / low_BR.amin(-1).square()) * y_B
+        return in_range(longest_B + rows.radius(r) + rows.error(r, e), (into_B + own_B) * OUT + TINY, ROOT)
+
+    return Rounded(y, moved, whole, row)
