@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from certify.methods.ball import NORMS
+from certify.rows.devices import DTYPES
 from certizoo import UserError
 from certizoo.documents import read_json
 from certizoo.files import require_file_name
@@ -35,6 +36,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "published": FLAG,
     "soundness": TEXT,
 }
+# may be missing. served_dtype: in which the certified model is served, rounding included; null: its float64 function
+OPTIONAL: dict[str, tuple[type, ...]] = {"served_dtype": (*TEXT, *NONE)}
 POINT: dict[str, tuple[type, ...]] = {"certified": NUMBER + NONE, "attacked": NUMBER + NONE, "attack": (*TEXT, *NONE)}
 
 
@@ -52,13 +55,20 @@ def faults(entry: object) -> Iterator[str]:
     if not isinstance(entry, dict):
         yield "it is no mapping"
         return
-    yield from _form(entry, FIELDS, "")
+    yield from _form(entry, FIELDS | {key: kinds for key, kinds in OPTIONAL.items() if key in entry}, "")
+    if served_in(entry) not in (None, *DTYPES):
+        yield f"served_dtype is {str(entry['served_dtype'])[:60]!r}"
     curves = entry.get("curves")
     for norm, curve in curves.items() if isinstance(curves, dict) else ():
         if norm not in NORMS or not isinstance(curve, dict) or not curve:
             yield f"curves.{norm} is no curve in one of {', '.join(NORMS)}"
         else:
             yield from _curve(norm, curve, entry.get("clean"))
+
+
+def served_in(entry: Entry) -> str | None:
+    """The type of the model that the certificates speak of; None: its float64 function, as of all earlier entries."""
+    return entry.get("served_dtype")
 
 
 def points(entry: Entry) -> Iterator[tuple[str, float, dict[str, Any]]]:

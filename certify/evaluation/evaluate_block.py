@@ -23,8 +23,9 @@ from certify.evaluation.refuted import Found, refuse
 from certify.evaluation.settings import Settings
 from certify.methods.bake import logit_differences
 from certify.methods.ball import L2
+from certify.methods.served import certifier_of
 from certify.rows.columns import Columns, Kind, Row, amount, chance, flag, perhaps, real, whole
-from certify.rows.devices import DTYPES, InType, certifier_of, device_of
+from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.draws import draws
 from certify.rows.workers import Batch
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from certify.methods import AUTO, METHODS
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.backwards import Radii
 from certify.methods.bake import refuse_impostor
@@ -126,6 +127,24 @@ SERVED_METHODS: dict[str, Callable[[nn.Module, torch.dtype, str | None, str], Ce
     "image": ServedImage,
     "best": _best,
 }
+
+
+TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PRECISIONS}
+
+
+def require_served(dtype: str | None, method: str | None, key: str) -> None:
+    """Raise UserError, naming the key of the configuration, for another type than those that are served, and where the
+    method counts no rounding."""
+    methods = (AUTO, *SERVED_METHODS)
+    if dtype is not None and (method not in methods or dtype not in TYPES):
+        raise UserError(f"{key}={dtype}: null, or one of {', '.join(TYPES)} with method {', '.join(methods)}")
+
+
+def certifier_of(model: nn.Module, method: str, served_dtype: str | None, nonce: str | None, norm: str) -> Certifier:
+    """By a method that is named: of the model as it is served in that type, or of its float64 function."""
+    if served_dtype is None:
+        return METHODS[method](model, nonce, norm)
+    return SERVED_METHODS[method](model, TYPES[served_dtype], nonce, norm)
 
 
 def _in_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:

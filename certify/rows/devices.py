@@ -1,12 +1,8 @@
-"""Where a process computes, the CPU or a GPU of its own, in which type a served model computes, and its certifier."""
+"""Where a process computes, the CPU or a GPU of its own, and in which type a served model computes."""
 
 import torch
 from torch import Tensor, nn
 
-from certify.api import certifier
-from certify.methods import AUTO
-from certify.methods.certificate import Certifier
-from certify.methods.served import SERVED_METHODS
 from certizoo import UserError
 
 DEVICES = ("cpu", "cuda")
@@ -17,21 +13,6 @@ def require_device(name: str, key: str) -> None:
     """Raise UserError, naming the key of the configuration, where `name` is none of DEVICES."""
     if name not in DEVICES:
         raise UserError(f"{key}={name}: choose one of {', '.join(DEVICES)}")
-
-
-def require_served(dtype: str | None, method: str | None, key: str) -> None:
-    """Raise UserError, naming the key of the configuration, for another type than those that are served, and where the
-    method counts no rounding."""
-    methods = (AUTO, *SERVED_METHODS)
-    if dtype is not None and (method not in methods or dtype not in DTYPES):
-        raise UserError(f"{key}={dtype}: null, or one of {', '.join(DTYPES)} with method {', '.join(methods)}")
-
-
-def certifier_of(model: nn.Module, method: str, served_dtype: str | None, nonce: str | None, norm: str) -> Certifier:
-    """Of the model as it is served in that type, or of its float64 function."""
-    if served_dtype is None:
-        return certifier(model, method, nonce, norm)
-    return SERVED_METHODS[method](model, DTYPES[served_dtype], nonce, norm)
 
 
 class InType(nn.Module):

@@ -6,8 +6,9 @@ import torch
 
 import zoo
 from certify.methods.bake import COARSE, LOGIT_TOLERANCE, logit_differences
+from certify.methods.served import certifier_of
 from certify.rows.columns import Row
-from certify.rows.devices import DTYPES, InType, certifier_of, device_of
+from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.workers import Batch
 from certify.stage.outcomes import WITHOUT_CONTENT, rows_of
 from certify.stage.settings import Settings

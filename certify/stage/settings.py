@@ -8,7 +8,8 @@ from torch import nn
 from attacks import AttackConfig
 from certify.methods import AUTO, NAMES, named
 from certify.methods.ball import L2, LINF, known
-from certify.rows.devices import require_device, require_served
+from certify.methods.served import require_served
+from certify.rows.devices import require_device
 from certify.rows.workers import HERE, PLACES, Crew
 from certify.stage.outcomes import DEFAULT_ATTACK
 from certizoo import UserError

@@ -48,7 +48,7 @@ def test_the_schema_and_the_reader_know_the_same_fields() -> None:
         return {kind for word in words for kind in ((int, float) if word == "number" else (kinds[word],))}
 
     assert {key: types(said) for key, said in SCHEMA["properties"].items()} == {
-        key: set(kind) for key, kind in entry.FIELDS.items()
+        key: set(kind) for key, kind in (entry.FIELDS | entry.OPTIONAL).items()
     }
     point = SCHEMA["$defs"]["curve"]["additionalProperties"]["properties"]
     assert {key: types(said) for key, said in point.items()} == {key: set(kind) for key, kind in entry.POINT.items()}
