@@ -28,7 +28,8 @@ from zoo.bounds.elementwise import elementwise, scalar
 from zoo.bounds.facts import Facts, Link, Links, NoRule, expect, facts_of, register, types_where
 from zoo.bounds.fused import fused
 from zoo.bounds.links import Affine, Residual
-from zoo.bounds.rounding import exact, exact_module, matrix_product, roundings_of, trunk_roundings
+from zoo.bounds.primitives import centred, factors, function, linear_rounding, matrix_product, mean, plus, product
+from zoo.bounds.rounding import composed, exact, exact_module, residual_rounding, roundings_of, trunk_roundings
 from zoo.bounds.rules import (
     Chain,
     Step,
@@ -70,8 +71,10 @@ __all__ = [
     "affine",
     "affine_expansion",
     "attention_facts",
+    "centred",
     "chain",
     "classifier_of",
+    "composed",
     "composition",
     "conv_norm",
     "elementwise",
@@ -79,20 +82,27 @@ __all__ = [
     "exact_module",
     "expansion_of",
     "expect",
+    "factors",
     "facts_by_split",
     "facts_of",
+    "function",
     "fused",
     "global_layer",
     "layer_of",
+    "linear_rounding",
     "matrix_product",
+    "mean",
     "nodes_of",
     "parts_of",
+    "plus",
+    "product",
     "qkv_split",
     "radii",
     "register",
     "residual",
     "residual_expansion",
     "residual_layer_of",
+    "residual_rounding",
     "roundings_of",
     "rules_with_mixing",
     "scalar",

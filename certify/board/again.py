@@ -21,10 +21,11 @@ import torch
 import shards
 import zoo
 from certify.board import nonces
-from certify.board.entry import Entry, faults, points
+from certify.board.entry import Entry, faults, points, served_in
 from certify.board.of_results import parameters_of
 from certify.board.rows import Rows, forged, shares
 from certify.methods import METHODS
+from certify.methods.served import require_served
 from certify.rows import images
 from certify.rows.columns import Row
 from certify.rows.progress import Progress, silent
@@ -49,15 +50,25 @@ class Found:
 
 
 def check(
-    entry: Entry, handover: Path, data: shards.DataConfig, sample: int, claimed: Rows, progress: Progress = silent
+    entry: Entry,
+    handover: Path,
+    data: shards.DataConfig,
+    sample: int,
+    claimed: Rows,
+    served_dtype: str | None = "float32",
+    progress: Progress = silent,
 ) -> Found:
-    """`claimed`: the rows behind the entry, {} if they are not known. What costs least comes first, and the sample only
-    if all else is right. Raises UserError where the entry cannot be done again, UnsoundCertificate where a certified
-    image falls."""
+    """`claimed`: the rows behind the entry, {} if they are not known; `served_dtype`: as in configs/certify.yaml.
+    What costs least comes first, and the sample only if all else is right. Raises UserError where the entry cannot be
+    done again, UnsoundCertificate where a certified image falls."""
     if entry["published"]:
         raise UserError(f"{entry['name']} is a published figure of others, which no command here does again")
     if entry["method"] not in METHODS:
         raise UserError(f"method {entry['method']!r} is none of ours ({', '.join(METHODS)}): it cannot be done again")
+    require_served(served_dtype, entry["method"], "served_dtype")
+    if claimed and served_in(entry) != served_dtype:
+        of = served_in(entry) or "null"
+        raise UserError(f"the rows are those of served_dtype={of}; hold them against that, or leave results= out")
     wrong = [*faults(entry), *_weights(entry, handover), *nonces.of_entry(entry)]
     if wrong:
         return Found([], wrong)  # other weights, other figures
@@ -73,14 +84,19 @@ def check(
     wrong += shares(entry, claimed)
     if wrong:
         return Found(words, wrong)
+    words.append(f"certified again {_words(served_dtype)}; the entry speaks {_words(served_in(entry))}")
     picked = frozenset(random.SystemRandom().sample(range(listed.total), min(sample, listed.total)))
     for norm in entry["curves"]:
-        rows = list(_rows(entry, norm, handover, listed, picked, progress))
+        rows = list(_rows(entry, norm, handover, listed, picked, served_dtype, progress))
         for said, fault in _held(entry, norm, rows, listed.total):
             words.append(said)
             wrong += [fault] if fault else []
         wrong += forged(norm, rows, claimed, entry["method"])
     return Found(words, wrong)
+
+
+def _words(served_dtype: str | None) -> str:
+    return f"of the model as served in {served_dtype}" if served_dtype else "of the float64 function"
 
 
 def _weights(entry: Entry, handover: Path) -> Iterator[str]:
@@ -108,7 +124,13 @@ def _clean(handover: Path, listed: images.ImageList) -> tuple[int, int]:
 
 
 def _rows(
-    entry: Entry, norm: str, handover: Path, listed: images.ImageList, picked: frozenset[int], progress: Progress
+    entry: Entry,
+    norm: str,
+    handover: Path,
+    listed: images.ImageList,
+    picked: frozenset[int],
+    served_dtype: str | None,
+    progress: Progress,
 ) -> Iterator[Row]:
     """The stage's own rows of the picked images, with a nonce that is drawn now."""
     grid = tuple(eps for of, eps, _ in points(entry) if of == norm)
@@ -119,6 +141,7 @@ def _rows(
         headline_eps=grid[0],
         attack=replace(DEFAULT_ATTACK, steps=_steps(entry, norm)),
         nonce=lanczos.new_nonce(),
+        served_dtype=served_dtype,
     )
     work, place, done = CertifyBatch(handover, settings=settings), 0, 0
     for batch in listed.batches():

@@ -51,7 +51,7 @@ def check(config: Config) -> None:
     console = Console(highlight=False)
     with progress_bar("certifying again", console) as progress:
         claimed = rows.rows_of([Path(folder) for folder in config["results"]], claim)
-        found = again.check(claim, handover, data, config["images"], claimed, progress)
+        found = again.check(claim, handover, data, config["images"], claimed, config["served_dtype"], progress)
     for words in found.words:
         console.print(words, markup=False, soft_wrap=True)
     if found.wrong:

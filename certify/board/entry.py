@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from certify.methods.ball import NORMS
+from certify.rows.devices import DTYPES
 from certizoo import UserError
 from certizoo.documents import read_json
 from certizoo.files import require_file_name
@@ -35,8 +36,12 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "published": FLAG,
     "soundness": TEXT,
 }
-# fields that entries of earlier code do not have
-OPTIONAL: dict[str, tuple[type, ...]] = {"failure_probability": NUMBER, "nonces": (list,)}
+# may be missing. served_dtype: in which the certified model is served, rounding included; null: its float64 function
+OPTIONAL: dict[str, tuple[type, ...]] = {
+    "failure_probability": NUMBER,
+    "nonces": (list,),
+    "served_dtype": (*TEXT, *NONE),
+}
 NONCE: dict[str, tuple[type, ...]] = {"nonce": TEXT, "origin": TEXT, "beacon": (*TEXT, *NONE)}
 POINT: dict[str, tuple[type, ...]] = {"certified": NUMBER + NONE, "attacked": NUMBER + NONE, "attack": (*TEXT, *NONE)}
 
@@ -55,7 +60,9 @@ def faults(entry: object) -> Iterator[str]:
     if not isinstance(entry, dict):
         yield "it is no mapping"
         return
-    yield from _form(entry, FIELDS | {key: kind for key, kind in OPTIONAL.items() if key in entry}, "")
+    yield from _form(entry, FIELDS | {key: kinds for key, kinds in OPTIONAL.items() if key in entry}, "")
+    if served_in(entry) not in (None, *DTYPES):
+        yield f"served_dtype is {str(entry['served_dtype'])[:60]!r}"
     yield from _chance(entry)
     curves = entry.get("curves")
     for norm, curve in curves.items() if isinstance(curves, dict) else ():
@@ -76,6 +83,11 @@ def _chance(entry: Entry) -> Iterator[str]:
             yield from _form(nonce, NONCE, f"nonces.{place}.")
         else:
             yield f"nonces.{place} is {str(nonce)[:60]!r}"
+
+
+def served_in(entry: Entry) -> str | None:
+    """The type of the model that the certificates speak of; None: its float64 function, as of all earlier entries."""
+    return entry.get("served_dtype")
 
 
 def points(entry: Entry) -> Iterator[tuple[str, float, dict[str, Any]]]:

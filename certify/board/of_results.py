@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import zoo
-from certify.board.entry import Entry, faults
+from certify.board.entry import Entry, faults, served_in
 from certify.board.nonces import of_entry
 from certify.evaluation.run import EVALUATION
 from certify.evaluation.run import ROWS as EVALUATED
@@ -18,11 +18,12 @@ from certify.stage.run import CERTIFICATE, ROWS
 from certizoo import UserError
 from zoo.models import overview
 
-SAME = ("weights_sha256", "images", "images_sha256", "dataset")  # of all results of one entry
+SAME = ("weights_sha256", "images", "images_sha256", "dataset", "served_dtype")  # of all results of one entry
 NUMERICS = (
     "float64 of the served float32 weights; weight norms verified by Cholesky with Rump's margin, Jacobian norms by "
     "Lanczos with a proved chance to fail; clean rounding counts as loss"
 )
+ROUNDED = "; so does what the served model rounds anywhere in the ball"
 
 
 def summary_of(folder: Path) -> Summary:
@@ -57,7 +58,8 @@ def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
         "clean": _percent(first["clean"]),
         "curves": curves,
         "method": methods[0],
-        "numerics": NUMERICS,
+        **({"served_dtype": served_in(first)} if served_in(first) else {}),
+        "numerics": NUMERICS + (ROUNDED if served_in(first) else ""),
         "extra_data": bool(said.get("extra_data")),
         "parameters": parameters_of(first["model"]),
         "training": said.get("training") or _training(first),
@@ -132,6 +134,7 @@ def _command(summary: Summary) -> str:
     words = [f"model={name}", "out=OUT"] if published else ["handover=HANDOVER"]
     words += [f"data={summary['dataset']}", "data.root=SHARDS", f"images={summary['images']}"]
     words += [f"method={summary['method']}", f"norm={norm_of(summary)}"]
+    words += [f"served_dtype={served_in(summary) or 'null'}"]
     if "worst_case" in summary:
         return shlex.join(["python", "-m", "certify", "evaluate", *words, f"protocol={summary['protocol']}"])
     words += [f"eps=[{','.join(repr(eps) for eps in summary['eps'])}]", f"headline_eps={summary['headline_eps']!r}"]
@@ -143,7 +146,13 @@ def _soundness(summaries: Sequence[Summary]) -> str:
     chance = f"; a radius fails with a probability of at most {at_most(max(known))}" if known else ""
     if (together := failure_of(summaries)) is not None:
         chance += f", any of them all with one of at most {at_most(together)}"
-    return f"proved of the served weights in exact arithmetic{chance}; no certified image fell to the attack beside it"
+    served = served_in(summaries[0])
+    of = (
+        f"of the model as served in {served}, rounding included"
+        if served
+        else "of the served weights in exact arithmetic"
+    )
+    return f"proved {of}{chance}; no certified image fell to the attack beside it"
 
 
 def failure_of(summaries: Sequence[Summary]) -> float | None:

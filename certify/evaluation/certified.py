@@ -61,6 +61,6 @@ def read(folder: Path) -> Certified:
     said = records.require_rows(folder / records.CERTIFICATE, records.CERTIFICATES)
     if not all(isinstance(said.get(key), str) for key in ("method", "nonce")):
         raise UserError(f"certificate={folder} holds no finished certification; give the folder that certify wrote")
-    if said.get("served_dtype"):
+    if said.get("served_dtype") not in (None, "float32"):
         raise UserError(f"certificate={folder} is of the model served in {said['served_dtype']}, which is not attacked")
     return Certified(folder, said, {row["key"]: row for row in records.rows_at(folder / records.CERTIFICATES)})

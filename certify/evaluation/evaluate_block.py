@@ -17,12 +17,13 @@ import zoo
 from attacks.attack import Attack
 from attacks.losses import margin
 from attacks.norms import distance
-from certify.api import certifier, radius_of
+from certify.api import radius_of
 from certify.evaluation.protocol import attack_of, covering
 from certify.evaluation.refuted import Found, refuse
 from certify.evaluation.settings import Settings
 from certify.methods.bake import logit_differences
 from certify.methods.ball import L2
+from certify.methods.served import certifier_of
 from certify.rows.columns import Columns, Kind, Row, amount, chance, flag, perhaps, real, whole
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.draws import draws
@@ -48,7 +49,8 @@ class EvaluateBlock:
         self.settings = settings = settings.of(self.model)
         self.certifier = None
         if settings.method and proved is None:
-            self.certifier = certifier(self.model, settings.method, settings.nonce, settings.norm)
+            of = settings.method, settings.served_dtype, settings.nonce, settings.norm
+            self.certifier = certifier_of(self.model, *of)
         self.attacked = in_dtype(self.model, settings.attack_dtype)
         self.attacks = {name: attack_of(name, options, self.device) for name, options in settings.attacks.items()}
 

@@ -93,6 +93,7 @@ def _asked(settings: Settings) -> Summary:
         "attacks": {name: dict(options) for name, options in settings.attacks.items()},
         "method": settings.method,
         "norm": settings.norm,
+        "served_dtype": settings.served_dtype if settings.method else None,
         "nonce": settings.nonce,
         "block": settings.block,
         "seed": settings.seed,

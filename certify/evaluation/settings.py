@@ -9,6 +9,7 @@ from torch import nn
 from certify.evaluation.certified import Certified
 from certify.methods import AUTO, named
 from certify.methods.ball import L2, known
+from certify.methods.served import require_served
 from certify.rows.devices import DEVICES, DTYPES
 from certify.rows.workers import HERE, PLACES, Crew
 from certizoo import UserError
@@ -23,6 +24,8 @@ class Settings:
     Attributes:
         protocol: its name; `attacks`: its entries, {name: {kind: ..., ...}}, eps in [0,1] pixel units.
         method: how radii are certified; None: not at all. norm: of these radii, 'l2' or 'linf'.
+        served_dtype: 'float32': radii are those of the model as it is served, rounding included; None: of its float64
+            function.
         nonce: of its random starts; None: that of the rows that are there, or one that is drawn now.
         certificate: the folder of a finished certification of these weights and images, whose radii are taken over,
             with their method and nonce; None: they are computed.
@@ -39,6 +42,7 @@ class Settings:
     attacks: Mapping[str, Mapping[str, object]] = field(hash=False)
     method: str | None = AUTO
     norm: str = L2
+    served_dtype: str | None = "float32"
     nonce: str | None = None
     certificate: Path | None = None
     images: int | None = 500
@@ -64,20 +68,27 @@ class Settings:
                 words = ", ".join("null" if choice is None else choice for choice in choices)
                 raise UserError(f"{key}={getattr(self, key)}: choose one of {words}")
 
+        if self.method and not self.certificate:
+            require_served(self.served_dtype, self.method, "served_dtype")
+        if self.served_dtype not in (None, "float32"):
+            raise UserError(f"served_dtype={self.served_dtype}: the model that is attacked is served in float32")
+
     @property
     def crew(self) -> Crew:
         """Who computes the rows."""
         return Crew(self.on, self.workers, self.device)
 
     def answered_by(self, certified: Certified) -> "Settings":
-        """With its method and nonce. Raises UserError where others are asked, or radii in another norm."""
+        """With its method, type and nonce. Raises UserError where others are asked, or radii in another norm."""
         if not self.method:
             raise UserError("method=null asks for no certificate; leave it out, or certificate=")
         for key, open_value in {"method": AUTO, "nonce": None, "norm": None}.items():
             asked, there = getattr(self, key), getattr(certified, key)
             if asked not in (open_value, there):
                 raise UserError(f"certificate={certified.folder} is of {key}={there}, not {asked}; give {key}={there}")
-        return replace(self, method=certified.method, nonce=certified.nonce)
+        return replace(
+            self, method=certified.method, nonce=certified.nonce, served_dtype=certified.said.get("served_dtype")
+        )
 
     def of(self, model: nn.Module) -> "Settings":
         """With a method that is named, if any."""

@@ -10,14 +10,14 @@ The last step compares classes in pairs (docs/references.md#erratum-lofast-pairs
 sqrt(2) ||W|| e.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
-from certify.methods.bake import model_of
+from certify.methods.bake import SERVED, model_of
 from certify.methods.ball import L2, Ball, known
 from certify.methods.breakdown import growth, names
 from certify.methods.certificate import (
@@ -33,7 +33,8 @@ from certify.methods.certificate import (
 from certify.methods.correct import OfCorrect, of_correct
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import running
-from zoo.bounds.contracts import Bound
+from zoo.bounds.contracts import Bound, Layer
+from zoo.bounds.facts import Link
 from zoo.bounds.rules import layer_of, radii, steps_of, trunk
 
 
@@ -71,16 +72,21 @@ class LoFAST:
     """
 
     local = False  # the published rules
+    types: Collection[torch.dtype] = SERVED
 
     def __init__(self, model: nn.Module, norm: str = L2) -> None:
         self.norm = known(norm)
-        self.model = model_of(model)
+        self.model = model_of(model, self.types)
         self.baked = self.model.exact
         self.links, self.head = trunk(self.baked)
-        layers = [steps_of(layer_of(link, local=self.local)) for link in self.links]
+        layers = [self.layers(link) for link in self.links]
         self.steps = [step for steps in layers for step in steps]
         self.ends = list(accumulate(map(len, layers)))  # of the links, in numbers of steps
         self.names = names(self.baked, self.steps)
+
+    def layers(self, link: nn.Module | Link) -> Sequence[Layer]:
+        """The steps of one link."""
+        return steps_of(layer_of(link, local=self.local))
 
     @torch.no_grad()
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> OfCorrect:
@@ -88,9 +94,10 @@ class LoFAST:
         images, labels = checked(images_BCHW, labels_B, self.head)
         clean = self.model.answers(images, labels)
         ball = Ball(self.norm, images[0].numel())
-        return of_correct(clean, ball, len(images), lambda index_I: self._bounds(images[index_I], clean[index_I], ball))
+        return of_correct(clean, ball, len(images), lambda index_I: self.bounds(images[index_I], clean[index_I], ball))
 
-    def _bounds(self, x: Tensor, clean: Clean, ball: Ball) -> LoFASTAnalysis:
+    def bounds(self, x: Tensor, clean: Clean, ball: Ball) -> LoFASTAnalysis:
+        """The terms of these images, all of them correct."""
         points, bounds = [x], list[Bound]()
         for step in self.steps:
             x, bound = step(x)

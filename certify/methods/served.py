@@ -11,21 +11,25 @@ end. x' is an image of the served type; what casting an image to bfloat16 does i
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from certify.methods import AUTO, METHODS
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.backwards import Radii
 from certify.methods.bake import refuse_impostor
-from certify.methods.ball import L2
-from certify.methods.certificate import Clean
+from certify.methods.ball import L2, Ball
+from certify.methods.certificate import Certificate, Certifier, Clean, decide, per_image
 from certify.methods.image import Image
+from certify.methods.lofast import LoFAST, LoFASTAnalysis
 from certizoo import UserError
 from zoo.arithmetic import nan_to_inf, product
-from zoo.bounds.contracts import Bound, Expansion, Node, Precision, Rounding
-from zoo.bounds.rounding import OUT, PRECISIONS, TINY, trunk_roundings
+from zoo.bounds.contracts import Bound, Expansion, Layer, Node, Precision, Rounding
+from zoo.bounds.facts import Link, NoRule
+from zoo.bounds.rounding import OUT, PRECISIONS, TINY, of_chain, trunk_roundings
+from zoo.bounds.rules import Step, layer_of, parts_of
 
 
 class ServedAnalysis(AdjointAnalysis):
@@ -51,10 +55,7 @@ class ServedAdjoint(Adjoint):
     types = tuple(PRECISIONS)
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, nonce: str | None = None, norm: str = L2) -> None:
-        refuse_impostor(model)
-        if dtype not in PRECISIONS:
-            raise UserError(f"served_dtype={dtype}: choose one of float32, bfloat16, or null for the float64 function")
-        super().__init__(copy.deepcopy(model).to(dtype), nonce, norm)
+        super().__init__(_in_type(model, dtype), nonce, norm)
         self.model = self.model.also(model)
         self.precision = PRECISIONS[dtype]
         self.roundings = trunk_roundings(self.baked, self.precision)
@@ -69,6 +70,90 @@ class ServedAdjoint(Adjoint):
 
 class ServedImage(Image, ServedAdjoint):
     """The same on the ball of images."""
+
+
+@dataclass(frozen=True)
+class ServedLoFASTAnalysis(LoFASTAnalysis):
+    """With margins that are smaller by what the head rounds."""
+
+    head_error: Bound = torch.zeros_like
+
+    def at(self, eps: float | Tensor) -> Certificate:
+        eps_B = per_image(eps, self.clean)
+        e_B = nan_to_inf(self.radius(self.ball.radius(eps_B)))
+        kept_BJ = self.head_error(e_B).nan_to_num(torch.inf)
+        clean = replace(self.clean, margin_BJ=self.clean.margin_BJ - kept_BJ)
+        return decide(clean, product(self.weight_BJ, e_B[:, None]), eps_B)
+
+
+class ServedLoFAST(LoFAST):
+    """The radius alone, e_k = the rule of link k + mu_k(e_{k-1}); a link is one step."""
+
+    types = tuple(PRECISIONS)
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, norm: str = L2) -> None:
+        self.precision = PRECISIONS.get(dtype, PRECISIONS[torch.float32])
+        super().__init__(_in_type(model, dtype), norm)
+        self.model = self.model.also(model)
+
+    def layers(self, link: nn.Module | Link) -> Sequence[Layer]:
+        layer = layer_of(link, local=self.local)
+        return [Step(_rounded_layer(layer, of_chain([link], self.precision)), parts_of(layer))]
+
+    def bounds(self, x: Tensor, clean: Clean, ball: Ball) -> LoFASTAnalysis:
+        exact, end = super().bounds(x, clean, ball), x
+        for step in self.steps:
+            end, _ = step(end)
+        return ServedLoFASTAnalysis(**vars(exact), head_error=head_error(self.head, end, self.precision))
+
+
+class ServedLocalLoFAST(ServedLoFAST):
+    """The same with local rules."""
+
+    local = True
+
+
+def _best(model: nn.Module, dtype: torch.dtype, nonce: str | None, norm: str) -> Certifier:
+    """Without CROWN, which counts no rounding."""
+    try:
+        return ServedImage(model, dtype, nonce, norm)
+    except NoRule:
+        return ServedLoFAST(model, dtype, norm)
+
+
+# Of a model, the type it is served in, the nonce of random starts, and the norm of the balls.
+SERVED_METHODS: dict[str, Callable[[nn.Module, torch.dtype, str | None, str], Certifier]] = {
+    "lofast": lambda model, dtype, nonce, norm: ServedLoFAST(model, dtype, norm),
+    "lofast_local": lambda model, dtype, nonce, norm: ServedLocalLoFAST(model, dtype, norm),
+    "adjoint": ServedAdjoint,
+    "image": ServedImage,
+    "best": _best,
+}
+
+
+TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PRECISIONS}
+
+
+def require_served(dtype: str | None, method: str | None, key: str) -> None:
+    """Raise UserError, naming the key of the configuration, for another type than those that are served, and where the
+    method counts no rounding."""
+    methods = (AUTO, *SERVED_METHODS)
+    if dtype is not None and (method not in methods or dtype not in TYPES):
+        raise UserError(f"{key}={dtype}: null, or one of {', '.join(TYPES)} with method {', '.join(methods)}")
+
+
+def certifier_of(model: nn.Module, method: str, served_dtype: str | None, nonce: str | None, norm: str) -> Certifier:
+    """By a method that is named: of the model as it is served in that type, or of its float64 function."""
+    if served_dtype is None:
+        return METHODS[method](model, nonce, norm)
+    return SERVED_METHODS[method](model, TYPES[served_dtype], nonce, norm)
+
+
+def _in_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    refuse_impostor(model)
+    if dtype not in PRECISIONS:
+        raise UserError(f"served_dtype={dtype}: choose one of float32, bfloat16, or null for the float64 function")
+    return copy.deepcopy(model).to(dtype)
 
 
 def head_error(head: nn.Linear, x_BD: Tensor, precision: Precision) -> Callable[[Tensor], Tensor]:
@@ -91,13 +176,19 @@ def _mu(rounding: Rounding, x: Tensor) -> Bound:
     return lambda r: nan_to_inf(rounded.error(r, torch.zeros_like(r)))
 
 
+def _rounded_layer(layer: Layer, rounding: Rounding) -> Layer:
+    """With mu in its radius."""
+
+    def rounded(x: Tensor) -> tuple[Tensor, Bound]:
+        (y, bound), mu = layer(x), _mu(rounding, x)
+        return y, lambda r: bound(r) + mu(r)
+
+    return rounded
+
+
 def _rounded(node: Node, rounding: Rounding) -> Node:
     """The node with mu in its radius, its beta and its remainder."""
     layer, expand = node
-
-    def rounded_layer(x: Tensor) -> tuple[Tensor, Bound]:
-        (y, bound), mu = layer(x), _mu(rounding, x)
-        return y, lambda r: bound(r) + mu(r)
 
     def rounded_expand(x: Tensor) -> Expansion:
         unrounded, mu = expand(x), _mu(rounding, x)
@@ -108,4 +199,4 @@ def _rounded(node: Node, rounding: Rounding) -> Node:
 
         return replace(unrounded, beta=lambda r: unrounded.beta(r) + mu(r), remainder=remainder)
 
-    return rounded_layer, rounded_expand
+    return _rounded_layer(layer, rounding), rounded_expand

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from certify.rows.intervals import at_most
+from zoo.bounds.rounding import ASSUMPTIONS
 
 PROOFS = "docs/proofs.md"
 WITHOUT_SECOND_ORDER = ("lofast", "lofast_local", "crown")
@@ -50,11 +51,7 @@ EXACT = Assumption(
     "not proved.",
     "served-weights",
 )
-SERVED = Assumption(
-    "Kernels of the served type add in float32, in any order, round once at the end, give exp, erf and tanh to 40 "
-    "units in the last place, and use neither TF32 nor Winograd's convolutions.",
-    "rounding",
-)
+SERVED = tuple(Assumption(f"{text[0].upper()}{text[1:]}.", "rounding") for text in ASSUMPTIONS)
 RANDOM = Assumption(
     "Random starts are as uniform on the sphere as if SHA-256 and the generator (SFC64 on a CPU, Philox on a GPU) were "
     "random.",
@@ -64,7 +61,7 @@ CHANCE = "No random start makes a norm too small; the probability that one does 
 DRAWN_AFTER = Assumption(
     "Weights and images were fixed before the nonce of the random starts was known to whoever made them.", "lanczos"
 )
-EVERY = (KERNELS, RESERVE, SLACK, PRODUCTS, CROWN, EXACT, SERVED, RANDOM, DRAWN_AFTER)
+EVERY = (KERNELS, RESERVE, SLACK, PRODUCTS, CROWN, EXACT, *SERVED, RANDOM, DRAWN_AFTER)
 
 
 def assumptions(method: str, served_dtype: str | None, failure: float, crown: bool) -> list[Assumption]:
@@ -79,7 +76,7 @@ def _of_arithmetic(method: str, served_dtype: str | None, crown: bool) -> Iterat
         yield PRODUCTS
     if crown:
         yield CROWN
-    yield SERVED if served_dtype else EXACT
+    yield from SERVED if served_dtype else (EXACT,)
 
 
 def _of_chance(failure: float) -> Iterator[Assumption]:

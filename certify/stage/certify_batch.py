@@ -6,10 +6,8 @@ from pathlib import Path
 import torch
 
 import zoo
-from certify.api import certifier
 from certify.methods.bake import COARSE, LOGIT_TOLERANCE, logit_differences
-from certify.methods.certificate import Certifier
-from certify.methods.served import ServedAdjoint, ServedImage
+from certify.methods.served import certifier_of
 from certify.rows.columns import Row
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.workers import Batch
@@ -26,14 +24,10 @@ class CertifyBatch:
         self.model.to(self.device)
         self.positional = zoo.without_content(self.model)
         self.settings = settings = settings.of(self.model)
-        self.certifier: Certifier
-        if settings.served_dtype is None:
-            self.certifier = certifier(self.model, settings.method, settings.nonce, settings.norm)
-        else:
-            dtype = DTYPES[settings.served_dtype]
-            served = {"adjoint": ServedAdjoint, "image": ServedImage}[settings.method]
-            self.certifier = served(self.model, dtype, settings.nonce, settings.norm)
-            self.model = InType(copy.deepcopy(self.model).to(dtype))
+        dtype = settings.served_dtype
+        self.certifier = certifier_of(self.model, settings.method, dtype, settings.nonce, settings.norm)
+        if dtype is not None:
+            self.model = InType(copy.deepcopy(self.model).to(DTYPES[dtype]))
 
     def __call__(self, batch: Batch) -> list[Row]:
         """The rows of `outcomes.rows_of`, how far the served logits of each image are from the certified ones, and

@@ -54,12 +54,17 @@ def _proof(summary: Summary) -> list[str]:
         f"**Attack.** PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, on the "
         "same images.",
         f"**Numerics.** {numerics['dtype']}; {numerics['norms']}; {numerics['slack']}. {chance(numerics)} The "
-        f"certificate is of the float64 function; served in {numerics['served_dtype']}, its logits differed by at most "
-        f"{numerics['largest_logit_difference_served_to_float64']:.2g} on these images.",
+        f"certificate is of {_function(numerics)}; served in {numerics['served_dtype']}, its logits differed by at "
+        f"most {numerics['largest_logit_difference_served_to_float64']:.2g} on these images.",
         f"**Assumed.** {' '.join(assumption['sentence'] for assumption in summary['assumptions'])}",
         "**Not claimed.** Anything of other images than those listed, of other norms, of changes beyond eps, or of "
         "inputs that are normalised outside the model. Intervals are Wilson's of 95 %.",
     ]
+
+
+def _function(numerics: Summary) -> str:
+    proved = numerics["rounding_of_the_served_model"] == "proved"
+    return "the model as it is served, rounding included" if proved else "the float64 function"
 
 
 def chance(numerics: Summary) -> str:

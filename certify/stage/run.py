@@ -167,7 +167,8 @@ def _numerics(table: pd.DataFrame, served_dtype: str | None) -> Summary:
 def _assumptions(table: pd.DataFrame, settings: Settings) -> list[Summary]:
     """What the proof rests on, each with the place that says more."""
     failure = chances(table)["failure_probability_of_the_table"]
-    with_crown = settings.method == "crown" or (settings.method == "best" and crown.installed())
+    of_best = settings.method == "best" and not settings.served_dtype and crown.installed()
+    with_crown = settings.method == "crown" or of_best
     found = assumptions.assumptions(settings.method, settings.served_dtype, failure, with_crown)
     return [assumption.said() for assumption in found]
 

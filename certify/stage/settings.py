@@ -8,7 +8,8 @@ from torch import nn
 from attacks import AttackConfig
 from certify.methods import AUTO, NAMES, named
 from certify.methods.ball import L2, LINF, known
-from certify.rows.devices import DTYPES, require_device
+from certify.methods.served import require_served
+from certify.rows.devices import require_device
 from certify.rows.workers import HERE, PLACES, Crew
 from certify.stage.outcomes import DEFAULT_ATTACK
 from certizoo import UserError
@@ -17,7 +18,6 @@ from certizoo.nearest import unknown
 # Of a norm: the radii that are certified unless others are given, and the one by which versions are compared.
 EPS = {L2: (0.02, 0.05, 0.1, 36 / 255), LINF: (1 / 255, 2 / 255, 4 / 255, 8 / 255)}
 HEADLINE = {L2: 0.1, LINF: 1 / 255}
-SERVED = {"best": "image", "lofast": "adjoint"}  # methods that count rounding, in the place of those that do not
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Settings:
     attack: AttackConfig = DEFAULT_ATTACK
     nonce: str | None = None  # of random starts; None: that of the rows that are there, or one that is drawn now
     beacon: str | None = None  # a text published after weights and images, from which the nonce is derived with them
-    served_dtype: str | None = None  # 'float32', 'bfloat16': of the model that is served; None: of the float64 function
+    served_dtype: str | None = "float32"  # or 'bfloat16': the model as it is served; None: its float64 function
     on: str = HERE  # or 'ray': actors of a Ray cluster share the images; the rows are the same to rounding
     workers: int | None = None  # processes that share them; None: one here, all that a cluster has room for
     device: str = "cpu"  # or 'cuda': every process takes the next GPU
@@ -54,12 +54,7 @@ class Settings:
             raise UserError(f"certify.eps={list(self.grid)}: two of them have one name to 6 digits; leave one away")
         if (self.images is not None and self.images < 1) or self.batch_size < 1:
             raise UserError("certify.images and certify.batch_size: give whole numbers above 0 (images=null: all)")
-        methods = (AUTO, *SERVED.values())
-        if self.served_dtype is not None and (self.method not in methods or self.served_dtype not in DTYPES):
-            raise UserError(
-                f"certify.served_dtype={self.served_dtype}: null, or one of {', '.join(DTYPES)} with method "
-                f"{', '.join(methods)}"
-            )
+        require_served(self.served_dtype, self.method, "certify.served_dtype")
         if self.workers is not None and self.workers < 1:
             raise UserError(f"certify.workers={self.workers}: give a whole number above 0, such as that of the cores")
         if self.on not in PLACES:
@@ -75,8 +70,7 @@ class Settings:
 
     def of(self, model: nn.Module) -> "Settings":
         """With a method that is named."""
-        method = named(self.method, model)
-        return replace(self, method=SERVED.get(method, method) if self.served_dtype else method)
+        return replace(self, method=named(self.method, model))
 
     @property
     def grid(self) -> tuple[float, ...]:

@@ -167,12 +167,20 @@ def _figures(entry: Entry, norm: str, radii: Sequence[float]) -> list[str]:
     return [_plain(entry, "images"), _plain(entry, "clean"), *shown]
 
 
+def _function(served_dtype: str) -> str:
+    """What the certificates speak of; entries that do not say it are of earlier code, which knew one."""
+    if served_dtype:
+        return f"the model as served in {served_dtype}, rounding included"
+    return "the float64 function of the served weights"
+
+
 def _details(entry: Entry) -> str:
     attacks = sorted({point.attack for norm in NORMS for point in entry.curve(norm) if point.attack})
     extra = {"True": "yes", "False": "no"}.get(entry.text("extra_data"), "")
     lines = {
         "published": cell("as published, not run here") if entry.published else "",
         "method": cell(entry.text("method")),
+        "certified": "" if entry.published else cell(_function(entry.text("served_dtype"))),
         "numerics": cell(entry.text("numerics")),
         "attacks": cell(", ".join(attacks)),
         "training": cell(entry.text("training")),

@@ -14,15 +14,18 @@ from functools import cache
 from itertools import repeat
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.arithmetic import U
 from zoo.attention.softmax import check_heads
-from zoo.bounds.contracts import Bound, Layer
+from zoo.bounds.contracts import Bound, Layer, Precision, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, NoRule, expect, register
-from zoo.bounds.rules import added
+from zoo.bounds.primitives import linear_rounding, product
+from zoo.bounds.rounding import composed
+from zoo.bounds.rules import added, layer_of
 from zoo.spectral import sigma_upper
 
 SYMBOL_BYTES = 2**28  # memory for the matrices of a few frequencies at a time
@@ -129,4 +132,33 @@ def residual_conv_mixing(module: ConvMixing) -> Layer:
     return _measured(module, residual=True)
 
 
-register(ConvMixing, Facts(rule=conv_mixing, residual=residual_conv_mixing, expansion=affine))
+def conv_mixing_rounding(module: ConvMixing, precision: Precision) -> Rounding:
+    """Two products: the convolutions of the groups, and W_O. Without signs a symbol is largest at w = 0."""
+    layer_of(module)  # refuses other convolutions
+    kernels_OOK = [conv.get_parameter("weight").detach().double() for conv in module.convs]
+    biases_O = [conv.get_parameter("bias").detach().double() for conv in module.convs]
+    moduli_OOK = [kernel.abs() for kernel in kernels_OOK]
+    absolute = max(float(sigma_upper(kernel.sum(-1))) for kernel in moduli_OOK)
+
+    def mixed(x_BND: Tensor, kernels: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+        groups = zip(x_BND.mT.chunk(len(kernels), dim=1), kernels, biases, strict=True)
+        return torch.cat([F.conv1d(x, kernel, b, padding=kernel.shape[-1] // 2) for x, kernel, b in groups], dim=1).mT
+
+    @cache
+    def norm(tokens: int) -> float:
+        return max(_norm([kernel], torch.eye(len(kernel)).to(kernel), tokens, False) for kernel in kernels_OOK)
+
+    mixing = product(
+        lambda x: mixed(x, kernels_OOK, biases_O),
+        lambda x: mixed(x, moduli_OOK, [b.abs() for b in biases_O]),
+        lambda y: (norm(y.shape[1]), absolute),
+        max(kernel[0].numel() for kernel in kernels_OOK),
+        precision,
+    )
+    return composed([mixing, linear_rounding(module.proj, precision)])
+
+
+register(
+    ConvMixing,
+    Facts(rule=conv_mixing, residual=residual_conv_mixing, expansion=affine, rounding=conv_mixing_rounding),
+)

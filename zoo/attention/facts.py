@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zoo.attention.qkv import AttentionBounds, Mixing, Split, bounded, least, qkv_shapes
+from zoo.attention.rounding import plain_rounding
 from zoo.bounds.contracts import Expand, Layer
 from zoo.bounds.facts import Facts, M, facts_of
 from zoo.bounds.hypotheses import Shapes
@@ -76,7 +77,9 @@ def softmax_facts(
         return bounded(AttentionBounds(module, module).expand, (local or lesser)(module))
 
     stated: Any = shapes or qkv_shapes
-    return Facts(rule=rule, local=local or lesser, expansion=expand, split=split, shapes=stated)
+    return Facts(
+        rule=rule, local=local or lesser, expansion=expand, split=split, rounding=plain_rounding, shapes=stated
+    )
 
 
 def facts_by_split(split: Callable[[M], Split], shapes: Callable[[M], Shapes] | None = None) -> Facts[M]:

@@ -11,6 +11,8 @@ Letters: B images, N tokens, D width, H heads, O = D / H, Y = X = sqrt(N) sides 
 """
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +20,13 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.attention.facts import AttentionRules, attention_facts, rules_with_mixing
-from zoo.attention.qkv import Mixing
+from zoo.attention.qkv import Mixing, MixingError
+from zoo.attention.rounding import attention_rounding
 from zoo.attention.softmax import QKVAttention, SoftmaxAttention
+from zoo.bounds.contracts import Precision, Rounding
 from zoo.bounds.facts import expect, register
 from zoo.bounds.hypotheses import Shapes
+from zoo.bounds.rounding import OUT, TINY
 
 FEW = 64  # tokens of which all N^2 weights are written out; there the two ways take the same time
 
@@ -109,9 +114,45 @@ def _rules(module: GPSA) -> AttentionRules:
     so zeta is that of P~, and the change of P counts (1 - g)-fold. Rows of P~ sum to 1. g R X M is linear: the
     remainder is that of (1 - g) P X M. docs/proofs.md#gpsa.
     """
+    return rules_with_mixing(module, module.content, mixing(module))
+
+
+def mixing(module: GPSA) -> Mixing:
+    """(1 - g) P + g R."""
     expect(module.pos_proj, nn.Linear)
     share_H = (-module.gating_param.detach()).sigmoid()
-    return rules_with_mixing(module, module.content, Mixing(mix=module.mixed, gain_H=share_H))
+    return Mixing(mix=module.mixed, gain_H=share_H, rounding=partial(_mixing_error, module))
+
+
+def _mixing_error(module: GPSA, precision: Precision, tokens: int) -> MixingError:
+    """g and 1 - g are off by delta: of 1 / (1 + exp) a quarter of what exp is, of (1 + tanh) / 2 half of tanh, and two
+    roundings. R is a product of two softmaxes. All of it takes some more products and a sum."""
+    rx_HXX, ry_HYY = module.positions(tokens)
+    weight_H3, bias_H = module.pos_proj.weight.detach().double(), module.pos_proj.bias.detach().double()
+    x_HXX = _along(rx_HXX, weight_H3[:, [0, 2]], bias_H, precision)
+    y_HYY = _along(ry_HYY, weight_H3[:, [1, 2]], torch.zeros_like(bias_H), precision)
+    delta = 24 * precision.sums + 3 * precision.u
+
+    def product(y_HYY: Tensor, x_HXX: Tensor) -> Tensor:
+        return (y_HYY[:, :, None, :, None] * x_HXX[:, None, :, None, :]).flatten(3).flatten(1, 2)
+
+    r_HNN = product(ry_HYY, rx_HXX)
+    off_HNN = product(ry_HYY + y_HYY, rx_HXX + x_HXX) - r_HNN
+    g_H11 = module.gating_param.detach().sigmoid()[:, None, None]
+    return MixingError(roundings=10, delta=delta, constants=(g_H11 + delta) * off_HNN + delta * r_HNN + TINY)
+
+
+def _along(r_HXX: Tensor, weight_H2: Tensor, bias_H: Tensor, precision: Precision) -> Tensor:
+    """How far the entries of a softmax of a d + b d^2 + c are off: a score by its share of the moduli, e^tau, and the
+    sum, of which every term is off by as much as it is itself, by nu."""
+    gamma, u, side = precision.gamma, precision.u, r_HXX.shape[-1]
+    steps = torch.arange(side).to(r_HXX)
+    d_XX = (steps - steps[:, None]).abs()
+    moduli_HXX = F.linear(torch.stack([d_XX, d_XX.square()], dim=-1), weight_H2.abs(), bias_H.abs()).movedim(-1, 0)
+    tau_HXX = (gamma(6) + 4 * u) * moduli_HXX
+    nu_HX1 = (r_HXX * tau_HXX.expm1()).sum(-1, keepdim=True)
+    share_HXX = tau_HXX.exp() * (1 + gamma(3 * side + 100) + 4 * u) / (1 - nu_HX1) - 1
+    return torch.where(nu_HX1 < 0.5, r_HXX * share_HXX * OUT, math.inf)
 
 
 def gpsa_shapes(module: GPSA) -> Shapes:
@@ -120,4 +161,9 @@ def gpsa_shapes(module: GPSA) -> Shapes:
     return {"gating_param": (heads,), "pos_proj.weight": (heads, 3), "pos_proj.bias": (heads,)}
 
 
-register(GPSA, attention_facts(_rules, gpsa_shapes))
+def rounding(module: GPSA, precision: Precision) -> Rounding:
+    """That of the content, and of the positions."""
+    return attention_rounding(module.content, mixing(module), precision)
+
+
+register(GPSA, replace(attention_facts(_rules, gpsa_shapes), rounding=rounding))

@@ -12,6 +12,7 @@ Letters: B images, N tokens, D width, H heads, O = D / H (dh), E width of q, k a
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,14 @@ from certizoo import UserError
 from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import SMALLEST
 from zoo.attention.qkv import AttentionBounds, Split, least
+from zoo.attention.rows import RoundedRows, Rows, in_heads
 from zoo.attention.softmax import SoftmaxAttention, check_heads
 from zoo.attention.theory.core import Score
-from zoo.bounds.contracts import Bound, Layer
+from zoo.bounds.contracts import Bound, Layer, Precision, Rounded
 from zoo.bounds.facts import NoRule, expect, register
 from zoo.bounds.hypotheses import Shapes, power_vectors
+from zoo.bounds.primitives import Map, matrix_product, product
+from zoo.bounds.rounding import OUT, ROOT, TINY, composed, in_range, longest, size
 from zoo.layers.cap import cap_
 from zoo.spectral import sigma_upper, start_vectors
 
@@ -191,7 +195,49 @@ def l2_split(module: L2Attention) -> Split:
         q, k = (torch.einsum("bnd,hod->bhno", x_BND, w) for w in (w_q, w_k))
         return torch.stack([q, k, q @ module.values_HOO().detach().double()])
 
-    return Split(Score(module.scale, kappa=1.0, tied=module.k is None), project, w_3HOD, module.proj)
+    score = Score(module.scale, kappa=1.0, tied=module.k is None)
+    return Split(score, project, w_3HOD, module.proj, rounded=lambda precision: _rounded(module, precision))
+
+
+def _rounded(module: L2Attention, precision: Precision) -> RoundedRows:
+    """Queries and keys less the mean key, which changes no distance, whatever number it is; values q M_h, M_h itself a
+    product, whose moduli stand for those of M_h."""
+    heads, terms = module.num_heads, module.q.in_features
+    weights = {name: part.weight.detach().double() for name, part in module._projections().items()}
+    w_q, w_v = (weights[name].unflatten(0, (heads, -1)) for name in ("q", "v"))
+    m_HOO, moduli_HOO = module.scale / 2 * w_q @ w_v.mT, module.scale / 2 * w_q.abs() @ w_v.abs().mT
+    norms = sigma_upper(m_HOO).amax(), sigma_upper(moduli_HOO).amax()
+    more = precision.gamma(terms + 4) + 4 * precision.u
+    split = partial(in_heads, heads=heads)
+    queries, keys = (
+        matrix_product(weights.get(name, weights["q"]), None, precision, shaped=split) for name in ("q", "k")
+    )
+    values = product(lambda q: q @ m_HOO, lambda q: q @ moduli_HOO, lambda y: norms, m_HOO.shape[1], precision, more)
+
+    def around(x_BWND: Tensor) -> Rows:
+        k = keys(x_BWND)
+        q = k if module.k is None else queries(x_BWND)
+        return Rows(_less_mean(q, k, precision), _less_mean(k, k, precision), composed([queries, values])(x_BWND))
+
+    return around
+
+
+def _less_mean(rows: Rounded, keys: Rounded, precision: Precision) -> Rounded:
+    """Rows minus the mean of the keys of their head: it moves by no more than the keys do, in all rows together, and is
+    off by what they are, and by gamma_{N+2} + u of theirs."""
+    y, u = rows.y - keys.y.mean(-2, keepdim=True), precision.u
+    share = (precision.gamma(y.shape[-2] + 4) + u) * (1 + u)
+
+    def radius(r: Tensor) -> Tensor:
+        return rows.radius(r) if rows is keys else rows.radius(r) + keys.radius(r)
+
+    def error(length: Map, of: str, r: Tensor, e: Tensor) -> Tensor:
+        e_q, e_k = (getattr(one, of)(r, e) for one in (rows, keys))
+        keys_B, y_B = length(keys.y) + keys.radius(r) + e_k, length(y) + radius(r)
+        into_B = e_k + (e_q if rows is not keys or length is longest else 0.0) + share * keys_B
+        return in_range(keys_B + y_B, (into_B + u * (y_B + into_B)) * OUT + TINY, ROOT)
+
+    return Rounded(y, radius, partial(error, size, "error"), partial(error, longest, "row_error"))
 
 
 def local_l2(module: L2Attention) -> Layer:

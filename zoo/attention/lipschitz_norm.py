@@ -19,9 +19,11 @@ from zoo.arithmetic import nan_to_inf
 from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import global_layer
 from zoo.attention.qkv import QKVTransform, Split, qkv_split
+from zoo.attention.quotient import Quotient
+from zoo.attention.rows import RoundedRows, projected
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii
-from zoo.bounds.contracts import Layer
+from zoo.bounds.contracts import Layer, Precision
 from zoo.bounds.facts import NoRule, register
 
 SMALLEST_C = 1e-12  # 0 / 0 where two of u, v, w vanish
@@ -218,7 +220,11 @@ def lipschitz_norm_split(module: LipschitzNormAttention) -> Split:
         y_3BHNO = torch.stack(module.scores(*projected_3BHNO))
         return QKVTransform(y_3BHNO, of.first, of.radii, of.betas, of.remainder, of.pull)
 
-    return replace(qkv_split(module, transform), whole=True)
+    def rounded(precision: Precision) -> RoundedRows:
+        project = projected(module, precision)
+        return lambda x_BWND: Quotient.of(project(x_BWND), SMALLEST_C, precision)
+
+    return replace(qkv_split(module, transform, rounded), whole=True)
 
 
 register(LipschitzNormAttention, softmax_facts(lipschitz_norm, lipschitz_norm_split))

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from zoo.arithmetic import gamma, product
 from zoo.attention.computed import errors_of, scores
 from zoo.attention.parts import core_leaf, merge_leaf, projection_leaf
+from zoo.attention.rows import RoundedRows, projected
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.attention.theory.errors import Inexact
 from zoo.attention.theory.joint import same
 from zoo.attention.theory.separate import SeparateCore
-from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
+from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Precision
 from zoo.bounds.facts import NoRule, expect, facts_of
 from zoo.bounds.hypotheses import Shapes, power_vectors
 from zoo.bounds.products import chained
@@ -72,7 +73,8 @@ def identity(y_3: Tensor) -> QKVTransform:
 @dataclass(frozen=True)
 class Split:
     """The steps of one attention module. project: x (B, N, D) -> (3, B, H, N, O), affine with the weights w_3HOD.
-    scores: what `transform` is around a clean batch, as a plain function; where it is another one nothing is known."""
+    scores: what `transform` is around a clean batch, as a plain function; where it is another one nothing is known.
+    rounded: of q, k and v as they are served (rows.py); None: no bound is written."""
 
     score: Score
     project: Callable[[Tensor], Tensor]
@@ -81,6 +83,7 @@ class Split:
     transform: Callable[[Tensor], QKVTransform] = identity
     scores: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = lambda q, k, v: (q, k, v)
     whole: bool = False  # one leaf of the tape: the bounds of `transform` want the three radii apart
+    rounded: Callable[[Precision], RoundedRows] | None = None
 
 
 def split_of(module: nn.Module) -> Split:
@@ -92,13 +95,18 @@ def split_of(module: nn.Module) -> Split:
     return found
 
 
-def qkv_split(module: QKVAttention, transform: Callable[[Tensor], QKVTransform] = identity) -> Split:
-    """For variants that project by one matrix, as in timm."""
+def qkv_split(
+    module: QKVAttention,
+    transform: Callable[[Tensor], QKVTransform] = identity,
+    rounded: Callable[[Precision], RoundedRows] | None = None,
+) -> Split:
+    """For variants that project by one matrix, as in timm. rounded: of what `transform` makes."""
     expect(module.qkv, nn.Linear)
     expect(module.proj, nn.Linear)
     weights = module.head_weights_3HOD().detach().double()
+    score, own = Score(module.scale), partial(projected, module) if transform is identity else rounded
     project = partial(_projections, module)
-    return Split(Score(module.scale), project, weights, module.proj, transform, module.scores)
+    return Split(score, project, weights, module.proj, transform, module.scores, rounded=rounded or own)
 
 
 def _projections(module: QKVAttention, x: Tensor) -> Tensor:
@@ -112,16 +120,34 @@ def qkv_shapes(module: QKVAttention) -> Shapes:
 
 
 @dataclass(frozen=True)
+class MixingError:
+    """What is served around the softmax. bias: never below |bias| of any score. roundings: of P~ and its products with
+    the values, relative to themselves. Besides, entries of P~ are off by `delta` of those of P, and by `constants`."""
+
+    bias: float = 0.0
+    roundings: int = 2
+    delta: float = 0.0
+    constants: Tensor | float = 0.0
+
+
+def nothing_around(precision: Precision, tokens: int) -> MixingError:
+    """The softmax alone."""
+    return MixingError()
+
+
+@dataclass(frozen=True)
 class Mixing:
     """From the scores to the matrix that mixes the values: P = softmax(S + bias), and mix(P) in front of V, per head an
-    affine map of P with the linear part `gain_H`. bias(windows) broadcasts to (windows, H, N, N)."""
+    affine map of P with the linear part `gain_H`. bias(windows) broadcasts to (windows, H, N, N). rounding: by the
+    number of tokens; None: no bound is written. Such a mix(P) has no negative entries, and rows that sum to 1."""
 
     bias: Callable[[int], Tensor | float] = lambda windows: 0.0
     mix: Callable[[Tensor], Tensor] = lambda p_BHNN: p_BHNN
     gain_H: Tensor | float = 1.0
+    rounding: Callable[[Precision, int], MixingError] | None = None
 
 
-PLAIN = Mixing()
+PLAIN = Mixing(rounding=nothing_around)
 
 
 class AttentionBounds:

@@ -17,9 +17,10 @@ from zoo.arithmetic import nan_to_inf
 from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import global_layer
 from zoo.attention.qkv import QKVTransform, Split, qkv_split
+from zoo.attention.rows import RoundedRows, Rows, normalised, projected
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii
-from zoo.bounds.contracts import Bound, Layer
+from zoo.bounds.contracts import Bound, Layer, Precision, Rounded
 from zoo.bounds.facts import NoRule, register
 from zoo.layers.norms import bounded_normalisation, normalisation_remainder, smooth_expansion
 
@@ -118,7 +119,22 @@ def scsa_split(module: ScaledCosineAttention) -> Split:
             lambda g_3: torch.stack([s * row.pull(g) for s, row, g in zip(sizes_3, rows, g_3, strict=True)]),
         )
 
-    return qkv_split(module, transform)
+    return qkv_split(module, transform, lambda precision: _rounded(module, precision))
+
+
+def _rounded(module: ScaledCosineAttention, precision: Precision) -> RoundedRows:
+    """Projections, then every row by itself."""
+    project, root = projected(module, precision), math.sqrt(module.eps)
+
+    def around(x_BWND: Tensor) -> Rows:
+        def row(of: Rounded, size: float) -> Rounded:
+            inner = bounded_normalisation(of.y, root)
+            return normalised(of, module.eps, size, lambda r: inner(r) / root, precision)
+
+        rows = project(x_BWND)
+        return Rows(row(rows.q, 1.0), row(rows.k, 1.0), row(rows.v, module.nu))
+
+    return around
 
 
 register(ScaledCosineAttention, softmax_facts(scsa, scsa_split))

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.attention.facts import AttentionRules, rules_with_mixing
-from zoo.attention.qkv import AttentionBounds, Mixing, least
+from zoo.attention.qkv import AttentionBounds, Mixing, MixingError, least
+from zoo.attention.rounding import attention_rounding
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.bounds.contracts import Layer
 from zoo.bounds.facts import Facts, register
@@ -67,7 +68,15 @@ def rules_of(module: WindowAttention, mask: Tensor | None = None) -> AttentionRu
 
 
 def mixing(module: WindowAttention, mask: Tensor | None) -> Mixing:
-    return Mixing(bias=lambda windows: module.bias(windows, mask))
+    return Mixing(
+        bias=lambda windows: module.bias(windows, mask), rounding=lambda precision, tokens: _bias_error(module, mask)
+    )
+
+
+def _bias_error(module: WindowAttention, mask: Tensor | None) -> MixingError:
+    """T + M is a sum of its own."""
+    most = 0.0 if mask is None else float(mask.abs().max())
+    return MixingError(bias=float(module.relative_position_bias_table.detach().abs().max()) + most)
 
 
 def window_bounds(module: WindowAttention, mask: Tensor | None) -> AttentionBounds:
@@ -99,5 +108,6 @@ register(
         local=lambda module: rules_of(module).local(False),
         expansion=lambda module: rules_of(module).expand(),
         shapes=window_shapes,
+        rounding=lambda module, precision: attention_rounding(module.content, mixing(module, None), precision),
     ),
 )

@@ -61,7 +61,7 @@ class Smooth:
     second: Callable[[Tensor], Tensor]
     extrema: tuple[tuple[float, float], ...]
     slopes: tuple[float, float]
-    one_kernel: bool = False
+    operations: int | None = None
 
     def remainder(self, z_PNH: Tensor, w_PNH: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
         """R_h = d_h^2 int_0^1 (1 - t) sigma''(z_h + t d_h) dt, so with [lo, hi] the range of sigma'' within the reach
@@ -145,7 +145,7 @@ class Hinge:
 
     theta: Tensor | float = torch.inf
     slopes: tuple[float, float] = (0.0, 1.0)
-    one_kernel: bool = False
+    operations: int | None = 0
 
     def slope(self, z: Tensor) -> Tensor:
         """1 between the kinks, else 0."""

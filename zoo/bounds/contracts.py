@@ -22,14 +22,14 @@ LambdaMax = Callable[[Tensor], Tensor]  # c (P, N, H) -> (P,), never below max(0
 
 
 class Activation(Protocol):
-    """What is known of sigma. `slopes`: the least and the largest, rounded outwards. `one_kernel`: |sigma(z)| <= |z|,
-    computed by one kernel, which rounding.py speaks of."""
+    """What is known of sigma. `slopes`: the least and the largest, rounded outwards. `operations`: by how many it is
+    computed, as primitives.py says of `function`; 0: it chooses between z and constants; None: it is not known."""
 
     @property
     def slopes(self) -> tuple[float, float]: ...
 
     @property
-    def one_kernel(self) -> bool: ...
+    def operations(self) -> int | None: ...
 
     def slope(self, z: Tensor) -> Tensor:
         """sigma'(z); at a kink one of the two."""
@@ -167,19 +167,19 @@ class Precision:
         """That of a sum with k roundings."""
         return gamma(k, self.sums)
 
-    @property
-    def activation(self) -> float:
-        """sigma(z) of an activation with |sigma(z)| <= |z|, relative to |z|."""
-        return 80 * self.sums + self.u
-
 
 @dataclass(frozen=True)
 class Rounded:
-    """One module around a clean batch."""
+    """One module around a clean batch. rows: the error of a row alone, the last axis of y, where it is known apart."""
 
     y: Tensor
     radius: Bound
     error: Error
+    rows: Error | None = None
+
+    def row_error(self, r: Tensor, e: Tensor) -> Tensor:
+        """No row is off by more."""
+        return (self.rows or self.error)(r, e)
 
 
 Rounding = Callable[[Tensor], Rounded]

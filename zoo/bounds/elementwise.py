@@ -20,12 +20,12 @@ from zoo.bounds.contracts import (
     Layer,
     Precision,
     QuadraticForm,
-    Rounded,
     Rounding,
 )
 from zoo.bounds.facts import Facts, M, NoRule
+from zoo.bounds.primitives import function
 from zoo.bounds.products import SLOPE
-from zoo.bounds.rounding import NO_BOUND, OUT, TINY, size
+from zoo.bounds.rounding import NO_BOUND, exact
 from zoo.bounds.rules import scaled
 
 PAIR_BYTES = 2**24  # memory for one array over the units of a few pairs
@@ -189,10 +189,9 @@ def elementwise(module: nn.Module, activation: Activation) -> Expand:
 # the facts of an activation module ------------------------------------------------------------------------------------
 
 
-def scalar(activation: Callable[[M], Activation], *, one_kernel: bool = False) -> Facts[M]:
-    """All of them, from what is known of sigma. `one_kernel`: as in `Activation`; only then is a rounding known."""
-    rounding = by_kernel if one_kernel else None
-    return Facts(rule=by_slope, expansion=by_units, activation=activation, rounding=rounding)
+def scalar(activation: Callable[[M], Activation]) -> Facts[M]:
+    """All of them, from what is known of sigma."""
+    return Facts(rule=by_slope, expansion=by_units, activation=activation, rounding=by_kernel)
 
 
 def by_slope(module: nn.Module) -> Layer:
@@ -206,24 +205,10 @@ def by_units(module: nn.Module) -> Expand:
 
 
 def by_kernel(module: nn.Module, precision: Precision) -> Rounding:
-    """|sigma(x^) - sigma(x')| <= max |sigma'| e, and what the kernel adds, relative to |x^|."""
-    slope = kernel_slope(module)
-
-    def around(x: Tensor) -> Rounded:
-        x_B = size(x)
-
-        def error(r: Tensor, e: Tensor) -> Tensor:
-            return (slope * e + precision.activation * (x_B + r + e)) * OUT + TINY
-
-        return Rounded(module(x), lambda r: slope * r, error)
-
-    return around
-
-
-def kernel_slope(act: nn.Module) -> float:
-    """Of an activation with |sigma(z)| <= |z| that is computed by one kernel, within `Precision.activation` of |z|.
-    Raises `NoRule` for others."""
-    activation = activation_of(act)
-    if not activation.one_kernel:
-        raise NoRule(act, NO_BOUND)
-    return lipschitz(activation)
+    """That of the operations which compute sigma. Raises `NoRule` where these are not known."""
+    activation = activation_of(module)
+    if activation.operations is None:
+        raise NoRule(module, NO_BOUND)
+    if activation.operations == 0:
+        return exact(module)
+    return function(module, lipschitz(activation), activation.operations, precision)

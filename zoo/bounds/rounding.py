@@ -4,21 +4,15 @@ x' is an input of the served module, x^ what one of its parts has instead of x',
 
     ||x' - x||_F <= r,        ||x^ - x'||_F <= e        (radius of the ball, and rounding so far; tokens together),
 
-and `rounding(module, precision)(x) -> Rounded(y, radius(r), error(r, e))`, where `radius` is the rule of rules.py and
-`error` bounds what the module makes of e and adds itself. With u the unit round-off of the type, a = 2^-24 that of
-its sums and gamma_k = k a / (1 - k a), a matrix product with K terms has, whatever the order of its sum,
-
-    |fl(W x + b) - (W x + b)| <= gamma_{K+2} (|W| |x| + |b|) + u |W x + b|        (Higham 2002, section 3.5).
-
-Assumed of the kernels: sums in float32, also for bfloat16, and one rounding at the end of each operation; no TF32, no
-Winograd; exp, erf and tanh within 40 a. Weights are those served. Proofs: docs/proofs.md#rounding.
+and `rounding(module, precision)(x) -> Rounded(y, radius(r), error(r, e))`, where `radius` bounds how far the exact
+output moves and `error` what the module makes of e and adds itself. Rules of primitive operations stand in
+primitives.py; here is how they are put together. ASSUMPTIONS says what is assumed of the kernels; the weights are those
+served. Proofs: docs/proofs.md#rounding.
 
 Letters: B images, N tokens, D width; r and e (..., B).
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +20,21 @@ from torch import Tensor, nn
 from zoo.bounds.contracts import Precision, Rounded, Rounding
 from zoo.bounds.facts import Link, NoRule, facts_of
 from zoo.bounds.rules import trunk
-from zoo.spectral import sigma_upper
 
 OUT = 1 + 1e-9  # outwards over the rounding of these formulas themselves
-TINY = 1e-30  # over underflow
+TINY = 1e-30  # over underflow, flushed to zero or not
+LARGEST = 1e37  # of sums of moduli: nothing overflows below
+ROOT = 1e18  # of what is squared
 NO_BOUND = "no bound of its rounding is written; certify with served_dtype=null"
+ASSUMPTIONS = (
+    "matrix products, convolutions and sums are taken in float32 (or wider), in any order, with unit round-off 2^-24; "
+    "neither TF32 nor Winograd nor any other product of fewer multiplications",
+    "every operation ends in one rounding to the served type",
+    "exp, erf, tanh and log1p are within 40 units of 2^-24, square roots, their inverses and quotients within 4",
+    "what underflows is lost by at most 2^-126 a term, flushed to zero or not",
+    "the served weights are those certified, the images float32 numbers; the forward pass is that of the modules' code "
+    "in eval mode, without torch.compile",
+)
 
 
 # u is twice that of rounding to nearest for bfloat16, whose kernels may round a second time on the way.
@@ -56,7 +60,8 @@ def roundings_of(module: nn.Module | Link, precision: Precision) -> list[Roundin
 
 
 def exact(f: Callable[[Tensor], Tensor]) -> Rounding:
-    """Nothing is computed: an identity in eval mode, one of many tokens, constants that join."""
+    """Nothing is computed, and nothing grows: an identity in eval mode, entries that are moved or left out, one of many
+    tokens, constants that join, units cut off at constants."""
     return lambda x: Rounded(f(x), lambda r: r, lambda r, e: e)
 
 
@@ -65,26 +70,48 @@ def exact_module(module: nn.Module, precision: Precision) -> Rounding:
     return exact(module)
 
 
-def residual_rounding(branch: Sequence[Rounding], precision: Precision) -> Rounding:
-    """x + branch(x), and the rounding of the sum."""
+def composed(parts: Sequence[Rounding]) -> Rounding:
+    """One after the other: each gets the radius and the error that those in front of it make."""
 
     def around(x: Tensor) -> Rounded:
-        inner, y = [], x
-        for rounding in branch:
-            inner.append(rounding(y))
+        inner, y = list[Rounded](), x
+        for part in parts:
+            inner.append(part(y))
             y = inner[-1].y
-        x_B, y_B = size(x), size(y)
 
         def through(r: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
             for one in inner:
                 r, e = one.radius(r), one.error(r, e)
             return r, e
 
-        def error(r: Tensor, e: Tensor) -> Tensor:
-            r_b, e_b = through(r, e)
-            return (e + e_b + precision.u * (x_B + r + e + y_B + r_b + e_b)) * OUT
+        return Rounded(y, lambda r: through(r, torch.zeros_like(r))[0], lambda r, e: through(r, e)[1])
 
-        return Rounded(x + y, lambda r: r + through(r, torch.zeros_like(r))[0], error)
+    return around
+
+
+def of_chain(links: Sequence[nn.Module | Link], precision: Precision) -> Rounding:
+    """All of them in one."""
+    return composed([rounding for link in links for rounding in roundings_of(link, precision)])
+
+
+def residual_rounding(branch: Sequence[Rounding], precision: Precision) -> Rounding:
+    """x + branch(x), and the rounding of the sum."""
+    of_branch = composed(branch)
+
+    def around(x: Tensor) -> Rounded:
+        inner = of_branch(x)
+        y, moduli_B = x + inner.y, size(x) + size(inner.y)
+        y_B = size(y)
+
+        def radius(r: Tensor) -> Tensor:
+            return r + inner.radius(r)
+
+        def error(r: Tensor, e: Tensor) -> Tensor:
+            both = e + inner.error(r, e)
+            own = precision.u * (y_B + radius(r) + both)
+            return in_range(moduli_B + radius(r) + both, (both + own) * OUT)
+
+        return Rounded(y, radius, error)
 
     return around
 
@@ -94,28 +121,11 @@ def size(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x.flatten(1), dim=1)
 
 
-@dataclass(frozen=True)
-class MatrixProduct:
-    """x W^T + b on tokens: its norm, that of |W|, and what it adds to an error."""
-
-    norm: Tensor
-    absolute: Tensor
-    bias: float
-    terms: int
-    precision: Precision
-
-    def size(self, size_B: Tensor, tokens: int) -> Tensor:
-        """||x W^T + b||_F for ||x||_F <= size."""
-        return self.norm * size_B + self.bias * math.sqrt(tokens)
-
-    def error(self, size_B: Tensor, e_B: Tensor, tokens: int) -> Tensor:
-        """||W|| e + (gamma_{K+2} + u) (|||W||| ||x^|| + ||b||)."""
-        mine = self.absolute * (size_B + e_B) + self.bias * math.sqrt(tokens)
-        share = self.precision.gamma(self.terms + 2) + self.precision.u
-        return (self.norm * e_B + share * mine) * OUT + TINY
+def longest(x: Tensor) -> Tensor:
+    """The longest row of every image, (B, ..., O) -> (B,)."""
+    return torch.linalg.vector_norm(x, dim=-1).view(len(x), -1).amax(1)
 
 
-def matrix_product(weight_OI: Tensor, bias_O: Tensor | None, precision: Precision) -> MatrixProduct:
-    """Its weights measured."""
-    length = 0.0 if bias_O is None else float(torch.linalg.vector_norm(bias_O.detach().double()))
-    return MatrixProduct(sigma_upper(weight_OI), sigma_upper(weight_OI.abs()), length, weight_OI.shape[1], precision)
+def in_range(size_B: Tensor, error_B: Tensor, most: float = LARGEST) -> Tensor:
+    """The error, infinite where numbers so large may come up that float32 overflows."""
+    return torch.where(size_B <= most, error_B, torch.inf)

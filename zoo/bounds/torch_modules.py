@@ -11,6 +11,7 @@ from zoo.bounds.curvature import affine
 from zoo.bounds.elementwise import scalar
 from zoo.bounds.facts import Facts, NoRule, register
 from zoo.bounds.hypotheses import Shapes
+from zoo.bounds.primitives import linear_rounding
 from zoo.bounds.rounding import exact_module
 from zoo.bounds.rules import scaled
 from zoo.spectral import sigma_upper
@@ -37,10 +38,10 @@ def identity(module: nn.Module) -> Layer:
 
 
 register(nn.Sequential, Facts(chain=list))
-register(nn.Linear, Facts(rule=linear, expansion=affine, shapes=linear_shapes))
+register(nn.Linear, Facts(rule=linear, expansion=affine, rounding=linear_rounding, shapes=linear_shapes))
 register(nn.Identity, Facts(rule=identity, expansion=affine, rounding=exact_module))
 register(nn.Dropout, Facts(rule=identity, expansion=affine, rounding=exact_module))
-register(nn.Flatten, Facts(rule=identity, expansion=affine))
+register(nn.Flatten, Facts(rule=identity, expansion=affine, rounding=exact_module))
 
 
 # activations ----------------------------------------------------------------------------------------------------------
@@ -99,21 +100,21 @@ GELU = Smooth(
     _gelu_second,
     ((0.0, 0.7978845609), (-2.0, -0.1079819331), (2.0, -0.1079819331)),
     (1 - 1.1289041452, 1.1289041452),
-    one_kernel=True,
+    operations=1,
 )
 TANH_GELU = Smooth(
     _tanh_gelu_slope,
     _tanh_gelu_second,
     ((0.0, 0.7978845609), (-2.0134807246242579, -0.1079135159), (2.0134807246242579, -0.1079135159)),
     (1 - 1.1289930688, 1.1289930688),
-    one_kernel=True,
+    operations=1,
 )
 TANH = Smooth(
     _tanh_slope,
     _tanh_second,
     ((-0.6584789484624084, 0.7698003590), (0.6584789484624084, -0.7698003590)),
     (0.0, 1.0),
-    one_kernel=True,
+    operations=1,
 )
 
 
@@ -130,6 +131,7 @@ SIGMOID = Smooth(
     _sigmoid_second,
     ((-1.3169578969248166, 0.0962250449), (1.3169578969248166, -0.0962250449)),
     (0.0, 0.25),
+    operations=1,
 )
 
 SILU = Smooth(
@@ -137,6 +139,7 @@ SILU = Smooth(
     _silu_second,
     ((0.0, 0.5000000001), (-3.4358409935351107, -0.0369143732), (3.4358409935351107, -0.0369143732)),
     (1 - 1.0998393202, 1.0998393202),
+    operations=1,
 )
 
 
@@ -154,12 +157,13 @@ def softplus(module: nn.Softplus) -> Smooth:
         lambda z: b * _sigmoid_slope(b * z),
         ((0.0, b / 4 * (1 + 1e-12)), *tails),
         (0.0, 1.0),
+        operations=1,
     )
 
 
-register(nn.GELU, scalar(lambda module: {"none": GELU, "tanh": TANH_GELU}[module.approximate], one_kernel=True))
-register(nn.Tanh, scalar(lambda module: TANH, one_kernel=True))
+register(nn.GELU, scalar(lambda module: {"none": GELU, "tanh": TANH_GELU}[module.approximate]))
+register(nn.Tanh, scalar(lambda module: TANH))
 register(nn.Sigmoid, scalar(lambda module: SIGMOID))
 register(nn.SiLU, scalar(lambda module: SILU))
-register(nn.ReLU, scalar(lambda module: Hinge(one_kernel=True), one_kernel=True))
+register(nn.ReLU, scalar(lambda module: Hinge()))
 register(nn.Softplus, scalar(softplus))

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.arithmetic import U
-from zoo.bounds.contracts import Bound, Layer, Precision, Rounded, Rounding
+from zoo.bounds.contracts import Bound, Layer, Precision, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, NoRule, register
 from zoo.bounds.hypotheses import Shapes
-from zoo.bounds.rounding import MatrixProduct, size
+from zoo.bounds.primitives import product
 from zoo.spectral import sigma_upper
 
 
@@ -117,17 +117,14 @@ def conv2d(module: nn.Conv2d) -> Layer:
 
 def conv2d_rounding(module: nn.Conv2d, precision: Precision) -> Rounding:
     """A product of matrices, of which |W| is the convolution with |weight|."""
-    norm_of, absolute_of = _measured(module, module.weight), _measured(module, module.weight.abs())
-    bias = 0.0 if module.bias is None else float(torch.linalg.vector_norm(module.bias.detach().double()))
-    terms = module.weight[0].numel()
+    weight, bias = (None if w is None else w.detach().double().abs() for w in (module.weight, module.bias))
+    assert weight is not None
+    norm_of, absolute_of = _measured(module, module.weight), _measured(module, weight)
 
-    def around(x_BCHW: Tensor) -> Rounded:
-        y_BOHW = module(x_BCHW)
-        product = MatrixProduct(norm_of(y_BOHW), absolute_of(y_BOHW), bias, terms, precision)
-        x_B, pixels = size(x_BCHW), y_BOHW[0, 0].numel()
-        return Rounded(y_BOHW, lambda r: product.norm * r, lambda r, e: product.error(x_B + r, e, pixels))
+    def moduli(x_BCHW: Tensor) -> Tensor:
+        return F.conv2d(x_BCHW, weight, bias, module.stride, module.padding)
 
-    return around
+    return product(module, moduli, lambda y: (norm_of(y), absolute_of(y)), weight[0].numel(), precision)
 
 
 def conv_shapes(module: nn.Conv1d | nn.Conv2d) -> Shapes:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from zoo.bounds.activations import activation_of
 from zoo.bounds.contracts import Bound, Expand, Layer, Precision, Rounded, Rounding
-from zoo.bounds.elementwise import kernel_slope
 from zoo.bounds.facts import Facts, Links, NoRule, expect, register
 from zoo.bounds.fused import fused
 from zoo.bounds.hypotheses import Shapes, power_vectors
-from zoo.bounds.rounding import OUT, matrix_product, size
+from zoo.bounds.primitives import matrix_product
+from zoo.bounds.rounding import OUT, TINY, composed, of_chain, residual_rounding, roundings_of, size
 from zoo.bounds.rules import added, chain, layer_of
 from zoo.layers.constrained import constrain_
 from zoo.spectral import start_vectors
@@ -161,47 +161,43 @@ def constrained_mlp_expansion(module: ConstrainedMlp) -> Expand:
 
 def mlp_rounding(module: Mlp, precision: Precision) -> Rounding:
     """The two products and the activation, one after the other."""
-    expect(module.norm, nn.Identity)
-    layer, slope = layer_of(module, local=True), kernel_slope(module.act)
-    first, second = (matrix_product(fc.weight, fc.bias, precision) for fc in (module.fc1, module.fc2))
+    return of_chain(mlp_chain(module), precision)
+
+
+def sll_rounding(module: SLL, precision: Precision) -> Rounding:
+    """x - 2 W T^{-1} act(W^T x + b) is 1-Lipschitz, so e passes: the branch is looked at from x^, within r + e of x.
+    T is off by the share rho, its terms |W^T W| by gamma_{d+H+20} of |W|^T |W|."""
+    layer, u = layer_of(module, local=True), precision.u
+    weight, q = module.weight.detach().double(), module.log_q.detach().double().exp()
+    t_H = module.diagonal_H().detach().double()
+    most_H = ((weight.abs().mT @ weight.abs()) * q).sum(1) / q
+    rho = float(((precision.gamma(sum(weight.shape) + 20) + 8 * u) * most_H / t_H).amax())
+    up, act = matrix_product(weight.mT, module.bias, precision), roundings_of(module.act, precision)
+    more = 1.01 * (rho + 3 * u) / (1 - rho) if rho < 0.5 else math.inf
+    branch = composed([up, *act, matrix_product(-2 * weight / t_H, None, precision, more)])
 
     def around(x_BND: Tensor) -> Rounded:
-        y, radius = layer(x_BND)
-        x_B, tokens = size(x_BND), x_BND.shape[1]
+        (y, radius), inner = layer(x_BND), branch(x_BND)
+        x_B, inner_B = size(x_BND), size(inner.y)
 
         def error(r: Tensor, e: Tensor) -> Tensor:
-            z, e_1 = first.size(x_B + r, tokens), first.error(x_B + r, e, tokens)
-            return second.error(z, slope * e_1 + precision.activation * (z + e_1), tokens)
+            reach, none = r + e, torch.zeros_like(e)
+            own = inner.error(reach, none)
+            return (e + own + u * (x_B + reach + inner_B + inner.radius(reach) + own)) * OUT + TINY
 
         return Rounded(y, radius, error)
 
     return around
 
 
-def sll_rounding(module: SLL, precision: Precision) -> Rounding:
-    """x - 2 T^{-1} W act(W^T x + b): 1-Lipschitz for e; T is off by the share rho, its terms |W^T W| by gamma_{d+H+20}
-    of |W|^T |W|."""
-    layer, u = layer_of(module, local=True), precision.u
-    kernel_slope(module.act)
-    weight, q = module.weight.detach().double(), module.log_q.detach().double().exp()
-    t_H = module.diagonal_H().detach().double()
-    most_H = ((weight.abs().mT @ weight.abs()) * q).sum(1) / q
-    rho = float(((precision.gamma(sum(weight.shape) + 20) + 8 * u) * most_H / t_H).amax())
-    up = matrix_product(weight.mT, module.bias, precision)
-    down = matrix_product(2 * weight / t_H, None, precision)
+def constrained_mlp_rounding(module: ConstrainedMlp, precision: Precision) -> Rounding:
+    """A residual sum, and half of it, which is exact."""
+    branch = [rounding for part in (module.fc1, module.act, module.fc2) for rounding in roundings_of(part, precision)]
+    whole = residual_rounding(branch, precision)
 
-    def around(x_BND: Tensor) -> Rounded:
-        y, radius = layer(x_BND)
-        x_B, tokens = size(x_BND), x_BND.shape[1]
-
-        def error(r: Tensor, e: Tensor) -> Tensor:
-            reach = x_B + r + e
-            z, none = up.size(reach, tokens), torch.zeros_like(e)
-            e_1 = up.error(reach, none, tokens) + precision.activation * z
-            e_2 = down.error(z, e_1 + 1.01 * (rho / max(1e-300, 1 - rho) + 2 * u) * z, tokens)
-            return torch.where(torch.tensor(rho < 0.5), e + e_2 + u * (reach + down.size(z, 0)) * 2, math.inf) * OUT
-
-        return Rounded(y, radius, error)
+    def around(x: Tensor) -> Rounded:
+        twice = whole(x)
+        return Rounded(twice.y / 2, lambda r: twice.radius(r) / 2, lambda r, e: twice.error(r, e) / 2 + TINY)
 
     return around
 
@@ -216,4 +212,7 @@ register(
     ),
 )
 register(SLL, Facts(rule=sll, expansion=sll_expansion, rounding=sll_rounding, shapes=sll_shapes))
-register(ConstrainedMlp, Facts(rule=constrained_mlp, expansion=constrained_mlp_expansion))
+register(
+    ConstrainedMlp,
+    Facts(rule=constrained_mlp, expansion=constrained_mlp_expansion, rounding=constrained_mlp_rounding),
+)

@@ -27,5 +27,6 @@ MONOTONE_GELU = Smooth(
     lambda z: GELU.second(z) / SHRINK,
     tuple((at, value / SHRINK * (1 + 1e-12)) for at, value in GELU.extrema),
     (0.0, 1.0),
+    operations=4,
 )
 register(MonotoneGELU, scalar(lambda module: MONOTONE_GELU))

@@ -22,7 +22,8 @@ from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Precision, Rou
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, NoRule, register
 from zoo.bounds.hypotheses import Shapes
-from zoo.bounds.rounding import OUT, size
+from zoo.bounds.primitives import centred, factors, plus
+from zoo.bounds.rounding import OUT, ROOT, TINY, composed, in_range, size
 from zoo.bounds.rules import layer_of
 from zoo.layers.norm_forms import BoundedForms, ProjectForms
 from zoo.spectral import sigma_upper
@@ -350,7 +351,12 @@ def projection_rounding(module: LayerProject | SmoothProject, precision: Precisi
         y, radius = layer(x)
         x_B, most = size(x), module.radius * math.sqrt(x[0].numel() / x.shape[-1])
         share = precision.gamma(x.shape[-1] + 8) + 8 * precision.u
-        return Rounded(y, radius, lambda r, e: (e + share * (x_B + r + e).clamp(max=1.01 * most)) * OUT)
+
+        def error(r: Tensor, e: Tensor) -> Tensor:
+            all_B = x_B + r + e
+            return in_range(all_B, (e + share * all_B.clamp(max=1.01 * most)) * OUT + TINY, ROOT)
+
+        return Rounded(y, radius, error)
 
     return around
 
@@ -368,21 +374,31 @@ def layer_norm_rounding(module: nn.LayerNorm, precision: Precision) -> Rounding:
 
     def around(x_BND: Tensor) -> Rounded:
         y, radius = layer(x_BND)
-        length_BN = torch.linalg.vector_norm(x_BND, dim=-1)
-        t_BN = ((x_BND - x_BND.mean(-1, keepdim=True)).square().sum(-1) + dim * module.eps).sqrt()
-        tokens, floor = length_BN.shape[1], math.sqrt(dim * module.eps)
+        length_BN = torch.linalg.vector_norm(x_BND, dim=-1).flatten(1)
+        t_BN = ((x_BND - x_BND.mean(-1, keepdim=True)).square().sum(-1).flatten(1) + dim * module.eps).sqrt()
+        floor = math.sqrt(dim * module.eps)
 
         def error(r: Tensor, e: Tensor) -> Tensor:
-            low_BN = (t_BN - (r + e).unsqueeze(-1)).clamp_min(floor)
-            share_B = ((length_BN + (r + e).unsqueeze(-1)) / low_BN).amax(-1)  # |x| / t
-            rho_B = precision.gamma(2 * dim + 10) * share_B.square()
-            rho_B = torch.where(rho_B <= 0.3, rho_B + 4 * precision.sums, math.inf)
-            own_B = rho_B + 2 * (1 + rho_B) * precision.gamma(dim + 6) * share_B + 4 * u
-            return (gain * e / low_BN.amin(-1) + math.sqrt(tokens) * (gain * own_B + 4 * u * beta)) * OUT
+            """Every token may have all of r and e."""
+            reach = (r + e).unsqueeze(-1)
+            low_BN = (t_BN - reach).clamp_min(floor)
+            share_BN = (length_BN + reach) / low_BN  # |x| / t
+            rho_BN = precision.gamma(2 * dim + 10) * share_BN.square() + TINY / low_BN.square()
+            rho_BN = torch.where(rho_BN <= 0.3, rho_BN + 4 * precision.sums, math.inf)
+            own_BN = rho_BN + 2 * (1 + rho_BN) * precision.gamma(dim + 6) * share_BN + 4 * u
+            own_B = torch.linalg.vector_norm(gain * own_BN + 4 * u * beta, dim=-1)
+            error_B = (gain * e / low_BN.amin(-1) + own_B) * OUT + TINY
+            return in_range(length_BN.amax(-1) + r + e, error_B, ROOT)
 
         return Rounded(y, radius, error)
 
     return around
+
+
+def center_norm_rounding(module: CenterNorm, precision: Precision) -> Rounding:
+    """The centred token, two factors of which one is a rounded number, and a sum."""
+    scale, bias = module.weight.detach().double() * module.gain, module.bias.detach().double()
+    return composed([centred(precision), factors(scale, 3, precision), plus(lambda x: x + bias, precision)])
 
 
 register(
@@ -391,4 +407,7 @@ register(
 )
 register(SmoothProject, Facts(rule=smooth_project, expansion=smooth_project_expansion, rounding=projection_rounding))
 register(LayerProject, Facts(rule=layer_project, expansion=layer_project_expansion, rounding=projection_rounding))
-register(CenterNorm, Facts(rule=center_norm, expansion=affine, shapes=center_norm_shapes))
+register(
+    CenterNorm,
+    Facts(rule=center_norm, expansion=affine, rounding=center_norm_rounding, shapes=center_norm_shapes),
+)

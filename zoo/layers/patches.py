@@ -15,7 +15,8 @@ from zoo.bounds.contracts import Bound, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, expect, register
 from zoo.bounds.hypotheses import Shapes
-from zoo.bounds.rounding import OUT, TINY, matrix_product, size
+from zoo.bounds.primitives import product
+from zoo.bounds.rounding import OUT, TINY, composed, in_range, size
 from zoo.layers.convolution import CellConv2d, conv_shapes
 from zoo.spectral import sigma_upper
 
@@ -57,10 +58,11 @@ def normalize_rounding(module: Normalize, precision: Precision) -> Rounding:
 
     def around(x_BCHW: Tensor) -> Rounded:
         z = module(x_BCHW)
-        x_B, z_B = size(x_BCHW), size(z)
+        x_B, z_B, still_B = size(x_BCHW), size(z), size(module(torch.zeros_like(x_BCHW)))
 
         def error(r: Tensor, e: Tensor) -> Tensor:
-            return (4 * u * (z_B + gain * r) + gain * (cast * (x_B + r) + e)) * OUT + TINY
+            own = 4 * u * (z_B + gain * r) + gain * (cast * (x_B + r) + e)
+            return in_range(still_B + gain * (x_B + r + e), own * OUT + TINY)
 
         return Rounded(z, lambda r: gain * r, error)
 
@@ -125,32 +127,22 @@ def _matrix(normalize: nn.Module, patch_embed: nn.Module) -> Tensor:
     return (weight_DCPQ / normalize.get_buffer("std").double()).flatten(1)
 
 
-def patches_rounding(
-    normalize: nn.Module, patch_embed: nn.Module, embed: Callable[[Tensor], Tensor], precision: Precision
-) -> Rounding:
-    """(x - mean) / std, a product with the patches, positions; `embed` is all of it. The image is cast to the type
-    first."""
+def patches_rounding(normalize: nn.Module, patch_embed: nn.Module, precision: Precision) -> Rounding:
+    """(x - mean) / std, then a product with the patches: images -> (B, D, Y, X)."""
     expect(normalize, Normalize)
     assert isinstance(normalize, Normalize)
     projection = patch_embed.get_submodule("proj")
     expect(projection, PatchProjection)
     assert isinstance(projection, PatchProjection)
-    weight, std_C, u = projection.weight, normalize.std, precision.u
-    pixels = normalize_rounding(normalize, precision)
-    patches = matrix_product(weight.flatten(1), projection.bias, precision)
-    whole = matrix_product((weight / std_C).flatten(1), None, precision)
+    weight, bias = (None if w is None else w.detach().double().abs() for w in (projection.weight, projection.bias))
+    assert weight is not None
+    norms = sigma_upper(projection.weight.detach().double().flatten(1)), sigma_upper(weight.flatten(1))
 
-    def around(x_BCHW: Tensor) -> Rounded:
-        normalised, y = pixels(x_BCHW), embed(x_BCHW)
-        z_B, y_B = size(normalised.y), size(y)
+    def moduli(x_BCHW: Tensor) -> Tensor:
+        return F.conv2d(x_BCHW, weight, bias, projection.stride)
 
-        def error(r: Tensor, e: Tensor) -> Tensor:
-            into = patches.error(z_B + normalised.radius(r), normalised.error(r, e), y.shape[1])
-            return (into + 2 * u * (y_B + whole.norm * r + into)) * OUT + TINY
-
-        return Rounded(y, lambda r: whole.norm * r, error)
-
-    return around
+    patches = product(projection, moduli, lambda y: norms, weight[0].numel(), precision)
+    return composed([normalize_rounding(normalize, precision), patches])
 
 
 # the convolutional stem -----------------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.bounds.contracts import Bound, Layer
+from zoo.bounds.contracts import Bound, Layer, Precision, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, NoRule, register
 from zoo.bounds.hypotheses import Shapes
+from zoo.bounds.primitives import factors
 
 
 class _Projected(torch.autograd.Function):
@@ -81,4 +82,12 @@ def weighted_residual_shapes(module: WeightedResidual) -> Shapes:
     return {"alpha_D": (module.dim,)}
 
 
-register(WeightedResidual, Facts(rule=weighted_residual, expansion=affine, shapes=weighted_residual_shapes))
+def weighted_rounding(module: WeightedResidual, precision: Precision) -> Rounding:
+    """One product an entry; the bound is rounded where it counts."""
+    return factors(module.weights_D().detach().double(), 2, precision)
+
+
+register(
+    WeightedResidual,
+    Facts(rule=weighted_residual, expansion=affine, rounding=weighted_rounding, shapes=weighted_residual_shapes),
+)

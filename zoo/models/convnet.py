@@ -18,6 +18,7 @@ from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.elementwise import elementwise
 from zoo.bounds.facts import Facts, Links, NoRule, register
 from zoo.bounds.hypotheses import Shapes
+from zoo.bounds.rounding import exact_module
 from zoo.layers.init import orthogonal_init_
 from zoo.layers.patches import Normalize
 
@@ -144,5 +145,5 @@ def relux_shapes(module: ReLUx) -> Shapes:
     return {"theta": module.shape}
 
 
-register(ReLUx, Facts(rule=relux, expansion=relux_expansion, shapes=relux_shapes))
+register(ReLUx, Facts(rule=relux, expansion=relux_expansion, rounding=exact_module, shapes=relux_shapes))
 register(ConvNet, Facts(trunk=convnet_trunk))

@@ -22,15 +22,17 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.attention.qkv import bounded, widened
-from zoo.attention.window import WindowAttention, masked, window_bounds
-from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounding
+from zoo.attention.rounding import in_windows
+from zoo.attention.window import WindowAttention, masked, mixing, window_bounds
+from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounded, Rounding
 from zoo.bounds.facts import Facts, Links, NoRule, expect, register
 from zoo.bounds.hypotheses import Shapes, expanded_in_range
 from zoo.bounds.links import Affine, Residual
-from zoo.bounds.rounding import NO_BOUND
+from zoo.bounds.primitives import mean
+from zoo.bounds.rounding import composed, exact
 from zoo.bounds.rules import Step
 from zoo.layers.init import finish_init_, trunc_normal_init_
-from zoo.layers.patches import Normalize, by_products_, patches_gram, patches_norm
+from zoo.layers.patches import Normalize, by_products_, patches_gram, patches_norm, patches_rounding
 
 
 class Swin(swin_transformer.SwinTransformer):
@@ -124,7 +126,21 @@ class InWindows:
         return [(self.layer(local=True), expanded_in_range(self.expansion()))]
 
     def roundings(self, precision: Precision) -> list[Rounding]:
-        raise NoRule(self.block, NO_BOUND)
+        """Shifts, windows and cropping move and drop tokens, padding adds zeros."""
+        block = self.block
+        _refuse_other_windows(block)
+
+        def around(x_BHWD: Tensor) -> Rounded:
+            def windows(x: Tensor) -> Tensor:
+                return _windows(block, x).unflatten(0, (len(x), -1))
+
+            def images(y_BWND: Tensor) -> Tensor:
+                return _images(block, y_BWND.flatten(0, 1), x_BHWD.shape)
+
+            return composed([exact(windows), attention, exact(images)])(x_BHWD)
+
+        attention = in_windows(block.attn.content, mixing(block.attn, block.attn_mask), precision)
+        return [around]
 
     def expansion(self) -> Expand:
         """Windows share r: with superhomogeneous bounds (attention/theory/core.py) sum_w psi_w(r_w) <= max_w psi_w(r),
@@ -208,7 +224,8 @@ def swin_block_shapes(module: SwinTransformerBlock) -> Shapes:
 def patch_merging_chain(module: PatchMerging) -> Links:
     """Four neighbours become one token, then two layers."""
     expect(module.reduction, nn.Linear)
-    return Affine(module, _merge, lambda: _merging(module)), module.norm, module.reduction
+    merging = Affine(module, _merge, lambda: _merging(module), rounding=lambda precision: exact(_merge))
+    return merging, module.norm, module.reduction
 
 
 def _merge(x_BHWD: Tensor) -> Tensor:
@@ -266,8 +283,19 @@ def swin_trunk(module: Swin) -> tuple[Links, nn.Linear]:
         partial(_embed, module),
         lambda: _embedding(module),
         lambda: patches_gram(module.normalize, module.patch_embed),
+        lambda precision: composed(
+            [
+                patches_rounding(module.normalize, module.patch_embed, precision),
+                exact(lambda y_BDHW: y_BDHW.movedim(1, -1)),
+            ]
+        ),
     )
-    pooling = Affine(module, partial(_pool, module), lambda: _pooling(module))
+    pooling = Affine(
+        module,
+        partial(_pool, module),
+        lambda: _pooling(module),
+        rounding=lambda precision: mean(partial(_pool, module), lambda x: x[0, ..., 0].numel(), precision),
+    )
     return (embedding, module.patch_embed.norm, module.layers, module.norm, pooling), module.head.fc
 
 

@@ -22,7 +22,8 @@ from zoo.bounds.curvature import expansion_of
 from zoo.bounds.facts import Facts, Link, Links, NoRule, expect, register
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.links import Affine
-from zoo.bounds.rounding import OUT, TINY, exact, roundings_of, size
+from zoo.bounds.primitives import mean, plus
+from zoo.bounds.rounding import composed, exact, roundings_of
 from zoo.bounds.rules import Step, layer_of
 from zoo.layers.block import PreNormBlock
 from zoo.layers.cap import cap_
@@ -238,15 +239,9 @@ def _placing(module: ViT) -> Affine:
         _refuse_broadcast(module, tokens(x_BDHW))
         return placed(x_BDHW), lambda r: r
 
-    def rounding(precision: Precision) -> Rounding:
-        def around(x_BDHW: Tensor) -> Rounded:
-            y_BND = placed(x_BDHW)
-            y_B = size(y_BND)
-            return Rounded(y_BND, lambda r: r, lambda r, e: (e + precision.u * (y_B + r + e)) * OUT + TINY)
-
-        return around
-
-    return Affine(module, placed, lambda: Step(layer, ("positions",)), rounding=rounding)
+    return Affine(
+        module, placed, lambda: Step(layer, ("positions",)), rounding=lambda precision: plus(placed, precision)
+    )
 
 
 def _class_token(module: ViT) -> Layer:
@@ -268,17 +263,7 @@ def _pooling_rounding(module: ViT, precision: Precision) -> Rounding:
     """The mean of N tokens, or the class token, which is no computation."""
     if module.global_pool != "avg":
         return exact(module.pool)
-
-    def around(x_BND: Tensor) -> Rounded:
-        many, x_B = x_BND.shape[1], size(x_BND)
-        share = many**-0.5
-
-        def error(r: Tensor, e: Tensor) -> Tensor:
-            return share * (e + (precision.gamma(many + 2) + 2 * precision.u) * (x_B + r + e)) * OUT
-
-        return Rounded(module.pool(x_BND), lambda r: share * r, error)
-
-    return around
+    return mean(module.pool, lambda x_BND: x_BND.shape[1], precision)
 
 
 @dataclass(frozen=True)
@@ -341,7 +326,12 @@ def _entrance(module: ViT) -> Links:
         module.embed,
         lambda: _embedding(module),
         lambda: _embedding_gram(module),
-        lambda precision: patches_rounding(module.normalize, module.patch_embed, module.embed, precision),
+        lambda precision: composed(
+            [
+                patches_rounding(module.normalize, module.patch_embed, precision),
+                plus(lambda x_BDHW: module.place(tokens(x_BDHW)), precision),
+            ]
+        ),
     )
     return (embedding,)
 

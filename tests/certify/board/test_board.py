@@ -121,6 +121,24 @@ def test_figures_of_others_and_other_methods_are_not_done_again(
     assert "none of ours" in refusal(capsys, other, handover, digits)
 
 
+def test_an_entry_says_in_which_type_its_model_is_served(
+    made: Path, results: Path, handover: Path, digits: Path, changed: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """float32 unless another is asked for; entries that do not say it are of the float64 function."""
+    entry = json.loads(made.read_text())
+    assert entry["served_dtype"] == "float32"
+    assert "served in float32, rounding included" in entry["soundness"]
+    assert "served_dtype=float32" in entry["command"]
+    earlier = changed(lambda entry: entry.pop("served_dtype"))
+    jsonschema.validate(json.loads(earlier.read_text()), SCHEMA)
+    assert "served_dtype=null" in refusal(capsys, earlier, handover, digits, f"results=[{results}]")
+    other = changed(lambda entry: entry.update(method="crown"))
+    assert "served_dtype=float32: null, or one of" in refusal(capsys, other, handover, digits)
+    other = changed(lambda entry: entry.update(served_dtype="float16"))
+    assert "served_dtype is 'float16'" in refusal(capsys, other, handover, digits)
+
+
 def test_a_forged_row_is_found(results: Path, made: Path) -> None:
     """A radius, or a prediction, that is not found again; what another nonce may change is let pass."""
     entry = json.loads(made.read_text())

@@ -91,7 +91,7 @@ def say(**said: Any) -> Callable[[Path], None]:
         (say(weights_sha256="0"), {}, "another weights"),
         (say(data_digest="0"), {}, "another data"),
         (say(certizoo="0"), {}, "another version of certizoo"),
-        (say(served_dtype="float32"), {}, "served in float32"),
+        (say(served_dtype="bfloat16"), {}, "served in bfloat16"),
         (say(), {"images": 30}, "has no row of image"),
         (say(), {"method": "lofast"}, "method=adjoint, not lofast"),
         (say(), {"nonce": "n2"}, "nonce=n1, not n2"),

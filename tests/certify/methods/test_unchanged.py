@@ -13,7 +13,7 @@ from certify import certify
 from certify.api import certifier, radius_of
 from certify.methods import METHODS
 from certify.methods.certificate import Certifier
-from certify.methods.served import ServedAdjoint, ServedImage
+from certify.methods.served import ServedAdjoint, ServedImage, ServedLoFAST
 from certify.methods.unchanged import Snapshot
 from certizoo import UserError
 from tests.tools.small_models import labelled, small_model
@@ -22,6 +22,7 @@ MAKE: dict[str, Callable[[nn.Module], Certifier]] = {
     **{name: partial(certifier, method=name, nonce="a") for name in METHODS},
     "served by adjoint": lambda model: ServedAdjoint(model, torch.float32, "a"),
     "served by image": lambda model: ServedImage(model, torch.float32, "a"),
+    "served by lofast": lambda model: ServedLoFAST(model, torch.float32),
 }
 
 

@@ -296,13 +296,14 @@ NO_ROW = {
 OTHER: dict[type, dict[str, Any]] = {
     stage.Settings: {
         "method": "adjoint", "norm": "linf", "images": 11,
-        "eps": (0.02, 0.1), "headline_eps": 0.01, "served_dtype": "float32",
+        "eps": (0.02, 0.1), "headline_eps": 0.01, "served_dtype": None,
         "nonce": "another",
         "attack": replace(FEW.attack, steps=4),
     },
     evaluation.Settings: {
         "protocol": "other", "attacks": {"pgd": {**PGD["pgd"], "steps": 4}}, "method": None, "images": 11, "block": 4,
         "seed": 1, "attack_dtype": "bfloat16", "nonce": "another", "norm": "linf",
+        "served_dtype": None,
     },
 }  # fmt: skip
 

@@ -48,7 +48,7 @@ def test_lofast_rests_on_no_products_with_jacobians() -> None:
 
 def test_a_served_model_has_its_rounding_proved() -> None:
     served, exact = (assumptions("image", dtype, 0.0, False) for dtype in ("float32", None))
-    assert module.SERVED in served
+    assert set(module.SERVED) <= set(served)
     assert module.EXACT not in served
     assert module.EXACT in exact
-    assert module.SERVED not in exact
+    assert not set(module.SERVED) & set(exact)

@@ -28,7 +28,7 @@ EPS = tuple(k / 255 for k in (1, 4, 128))
 NAMES = [f"{eps:g}" for eps in EPS]
 SETTINGS = stage.Settings(
     norm="linf", method="adjoint", images=30, eps=EPS, batch_size=15, attack=AttackConfig(norm="l2", steps=10),
-    nonce="n1",
+    nonce="n1", served_dtype=None,
 )  # fmt: skip
 
 

@@ -59,7 +59,9 @@ ATTACKED: dict[str, set[type[nn.Module]]] = {
         *test_curvature.CASES, *test_curvature.AFFINE, *test_curvature.IDENTITIES, *test_attention.MIXTURES, *VARIANTS
     },
     "activation": {type(module) for _, module in test_curvature.DERIVATIVES} | {nn.ReLU},
-    "rounding": {type(make(1.0)) for make in test_rounding.MODULES.values()} | {nn.Identity, nn.Dropout, DropPath},
+    "rounding": {type(make(1.0)) for make in test_rounding.MODULES.values()}
+    | {type(module) for module in test_rounding.CHOICES.values()}
+    | {nn.Identity, nn.Dropout, DropPath},
     "split": VARIANTS | {DotProductAttention},
     "shapes": set(test_hypotheses.STATED),  # in models of the zoo, which test_hypotheses.py enumerates
     "mixing": {DotProductAttention},  # inside windows and gated positions: test_attention.MIXTURES
