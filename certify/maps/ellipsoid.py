@@ -21,7 +21,7 @@ Letters: B images, C rivals of each, M random vectors.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -41,11 +41,22 @@ TINY = 1e-290  # over underflow
 LEAST_LENGTH = 1e-100  # of a map that is nearly 0
 TOGETHER = 16  # random vectors that find how far functionals reach, at most: more are no faster
 PROBE_FAILURE = 1e-11  # the chance that one reach of an image is too small
+SIZES = 1.5  # of `share`: pushes are off by half of it at most, and pulls by twice that, as images may be 2 x
 COARSE = 1.2  # of norms, as in zoo/bounds/lanczos.py; what is close, effort.py says
 
 Known = Callable[[Tensor], Sizes]  # e (B,) -> bounds of |H_i| within e, of some leaves, from elsewhere
 Off = Callable[[int, Tensor], Tensor]  # node, r (B,) -> what is off at its end for inputs within r: (B,)
 Draw = Callable[[torch.Size, str, Tensor], Tensor]  # room, purpose, numbers (B, n) -> a Gaussian vector (B, *room) each
+
+
+def _met(met: Sizes, at: int, form: QuadraticForm) -> QuadraticForm:
+    """The form, which remembers the longest vector it was applied to."""
+
+    def apply(v: Tensor) -> Tensor:
+        met[at] = torch.maximum(met[at], torch.linalg.vector_norm(v.flatten(2), dim=-1).amax(0))
+        return form.apply(v)
+
+    return replace(form, apply=apply)
 
 
 def _multiple(factor_B: Tensor) -> QuadraticForm:
@@ -115,13 +126,15 @@ class Ellipsoids:
 
     def _measured(self) -> Rounding:
         """The sizes of all M_i at once, from the norm of the sum of (M_i / lengths_i)^T (M_i / lengths_i), and what
-        they say of rounding."""
+        they say of rounding. The rounding of this norm itself hangs on how long the vectors were that it met."""
         weights = {at: 1 / length_B.clamp_min(LEAST_LENGTH) for at, length_B in self.joint.noise.lengths.items()}
         self.rounding = Rounding(self.joint, {at: torch.zeros_like(weight_B) for at, weight_B in weights.items()})
-        forms = {at: _multiple(weight_B.square()) for at, weight_B in weights.items()}
+        met = {at: torch.zeros_like(weight_B) for at, weight_B in weights.items()}
+        forms = {at: _met(met, at, _multiple(weight_B.square())) for at, weight_B in weights.items()}
         norm_B = self.seminorms(forms, "sizes", [self.most_B[:, None]], self.effort.close)[0]
         measured = Rounding(self.joint, {at: norm_B / weight_B * OUT for at, weight_B in weights.items()})
-        return measured.only(measured.left(max(weights)) > 0)
+        within_B = torch.stack([met[at] <= size_B for at, size_B in measured.sizes.items()]).all(0)
+        return measured.only(within_B & (SIZES * measured.share(max(weights)) <= ALLOWED))
 
     def _norms_of_sizes(self) -> Sizes:
         """||M_i|| of leaves with reaches that are no functional's; without it, their coordinates' say enough."""

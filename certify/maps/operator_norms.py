@@ -58,6 +58,13 @@ def dense(expansions: Sequence[Expansion]) -> Norms:
     return Norms(nodes, products, 0.0)
 
 
+def _off_of_first(first: Expansion) -> Tensor:
+    """a_1, also where J J^T is one product of weights: off by share |A|^2 with share |A| = rho and share >= 4 u."""
+    if first.own_gram is None:
+        return first.rounding
+    return torch.maximum(first.rounding, first.rounding.square() / (4 * U) / first.gain_B.clamp_min(1e-100))
+
+
 def _off(expansion: Expansion, node_B: Tensor, before_B: Tensor, off_B: Tensor) -> Tensor:
     """a_k of a_{k-1}."""
     return (node_B * off_B + expansion.rounding * (before_B + off_B)) * (1 + 1e-9)
@@ -86,7 +93,7 @@ def random(expansions: Sequence[Expansion], images_BCHW: Tensor, seed: bytes) ->
     for _, group in groupby(ends, key=lambda k: expansions[k].y.shape):
         found |= _products(expansions, list(group), images_BCHW, seed)
     nodes, products = [expansions[0].gain_B], [expansions[0].gain_B]
-    off_B = expansions[0].rounding
+    off_B = _off_of_first(expansions[0])
     for k, expansion in enumerate(expansions[1:], start=1):
         nodes.append(expansion.gain_B)
         if k in wide:

@@ -72,6 +72,7 @@ class Rounding:
         """|eps_l| at most for |u| = 1: of the leaf, of the remainder that enters behind it, and of the sum there."""
         leaf, behind = self.joint.tape.leaves[at], [k for k in self.sizes if k > at]
         off_B = product(leaf.rounding, self.sizes[at])
-        if at in self.joint.weights and leaf.forms is not None:
-            off_B = off_B + leaf.forms.spread_rounding * self.joint.weights[at].flatten(1).amax(1)
+        if at in self.joint.weights:
+            spread = 0.0 if leaf.forms is None else leaf.forms.spread_rounding
+            off_B = off_B + (spread + 2 * U) * self.joint.weights[at].flatten(1).amax(1)
         return off_B + 4 * U * self.sizes[behind[0]] if behind else off_B

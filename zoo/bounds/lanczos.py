@@ -108,12 +108,13 @@ def _bytes(tensor: Tensor) -> bytes:
 @dataclass(frozen=True)
 class Ritz:
     """After k steps: the eigenvalues of T, ascending, the first entries of its eigenvectors, the couplings b, and how
-    far the recurrence is from what the map gave, in the Frobenius norm."""
+    far the recurrence is from what the map gave, in the Frobenius norm; the longest image of a vector."""
 
     theta_LK: Tensor
     first_LK: Tensor
     b_LK: Tensor
     off_L: Tensor
+    most_L: Tensor
 
 
 def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator[Ritz]:
@@ -122,6 +123,7 @@ def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator
     The image of a vector is made orthogonal to that and the one before, which in exact arithmetic is all; and as a unit
     vector, against rounding, to the whole basis."""
     diagonal, b, off2_L = list[Tensor](), list[Tensor](), torch.zeros_like(start_LN[:, 0])
+    most_L = torch.zeros_like(off2_L)
     v_LN = start_LN / _length(start_LN)
     basis_LKN = start_LN.new_empty(len(start_LN), 0, start_LN.shape[-1])
     for count in counts:
@@ -130,6 +132,7 @@ def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator
             basis_LKN[:, k] = v_LN
             so_far = basis_LKN[:, : k + 1]
             image_LN = apply(v_LN)
+            most_L = torch.maximum(most_L, _length(image_LN).squeeze(-1))
             diagonal.append((image_LN * v_LN).sum(-1))
             # Of an exhausted space only rounding would be left, in no free direction: a little of one is added.
             free_LN = NUDGE * _length(image_LN) / _length(start_LN) * start_LN.roll(k + 1, -1)
@@ -144,7 +147,7 @@ def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator
         for offset in (1, -1):
             whole = whole + torch.diag_embed(b_LK[:, :-1], offset)
         theta_LK, vectors_LKK = torch.linalg.eigh(whole)
-        yield Ritz(theta_LK, vectors_LKK[:, 0], b_LK, off2_L.sqrt())
+        yield Ritz(theta_LK, vectors_LKK[:, 0], b_LK, off2_L.sqrt(), most_L)
 
 
 def _length(v: Tensor) -> Tensor:
@@ -227,16 +230,17 @@ def norms(gram: Map, start: Tensor, rounding: Tensor, close: float = CLOSE) -> T
     n = start[0, 0, 0].numel()
     found_L = start.new_full((maps * count * images,), torch.inf)  # an image's own, whatever others need
     lost_L, off_L = torch.zeros_like(found_L, dtype=torch.bool), torch.zeros_like(found_L)
-    within = _within_numbers(apply, lost_L)
+    most_L, within = torch.zeros_like(found_L), _within_numbers(apply, lost_L)
     steps = STEPS if close < ROUGH else (EARLY, *STEPS)
     for spectrum in tridiagonal(within, start.flatten(3).flatten(0, 2), sorted({min(n, k) for k in steps})):
         enough_L = close**2 * spectrum.theta_LK[:, -1]
         open_L = ~(found_L <= enough_L)
         found_L = torch.where(open_L, upper(spectrum, n), found_L)
         off_L = torch.where(open_L, spectrum.off_L / spectrum.theta_LK[:, -1], off_L)
+        most_L = torch.where(open_L, spectrum.most_L, most_L)
         if bool((found_L <= enough_L).all()):
             break
-    found_L = torch.where(lost_L, torch.inf, found_L)
+    found_L = torch.where(lost_L | (most_L > 2 * found_L), torch.inf, found_L)
     found_SB = (found_L.clamp_min(0).sqrt() * SLACK).view(maps, count, images).amax(1)
     off_SB = rounding + off_L.view(maps, count, images).amax(1)
     return torch.where(off_SB <= ROUNDING, found_SB, torch.inf)
