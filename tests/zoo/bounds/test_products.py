@@ -14,9 +14,11 @@ from certizoo import UserError
 from tests.certify.methods.test_adjoint_zoo import COVERED, QUICK
 from tests.tools.cases import mostly_slow
 from tests.tools.in_float32 import UNITS, InFloat32, in_float32, rounded_by
+from tests.zoo.attention.test_forms import SCORES, case_of
 from tests.zoo.bounds.test_curvature import CASES, instances
 from zoo.arithmetic import U, beside, gamma
-from zoo.attention.parts import CoreLeafForms
+from zoo.attention.parts import CoreLeafForms, core_leaf
+from zoo.attention.theory.separate import SeparateCore
 from zoo.bounds import torch_modules
 from zoo.bounds.activations import lipschitz
 from zoo.bounds.contracts import Expansion, Forms
@@ -106,6 +108,23 @@ def test_leaves_and_nodes_of_the_zoo_round_no_more_than_is_said(name: str) -> No
     assert max(found) > 1e-3
 
 
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+@pytest.mark.parametrize("score", SCORES)
+def test_cores_with_offsets_round_no_more_than_is_said(score: str, offset: float) -> None:
+    """All tokens share a part of their keys, queries and values, which changes of scores do not see."""
+    random = torch.Generator().manual_seed(0)
+    of, plain = SCORES[score], case_of(SCORES[score]).core
+    q, k, v = (
+        one + offset * torch.randn(1, one.shape[1], 1, one.shape[-1], generator=random, dtype=torch.float64)
+        for one in (plain.q, plain.k, plain.values)
+    )
+    core = SeparateCore(of, k if of.tied else q, k, v, plain.p, plain.mixed, plain.gain_H)
+    leaf = core_leaf(core, v)
+    assert leaf.forms is not None
+    found = [of_expansion(leaf), *(of_forms(leaf, leaf.forms, reach) for reach in (1e-3, 0.3, 30.0))]
+    assert max(found) <= 1
+
+
 def expansions(name: str) -> Iterator[Expansion]:
     """Of all nodes of a model of the zoo, shrunk."""
     options = model_options(name, **tiny_options(name))
@@ -119,12 +138,12 @@ def expansions(name: str) -> Iterator[Expansion]:
             x = expansion.y
 
 
-def of_forms(leaf: Expansion, forms: Forms) -> float:
-    """The same of its quadratic forms, its functionals, and B."""
+def of_forms(leaf: Expansion, forms: Forms, radius: float = 0.05) -> float:
+    """The same of its quadratic forms within this radius, its functionals, and B."""
     x = leaf.pull(leaf.y[None])[0]
     room_B = torch.ones_like(leaf.gain_B)
     squares = forms.squares(x[None])
-    reach = (0.05 * forms.sizes * beside(room_B, squares.shape[1:])).expand(squares.shape)
+    reach = (radius * forms.sizes * beside(room_B, squares.shape[1:])).expand(squares.shape)
     random = torch.Generator().manual_seed(1)
     g = torch.randn(1, *leaf.y.shape, generator=random, dtype=torch.float64)
     r = torch.zeros_like(forms.collect(leaf.y[None])[0])
