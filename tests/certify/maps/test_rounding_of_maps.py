@@ -1,30 +1,23 @@
 """What torch rounds in the maps M_i: in float32 a push is that of a slightly other u, in units of that type."""
 
-import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from certify.api import radius_of
-from certify.maps.columns import Columns
-from certify.maps.coupled import _rounded, _scale
-from certify.maps.ellipsoid import COARSE, Ellipsoids, identity
+from certify.maps.ellipsoid import COARSE, identity
 from certify.maps.joint import NOISE, Joint, Noise, Scale
 from certify.maps.rounding import ALLOWED, Rounding
-from certify.methods.adjoint import Adjoint
 from certify.methods.image import Image, ImageAnalysis
-from certify.methods.rung import Rung, Situation
-from tests.certify.maps.test_maps import dense, look, matrix
-from tests.certify.methods.test_image import analysis_of, rung_of, situation
+from tests.certify.maps.test_maps import dense
+from tests.certify.methods.test_image import analysis_of, rung_of
 from tests.tools.cases import mostly_slow
 from tests.tools.in_float32 import UNITS, InFloat32, in_float32, rounded_by
 from tests.tools.small_models import PARTS, labelled, small_model
-from zoo.bounds import lanczos
-from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Vectors
 
 E, MANY = 0.05, 6
@@ -53,8 +46,8 @@ def some(joint: Joint, last: int) -> Iterator[Tensor]:
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth", "standard"))
 def test_a_push_is_that_of_a_slightly_other_u(parts: str, quieter: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """fl(M_i u) = M_i u' with |u' - u| <= share / 2 |u|, of all leaves, for the closest u' that there is: then
-    |<a, fl(M_i u)> - <a, M_i u>| <= |M_i^T a| share / 2 |u| for all a. A share that knows nothing of leaves, planted, is
-    seen where there is little noise and no remainder."""
+    |<a, fl(M_i u)> - <a, M_i u>| <= |M_i^T a| share / 2 |u| for all a. A share that knows nothing of leaves,
+    planted, is seen where there is little noise and no remainder."""
     _, analysis = analysis_of(parts, count=2)
     ellipsoids = rung_of(analysis, E).ellipsoids
     joint, rounding = ellipsoids.joint, ellipsoids.rounding
@@ -83,6 +76,10 @@ def pushed_off(joint: Joint, rounding: Rounding) -> float:
     return most
 
 
+def pulled(joint: Joint, last: int, v: Tensor) -> Tensor:
+    return joint.pull({last: v}, last)
+
+
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth", "standard"))
 def test_a_pull_is_off_by_a_share_of_what_arrives(parts: str) -> None:
     _, analysis = analysis_of(parts, count=2)
@@ -94,7 +91,7 @@ def test_a_pull_is_off_by_a_share_of_what_arrives(parts: str) -> None:
         g = torch.randn(MANY, *shape, generator=random, dtype=torch.float64)
         for one in (g, g.sign(), g.abs()):
             v = in_float32(one)
-            exact, off = joint.pull({last: v}, last), rounded_by(lambda v, last=last: joint.pull({last: v}, last), v)
+            exact, off = joint.pull({last: v}, last), rounded_by(partial(pulled, joint, last), v)
             share = off.norm(dim=-1) / (exact.norm(dim=-1) * UNITS * ellipsoids.rounding.share(last) / 2)
             most = max(most, float(share.max()))
     assert 1e-5 < most <= 1
@@ -152,8 +149,9 @@ def test_a_share_is_that_of_all_leaves_in_front() -> None:
     joint, rounding = rung_of(analysis, E).ellipsoids.joint, rung_of(analysis, E).ellipsoids.rounding
     leaves = list(rounding.sizes)
     shares = [rounding.share(at) for at in leaves]
-    assert all((one <= other).all() for one, other in zip(shares, shares[1:], strict=False))
-    by_hand = 2 * (sum((rounding._own(at) / joint.noise.weights[at]).square() for at in leaves[:-1])).sqrt()  # type: ignore[union-attr]
+    assert all((one <= other).all() for one, other in pairwise(shares))
+    off = torch.stack([rounding._own(at) / joint.noise.weights[at] for at in leaves[:-1]])
+    by_hand = 2 * off.norm(dim=0)
     torch.testing.assert_close(shares[-1], by_hand, rtol=1e-6, atol=1e-14)
     quiet = Noise({at: weight_B / 10 for at, weight_B in joint.noise.weights.items()}, joint.noise.lengths)
     less = Joint(joint.tape, joint.images, joint.most_B, joint.weights, quiet)

@@ -85,7 +85,9 @@ def test_affine_modules_round_no_more_than_is_said(kind: str) -> None:
     assert found > 1e-3 or kind == "flat", "too loose to notice a bound that is wrong"
 
 
-@pytest.mark.parametrize(("kind", "i"), [(kind, i) for kind, cases in CASES.items() for i in range(len(cases))], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "i"), [(kind, i) for kind, cases in CASES.items() for i in range(len(cases))], ids=str
+)
 def test_modules_that_bend_round_no_more_than_is_said(kind: type[nn.Module], i: int) -> None:
     for instance in instances(CASES[kind][i], seed=2, modules=3):
         expansion = instance.expansion()
