@@ -1,12 +1,13 @@
 """Linear maps around a clean batch: the tape, and lengths and norms against dense Jacobians and what ascent finds."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zoo
 from certify import certified_radius
@@ -20,6 +21,7 @@ from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS, SMALL, labelled
 from zoo.bounds.contracts import Expansion, QuadraticForm
+from zoo.bounds.curvature import expansion_of
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Tape, Vectors
 
@@ -185,6 +187,19 @@ def test_columns_say_how_far_the_first_units_reach(parts: str) -> None:
             assert reach is not None
             assert (exact <= reach).all()
             assert (reach <= 1.03 * exact).all()
+
+
+def test_columns_count_what_is_rounded_of_rounding() -> None:
+    """Two leaves that round 10^3 of a unit vector, with gains of 1, in front of units: 10^3 (1 + 10^3) and 10^3."""
+    x = torch.zeros(2, 8, dtype=torch.float64)
+    rough = replace(expansion_of(nn.Identity())(x), rounding_B=torch.full((2,), 1e3).double())
+    units = expansion_of(nn.GELU())(x)
+    tape = Tape([rough, rough, units])
+    assert isinstance(units.forms, UnitForms)
+    columns = Columns(max(tape.leaves), torch.zeros(1, 1, 8, dtype=torch.float64), 1)
+    told = columns.lengths(tape, torch.ones(2).double(), {})
+    assert (told >= 1e3 * (1 + 1e3) + 1e3).all()
+    assert (told < 1.1e6).all()
 
 
 @pytest.mark.parametrize("parts", mostly_slow(SMOOTH, "smooth"))

@@ -70,9 +70,12 @@ def share(f: Map, transposed: Map, x: Tensor, claim_B: Tensor) -> float:
 
 
 def of_expansion(expansion: Expansion) -> float:
-    x = expansion.pull(expansion.y[None])[0]
-    there = share(expansion.push, expansion.pull, x, expansion.rounding)
-    return max(there, share(expansion.pull, expansion.push, expansion.y, expansion.rounding))
+    x, rounding_B = expansion.pull(expansion.y[None])[0], expansion.rounding
+    there = share(expansion.push, expansion.pull, x, rounding_B)
+    if expansion.own_gram is not None:
+        both_B = 3 * rounding_B * (expansion.gain_B + rounding_B)
+        there = max(there, share(expansion.gram, expansion.gram, expansion.y, both_B))
+    return max(there, share(expansion.pull, expansion.push, expansion.y, rounding_B))
 
 
 @pytest.mark.parametrize("kind", AFFINE)
