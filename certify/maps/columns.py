@@ -59,12 +59,12 @@ class Columns:
     def _rounded(self, tape: Tape, forms: Forms) -> Tensor:
         """How far torch is from <a, A e_c> of one column, at most: (B, ...)."""
         room, off_B = self.square.shape[1:], torch.zeros_like(tape.leaves[self.at].gain_B)
-        before_B = torch.ones_like(off_B)
+        before_B, computed_B = torch.ones_like(off_B), torch.ones_like(off_B)
         for at, leaf in tape.leaves.items():
             if at == self.at:
                 break
-            off_B = off_B + leaf.rounding * before_B * tape.gain_between(at, self.at)
-            before_B = before_B * leaf.gain_B
+            off_B = off_B + leaf.rounding * computed_B * tape.gain_between(at, self.at)
+            before_B, computed_B = before_B * leaf.gain_B, computed_B * (leaf.gain_B + leaf.rounding)
         return product(beside(off_B, room), forms.sizes) + product(beside(before_B + off_B, room), forms.slack)
 
 

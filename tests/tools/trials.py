@@ -143,14 +143,14 @@ class FormsAnalysis(ImageAnalysis):
     """What forms prove alone. The adjoint analysis, which answers first, hides it where it proves more, and spares the
     forms what it proves."""
 
-    def _situation(self, index_I: Tensor, most_B: Tensor) -> Situation:
-        return replace(super()._situation(index_I, most_B), proved=lambda e_I: torch.zeros_like(e_I, dtype=torch.bool))
+    def _situation(self, index_I: Tensor) -> Situation:
+        return replace(super()._situation(index_I), proved=lambda e_I: torch.zeros_like(e_I, dtype=torch.bool))
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B, margin_BJ = per_image(eps, self.clean), self.clean.margin_BJ
         nothing_BJ = torch.where(eps_B[:, None] > 0, torch.inf, torch.zeros_like(margin_BJ))
         class_B = margin_BJ.argmin(-1)
-        loss_BJ, class_B = self._sharper(self.clean, self.ball.radius(eps_B), nothing_BJ, class_B)
+        loss_BJ, class_B = self._sharper(self.ball.radius(eps_B), nothing_BJ, class_B)
         return decide_by(self.clean, loss_BJ, eps_B, class_B)
 
 

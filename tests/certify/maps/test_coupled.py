@@ -1,6 +1,5 @@
 """First order and remainders at once: against dense matrices, and ascent over all that the constraints allow."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,10 +8,11 @@ from torch import Tensor
 
 from certify.maps import coupled as module
 from certify.maps.columns import Columns
-from certify.maps.ellipsoid import COARSE, IMAGE, NOISE
+from certify.maps.ellipsoid import COARSE
+from certify.maps.joint import IMAGE, NOISE
 from certify.methods.rung import Formed, Rung
 from tests.certify.maps.test_maps import dense, matrix
-from tests.certify.methods.test_image import analysis_of, situation
+from tests.certify.methods.test_image import analysis_of, off_by
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS
 
@@ -23,8 +23,7 @@ SHARES = (1.0, 0.3)  # of the largest radius
 def formed_of(parts: str, e: float, off: float = 0.0) -> tuple[Rung, Formed]:
     """Of the closest rival of each of two images; nodes whose ends are off by `off`."""
     _, analysis = analysis_of(parts, count=2)
-    here = situation(analysis)
-    here = replace(here, defects=[torch.full_like(d, off) for d in here.defects])
+    here = off_by(analysis, off)
     rung = Rung(here, torch.full((2,), e).double(), Columns.of(here.tape, here.images))
     return rung, rung._formed_of(here.rivals_BR[:, :1].mT)
 
@@ -40,7 +39,7 @@ def forms_of(rung: Rung, formed: Formed) -> tuple[Tensor, dict[int, Tensor]]:
 
 def slope_of(rung: Rung, formed: Formed) -> Tensor:
     """b (C, B, n), whose sign does not count."""
-    g_0, _ = rung.here.gradients(formed.class_CB)
+    g_0 = rung.here.gradients(formed.class_CB).image
     flat = g_0.flatten(2) * rung.most_B[:, None]
     room = rung.ellipsoids.joint.room(formed.margins.last)
     return torch.nn.functional.pad(flat, (0, room - flat.shape[-1]))
@@ -63,7 +62,7 @@ def worst(rung: Rung, formed: Formed, s: Tensor, q: dict[int, Tensor], share: fl
             if name == IMAGE:
                 most = torch.full_like(u[..., 0], share)
             elif name == NOISE:
-                most = joint.noise.theta.sqrt().expand_as(u[..., 0])
+                most = grown.theta_0_B.sqrt().expand_as(u[..., 0])
             else:
                 most = grown.theta[name].expand_as(u[..., 0])
                 if name in q:
@@ -120,8 +119,9 @@ def test_kappa_and_the_inverse_are_those_of_dense_matrices(parts: str) -> None:
         share = c.kappa + spare
         m = torch.maximum(share * c.weights[IMAGE], steep * c.length)
         p = torch.diag_embed(diagonal({k: share * w for k, w in c.weights.items()} | {IMAGE: m}, masks)) - a
-        inverse = (torch.linalg.solve(p, b) * b).sum(-1)
-        assert (torch.linalg.eigvalsh(p)[..., 0] > 0)[known].all()
+        root, failed = torch.linalg.cholesky_ex(p)
+        assert (failed == 0)[known].all(), "not positive definite"
+        inverse = torch.linalg.solve_triangular(root, b[..., None], upper=False).square().sum((-2, -1))
         assert (c.inverse(m, spare) >= inverse * (1 - 1e-9))[known].all()
 
 

@@ -1,17 +1,19 @@
 """Linear maps around a clean batch: the tape, and lengths and norms against dense Jacobians and what ascent finds."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zoo
 from certify import certified_radius
 from certify.maps.columns import Columns
-from certify.maps.ellipsoid import COARSE, Ellipsoids, Joint, Noise, Sizes, least_square_sum
+from certify.maps.ellipsoid import COARSE, Ellipsoids, least_square_sum
+from certify.maps.joint import Joint, Noise, Sizes
 from certify.methods.image import Image, ImageAnalysis
 from certify.methods.rung import Rung, Situation
 from tests.certify.methods.test_image import SMOOTH, analysis_of, rung_of, situation
@@ -19,6 +21,7 @@ from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS, SMALL, labelled
 from zoo.bounds.contracts import Expansion, QuadraticForm
+from zoo.bounds.curvature import expansion_of
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Tape, Vectors
 
@@ -43,8 +46,8 @@ def test_the_tape_is_the_model(parts: str) -> None:
     rival_B = (label_B + 1) % logits.shape[1]
     margin_B = logits.gather(1, label_B[:, None]) - logits.gather(1, rival_B[:, None])
     (wanted,) = torch.autograd.grad(margin_B.sum(), x)
-    found, _ = here.gradients(rival_B[None])
-    torch.testing.assert_close(found[0], wanted)
+    found = here.gradients(rival_B[None])
+    torch.testing.assert_close(found.image[0], wanted)
     joint = rung_of(analysis, 0.1).ellipsoids.joint
     last = max(here.tape.leaves)
     u = torch.randn(2, len(x), joint.room(last), dtype=torch.float64)
@@ -87,7 +90,8 @@ def nothing(_: Tensor) -> Sizes:
 def measured(analysis: ImageAnalysis, e: float) -> Ellipsoids:
     """By maps alone."""
     here = situation(analysis)
-    return Ellipsoids(rung_of(analysis, e).ellipsoids.joint, here.draw, nothing, Columns.of(here.tape, here.images))
+    joint = rung_of(analysis, e).ellipsoids.joint
+    return Ellipsoids(joint, here.draw, nothing, here.off, Columns.of(here.tape, here.images))
 
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast", "standard"))
@@ -161,7 +165,7 @@ def test_reaches_and_seminorms_are_those_of_dense_maps(parts: str) -> None:
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "stem", "smooth"))
 def test_columns_say_how_far_the_first_units_reach(parts: str) -> None:
     """With nothing but rounding to spare, where functionals are those of every image, and never too little where as
-    much comes in on the way as from the image. Elsewhere nothing is said."""
+    much comes in on the way as from the image. The place for rounding costs 3 % at most. Elsewhere nothing is said."""
     _, analysis = analysis_of(parts)
     found = measured(analysis, 0.05)
     tape, e_B = found.tape, found.most_B
@@ -170,15 +174,32 @@ def test_columns_say_how_far_the_first_units_reach(parts: str) -> None:
     assert (of_columns is not None) == isinstance(forms, UnitForms)
     if forms is None or of_columns is None:
         return
-    for ends in ({}, {at: e_B for at in situation(analysis).ends if at < first}):
+    for ends in ({}, {leaves[-1]: e_B for leaves in tape.of_nodes if leaves[-1] < first}):
         told = of_columns.lengths(tape, e_B, ends)
-        whole = Joint(tape, analysis.images, e_B, found.joint.weights, Noise(ends, torch.zeros_like(e_B)))
+        whole = Joint(tape, analysis.images, e_B, found.joint.weights, Noise(ends, {}))
         shown = dense(whole, first)[first].permute(2, 0, 1).unflatten(-1, entering(tape.leaves[first])[1:])
         exact = forms.squares(shown).sqrt()
         assert (told >= exact).all()
         if not ends:
             torch.testing.assert_close(told, exact, rtol=1e-8, atol=0)
-            torch.testing.assert_close(found.rests[first].reach, exact, rtol=1e-6, atol=0)
+            reach = found.rests[first].reach
+            torch.testing.assert_close(reach, of_columns.lengths(tape, e_B, found.joint.noise.weights))
+            assert reach is not None
+            assert (exact <= reach).all()
+            assert (reach <= 1.03 * exact).all()
+
+
+def test_columns_count_what_is_rounded_of_rounding() -> None:
+    """Two leaves that round 10^3 of a unit vector, with gains of 1, in front of units: 10^3 (1 + 10^3) and 10^3."""
+    x = torch.zeros(2, 8, dtype=torch.float64)
+    rough = replace(expansion_of(nn.Identity())(x), rounding_B=torch.full((2,), 1e3).double())
+    units = expansion_of(nn.GELU())(x)
+    tape = Tape([rough, rough, units])
+    assert isinstance(units.forms, UnitForms)
+    columns = Columns(max(tape.leaves), torch.zeros(1, 1, 8, dtype=torch.float64), 1)
+    told = columns.lengths(tape, torch.ones(2).double(), {})
+    assert (told >= 1e3 * (1 + 1e3) + 1e3).all()
+    assert (told < 1.1e6).all()
 
 
 @pytest.mark.parametrize("parts", mostly_slow(SMOOTH, "smooth"))
@@ -187,8 +208,7 @@ def test_the_forms_of_margins_are_those_of_dense_maps(parts: str) -> None:
     here = situation(analysis)
     found = measured(analysis, 0.05)
     class_CB = here.rivals_BR[:, :2].mT
-    _, g = here.gradients(class_CB)
-    margins = found.margins(g, class_CB)
+    margins = found.margins(here.gradients(class_CB).leaves, class_CB)
     maps = dense(found.joint, margins.last)
     total = sum((matrix(found, form, at, maps) for at, form in margins.forms.items()), torch.zeros(()))
     exact = torch.linalg.eigvalsh(total)[..., -1].clamp_min(0).sqrt()
@@ -201,13 +221,17 @@ def test_the_end_moves_no_further_than_is_said() -> None:
     """Of chains that are cut behind every node, residual sums too."""
     certifier, analysis = analysis_of("standard", count=2)
     here, e_B = situation(analysis), torch.full((2,), 0.05, dtype=torch.float64)
-    weights, cut = rung_of(analysis, 0.05).ellipsoids.joint.weights, list[bool]()
+    whole, cut = rung_of(analysis, 0.05).ellipsoids.joint, list[bool]()
     for count in range(1, len(certifier.nodes) + 1):
         tape = Tape(analysis.inner.chain.expansions[:count])
         if tape.bent:
-            of_tape = {at: weight for at, weight in weights.items() if at in tape.bent}
-            joint = Joint(tape, here.images, e_B, of_tape, Noise({}, torch.zeros_like(e_B)))
-            found = Ellipsoids(joint, here.draw, nothing, None)
+            weights, *of_noise = (
+                {at: size for at, size in sizes.items() if at in tape.leaves}
+                for sizes in (whole.weights, whole.noise.weights, whole.noise.lengths)
+            )
+            bent = {at: weight for at, weight in weights.items() if at in tape.bent}
+            joint = Joint(tape, here.images, e_B, bent, Noise(*of_noise))
+            found = Ellipsoids(joint, here.draw, nothing, here.off, None)
             assert (farthest(certifier, here.images, count, e_B) <= found.end(found.at(e_B)) * (1 + 1e-9)).all()
             cut.append(tape.ends_in_sum)
     assert any(cut)
@@ -255,12 +279,12 @@ def test_weights_are_in_proportion(parts: str) -> None:
     here = situation(analysis)
     joint = Rung(here, analysis.expected_B, Columns.of(here.tape, here.images)).ellipsoids.joint
     class_CB = here.rivals_BR[:, :1].mT
-    _, g = here.gradients(class_CB)
+    g = here.gradients(class_CB).leaves
     units = [at for at in joint.weights if isinstance(here.tape.leaves[at].forms, UnitForms)]
 
     def cost(weights: Sizes) -> Tensor:
         scaled = Joint(here.tape, here.images, joint.most_B, weights, joint.noise)
-        found = Ellipsoids(scaled, here.draw, here.sizes, Columns.of(here.tape, here.images))
+        found = Ellipsoids(scaled, here.draw, here.sizes, here.off, Columns.of(here.tape, here.images))
         return found.cost(found.margins(g, class_CB), found.at(found.most_B))[0]
 
     def saved(weights: Sizes) -> Tensor:

@@ -72,7 +72,7 @@ def test_first_order_is_exact(parts: str) -> None:
     exact_RB = torch.stack(gradients).gather(0, analysis.rivals_BR.mT)
     rivals = analysis.rivals(0, 3)
     torch.testing.assert_close(rivals.lengths[0], exact_RB)
-    rounding_RB = (rivals.lengths[1:] * torch.stack(list(radii.defect))[:, None]).sum(0)
+    rounding_RB = (rivals.lengths[1:] * torch.stack(list(radii.off))[:, None]).sum(0)
     tight_RB = rivals.tight(radii, torch.ones_like(exact_RB, dtype=torch.bool))
     assert (tight_RB <= exact_RB * eps * 1.001 + rounding_RB * 1.001).all()
     assert (rounding_RB < 1e-8).all()

@@ -209,7 +209,7 @@ def test_first_order_is_exact_in_the_box(parts: str) -> None:
     (g,) = torch.autograd.grad(margin_B.sum(), z)
     radii = analysis.radii(same_eps(eps, 5))
     found_B = analysis.rivals(0, 1).tight(radii, torch.ones(1, 5, dtype=torch.bool))[0]
-    rounding_B = (analysis.rivals(0, 1).lengths[1:, 0] * torch.stack(list(radii.defect))).sum(0)
+    rounding_B = (analysis.rivals(0, 1).lengths[1:, 0] * torch.stack(list(radii.off))).sum(0)
     torch.testing.assert_close(found_B - rounding_B, g.flatten(1).abs().sum(1) * eps, rtol=1e-3, atol=1e-12)
 
 

@@ -16,7 +16,8 @@ from certify import certified_radius
 from certify.api import radius_of
 from certify.maps import effort, ellipsoid
 from certify.maps.columns import Columns
-from certify.maps.ellipsoid import Ellipsoids, Joint, Sizes
+from certify.maps.ellipsoid import Ellipsoids
+from certify.maps.joint import Joint, Sizes
 from certify.methods.adjoint import Adjoint
 from certify.methods.ball import NORMS
 from certify.methods.image import Image, ImageAnalysis
@@ -49,8 +50,12 @@ def analysis_of(parts: str, seed: int = 0, count: int = 3, norm: str = "l2") -> 
 
 
 def situation(analysis: ImageAnalysis) -> Situation:
-    count = len(analysis.images)
-    return Situation.of(analysis.inner, analysis.images, torch.arange(count), b"a seed", torch.zeros(count).double())
+    return Situation.of(analysis.inner, analysis.images, torch.arange(len(analysis.images)), b"a seed")
+
+
+def off_by(analysis: ImageAnalysis, off: float) -> Situation:
+    """With nodes whose ends are off by this, of which the adjoint analysis and its radii know nothing."""
+    return replace(situation(analysis), off=lambda _, r_B: torch.full_like(r_B, off), radii=lambda _: [])
 
 
 def rung_of(analysis: ImageAnalysis, e: float) -> Rung:
@@ -78,7 +83,7 @@ def test_any_weights_are_sound(parts: str) -> None:
     }
     here = rung.here
     joint = Joint(here.tape, here.images, rung.most_B, wild, rung.ellipsoids.joint.noise)
-    rung.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, Columns.of(here.tape, here.images))
+    rung.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, here.off, Columns.of(here.tape, here.images))
     assert not beaten(certifier, analysis, rung, (0.1,))
 
 
@@ -88,12 +93,12 @@ def test_what_is_off_between_nodes_is_part_of_the_ball(parts: str) -> None:
     Without it in the ball, planted, it does."""
     certifier, analysis = analysis_of(parts, count=3)
     e_B, off = torch.full((3,), 0.02, dtype=torch.float64), 0.01
-    here = replace(situation(analysis), defects=[torch.full_like(e_B, off) for _ in analysis.inner.steps])
+    here, unaware = off_by(analysis, off), off_by(analysis, 0.0)
     rival_B = here.rivals_BR[:, 0]
     lost_B = fall(certifier, here, rival_B, e_B, off)
-    for told, planted in ((here, False), (replace(here, defects=situation(analysis).defects), True)):
+    for told, planted in ((here, False), (unaware, True)):
         rung = Rung(told, e_B, Columns.of(told.tape, told.images))
-        of_pairs_BJ = rung._of_pairs(rung.ellipsoids.at(e_B))
+        of_pairs_BJ = rung._of_pairs(rung._asked(e_B))
         assert planted or not (lost_B > of_pairs_BJ.gather(1, rival_B[:, None])[:, 0]).any()
         assert bool((lost_B > formed_losses(rung, e_B).gather(1, rival_B[:, None])[:, 0]).any()) == planted
 
@@ -166,11 +171,11 @@ def beaten(certifier: Image, analysis: ImageAnalysis, rung: Rung, radii: tuple[f
 def formed_losses(rung: Rung, e_B: Tensor) -> Tensor:
     """By the forms of every rival, also of those that a decision does not need."""
     class_CB = rung.here.rivals_BR.mT
-    formed, grown = rung._formed_of(class_CB), rung.ellipsoids.at(e_B)
+    formed, asked = rung._formed_of(class_CB), rung._asked(e_B)
     loss_BJ = torch.full_like(rung.here.clean.margin_BJ, torch.inf)
-    rung._lower(loss_BJ, formed, torch.zeros_like(e_B, dtype=torch.bool), e_B, grown)
-    beside_CB = formed.rounded + rung.ellipsoids.beside_forms(formed.margins, grown)
-    rung._lowered(loss_BJ, formed, formed.coupled.cost(e_B, grown) + beside_CB)
+    rung._lower(loss_BJ, formed, torch.zeros_like(e_B, dtype=torch.bool), asked)
+    beside_CB = rung._rounded(formed, class_CB, asked) + rung.ellipsoids.beside_forms(formed.margins, asked.grown)
+    rung._lowered(loss_BJ, formed, formed.coupled.cost(e_B, asked.grown) + beside_CB)
     return loss_BJ
 
 
@@ -282,15 +287,23 @@ def test_ascent_reaches_most_of_what_the_committed_model_can_lose() -> None:
     assert (found_B >= 0.6 * loss_B).all()
 
 
+def one_step(gram: lanczos.Map, start: Tensor, rounding: Tensor, close: float = lanczos.CLOSE) -> Tensor:
+    """In the place of norms, what one step says of them."""
+    maps, count, images = start.shape[:3]
+
+    def apply(v_LN: Tensor) -> Tensor:
+        return gram(v_LN.view(maps * count, images, *start.shape[3:])).flatten(2).flatten(0, 1)
+
+    return lanczos.ritz(apply, start.flatten(3).flatten(0, 2), 1).sqrt().view(maps, count, images).amax(1)
+
+
 LENGTHS = "lengths that are too short"
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "theta forgotten": lambda patch: patch.setattr(Ellipsoids, "_theta", lambda self, at, total_B, sizes: 0 * total_B),
     "forms at the clean point": lambda patch: patch.setattr(
         Smooth, "chord", lambda self, z, reach: 0.01 * self.second(z).abs() * reach
     ),
-    "an estimate for a bound": lambda patch: patch.setattr(
-        lanczos, "norms", lambda gram, start, close: lanczos.ritz(lambda u: gram(u[None])[0], start[0], 1)[None].sqrt()
-    ),
+    "an estimate for a bound": lambda patch: patch.setattr(lanczos, "norms", one_step),
     LENGTHS: lambda patch: patch.setattr(Situation, "sizes", short(Situation.sizes)),
     "probes that reach too short": lambda patch: patch.setattr(ellipsoid, "least_square_sum", lambda *_: 100 * 1536.0),
 }

@@ -277,7 +277,7 @@ def test_what_nodes_round_is_part_of_the_ball_of_images() -> None:
     most_B = torch.full((2,), 0.1, dtype=torch.float64)
 
     def around() -> Situation:
-        return Situation.of(found.inner, found.images, torch.arange(2), b"a seed", most_B)
+        return Situation.of(found.inner, found.images, torch.arange(2), b"a seed")
 
     g = around().gradients(found.inner.rivals_BR[:, :1].mT).leaves
     before = around()
