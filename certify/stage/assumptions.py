@@ -12,7 +12,6 @@ from certify.rows.intervals import at_most
 from zoo.bounds.rounding import ASSUMPTIONS
 
 PROOFS = "docs/proofs.md"
-WITHOUT_SECOND_ORDER = ("lofast", "lofast_local", "crown")
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,8 @@ RESERVE = Assumption(
     "slack",
 )
 SLACK = Assumption(
-    "The rounding of norms, gradients, remainders and their sums is below the slack of 1e-9 of the terms compared.",
+    "The rounding of bounds, which add up terms that do not cancel, is below the slack of 1e-9 of the terms compared.",
     "slack",
-)
-PRODUCTS = Assumption(
-    "Products with Jacobians do not cancel to less than a hundredth of the norms of their factors.",
-    "lanczos",
 )
 CROWN = Assumption("auto_LiRPA computes the bounds that CROWN defines, to 1e-6 of the margins.", "crown")
 EXACT = Assumption(
@@ -61,19 +56,17 @@ CHANCE = "No random start makes a norm too small; the probability that one does 
 DRAWN_AFTER = Assumption(
     "Weights and images were fixed before the nonce of the random starts was known to whoever made them.", "lanczos"
 )
-EVERY = (KERNELS, RESERVE, SLACK, PRODUCTS, CROWN, EXACT, *SERVED, RANDOM, DRAWN_AFTER)
+EVERY = (KERNELS, RESERVE, SLACK, CROWN, EXACT, *SERVED, RANDOM, DRAWN_AFTER)
 
 
-def assumptions(method: str, served_dtype: str | None, failure: float, crown: bool) -> list[Assumption]:
-    """All that a table by this method rests on. `failure`: the probability that any of its images fails; `crown`:
+def assumptions(served_dtype: str | None, failure: float, crown: bool) -> list[Assumption]:
+    """All that a table rests on. `failure`: the probability that any of its images fails; `crown`:
     whether auto_LiRPA takes part."""
-    return [*_of_arithmetic(method, served_dtype, crown), *_of_chance(failure)]
+    return [*_of_arithmetic(served_dtype, crown), *_of_chance(failure)]
 
 
-def _of_arithmetic(method: str, served_dtype: str | None, crown: bool) -> Iterator[Assumption]:
+def _of_arithmetic(served_dtype: str | None, crown: bool) -> Iterator[Assumption]:
     yield from (KERNELS, RESERVE, SLACK)
-    if method not in WITHOUT_SECOND_ORDER:
-        yield PRODUCTS
     if crown:
         yield CROWN
     yield from SERVED if served_dtype else (EXACT,)

@@ -169,7 +169,7 @@ def _assumptions(table: pd.DataFrame, settings: Settings) -> list[Summary]:
     failure = chances(table)["failure_probability_of_the_table"]
     of_best = settings.method == "best" and not settings.served_dtype and crown.installed()
     with_crown = settings.method == "crown" or of_best
-    found = assumptions.assumptions(settings.method, settings.served_dtype, failure, with_crown)
+    found = assumptions.assumptions(settings.served_dtype, failure, with_crown)
     return [assumption.said() for assumption in found]
 
 

@@ -207,7 +207,8 @@ def upper(found: Ritz, n: int) -> Tensor:
     for _ in range(HALVINGS):
         middle_L = (low_L + high_L) / 2
         gap_LK = middle_L[:, None] - found.theta_LK
-        rounding_L = ROUNDING * middle_L * torch.linalg.vector_norm(found.first_LK / gap_LK, dim=-1)
+        apart_LK = middle_L[:, None] - found.theta_LK.clamp_min(0)  # below 0 the term would not fall with x
+        rounding_L = ROUNDING * middle_L * torch.linalg.vector_norm(found.first_LK / apart_LK, dim=-1)
         enough_L = (product_L - gap_LK.log().sum(-1)).exp() + rounding_L <= s
         low_L, high_L = torch.where(enough_L, low_L, middle_L), torch.where(enough_L, middle_L, high_L)
     return high_L
