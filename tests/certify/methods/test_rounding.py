@@ -279,17 +279,18 @@ def test_what_nodes_round_is_part_of_the_ball_of_images() -> None:
     def around() -> Situation:
         return Situation.of(found.inner, found.images, torch.arange(2), b"a seed")
 
-    g = around().gradients(found.inner.rivals_BR[:, :1].mT).leaves
-    before = around()
+    before, r_B = around(), torch.full((2,), 0.3, dtype=torch.float64)
+    quiet, kept_BJ = [before.off(node, r_B) for node in range(len(before.tape.of_nodes))], before.kept(r_B)
+    weights = Rung(before, most_B, None).ellipsoids.joint.noise.weights
     found.inner._mus = [lambda r, mu=mu: 1e3 * mu(r) for mu in found.inner._mus]  # type: ignore[attr-defined]
     after = around()
-    known, grown = (Rung(here, most_B, None).ellipsoids.joint.noise for here in (before, after))
-    rounding = [at for at, defect_B in before.ends.items() if (defect_B > 0).any()]
-    assert rounding
-    for at in rounding:
-        assert (grown.weights[at] * grown.theta.sqrt() > 500 * known.weights[at] * known.theta.sqrt()).all()
-    assert (after.rounded(g) > 500 * before.rounded(g)).all()
-    assert (before.clean.margin_BJ < found.clean.margin_BJ).sum() == before.clean.margin_BJ.numel() - 2, "but the own"
+    loud = [after.off(node, r_B) for node in range(len(after.tape.of_nodes))]
+    assert all(bool((much >= 500 * little).all()) for much, little in zip(loud, quiet, strict=True))
+    rung = Rung(after, most_B, None)
+    ends = [leaves[-1] for leaves, off_B in zip(after.tape.of_nodes, loud, strict=True) if bool((off_B > 0).any())]
+    assert ends
+    assert all(bool((rung.ellipsoids.joint.noise.weights[at] > weights[at]).all()) for at in ends)
+    assert (kept_BJ > 0).all()
 
 
 def held_against_ascent(analysis: OfCorrect, model: Any, x: Tensor, y: Tensor, eps_B: Tensor) -> None:
