@@ -232,6 +232,8 @@ def test_a_start_that_ended_before_its_first_row_binds_nothing(handover: Path, d
 
 HOLD = """
 import sys, time
+from pathlib import Path
+from certizoo.locks import sole_writer
 with sole_writer(Path(sys.argv[1]), "results", "x"):
     print("held", flush=True)
     time.sleep(60)
