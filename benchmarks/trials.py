@@ -7,6 +7,9 @@ after every model: a run goes on with the seeds behind those of the runs before.
 down there, and ends this and all further runs until somebody has looked. With --redteam every second model has
 weights that have climbed against the certificate first (benchmarks/redteam/weights.py).
 
+Each run also records `largest_share`: the largest drop / margin that an attack found at a certified radius, where the
+claimed loss is just below the margin.
+
     python -m benchmarks.trials [--trials N] [--minutes M] [--redteam]
 """
 
@@ -61,6 +64,7 @@ def add(result: Result, subject: Subject, found: Iterable[Outcome]) -> None:
             row[name] += count
         run["trials"] += outcome.worth * starts
         run["redteam"] += outcome.worth * starts * isinstance(subject, Climbed)
+        run["largest_share"] = max(run["largest_share"], outcome.share)
         result["trials"] += outcome.worth * starts
         result["beaten"] += [beaten(subject, outcome, index) for index in outcome.beaten_B.nonzero()]
     result["rows"] = [rows[key] for key in sorted(rows)]
@@ -96,6 +100,11 @@ def show(result: Result) -> None:
         f"{result['trials']:,} trials in {len(result['runs'])} runs, {climbed:,} of red-team weights, "
         f"{len(result['beaten'])} certificates beaten"
     )
+    run = result["runs"][-1]
+    print(
+        f"this run: {run['trials']:,} trials, {run['redteam']:,} of red-team weights; largest drop / margin "
+        f"{run['largest_share']:.6f}"
+    )
 
 
 def main() -> None:
@@ -106,7 +115,7 @@ def main() -> None:
     arguments = parser.parse_args()
     end, result = time.monotonic() + 60 * arguments.minutes, begun()
     first = next_seed(result)
-    run = circumstances() | {"seeds": [first, first - 1], "trials": 0, "redteam": 0}
+    run = circumstances() | {"seeds": [first, first - 1], "trials": 0, "redteam": 0, "largest_share": 0.0}
     result["runs"].append(run)
     write(NAME, result)  # also where the time is over before the first model
     while run["trials"] < arguments.trials and time.monotonic() < end and not result["beaten"]:
