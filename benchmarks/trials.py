@@ -48,8 +48,12 @@ def next_seed(result: Result) -> int:
     return max((run["seeds"][1] + 1 for run in result["runs"]), default=0)
 
 
+def backbone_of(subject: Subject) -> str:
+    return str(zoo.model_options(subject.name)["backbone"])
+
+
 def starts_of(subject: Subject) -> int:
-    return STARTS[zoo.model_options(subject.name)["backbone"]]
+    return STARTS[backbone_of(subject)]
 
 
 def add(result: Result, subject: Subject, found: Iterable[Outcome]) -> None:
@@ -111,6 +115,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=1_000_000, metavar="N", help="of this run, at least")
     parser.add_argument("--minutes", type=float, default=float("inf"), metavar="M", help="stop behind the model then")
+    parser.add_argument(
+        "--backbones", nargs="+", default=list(STARTS), choices=STARTS, metavar="B", help="skip models of others"
+    )
     parser.add_argument("--redteam", action="store_true", help="every second model with weights that have climbed")
     arguments = parser.parse_args()
     end, result = time.monotonic() + 60 * arguments.minutes, begun()
@@ -120,6 +127,9 @@ def main() -> None:
     write(NAME, result)  # also where the time is over before the first model
     while run["trials"] < arguments.trials and time.monotonic() < end and not result["beaten"]:
         subject = numbered(next_seed(result))
+        if backbone_of(subject) not in arguments.backbones:
+            run["seeds"][1] = subject.seed
+            continue
         if arguments.redteam and subject.seed % 2:
             subject = Climbed.after(subject)
         add(result, subject, outcomes(subject, IMAGES, starts_of(subject)))
