@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.arithmetic import gamma
+from zoo.arithmetic import OUT, gamma
 from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import SMALLEST
 from zoo.attention.qkv import AttentionBounds, Split, least
@@ -30,10 +30,9 @@ from zoo.bounds.contracts import Bound, Layer, Precision, Rounded
 from zoo.bounds.facts import NoRule, expect, register
 from zoo.bounds.hypotheses import Shapes, power_vectors
 from zoo.bounds.primitives import Map, matrix_product, product
-from zoo.bounds.products import absolute_norm, product_upper
-from zoo.bounds.rounding import OUT, ROOT, TINY, composed, in_range, longest, size
+from zoo.bounds.rounding import ROOT, TINY, composed, in_range, longest, size
 from zoo.layers.cap import cap_
-from zoo.spectral import sigma_upper, start_vectors
+from zoo.spectral import absolute_norm, product_upper, sigma_upper, start_vectors
 
 
 class L2Attention(SoftmaxAttention):

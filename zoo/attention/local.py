@@ -21,9 +21,9 @@ from zoo.attention.theory.errors import Inexact
 from zoo.attention.theory.joint import Heads, JointCore, measure, same
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.facts import expect
-from zoo.bounds.products import chained, product_rounding
+from zoo.bounds.products import chained
 from zoo.bounds.rules import added
-from zoo.spectral import sigma_upper
+from zoo.spectral import product_rounding, sigma_upper
 
 
 def heads_of(content: QKVAttention, gain_H: Tensor | float = 1.0) -> Heads:

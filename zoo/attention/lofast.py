@@ -11,14 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zoo.arithmetic import U, gamma
+from zoo.arithmetic import OUT, U, gamma
 from zoo.attention.softmax import QKVAttention
 from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.facts import expect
-from zoo.bounds.products import absolute_norm, product_rounding, product_upper
 from zoo.bounds.rules import added
-from zoo.bounds.running import OUT
-from zoo.spectral import sigma_upper
+from zoo.spectral import absolute_norm, product_rounding, product_upper, sigma_upper
 
 DENSE_LIMIT = 4096  # N D up to which zeta is the norm of the dense (N D, N D) matrix
 DENSE_BYTES = 2**28  # memory for those matrices at a time

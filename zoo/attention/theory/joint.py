@@ -18,8 +18,7 @@ from torch import Tensor
 
 from zoo.attention.theory.core import Core, QKVRadii, Score, SeminormBound
 from zoo.attention.theory.softmax_row import ROUND, norm_upper
-from zoo.bounds.products import product_upper
-from zoo.spectral import sigma_upper
+from zoo.spectral import product_upper, sigma_upper
 
 
 @dataclass(frozen=True)
