@@ -61,16 +61,18 @@ def _numerics(entry: Entry) -> str:
 def _served_row(path: Path) -> list[str]:
     result = json.loads(path.read_text())
     name, images = path.name.partition(f"_{DATASET}_")[0], int(result["images"])
-    points = {float(eps): at for eps, at in result["accuracy"].items()}
-    found = [next((at for at_eps, at in points.items() if abs(at_eps - eps) < 5e-5), None) for eps in RADII]
-    cells = [
-        ""
-        if at is None
-        else _cell(eps, 100 * at["certified"], None if at.get("pgd") is None else 100 * at["pgd"], images)
-        for eps, at in zip(RADII, found, strict=True)
-    ]
+    cells = [_measured(result["accuracy"], eps, images) for eps in RADII]
     label = f"**{code(name)}**, first {images} images"
     return [label, f"{result['served_dtype']} as served", _share(100 * result["clean"]), *cells]
+
+
+def _measured(accuracy: Mapping[str, Mapping[str, float]], eps: float, images: int) -> str:
+    """Return the cell of a result file at one radius; its shares are fractions."""
+    for key, at in accuracy.items():
+        if abs(float(key) - eps) < 5e-5:
+            attacked = 100 * at["pgd"] if "pgd" in at else None
+            return _cell(eps, 100 * at["certified"], attacked, images)
+    return ""
 
 
 def _cell(eps: float, certified: float | None, attacked: float | None, images: int | None) -> str:
