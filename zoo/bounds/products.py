@@ -21,6 +21,7 @@ from torch import Tensor
 from zoo.arithmetic import U, gamma, nan_to_inf
 from zoo.bounds.contracts import Expansion
 from zoo.bounds.running import OUT, Known, RunningError
+from zoo.spectral import sigma_upper
 
 ABOVE = 10  # powers of two between s v and f(0) in `linear_part` of curvature.py
 SLOPE = 128 * U  # of sigma'(z), in units of the largest slope
@@ -28,10 +29,20 @@ Map = Callable[[Tensor], Tensor]
 
 
 def absolute_norm(weight: Tensor) -> Tensor:
-    """Return a bound of the norm of |W|."""
+    """Return a bound of the norm of |W|, per matrix of a batch: (..., m, n) -> (...)."""
     absolute = weight.abs()
-    rows, columns = absolute.sum(1).amax(), absolute.sum(0).amax()
-    return torch.minimum((rows * columns).sqrt(), torch.linalg.vector_norm(weight)) * OUT
+    rows, columns = absolute.sum(-1).amax(-1), absolute.sum(-2).amax(-1)
+    return torch.minimum((rows * columns).sqrt(), torch.linalg.vector_norm(weight, dim=(-2, -1))) * OUT
+
+
+def product_rounding(a: Tensor, b: Tensor) -> Tensor:
+    """Return a bound of the norm of fl(A B) - A B: (..., m, k), (..., k, n) -> (...)."""
+    return gamma(a.shape[-1] + 2) * absolute_norm(a) * absolute_norm(b) * OUT
+
+
+def product_upper(a: Tensor, b: Tensor) -> Tensor:
+    """Return a number that is never below ||A B||, whatever cancels in the product that torch computes."""
+    return sigma_upper(a @ b) + product_rounding(a, b)
 
 
 def matrix_rounding(weight: Tensor) -> Tensor:
