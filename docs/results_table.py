@@ -1,48 +1,103 @@
-"""The table of certified models in docs/results.md, made of leaderboard/*.json: `python -m docs.results_table`."""
+"""The ranked table of docs/results.md, made from leaderboard/*.json: `python -m docs.results_table`.
 
+A file `benchmarks/results/NAME_cifar10_*.json` with a `served_dtype` adds a row below that of its model NAME.
+"""
+
+import json
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from certify.rows.intervals import interval
-from docs.generate.leaderboard import NORMS, Entry, Point, entries, eps_name
+from docs.generate.leaderboard import NORMS, Entry, entries, eps_name
 from docs.generate.tables import cell, code, table
 
 PAGE = Path(__file__).parent / "results.md"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PLACE = re.compile(r"(?<=<!-- made by python -m docs\.results_table -->\n).*?(?=<!-- end of it -->)", re.S)
-DATASET = "cifar10"
-RADII = {"l2": (0.1, 36 / 255, 72 / 255, 108 / 255), "linf": (1 / 255, 2 / 255)}
-COLUMNS = tuple((norm, eps) for norm, radii in RADII.items() for eps in radii)
+DATASET, NORM = "cifar10", "l2"
+RADII = (0.1, 36 / 255, 72 / 255, 108 / 255)
+HEADLINE = RADII[1]
 
 
 def markdown() -> str:
-    """Ours and published ones, by what is certified at the headline radius; below it, which of them are sound."""
-    found = sorted((e for e in entries() if e.text("dataset") == DATASET), key=lambda e: (-e.headline("l2"), e.name))
-    heads = ("model", "clean", *(f"{NORMS[norm]} {eps_name(eps)}" for norm, eps in COLUMNS))
-    rows = [(_name(e), _share(e, e.clean), *(_point(e, e.at(norm, eps)) for norm, eps in COLUMNS)) for e in found]
-    notes = [f"- {code(e.name)}, {cell(e.text('title'))}. {cell(e.text('soundness'))}" for e in found]
-    return "\n".join(["", table(heads, rows, right=heads[1:]), *notes, "", ""])
+    """Return the table, best certified accuracy first, and notes on the soundness of published figures."""
+    found = sorted(ranked(), key=lambda e: (-e.headline(NORM), e.name))
+    heads = ("model", "numerics", "clean", *(f"{NORMS[NORM]} {eps_name(eps)}" for eps in RADII))
+    rows = [row for entry in found for row in [_row(entry), *map(_served_row, served(entry))]]
+    return "\n".join(["", table(heads, rows, right=heads[2:]), *_notes(found), "", ""])
 
 
-def _name(entry: Entry) -> str:
-    return f"{code(entry.name)}, as published" if entry.published else f"**{code(entry.name)}**"
+def ranked() -> list[Entry]:
+    """Return the entries of the data set that have a figure at one of the radii."""
+    return [e for e in entries() if e.text("dataset") == DATASET and any(e.at(NORM, eps) for eps in RADII)]
 
 
-def _point(entry: Entry, there: Point | None) -> str:
-    if there is None:
-        return ""
-    attacked = "" if there.attacked is None else f" / {there.attacked:.1f}"
-    return f"{_share(entry, there.certified)}{attacked}"
+def served(entry: Entry) -> list[Path]:
+    """Return the result files of an entry of ours that certify the model as served."""
+    paths = [] if entry.published else sorted(RESULTS.glob(f"{entry.name}_{DATASET}_*.json"))
+    return [path for path in paths if _is_served(json.loads(path.read_text()))]
 
 
-def _share(entry: Entry, share: float | None) -> str:
-    """Of ours with its interval: theirs are of whole test sets."""
-    if share is None:
-        return "-"
-    return f"{share:.1f}" if entry.published else f"{share:.1f} ({interval(share / 100, int(entry.text('images')))})"
+def _is_served(result: Mapping[str, Any]) -> bool:
+    return bool(result.get("served_dtype")) and result["norm"] == NORM and "protocol" not in result
+
+
+def _row(entry: Entry) -> list[str]:
+    images = None if entry.published else int(entry.text("images"))
+    points = [entry.at(NORM, eps) for eps in RADII]
+    cells = ["" if p is None else _cell(p.eps, p.certified, p.attacked, images) for p in points]
+    name = code(entry.name) if entry.published else f"**{code(entry.name)}**"
+    return [name, _numerics(entry), _share(entry.clean), *cells]
+
+
+def _numerics(entry: Entry) -> str:
+    if entry.published:
+        return "norms estimated" if "estimate" in entry.text("numerics") else "rounding uncounted"
+    return f"{entry.text('served_dtype')} as served" if entry.text("served_dtype") else "exact"
+
+
+def _served_row(path: Path) -> list[str]:
+    result = json.loads(path.read_text())
+    name, images = path.name.partition(f"_{DATASET}_")[0], int(result["images"])
+    cells = [_measured(result["accuracy"], eps, images) for eps in RADII]
+    label = f"**{code(name)}**, first {images} images"
+    return [label, f"{result['served_dtype']} as served", _share(100 * result["clean"]), *cells]
+
+
+def _measured(accuracy: Mapping[str, Mapping[str, float]], eps: float, images: int) -> str:
+    """Return the cell of a result file at one radius; its shares are fractions."""
+    for key, at in accuracy.items():
+        if abs(float(key) - eps) < 5e-5:
+            attacked = 100 * at["pgd"] if "pgd" in at else None
+            return _cell(eps, 100 * at["certified"], attacked, images)
+    return ""
+
+
+def _cell(eps: float, certified: float | None, attacked: float | None, images: int | None) -> str:
+    """Return 'certified / attacked', with the 95 % interval of our certified share at the headline radius."""
+    shown = _share(certified)
+    if certified is not None and images is not None and abs(eps - HEADLINE) < 5e-5:
+        shown += f" ({interval(certified / 100, images)})"
+    return shown if attacked is None else f"{shown} / {attacked:.1f}"
+
+
+def _notes(found: Iterable[Entry]) -> list[str]:
+    """Return one line for each statement on soundness, after the names of the published models that share it."""
+    names: dict[str, list[str]] = {}
+    for entry in found:
+        if entry.published:
+            names.setdefault(entry.text("soundness"), []).append(code(entry.name))
+    return [f"- {', '.join(of)}: {cell(text)}" for text, of in names.items()]
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1f}"
 
 
 def main() -> None:
-    """Put it into the page."""
+    """Write the table into the page."""
     PAGE.write_text(PLACE.sub(lambda _: markdown(), PAGE.read_text()))
 
 
