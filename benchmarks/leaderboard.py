@@ -11,7 +11,7 @@ from certify.board.of_results import entry_of
 LEADERBOARD = Path(__file__).parents[1] / "leaderboard"
 XEON = "of one core of a 2.5 GHz Xeon"
 # name: the results, and what no result says; training and commands are those of docs/results.md
-OURS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "cert_vit_c10": (
         ("cert_vit_c10_cifar10_best", "cert_vit_c10_cifar10_best_linf"),
         {"title": "Pre-norm ViT with gated positions, trained for its certificate", "training": f"105 minutes {XEON}"},
@@ -39,6 +39,12 @@ OURS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"title": "LoFAST's ViT with smooth layers, PGD training", "training": "2.5 minutes of one core of a Xeon"},
     ),
 }
+# the same models as they are served: the results, and the model's entry
+SERVED = {
+    "cert_vit_c10_float32": ("cert_vit_c10_cifar10_best_served", "cert_vit_c10"),
+    "cert_gpsa_vit_c10_float32": ("cert_gpsa_vit_c10_cifar10_best_served", "cert_gpsa_vit_c10"),
+}
+OURS = MODELS | {name: ((file,), MODELS[model][1] | {"name": name}) for name, (file, model) in SERVED.items()}
 
 
 def entry(name: str) -> Entry:

@@ -1,32 +1,26 @@
-"""The ranked table of docs/results.md, made from leaderboard/*.json: `python -m docs.results_table`.
+"""The ranked table of docs/results.md, made from leaderboard/*.json: `python -m docs.results_table`."""
 
-A file `benchmarks/results/NAME_cifar10_*.json` with a `served_dtype` adds a row below that of its model NAME.
-"""
-
-import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from certify.rows.intervals import interval
 from docs.generate.leaderboard import NORMS, Entry, entries, eps_name
 from docs.generate.tables import cell, code, table
 
 PAGE = Path(__file__).parent / "results.md"
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PLACE = re.compile(r"(?<=<!-- made by python -m docs\.results_table -->\n).*?(?=<!-- end of it -->)", re.S)
 DATASET, NORM = "cifar10", "l2"
 RADII = (0.1, 36 / 255, 72 / 255, 108 / 255)
 HEADLINE = RADII[1]
+IMAGES = 1000  # of our rows, where the row does not say otherwise
 
 
 def markdown() -> str:
     """Return the table, best certified accuracy first, and notes on the soundness of published figures."""
     found = sorted(ranked(), key=lambda e: (-e.headline(NORM), e.name))
     heads = ("model", "numerics", "clean", *(f"{NORMS[NORM]} {eps_name(eps)}" for eps in RADII))
-    rows = [row for entry in found for row in [_row(entry), *map(_served_row, served(entry))]]
-    return "\n".join(["", table(heads, rows, right=heads[2:]), *_notes(found), "", ""])
+    return "\n".join(["", table(heads, map(_row, found), right=heads[2:]), *_notes(found), "", ""])
 
 
 def ranked() -> list[Entry]:
@@ -34,21 +28,12 @@ def ranked() -> list[Entry]:
     return [e for e in entries() if e.text("dataset") == DATASET and any(e.at(NORM, eps) for eps in RADII)]
 
 
-def served(entry: Entry) -> list[Path]:
-    """Return the result files of an entry of ours that certify the model as served."""
-    paths = [] if entry.published else sorted(RESULTS.glob(f"{entry.name}_{DATASET}_*.json"))
-    return [path for path in paths if _is_served(json.loads(path.read_text()))]
-
-
-def _is_served(result: Mapping[str, Any]) -> bool:
-    return bool(result.get("served_dtype")) and result["norm"] == NORM and "protocol" not in result
-
-
 def _row(entry: Entry) -> list[str]:
     images = None if entry.published else int(entry.text("images"))
     points = [entry.at(NORM, eps) for eps in RADII]
     cells = ["" if p is None else _cell(p.eps, p.certified, p.attacked, images) for p in points]
     name = code(entry.name) if entry.published else f"**{code(entry.name)}**"
+    name += f", first {images} images" if images not in (None, IMAGES) else ""
     return [name, _numerics(entry), _share(entry.clean), *cells]
 
 
@@ -56,23 +41,6 @@ def _numerics(entry: Entry) -> str:
     if entry.published:
         return "norms estimated" if "estimate" in entry.text("numerics") else "rounding uncounted"
     return f"{entry.text('served_dtype')} as served" if entry.text("served_dtype") else "exact"
-
-
-def _served_row(path: Path) -> list[str]:
-    result = json.loads(path.read_text())
-    name, images = path.name.partition(f"_{DATASET}_")[0], int(result["images"])
-    cells = [_measured(result["accuracy"], eps, images) for eps in RADII]
-    label = f"**{code(name)}**, first {images} images"
-    return [label, f"{result['served_dtype']} as served", _share(100 * result["clean"]), *cells]
-
-
-def _measured(accuracy: Mapping[str, Mapping[str, float]], eps: float, images: int) -> str:
-    """Return the cell of a result file at one radius; its shares are fractions."""
-    for key, at in accuracy.items():
-        if abs(float(key) - eps) < 5e-5:
-            attacked = 100 * at["pgd"] if "pgd" in at else None
-            return _cell(eps, 100 * at["certified"], attacked, images)
-    return ""
 
 
 def _cell(eps: float, certified: float | None, attacked: float | None, images: int | None) -> str:

@@ -35,8 +35,11 @@ def summary_of(folder: Path) -> Summary:
 
 
 def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
-    """One entry of all of them, results of the same weights on the same images. `said`: the fields that no result
-    knows, title, training, extra_data, source, and the command where another one made them. Raises UserError."""
+    """Return one entry of all of them, results of the same weights on the same images.
+
+    `said`: what no result knows: name (by default that of the model), title, training, extra_data, source, and the
+    command where another one made them. Raises UserError.
+    """
     first = summaries[0]
     for key in SAME:
         if len({str(summary.get(key)) for summary in summaries}) > 1:
@@ -48,7 +51,7 @@ def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
     methods = sorted({str(summary["method"]) for summary in summaries})
     if methods != ["None"] and len(methods) > 1:
         raise UserError(f"these results are by methods {', '.join(methods)}; give those of one")
-    name = first["model"]["name"]
+    name = said.get("name") or first["model"]["name"]
     entry = {
         "name": name,
         "title": said.get("title") or name,
