@@ -31,7 +31,7 @@ def list_models(args: argparse.Namespace) -> None:
     """A table of the models."""
     names = overview.matching(args.pattern)
     progress = track(names, "measuring", console=Console(stderr=True), transient=True)
-    rows = [overview.facts(name) for name in progress]
+    rows = [overview.summarize(name) for name in progress]
     if args.format == "table":
         _console().print(overview.table(rows))
         return
@@ -47,7 +47,7 @@ def list_models(args: argparse.Namespace) -> None:
 def show(args: argparse.Namespace) -> None:
     """Options, layers and rules of one model."""
     overrides = _overrides(args.set)
-    row = overview.facts(args.name, **overrides)
+    row = overview.summarize(args.name, **overrides)
     options = Table("option", "value")
     for key, value in model_options(args.name, **overrides).items():
         options.add_row(key, str(value))

@@ -32,7 +32,7 @@ def at_least_near(r: Tensor) -> Tensor:
     return torch.where(r > 0, r.clamp_min(NEAR), r)
 
 
-def beside(size: Tensor, room: torch.Size) -> Tensor:
+def broadcast_batch(size: Tensor, room: torch.Size) -> Tensor:
     """(..., B) -> (..., B, 1, ...), beside (..., B, *room)."""
     return size.view(*size.shape, *(1,) * len(room))
 

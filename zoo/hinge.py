@@ -81,8 +81,8 @@ def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(module, PatchEmbed):
         yield "patch", module.proj.weight.flatten(1)  # perhaps capped: then no parameter
     elif isinstance(module, HasKernels):
-        *bent, last = module.kernels()
-        yield from (("stem", kernel) for kernel in bent)
+        *nonlinear, last = module.kernels()
+        yield from (("stem", kernel) for kernel in nonlinear)
         yield "patch", last
     elif isinstance(module, HasGamma):
         yield "norm", module.gamma()

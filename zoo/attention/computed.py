@@ -1,5 +1,5 @@
 """How far the queries, keys, values and probabilities that the rules of attention compute at a clean batch are from the
-exact ones: running error analysis (zoo/bounds/running.py) of how they are made. Proof: docs/proofs.md#scores.
+exact ones: running error analysis (zoo/bounds/float_error.py) of how they are made. Proof: docs/proofs.md#scores.
 
 Letters: as in theory/core.py; 3 stands for q, k, v.
 """
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zoo.arithmetic import gamma, nan_to_inf
 from zoo.attention.theory.core import Score
-from zoo.attention.theory.errors import Errors
-from zoo.bounds.running import LIBM, OUT, Known, RunningError
+from zoo.attention.theory.score_errors import Errors
+from zoo.bounds.float_error import LIBM, OUT, Known, RunningError
 
 Map = Callable[[Tensor], Tensor]
 UNDERFLOW = 1e-270  # smaller probabilities count as none

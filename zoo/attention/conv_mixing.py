@@ -22,10 +22,10 @@ from zoo.arithmetic import U
 from zoo.attention.softmax import check_heads
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounding
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, NoRule, expect, register
+from zoo.bounds.first_order import added, layer_of
 from zoo.bounds.primitives import linear_rounding, product
 from zoo.bounds.rounding import composed
-from zoo.bounds.rules import added, layer_of
+from zoo.bounds.rule_table import ModuleRules, NoRule, expect, register
 from zoo.spectral import sigma_upper
 
 SYMBOL_BYTES = 2**28  # memory for the matrices of a few frequencies at a time
@@ -160,5 +160,5 @@ def conv_mixing_rounding(module: ConvMixing, precision: Precision) -> Rounding:
 
 register(
     ConvMixing,
-    Facts(rule=conv_mixing, residual=residual_conv_mixing, expansion=affine, rounding=conv_mixing_rounding),
+    ModuleRules(rule=conv_mixing, residual=residual_conv_mixing, expansion=affine, rounding=conv_mixing_rounding),
 )

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.attention.facts import AttentionRules, attention_facts
 from zoo.attention.local import expand_attention, lofast_local
 from zoo.attention.lofast import lofast
 from zoo.attention.qkv import PLAIN, Mixing, qkv_shapes, qkv_split
-from zoo.attention.rounding import plain_rounding
 from zoo.attention.softmax import QKVAttention
-from zoo.bounds.facts import register
+from zoo.attention.softmax_rounding import plain_rounding
+from zoo.attention.softmax_rules import AttentionRules, attention_rules
+from zoo.bounds.rule_table import register
 
 
 class DotProductAttention(QKVAttention):
@@ -55,5 +55,5 @@ def _rules(module: DotProductAttention) -> AttentionRules:
 
 register(
     DotProductAttention,
-    replace(attention_facts(_rules, qkv_shapes), rounding=plain_rounding, split=qkv_split, mixing=sharper),
+    replace(attention_rules(_rules, qkv_shapes), rounding=plain_rounding, split=qkv_split, mixing=sharper),
 )

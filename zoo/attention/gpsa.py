@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.facts import AttentionRules, attention_facts, rules_with_mixing
 from zoo.attention.qkv import Mixing, MixingError
-from zoo.attention.rounding import attention_rounding
 from zoo.attention.softmax import QKVAttention, SoftmaxAttention
+from zoo.attention.softmax_rounding import attention_rounding
+from zoo.attention.softmax_rules import AttentionRules, attention_rules, rules_with_mixing
 from zoo.bounds.contracts import Precision, Rounding
-from zoo.bounds.facts import expect, register
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rounding import OUT, TINY
+from zoo.bounds.rule_table import expect, register
 
 FEW = 64  # tokens of which all N^2 weights are written out; there the two ways take the same time
 
@@ -166,4 +166,4 @@ def rounding(module: GPSA, precision: Precision) -> Rounding:
     return attention_rounding(module.content, mixing(module), precision)
 
 
-register(GPSA, replace(attention_facts(_rules, gpsa_shapes), rounding=rounding))
+register(GPSA, replace(attention_rules(_rules, gpsa_shapes), rounding=rounding))

@@ -19,17 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import SMALLEST
 from zoo.attention.qkv import AttentionBounds, Split, least
 from zoo.attention.rows import RoundedRows, Rows, in_heads
 from zoo.attention.softmax import SoftmaxAttention, check_heads
+from zoo.attention.softmax_rules import softmax_rules
 from zoo.attention.theory.core import Score
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounded
-from zoo.bounds.facts import NoRule, expect, register
 from zoo.bounds.hypotheses import Shapes, power_vectors
 from zoo.bounds.primitives import Map, matrix_product, product
 from zoo.bounds.rounding import OUT, ROOT, TINY, composed, in_range, longest, size
+from zoo.bounds.rule_table import NoRule, expect, register
 from zoo.layers.cap import cap_
 from zoo.spectral import sigma_upper, start_vectors
 
@@ -253,4 +253,4 @@ def l2_shapes(module: L2Attention) -> Shapes:
     return {**weights, **power_vectors("power_q_HD", "power_k_HD", "power_v_HD", "power_o_1D")}
 
 
-register(L2Attention, softmax_facts(l2, l2_split, local_l2, l2_shapes))  # second order: docs/proofs.md#l2-attention
+register(L2Attention, softmax_rules(l2, l2_split, local_l2, l2_shapes))  # second order: docs/proofs.md#l2-attention

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zoo.attention.softmax import QKVAttention
 from zoo.bounds.contracts import Bound, Layer
-from zoo.bounds.facts import expect
+from zoo.bounds.rule_table import expect
 from zoo.spectral import sigma_upper
 
 SMALLEST = 1e-300  # keeps a constant of 0 from making NaN of an infinite radius

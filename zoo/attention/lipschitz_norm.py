@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.arithmetic import nan_to_inf
-from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import global_layer
 from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.quotient import Quotient
 from zoo.attention.rows import RoundedRows, projected
 from zoo.attention.softmax import QKVAttention
+from zoo.attention.softmax_rules import softmax_rules
 from zoo.attention.theory.core import QKVRadii
 from zoo.bounds.contracts import Layer, Precision
-from zoo.bounds.facts import NoRule, register
+from zoo.bounds.rule_table import NoRule, register
 
 SMALLEST_C = 1e-12  # 0 / 0 where two of u, v, w vanish
 
@@ -156,7 +156,7 @@ class _Quotient:
         largest = torch.where(low > SMALLEST_C, 1 / low, math.inf)  # otherwise c' may be held at that
         return largest, torch.maximum(largest - 1 / self.c_BH, highest / self.c_BH.square()), moved
 
-    def bent(self, r: QKVRadii, superhomogeneous: bool) -> Tensor:
+    def nonlinear(self, r: QKVRadii, superhomogeneous: bool) -> Tensor:
         """|e + Dc / c^2| at most (..., B, H)."""
         largest, change, moved = self.inverse(r)
         ra, rb = (self._radius(r, one) for one in self.pair)
@@ -181,7 +181,7 @@ class _Quotient:
 
     def betas(self, r: QKVRadii) -> QKVRadii:
         zero, (_, change, _) = torch.zeros_like(r.q), self.inverse(r)
-        heads = self.size_BH * self.bent(r, superhomogeneous=False) + r.q[..., None] * change
+        heads = self.size_BH * self.nonlinear(r, superhomogeneous=False) + r.q[..., None] * change
         return QKVRadii(nan_to_inf(heads.square().sum(-1).sqrt()), zero, zero)
 
     def radii(self, r: QKVRadii) -> QKVRadii:
@@ -194,8 +194,8 @@ class _Quotient:
         length_CBH = g_3CBHNO[0].flatten(-2).norm(dim=-1)
 
         def bound(r: QKVRadii) -> Tensor:
-            bent, change = self.bent(r, superhomogeneous=True), self.inverse(r)[1]
-            return nan_to_inf((inner_CBH * bent + length_CBH * r.q[..., None] * change).sum(-1))
+            nonlinear, change = self.nonlinear(r, superhomogeneous=True), self.inverse(r)[1]
+            return nan_to_inf((inner_CBH * nonlinear + length_CBH * r.q[..., None] * change).sum(-1))
 
         return bound
 
@@ -227,4 +227,4 @@ def lipschitz_norm_split(module: LipschitzNormAttention) -> Split:
     return replace(qkv_split(module, transform, rounded), whole=True)
 
 
-register(LipschitzNormAttention, softmax_facts(lipschitz_norm, lipschitz_norm_split))
+register(LipschitzNormAttention, softmax_rules(lipschitz_norm, lipschitz_norm_split))

@@ -17,12 +17,12 @@ from zoo.attention.parts import core_leaf, join_heads, merge_leaf, projection_le
 from zoo.attention.qkv import widened
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii
-from zoo.attention.theory.errors import Inexact
 from zoo.attention.theory.joint import Heads, JointCore, measure, same
+from zoo.attention.theory.score_errors import Inexact
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
-from zoo.bounds.facts import expect
+from zoo.bounds.first_order import added
 from zoo.bounds.products import chained
-from zoo.bounds.rules import added
+from zoo.bounds.rule_table import expect
 from zoo.spectral import sigma_upper
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from zoo.attention.softmax import QKVAttention
 from zoo.bounds.contracts import Bound, Layer
-from zoo.bounds.facts import expect
-from zoo.bounds.rules import added
+from zoo.bounds.first_order import added
+from zoo.bounds.rule_table import expect
 from zoo.spectral import sigma_upper
 
 DENSE_LIMIT = 4096  # N D up to which zeta is the norm of the dense (N D, N D) matrix

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from zoo.attention.theory.core import Core
-from zoo.attention.theory.errors import FLOOR, SHARE, Inexact
 from zoo.attention.theory.forms import CoreForms
-from zoo.attention.theory.rounding import Moduli, terms_rounding
+from zoo.attention.theory.score_errors import FLOOR, SHARE, Inexact
+from zoo.attention.theory.score_rounding import Moduli, terms_rounding
 from zoo.attention.theory.squares import QKV, Squares, absolutely, applied, largest
 from zoo.bounds.contracts import Expansion, QuadraticForm
 from zoo.bounds.products import matrix_rounding

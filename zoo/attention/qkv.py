@@ -27,13 +27,13 @@ from zoo.attention.parts import core_leaf, merge_leaf, projection_leaf
 from zoo.attention.rows import RoundedRows, projected
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii, Score
-from zoo.attention.theory.errors import Inexact
 from zoo.attention.theory.joint import same
+from zoo.attention.theory.score_errors import Inexact
 from zoo.attention.theory.separate import SeparateCore
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Precision
-from zoo.bounds.facts import NoRule, expect, facts_of
 from zoo.bounds.hypotheses import Shapes, power_vectors
 from zoo.bounds.products import chained
+from zoo.bounds.rule_table import NoRule, expect, rules_of
 from zoo.spectral import sigma_upper
 
 ThreeBounds = Callable[[QKVRadii], QKVRadii]
@@ -88,7 +88,7 @@ class Split:
 
 def split_of(module: nn.Module) -> Split:
     """The steps of a softmax attention. Raises `NoRule`."""
-    split = facts_of(module).split
+    split = rules_of(module).split
     if split is None:
         raise NoRule(module, "it is not known how its queries, keys and values are made")
     found: Split = split(module)

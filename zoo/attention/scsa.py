@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from zoo.arithmetic import nan_to_inf
-from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import global_layer
 from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.rows import RoundedRows, Rows, normalised, projected
 from zoo.attention.softmax import QKVAttention
+from zoo.attention.softmax_rules import softmax_rules
 from zoo.attention.theory.core import QKVRadii
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounded
-from zoo.bounds.facts import NoRule, register
+from zoo.bounds.rule_table import NoRule, register
 from zoo.layers.norms import bounded_normalisation, normalisation_remainder, smooth_expansion
 
 
@@ -137,4 +137,4 @@ def _rounded(module: ScaledCosineAttention, precision: Precision) -> RoundedRows
     return around
 
 
-register(ScaledCosineAttention, softmax_facts(scsa, scsa_split))
+register(ScaledCosineAttention, softmax_rules(scsa, scsa_split))

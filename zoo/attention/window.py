@@ -14,13 +14,13 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.facts import AttentionRules, rules_with_mixing
 from zoo.attention.qkv import AttentionBounds, Mixing, MixingError, least
-from zoo.attention.rounding import attention_rounding
 from zoo.attention.softmax import SoftmaxAttention
+from zoo.attention.softmax_rounding import attention_rounding
+from zoo.attention.softmax_rules import AttentionRules, rules_with_mixing
 from zoo.bounds.contracts import Layer
-from zoo.bounds.facts import Facts, register
 from zoo.bounds.hypotheses import Shapes
+from zoo.bounds.rule_table import ModuleRules, register
 
 
 class WindowAttention(nn.Module):
@@ -103,7 +103,7 @@ def masked(module: WindowAttention, mask: Tensor | None, local: bool = False) ->
 
 register(
     WindowAttention,
-    Facts(
+    ModuleRules(
         rule=lambda module: rules_of(module).published(False),
         local=lambda module: rules_of(module).local(False),
         expansion=lambda module: rules_of(module).expand(),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bounds.contracts import Activation, LambdaMax
-from zoo.bounds.facts import NoRule, facts_of
+from zoo.bounds.rule_table import NoRule, rules_of
 
 PIECES = 5  # of the way to z + d
 PAD = 1e-13  # above the rounding of sigma'' and of its extrema
@@ -32,7 +32,7 @@ THRESHOLDS = tuple(2.0**i for i in range(-3, 6))  # what the search over majoran
 
 def activation_of(module: nn.Module) -> Activation:
     """What is known of an activation module. Raises `NoRule`."""
-    activation = facts_of(module).activation
+    activation = rules_of(module).activation
     if activation is None:
         raise NoRule(module, "its slopes and its second derivative are not tabulated")
     return activation(module)

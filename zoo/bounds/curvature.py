@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from zoo.arithmetic import U
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node
-from zoo.bounds.facts import Link, NoRule, facts_of
+from zoo.bounds.first_order import added, layer_of, radii, trunk
 from zoo.bounds.hypotheses import expanded_in_range
 from zoo.bounds.products import ABOVE, affine_rounding, chained
-from zoo.bounds.rules import added, layer_of, radii, trunk
+from zoo.bounds.rule_table import Link, NoRule, rules_of
 
 
 def trunk_of(model: nn.Module) -> tuple[list[Node], nn.Linear]:
@@ -42,15 +42,15 @@ def nodes_of(module: nn.Module | Link) -> list[Node]:
     """The nodes of a part: those of its chain, or itself as the only one."""
     if not isinstance(module, nn.Module):
         return module.nodes()
-    facts = facts_of(module)
-    if facts.chain is not None and facts.expansion is None:
-        return [node for link in facts.chain(module) for node in nodes_of(link)]
+    rules = rules_of(module)
+    if rules.chain is not None and rules.expansion is None:
+        return [node for link in rules.chain(module) for node in nodes_of(link)]
     return [(layer_of(module, local=True), expansion_of(module))]
 
 
 def expansion_of(module: nn.Module) -> Expand:
     """The second order of `module`, its weights already measured. Raises `NoRule`."""
-    expansion = facts_of(module).expansion
+    expansion = rules_of(module).expansion
     if expansion is not affine:  # which asks for it
         layer_of(module, local=True)  # refuses what has no rule of first order, such as unsound activations
     if expansion is None:

@@ -22,11 +22,11 @@ from zoo.bounds.contracts import (
     QuadraticForm,
     Rounding,
 )
-from zoo.bounds.facts import Facts, M, NoRule
+from zoo.bounds.first_order import scaled
 from zoo.bounds.primitives import function
 from zoo.bounds.products import SLOPE
 from zoo.bounds.rounding import NO_BOUND, exact
-from zoo.bounds.rules import scaled
+from zoo.bounds.rule_table import M, ModuleRules, NoRule
 
 PAIR_BYTES = 2**24  # memory for one array over the units of a few pairs
 
@@ -189,9 +189,9 @@ def elementwise(module: nn.Module, activation: Activation) -> Expand:
 # the facts of an activation module ------------------------------------------------------------------------------------
 
 
-def scalar(activation: Callable[[M], Activation]) -> Facts[M]:
+def scalar(activation: Callable[[M], Activation]) -> ModuleRules[M]:
     """All of them, from what is known of sigma."""
-    return Facts(rule=by_slope, expansion=by_units, activation=activation, rounding=by_kernel)
+    return ModuleRules(rule=by_slope, expansion=by_units, activation=activation, rounding=by_kernel)
 
 
 def by_slope(module: nn.Module) -> Layer:

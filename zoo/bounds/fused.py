@@ -17,9 +17,9 @@ from zoo.arithmetic import U, gamma
 from zoo.bounds.activations import lipschitz
 from zoo.bounds.contracts import Activation, Expand, Expansion, LambdaMax
 from zoo.bounds.elementwise import Form, UnitForms, units_beta, units_remainder
+from zoo.bounds.float_error import OUT
 from zoo.bounds.lanczos import ritz
 from zoo.bounds.products import SLOPE, absolute_norm, matrix_rounding
-from zoo.bounds.running import OUT
 from zoo.spectral import sigma_upper, start_vectors
 
 STEP = math.log(1.01)  # eigenvalues are rounded up to powers of 1.01

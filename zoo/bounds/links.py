@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from zoo.bounds.contracts import Bound, Layer, Node, Precision, Rounding
 from zoo.bounds.curvature import affine_expansion, composition, nodes_of, residual_expansion
-from zoo.bounds.facts import Link, NoRule
+from zoo.bounds.first_order import Step, added, chain, layer_of, parts_of, residual, residual_layer_of
 from zoo.bounds.rounding import NO_BOUND, residual_rounding, roundings_of
-from zoo.bounds.rules import Step, added, chain, layer_of, parts_of, residual, residual_layer_of
+from zoo.bounds.rule_table import Link, NoRule
 
 
 class Residual:

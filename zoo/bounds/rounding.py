@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bounds.contracts import Precision, Rounded, Rounding
-from zoo.bounds.facts import Link, NoRule, facts_of
-from zoo.bounds.rules import trunk
+from zoo.bounds.first_order import trunk
+from zoo.bounds.rule_table import Link, NoRule, rules_of
 
 OUT = 1 + 1e-9  # outwards over the rounding of these formulas themselves
 TINY = 1e-30  # over underflow, flushed to zero or not
@@ -51,12 +51,12 @@ def roundings_of(module: nn.Module | Link, precision: Precision) -> list[Roundin
     """One for every node of `curvature.nodes_of`, in its order. Raises `NoRule`."""
     if not isinstance(module, nn.Module):
         return module.roundings(precision)
-    facts = facts_of(module)
-    if facts.chain is not None and facts.expansion is None:
-        return [rounding for link in facts.chain(module) for rounding in roundings_of(link, precision)]
-    if facts.rounding is None:
+    rules = rules_of(module)
+    if rules.chain is not None and rules.expansion is None:
+        return [rounding for link in rules.chain(module) for rounding in roundings_of(link, precision)]
+    if rules.rounding is None:
         raise NoRule(module, NO_BOUND)
-    return [facts.rounding(module, precision)]
+    return [rules.rounding(module, precision)]
 
 
 def exact(f: Callable[[Tensor], Tensor]) -> Rounding:

@@ -34,7 +34,7 @@ class Tape:
         self.of_nodes = [
             [at for at in self.leaves if end - len(ops) <= at < end] for ops, end in zip(laid_out, ends, strict=True)
         ]
-        self.bent = [at for at, leaf in self.leaves.items() if not leaf.affine]
+        self.nonlinear = [at for at, leaf in self.leaves.items() if not leaf.affine]
         self.gains = [dict(_gains(ops, end - len(ops))) for ops, end in zip(laid_out, ends, strict=True)]
 
     @property
@@ -108,7 +108,7 @@ class Tape:
     @cached_property
     def rooms(self) -> dict[int, torch.Size]:
         """The shape of a remainder r of one image, of every leaf that bends."""
-        return {at: self.collected({at: self.leaves[at].y[None]}, at).shape[2:] for at in self.bent}
+        return {at: self.collected({at: self.leaves[at].y[None]}, at).shape[2:] for at in self.nonlinear}
 
 
 def _gains(ops: Sequence[Expansion | Mark], start: int) -> Iterator[tuple[int, Tensor]]:

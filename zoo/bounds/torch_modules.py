@@ -9,11 +9,11 @@ from zoo.bounds.activations import FAR, Hinge, Smooth
 from zoo.bounds.contracts import Layer
 from zoo.bounds.curvature import affine
 from zoo.bounds.elementwise import scalar
-from zoo.bounds.facts import Facts, NoRule, register
+from zoo.bounds.first_order import scaled
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.primitives import linear_rounding
 from zoo.bounds.rounding import exact_module
-from zoo.bounds.rules import scaled
+from zoo.bounds.rule_table import ModuleRules, NoRule, register
 from zoo.spectral import sigma_upper
 
 NO_JUMP = 40.0  # softplus is log(1 + e^{b z}) / b up to b z = threshold, then z: a jump of e^-threshold / b
@@ -37,11 +37,11 @@ def identity(module: nn.Module) -> Layer:
     return scaled(module, 1.0)
 
 
-register(nn.Sequential, Facts(chain=list))
-register(nn.Linear, Facts(rule=linear, expansion=affine, rounding=linear_rounding, shapes=linear_shapes))
-register(nn.Identity, Facts(rule=identity, expansion=affine, rounding=exact_module))
-register(nn.Dropout, Facts(rule=identity, expansion=affine, rounding=exact_module))
-register(nn.Flatten, Facts(rule=identity, expansion=affine, rounding=exact_module))
+register(nn.Sequential, ModuleRules(chain=list))
+register(nn.Linear, ModuleRules(rule=linear, expansion=affine, rounding=linear_rounding, shapes=linear_shapes))
+register(nn.Identity, ModuleRules(rule=identity, expansion=affine, rounding=exact_module))
+register(nn.Dropout, ModuleRules(rule=identity, expansion=affine, rounding=exact_module))
+register(nn.Flatten, ModuleRules(rule=identity, expansion=affine, rounding=exact_module))
 
 
 # activations ----------------------------------------------------------------------------------------------------------

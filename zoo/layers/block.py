@@ -6,9 +6,9 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, Links, expect, register
 from zoo.bounds.links import Residual
 from zoo.bounds.rounding import exact_module
+from zoo.bounds.rule_table import Links, ModuleRules, expect, register
 from zoo.bounds.torch_modules import identity
 
 
@@ -101,7 +101,7 @@ def norm_first_chain(module: NormFirstBlock) -> Links:
     return module.norm1, Residual(module.attn), module.norm2, module.mlp
 
 
-register(DropPath, Facts(rule=identity, expansion=affine, rounding=exact_module))  # an identity in eval mode
-register(PreNormBlock, Facts(chain=pre_norm_chain))
-register(PostNormBlock, Facts(chain=post_norm_chain))
-register(NormFirstBlock, Facts(chain=norm_first_chain))
+register(DropPath, ModuleRules(rule=identity, expansion=affine, rounding=exact_module))  # an identity in eval mode
+register(PreNormBlock, ModuleRules(chain=pre_norm_chain))
+register(PostNormBlock, ModuleRules(chain=post_norm_chain))
+register(NormFirstBlock, ModuleRules(chain=norm_first_chain))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from zoo.bounds.facts import Facts, register
+from zoo.bounds.rule_table import ModuleRules, register
 from zoo.spectral import power_step, settled, start_vectors
 
 
@@ -48,7 +48,7 @@ class SpectralCap(nn.Module):
         return weight.flatten(1).unflatten(0, (len(self.caps_K), -1)).float()
 
 
-register(SpectralCap, Facts())  # certified models are folded
+register(SpectralCap, ModuleRules())  # certified models are folded
 
 
 @contextmanager

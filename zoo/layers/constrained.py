@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from certizoo.nearest import unknown
-from zoo.bounds.facts import Facts, register
+from zoo.bounds.rule_table import ModuleRules, register
 from zoo.layers.cap import cap_
 
 
@@ -50,7 +50,7 @@ class _Reshape(nn.Module):
 
 
 for _kind in (AOL, _Reshape):  # certified models are folded
-    register(_kind, Facts())
+    register(_kind, ModuleRules())
 
 
 def _aol_(module: nn.Module) -> None:

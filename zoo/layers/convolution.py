@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from zoo.arithmetic import U
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounding
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, NoRule, register
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.primitives import product
+from zoo.bounds.rule_table import ModuleRules, NoRule, register
 from zoo.spectral import sigma_upper
 
 
@@ -152,6 +152,6 @@ def _measured(module: nn.Conv2d, weight: Tensor) -> Callable[[Tensor], Tensor]:
     return norm_of
 
 
-register(nn.Conv2d, Facts(rule=conv2d, expansion=affine, rounding=conv2d_rounding, shapes=conv_shapes))
-register(CellConv2d, Facts(rule=conv2d, expansion=affine, rounding=conv2d_rounding, shapes=conv_shapes))
-register(nn.Conv1d, Facts(shapes=conv_shapes))  # what is around it reads it
+register(nn.Conv2d, ModuleRules(rule=conv2d, expansion=affine, rounding=conv2d_rounding, shapes=conv_shapes))
+register(CellConv2d, ModuleRules(rule=conv2d, expansion=affine, rounding=conv2d_rounding, shapes=conv_shapes))
+register(nn.Conv1d, ModuleRules(shapes=conv_shapes))  # what is around it reads it

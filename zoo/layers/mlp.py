@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from zoo.bounds.activations import activation_of
 from zoo.bounds.contracts import Bound, Expand, Layer, Precision, Rounded, Rounding
-from zoo.bounds.facts import Facts, Links, NoRule, expect, register
+from zoo.bounds.first_order import added, chain, layer_of
 from zoo.bounds.fused import fused
 from zoo.bounds.hypotheses import Shapes, power_vectors
 from zoo.bounds.primitives import matrix_product
 from zoo.bounds.rounding import OUT, TINY, composed, of_chain, residual_rounding, roundings_of, size
-from zoo.bounds.rules import added, chain, layer_of
+from zoo.bounds.rule_table import Links, ModuleRules, NoRule, expect, register
 from zoo.layers.constrained import constrain_
 from zoo.spectral import start_vectors
 
@@ -204,15 +204,15 @@ def constrained_mlp_rounding(module: ConstrainedMlp, precision: Precision) -> Ro
 
 register(
     Mlp,
-    Facts(
+    ModuleRules(
         chain=mlp_chain,
         expansion=mlp_expansion,
         rounding=mlp_rounding,
         shapes=lambda module: power_vectors("power_fc1_1D", "power_fc2_1D"),
     ),
 )
-register(SLL, Facts(rule=sll, expansion=sll_expansion, rounding=sll_rounding, shapes=sll_shapes))
+register(SLL, ModuleRules(rule=sll, expansion=sll_expansion, rounding=sll_rounding, shapes=sll_shapes))
 register(
     ConstrainedMlp,
-    Facts(rule=constrained_mlp, expansion=constrained_mlp_expansion, rounding=constrained_mlp_rounding),
+    ModuleRules(rule=constrained_mlp, expansion=constrained_mlp_expansion, rounding=constrained_mlp_rounding),
 )

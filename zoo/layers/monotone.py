@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from zoo.bounds.activations import Smooth
 from zoo.bounds.elementwise import scalar
-from zoo.bounds.facts import register
+from zoo.bounds.rule_table import register
 from zoo.bounds.torch_modules import GELU
 
 LIFT = 0.12890415  # a >= -min GELU' = 0.128904145...

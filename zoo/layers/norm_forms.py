@@ -54,7 +54,7 @@ class Plane:
 
 
 @dataclass(frozen=True)
-class Reach:
+class TokenRange:
     """Of the coordinates of a token's change, of its length, and of its part along n."""
 
     axes: Tensor
@@ -62,7 +62,7 @@ class Reach:
     line: Tensor
 
     @classmethod
-    def of(cls, reach: Tensor) -> "Reach":
+    def of(cls, reach: Tensor) -> "TokenRange":
         axes, line, size = at_least_near(reach).tensor_split([reach.shape[-1] - 2, reach.shape[-1] - 1], -1)
         size = torch.minimum(size, _length(axes))
         return cls(axes, size, torch.minimum(line, size))
@@ -189,23 +189,23 @@ class NormForms:
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
         plane = Plane.of(self.outer_T(g), self._n)
-        form = self._of_tokens(plane, Reach.of(reach))
+        form = self._of_tokens(plane, TokenRange.of(reach))
         largest_CB, constant_CB = form.top.flatten(2).amax(2), form.constant.flatten(2).sum(2)
         return QuadraticForm(
             lambda v: self.inner(form.times(self.inner(v), plane)), largest_CB, constant_CB, self._terms * form.absolute
         )
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        c = weight.square().amax(-1, keepdim=True) * self._of_rest(Reach.of(reach))
+        c = weight.square().amax(-1, keepdim=True) * self._of_rest(TokenRange.of(reach))
         largest = c.flatten(1).amax(1)[None]
         return QuadraticForm(lambda v: self.inner(c * self.inner(v)), largest, rounding=self._terms * 4 * largest)
 
     def size(self, reach: Tensor) -> Tensor:
-        reaches = Reach.of(reach)
+        reaches = TokenRange.of(reach)
         return (self._of_rest(reaches).sqrt() * reaches.size * self.u.shape[-1] ** -0.5).expand(self.u.shape)
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
-        return largest_share(self._of_rest(Reach.of(small)), self._of_rest(Reach.of(large)))
+        return largest_share(self._of_rest(TokenRange.of(small)), self._of_rest(TokenRange.of(large)))
 
     def spread(self, r: Tensor) -> Tensor:
         return self.outer(r)
@@ -213,10 +213,10 @@ class NormForms:
     def collect(self, g: Tensor) -> Tensor:
         return self.outer_T(g)
 
-    def _of_tokens(self, plane: Plane, reach: Reach) -> TokenForm:
+    def _of_tokens(self, plane: Plane, reach: TokenRange) -> TokenForm:
         raise NotImplementedError
 
-    def _of_rest(self, reach: Reach) -> Tensor:
+    def _of_rest(self, reach: TokenRange) -> Tensor:
         """c (B, ..., 1), nondecreasing in the reach, with |r|^2 <= c |eta|^2 of every token."""
         raise NotImplementedError
 
@@ -238,7 +238,7 @@ class NormForms:
     def _rho(self) -> Tensor:
         return _length(self.u)
 
-    def _factors(self, reach: Reach) -> Factors:
+    def _factors(self, reach: TokenRange) -> Factors:
         """s >= 1 + a, and s t is at least the R of the sphere, or of the coordinate that N_R drops."""
         t = self._divisor
         a, change = reach.line * self._rho / t.square(), reach.size / t
@@ -248,7 +248,7 @@ class NormForms:
         alpha = 1 / (high * (high + 1 + a)), 1 / (low * (low + 1 - a))
         return Factors(near, a, change, alpha, (1 / (high * (high + 1)), 1 / (low * (low + 1))))
 
-    def _curved(self, plane: Plane, reach: Reach) -> TokenForm:
+    def _curved(self, plane: Plane, reach: TokenRange) -> TokenForm:
         """The equation of above, for changes that end outside of the sphere and do not come near it."""
         t, f, omega = self._divisor, self._factors(reach), self._omega
         lever = self._rho / t.square()  # a = lever <n, eta>
@@ -260,14 +260,14 @@ class NormForms:
         plain, along, mixed, over = (2 * self.radius * part for part in parts)
         return TokenForm(plain, along, mixed, over, torch.zeros_like(lift)).positive().only(f.near)
 
-    def _turned(self, reach: Reach) -> Tensor:
+    def _turned(self, reach: TokenRange) -> Tensor:
         """c of `_of_rest` for changes that do not come near the sphere: by the equation, by the second derivative on
         the way (docs/proofs.md#bounded-normalisation), and 1 in any case, as 0 <= J <= I."""
         f, share = self._factors(reach), (self.radius / self._divisor).square()
         second = torch.where(f.change < 1, f.change / (1 - f.change), torch.inf).square() / 3
         return (share * torch.minimum(torch.where(f.near, f.square, torch.inf), second)).clamp(max=1)
 
-    def _lift(self, plane: Plane, reach: Reach, f: Factors) -> Tensor:
+    def _lift(self, plane: Plane, reach: TokenRange, f: Factors) -> Tensor:
         """beta |w| |eta|^2 / t^2 with |w| within the reach, and the rounding of everything."""
         t = self._divisor
         g = plane.g - (1 - self._omega) * plane.along * plane.n
@@ -286,14 +286,14 @@ class BoundedForms(NormForms):
     def _omega(self) -> Tensor:
         return (self.radius / self._divisor).square()
 
-    def _of_tokens(self, plane: Plane, reach: Reach) -> TokenForm:
+    def _of_tokens(self, plane: Plane, reach: TokenRange) -> TokenForm:
         """Also at most half the largest second derivative anywhere, and |g| |eta|, as 0 <= J <= I everywhere."""
         flat = 2 * HALF_CURVATURE / self.radius * plane.length
         straight = TokenForm.round(*hinge_parabola(plane.length, torch.zeros_like(reach.size), reach.size))
         form = TokenForm.round(flat, torch.zeros_like(flat)).or_cheaper(straight, reach.size)
         return form.or_cheaper(self._curved(plane, reach), reach.size)
 
-    def _of_rest(self, reach: Reach) -> Tensor:
+    def _of_rest(self, reach: TokenRange) -> Tensor:
         return torch.minimum(self._turned(reach), (HALF_CURVATURE / self.radius * reach.size).square())
 
 
@@ -321,12 +321,12 @@ class ProjectForms(NormForms):
     def _k(self) -> Tensor:
         return (self._rho - self.radius).abs()
 
-    def _comes_out(self, reach: Reach) -> Tensor:
+    def _comes_out(self, reach: TokenRange) -> Tensor:
         """|u + eta|^2 = |u|^2 + 2 <u, eta> + |eta|^2 can exceed R^2."""
         most = self._rho.square() + 2 * product(self._rho, reach.line) + reach.size.square()
         return most > self.radius**2 * (1 - PAD)
 
-    def _of_tokens(self, plane: Plane, reach: Reach) -> TokenForm:
+    def _of_tokens(self, plane: Plane, reach: TokenRange) -> TokenForm:
         """-<g, r> is at most |g| |eta| in any case. Of a token inside it is <g, y>^+ / |y| (|y| - R)_+ where |y| >= R,
         with (|y| - R)_+ <= (|eta| - k)_+, or (|y|^2 - R^2)_+ / 2R: a hinge of <n, eta> and |eta|^2 / 2R."""
         inside, zero = self._inside, torch.zeros_like(reach.size)
@@ -344,7 +344,7 @@ class ProjectForms(NormForms):
         form = form.or_cheaper(self._curved(plane, reach).only(~inside & clear), reach.size)
         return form.or_cheaper(self._through(plane, reach).only(~inside & ~clear), reach.size)
 
-    def _through(self, plane: Plane, reach: Reach) -> TokenForm:
+    def _through(self, plane: Plane, reach: TokenRange) -> TokenForm:
         """Above both of a change that ends outside and of one that ends inside."""
         f, rho = self._factors(reach), self._divisor
         lift, ahead = self._lift(plane, reach, f), plane.along.clamp_min(0)
@@ -354,7 +354,7 @@ class ProjectForms(NormForms):
         along = 2 * self.radius * lift + cross + c
         return TokenForm(plain, along, torch.zeros_like(along), plain + cross, s).only(f.near)
 
-    def _of_rest(self, reach: Reach) -> Tensor:
+    def _of_rest(self, reach: TokenRange) -> Tensor:
         """Of a token inside (1 - k / D)_+ |eta|, or |eta|^2 / 2R as long as <n, eta> alone does not lead out. Of one
         outside whose change may end inside, also (|<n, eta>| - k)_+ along n and k / |u| |eta| across."""
         f, rho, k = self._factors(reach), self._divisor, self._k

@@ -20,11 +20,11 @@ from zoo.arithmetic import gamma as gamma_k
 from zoo.bounds.activations import hinges
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, NoRule, register
+from zoo.bounds.first_order import layer_of
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.primitives import centred, factors, plus
 from zoo.bounds.rounding import OUT, ROOT, TINY, composed, in_range, size
-from zoo.bounds.rules import layer_of
+from zoo.bounds.rule_table import ModuleRules, NoRule, register
 from zoo.layers.norm_forms import BoundedForms, ProjectForms
 from zoo.spectral import sigma_upper
 
@@ -403,11 +403,15 @@ def center_norm_rounding(module: CenterNorm, precision: Precision) -> Rounding:
 
 register(
     nn.LayerNorm,
-    Facts(rule=layer_norm, expansion=layer_norm_expansion, rounding=layer_norm_rounding, shapes=layer_norm_shapes),
+    ModuleRules(
+        rule=layer_norm, expansion=layer_norm_expansion, rounding=layer_norm_rounding, shapes=layer_norm_shapes
+    ),
 )
-register(SmoothProject, Facts(rule=smooth_project, expansion=smooth_project_expansion, rounding=projection_rounding))
-register(LayerProject, Facts(rule=layer_project, expansion=layer_project_expansion, rounding=projection_rounding))
+register(
+    SmoothProject, ModuleRules(rule=smooth_project, expansion=smooth_project_expansion, rounding=projection_rounding)
+)
+register(LayerProject, ModuleRules(rule=layer_project, expansion=layer_project_expansion, rounding=projection_rounding))
 register(
     CenterNorm,
-    Facts(rule=center_norm, expansion=affine, rounding=center_norm_rounding, shapes=center_norm_shapes),
+    ModuleRules(rule=center_norm, expansion=affine, rounding=center_norm_rounding, shapes=center_norm_shapes),
 )

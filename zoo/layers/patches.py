@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from certizoo import UserError
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, expect, register
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.primitives import product
 from zoo.bounds.rounding import OUT, TINY, composed, in_range, size
+from zoo.bounds.rule_table import ModuleRules, expect, register
 from zoo.layers.convolution import CellConv2d, conv_shapes
 from zoo.spectral import sigma_upper
 
@@ -74,7 +74,7 @@ def normalize_shapes(module: Normalize) -> Shapes:
     return {"mean": (module.chans, 1, 1), "std": (module.chans, 1, 1)}
 
 
-register(Normalize, Facts(rule=normalize, expansion=affine, rounding=normalize_rounding, shapes=normalize_shapes))
+register(Normalize, ModuleRules(rule=normalize, expansion=affine, rounding=normalize_rounding, shapes=normalize_shapes))
 
 
 class PatchProjection(nn.Conv2d):
@@ -91,8 +91,8 @@ class PatchProjection(nn.Conv2d):
         return F.linear(patches_BYXI, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
-register(PatchEmbed, Facts())  # what is around them reads them
-register(PatchProjection, Facts(shapes=conv_shapes))
+register(PatchEmbed, ModuleRules())  # what is around them reads them
+register(PatchProjection, ModuleRules(shapes=conv_shapes))
 
 
 def by_products_(patch_embed: PatchEmbed) -> None:
@@ -228,4 +228,4 @@ def tokens(x_BDHW: Tensor) -> Tensor:
     return x_BDHW.flatten(2).transpose(1, 2)
 
 
-register(ConvStem, Facts())  # what is around it reads its parts
+register(ConvStem, ModuleRules())  # what is around it reads its parts

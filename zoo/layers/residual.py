@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from certizoo import UserError
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounding
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, NoRule, register
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.primitives import factors
+from zoo.bounds.rule_table import ModuleRules, NoRule, register
 
 
 class _Projected(torch.autograd.Function):
@@ -89,5 +89,5 @@ def weighted_rounding(module: WeightedResidual, precision: Precision) -> Roundin
 
 register(
     WeightedResidual,
-    Facts(rule=weighted_residual, expansion=affine, rounding=weighted_rounding, shapes=weighted_residual_shapes),
+    ModuleRules(rule=weighted_residual, expansion=affine, rounding=weighted_rounding, shapes=weighted_residual_shapes),
 )

@@ -16,9 +16,9 @@ from certizoo import UserError
 from zoo.bounds.activations import Hinge
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.elementwise import elementwise
-from zoo.bounds.facts import Facts, Links, NoRule, register
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rounding import exact_module
+from zoo.bounds.rule_table import Links, ModuleRules, NoRule, register
 from zoo.layers.init import orthogonal_init_
 from zoo.layers.patches import Normalize
 
@@ -145,5 +145,5 @@ def relux_shapes(module: ReLUx) -> Shapes:
     return {"theta": module.shape}
 
 
-register(ReLUx, Facts(rule=relux, expansion=relux_expansion, rounding=exact_module, shapes=relux_shapes))
-register(ConvNet, Facts(trunk=convnet_trunk))
+register(ReLUx, ModuleRules(rule=relux, expansion=relux_expansion, rounding=exact_module, shapes=relux_shapes))
+register(ConvNet, ModuleRules(trunk=convnet_trunk))

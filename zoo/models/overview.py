@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from certizoo import UserError
 from certizoo.nearest import choices
 from zoo.bounds.curvature import trunk_of
-from zoo.bounds.facts import NoRule, types_where
-from zoo.bounds.rules import classifier_of
+from zoo.bounds.first_order import classifier_of
+from zoo.bounds.rule_table import NoRule, types_where
 from zoo.layers.fold import folded
 from zoo.models.catalog import Options
 from zoo.models.factory import attention_name, create_model, list_models, model_options
@@ -42,7 +42,7 @@ COUNTED = (
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelSummary:
     """One row of the overview. `lofast` and `adjoint` are '' where the certificate applies, else the reason why not."""
 
     name: str
@@ -74,13 +74,13 @@ class Facts:
         return found
 
 
-def facts(name: str, **overrides: Any) -> Facts:
+def summarize(name: str, **overrides: Any) -> ModelSummary:
     """What `python -m zoo` says of one model. Raises UserError as `create_model` does."""
     options = model_options(name, **overrides)
     model = on_meta(name, **overrides)
     with FlopCounterMode(display=False) as counter:
         _forward(model, options)
-    return Facts(
+    return ModelSummary(
         name=name,
         attention=attention_name(name, **overrides) if "attention" in options else "-",
         backbone="convit" if options.get("gpsa_layers") else str(options["backbone"]),
@@ -102,7 +102,7 @@ def matching(pattern: str) -> list[str]:
     raise UserError(f"no model fits {pattern!r}; {choices(pattern.strip('*'), names, 'python -m zoo')}")
 
 
-def table(rows: Iterable[Facts]) -> Table:
+def table(rows: Iterable[ModelSummary]) -> Table:
     """The overview for people; COUNTED says what its figures count."""
     result = Table(caption=COUNTED, caption_justify="left")
     for column in COLUMNS:
@@ -224,7 +224,7 @@ def rule_table(name: str, **overrides: Any) -> Table:
     """Every type of module in the model, and whether it has a proven rule of its own."""
     model = on_meta(name, **overrides)
     parts = [module for module in model.modules() if module is not model]
-    proved = set(types_where(lambda facts: facts.rule or facts.chain))
+    proved = set(types_where(lambda rules: rules.rule or rules.chain))
     weights = Counter[type[nn.Module]]()
     for module in parts:
         weights[type(module)] += sum(p.numel() for p in module.parameters(recurse=False))

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.attention.qkv import bounded, widened
-from zoo.attention.rounding import in_windows
+from zoo.attention.softmax_rounding import in_windows
 from zoo.attention.window import WindowAttention, masked, mixing, window_bounds
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounded, Rounding
-from zoo.bounds.facts import Facts, Links, NoRule, expect, register
+from zoo.bounds.first_order import Step
 from zoo.bounds.hypotheses import Shapes, expanded_in_range
 from zoo.bounds.links import Affine, Residual
 from zoo.bounds.primitives import mean
 from zoo.bounds.rounding import composed, exact
-from zoo.bounds.rules import Step
+from zoo.bounds.rule_table import Links, ModuleRules, NoRule, expect, register
 from zoo.layers.init import finish_init_, trunc_normal_init_
 from zoo.layers.patches import Normalize, by_products_, patches_gram, patches_norm, patches_rounding
 
@@ -300,8 +300,8 @@ def swin_trunk(module: Swin) -> tuple[Links, nn.Linear]:
 
 
 for _kind in (timm.layers.ClassifierHead, timm.layers.SelectAdaptivePool2d, FastAdaptiveAvgPool, FastAdaptiveMaxPool):
-    register(_kind, Facts())  # what is around them reads them
-register(SwinTransformerBlock, Facts(chain=swin_block_chain, shapes=swin_block_shapes))
-register(PatchMerging, Facts(chain=patch_merging_chain))
-register(SwinTransformerStage, Facts(chain=swin_stage_chain))
-register(Swin, Facts(trunk=swin_trunk))
+    register(_kind, ModuleRules())  # what is around them reads them
+register(SwinTransformerBlock, ModuleRules(chain=swin_block_chain, shapes=swin_block_shapes))
+register(PatchMerging, ModuleRules(chain=patch_merging_chain))
+register(SwinTransformerStage, ModuleRules(chain=swin_stage_chain))
+register(Swin, ModuleRules(trunk=swin_trunk))

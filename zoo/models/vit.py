@@ -19,12 +19,12 @@ from certizoo import UserError
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounded, Rounding
 from zoo.bounds.curvature import expansion_of
-from zoo.bounds.facts import Facts, Link, Links, NoRule, expect, register
+from zoo.bounds.first_order import Step, layer_of
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.links import Affine
 from zoo.bounds.primitives import mean, plus
 from zoo.bounds.rounding import composed, exact, roundings_of
-from zoo.bounds.rules import Step, layer_of
+from zoo.bounds.rule_table import Link, Links, ModuleRules, NoRule, expect, register
 from zoo.layers.block import PreNormBlock
 from zoo.layers.cap import cap_
 from zoo.layers.constrained import constrain_
@@ -357,4 +357,4 @@ def vit_trunk(module: ViT) -> tuple[Links, nn.Linear]:
     return (*_entrance(module), *blocks, module.norm, pooling, OneToken(module.fc_norm)), module.head
 
 
-register(ViT, Facts(trunk=vit_trunk, shapes=vit_shapes))
+register(ViT, ModuleRules(trunk=vit_trunk, shapes=vit_shapes))

@@ -253,8 +253,8 @@ class Core:
     def _beta_box(self, r: QKVRadii, change: Change) -> Tensor:
         """(lam |Q| + K2 / 2 |dS|^2) ||V|| + lam |dS| |eta^v|; of rows, max_i K2 |dS_i| |dS|."""
         second = self.worst(self.softmax.slope_BHN.amax(-1)) * self.matrix.second(r.of(1))
-        bent = self.worst((self.softmax.curvature(change.row) * change.row).amax(-1))
-        p = second + 0.5 * bent * change.matrix
+        curvature = self.worst((self.softmax.curvature(change.row) * change.row).amax(-1))
+        p = second + 0.5 * curvature * change.matrix
         return nan_to_inf(self.combined(p, change.p * r.v.unsqueeze(-1)))
 
     @cached_property
@@ -319,8 +319,8 @@ class CoreRemainder:
     def _t2_box(self, change: Change) -> Tensor:
         """sum K2 / 2 max_i |c~_i| |dS|^2."""
         core = self.core
-        bent = core.worst((core.softmax.curvature(change.row) * self.plain_CBHN).amax(-1))
-        return nan_to_inf((0.5 * bent * change.matrix.square()).sum(-1))
+        curvature = core.worst((core.softmax.curvature(change.row) * self.plain_CBHN).amax(-1))
+        return nan_to_inf((0.5 * curvature * change.matrix.square()).sum(-1))
 
     def _t2_exponential(self, r: QKVRadii) -> Tensor:
         """E2(tau) |delta|^2 with weights p |c~|, and the third cumulant with weights sd_p(c) p."""

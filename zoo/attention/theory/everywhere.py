@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from zoo.attention.theory.core import Core
-from zoo.attention.theory.reach import Reach, ratio
+from zoo.attention.theory.score_range import ScoreRange, ratio
 from zoo.attention.theory.softmax_row import K2_MAX, ROUND, norm_upper
 from zoo.attention.theory.squares import QKV, Scores, ScoreSquares, Squares, TokenSquares, ValueSquares
 
 HALF_STEP = 2**-0.25 * ROUND  # min(sqrt(2), x / 2) <= this times sqrt(x)
 
 
-def rest_everywhere(scores: Scores, reach: Reach) -> list[Squares]:
+def rest_everywhere(scores: Scores, reach: ScoreRange) -> list[Squares]:
     """|R|^2, row by row 3 times the squares of: what delta^1 makes of P' V and of its linear part, what Q makes of P'
     V, and (P' - P) eta^v; the reach chooses a weight."""
     core, along = scores.core, moved_everywhere(scores.core, reach)
@@ -34,7 +34,7 @@ def rest_everywhere(scores: Scores, reach: Reach) -> list[Squares]:
     ]
 
 
-def moved_everywhere(core: Core, reach: Reach) -> Tensor:
+def moved_everywhere(core: Core, reach: ScoreRange) -> Tensor:
     """a with (x + y)^2 <= sum_k a_k delta^1~_k^2 in each row, of x = ||V|| |delta^1~| / 2 and y = nu sd(delta^1):
     (1 + w) x^2 + (1 + 1 / w) y^2 for every w > 0."""
     half, nu2 = norm_upper(core.values).unsqueeze(-1) / 2, core.nu_BHN.square()
@@ -43,7 +43,7 @@ def moved_everywhere(core: Core, reach: Reach) -> Tensor:
     return (1 + w) * half.square().unsqueeze(-1) + (1 + 1 / w) * nu2.unsqueeze(-1) * core.p
 
 
-def gradient_everywhere(scores: Scores, o: Tensor, reach: Reach) -> list[Squares]:
+def gradient_everywhere(scores: Scores, o: Tensor, reach: ScoreRange) -> list[Squares]:
     """-<o, R> for gradients o (C, B, H, N, O); the reach chooses a weight."""
     core, kappa = scores.core, scores.core.score.kappa
     c = core.directional(o)

@@ -27,7 +27,7 @@ from torch import Tensor
 from zoo.arithmetic import at_least_near
 from zoo.attention.theory.core import Core
 from zoo.attention.theory.everywhere import gradient_everywhere, rest_everywhere
-from zoo.attention.theory.reach import REACH_MAX, TINY, WEIGHTS, Reach, ratio
+from zoo.attention.theory.score_range import REACH_MAX, TINY, WEIGHTS, ScoreRange, ratio
 from zoo.attention.theory.softmax_row import ROUND, e1, e2, norm_upper
 from zoo.attention.theory.squares import (
     QKV,
@@ -80,21 +80,21 @@ class CoreForms:
         scores = (keys2 + (1 - 2 * core.p) * length2 + others * (1 + 1e-14)).clamp_min(0).sqrt() * ROUND
         return torch.cat([scores.flatten(1), torch.ones_like(core.q).repeat(1, 3, 1, 1).flatten(1)], -1)
 
-    def reach(self, of_functionals: Tensor) -> Reach:
+    def reach(self, of_functionals: Tensor) -> ScoreRange:
         core, scores = self.core, self.core.p[0].numel()
         found = at_least_near(of_functionals).clamp_max(REACH_MAX)
         linear, eta = found[:, :scores].view(core.p.shape), found[:, scores:].unflatten(-1, (3, *core.q.shape[1:]))
-        return Reach(core, linear, eta)
+        return ScoreRange(core, linear, eta)
 
     # the one-sided remainder ------------------------------------------------------------------------------------------
 
-    def gradient(self, o: Tensor, reach: Reach) -> list[Squares]:
+    def gradient(self, o: Tensor, reach: ScoreRange) -> list[Squares]:
         """F for gradients o (C, B, H, N, O)."""
         local, everywhere = self.local_gradient(o, reach), gradient_everywhere(self.scores, o, reach)
         by_reach, by_none = (value(sums, reach.linear, reach.tokens) for sums in (local, everywhere))
         return _chosen(reach.bounded & (by_reach <= RUN_AWAY * by_none), local, everywhere)
 
-    def local_gradient(self, o: Tensor, reach: Reach) -> list[Squares]:
+    def local_gradient(self, o: Tensor, reach: ScoreRange) -> list[Squares]:
         """That within the reach."""
         core, c = self.core, self.core.directional(o)
         a = self._t2(c, reach)
@@ -110,7 +110,7 @@ class CoreForms:
         first = ScoreValueSquares(self.scores, (1 + theta) * a, (1 + theta) * b, m, u)
         return [first, reach.products(reach.centred((1 + 1 / theta) * both)), *self._t1(core.p * c, reach)]
 
-    def _t1(self, g: Tensor, reach: Reach) -> list[Squares]:
+    def _t1(self, g: Tensor, reach: ScoreRange) -> list[Squares]:
         """-<G, Q>. The singular vectors need not be exact: what they leave of G is measured."""
         core, kappa = self.core, self.core.score.kappa
         if core.score.tied:  # eta^q is eta^k
@@ -140,7 +140,7 @@ class CoreForms:
         """The norm of what a factorisation leaves, rounding included (..., H)."""
         return (matrix - product).norm(dim=(-2, -1)) + 1e-12 * matrix.norm(dim=(-2, -1))
 
-    def _t2(self, c: Tensor, reach: Reach) -> Tensor:
+    def _t2(self, c: Tensor, reach: ScoreRange) -> Tensor:
         """a >= 0 with T2 <= sum_k a_k delta~_k^2 in each row, for c less its mean under P (C, B, H, N, N)."""
         core, p = self.core, self.core.p
         second, third = reach.third
@@ -148,11 +148,11 @@ class CoreForms:
         sd_c, mean = (p * c.square()).sum(-1).sqrt(), (p * against).sum(-1)
         moved = second * reach.sd * sd_c + third * (reach.variance + 2 * reach.sd) * mean
         exponential = p * (e2(reach.exponent) * (1 + reach.sd / 2).unsqueeze(-1) * against + moved.unsqueeze(-1))
-        bent = core.softmax.curvature(reach.change) * (c - c.mean(-1, keepdim=True)).norm(dim=-1)
-        box = (0.5 * bent.unsqueeze(-1)).expand(exponential.shape)
+        curvature = core.softmax.curvature(reach.change) * (c - c.mean(-1, keepdim=True)).norm(dim=-1)
+        box = (0.5 * curvature.unsqueeze(-1)).expand(exponential.shape)
         return torch.where(reach.gentler(exponential, box).unsqueeze(-1), exponential, box)
 
-    def _t3(self, reach: Reach) -> Tensor:
+    def _t3(self, reach: ScoreRange) -> Tensor:
         """b with int Var_t(z) dt <= sum_k b_k z~_k^2 in each row (B, H, N, N)."""
         exponential = self.core.p * e1(reach.exponent)
         box = self.core.softmax.slope(reach.change).unsqueeze(-1).expand(exponential.shape)
@@ -160,15 +160,15 @@ class CoreForms:
 
     # the norm of the remainder ----------------------------------------------------------------------------------------
 
-    def weights(self, reach: Reach) -> Weights:
+    def weights(self, reach: ScoreRange) -> Weights:
         """Good ones for this reach."""
-        by_values = reach.gentler(*self._bent(reach))
+        by_values = reach.gentler(*self._nonlinear(reach))
         turned = [w * d for w, d in zip(self._turned(reach), (self.core.p, torch.ones_like(self.core.p)), strict=True)]
         v2 = reach.v.square().sum(-1).unsqueeze(-2)
         by_inputs = reach.gentle & ((turned[0] * v2).sum(-1) <= (turned[1] * v2).sum(-1))
         everywhere_B = torch.zeros_like(reach.bounded)
-        k2, bent = reach.k.square().unsqueeze(-2), reach.centred(self._chosen_bent(reach, by_values))
-        both = ratio(*((one * k2).sum(-1).sqrt() for one in (bent, self.covariance)))
+        k2, nonlinear = reach.k.square().unsqueeze(-2), reach.centred(self._chosen_nonlinear(reach, by_values))
+        both = ratio(*((one * k2).sum(-1).sqrt() for one in (nonlinear, self.covariance)))
         even = Weights(everywhere_B, by_values, by_inputs, torch.ones_like(reach.tau[:, 0, 0]).expand(3, -1), both)
         sizes = [one.at(reach.linear, reach.tokens) for one in self.local_rest(reach, even)]
         share = (torch.stack(sizes).sqrt() + TINY).clamp_max(1 / TINY)
@@ -178,16 +178,16 @@ class CoreForms:
         by_none = value(rest_everywhere(self.scores, reach), reach.linear, reach.tokens)
         return replace(weights, local=reach.bounded & (by_reach <= RUN_AWAY * by_none))
 
-    def rest(self, reach: Reach, weights: Weights) -> list[Squares]:
+    def rest(self, reach: ScoreRange, weights: Weights) -> list[Squares]:
         """F'."""
         return _chosen(weights.local, self.local_rest(reach, weights), rest_everywhere(self.scores, reach))
 
-    def local_rest(self, reach: Reach, weights: Weights) -> tuple[ScoreSquares, TokenSquares, ValueSquares]:
+    def local_rest(self, reach: ScoreRange, weights: Weights) -> tuple[ScoreSquares, TokenSquares, ValueSquares]:
         """That within the reach: row by row (A + B + C)^2 <= A^2 / t_A + B^2 / t_B + C^2 / t_C for shares with the sum
         1."""
         core = self.core
         for_scores, for_products, for_values = (1 / t.view(-1, 1, 1, 1) for t in weights.shares)
-        a = self._chosen_bent(reach, weights.by_values)
+        a = self._chosen_nonlinear(reach, weights.by_values)
         both = self.joined(reach.centred(a), weights)
         exponential, box = self._turned(reach)
         b = torch.where(weights.by_inputs.unsqueeze(-1), core.p * exponential, box.expand(core.p.shape))
@@ -197,21 +197,21 @@ class CoreForms:
             ValueSquares(core, for_values * b),
         )
 
-    def joined(self, bent: Tensor, weights: Weights) -> Tensor:
-        """b with (x + y)^2 <= sum_k b_k Q_k^2 in each row, of x = |Cov(Q, v)| and of any y^2 <= sum_k bent_k Q_k^2:
+    def joined(self, nonlinear: Tensor, weights: Weights) -> Tensor:
+        """b with (x + y)^2 <= sum_k b_k Q_k^2 in each row, of x = |Cov(Q, v)| and of any y^2 <= sum_k n_k Q_k^2:
         (1 + w) x^2 + (1 + 1 / w) y^2 for every w > 0."""
         w = weights.both.unsqueeze(-1)
-        return (1 + w) * self.covariance + (1 + 1 / w) * bent
+        return (1 + w) * self.covariance + (1 + 1 / w) * nonlinear
 
     @property
     def covariance(self) -> Tensor:
         """b with |Cov(Q, v)|^2 <= sum_k b_k Q_k^2 in each row."""
         return self.core.nu_BHN.square().unsqueeze(-1) * self.core.p
 
-    def _chosen_bent(self, reach: Reach, by_values: Tensor) -> Tensor:
-        return torch.where(by_values.unsqueeze(-1), *self._bent(reach))
+    def _chosen_nonlinear(self, reach: ScoreRange, by_values: Tensor) -> Tensor:
+        return torch.where(by_values.unsqueeze(-1), *self._nonlinear(reach))
 
-    def shrink(self, small: Reach, large: Reach) -> Tensor:
+    def shrink(self, small: ScoreRange, large: ScoreRange) -> Tensor:
         """t (B,) <= 1 with |R|^2 <= t F'(eta) within the small reach, for the F' made for the large one: what holds
         everywhere does not shrink."""
         weights = self.weights(large)
@@ -220,7 +220,7 @@ class CoreForms:
         shares = [torch.where(one > 0, one / most, 0.0).flatten(1).amax(1) for one, most in pairs]
         return torch.where(weights.local, torch.stack(shares).amax(0).clamp_max(1), 1.0)
 
-    def _bent(self, reach: Reach) -> tuple[Tensor, Tensor]:
+    def _nonlinear(self, reach: ScoreRange) -> tuple[Tensor, Tensor]:
         """a with |(p' - p) v - Cov(delta, v)|^2 <= sum_k a_k delta~_k^2: with exponentials, and by the box."""
         core, p, t = self.core, self.core.p, reach.exponent_most
         far2 = (reach.delta + (t.exp() * reach.variance).unsqueeze(-1)).square()
@@ -231,7 +231,7 @@ class CoreForms:
         box = (0.5 * core.softmax.curvature(reach.change) * values_BH1 * reach.change).square()
         return exponential, box.unsqueeze(-1).expand(exponential.shape)
 
-    def _turned(self, reach: Reach) -> tuple[Tensor, Tensor]:
+    def _turned(self, reach: ScoreRange) -> tuple[Tensor, Tensor]:
         """|(p' - p) eta^v|^2 <= w sum_k p_k |eta^v~_k|^2 with exponentials, <= w sum_k |eta^v~_k|^2 by the box."""
         gain = self.core.gain_H[:, None]
         exponential = (gain * e1(reach.exponent_most) * reach.sd).square()

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.bounds.contracts import Bound, Layer
-from zoo.bounds.facts import Link, Links, NoRule, expect, facts_of, refuse_altered, refuse_unknown
-from zoo.bounds.genuine import modules_of
 from zoo.bounds.hypotheses import in_range
+from zoo.bounds.integrity import modules_of
+from zoo.bounds.rule_table import Link, Links, NoRule, expect, refuse_altered, refuse_unknown, rules_of
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ def layer_of(module: nn.Module | Link, *, local: bool = False) -> Layer:
     """The rule of a module, its weights already measured, or of a link of a chain. Raises `NoRule`."""
     if not isinstance(module, nn.Module):
         return module.layer(local)
-    facts = facts_of(module)
-    if local and facts.local is not None:
-        return _named(module, facts.local(module))
-    if facts.rule is not None:
-        return _named(module, facts.rule(module))
-    if facts.chain is not None:
-        return _named(module, chain(layer_of(link, local=local) for link in facts.chain(module)))
+    rules = rules_of(module)
+    if local and rules.local is not None:
+        return _named(module, rules.local(module))
+    if rules.rule is not None:
+        return _named(module, rules.rule(module))
+    if rules.chain is not None:
+        return _named(module, chain(layer_of(link, local=local) for link in rules.chain(module)))
     raise NoRule(module)
 
 
@@ -76,8 +76,8 @@ def _named(module: nn.Module, layer: Layer) -> Layer:
 def residual_layer_of(module: nn.Module | Link, *, local: bool = False) -> Layer:
     """The rule of x -> x + module(x)."""
     if isinstance(module, nn.Module):
-        facts = facts_of(module)
-        rule = facts.local_residual if local and facts.local_residual is not None else facts.residual
+        rules = rules_of(module)
+        rule = rules.local_residual if local and rules.local_residual is not None else rules.residual
         if rule is not None:
             return Step(rule(module), (module,))
     return residual(layer_of(module, local=local))
@@ -97,10 +97,10 @@ def trunk(model: nn.Module) -> tuple[Sequence[nn.Module | Link], nn.Linear]:
     for path, module in modules_of(model):
         refuse_altered(module, path)
         refuse_unknown(module, path)
-    facts = facts_of(model)
-    if facts.trunk is None:
+    rules = rules_of(model)
+    if rules.trunk is None:
         raise NoRule(model)
-    links, head = facts.trunk(model)
+    links, head = rules.trunk(model)
     expect(head, nn.Linear)
     return list(_apart(links)), head
 
@@ -116,9 +116,9 @@ def _apart(links: Iterable[nn.Module | Link]) -> Iterator[nn.Module | Link]:
 
 def _parts(module: nn.Module) -> Links | None:
     """Of a mere chain: nothing else is known of it."""
-    facts = facts_of(module)
-    alone = facts.rule is facts.local is facts.expansion is None
-    return facts.chain(module) if facts.chain is not None and alone else None
+    rules = rules_of(module)
+    alone = rules.rule is rules.local is rules.expansion is None
+    return rules.chain(module) if rules.chain is not None and alone else None
 
 
 def residual(branch: Layer) -> Layer:

@@ -42,7 +42,7 @@ def check_reach(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Reach:
+class HiddenRadius:
     """Logits, the radius r of the last hidden layer, the diagonal of its D (all ones of global bounds), and the loss
     that makes more entries stand still (0 of global ones)."""
 
@@ -52,7 +52,7 @@ class Reach:
     sparsity_B: Tensor
 
 
-def reach(model: ConvNet, images_BCHW: Tensor, eps: float, local: bool) -> Reach:
+def reach(model: ConvNet, images_BCHW: Tensor, eps: float, local: bool) -> HiddenRadius:
     """Logits, radius and sparsity are differentiable in the weights (`way` counts as a constant). Raises UserError for
     another model.
 
@@ -75,7 +75,7 @@ def reach(model: ConvNet, images_BCHW: Tensor, eps: float, local: bool) -> Reach
             sparsity_B = sparsity_B + _hinge(activation, y, way).flatten(1).mean(1) / (len(layers) // 2)
         r_B = r_B * w.norm(d, d_out, local)
         h, d = activation(y), d_out
-    return Reach(model.head(h), r_B, d, sparsity_B)
+    return HiddenRadius(model.head(h), r_B, d, sparsity_B)
 
 
 def _moving(activation: nn.Module, y: Tensor, way: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zoo.arithmetic import nan_to_inf, product
 from zoo.attention.theory.core import Core, QKVRadii
-from zoo.attention.theory.reach import Reach
+from zoo.attention.theory.score_range import ScoreRange
 from zoo.attention.theory.softmax_row import ROUND, norm_upper
 from zoo.attention.theory.squares import QKV, Scores, TokenSquares, at_tokens
 
@@ -61,7 +61,7 @@ class Inexact:
         by_inputs = self.tokens**0.5 * product(4 * self.eps_B + shifted, qkv.v)
         return nan_to_inf((by_values + by_inputs) * self.gain) * ROUND
 
-    def squares(self, reach: Reach) -> TokenSquares:
+    def squares(self, reach: ScoreRange) -> TokenSquares:
         """|X|^2 for every eta whose coordinates stay within the reach; finite, see `known`."""
         core, tokens, s = self.core, self.tokens, self.core.s
         most, values, e_k, on_k = (_each(z) for z in (self.all_B, self.values_B, self.errors.k, self.on_k_B))
@@ -75,7 +75,7 @@ class Inexact:
         shape, factor = core.p.shape[:-1], 4 * ROUND * self.gain.square()
         return TokenSquares(QKV(*(factor * d.expand(shape) for d in (by_q, by_k, by_v))))
 
-    def along(self, o: Tensor, reach: Reach) -> tuple[TokenSquares, Tensor]:
+    def along(self, o: Tensor, reach: ScoreRange) -> tuple[TokenSquares, Tensor]:
         """F and c (C, B) with -<o, X> <= F(eta) + c for gradients o (C, B, H, N, O), by 2 |X| <= |X|^2 / z + z."""
         whole, length_CB = self.squares(reach), o.flatten(2).norm(dim=-1)
         z_B = at_tokens(whole.d, reach.tokens).sqrt() + LEAST

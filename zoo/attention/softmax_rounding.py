@@ -22,9 +22,9 @@ from zoo.attention.qkv import PLAIN, Mixing, MixingError, split_of
 from zoo.attention.rows import Rows
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.bounds.contracts import Precision, Rounded, Rounding
-from zoo.bounds.facts import NoRule
 from zoo.bounds.primitives import linear_rounding
 from zoo.bounds.rounding import NO_BOUND, OUT, TINY, composed, exact, in_range, longest, size
+from zoo.bounds.rule_table import NoRule
 
 
 def plain_rounding(module: nn.Module, precision: Precision) -> Rounding:

@@ -99,7 +99,7 @@ class RunningError(TorchDispatchMode):
             return _in_place(operands[0], _add(*operands, **kwargs))
         if name in MOVE:
             return _moved(func, operands, kwargs)
-        raise UserError(f"no bound of the rounding of torch's {name} is written; add one to zoo/bounds/running.py")
+        raise UserError(f"no bound of the rounding of torch's {name} is written; add one to zoo/bounds/float_error.py")
 
 
 def _tensors(args: Any) -> list[Tensor]:
@@ -201,7 +201,7 @@ def _pow(x: Known, exponent: float) -> Known:
         return _rsqrt(x)
     if exponent == 3:
         return _mul(_mul(x, x), x)
-    raise UserError(f"no bound of the rounding of x^{exponent:g} is written; add one to zoo/bounds/running.py")
+    raise UserError(f"no bound of the rounding of x^{exponent:g} is written; add one to zoo/bounds/float_error.py")
 
 
 def _product(apply: Callable[[Tensor, Tensor], Tensor], x: Known, y: Known, terms: int) -> Known:
@@ -270,7 +270,9 @@ def _vector_norm(
     x: Known, order: float = 2, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any
 ) -> Known:
     if order != 2:
-        raise UserError(f"no bound of the rounding of a {order:g}-norm is written; add one to zoo/bounds/running.py")
+        raise UserError(
+            f"no bound of the rounding of a {order:g}-norm is written; add one to zoo/bounds/float_error.py"
+        )
 
     def norm(t: Tensor) -> Tensor:
         return torch.linalg.vector_norm(t, 2, None if dim is None else tuple(dim), keepdim)

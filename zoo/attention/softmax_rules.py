@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from zoo.attention.qkv import AttentionBounds, Mixing, Split, bounded, least, qkv_shapes
-from zoo.attention.rounding import plain_rounding
+from zoo.attention.softmax_rounding import plain_rounding
 from zoo.bounds.contracts import Expand, Layer
-from zoo.bounds.facts import Facts, M, facts_of
+from zoo.bounds.first_order import residual
 from zoo.bounds.hypotheses import Shapes
-from zoo.bounds.rules import residual
+from zoo.bounds.rule_table import M, ModuleRules, rules_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class AttentionRules:
 
 def rules_with_mixing(module: Callable[[Tensor], Tensor], content: nn.Module, mixing: Mixing) -> AttentionRules:
     """Those of `module`, which is `content` with something around its softmax. Raises `NoRule`."""
-    rules: AttentionRules = (facts_of(content).mixing or by_split)(module, content, mixing)
+    rules: AttentionRules = (rules_of(content).mixing or by_split)(module, content, mixing)
     return rules
 
 
@@ -49,9 +49,9 @@ def by_split(module: Callable[[Tensor], Tensor], content: nn.Module, mixing: Mix
     return AttentionRules(layer, layer, expand)
 
 
-def attention_facts(rules: Callable[[M], AttentionRules], shapes: Callable[[M], Shapes]) -> Facts[M]:
+def attention_rules(rules: Callable[[M], AttentionRules], shapes: Callable[[M], Shapes]) -> ModuleRules[M]:
     """All facts of an attention, from its rules and the shapes of its weights."""
-    return Facts(
+    return ModuleRules(
         shapes=shapes,
         rule=lambda module: rules(module).published(False),
         residual=lambda module: rules(module).published(True),
@@ -61,12 +61,12 @@ def attention_facts(rules: Callable[[M], AttentionRules], shapes: Callable[[M], 
     )
 
 
-def softmax_facts(
+def softmax_rules(
     rule: Callable[[M], Layer],
     split: Callable[[M], Split],
     local: Callable[[M], Layer] | None = None,
     shapes: Callable[[M], Shapes] | None = None,
-) -> Facts[M]:
+) -> ModuleRules[M]:
     """All facts of a variant that is known by its published `rule` and its `split`. `local`: another local rule than
     the lesser of the published one and that of the split. `shapes`: others than those of `QKVAttention`."""
 
@@ -77,16 +77,16 @@ def softmax_facts(
         return bounded(AttentionBounds(module, module).expand, (local or lesser)(module))
 
     stated: Any = shapes or qkv_shapes
-    return Facts(
+    return ModuleRules(
         rule=rule, local=local or lesser, expansion=expand, split=split, rounding=plain_rounding, shapes=stated
     )
 
 
-def facts_by_split(split: Callable[[M], Split], shapes: Callable[[M], Shapes] | None = None) -> Facts[M]:
+def rules_by_split(split: Callable[[M], Split], shapes: Callable[[M], Shapes] | None = None) -> ModuleRules[M]:
     """All facts of a variant of which no more is known than how its queries, keys and values are made. `shapes`: as
     above."""
 
     def layer(module: M) -> Layer:
         return AttentionBounds(module, module).layer
 
-    return softmax_facts(layer, split, layer, shapes)
+    return softmax_rules(layer, split, layer, shapes)

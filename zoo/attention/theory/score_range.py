@@ -23,7 +23,7 @@ def ratio(above: Tensor, below: Tensor) -> Tensor:
     return ((above + TINY) / (below + TINY)).clamp(*WEIGHTS)
 
 
-class Reach:
+class ScoreRange:
     """What the reaches of delta^1~ (B, H, N, N) and of the coordinates of eta (B, 3, H, N, O) say of the scores."""
 
     def __init__(self, core: Core, linear: Tensor, eta: Tensor) -> None:
