@@ -1,4 +1,4 @@
-"""Dot-product self-attention (Vaswani et al. 2017), with the rules of LoFAST and our sharper ones.
+"""Dot-product self-attention (Vaswani et al. 2017), with the rules of LoFAST and our tighter ones.
 
     F(X) = sum_l P_l X M_l,   P_l = softmax(s Q_l K_l^T),   M_l = W_V^l W_O^l,   s = 1 / sqrt(D / H)
 
@@ -21,8 +21,10 @@ from zoo.bounds.rule_table import register
 
 
 class DotProductAttention(QKVAttention):
-    """x (B, N, D) -> (B, N, D). `scale` is the factor s, default 1 / sqrt(D / H); the other options are those of
-    `QKVAttention`."""
+    """Dot-product attention, x (B, N, D) -> (B, N, D).
+
+    `scale` is the factor s, default 1 / sqrt(D / H); the other options are those of `QKVAttention`.
+    """
 
     def __init__(self, dim: int, num_heads: int, scale: float | None = None, **options: Any) -> None:
         super().__init__(dim, num_heads, **options)
@@ -36,8 +38,11 @@ VARIANTS = {"dp": DotProductAttention}
 
 
 def sharper(module: Callable[[Tensor], Tensor], content: DotProductAttention, mixing: Mixing) -> AttentionRules:
-    """Theorem 1 of LoFAST and our local and second-order rules: sharper than those of the split, as q, k and v move
-    together. `module` is `content` with something around its softmax."""
+    """Return Theorem 1 of LoFAST and our local and second-order rules.
+
+    They are tighter than those of the split, because q, k and v move together. `module` is `content` with something
+    around its softmax.
+    """
 
     def attend(s_BHNN: Tensor) -> Tensor:
         return (s_BHNN + mixing.bias(len(s_BHNN))).softmax(-1)
