@@ -1,13 +1,14 @@
-"""The public door to what is provable of a module: for those who add one, and for those who ask.
+"""The public interface to the provable properties of a module: to add rules for a module, and to look them up.
 
-    from zoo.rules import ModuleRules, Layer, affine, register, scaled
+    from zoo.rules import Layer, ModuleRules, affine, register, scaled
 
     def half(module: Half) -> Layer:
         return scaled(module, 0.5)  # ||x' / 2 - x / 2|| = ||x' - x|| / 2
 
     register(Half, ModuleRules(rule=half, expansion=affine))
 
-in the file that defines the module. What each fact promises is told by the files of `zoo/bounds`: start with facts.py.
+in the file that defines the module. The files of `zoo/bounds` explain what each rule promises: start with
+rule_table.py.
 """
 
 from zoo.attention.lipschitz import global_layer

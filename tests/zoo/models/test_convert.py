@@ -215,7 +215,7 @@ def test_another_window_resamples_the_bias_tables() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"depth": 2}, "blocks.2.norm1.weight, the weights have one; .*architecture"),
+        ({"depth": 2}, "the weights have blocks.2.norm1.weight, but the model does not; .*architecture"),
         ({"depth": 4}, "the weights have no blocks.3.norm1.weight; .*architecture"),
         ({"embed_dim": 24}, "cls_token is .* in the weights .*embed_dim"),
         ({"bias": False}, "no patch_embed.proj.bias, .*bias=True"),
@@ -611,7 +611,7 @@ def test_the_command_line_exports(trained: Any, tmp_path: Path, capsys: pytest.C
     assert load_file(tmp_path / "w.safetensors").keys() == theirs("vit").state_dict().keys()
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path), str(tmp_path / "w.safetensors"), "--format", "timm"])
-    assert "no hand-over" in capsys.readouterr().err
+    assert "not a hand-over" in capsys.readouterr().err
 
 
 def test_a_hand_over_is_exported(trained: Any, tmp_path: Path) -> None:
@@ -623,5 +623,5 @@ def test_a_hand_over_is_exported(trained: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.export.load(tmp_path / "m.pt2").module()(x), trained(x), rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match="no export format 'tflite'; nearest: "):
         export.export_handover(tmp_path / "h", tmp_path / "m", "tflite")
-    with pytest.raises(UserError, match="no hand-over"):
+    with pytest.raises(UserError, match="not a hand-over"):
         export.export_handover(tmp_path, tmp_path / "m", "torch")

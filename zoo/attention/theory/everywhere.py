@@ -2,7 +2,7 @@
 
 delta^1 moves the scores first, Q the rest of the way; a softmax moves by half as much as its scores, and by sqrt(2) at
 most. Products of lengths become sums of squares by 2 x y <= x^2 + y^2 and min(D, x) <= (D x)^(1/2). These forms are
-loose, but grow no faster than their squares. Far out they are less than exponentials or curvature on a wide box. Proof:
+loose, but grow only quadratically. Far out they are less than exponentials or curvature on a wide box. Proof:
 docs/proofs.md#attention-forms-everywhere.
 
 Letters: as in core.py.

@@ -246,7 +246,7 @@ class CoreForms:
         return exponential, box.unsqueeze(-1).expand(exponential.shape)
 
     def _turned(self, reach: ScoreRange) -> tuple[Tensor, Tensor]:
-        """Bound |(p' - p) eta^v|^2 <= w sum_k p_k |eta^v~_k|^2 with exponentials, <= w sum_k |eta^v~_k|^2 on the box."""
+        """Bound |(p' - p) eta^v|^2 by w sum_k p_k |eta^v~_k|^2 with exponentials, or w sum_k |eta^v~_k|^2 (the box)."""
         gain = self.core.gain_H[:, None]
         exponential = (gain * e1(reach.exponent_most) * reach.sd).square()
         box = (gain * (self.core.softmax.slope(reach.change) * reach.change).clamp_max(2**0.5 * ROUND)).square()
