@@ -33,9 +33,9 @@ def at_least_near(r: Tensor) -> Tensor:
     return torch.where(r > 0, r.clamp_min(NEAR), r)
 
 
-def broadcast_batch(size: Tensor, room: torch.Size) -> Tensor:
-    """Reshape (..., B) to (..., B, 1, ...), which broadcasts against (..., B, *room)."""
-    return size.view(*size.shape, *(1,) * len(room))
+def broadcast_batch(size: Tensor, shape: torch.Size) -> Tensor:
+    """Reshape (..., B) to (..., B, 1, ...), which broadcasts against (..., B, *shape)."""
+    return size.view(*size.shape, *(1,) * len(shape))
 
 
 def nan_to_inf(bound: Tensor) -> Tensor:

@@ -69,9 +69,9 @@ class CoreLeafForms:
             more = self._form([self.inexact.squares(found)], (1 + 1 / SHARE) / FLOOR)
             form = self._widened(form, more, 0.0, 1 + SHARE)
         most_B = weight.flatten(1).amax(1).square()
-        room = (-1, *(1,) * self.core.core.q.ndim)
+        shape = (-1, *(1,) * self.core.core.q.ndim)
         return QuadraticForm(
-            lambda v: most_B.view(room) * form.apply(v), most_B * form.largest, rounding=most_B * form.rounding
+            lambda v: most_B.view(shape) * form.apply(v), most_B * form.largest, rounding=most_B * form.rounding
         )
 
     def size(self, reach: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def from_timm(state: Mapping[str, Tensor], model: nn.Module) -> State:
         _check_place(key, value, ours)
     for key, _ in model.named_parameters():
         if key not in weights and not key.startswith(HEAD):
-            raise UserError(f"the weights have no {key}; {_mend(key, 'False')}")
+            raise UserError(f"the weights have no {key}; {_advice(key, 'False')}")
     return {key: weights.get(key, own).to(own) for key, own in ours.items()}
 
 
@@ -187,7 +187,7 @@ def _check_place(key: str, value: Tensor, ours: Mapping[str, Tensor]) -> None:
     if f"{module}.parametrizations.{leaf}.original" in ours:
         raise UserError(f"the model constrains {key}, so it would compute another function; create it without caps")
     if key not in ours:
-        raise UserError(f"the weights have {key}, but the model does not; {_mend(key, 'True')}")
+        raise UserError(f"the weights have {key}, but the model does not; {_advice(key, 'True')}")
     if value.shape != ours[key].shape:
         raise UserError(
             f"{key} is {tuple(value.shape)} in the weights and {tuple(ours[key].shape)} in the model; create the model "
@@ -195,7 +195,7 @@ def _check_place(key: str, value: Tensor, ours: Mapping[str, Tensor]) -> None:
         )
 
 
-def _mend(key: str, bias: str) -> str:
+def _advice(key: str, bias: str) -> str:
     """Return the advice for a key that only one side has."""
     if key.endswith((".qkv.bias", ".qk.bias", ".v.bias")):
         return f"create the model with qkv_bias={bias}"

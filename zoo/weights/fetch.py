@@ -60,8 +60,8 @@ def within(place: str, file: str) -> str:
     return f"{place.rstrip('/')}/{file}"
 
 
-def fetched(place: str, digest: str, path: Path, most: int, mend: str) -> Path:
-    """Return `path` with the content of this sha256, as it is or fetched from `place`. Raises UserError with `mend`."""
+def fetched(place: str, digest: str, path: Path, most: int, advice: str) -> Path:
+    """Return `path` with the content of this sha256, as it is or fetched from `place`. Raises UserError."""
     if path.is_file() and sha256(path) == digest:
         return path
     with disk_errors("free some space, or set CERTIZOO_CACHE to another folder"):
@@ -69,11 +69,11 @@ def fetched(place: str, digest: str, path: Path, most: int, mend: str) -> Path:
         own = path.with_name(f"{path.name}.{os.getpid()}")  # ranks fetch at the same time
         with whole_file(own) as part, part.open("wb") as file:
             found = hashlib.sha256()
-            for chunk in _chunks(place, most, mend):
+            for chunk in _chunks(place, most, advice):
                 found.update(chunk)
                 file.write(chunk)
             if found.hexdigest() != digest:
-                raise UserError(f"{place} has sha256 {found.hexdigest()[:16]}..., not {digest[:16]}...; {mend}")
+                raise UserError(f"{place} has sha256 {found.hexdigest()[:16]}..., not {digest[:16]}...; {advice}")
         os.replace(own, path)
     return path
 
@@ -83,27 +83,27 @@ def cache_folder() -> Path:
     return files.cache_folder("weights")
 
 
-def _chunks(place: str, most: int, mend: str) -> Iterator[bytes]:
-    with _opened(place, mend) as file:
+def _chunks(place: str, most: int, advice: str) -> Iterator[bytes]:
+    with _opened(place, advice) as file:
         read = 0
         try:
             while chunk := file.read(CHUNK):
                 read += len(chunk)
                 if read > most:
-                    raise UserError(f"{place} is larger than the expected {most} bytes; {mend}")
+                    raise UserError(f"{place} is larger than the expected {most} bytes; {advice}")
                 yield chunk
         except (OSError, ValueError) as error:
-            raise UserError(f"{place} broke off after {read} bytes ({error}); {mend}") from None
+            raise UserError(f"{place} broke off after {read} bytes ({error}); {advice}") from None
 
 
 @contextmanager
-def _opened(place: str, mend: str) -> Iterator[BinaryIO]:
+def _opened(place: str, advice: str) -> Iterator[BinaryIO]:
     url = _hub_url(place) if place.startswith(HUB) else place
     try:
         file = _web().open(Request(url), timeout=SECONDS) if is_remote(url) else open(url, "rb")  # noqa: SIM115
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) if isinstance(error, URLError) else error
-        raise UserError(f"{place} could not be fetched ({reason or error}); {mend}") from None
+        raise UserError(f"{place} could not be fetched ({reason or error}); {advice}") from None
     with file:
         yield file
 

@@ -80,9 +80,9 @@ def handover_of(name: str) -> Path:
     folder = fetch.cache_folder() / f"{name}-{said.sha256[:16]}"
     base = os.environ.get(MIRROR)
     source = f"{base.rstrip('/')}/{name}" if base else said.source
-    mend = f"connect to the network, or set {MIRROR} to a folder or URL that contains {name}/{WEIGHTS}"
+    advice = f"connect to the network, or set {MIRROR} to a folder or URL that contains {name}/{WEIGHTS}"
     for file, (digest, most) in files.items():
-        fetch.fetched(fetch.within(source, file), digest, folder / file, most, mend)
+        fetch.fetched(fetch.within(source, file), digest, folder / file, most, advice)
     return folder
 
 
