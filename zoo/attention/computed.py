@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zoo.arithmetic import gamma, nan_to_inf
+from zoo.arithmetic import OUT, gamma, nan_to_inf
 from zoo.attention.theory.core import Score
 from zoo.attention.theory.score_errors import Errors
-from zoo.bounds.float_error import LIBM, OUT, Known, RunningError
+from zoo.bounds.float_error import LIBM, Known, RunningError
 
 Map = Callable[[Tensor], Tensor]
 UNDERFLOW = 1e-270  # smaller probabilities count as 0

@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.arithmetic import OUT
 from zoo.attention.qkv import Mixing, MixingError
 from zoo.attention.softmax import QKVAttention, SoftmaxAttention
 from zoo.attention.softmax_rounding import attention_rounding
 from zoo.attention.softmax_rules import AttentionRules, attention_rules, rules_with_mixing
 from zoo.bounds.contracts import Precision, Rounding
 from zoo.bounds.hypotheses import Shapes
-from zoo.bounds.rounding import OUT, TINY
+from zoo.bounds.rounding import TINY
 from zoo.bounds.rule_table import expect, register
 
 FEW = 64  # up to this many tokens all N^2 weights are written out; here both ways take the same time

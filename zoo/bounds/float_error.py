@@ -21,10 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from certizoo import UserError
-from zoo.arithmetic import U, gamma, nan_to_inf
+from zoo.arithmetic import OUT, U, gamma, nan_to_inf
 from zoo.bounds.stepwise import StepwiseAttention
 
-OUT = 1 + 1e-9  # outwards over the rounding of these formulas themselves
 RESERVE = 8  # the rule of a link computes from the same tensors; its rounding is at most this times the function's own
 TOGETHER = 16  # images followed at once; all their tensors are held while one link is followed
 TINY = 1e-290  # above underflow

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from zoo.arithmetic import OUT
 from zoo.bounds.contracts import Precision, Rounded, Rounding
 from zoo.bounds.first_order import trunk
 from zoo.bounds.rule_table import Link, NoRule, rules_of
 
-OUT = 1 + 1e-9  # outwards over the rounding of these formulas themselves
 TINY = 1e-30  # above underflow, flushed to zero or not
 LARGEST = 1e37  # sums of moduli below this do not overflow
 ROOT = 1e18  # the same for numbers that are squared
