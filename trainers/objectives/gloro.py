@@ -5,8 +5,8 @@
 
 w are the rows of the head and Lip the Lipschitz constant up to it, an estimate here (zoo/models/hidden_radius.py);
 eps_t is objective.eps, reached after `ramp`. Where z_bot < z_j the image would be certified, were Lip a bound. The
-divergence is log(1 + e^(z_bot - lse z)): with beta = 1 the loss is the paper's CE( (z, z_bot), y ), with any other its form after
-TRADES, which weighs robustness against accuracy.
+divergence is log(1 + e^(z_bot - lse z)): with beta = 1 the loss is the paper's CE( (z, z_bot), y ), with any other its
+form after TRADES, which weighs robustness against accuracy.
 
 Letters: B images, K classes, F units of the last hidden layer.
 """
