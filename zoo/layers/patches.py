@@ -228,7 +228,7 @@ def _stem_layers(
     left, rest = divmod(side, max(1, img_size // patch_size))
     if rest or left < 1:
         raise UserError(
-            f"stem={[list(row) for row in rows]} turns {img_size} pixels a side into {side}, but "
+            f"stem={[list(row) for row in rows]} turns a side of {img_size} into {side} pixels, but "
             f"patch_size={patch_size} needs a multiple of {img_size // patch_size}; change kernels, strides or padding"
         )
     return [*rows, (embed_dim, left, left, 0)]

@@ -442,7 +442,7 @@ REFUSED: dict[str, tuple[Attack, str]] = BREAKING | {
     "LayerNorm with a negative eps": (attribute("norm", "eps", -1e-3), "eps above 0"),
     "negative radius": (put("norm", lambda: LayerProject(16, -1.0)), "radius is -1"),
     "bias that is broadcast": (broadcast_bias, "its bias has the shape"),
-    "branch that is broadcast": (broadcast_branch, "give both one shape"),
+    "branch that is broadcast": (broadcast_branch, "give input and output the same shape"),
     "weights that are broadcast": (broadcast_weights, "broadcast"),
     "bfloat16": (lambda model, patch: model.bfloat16(), r"bfloat16.*model\.float\(\)"),
     "float16": (lambda model, patch: model.half(), r"float16.*model\.float\(\)"),
