@@ -22,7 +22,7 @@ from benchmarks.record import record
 from tests.tools.expansions import Instance, tightness
 from tests.zoo.attention import test_curvature as test_curvature_attention
 from tests.zoo.attention import test_curvature_variants
-from tests.zoo.bounds import test_curvature, test_rules
+from tests.zoo.bounds import test_curvature, test_first_order
 from zoo.rules import affine, types_where
 
 MODULES = 20  # of each case of second order: 200 inputs
@@ -42,11 +42,13 @@ def rows_of(kind: type[nn.Module], attacked: dict[str, int], search: Callable[[]
 
 def first_order(kind: type[nn.Module], name: str) -> Iterator[Row]:
     """||f(x + G) - f(x)||; where nothing moves there is nothing to compare."""
-    make, _ = test_rules.CASES[kind]
-    cases = test_rules.instances(make, test_rules.SHAPES.get(kind, (test_rules.N, test_rules.D)), seed=0)
+    make, _ = test_first_order.CASES[kind]
+    cases = test_first_order.instances(
+        make, test_first_order.SHAPES.get(kind, (test_first_order.N, test_first_order.D)), seed=0
+    )
 
     def search() -> dict[str, Tensor]:
-        reached = test_rules.reached(cases, local=name == "local radius")
+        reached = test_first_order.reached(cases, local=name == "local radius")
         if not reached.max() <= 1 + 1e-9:
             raise AssertionError(f"{kind.__name__}: bound beaten by a factor of {reached.max()}")
         return {name: 1 / reached[reached > 0]}
@@ -64,7 +66,7 @@ def expansions() -> dict[type[nn.Module], list[Instance]]:
     kinds: dict[type[nn.Module], list[Instance]] = {}
     for case in (case for source in sources for case in source):
         kinds.setdefault(type(case.module), []).append(case)
-    if set(kinds) != set(types_where(lambda facts: facts.expansion not in (None, affine))):
+    if set(kinds) != set(types_where(lambda rules: rules.expansion not in (None, affine))):
         raise LookupError("the tests have no instances of some rules of second order")
     return kinds
 
@@ -77,10 +79,10 @@ def second_order(kind: type[nn.Module], cases: list[Instance]) -> Iterator[Row]:
 
 
 def all_rows(wanted: Callable[[type[nn.Module]], bool]) -> Iterator[Row]:
-    for kind in filter(wanted, types_where(lambda facts: facts.rule or facts.chain)):
+    for kind in filter(wanted, types_where(lambda rules: rules.rule or rules.chain)):
         yield from first_order(kind, "radius")
     windows = SwinTransformerBlock  # whose local rule is that of its windows
-    for kind in filter(wanted, (*types_where(lambda facts: facts.local), windows)):
+    for kind in filter(wanted, (*types_where(lambda rules: rules.local), windows)):
         yield from first_order(kind, "local radius")
     for kind, cases in expansions().items():
         if wanted(kind):

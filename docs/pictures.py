@@ -20,7 +20,7 @@ from sklearn.datasets import make_moons
 from torch import Tensor, nn
 
 from certify import certified_radius, certify
-from zoo.rules import Facts, Links, register
+from zoo.rules import Links, ModuleRules, register
 
 FOLDER = Path(__file__).parent / "pictures"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -48,7 +48,7 @@ def parts(model: Plane) -> tuple[Links, nn.Linear]:
     return list(model.body), model.head
 
 
-register(Plane, Facts(trunk=parts))
+register(Plane, ModuleRules(trunk=parts))
 
 
 @dataclass(frozen=True)

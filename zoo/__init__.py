@@ -1,4 +1,4 @@
-"""Robust Vision Transformers by name, and what is provable of each of their modules."""
+"""Robust Vision Transformers by name, and the provable properties of each of their modules."""
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before timm imports it)
 from zoo import export, handover, hinge, penalty, rules, spectral, weights

@@ -1,4 +1,4 @@
-"""`python -m zoo [PATTERN]`, `python -m zoo show NAME`: what is in the zoo; `python -m zoo export`: out of it."""
+"""Command line of the zoo: `python -m zoo [PATTERN]`, `python -m zoo show NAME` and `python -m zoo export`."""
 
 import argparse
 import csv
@@ -28,10 +28,10 @@ def _console() -> Console:
 
 
 def list_models(args: argparse.Namespace) -> None:
-    """A table of the models."""
+    """Print a table of the models."""
     names = overview.matching(args.pattern)
     progress = track(names, "measuring", console=Console(stderr=True), transient=True)
-    rows = [overview.facts(name) for name in progress]
+    rows = [overview.summarize(name) for name in progress]
     if args.format == "table":
         _console().print(overview.table(rows))
         return
@@ -45,9 +45,9 @@ def list_models(args: argparse.Namespace) -> None:
 
 
 def show(args: argparse.Namespace) -> None:
-    """Options, layers and rules of one model."""
+    """Print options, layers and rules of one model."""
     overrides = _overrides(args.set)
-    row = overview.facts(args.name, **overrides)
+    row = overview.summarize(args.name, **overrides)
     options = Table("option", "value")
     for key, value in model_options(args.name, **overrides).items():
         options.add_row(key, str(value))
@@ -65,12 +65,12 @@ def show(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """The model of a hand-over as a file for other programs."""
+    """Write the model of a hand-over as a file for other programs."""
     export_handover(args.handover, args.out, args.format)
 
 
 def _overrides(assignments: Sequence[str]) -> dict[str, Any]:
-    """'depth=2' or 'attention={name: dp, v_cap: 1}': values are YAML, as in the configuration files."""
+    """Parse 'depth=2' or 'attention={name: dp, v_cap: 1}': values are YAML, as in the configuration files."""
     found = {}
     for text in assignments:
         option, equals, value = text.partition("=")
@@ -79,7 +79,9 @@ def _overrides(assignments: Sequence[str]) -> dict[str, Any]:
         try:
             found[option] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise UserError(f"the value of {text!r} is no YAML; quote it as in the configuration files") from None
+            raise UserError(
+                f"the value of {text!r} is not valid YAML; quote it as in the configuration files"
+            ) from None
     return found
 
 

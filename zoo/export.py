@@ -1,7 +1,7 @@
-"""Models for other programs: state dicts in timm's or our names, and programs that need no code of ours.
+"""Models for other programs: state dicts in timm's names or ours, and programs that do not need this package.
 
-Parametrised weights are folded, so that the exported function is the served one. Images stay in [0,1] where the model
-is a program; timm's models want them normalised, and the statistics stand in the file's metadata (mean, std).
+Parametrised weights are folded, so that the exported function is the served one. A program takes images in [0,1].
+timm's models take normalised images, and the file's metadata has the statistics (mean, std).
 """
 
 import importlib.util
@@ -28,11 +28,14 @@ def export(model: nn.Module, path: Path, format: str, image: Shape) -> None:
     """Write `model` to the file `path`, whole or not at all.
 
     Args:
+        model: the model to export.
+        path: the file to write.
         format: 'timm' (safetensors, for `timm.create_model(..., checkpoint_path=)`), 'safetensors' (our names),
-            'torch' (a torch.export program, any batch size), 'onnx' (any batch size; needs packages of its own).
+            'torch' (a torch.export program, any batch size), 'onnx' (any batch size; needs extra packages).
         image: channels, height, width.
 
-    Raises UserError where the model has no such form or a package is missing.
+    Raises:
+        UserError: if the model has no such form, or a package is missing.
     """
     if format not in FORMATS:
         raise unknown("export format", format, FORMATS)
@@ -43,7 +46,7 @@ def export(model: nn.Module, path: Path, format: str, image: Shape) -> None:
 
 
 def export_handover(folder: Path, path: Path, format: str) -> None:
-    """`export` for what training left in `folder`."""
+    """Export the hand-over in `folder`; see `export`."""
     model, config = handover.load(folder)
     options = config["model"]
     export(model, path, format, (options["in_chans"], options["img_size"], options["img_size"]))

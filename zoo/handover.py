@@ -1,7 +1,7 @@
-"""The hand-over folder: what training passes on. `model.safetensors` (float32) and `config.yaml`; no pickle.
+"""The hand-over folder, the result of training: `model.safetensors` (float32) and `config.yaml`; no pickle.
 
-It may come from elsewhere. The config is bounded, names no weights but those beside it, and gets no more memory than
-they fill: its model is first laid out without any, and held against the header of the file.
+It may be untrusted. The config is bounded, names no weights other than those in the same folder, and gets no more
+memory than these fill: its model is first built on the meta device and compared with the header of the file.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,15 @@ from certizoo.files import sha256, whole_file, write_whole
 from zoo.models.factory import Options, create_model, model_options, pixel_statistics
 from zoo.weights.table import CONFIG, WEIGHTS
 
-MAX_BUFFERS = 2**32  # bytes of masks and indices, which follow from the options and are no weights
+MAX_BUFFERS = 2**32  # bytes of masks and indices, which follow from the options and are not weights
 Shapes = dict[str, tuple[int, ...]]
 
 
 def save(folder: Path, model: nn.Module, model_config: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-    """Write the weights of `model` and a `config.yaml` with the keys of `extra` and, under `model`, every option of the
-    model: a name alone would come back as another function once its defaults change. Each file appears whole or not
-    at all.
+    """Write the weights of `model` and a `config.yaml`. Each file appears whole or not at all.
+
+    The config has the keys of `extra` and, under `model`, every option of the model: a name alone would give another
+    function once its defaults change.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = {key: value.detach().float().cpu().contiguous() for key, value in model.state_dict().items()}
@@ -39,26 +40,26 @@ def save(folder: Path, model: nn.Module, model_config: Mapping[str, Any], extra:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config of a hand-over, without its weights. Raises UserError where `folder` is no hand-over."""
+    """Return the config of a hand-over, without its weights. Raises UserError if `folder` is not a hand-over."""
     for name in (WEIGHTS, CONFIG):
         if not (folder / name).is_file():
-            raise UserError(f"{folder} is no hand-over: {name} is missing; train with trainers/adv_train.py first")
+            raise UserError(f"{folder} is not a hand-over: {name} is missing; train with trainers/adv_train.py first")
     config = read_yaml(folder / CONFIG)
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict) or not all(isinstance(word, str) for word in (*model, model.get("name"))):
-        raise UserError(f"{folder / CONFIG} names no model; use the file that training wrote beside the weights")
+        raise UserError(f"{folder / CONFIG} names no model; use the file that training wrote with the weights")
     if "pretrained" in model:
-        raise UserError(f"{folder / CONFIG} names other weights than those beside it; remove model.pretrained")
+        raise UserError(f"{folder / CONFIG} names other weights than those in its folder; remove model.pretrained")
     return config
 
 
 def weights_sha256(folder: Path) -> str:
-    """Of the file with the weights: what a result belongs to."""
+    """Return the digest of the file with the weights, to which a result belongs."""
     return sha256(folder / WEIGHTS)
 
 
 def load(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a hand-over in eval mode, and its whole config. Raises UserError where the two do not fit."""
+    """Return the model of a hand-over in eval mode, and its whole config. Raises UserError if the two do not fit."""
     config = read_config(folder)
     _hold_together(folder, config["model"])
     model = create_model(**config["model"])
@@ -85,7 +86,7 @@ def _hold_together(folder: Path, options: Options) -> None:
 
 
 def _held(folder: Path) -> Shapes:
-    """What the header of the file says."""
+    """Return the shapes in the header of the file."""
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
@@ -94,22 +95,22 @@ def _held(folder: Path) -> Shapes:
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder / WEIGHTS} is damaged ({str(error)[:200]}); copy or train it again") from None
     if kinds - {"F32"}:
-        raise UserError(f"{folder / WEIGHTS} holds {sorted(kinds - {'F32'})[0]}; hand over float32 weights alone")
+        raise UserError(f"{folder / WEIGHTS} holds {sorted(kinds - {'F32'})[0]}; hand over float32 weights only")
     return shapes
 
 
 def _wanted(folder: Path, options: Options) -> Shapes:
-    """Of the model, made without memory for what it holds."""
+    """Return the shapes of the model, built without memory for its tensors."""
     try:
         with torch.device("meta"):
             model = create_model(**options)
     except UserError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from None
-    except Exception as error:  # options that contradict one another make the parts raise anything
+    except Exception as error:  # contradicting options may make the parts raise anything
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"{folder / CONFIG}: there is no such model ({type(error).__name__}: {reason}); use the file that training "
-            "wrote beside the weights"
+            "wrote with the weights"
         ) from None
     if sum(buffer.nbytes for buffer in model.buffers()) > MAX_BUFFERS:
         raise UserError(f"{folder / CONFIG}: masks and indices beyond {MAX_BUFFERS >> 30} GiB; use a smaller img_size")
@@ -117,12 +118,12 @@ def _wanted(folder: Path, options: Options) -> Shapes:
 
 
 def _brought(model: nn.Module, options: Options) -> dict[str, list[float]]:
-    """mean and std that are not those of the options: pretrained weights bring their own."""
+    """Return mean and std if they differ from those of the options: pretrained weights bring their own."""
     own = _normalisation(model)
     expected = {name: torch.tensor(values) for name, values in pixel_statistics(options).items()}
     return {name: own[name].tolist() for name in expected if not torch.equal(own[name], expected[name])}
 
 
 def _normalisation(model: nn.Module) -> dict[str, torch.Tensor]:
-    """mean and std (C,) in the model."""
+    """Return mean and std (C,) of the model."""
     return {name: model.get_buffer(f"normalize.{name}").float().flatten().cpu() for name in ("mean", "std")}

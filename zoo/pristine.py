@@ -1,8 +1,9 @@
-"""Whether code is still what it was when it was remembered: classes with the functions they call, torch's operations.
+"""Checks that code is unchanged since it was remembered: classes with the functions they call, torch's operations.
 
-A proof is of code. Python lets everyone put other code into a class, a module or a function, so that what runs is no
-longer what was proved. `remember` keeps what a class is made of, `change_of` says what of it is another today. Code is
-compared by identity: functions, their bytecode and defaults, and what they call by a global name. Data are not code.
+A proof is about code. Python allows anyone to replace code in a class, a module or a function, and then other code runs
+than the one with the proof. `remember` stores the code of a class; `change_of` reports which part has changed since.
+Code is compared by identity: functions, their bytecode and defaults, and what they call by a global name. Data are not
+code.
 """
 
 import functools
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-# What Python itself writes into a class, and what has been run before a model exists.
+# Attributes that Python itself writes into a class, and code that has run before a model exists.
 NOT_RUN = {
     "__init__", "__doc__", "__module__", "__slotnames__", "__dict__", "__weakref__", "__annotations__",
     "__annotations_cache__", "__annotate_func__", "__abstractmethods__", "__parameters__", "__orig_bases__",
@@ -26,7 +27,7 @@ REPLACED_BY_TORCH = {"__setstate__": "torch._dynamo.mutation_guard"}
 
 @dataclass(frozen=True)
 class _Function:
-    """All that decides what a call does, but for data."""
+    """Everything except data that decides what a call does."""
 
     code: CodeType
     defaults: tuple[Any, ...]
@@ -34,7 +35,7 @@ class _Function:
     called: dict[str, Any]  # by their global names
 
     def holds(self, function: FunctionType) -> bool:
-        """Whether the function is still this one. What it names may have come since, but not gone or changed."""
+        """Return True if the function is still this one. Names may have been added, but not removed or changed."""
         if function.__code__ is not self.code or len(defaults := _defaults(function)) != len(self.defaults):
             return False
         cells, own = function.__closure__ or (), function.__globals__
@@ -51,7 +52,7 @@ _called: dict[type, tuple[FunctionType, ...]] = {}
 
 
 def remember(kind: type) -> None:
-    """Keep the code of a class and of its ancestors as it is now."""
+    """Store the code of a class and of its ancestors as it is now."""
     if kind in _called:
         return
     found: dict[FunctionType, None] = {}
@@ -66,7 +67,7 @@ def is_remembered(kind: type) -> bool:
 
 
 def change_of(kind: type) -> str | None:
-    """What of a remembered class is no longer what it was; None if nothing is."""
+    """Return the changed part of a remembered class; None if nothing has changed."""
     for base in kind.__mro__[:-1]:
         if base not in _classes:
             return f"{base.__name__}, its new ancestor"
@@ -76,7 +77,7 @@ def change_of(kind: type) -> str | None:
 
 
 def change_of_torch() -> str | None:
-    """Which of torch's operations is no longer torch's; None if all are."""
+    """Return the operation of torch that was replaced; None if none was."""
     for space, then in _OPERATIONS:
         if name := _change(space, then):
             return f"{space.__name__}.{name}"
@@ -91,7 +92,7 @@ def _changed_function(functions: Iterable[FunctionType]) -> str | None:
 
 
 def _change(space: type | ModuleType, then: dict[str, Any]) -> str | None:
-    """The name of code in a class or module that is another, is gone, or has come and hides what a class inherits."""
+    """Return the name of code in a class or module that was replaced, removed, or added and hides an inherited name."""
     now = vars(space)
     for name, value in then.items():
         if now.get(name) is not value and not _by_torch(name, now.get(name)):
@@ -106,7 +107,7 @@ def _change(space: type | ModuleType, then: dict[str, Any]) -> str | None:
 
 
 def _by_torch(name: str, value: object) -> bool:
-    """Whether torch itself puts such a function there, once it has compiled something."""
+    """Return True if torch itself puts such a function there, after it has compiled something."""
     module = sys.modules.get(REPLACED_BY_TORCH.get(name, ""))
     return module is not None and isinstance(value, FunctionType) and value.__globals__ is vars(module)
 
@@ -121,7 +122,7 @@ def _code_in(space: type | ModuleType, names: Iterable[str]) -> Iterator[tuple[s
 
 
 def _functions_in(value: object) -> Iterator[FunctionType]:
-    """The Python functions of a class attribute or a global."""
+    """Yield the Python functions of a class attribute or a global."""
     if isinstance(value, FunctionType):
         yield value
     elif isinstance(value, staticmethod | classmethod):

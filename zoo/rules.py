@@ -1,18 +1,25 @@
-"""The public door to what is provable of a module: for those who add one, and for those who ask.
+"""The public interface to the provable properties of a module: to add rules for a module, and to look them up.
 
-    from zoo.rules import Facts, Layer, affine, register, scaled
+    from zoo.rules import Layer, ModuleRules, affine, register, scaled
 
     def half(module: Half) -> Layer:
         return scaled(module, 0.5)  # ||x' / 2 - x / 2|| = ||x' - x|| / 2
 
-    register(Half, Facts(rule=half, expansion=affine))
+    register(Half, ModuleRules(rule=half, expansion=affine))
 
-in the file that defines the module. What each fact promises is told by the files of `zoo/bounds`: start with facts.py.
+in the file that defines the module. The files of `zoo/bounds` explain what each rule promises: start with
+rule_table.py.
 """
 
-from zoo.attention.facts import AttentionRules, attention_facts, facts_by_split, rules_with_mixing, softmax_facts
 from zoo.attention.lipschitz import global_layer
 from zoo.attention.qkv import Split, qkv_split
+from zoo.attention.softmax_rules import (
+    AttentionRules,
+    attention_rules,
+    rules_by_split,
+    rules_with_mixing,
+    softmax_rules,
+)
 from zoo.bounds.activations import Hinge, Smooth, activation_of
 from zoo.bounds.contracts import Activation, Bound, Expand, Expansion, Layer, Node, Precision, Rounded, Rounding
 from zoo.bounds.curvature import (
@@ -25,12 +32,7 @@ from zoo.bounds.curvature import (
     trunk_of,
 )
 from zoo.bounds.elementwise import elementwise, scalar
-from zoo.bounds.facts import Facts, Link, Links, NoRule, expect, facts_of, register, types_where
-from zoo.bounds.fused import fused
-from zoo.bounds.links import Affine, Residual
-from zoo.bounds.primitives import centred, factors, function, linear_rounding, matrix_product, mean, plus, product
-from zoo.bounds.rounding import composed, exact, exact_module, residual_rounding, roundings_of, trunk_roundings
-from zoo.bounds.rules import (
+from zoo.bounds.first_order import (
     Chain,
     Step,
     chain,
@@ -43,6 +45,11 @@ from zoo.bounds.rules import (
     scaled,
     steps_of,
 )
+from zoo.bounds.fused import fused
+from zoo.bounds.links import Affine, Residual
+from zoo.bounds.primitives import centred, factors, function, linear_rounding, matrix_product, mean, plus, product
+from zoo.bounds.rounding import composed, exact, exact_module, residual_rounding, roundings_of, trunk_roundings
+from zoo.bounds.rule_table import Link, Links, ModuleRules, NoRule, expect, register, rules_of, types_where
 from zoo.layers.convolution import conv_norm
 
 __all__ = [
@@ -53,11 +60,11 @@ __all__ = [
     "Chain",
     "Expand",
     "Expansion",
-    "Facts",
     "Hinge",
     "Layer",
     "Link",
     "Links",
+    "ModuleRules",
     "NoRule",
     "Node",
     "Precision",
@@ -70,7 +77,7 @@ __all__ = [
     "activation_of",
     "affine",
     "affine_expansion",
-    "attention_facts",
+    "attention_rules",
     "centred",
     "chain",
     "classifier_of",
@@ -83,8 +90,6 @@ __all__ = [
     "expansion_of",
     "expect",
     "factors",
-    "facts_by_split",
-    "facts_of",
     "function",
     "fused",
     "global_layer",
@@ -104,10 +109,12 @@ __all__ = [
     "residual_layer_of",
     "residual_rounding",
     "roundings_of",
+    "rules_by_split",
+    "rules_of",
     "rules_with_mixing",
     "scalar",
     "scaled",
-    "softmax_facts",
+    "softmax_rules",
     "steps_of",
     "trunk_of",
     "trunk_roundings",

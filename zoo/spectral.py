@@ -10,11 +10,11 @@ from zoo.arithmetic import OUT, U, gamma
 
 
 def power_step(weight: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """One power iteration on each matrix of a batch.
+    """Run one power iteration on each matrix of a batch.
 
-    weight (..., m, n), v (..., n) unit vectors. Returns sigma = u^T W v_new (...,), differentiable in `weight` with
-    the gradient u v_new^T of the norm, and v_new (..., n) without gradient. Where W^T W v is zero, v_new is v: a zero
-    vector would stay one in all later steps, whatever becomes of the weight.
+    weight (..., m, n), v (..., n) unit vectors. Returns sigma = u^T W v_new (...,), differentiable in `weight` with the
+    gradient u v_new^T of the norm, and v_new (..., n) without gradient. Where W^T W v is zero, v_new is v: a zero
+    vector would remain zero in all later steps, however the weight changes.
 
     Proof: docs/proofs.md#power-step.
     """
@@ -28,22 +28,24 @@ def power_step(weight: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def settled(weight: Tensor, v: Tensor, iterations: int = 20) -> Tensor:
-    """The vectors v (..., n) after some power iterations: before a first step they would be those of chance."""
+    """Return the vectors v (..., n) after some power iterations, so that a first step does not use random ones."""
     for _ in range(iterations):
         _, v = power_step(weight, v)
     return v
 
 
 def start_vectors(*shape: int) -> Tensor:
-    """Deterministic unit vectors (..., n) to start a power iteration from; on every rank and device the same, to
-    rounding."""
+    """Return deterministic unit vectors (..., n) to start a power iteration from.
+
+    They are the same on every rank and device, up to rounding.
+    """
     generator = torch.Generator().manual_seed(0)
     start = torch.nn.functional.normalize(torch.randn(*shape, generator=generator, device="cpu"), dim=-1)
     return start.to(torch.get_default_device())
 
 
 def sigma_estimate(weight: Tensor, iterations: int = 20) -> Tensor:
-    """Power iteration: never above ||W||_2 (up to rounding), hence for training and inspection only.
+    """Estimate ||W||_2 by power iteration: never above it (up to rounding), so for training and inspection only.
 
     weight (..., m, n) -> (...,). docs/references.md#erratum-power-iteration: on a Gaussian 384 x 768 matrix 5
     iterations reach 0.92-0.94 of the norm.
@@ -53,10 +55,10 @@ def sigma_estimate(weight: Tensor, iterations: int = 20) -> Tensor:
 
 
 def sigma_upper(weight: Tensor) -> Tensor:
-    """A number never below ||A||_2, per matrix of a batch: (..., m, n) -> (...,) in float64.
+    """Return a number never below ||A||_2, per matrix of a batch: (..., m, n) -> (...,) in float64.
 
-    The eigenvalues of G give a candidate theta. If the Cholesky factorisation of theta I - G runs to completion, then
-    (Rump; docs/proofs.md#sigma-upper)
+    The eigenvalues of G give a candidate theta. If the Cholesky factorisation of theta I - G completes, then (Rump;
+    docs/proofs.md#sigma-upper)
 
         ||A||^2 <= theta + gamma_{n+1}/(1 - gamma_{n+1}) tr(theta I - G) + 4 u theta + gamma_{m+2} ||A||_F^2,
 
@@ -95,5 +97,5 @@ def product_rounding(a: Tensor, b: Tensor) -> Tensor:
 
 
 def product_upper(a: Tensor, b: Tensor) -> Tensor:
-    """Return a number that is never below ||A B||, whatever cancels in the product that torch computes."""
+    """Return a number never below ||A B||, even if terms cancel in the product that torch computes."""
     return sigma_upper(a @ b) + product_rounding(a, b)

@@ -25,7 +25,7 @@ from tests.tools.expansions import Instance, largest_dip, largest_gain, largest_
 from tests.zoo.attention import test_curvature as attention_cases
 from tests.zoo.attention import test_curvature_variants as variants
 from tests.zoo.attention import test_forms as core_forms
-from tests.zoo.bounds import test_curvature, test_forms, test_rules
+from tests.zoo.bounds import test_curvature, test_first_order, test_forms
 from tests.zoo.bounds.test_forms import Attack
 from zoo.bounds.contracts import QuadraticForm
 from zoo.rules import affine, types_where
@@ -46,10 +46,10 @@ def findings(seed: int) -> Iterator[Finding]:
 
 def searches() -> list[Search]:
     """One for each type and promise in the registry. Raises LookupError where a type has no modules to try."""
-    first, local = types_where(lambda facts: facts.rule or facts.chain), types_where(lambda facts: facts.local)
-    second = types_where(lambda facts: facts.expansion not in (None, affine))
+    first, local = types_where(lambda rules: rules.rule or rules.chain), types_where(lambda rules: rules.local)
+    second = types_where(lambda rules: rules.expansion not in (None, affine))
     instances = _instances()
-    if missing := (set(first) | set(local)) - set(test_rules.CASES) | set(second) - set(instances):
+    if missing := (set(first) | set(local)) - set(test_first_order.CASES) | set(second) - set(instances):
         raise LookupError(
             f"no modules of {sorted(kind.__name__ for kind in missing)} are tried; add a case to tests/zoo"
         )
@@ -64,12 +64,12 @@ def searches() -> list[Search]:
 
 
 def _first_order(kind: type[nn.Module], local: bool) -> Search:
-    make, _ = test_rules.CASES[kind]
-    shape = test_rules.SHAPES.get(kind, (test_rules.N, test_rules.D))
+    make, _ = test_first_order.CASES[kind]
+    shape = test_first_order.SHAPES.get(kind, (test_first_order.N, test_first_order.D))
 
     def search(seed: int) -> Iterator[Finding]:
-        cases = test_rules.instances(make, shape, seed)[: 1 + 4 * (not local)]
-        share = test_rules.reached(cases, local=local)
+        cases = test_first_order.instances(make, shape, seed)[: 1 + 4 * (not local)]
+        share = test_first_order.reached(cases, local=local)
         yield _found(f"{'local' if local else 'radius'}: {kind.__name__}", share.nan_to_num(0.0) / OUT, seed)
 
     return search

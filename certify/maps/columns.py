@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from certify.maps.effort import at_once
-from zoo.arithmetic import OUT, beside, product
+from zoo.arithmetic import OUT, broadcast_batch, product
 from zoo.bounds.contracts import Forms
 from zoo.bounds.tape import Tape
 
@@ -36,7 +36,7 @@ class Columns:
     @staticmethod
     def of(tape: Tape, images_BCHW: Tensor) -> "Columns | None":
         """None where functionals are not shared, or images have too many pixels."""
-        at = tape.bent[0]
+        at = tape.nonlinear[0]
         forms = tape.leaves[at].forms
         if forms is None or not forms.shared or images_BCHW[0].numel() > COLUMNS:
             return None
@@ -48,11 +48,11 @@ class Columns:
         forms, room = tape.leaves[self.at].forms, self.square.shape[1:]
         assert forms is not None
         own = self.square.sqrt() + self.count**0.5 * self._rounded(tape, forms)
-        total = product(beside(most_B, room), own).square()
+        total = product(broadcast_batch(most_B, room), own).square()
         for at, weight_B in outputs.items():
             if at < self.at:
                 through_B = weight_B * tape.gain_between(at, self.at)
-                total = total + product(beside(through_B, room), forms.sizes).square()
+                total = total + product(broadcast_batch(through_B, room), forms.sizes).square()
         return OUT * total.sqrt()
 
     def _rounded(self, tape: Tape, forms: Forms) -> Tensor:
@@ -64,7 +64,9 @@ class Columns:
                 break
             off_B = off_B + leaf.rounding * computed_B * tape.gain_between(at, self.at)
             before_B, computed_B = before_B * leaf.gain_B, computed_B * (leaf.gain_B + leaf.rounding)
-        return product(beside(off_B, room), forms.sizes) + product(beside(before_B + off_B, room), forms.slack)
+        return product(broadcast_batch(off_B, room), forms.sizes) + product(
+            broadcast_batch(before_B + off_B, room), forms.slack
+        )
 
 
 def _squares(tape: Tape, first: int, forms: Forms, images_BCHW: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from certify.maps.ellipsoid import Ellipsoids, Grown, Margins
 from certify.maps.joint import IMAGE, NOISE, Scale, Sizes
-from zoo.arithmetic import OUT, U, beside, nan_to_inf
+from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf
 from zoo.arithmetic import product as times
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Vectors
@@ -131,7 +131,7 @@ def _sum(form: QuadraticForm | None, rest: QuadraticForm, weight: Tensor) -> Qua
     """form + weight * rest."""
 
     def apply(v: Tensor) -> Tensor:
-        added = beside(weight, v.shape[2:]) * rest.apply(v)
+        added = broadcast_batch(weight, v.shape[2:]) * rest.apply(v)
         return added if form is None else form.apply(v) + added
 
     largest, rounding = times(weight, rest.largest), 2 * times(weight, torch.as_tensor(rest.rounding).to(weight))

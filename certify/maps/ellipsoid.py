@@ -31,7 +31,7 @@ from certify.maps.columns import Columns
 from certify.maps.effort import at_once, effort
 from certify.maps.joint import Joint, Scale, Sizes
 from certify.maps.rounding import ALLOWED, Rounding
-from zoo.arithmetic import OUT, beside, nan_to_inf, product
+from zoo.arithmetic import OUT, broadcast_batch, nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import Bound, Forms, QuadraticForm
 from zoo.bounds.tape import Vectors
@@ -60,7 +60,7 @@ def _met(met: Sizes, at: int, form: QuadraticForm) -> QuadraticForm:
 
 def _multiple(factor_B: Tensor) -> QuadraticForm:
     """factor |H|^2."""
-    return QuadraticForm(lambda v: beside(factor_B, v.shape[2:]) * v, factor_B[None], rounding=0.0)
+    return QuadraticForm(lambda v: broadcast_batch(factor_B, v.shape[2:]) * v, factor_B[None], rounding=0.0)
 
 
 def identity(like_B: Tensor) -> QuadraticForm:
@@ -153,7 +153,7 @@ class Ellipsoids:
                 radius_B = torch.fmin(radius_B, sizes[leaves[0]])
             defects.append(self._off(node, radius_B))
             for at in leaves:
-                if at in self.tape.bent:
+                if at in self.tape.nonlinear:
                     before[at], theta[at] = total_B, theta_of(at, total_B, sizes)
                     total_B = total_B + theta[at]
             square_B = nan_to_inf(defects[-1] / self.joint.noise.weights[leaves[-1]]).square() * OUT
@@ -163,7 +163,7 @@ class Ellipsoids:
     def margins(self, g: Vectors, class_CB: Tensor) -> Margins:
         """g (C, B, *y): the gradients at the outputs of the leaves that bend, of the margins over these classes."""
         forms, bounds = dict[int, QuadraticForm](), dict[int, Bound]()
-        for at in self.tape.bent:
+        for at in self.tape.nonlinear:
             leaf, reach = self.tape.leaves[at], self.rests[at].reach
             if leaf.forms is None or reach is None:
                 bounds[at] = leaf.remainder(g[at])
@@ -172,7 +172,7 @@ class Ellipsoids:
         zero = torch.zeros_like(self.most_B).expand(class_CB.shape)
         numbers = [torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB]
         if not forms:
-            return Margins(zero, zero, self.tape.bent[-1], bounds, forms, numbers)
+            return Margins(zero, zero, self.tape.nonlinear[-1], bounds, forms, numbers)
         norm = self.seminorms(forms, "margin", numbers, COARSE)
         constant = torch.stack([zero + form.constant for form in forms.values()]).sum(0)
         return Margins(norm, constant, max(forms), bounds, forms, numbers)
@@ -196,7 +196,7 @@ class Ellipsoids:
 
     def end(self, grown: Grown) -> Tensor:
         """How far the end moves, its own defect aside: (B,). Infinite where the last leaf bends or ends in a sum."""
-        if self.tape.bent[-1] == max(self.tape.leaves) or self.tape.ends_in_sum:
+        if self.tape.nonlinear[-1] == max(self.tape.leaves) or self.tape.ends_in_sum:
             return torch.full_like(self.most_B, torch.inf)
         return product(self._norm_of_end, self.whole(grown))
 
@@ -213,7 +213,7 @@ class Ellipsoids:
         B_k^T rounds is a part of `slip`."""
         return {
             at: torch.linalg.vector_norm((self.tape.collected(g, at) * self.joint.weights[at]).flatten(2), dim=-1)
-            for at in self.tape.bent
+            for at in self.tape.nonlinear
         }
 
     def slip(self, lengths: Sizes) -> Tensor:
@@ -223,7 +223,7 @@ class Ellipsoids:
 
     def whole(self, grown: Grown) -> Tensor:
         """|u| at most, of all that moves any leaf: (B,)."""
-        last = self.tape.bent[-1]
+        last = self.tape.nonlinear[-1]
         return (grown.before[last] + grown.theta[last] + grown.theta_0_B).sqrt()
 
     def _theta(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
@@ -260,7 +260,7 @@ class Ellipsoids:
         """Of the functionals of a leaf's forms (B, ...)."""
         forms, length = self.tape.leaves[at].forms, self._reaches[at]
         assert forms is not None
-        reach = product(length, beside(total_B.sqrt(), length.shape[1:]))
+        reach = product(length, broadcast_batch(total_B.sqrt(), length.shape[1:]))
         if at in self._norms:
             reach = within(product(self._norms[at], total_B.sqrt()), forms, reach)
         return within(sizes[at], forms, reach) if at in sizes else reach
@@ -297,7 +297,7 @@ class Ellipsoids:
         """Lengths |M_i^T a| of the functionals of all leaves. Of a Gaussian vector u <a, M_i u> is normal with the
         variance |M_i^T a|^2, so that a sum of M squares falls short of `share` |M_i^T a|^2 by chance only
         (docs/proofs.md#probes)."""
-        formed = {at: forms for at in self.tape.bent if (forms := self.tape.leaves[at].forms) is not None}
+        formed = {at: forms for at in self.tape.nonlinear if (forms := self.tape.leaves[at].forms) is not None}
         if not formed:
             return {}
         last, squares = max(formed), Sizes()
@@ -325,17 +325,21 @@ class Ellipsoids:
         assert forms is not None
         moved_B = self.rounding.share(at) * longest_B * OUT
         far_B = product(self.rounding.sizes[at], longest_B) * OUT
-        rounded = root * product(forms.slack, beside(far_B, squares.shape[1:]))
+        rounded = root * product(forms.slack, broadcast_batch(far_B, squares.shape[1:]))
         sure_B = share**0.5 - root * moved_B
         found = (OUT * squares + TINY).sqrt() + rounded
-        return torch.where(beside(sure_B > 0, squares.shape[1:]), found / beside(sure_B, squares.shape[1:]), torch.inf)
+        return torch.where(
+            broadcast_batch(sure_B > 0, squares.shape[1:]),
+            found / broadcast_batch(sure_B, squares.shape[1:]),
+            torch.inf,
+        )
 
 
 def _silenced(form: QuadraticForm, unknown: Tensor) -> QuadraticForm:
     """0 where there is no form."""
 
     def apply(v: Tensor) -> Tensor:
-        return torch.where(beside(unknown, v.shape[2:]), 0.0, form.apply(v))
+        return torch.where(broadcast_batch(unknown, v.shape[2:]), 0.0, form.apply(v))
 
     return QuadraticForm(apply, form.largest, form.constant, form.rounding)
 
@@ -347,7 +351,7 @@ def _repeated(shift: Tensor, u: Tensor) -> Tensor:
 
 def within(size_B: Tensor, forms: Forms, reach: Tensor) -> Tensor:
     """The reaches of functionals (B, ...), of which none goes beyond its length times |H|."""
-    return torch.fmin(reach, forms.sizes * beside(size_B, reach.shape[1:]))
+    return torch.fmin(reach, forms.sizes * broadcast_batch(size_B, reach.shape[1:]))
 
 
 def least_square_sum(count: int, chance: float) -> float:

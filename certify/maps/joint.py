@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zoo.arithmetic import beside
+from zoo.arithmetic import broadcast_batch
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Tape, Vectors
 
@@ -87,19 +87,19 @@ class Joint:
                 entering = self.tape.spread(r, at)
             if at in defects:
                 room = self._end(at)
-                d = defects[at].unflatten(-1, room) * beside(self.noise.weights[at], room)
+                d = defects[at].unflatten(-1, room) * broadcast_batch(self.noise.weights[at], room)
                 entering = d if entering is None else entering + d
             return entering
 
-        self.tape.push(first.unflatten(-1, self._image) * beside(self.most_B, self._image), at_leaf, last)
+        self.tape.push(first.unflatten(-1, self._image) * broadcast_batch(self.most_B, self._image), at_leaf, last)
 
     def pull(self, joining: Vectors, last: int) -> Tensor:
         """The transpose of what joins at the inputs of leaves up to `last`."""
         sources, ends = self.sources(last), self._ends(last)
         g, seen = self.tape.pull(None, joining, {*sources, *ends})
-        back = [g * beside(self.most_B, self._image)]
+        back = [g * broadcast_batch(self.most_B, self._image)]
         back += [self.tape.collected(seen, k) * self.weights[k] for k in sources]
-        back += [seen[n] * beside(self.noise.weights[n], self._end(n)) for n in ends]
+        back += [seen[n] * broadcast_batch(self.noise.weights[n], self._end(n)) for n in ends]
         return torch.cat([piece.flatten(2) for piece in back], -1)
 
     def _ends(self, last: int) -> list[int]:

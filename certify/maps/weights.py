@@ -18,7 +18,7 @@ from torch import Tensor
 from certify.maps.effort import effort
 from certify.maps.ellipsoid import Draw, Known, Off, identity, within
 from certify.maps.joint import IMAGE, NOISE, Joint, Noise, Sizes
-from zoo.arithmetic import beside
+from zoo.arithmetic import broadcast_batch
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Tape, Vectors
@@ -46,7 +46,7 @@ class Look:
         self._tape, self._images, self._most_B, self._g, self._draw = tape, images_BCHW, most_B, g, draw
         self._sizes = known(most_B)
         self._effort = effort(tape)
-        self._formed = {at: forms for at in tape.bent if (forms := tape.leaves[at].forms) is not None}
+        self._formed = {at: forms for at in tape.nonlinear if (forms := tape.leaves[at].forms) is not None}
         self._forms, self._pulled, self._energy_B = dict[int, QuadraticForm](), Vectors(), torch.zeros_like(most_B)
         if self._formed:
             self._forms, self._pulled, self._energy_B = self._sensitivity()
@@ -134,7 +134,7 @@ class Look:
             weight = (_floored(size) / _floored(self._pulled.get(at, torch.ones_like(size)))).sqrt()
         weight = weight.to(leaf.y).expand(self._most_B.shape + self._tape.rooms[at])
         factor_B = (self._length(at, v, joint, weight, total_B) / GUESS**0.5).nan_to_num(1.0, 1.0, 1.0)
-        return (weight * beside(factor_B, weight.shape[1:])).clamp(*WEIGHTS)
+        return (weight * broadcast_batch(factor_B, weight.shape[1:])).clamp(*WEIGHTS)
 
     def _length(self, at: int, v: Tensor, joint: Joint, weight: Tensor, total_B: Tensor) -> Tensor:
         """About |r / weight| (B,), for Theta in front of the leaf."""
@@ -174,12 +174,12 @@ class Look:
         def visit(at: int, v: Tensor) -> Tensor | None:
             square_B = v.flatten(2).square().sum(-1).mean(0)
             lengths[at] = square_B.sqrt().nan_to_num(1.0, 1.0).clamp(*LENGTHS)
-            if at not in self._tape.bent:
+            if at not in self._tape.nonlinear:
                 return None
             added = weight(at, v)
             return self._tape.spread(self._gaussian(self._tape.rooms[at], f"look {at}") * added, at)
 
-        v = self._gaussian(self._images.shape[1:], "look") * beside(self._most_B, self._images.shape[1:])
+        v = self._gaussian(self._images.shape[1:], "look") * broadcast_batch(self._most_B, self._images.shape[1:])
         self._tape.push(v, visit, max(self._tape.leaves))
         return lengths
 
@@ -228,7 +228,7 @@ class Look:
                 energies.append((v * joining[at]).flatten(2).sum(-1).mean(0))
 
         joint.push(u, visit, last)
-        _, seen = self._tape.pull(None, joining, [at for at in self._tape.bent if at < last])
+        _, seen = self._tape.pull(None, joining, [at for at in self._tape.nonlinear if at < last])
         pulled = {at: self._tape.collected(seen, at).square().mean(0).sqrt() for at in seen}
         return forms, pulled, torch.stack(energies).sum(0)
 
@@ -236,7 +236,7 @@ class Look:
         """Of the functionals of a leaf, by random changes v of its input."""
         forms = self._formed[at]
         length = (forms.squares(v) / len(v)).sqrt()
-        reach = beside(times_B, length.shape[1:]) * length
+        reach = broadcast_batch(times_B, length.shape[1:]) * length
         return within(self._sizes[at], forms, reach) if at in self._sizes else reach
 
     def _gaussian(self, room: torch.Size, word: str) -> Tensor:
@@ -259,7 +259,7 @@ def _scaled(weights: Mapping[int, Tensor], theta: Sizes, adds: Mapping[int, Tens
     for at in set(adds) - {IMAGE}:
         wanted_B = (adds[at] / adds[IMAGE]).nan_to_num(THETA[1]).clamp(*THETA)
         scale_B = (theta[at] / wanted_B).sqrt()
-        scaled[at] = (weights[at] * beside(scale_B, weights[at].shape[1:])).clamp(*WEIGHTS)
+        scaled[at] = (weights[at] * broadcast_batch(scale_B, weights[at].shape[1:])).clamp(*WEIGHTS)
     return scaled
 
 
@@ -267,4 +267,4 @@ def _floored(size: Tensor) -> Tensor:
     """Not far below the mean, and above 0."""
     size = size.nan_to_num(1.0, 1.0)
     mean_B = size.flatten(1).mean(1)
-    return torch.maximum(size, LEAST * beside(mean_B, size.shape[1:])).clamp_min(1e-100)
+    return torch.maximum(size, LEAST * broadcast_batch(mean_B, size.shape[1:])).clamp_min(1e-100)

@@ -46,10 +46,10 @@ from certify.methods.certificate import (
 )
 from certify.methods.correct import OfCorrect, of_correct
 from zoo.arithmetic import nan_to_inf, product
-from zoo.bounds import lanczos, running
+from zoo.bounds import float_error, lanczos
 from zoo.bounds.contracts import Bound
 from zoo.bounds.curvature import nodes_of
-from zoo.bounds.rules import trunk
+from zoo.bounds.first_order import trunk
 
 BYTES = 2**31  # memory for the terms of the images that are looked at together, and for those of their rivals
 PAIR = 16  # bytes an entry and token, about
@@ -249,7 +249,7 @@ class Adjoint:
             expansions.append(expand(points[-1]))
             points.append(expansions[-1].y)
         clean = lowered(self.head, points[-1], clean)
-        defects = running.defects(self.links, self.ends, points)
+        defects = float_error.defects(self.links, self.ends, points)
         betas = [expansion.beta for expansion in expansions]
         roundings = [expansion.rounding for expansion in expansions]
         steps = [Step(*of_node) for of_node in zip(self.names, lips, betas, defects, roundings, strict=True)]

@@ -2,7 +2,7 @@
 
 Weights are folded in the precision they are served in and only then widened, so that the float64 function has exactly
 the served weights (docs/proofs.md#served-weights). What is given must be what its code and its weights say
-(zoo/bounds/genuine.py): what is certified is a copy of it, and the copy has the same types and the same weights.
+(zoo/bounds/integrity.py): what is certified is a copy of it, and the copy has the same types and the same weights.
 """
 
 import copy
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from certify.methods.certificate import Clean, margins_of
 from certify.methods.unchanged import Snapshot
 from certizoo import UserError
-from zoo.bounds import genuine
-from zoo.bounds.facts import refuse_altered
+from zoo.bounds import integrity
+from zoo.bounds.rule_table import refuse_altered
 from zoo.layers.fold import folded
 from zoo.layers.patches import Normalize
 
@@ -86,7 +86,7 @@ def bake(model: nn.Module) -> nn.Module:
 
 def refuse_process() -> None:
     """Raise UserError where this process has changed what every module does."""
-    if fault := genuine.fault_of_process():
+    if fault := integrity.fault_of_process():
         raise UserError(fault)
 
 
@@ -96,9 +96,9 @@ def refuse_impostor(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UserError(f"the model is a {type(model).__name__}; give a torch.nn.Module, such as zoo.create_model(...)")
     refuse_process()
-    for path, module in genuine.modules_of(model):
+    for path, module in integrity.modules_of(model):
         refuse_altered(module, path)
-    for path, tensor in genuine.tensors_of(model):
+    for path, tensor in integrity.tensors_of(model):
         if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
             raise UserError(f"{path} holds no dense numbers; load or dequantise the weights first")
 
@@ -107,11 +107,11 @@ def _copied(model: nn.Module) -> nn.Module:
     """The folded copy of a model that is what it seems. A module of unknown type may still copy itself as another."""
     refuse_impostor(model)
     copied = folded(model)
-    given = {path: genuine.kind_of(module) for path, module in genuine.modules_of(model) if _outlives(path)}
-    if {path: type(module) for path, module in genuine.modules_of(copied)} != given:
+    given = {path: integrity.kind_of(module) for path, module in integrity.modules_of(model) if _outlives(path)}
+    if {path: type(module) for path, module in integrity.modules_of(copied)} != given:
         raise UserError("a copy of the model has other modules than the model; remove its own __deepcopy__")
-    weights = dict(genuine.tensors_of(copied))
-    for path, tensor in genuine.tensors_of(model):
+    weights = dict(integrity.tensors_of(copied))
+    for path, tensor in integrity.tensors_of(model):
         if _outlives(path) and not _equal(weights.get(path), tensor):
             raise UserError(f"{path} is another in a copy of the model; remove its own __deepcopy__")
     return copied
@@ -132,7 +132,7 @@ def _refuse_types(served: nn.Module, types: Collection[torch.dtype]) -> None:
     """Weights of one type. Where types are mixed, sums are taken in one and kept in another: what is served is no
     longer the widened function."""
     found = dict[torch.dtype, str]()
-    for path, tensor in genuine.tensors_of(served):
+    for path, tensor in integrity.tensors_of(served):
         if tensor.is_floating_point() or tensor.is_complex():
             found.setdefault(tensor.dtype, path)
     names = ", ".join(f"{path} {dtype}".replace("torch.", "") for dtype, path in found.items())
@@ -160,7 +160,7 @@ def _widened(served: nn.Module) -> nn.Module:
 
 def _refuse(baked: nn.Module) -> None:
     """Dropout that eval() does not switch off, weights or buffers that are not finite, a std that does not divide."""
-    for name, module in genuine.modules_of(baked):
+    for name, module in integrity.modules_of(baked):
         if module.training:
             raise UserError(
                 f"{name or 'the model'} ({type(module).__name__}) stays in training mode after eval(), so that dropout "
@@ -170,7 +170,7 @@ def _refuse(baked: nn.Module) -> None:
             raise UserError(
                 f"{name} divides by a std that is not above 0; set mean and std of the data in the model's config"
             )
-    for name, tensor in genuine.tensors_of(baked):
+    for name, tensor in integrity.tensors_of(baked):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise UserError(f"{name} holds NaN or infinite values; certify an earlier checkpoint or train again")
 

@@ -25,7 +25,7 @@ from certify.methods.certificate import (
 )
 from certify.methods.image import Image
 from certify.methods.lofast import LoFAST
-from zoo.bounds.facts import NoRule
+from zoo.bounds.rule_table import NoRule
 
 
 class BestAnalysis:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from certify.methods.certificate import Breakdown
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds.contracts import Layer
-from zoo.bounds.rules import parts_of
+from zoo.bounds.first_order import parts_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from certify.methods.ball import Ball
 from certizoo import UserError
 from zoo.arithmetic import U, nan_to_inf
-from zoo.bounds import running
+from zoo.bounds import float_error
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 # Norms, gradients and remainders are computed in float64 with a relative error far below 1e-11 (sums of fewer than 1e5
 # terms, depth below 100); the margin has to exceed the loss by this much more, relative to the terms compared. What
-# follows the size of activations and logits instead is bounded for itself (zoo/bounds/running.py).
+# follows the size of activations and logits instead is bounded for itself (zoo/bounds/float_error.py).
 SLACK = 1e-9
 
 
@@ -187,7 +187,7 @@ def lowered(head: nn.Module, x: Tensor, clean: Clean) -> Clean:
     rounded, and so may their difference. Proof: docs/proofs.md#slack."""
     logits_BJ = head(x)
     same_function(logits_BJ, clean)
-    error_BJ = running.RESERVE * running.defect(head, x, logits_BJ)
+    error_BJ = float_error.RESERVE * float_error.defect(head, x, logits_BJ)
     margin_BJ = margins_of(logits_BJ, clean.label_B)
     off_BJ = error_BJ + error_BJ.gather(1, clean.label_B[:, None]) + U * margin_BJ.abs()
     return replace(clean, margin_BJ=(margin_BJ - off_BJ).masked_fill(_own(clean), torch.inf))

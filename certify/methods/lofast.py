@@ -32,10 +32,10 @@ from certify.methods.certificate import (
 )
 from certify.methods.correct import OfCorrect, of_correct
 from zoo.arithmetic import nan_to_inf, product
-from zoo.bounds import running
+from zoo.bounds import float_error
 from zoo.bounds.contracts import Bound, Layer
-from zoo.bounds.facts import Link
-from zoo.bounds.rules import layer_of, radii, steps_of, trunk
+from zoo.bounds.first_order import layer_of, radii, steps_of, trunk
+from zoo.bounds.rule_table import Link
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LoFASTAnalysis:
         return growth(steps, radii(bounds, self.ball.radius(per_image(eps, self.clean))))
 
 
-def beside(bound: Bound, defect_B: Tensor) -> Bound:
+def broadcast_batch(bound: Bound, defect_B: Tensor) -> Bound:
     """The radius around a point that is off by a defect."""
     return lambda r: bound(r) + defect_B
 
@@ -103,8 +103,8 @@ class LoFAST:
             x, bound = step(x)
             points.append(x)
             bounds.append(bound)
-        defects = running.defects(self.links, self.ends, points)
-        bounds = [beside(bound, defect_B) for bound, defect_B in zip(bounds, defects, strict=True)]
+        defects = float_error.defects(self.links, self.ends, points)
+        bounds = [broadcast_batch(bound, defect_B) for bound, defect_B in zip(bounds, defects, strict=True)]
         clean = lowered(self.head, x, clean)
         weight_BJ = pair_weights(self.head, clean.label_B)
         steps = list(zip(self.names, bounds, strict=True))

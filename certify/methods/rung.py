@@ -91,7 +91,7 @@ class Situation:
         def visit(at: int, g: Tensor) -> None:
             lengths[at] = torch.linalg.vector_norm(g.flatten(2), dim=-1)
 
-        return Gradients(*self.tape.pull(g_CBD.view(len(g_CBD), *end), {}, self.tape.bent, visit), lengths)
+        return Gradients(*self.tape.pull(g_CBD.view(len(g_CBD), *end), {}, self.tape.nonlinear, visit), lengths)
 
     def first(self, class_CB: Tensor) -> Tensor:
         """What margins over these classes lose at first order, at e = 1: (C, B)."""
@@ -159,7 +159,7 @@ class Rung:
         g = here.gradients(here.rivals_BR[:, :1].mT)
         joint = Look(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
         self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, here.off, first)
-        room = self.ellipsoids.joint.room(here.tape.bent[-1]) * len(here.images)
+        room = self.ellipsoids.joint.room(here.tape.nonlinear[-1]) * len(here.images)
         self._at_once = min(AT_ONCE, at_once(room * lanczos.STARTS, lanczos.STEPS[-1]))
         self._groups = dict[int, Group]()
         self._formed = list[Formed]()

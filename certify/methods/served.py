@@ -26,9 +26,9 @@ from certify.methods.lofast import LoFAST, LoFASTAnalysis
 from certizoo import UserError
 from zoo.arithmetic import OUT, nan_to_inf, product
 from zoo.bounds.contracts import Bound, Expansion, Layer, Node, Precision, Rounding
-from zoo.bounds.facts import Link, NoRule
+from zoo.bounds.first_order import Step, layer_of, parts_of
 from zoo.bounds.rounding import PRECISIONS, TINY, of_chain, trunk_roundings
-from zoo.bounds.rules import Step, layer_of, parts_of
+from zoo.bounds.rule_table import Link, NoRule
 
 
 class ServedAnalysis(AdjointAnalysis):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.bounds import genuine
+from zoo.bounds import integrity
 
 Mark = tuple[object, ...]
 
@@ -29,7 +29,7 @@ class Snapshot:
 
     @staticmethod
     def of(model: nn.Module) -> "Snapshot":
-        modules, tensors = dict(genuine.parts_of(model)), dict(genuine.tensors_of(model))
+        modules, tensors = dict(integrity.parts_of(model)), dict(integrity.tensors_of(model))
         return Snapshot(
             weakref.ref(model),
             {path: weakref.ref(module) for path, module in modules.items()},
@@ -48,7 +48,7 @@ class Snapshot:
             raise UserError(f"{changed} changed since this certifier was made; make a new one")
 
     def _changed(self, model: nn.Module, digests: bool) -> str | None:
-        modules, tensors = dict(genuine.parts_of(model)), dict(genuine.tensors_of(model))
+        modules, tensors = dict(integrity.parts_of(model)), dict(integrity.tensors_of(model))
         for path in {**self.modules, **modules}:
             if path not in modules or path not in self.modules or self.modules[path]() is not modules[path]:
                 return f"the module {path}"

@@ -32,8 +32,8 @@ from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.softmax import QKVAttention
 from zoo.bounds.contracts import Bound
-from zoo.bounds.facts import NoRule
-from zoo.bounds.rules import residual_layer_of
+from zoo.bounds.first_order import residual_layer_of
+from zoo.bounds.rule_table import NoRule
 
 FOLDER = "analysis"
 PGD = "PGD (lower bound)"

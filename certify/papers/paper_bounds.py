@@ -24,7 +24,7 @@ from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.lofast import zeta
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.bounds.contracts import Bound
-from zoo.bounds.rules import classifier_of
+from zoo.bounds.first_order import classifier_of
 from zoo.layers.norms import LayerProject, SmoothProject
 from zoo.spectral import sigma_upper
 

@@ -28,7 +28,7 @@ def _rows(pattern: str) -> list[list[str]]:
         return list(kept["rows"])
     from zoo.models import overview
 
-    rows = [list(overview.facts(name).cells()) for name in overview.matching(pattern)]
+    rows = [list(overview.summarize(name).cells()) for name in overview.matching(pattern)]
     if pattern == "*":
         KEPT.parent.mkdir(exist_ok=True)
         KEPT.write_text(json.dumps({"of": digest, "rows": rows}))

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.attention.facts import facts_by_split
+from zoo.attention.softmax_rules import rules_by_split
 from zoo.attention.qkv import qkv_split
 from zoo.attention.softmax import QKVAttention
-from zoo.bounds.facts import register
+from zoo.bounds.rule_table import register
 
 
 class TemperedAttention(QKVAttention):
@@ -39,7 +39,7 @@ class TemperedAttention(QKVAttention):
 VARIANTS = {"tempered": TemperedAttention}
 
 
-register(TemperedAttention, facts_by_split(qkv_split))  # the rules that hold for every attention of this form
+register(TemperedAttention, rules_by_split(qkv_split))  # the rules that hold for every attention of this form
 '''
 MEAN = '''
 """Mean mixing: F(X) = 1 1^T X W / N. Of no form that is known, and without a rule."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zoo.bounds.running import CREATE, MOVE
+from zoo.bounds.float_error import CREATE, MOVE
 
 UNITS = 2.0**29 * (1 + 1e-3)  # units of float64 in one of float32; gamma_k is a little more than proportional to it
 

@@ -65,10 +65,10 @@ class OtherBlas(TorchDispatchMode):
 
 def pytest_configure() -> None:
     """Another machine is no fault of the process, which certificates refuse."""
-    from zoo.bounds import genuine
+    from zoo.bounds import integrity
 
-    active = genuine._get_current_dispatch_mode_stack
-    genuine._get_current_dispatch_mode_stack = lambda: [mode for mode in active() if type(mode) is not OtherBlas]
+    active = integrity._get_current_dispatch_mode_stack
+    integrity._get_current_dispatch_mode_stack = lambda: [mode for mode in active() if type(mode) is not OtherBlas]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import zoo
 from zoo.models.overview import tiny_options
-from zoo.rules import facts_of, nodes_of
+from zoo.rules import nodes_of, rules_of
 
 SMALL: dict[str, Any] = {"img_size": 8, "in_chans": 1, "num_classes": 4}
 TINY: dict[str, Any] = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
@@ -45,7 +45,7 @@ def labelled(model: Any, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def nodes_up_to_first_block(model: Any) -> int:
     """Of the chain, the first block included."""
-    trunk = facts_of(model).trunk
+    trunk = rules_of(model).trunk
     assert trunk is not None
     links, _ = trunk(model)
     return sum(len(nodes_of(link)) for link in links[: 1 + list(links).index(model.blocks[0])])

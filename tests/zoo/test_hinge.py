@@ -43,9 +43,9 @@ def slow(model: Any, caps: dict[str, float]) -> torch.Tensor:
 def test_the_kernels_of_a_stem_are_matrices_the_last_one_the_patch_embedding() -> None:
     torch.manual_seed(0)
     model: Any = zoo.create_model("dp_vit_ti", img_size=16, patch_size=4, stem=(6,), embed_dim=8, depth=0, num_heads=2)
-    bent, last = model.patch_embed.kernels()
-    assert [kernel.shape for kernel in (bent, last)] == [(6, 27), (8, 54)]
-    for branch, kernel in (("stem", bent), ("patch", last)):
+    nonlinear, last = model.patch_embed.kernels()
+    assert [kernel.shape for kernel in (nonlinear, last)] == [(6, 27), (8, 54)]
+    for branch, kernel in (("stem", nonlinear), ("patch", last)):
         oracle = (torch.linalg.matrix_norm(kernel, 2) - 0.3).clamp_min(0) ** 2
         assert 0.05 < oracle <= hinge(model, {branch: 0.3}) <= 1.1 * oracle
     for conv, height in zip(model.patch_embed.convs[::2], (8, 4), strict=True):

@@ -28,7 +28,7 @@ from trainers.objectives import LIPSCHITZ, OBJECTIVES, SECOND_ORDER, SOFT_LABELS
 from trainers.settings import ConstrainConfig, require
 from zoo.attention.dot_product import DotProductAttention
 from zoo.models import overview
-from zoo.models.reach import check_reach
+from zoo.models.hidden_radius import check_reach
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
     z_bot = max_{k != j} ( z_k + eps_t K_jk ),     j = argmax z,     K_jk = ||w_j - w_k|| Lip,
     L = CE( z, y ) + beta KL( (p, 0) || q ),       p = softmax z,     q = softmax (z, z_bot)
 
-w are the rows of the head and Lip the Lipschitz constant up to it, an estimate here (zoo/models/reach.py); eps_t is
-objective.eps, reached after `ramp`. Where z_bot < z_j the image would be certified, were Lip a bound. The divergence is
-log(1 + e^(z_bot - lse z)): with beta = 1 the loss is the paper's CE( (z, z_bot), y ), with any other its form after
-TRADES, which weighs robustness against accuracy.
+w are the rows of the head and Lip the Lipschitz constant up to it, an estimate here (zoo/models/hidden_radius.py);
+eps_t is objective.eps, reached after `ramp`. Where z_bot < z_j the image would be certified, were Lip a bound. The
+divergence is log(1 + e^(z_bot - lse z)): with beta = 1 the loss is the paper's CE( (z, z_bot), y ), with any other its
+form after TRADES, which weighs robustness against accuracy.
 
 Letters: B images, K classes, F units of the last hidden layer.
 """
@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from trainers.objectives.probe import Probe, Terms, accuracy, wide
 from zoo.models.convnet import ConvNet
-from zoo.models.reach import reach
+from zoo.models.hidden_radius import reach
 
 
 def gloro(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `robust` the share that is right and not bottom. For models in `zoo.models.reach`.
+    """`acc` is clean accuracy, `robust` the share that is right and not bottom. For models of hidden_radius.py.
 
     Proof: docs/proofs.md#lipschitz-losses.
     """

@@ -2,8 +2,8 @@
 
     L = CE( z_k + sqrt(2) eps_t L_f 1[k != y],  y ),     L_f the product of the layers' norms, pixels to logits
 
-Every wrong logit gets what no margin can lose in the ball. L_f is an estimate here (zoo/models/reach.py); eps_t is
-objective.eps, reached after `ramp`.
+Every wrong logit gets what no margin can lose in the ball. L_f is an estimate here (zoo/models/hidden_radius.py); eps_t
+is objective.eps, reached after `ramp`.
 
 Letters: B images, K classes, z logits.
 """
@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from trainers.objectives.probe import Probe, Terms, accuracy, wide
 from zoo.models.convnet import ConvNet
-from zoo.models.reach import reach
+from zoo.models.hidden_radius import reach
 from zoo.spectral import sigma_estimate
 
 
 def lmt(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `growth` is sqrt(2) eps L_f. For models that `zoo.models.reach` knows.
+    """`acc` is clean accuracy, `growth` is sqrt(2) eps L_f. For models that `zoo.models.hidden_radius` knows.
 
     Proof: docs/proofs.md#lipschitz-losses.
     """

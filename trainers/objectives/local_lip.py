@@ -3,8 +3,8 @@
     L = CE( z_k + r ||(w_y - w_k) D||,  y ) + objective.sparsity S,    r >= ||h' - h||,  D = diag(what can change)
 
 h is the last hidden layer and w the rows of the head; r and D belong to the ball of radius eps_t around each image
-(zoo/models/reach.py; r is an estimate here), and S is the paper's loss that makes more entries of all layers stand
-still; eps_t = objective.eps, reached after `ramp`.
+(zoo/models/hidden_radius.py; r is an estimate here), and S is the paper's loss that makes more entries of all layers
+stand still; eps_t = objective.eps, reached after `ramp`.
 
 Letters: B images, K classes, F units of the last hidden layer, z logits.
 """
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from trainers.objectives.probe import Probe, Terms, accuracy, wide
 from zoo.models.convnet import ConvNet
-from zoo.models.reach import reach
+from zoo.models.hidden_radius import reach
 
 TINY = 1e-24  # under the root, which has no derivative at 0
 
 
 def local_lip(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `robust` the share whose margins all survive. For models in `zoo.models.reach`.
+    """`acc` is clean accuracy, `robust` the share whose margins all survive. For models in `zoo.models.hidden_radius`.
 
     Proof: docs/proofs.md#lipschitz-losses.
     """

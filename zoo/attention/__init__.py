@@ -1,9 +1,9 @@
 """Attention variants: one file each, with its equation, module and rules.
 
-A file that defines `VARIANTS = {"name": class}` is found here by itself; nothing else has to be edited. Every class
-takes `(dim, num_heads, **own_options)` and maps x (B, N, D) -> (B, N, D), in train and in eval mode alike.
-`softmax.py` is what variants of the form softmax(score) V share; `window.py` and `gpsa.py` go around such a variant.
-`theory/` proves what such attention does to a change of its input, `qkv.py` makes rules of that.
+A file that defines `VARIANTS = {"name": class}` is found here automatically; nothing else needs an edit. Every class
+takes `(dim, num_heads, **own_options)` and maps x (B, N, D) -> (B, N, D), in train and in eval mode alike. `softmax.py`
+has what variants of the form softmax(score) V share; `window.py` and `gpsa.py` wrap such a variant. `theory/` proves
+how such attention responds to a change of its input, and `qkv.py` turns that into rules.
 """
 
 import importlib
@@ -16,7 +16,7 @@ Attention = Callable[..., nn.Module]
 
 
 def variants() -> dict[str, Attention]:
-    """All variants by name, in the order of their files."""
+    """Return all variants by name, in the order of their files."""
     found: dict[str, Attention] = {}
     for info in pkgutil.iter_modules(__path__):
         found.update(getattr(importlib.import_module(f"{__name__}.{info.name}"), "VARIANTS", {}))

@@ -1,5 +1,7 @@
-"""How far the queries, keys, values and probabilities that the rules of attention compute at a clean batch are from the
-exact ones: running error analysis (zoo/bounds/running.py) of how they are made. Proof: docs/proofs.md#scores.
+"""Errors of the queries, keys, values and probabilities that the rules of attention compute at a clean batch.
+
+Running error analysis (zoo/bounds/float_error.py) of how they are made bounds their distance from the exact ones.
+Proof: docs/proofs.md#scores.
 
 Letters: as in theory/core.py; 3 stands for q, k, v.
 """
@@ -11,22 +13,24 @@ from torch import Tensor
 
 from zoo.arithmetic import OUT, gamma, nan_to_inf
 from zoo.attention.theory.core import Score
-from zoo.attention.theory.errors import Errors
-from zoo.bounds.running import LIBM, Known, RunningError
+from zoo.attention.theory.score_errors import Errors
+from zoo.bounds.float_error import LIBM, Known, RunningError
 
 Map = Callable[[Tensor], Tensor]
-UNDERFLOW = 1e-270  # smaller probabilities count as none
+UNDERFLOW = 1e-270  # smaller probabilities count as 0
 
 
 def scores(score: Score, q: Tensor, k: Tensor) -> Tensor:
-    """s (q . k - kappa |k|^2 / 2)."""
+    """Return s (q . k - kappa |k|^2 / 2)."""
     s = q @ k.mT - score.kappa / 2 * k.square().sum(-1).unsqueeze(-2) if score.kappa else q @ k.mT
     return score.s * s
 
 
 def errors_of(x: Tensor, rows: Map, score: Score, y_3: Tensor, s: Tensor, attend: Map, p: Tensor, mix: Map) -> Errors:
-    """Errors of what the rules have: y_3 (3, B, H, N, O), the scores s, and p. `rows` makes y_3 from x, `attend` p from
-    s, and `mix` the matrix in front of V from p. Centring rounds once more."""
+    """Return the errors of the values that the rules use: y_3 (3, B, H, N, O), the scores s, and p.
+
+    `rows` makes y_3 from x, `attend` p from s, and `mix` the matrix in front of V from p. Centring rounds once more.
+    """
     with torch.no_grad(), RunningError() as running:
         exact_3 = running.of(rows(x))
         exact_s = running.of(scores(score, *exact_3.value.unbind(0)[:2]))

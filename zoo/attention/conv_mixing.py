@@ -1,9 +1,10 @@
-"""Convolutional token mixing of CoViT (docs/references.md#covit), in the place of attention, and its rules.
+"""Convolutional token mixing of CoViT (docs/references.md#covit), which replaces attention, and its rules.
 
     F(X) = [ K_1 * X_1 | ... | K_G * X_G ] W_O,     (K * X)_n = b + sum_t K_t X_{n+t-p},   t = 0..k-1,   p = (k - 1) / 2
 
 X_g are contiguous groups of channels, each convolved with its own kernel along the tokens (class token first, zeros
-beyond both ends). No activation, no input projection. Source: the paper and its code (covit.py, "MultiHeadConv1D").
+beyond both ends). There is no activation and no input projection. Source: the paper and its code (covit.py,
+"MultiHeadConv1D").
 
 Letters: B images, N tokens, D width, G groups, O = D / G, K kernel size, L length of the circle, F frequencies.
 """
@@ -22,19 +23,19 @@ from zoo.arithmetic import U
 from zoo.attention.softmax import check_heads
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounding
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, NoRule, expect, register
+from zoo.bounds.first_order import added, layer_of
 from zoo.bounds.primitives import linear_rounding, product
 from zoo.bounds.rounding import composed
-from zoo.bounds.rules import added, layer_of
+from zoo.bounds.rule_table import ModuleRules, NoRule, expect, register
 from zoo.spectral import sigma_upper
 
-SYMBOL_BYTES = 2**28  # memory for the matrices of a few frequencies at a time
+SYMBOL_BYTES = 2**28  # memory for the matrices of one chunk of frequencies
 
 
 class ConvMixing(nn.Module):
-    """x (B, N, D) -> (B, N, D).
+    """Convolutional token mixing, x (B, N, D) -> (B, N, D).
 
-    Args: kernels: the kernel size of each group, or one size for `num_heads` groups; odd. proj_bias: that of W_O.
+    `kernels` is the kernel size of each group, or one size for `num_heads` groups; odd. `proj_bias` is that of W_O.
     """
 
     def __init__(self, dim: int, num_heads: int, kernels: int | Sequence[int] = 3, proj_bias: bool = True) -> None:
@@ -42,7 +43,7 @@ class ConvMixing(nn.Module):
         sizes = list(repeat(kernels, num_heads)) if isinstance(kernels, int) else list(kernels)
         check_heads(dim, len(sizes))
         if even := [size for size in sizes if size % 2 == 0]:
-            raise UserError(f"kernel size {even[0]} is even; choose an odd one, so that the number of tokens stays")
+            raise UserError(f"kernel size {even[0]} is even; choose an odd one, which keeps the number of tokens")
         width = dim // len(sizes)
         self.convs = nn.ModuleList(nn.Conv1d(width, width, size, padding=size // 2) for size in sizes)
         self.proj = nn.Linear(dim, dim, bias=proj_bias)
@@ -57,9 +58,11 @@ VARIANTS = {"conv": ConvMixing}
 
 
 def _symbol(kernels_OOK: list[Tensor], w_o_DD: Tensor, length: int) -> Tensor:
-    """A(w) = W_O blockdiag_g( sum_t K_t^g e^(i w (t - p)) ) at w = 2 pi f / L, f = 0..L/2: (2, F, D, D), real and
-    imaginary part. The phases count from the middle of each kernel, so that groups of all sizes, and the identity of
-    the residual, belong to one circle."""
+    """Return A(w) = W_O blockdiag_g( sum_t K_t^g e^(i w (t - p)) ) at w = 2 pi f / L, f = 0..L/2: (2, F, D, D).
+
+    The first axis is the real and the imaginary part. The phases count from the middle of each kernel, so that groups
+    of all sizes, and the identity of the residual, belong to one circle.
+    """
     columns = []
     f_F = torch.arange(length // 2 + 1, device=w_o_DD.device)
     for kernel_OOK, w_DO in zip(kernels_OOK, w_o_DD.chunk(len(kernels_OOK), dim=1), strict=True):
@@ -72,16 +75,18 @@ def _symbol(kernels_OOK: list[Tensor], w_o_DD: Tensor, length: int) -> Tensor:
 
 
 def _norm(kernels_OOK: list[Tensor], w_o_DD: Tensor, tokens: int, residual: bool) -> float:
-    """max over w of ||A(w)||, or of ||I + A(w)||: never below the norm of X -> F(X) - F(0), or X -> X + F(X) - F(0).
+    """Return max over w of ||A(w)||, or of ||I + A(w)||.
+
+    It is never below the norm of X -> F(X) - F(0), or of X -> X + F(X) - F(0).
 
     With zeros beyond the ends, F on N tokens is a block of the circulant operator on L = N + max k - 1 tokens (no tap
     reaches around the circle from one token of the image to another), and the DFT over tokens block-diagonalises that
     into the A(w). A(-w) is the conjugate of A(w). A complex A has the singular values of [[Re, -Im], [Im, Re]].
     docs/proofs.md#conv-mixing.
 
-    Rounding, u = 2^-53, norms Frobenius: angles below 2 pi err by 20 u, cosines and sines by 21 u, hence the sum over
-    k taps by (k + 42) u S_g with S_g = sum_t ||K_t^g||, W_O times it by (D + k + 44) u ||W_O|| S, S^2 = sum_g S_g^2,
-    and adding I by u (sqrt(D) + ||W_O|| S). Twice the sum of these is the margin.
+    Rounding, u = 2^-53, norms Frobenius: angles below 2 pi err by 20 u, cosines and sines by 21 u, hence the sum over k
+    taps by (k + 42) u S_g with S_g = sum_t ||K_t^g||, W_O times it by (D + k + 44) u ||W_O|| S, S^2 = sum_g S_g^2, and
+    adding I by u (sqrt(D) + ||W_O|| S). Twice the sum of these is the margin.
     """
     dim, taps = len(w_o_DD), max(kernel.shape[-1] for kernel in kernels_OOK)
     symbol_2FDD = _symbol(kernels_OOK, w_o_DD, tokens + taps - 1)
@@ -95,19 +100,19 @@ def _norm(kernels_OOK: list[Tensor], w_o_DD: Tensor, tokens: int, residual: bool
 
 
 def _real(a_2FDD: Tensor) -> Tensor:
-    """The real matrices [[Re, -Im], [Im, Re]]: (F, 2 D, 2 D)."""
+    """Return the real matrices [[Re, -Im], [Im, Re]]: (F, 2 D, 2 D)."""
     re, im = a_2FDD
     return torch.cat([torch.cat([re, -im], dim=-1), torch.cat([im, re], dim=-1)], dim=-2)
 
 
 def _measured(module: ConvMixing, residual: bool) -> Layer:
-    """Affine in the tokens: one norm for all images with the same number of tokens, r -> norm r."""
+    """Return one norm for all images with the same number of tokens, r -> norm r: the map is affine in the tokens."""
     expect(module.proj, nn.Linear)
     for conv in module.convs:
         expect(conv, nn.Conv1d)
         assert isinstance(conv, nn.Conv1d)
         if (conv.stride, conv.dilation, conv.groups, conv.padding_mode) != ((1,), (1,), 1, "zeros"):
-            raise NoRule(conv, "token mixing needs stride 1, padding with zeros, no dilation or groups")
+            raise NoRule(conv, "its rule covers stride 1 and zero padding without dilation or groups only")
     kernels_OOK = [conv.get_parameter("weight").detach().double() for conv in module.convs]
     w_o_DD = module.proj.weight.detach().double()
 
@@ -123,17 +128,17 @@ def _measured(module: ConvMixing, residual: bool) -> Layer:
 
 
 def conv_mixing(module: ConvMixing) -> Layer:
-    """The branch alone."""
+    """Return the rule of the branch alone."""
     return _measured(module, residual=False)
 
 
 def residual_conv_mixing(module: ConvMixing) -> Layer:
-    """X + F(X) in one norm: the identity stands inside the symbol, never ||I|| + ||.||."""
+    """Return the rule of X + F(X) in one norm: the identity is inside the symbol, never ||I|| + ||.||."""
     return _measured(module, residual=True)
 
 
 def conv_mixing_rounding(module: ConvMixing, precision: Precision) -> Rounding:
-    """Two products: the convolutions of the groups, and W_O. Without signs a symbol is largest at w = 0."""
+    """Bound two products: the convolutions of the groups, and W_O. A symbol without signs is largest at w = 0."""
     layer_of(module)  # refuses other convolutions
     kernels_OOK = [conv.get_parameter("weight").detach().double() for conv in module.convs]
     biases_O = [conv.get_parameter("bias").detach().double() for conv in module.convs]
@@ -160,5 +165,5 @@ def conv_mixing_rounding(module: ConvMixing, precision: Precision) -> Rounding:
 
 register(
     ConvMixing,
-    Facts(rule=conv_mixing, residual=residual_conv_mixing, expansion=affine, rounding=conv_mixing_rounding),
+    ModuleRules(rule=conv_mixing, residual=residual_conv_mixing, expansion=affine, rounding=conv_mixing_rounding),
 )

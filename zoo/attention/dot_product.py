@@ -1,4 +1,4 @@
-"""Dot-product self-attention (Vaswani et al. 2017), with the rules of LoFAST and our sharper ones.
+"""Dot-product self-attention (Vaswani et al. 2017), with the rules of LoFAST and our tighter ones.
 
     F(X) = sum_l P_l X M_l,   P_l = softmax(s Q_l K_l^T),   M_l = W_V^l W_O^l,   s = 1 / sqrt(D / H)
 
@@ -11,18 +11,20 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.attention.facts import AttentionRules, attention_facts
 from zoo.attention.local import expand_attention, lofast_local
 from zoo.attention.lofast import lofast
 from zoo.attention.qkv import PLAIN, Mixing, qkv_shapes, qkv_split
-from zoo.attention.rounding import plain_rounding
 from zoo.attention.softmax import QKVAttention
-from zoo.bounds.facts import register
+from zoo.attention.softmax_rounding import plain_rounding
+from zoo.attention.softmax_rules import AttentionRules, attention_rules
+from zoo.bounds.rule_table import register
 
 
 class DotProductAttention(QKVAttention):
-    """x (B, N, D) -> (B, N, D). `scale` is the factor s, default 1 / sqrt(D / H); the other options are those of
-    `QKVAttention`."""
+    """Dot-product attention, x (B, N, D) -> (B, N, D).
+
+    `scale` is the factor s, default 1 / sqrt(D / H); the other options are those of `QKVAttention`.
+    """
 
     def __init__(self, dim: int, num_heads: int, scale: float | None = None, **options: Any) -> None:
         super().__init__(dim, num_heads, **options)
@@ -36,8 +38,11 @@ VARIANTS = {"dp": DotProductAttention}
 
 
 def sharper(module: Callable[[Tensor], Tensor], content: DotProductAttention, mixing: Mixing) -> AttentionRules:
-    """Theorem 1 of LoFAST and our local and second-order rules: sharper than those of the split, as q, k and v move
-    together. `module` is `content` with something around its softmax."""
+    """Return Theorem 1 of LoFAST and our local and second-order rules.
+
+    They are tighter than those of the split, because q, k and v move together. `module` is `content` with something
+    around its softmax.
+    """
 
     def attend(s_BHNN: Tensor) -> Tensor:
         return (s_BHNN + mixing.bias(len(s_BHNN))).softmax(-1)
@@ -55,5 +60,5 @@ def _rules(module: DotProductAttention) -> AttentionRules:
 
 register(
     DotProductAttention,
-    replace(attention_facts(_rules, qkv_shapes), rounding=plain_rounding, split=qkv_split, mixing=sharper),
+    replace(attention_rules(_rules, qkv_shapes), rounding=plain_rounding, split=qkv_split, mixing=sharper),
 )

@@ -3,9 +3,10 @@
     F(X) = merge( (1 - g) softmax(s q k^T) v + g R v ),   R = softmax(W_pos r),   g = sigmoid(gating) per head
 
 r_ij = (dx, dy, dx^2 + dy^2) is the offset of patch j from patch i on their square grid. The second part is the same for
-every image, and W_pos r is a function of dx plus one of dy, so that R is the Kronecker product of two small matrices,
-R = Ry (x) Rx. Of few tokens (1 - g) P + g R is written out and meets v once, which is 1.7 times as fast at 16 tokens.
-Of more the first part runs on the fused kernel, and the second takes 2 N sqrt(N) products per channel instead of N^2.
+every image, and W_pos r is a function of dx plus one of dy, so that R is the Kronecker product of two small matrices, R
+= Ry (x) Rx. For few tokens (1 - g) P + g R is written out and multiplies v once, which is 1.7 times as fast at 16
+tokens. For more, the first part runs on the fused kernel, and the second takes 2 N sqrt(N) products per channel instead
+of N^2.
 
 Letters: B images, N tokens, D width, H heads, O = D / H, Y = X = sqrt(N) sides of the grid.
 """
@@ -20,23 +21,24 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.arithmetic import OUT
-from zoo.attention.facts import AttentionRules, attention_facts, rules_with_mixing
 from zoo.attention.qkv import Mixing, MixingError
-from zoo.attention.rounding import attention_rounding
 from zoo.attention.softmax import QKVAttention, SoftmaxAttention
+from zoo.attention.softmax_rounding import attention_rounding
+from zoo.attention.softmax_rules import AttentionRules, attention_rules, rules_with_mixing
 from zoo.bounds.contracts import Precision, Rounding
-from zoo.bounds.facts import expect, register
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rounding import TINY
+from zoo.bounds.rule_table import expect, register
 
-FEW = 64  # tokens of which all N^2 weights are written out; there the two ways take the same time
+FEW = 64  # up to this many tokens all N^2 weights are written out; here both ways take the same time
 
 
 class GPSA(nn.Module):
-    """x (B, N, D) -> (B, N, D), N a square number of patches, no class token.
+    """Gated attention, x (B, N, D) -> (B, N, D), N a square number of patches, no class token.
 
-    Args: content: the attention whose scores are mixed with positions. locality_strength: how sharply the heads look
-    at their patch at the start (the paper's alpha). gating_init: the gating parameters at the start (the paper's 1).
+    `content` is the attention whose scores are mixed with positions. `locality_strength` says how sharply the heads
+    attend to their patch at the start (the paper's alpha), `gating_init` is the start of the gating parameters (the
+    paper's 1).
     """
 
     def __init__(self, content: nn.Module, locality_strength: float = 1.0, gating_init: float = 1.0) -> None:
@@ -62,31 +64,31 @@ class GPSA(nn.Module):
         return (1 - g_H11) * y_BHNO + g_H11 * self._positional(v)
 
     def _positional(self, v_BHNO: Tensor) -> Tensor:
-        """R v, along one side of the grid after the other."""
+        """Return R v, along one side of the grid after the other."""
         rx_HXX, ry_HYY = self.positions(v_BHNO.shape[2])
         v_BHYXO = v_BHNO.unflatten(2, (ry_HYY.shape[-1], -1))
         along_x = rx_HXX[:, None] @ v_BHYXO
         return (ry_HYY @ along_x.flatten(3)).reshape(v_BHNO.shape)
 
     def positions(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Rx (H, X, X) and Ry (H, Y, Y) with R[(y, x), (y', x')] = Ry[y, y'] Rx[x, x']; rows sum to 1.
+        """Return Rx (H, X, X) and Ry (H, Y, Y) with R[(y, x), (y', x')] = Ry[y, y'] Rx[x, x']; rows sum to 1.
 
-        Raises UserError where `tokens` is no square.
+        Raises UserError if `tokens` is not a square.
         """
         side = math.isqrt(tokens)
         if side**2 != tokens:
-            raise UserError(f"{tokens} tokens are no square grid of patches; gated positions need an image that is one")
+            raise UserError(f"{tokens} tokens are not a square grid of patches; gated positions need a square image")
         weight_H3, bias_H = self.pos_proj.weight, self.pos_proj.bias
         steps = torch.arange(side, device=weight_H3.device, dtype=weight_H3.dtype)
         d = steps - steps[:, None]  # from row i to column j
         offset_XX2 = torch.stack([d, d.square()], dim=-1)
-        # The bias moves whole rows, which the softmax drops; it stands here to have its (zero) gradient.
+        # The bias moves whole rows, which the softmax drops; it is used so that it has its (zero) gradient.
         scores_x = F.linear(offset_XX2, weight_H3[:, [0, 2]], bias_H)
         scores_y = F.linear(offset_XX2, weight_H3[:, [1, 2]])
         return scores_x.movedim(-1, 0).softmax(-1), scores_y.movedim(-1, 0).softmax(-1)
 
     def mixed(self, p_BHNN: Tensor) -> Tensor:
-        """(1 - g) P + g R for all pairs of tokens."""
+        """Return (1 - g) P + g R for all pairs of tokens."""
         rx_HXX, ry_HYY = self.positions(p_BHNN.shape[-1])
         r_HYXYX = ry_HYY[:, :, None, :, None] * rx_HXX[:, None, :, None, :]
         g_H11 = self.gating_param.sigmoid()[:, None, None]
@@ -94,8 +96,11 @@ class GPSA(nn.Module):
 
     @torch.no_grad()
     def finish_init(self) -> None:
-        """The paper's local start: W_V = I where the content has plain values, and head h looks at its own patch of a
-        sqrt(H) x sqrt(H) neighbourhood, at centre c: score = alpha (2 c . (dx, dy) - dx^2 - dy^2)."""
+        """Apply the paper's local start: W_V = I where the content has plain values, and heads that attend locally.
+
+        Head h attends to its own patch of a sqrt(H) x sqrt(H) neighbourhood, at centre c: score = alpha (2 c . (dx, dy)
+        - dx^2 - dy^2).
+        """
         if isinstance(self.content, QKVAttention):
             nn.init.eye_(self.content.qkv.weight.chunk(3)[2])
         weight_H3 = self.pos_proj.weight
@@ -108,7 +113,7 @@ class GPSA(nn.Module):
 
 
 def _rules(module: GPSA) -> AttentionRules:
-    """Theorem 1 of LoFAST with P~ = (1 - g) P + g R in the place of P:
+    """Return Theorem 1 of LoFAST with P~ = (1 - g) P + g R for P.
 
         P~' X' - P~ X = P~ (X' - X) + (1 - g) (P' - P) X',
 
@@ -119,15 +124,18 @@ def _rules(module: GPSA) -> AttentionRules:
 
 
 def mixing(module: GPSA) -> Mixing:
-    """(1 - g) P + g R."""
+    """Return the mixing (1 - g) P + g R."""
     expect(module.pos_proj, nn.Linear)
     share_H = (-module.gating_param.detach()).sigmoid()
     return Mixing(mix=module.mixed, gain_H=share_H, rounding=partial(_mixing_error, module))
 
 
 def _mixing_error(module: GPSA, precision: Precision, tokens: int) -> MixingError:
-    """g and 1 - g are off by delta: of 1 / (1 + exp) a quarter of what exp is, of (1 + tanh) / 2 half of tanh, and two
-    roundings. R is a product of two softmaxes. All of it takes some more products and a sum."""
+    """Bound the rounding of the mixing.
+
+    g and 1 - g are off by delta: for 1 / (1 + exp) a quarter of the error of exp, for (1 + tanh) / 2 half of that of
+    tanh, and two roundings. R is a product of two softmaxes. All of it takes a few more products and a sum.
+    """
     rx_HXX, ry_HYY = module.positions(tokens)
     weight_H3, bias_H = module.pos_proj.weight.detach().double(), module.pos_proj.bias.detach().double()
     x_HXX = _along(rx_HXX, weight_H3[:, [0, 2]], bias_H, precision)
@@ -144,8 +152,11 @@ def _mixing_error(module: GPSA, precision: Precision, tokens: int) -> MixingErro
 
 
 def _along(r_HXX: Tensor, weight_H2: Tensor, bias_H: Tensor, precision: Precision) -> Tensor:
-    """How far the entries of a softmax of a d + b d^2 + c are off: a score by its share of the moduli, e^tau, and the
-    sum, of which every term is off by as much as it is itself, by nu."""
+    """Return how far the entries of a softmax of a d + b d^2 + c are off.
+
+    A score is off by its share of the moduli, e^tau; the sum, of which every term is off by as much as it is itself, by
+    nu.
+    """
     gamma, u, side = precision.gamma, precision.u, r_HXX.shape[-1]
     steps = torch.arange(side).to(r_HXX)
     d_XX = (steps - steps[:, None]).abs()
@@ -157,14 +168,14 @@ def _along(r_HXX: Tensor, weight_H2: Tensor, bias_H: Tensor, precision: Precisio
 
 
 def gpsa_shapes(module: GPSA) -> Shapes:
-    """A gate, and weights of the three numbers of an offset, a head."""
+    """Return a gate, and weights for the three numbers of an offset, per head."""
     heads = module.content.num_heads
     return {"gating_param": (heads,), "pos_proj.weight": (heads, 3), "pos_proj.bias": (heads,)}
 
 
 def rounding(module: GPSA, precision: Precision) -> Rounding:
-    """That of the content, and of the positions."""
+    """Return the rounding of the content and of the positions."""
     return attention_rounding(module.content, mixing(module), precision)
 
 
-register(GPSA, replace(attention_facts(_rules, gpsa_shapes), rounding=rounding))
+register(GPSA, replace(attention_rules(_rules, gpsa_shapes), rounding=rounding))

@@ -16,21 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.arithmetic import nan_to_inf
-from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import global_layer
 from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.quotient import Quotient
 from zoo.attention.rows import RoundedRows, projected
 from zoo.attention.softmax import QKVAttention
+from zoo.attention.softmax_rules import softmax_rules
 from zoo.attention.theory.core import QKVRadii
 from zoo.bounds.contracts import Layer, Precision
-from zoo.bounds.facts import NoRule, register
+from zoo.bounds.rule_table import NoRule, register
 
-SMALLEST_C = 1e-12  # 0 / 0 where two of u, v, w vanish
+SMALLEST_C = 1e-12  # avoids 0 / 0 where two of u, v, w vanish
 
 
 class LipschitzNormAttention(QKVAttention):
-    """x (B, N, D) -> (B, N, D). Options: those of `QKVAttention`."""
+    """Normalised attention, x (B, N, D) -> (B, N, D). Options: those of `QKVAttention`."""
 
     def scores(self, q_BHNO: Tensor, k_BHNO: Tensor, v_BHNO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         u_BH = torch.linalg.vector_norm(q_BHNO, dim=(-2, -1))
@@ -43,7 +43,9 @@ VARIANTS = {"ln": LipschitzNormAttention}
 
 
 def lipschitz_norm(module: LipschitzNormAttention) -> Layer:
-    """Global: gains (1, 1 + kappa, 1 + sqrt(gamma)) on Q, K, V (see `global_layer`), (0, 0, 1) for N = 1, with
+    """Return the global rule with gains (1, 1 + kappa, 1 + sqrt(gamma)) on Q, K, V (see `global_layer`).
+
+    For N = 1 the gains are (0, 0, 1). Here
 
         kappa^2 = e^2 / (e^2 + N - 1),      gamma = min(N, 1 + 2 / sqrt(N) + (e^2 - 3) / N).
 
@@ -54,27 +56,26 @@ def lipschitz_norm(module: LipschitzNormAttention) -> Layer:
     gamma; its rows to 1. So ||P||^2 <= gamma.
     (3) dF_i = sum_j p_ij dv_j + Cov_{p_i}(ds_i, v) and ||Cov_{p_i}(ds_i, v)|| <= w sd_{p_i}(ds_i). So, with the
     seminorm |ds|^2 = sum_i Var_{p_i}(ds_i): ||dF|| <= sqrt(gamma) ||dV|| + w |ds|. Where c changes its form, and at
-    zero norms, F is still locally Lipschitz, so it is enough to look at each form. With Q~ = Q / u, so that
-    ||dQ~|| <= ||dQ|| / u:
+    zero norms, F is still locally Lipschitz, so it is enough to consider each form. With Q~ = Q / u, so that ||dQ~|| <=
+    ||dQ|| / u:
 
         c = u v (v >= w, u >= w):  ds_ij = dq~_i . k_j / v + (q~_i . dk_j - s_ij dv) / v
         c = u w (w >= v, u >= v):  ds_ij = dq~_i . k_j / w + q~_i . dk_j / w - s_ij dw / w
         c = v w (v >= u, w >= u):  ds_ij = dq_i . k_j / (v w) + q_i . dk_j / (v w) - s_ij (dv / v + dw / w)
         c = SMALLEST_C:            ds_ij = dq_i . k_j / c + q_i . dk_j / c
 
-    The terms of dq: sum_j p_ij (dq_i . k_j)^2 <= ||dq_i||^2 v^2, so w |.| <= ||dQ|| (in the four cases w v / (u v),
-    w v / (u w), w v / (v w), w v / c, each <= 1). Those of dk: sum_i p_ij (q_i . dk_j)^2 <= kappa^2 u^2 ||dk_j||^2 by
-    (1), so w |.| <= kappa ||dK|| (w / v, 1, u / v, u w / c, each <= 1). Those of s: |s|^2 <= sum_ij p_ij s_ij^2 <=
-    (u v / c)^2, so w |.| <= (w / v) |dv|; (v / w) |dw|; (u / v) |dv| + (u / w) |dw|; and |dv| <= ||dK||,
-    |dw| <= ||dV||. Altogether at most ||dQ|| + (1 + kappa) ||dK|| + (1 + sqrt(gamma)) ||dV||.
+    The terms of dq: sum_j p_ij (dq_i . k_j)^2 <= ||dq_i||^2 v^2, so w |.| <= ||dQ|| (in the four cases w v / (u v), w v
+    / (u w), w v / (v w), w v / c, each <= 1). Those of dk: sum_i p_ij (q_i . dk_j)^2 <= kappa^2 u^2 ||dk_j||^2 by (1),
+    so w |.| <= kappa ||dK|| (w / v, 1, u / v, u w / c, each <= 1). Those of s: |s|^2 <= sum_ij p_ij s_ij^2 <= (u v /
+    c)^2, so w |.| <= (w / v) |dv|; (v / w) |dw|; (u / v) |dv| + (u / w) |dw|; and |dv| <= ||dK||, |dw| <= ||dV||.
+    Altogether at most ||dQ|| + (1 + kappa) ||dK|| + (1 + sqrt(gamma)) ||dV||.
 
-    SpecFormer, eq. 41, has no W_V in it and is wrong already for N = 1, where F(X) = X W_V W_O.
+    SpecFormer, eq. 41, does not contain W_V, and is wrong already for N = 1, where F(X) = X W_V W_O.
 
     Proof: docs/proofs.md#lipschitz-norm.
     """
-
     if module.scale != 1:
-        raise NoRule(module, f"its scale is {module.scale}, and the bound is of 1")
+        raise NoRule(module, f"its scale is {module.scale}, but its rule covers scale 1 only")
 
     def gains(n: int) -> tuple[float, float, float]:
         if n == 1:
@@ -91,18 +92,20 @@ def lipschitz_norm(module: LipschitzNormAttention) -> Layer:
 
 
 class _Quotient:
-    """q = q^ / c around a clean batch, c the greatest of three products of norms per head. J is the derivative of the
-    greatest one, a b, with its largest rows kept; any linear map is allowed (docs/proofs.md#identity,
-    docs/proofs.md#quotient). With Delta = c' - c, e = 1 / c' - 1 / c and Dc = b Da + a Db exactly
+    """q = q^ / c around a clean batch, c the greatest of three products of norms per head.
+
+    J is the derivative of the greatest one, a b, with its largest rows kept; any linear map is allowed
+    (docs/proofs.md#identity, docs/proofs.md#quotient). With Delta = c' - c, e = 1 / c' - 1 / c and Dc = b Da + a Db
+    exactly
 
         R = q^' / c' - q^ / c - (dq^ / c - q^ Dc / c^2) = q^ (e + Dc / c^2) + dq^ e,
         e + Dc / c^2 = Delta^2 / (c^2 c') + (Dc - Delta) / c^2.
 
     A norm leaves its linearisation by at most rho^2 / (2 a), never downwards. So Delta - Dc lies between -rho_a rho_b
-    and the sum of b rho_a^2 / (2 a) + a rho_b^2 / (2 b) + rho_a rho_b and what another product, or other rows, have
-    above this one: at most (A + B + C)_+ with A = x y - a b <= 0, C = rho_x rho_y and B the rest, x rho_y + y rho_x +
-    a rho_b + b rho_a. That grows linearly once it is positive; its superhomogeneous majorant, of degree 2, is
-    C + B^2 / (4 |A|) for B > 2 |A|. Every head is given the whole of the three radii.
+    and the sum of b rho_a^2 / (2 a) + a rho_b^2 / (2 b) + rho_a rho_b and the excess of another product, or other rows,
+    over this one: at most (A + B + C)_+ with A = x y - a b <= 0, C = rho_x rho_y and B the rest, x rho_y + y rho_x + a
+    rho_b + b rho_a. That grows linearly once it is positive; its superhomogeneous majorant, of degree 2, is C + B^2 /
+    (4 |A|) for B > 2 |A|. Every head gets the whole of the three radii.
     """
 
     def __init__(self, projected_3BHNO: Tensor) -> None:
@@ -110,7 +113,7 @@ class _Quotient:
         self.directions = self.q, k, v
         lengths_3BHN = projected_3BHNO[1:].norm(dim=-1)
         self.largest = lengths_3BHN.argmax(-1)
-        two = F.pad(lengths_3BHN, (0, 1)).topk(2, -1).values  # of one row, the second is 0
+        two = F.pad(lengths_3BHN, (0, 1)).topk(2, -1).values  # with a single row, the second is 0
         u = self.q.flatten(-2).norm(dim=-1)
         self.norms_3BH = torch.stack([u, *two[..., 0]])
         second_3BH = torch.stack([torch.zeros_like(u), *two[..., 1]])
@@ -129,8 +132,8 @@ class _Quotient:
         a, b = i[active], j[active]
         self.pair = torch.stack([a, b])
         self.a, self.b = (self.norms_3BH.gather(0, one[None])[0] for one in self.pair)
-        # What may overtake a b: the other products, and the same with the second largest row in the place of a or b;
-        # the last entry says where there is no such thing.
+        # Candidates that may overtake a b: the other products, and a b with the second largest row for a or b; the
+        # last entry says where there is no such candidate.
         others = [(i[m].expand_as(a), j[m].expand_as(b), active == m) for m in range(3)]
         self.rivals = [(self._norm(x), self._norm(y), x, y, same) for x, y, same in others]
         for replaced, kept, which in ((a, self.b, 0), (b, self.a, 1)):
@@ -142,22 +145,25 @@ class _Quotient:
         return self.norms_3BH.gather(0, which_BH[None])[0]
 
     def _radius(self, r: QKVRadii, which_BH: Tensor) -> Tensor:
-        """(..., B, H)."""
+        """Return the radius of the chosen norm: (..., B, H)."""
         return torch.where(which_BH == 0, r.q[..., None], torch.where(which_BH == 1, r.k[..., None], r.v[..., None]))
 
     def inverse(self, r: QKVRadii) -> tuple[Tensor, Tensor, Tensor]:
-        """1 / c' and |e| at most, |e| of degree 1; and |Delta|, whose square over c' is of degree 2 (..., B, H)."""
+        """Return upper bounds of 1 / c', |e| and |Delta| (..., B, H).
+
+        |e| is of degree 1, and |Delta|^2 over c' of degree 2.
+        """
         ra, rb = (self._radius(r, one) for one in self.pair)
         low = (self.a - ra).clamp_min(0) * (self.b - rb).clamp_min(0)
         highest = low.new_zeros(())
         for x, y, first, second, _ in self.rivals:
             highest = torch.maximum(highest, (x + self._radius(r, first)) * (y + self._radius(r, second)) - self.c_BH)
         moved = torch.maximum(highest, self.c_BH - low)
-        largest = torch.where(low > SMALLEST_C, 1 / low, math.inf)  # otherwise c' may be held at that
+        largest = torch.where(low > SMALLEST_C, 1 / low, math.inf)  # otherwise c' may be clamped to SMALLEST_C
         return largest, torch.maximum(largest - 1 / self.c_BH, highest / self.c_BH.square()), moved
 
-    def bent(self, r: QKVRadii, superhomogeneous: bool) -> Tensor:
-        """|e + Dc / c^2| at most (..., B, H)."""
+    def nonlinear(self, r: QKVRadii, superhomogeneous: bool) -> Tensor:
+        """Return an upper bound of |e + Dc / c^2| (..., B, H)."""
         largest, change, moved = self.inverse(r)
         ra, rb = (self._radius(r, one) for one in self.pair)
         own = self.b * ra.square() / (2 * self.a) + self.a * rb.square() / (2 * self.b) + ra * rb
@@ -181,7 +187,7 @@ class _Quotient:
 
     def betas(self, r: QKVRadii) -> QKVRadii:
         zero, (_, change, _) = torch.zeros_like(r.q), self.inverse(r)
-        heads = self.size_BH * self.bent(r, superhomogeneous=False) + r.q[..., None] * change
+        heads = self.size_BH * self.nonlinear(r, superhomogeneous=False) + r.q[..., None] * change
         return QKVRadii(nan_to_inf(heads.square().sum(-1).sqrt()), zero, zero)
 
     def radii(self, r: QKVRadii) -> QKVRadii:
@@ -194,13 +200,13 @@ class _Quotient:
         length_CBH = g_3CBHNO[0].flatten(-2).norm(dim=-1)
 
         def bound(r: QKVRadii) -> Tensor:
-            bent, change = self.bent(r, superhomogeneous=True), self.inverse(r)[1]
-            return nan_to_inf((inner_CBH * bent + length_CBH * r.q[..., None] * change).sum(-1))
+            nonlinear, change = self.nonlinear(r, superhomogeneous=True), self.inverse(r)[1]
+            return nan_to_inf((inner_CBH * nonlinear + length_CBH * r.q[..., None] * change).sum(-1))
 
         return bound
 
     def pull(self, g_3CBHNO: Tensor) -> Tensor:
-        """dq^ / c, and -q^ / c^2 times the partner of each norm along its direction."""
+        """Return dq^ / c, and -q^ / c^2 times the partner of each norm along its direction."""
         weight_CBH = -(g_3CBHNO[0] * self.q).sum((-2, -1)) / self.c_BH.square()
         u, (v, w) = self.norms_3BH[0], self.norms_3BH[1:]
         on_q = (weight_CBH * self.partner_3BH[0] / u.clamp_min(1e-300))[..., None, None] * self.q
@@ -213,7 +219,7 @@ class _Quotient:
 
 
 def lipschitz_norm_split(module: LipschitzNormAttention) -> Split:
-    """The quotient, then the core."""
+    """Return the steps: the quotient, then the core."""
 
     def transform(projected_3BHNO: Tensor) -> QKVTransform:
         of = _Quotient(projected_3BHNO)
@@ -227,4 +233,4 @@ def lipschitz_norm_split(module: LipschitzNormAttention) -> Split:
     return replace(qkv_split(module, transform, rounded), whole=True)
 
 
-register(LipschitzNormAttention, softmax_facts(lipschitz_norm, lipschitz_norm_split))
+register(LipschitzNormAttention, softmax_rules(lipschitz_norm, lipschitz_norm_split))

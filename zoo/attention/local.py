@@ -1,6 +1,6 @@
-"""Local rules of first and second order of dot-product attention, also with something around its softmax.
+"""Local rules of first and second order for dot-product attention, also with mixing around its softmax.
 
-Queries, keys and values are one X and move together: theory/joint.py.
+Queries, keys and values come from one X and move together: theory/joint.py.
 
 Letters: B images, C classes, N tokens, D width, H heads (l), O = D / H (dh).
 """
@@ -17,17 +17,17 @@ from zoo.attention.parts import core_leaf, join_heads, merge_leaf, projection_le
 from zoo.attention.qkv import widened
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii
-from zoo.attention.theory.errors import Inexact
 from zoo.attention.theory.joint import Heads, JointCore, measure, same
+from zoo.attention.theory.score_errors import Inexact
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
-from zoo.bounds.facts import expect
+from zoo.bounds.first_order import added
 from zoo.bounds.products import chained
-from zoo.bounds.rules import added
+from zoo.bounds.rule_table import expect
 from zoo.spectral import product_rounding, sigma_upper
 
 
 def heads_of(content: QKVAttention, gain_H: Tensor | float = 1.0) -> Heads:
-    """The weights of `content`, whose scores are s q k^T plus constants."""
+    """Return the weights of `content`, whose scores are s q k^T plus constants."""
     expect(content.qkv, nn.Linear)
     expect(content.proj, nn.Linear)
     qkv_3HOD = content.head_weights_3HOD().detach().double()
@@ -45,7 +45,10 @@ def inexact_of(
     attend: Callable[[Tensor], Tensor],
     mix: Callable[[Tensor], Tensor],
 ) -> tuple[Inexact, Bound]:
-    """What it costs that this core is a computed one; and behind W_O, for tokens that move by r. `plain`: no gain."""
+    """Return the cost of this core being a computed one, and a bound of it after W_O for tokens that move by r.
+
+    `plain` has no gain.
+    """
 
     def rows(x: Tensor) -> Tensor:
         return torch.stack(content.projections(x))
@@ -69,17 +72,19 @@ def lofast_local(
     mix: Callable[[Tensor], Tensor] = lambda p_BHNN: p_BHNN,
     gain_H: Tensor | float = 1.0,
 ) -> Layer:
-    """||F(X') - F(X)|| <= zeta r + delta_2, with delta_2 >= ||(P' - P) X'||: the least of
+    """Return the rule ||F(X') - F(X)|| <= zeta r + delta_2, with delta_2 >= ||(P' - P) X'||.
+
+    delta_2 is the least of
 
         ||W_O|| E1(tau) [ r U_n + r^2 T_n + ||W_V|| r (r U_p + r^2 T_p) ],
         ||W_O|| sqrt( sum_l (lam_l |dS_l| (||V_c,l|| + ||W_V,l|| r))^2 ),
         sum_l lam_l |dS_l| (||V_c,l W_O,l|| + ||M_l|| r)
 
     where (U, T)_n and (U, T)_p are the seminorm bounds for the weights nu_il^2 p_ilk and max_k(p_ilk) p_ilk, lam the
-    slope of the softmax on the box that the scores can reach, V_c = V - its mean. Proof of the first: a row of
-    (P' - P) V is the integral of Cov_t(delta, v), at most E1(tau) sd(delta) nu. docs/proofs.md#attention-radius.
+    slope of the softmax on the box that the scores can reach, V_c = V - its mean. Proof of the first: a row of (P' - P)
+    V is the integral of Cov_t(delta, v), at most E1(tau) sd(delta) nu. docs/proofs.md#attention-radius.
 
-    `module` is `content` or attention around it with P = mix(attend(S)): attend(S) the softmax of S plus constants,
+    `module` is `content` or attention around it with P = mix(attend(S)): attend(S) is the softmax of S plus constants,
     `mix` an affine map of each head with the linear part `gain_H`.
     """
     heads, plain = heads_of(content, gain_H), heads_of(content)
@@ -106,8 +111,10 @@ def expand_attention(
     mix: Callable[[Tensor], Tensor] = lambda p_BHNN: p_BHNN,
     gain_H: Tensor | float = 1.0,
 ) -> Expand:
-    """The expansion of `content`, or of attention around it; arguments as in `lofast_local`. Where P = mix of a
-    softmax, the remainder sees the values `gain_H`-fold, and J the mixed P."""
+    """Expand `content`, or attention around it; arguments as in `lofast_local`.
+
+    Where P = mix of a softmax, the remainder sees the values `gain_H`-fold, and J the mixed P.
+    """
     heads, plain = heads_of(content, gain_H), heads_of(content)
     qkv_HOD = torch.cat([heads.q_HOD, heads.k_HOD, plain.v_HOD])  # 3 H heads: one product instead of three
 
@@ -125,11 +132,11 @@ def expand_attention(
             return lambda r: of_core(same(r))
 
         def pull(g_CBND: Tensor) -> Tensor:
-            """J^T g."""
+            """Return J^T g."""
             return join_heads(torch.cat(core.pull(split_heads(g_CBND, heads.o_HOD)), dim=-3), qkv_HOD)
 
         def push(v_CBND: Tensor) -> Tensor:
-            """J v."""
+            """Return J v."""
             return join_heads(core.push(*split_heads(v_CBND, qkv_HOD).chunk(3, dim=-3)), heads.o_HOD)
 
         gain_B = through_values + through_scores

@@ -1,4 +1,4 @@
-"""LoFAST's rule for dot-product attention (Havens et al. 2024, Theorem 1), also with something around its softmax.
+"""LoFAST's rule for dot-product attention (Havens et al. 2024, Theorem 1), also with mixing around its softmax.
 
     F(X) = sum_l P_l X M_l,   P_l = softmax(s Q_l K_l^T),   M_l = W_V^l W_O^l
 
@@ -14,22 +14,21 @@ from torch import Tensor, nn
 from zoo.arithmetic import OUT, U, gamma
 from zoo.attention.softmax import QKVAttention
 from zoo.bounds.contracts import Bound, Layer
-from zoo.bounds.facts import expect
-from zoo.bounds.rules import added
+from zoo.bounds.first_order import added
+from zoo.bounds.rule_table import expect
 from zoo.spectral import absolute_norm, product_rounding, product_upper, sigma_upper
 
 DENSE_LIMIT = 4096  # N D up to which zeta is the norm of the dense (N D, N D) matrix
-DENSE_BYTES = 2**28  # memory for those matrices at a time
+DENSE_BYTES = 2**28  # memory for the matrices of one chunk
 SOFTMAX: Callable[[Tensor], Tensor] = partial(torch.softmax, dim=-1)
 
 
 def zeta(p_BHNN: Tensor, m_HDD: Tensor, norm_m_H: Tensor, residual: bool, off_m_H: Tensor | float = 0.0) -> Tensor:
-    """zeta = || (I (x) I_d) + sum_l P_l (x) M_l^T ||, without the identity for a branch alone. I_d:
-    docs/references.md#erratum-lofast-identity.
+    """Return zeta = || (I (x) I_d) + sum_l P_l (x) M_l^T || (B,), without the identity for a branch alone.
 
-    Exact (verified) where the matrix is small, sum_l ||P_l|| ||M_l|| (+ 1) (eq. 12) where it is not. -> (B,)
-    `off_m_H`: how far the computed M_l is from the exact one at most. The sum over heads may cancel and rounds, too;
-    ||P_l|| <= sqrt(N), as its rows are not negative and sum to 1.
+    I_d: docs/references.md#erratum-lofast-identity. The norm is exact (verified) where the matrix is small, and sum_l
+    ||P_l|| ||M_l|| (+ 1) (eq. 12) where it is not. `off_m_H` bounds the distance of the computed M_l from the exact
+    one. The sum over heads may cancel, and rounds too; ||P_l|| <= sqrt(N), as its rows are not negative and sum to 1.
     """
     n, d = p_BHNN.shape[-1], m_HDD.shape[-1]
     if n * d > DENSE_LIMIT:
@@ -53,17 +52,18 @@ def lofast(
     attend: Callable[[Tensor], Tensor] = SOFTMAX,
     gain_H: Tensor | float = 1.0,
 ) -> Layer:
-    """LoFAST's Theorem 1 with its errata corrected (docs/references.md#errata):
+    """Return the rule of LoFAST's Theorem 1 with its errata corrected (docs/references.md#errata).
 
         ||F(X') - F(X)|| <= zeta r + sum_l D_l(r) / 2 ( ||X M_l|| + ||M_l|| r ),    D_l = xi_l r + a_l r^2,
         xi_l = s ( ||W_Q K^T|| + ||Q W_K^T|| ),   a_l = s ||W_Q W_K^T||.
 
     Proof: P' X' - P X = P (X' - X) + (P' - P) X'; the softmax is 1/2-Lipschitz (docs/proofs.md#softmax-first-order);
     the logits move by s (Gamma_Q K^T + Q Gamma_K^T + Gamma_Q Gamma_K^T) with ||Gamma_Q K^T||_F <= ||W_Q K^T|| r. Biases
-    of Q and K stay inside Q and K, that of V is added to every token alike because rows of P sum to 1.
+    of Q and K stay inside Q and K; that of V is added to every token alike because rows of P sum to 1.
 
-    `module` is `content` itself, or attention around it whose P is attend(S), with rows that sum to 1: the softmax of S
-    plus constants (window.py), or of each head an affine map of it with the linear part `gain_H` (gpsa.py).
+    `module` is `content` itself, or attention around it whose P is attend(S), with rows that sum to 1. attend(S) is the
+    softmax of S plus constants (window.py), or for each head an affine map of it with the linear part `gain_H`
+    (gpsa.py).
 
     Proof: docs/proofs.md#lofast.
     """
@@ -86,7 +86,7 @@ def lofast(
 
         def bound(r: Tensor) -> Tensor:
             r_1 = r.unsqueeze(-1)
-            change_H = 0.5 * gain_H * r_1 * (xi_BH + a_H * r_1)  # of P_l
+            change_H = 0.5 * gain_H * r_1 * (xi_BH + a_H * r_1)  # bounds the change of P_l
             return zeta_B * r + (change_H * (norm_xm_BH + norm_m_H * r_1)).sum(-1)
 
         y = module(x_BND)

@@ -1,9 +1,9 @@
-"""Attention as a chain of leaves, for what measures vectors on their way through a model (zoo/bounds/tape.py):
+"""Attention as a chain of leaves, for code that measures vectors on their way through a model (zoo/bounds/tape.py).
 
     X  ->  (q^, k^, v^)  ->  (q, k, v)  ->  softmax(scores) V  ->  Y
 
-The first and the last step are linear, the second is what a variant does to its projections, if anything. The third is
-the core, of which there are quadratic forms: theory/forms.py. Proof: docs/proofs.md#attention-forms.
+The first and the last step are linear; the second is what a variant does to its projections, if anything. The third is
+the core, which has quadratic forms: theory/forms.py. Proof: docs/proofs.md#attention-forms.
 
 Letters: B images, C vectors of each, H heads, N tokens, O width of a head; 3 stands for q, k, v.
 """
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from zoo.attention.theory.core import Core
-from zoo.attention.theory.errors import FLOOR, SHARE, Inexact
 from zoo.attention.theory.forms import CoreForms
-from zoo.attention.theory.rounding import Moduli, terms_rounding
+from zoo.attention.theory.score_errors import FLOOR, SHARE, Inexact
+from zoo.attention.theory.score_rounding import Moduli, terms_rounding
 from zoo.attention.theory.squares import QKV, Squares, absolutely, applied, largest
 from zoo.bounds.contracts import Expansion, QuadraticForm
 from zoo.bounds.products import matrix_rounding
@@ -28,11 +28,11 @@ Map = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class CoreLeafForms:
-    """See `Forms` in zoo/bounds/contracts.py; inputs (B, 3, H, N, O), B = I."""
+    """Forms of the core (see `Forms` in zoo/bounds/contracts.py); inputs (B, 3, H, N, O), B = I."""
 
     core: CoreForms
     moduli: Moduli
-    inexact: Inexact | None = None  # where what the core was made of is not exact
+    inexact: Inexact | None = None  # set where the q, k, v and P of the core are not exact
 
     @property
     def shared(self) -> bool:
@@ -62,30 +62,30 @@ class CoreLeafForms:
         return self._widened(form, self._form([more], 2.0), constant)
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        """By the largest weight of an image: |R| is known, and no entry of it."""
+        """Return the form, scaled by the largest weight of an image: |R| has a bound, its entries have none."""
         found = self.core.reach(reach)
         form = self._form(self.core.rest(found, self.core.weights(found)), 1.0)
         if self.inexact is not None:
             more = self._form([self.inexact.squares(found)], (1 + 1 / SHARE) / FLOOR)
             form = self._widened(form, more, 0.0, 1 + SHARE)
         most_B = weight.flatten(1).amax(1).square()
-        room = (-1, *(1,) * self.core.core.q.ndim)
+        shape = (-1, *(1,) * self.core.core.q.ndim)
         return QuadraticForm(
-            lambda v: most_B.view(room) * form.apply(v), most_B * form.largest, rounding=most_B * form.rounding
+            lambda v: most_B.view(shape) * form.apply(v), most_B * form.largest, rounding=most_B * form.rounding
         )
 
     def size(self, reach: Tensor) -> Tensor:
         return torch.ones_like(self.core.core.q)
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
-        """What is not exact does not shrink, and has room for FLOOR."""
+        """Bound the factor from below by FLOOR, as the part that is not exact does not shrink."""
         t = self.core.shrink(self.core.reach(small), self.core.reach(large))
         return t if self.inexact is None else t.clamp_min(FLOOR)
 
     def _widened(
         self, form: QuadraticForm, more: QuadraticForm, constant: Tensor | float, factor: float = 1.0
     ) -> QuadraticForm:
-        """factor times the first, and the second; infinite where nothing is known."""
+        """Return factor times the first form plus the second; infinite where nothing is known."""
         assert self.inexact is not None
         largest = torch.where(self.inexact.known_B, factor * form.largest + more.largest, torch.inf)
         rounding = 2 * (factor * form.rounding + more.rounding)
@@ -98,19 +98,19 @@ class CoreLeafForms:
         return g
 
     def _form(self, sums: Sequence[Squares], factor: float) -> QuadraticForm:
-        """<H, C H> = factor F(H)."""
+        """Return the form with <H, C H> = factor F(H)."""
 
         def apply(v: Tensor) -> Tensor:
             return factor * torch.stack(applied(sums, QKV(*v.unbind(2))), 2)
 
         found, absolute = factor * largest(sums), factor * absolutely(sums)
-        few = found.view(-1, found.shape[-1])  # C = 1 of a rest
+        few = found.view(-1, found.shape[-1])  # C = 1 for the norm of a remainder
         rounding = terms_rounding(self.core.core) * absolute
         return QuadraticForm(apply, few, rounding=rounding.view(few.shape))
 
 
 def affine_leaf(y: Tensor, weight: Tensor, pull: Map, push: Map, off: Tensor | float = 0.0) -> Expansion:
-    """A product with this matrix, plus constants; the exact matrix may be `off` from it in norm."""
+    """Expand a product with this matrix, plus constants; the exact matrix may be `off` from it in norm."""
     numbers = sigma_upper(weight) + off, matrix_rounding(weight) + off
     gain_B, rounding_B = (number.expand(len(y)) for number in numbers)
     return Expansion(
@@ -119,7 +119,7 @@ def affine_leaf(y: Tensor, weight: Tensor, pull: Map, push: Map, off: Tensor | f
 
 
 def projection_leaf(y_B3HNO: Tensor, w_3HOD: Tensor, off: Tensor | float = 0.0) -> Expansion:
-    """X -> X W^T of queries, keys and values, plus constants; the exact matrix may be `off` from W in norm."""
+    """Expand X -> X W^T of queries, keys and values, plus constants; the exact matrix may be `off` from W in norm."""
     w_HOD = w_3HOD.flatten(0, 1)  # 3 H heads: one product instead of three
 
     def pull(g: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def projection_leaf(y_B3HNO: Tensor, w_3HOD: Tensor, off: Tensor | float = 0.0) 
 
 
 def merge_leaf(y_BND: Tensor, o_HOD: Tensor) -> Expansion:
-    """Heads -> sum_l Y_l W_Ol, plus constants."""
+    """Expand heads -> sum_l Y_l W_Ol, plus constants."""
 
     def pull(g: Tensor) -> Tensor:
         return split_heads(g, o_HOD)
@@ -144,17 +144,17 @@ def merge_leaf(y_BND: Tensor, o_HOD: Tensor) -> Expansion:
 
 
 def split_heads(x: Tensor, w_HOD: Tensor) -> Tensor:
-    """x W_l^T of every head in one product: (..., N, D) -> (..., H, N, O)."""
+    """Return x W_l^T of every head in one product: (..., N, D) -> (..., H, N, O)."""
     return (x @ w_HOD.flatten(0, 1).mT).unflatten(-1, w_HOD.shape[:2]).transpose(-3, -2)
 
 
 def join_heads(z: Tensor, w_HOD: Tensor) -> Tensor:
-    """sum_l z_l W_l: (..., H, N, O) -> (..., N, D)."""
+    """Return sum_l z_l W_l: (..., H, N, O) -> (..., N, D)."""
     return z.transpose(-3, -2).flatten(-2) @ w_HOD.flatten(0, 1)
 
 
 def core_leaf(core: Core, v: Tensor, inexact: Inexact | None = None) -> Expansion:
-    """The core, known by its forms alone."""
+    """Expand the core, of which only its forms are known."""
     forms, moduli = CoreForms(core), Moduli.of(core, v)
 
     def pull(o: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""Rules of first and second order for any attention that turns its tokens into queries, keys and values:
+"""Rules of first and second order for any attention that turns its tokens into queries, keys and values.
 
     X -> (q^, k^, v^) = X [W_Q W_K W_V] + biases -> (q, k, v) = transform(q^, k^, v^) -> core -> W_O
 
 The first and the last step are linear. `transform` is the identity, or what a variant does to its projections
-(`QKVTransform`); the core is `SeparateCore` of theory/, whose words are those of theory/core.py. A variant says what
-its steps are by the fact `split`, and has by that all rules: its own, and those inside windows (window.py) and with
-gated positions (gpsa.py). The composition is that of zoo/bounds/curvature.py, with three radii in place of one:
+(`QKVTransform`). The core is `SeparateCore` of theory/; theory/core.py defines the terms. A variant states its steps by
+the rule `split`, from which all rules follow: its own, and those inside windows (window.py) and with gated positions
+(gpsa.py). The composition is that of zoo/bounds/curvature.py, with three radii instead of one:
 
     <g, R(G)> = <o, R_core> + <J_core^T o, R_transform>,     o = g W_O^T,
     ||R(G)|| <= ||W_O|| ( beta_core + sum_{q,k,v} ||J_core|| beta_transform ).
@@ -27,13 +27,13 @@ from zoo.attention.parts import core_leaf, merge_leaf, projection_leaf
 from zoo.attention.rows import RoundedRows, projected
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii, Score
-from zoo.attention.theory.errors import Inexact
 from zoo.attention.theory.joint import same
+from zoo.attention.theory.score_errors import Inexact
 from zoo.attention.theory.separate import SeparateCore
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Precision
-from zoo.bounds.facts import NoRule, expect, facts_of
 from zoo.bounds.hypotheses import Shapes, power_vectors
 from zoo.bounds.products import chained
+from zoo.bounds.rule_table import NoRule, expect, rules_of
 from zoo.spectral import sigma_upper
 
 ThreeBounds = Callable[[QKVRadii], QKVRadii]
@@ -41,11 +41,11 @@ ThreeBounds = Callable[[QKVRadii], QKVRadii]
 
 @dataclass(frozen=True)
 class QKVTransform:
-    """(q^, k^, v^) -> (q, k, v) around a clean batch, with J any linear map (docs/proofs.md#identity).
+    """The map (q^, k^, v^) -> (q, k, v) around a clean batch, with J any linear map (docs/proofs.md#identity).
 
-    first(r): how far J moves each of q, k, v; radii(r) how far they move; betas(r) how far they leave J.
-    remainder(g): for g (3, C, B, H, N, O), never below -<g, R> (..., C, B). pull(g): J^T g.
-    All of them superhomogeneous, as in theory/core.py.
+    first(r) bounds how far J moves each of q, k, v; radii(r) how far they move; betas(r) how far they leave J.
+    remainder(g): for g (3, C, B, H, N, O), never below -<g, R> (..., C, B). pull(g): J^T g. All of them are
+    superhomogeneous, as in theory/core.py.
 
     Proof: docs/proofs.md#qkv-transform.
     """
@@ -59,7 +59,7 @@ class QKVTransform:
 
 
 def identity(y_3: Tensor) -> QKVTransform:
-    """q, k and v are the projections themselves."""
+    """Return the transform whose q, k and v are the projections themselves."""
 
     def same(r: QKVRadii) -> QKVRadii:
         return r
@@ -72,10 +72,13 @@ def identity(y_3: Tensor) -> QKVTransform:
 
 @dataclass(frozen=True)
 class Split:
-    """The steps of one attention module. project: x (B, N, D) -> (3, B, H, N, O), affine with the weights w_3HOD.
-    scores: what `transform` is around a clean batch, as a plain function; where it is another one nothing is known.
-    rounded: of q, k and v as they are served (rows.py); None: no bound is written. off_values: how far the computed
-    weights of the values are from the exact ones at most, in norm, of all heads together."""
+    """The steps of one attention module.
+
+    `project` maps x (B, N, D) -> (3, B, H, N, O), affine with the weights w_3HOD. `scores` is what `transform` is
+    around a clean batch, as a plain function; where the two differ nothing is known. `rounded` is the rounding of q, k
+    and v as they are served (rows.py); None: there is no bound. `off_values` bounds the distance of the computed
+    weights of the values from the exact ones, in norm, for all heads together.
+    """
 
     score: Score
     project: Callable[[Tensor], Tensor]
@@ -83,16 +86,16 @@ class Split:
     proj: nn.Linear
     transform: Callable[[Tensor], QKVTransform] = identity
     scores: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = lambda q, k, v: (q, k, v)
-    whole: bool = False  # one leaf of the tape: the bounds of `transform` want the three radii apart
+    whole: bool = False  # one leaf of the tape: the bounds of `transform` need three separate radii
     rounded: Callable[[Precision], RoundedRows] | None = None
     off_values: Tensor | float = 0.0
 
 
 def split_of(module: nn.Module) -> Split:
-    """The steps of a softmax attention. Raises `NoRule`."""
-    split = facts_of(module).split
+    """Return the steps of a softmax attention. Raises `NoRule`."""
+    split = rules_of(module).split
     if split is None:
-        raise NoRule(module, "it is not known how its queries, keys and values are made")
+        raise NoRule(module, "its rules have no `split`, which says how queries, keys and values are made")
     found: Split = split(module)
     return found
 
@@ -102,7 +105,7 @@ def qkv_split(
     transform: Callable[[Tensor], QKVTransform] = identity,
     rounded: Callable[[Precision], RoundedRows] | None = None,
 ) -> Split:
-    """For variants that project by one matrix, as in timm. rounded: of what `transform` makes."""
+    """Return the steps of a variant that projects by one matrix, as in timm. `rounded` is that of `transform`."""
     expect(module.qkv, nn.Linear)
     expect(module.proj, nn.Linear)
     weights = module.head_weights_3HOD().detach().double()
@@ -116,15 +119,18 @@ def _projections(module: QKVAttention, x: Tensor) -> Tensor:
 
 
 def qkv_shapes(module: QKVAttention) -> Shapes:
-    """W_Q, W_K, W_V of all heads in one matrix, and W_O."""
+    """Return the shapes of W_Q, W_K, W_V of all heads in one matrix, and of W_O."""
     dim = module.qkv.in_features
     return {"qkv.weight": (3 * dim, dim), "proj.weight": (dim, dim), **power_vectors("power_3HD", "power_o_1D")}
 
 
 @dataclass(frozen=True)
 class MixingError:
-    """What is served around the softmax. bias: never below |bias| of any score. roundings: of P~ and its products with
-    the values, relative to themselves. Besides, entries of P~ are off by `delta` of those of P, and by `constants`."""
+    """The errors of what is served around the softmax.
+
+    `bias` is never below |bias| of any score. `roundings` counts those of P~ and its products with the values, relative
+    to themselves. In addition, entries of P~ are off by `delta` of those of P, and by `constants`.
+    """
 
     bias: float = 0.0
     roundings: int = 2
@@ -133,15 +139,18 @@ class MixingError:
 
 
 def nothing_around(precision: Precision, tokens: int) -> MixingError:
-    """The softmax alone."""
+    """Return the errors of the softmax alone."""
     return MixingError()
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """From the scores to the matrix that mixes the values: P = softmax(S + bias), and mix(P) in front of V, per head an
-    affine map of P with the linear part `gain_H`. bias(windows) broadcasts to (windows, H, N, N). rounding: by the
-    number of tokens; None: no bound is written. Such a mix(P) has no negative entries, and rows that sum to 1."""
+    """From the scores to the matrix that mixes the values: P = softmax(S + bias), and mix(P) in front of V.
+
+    Per head, mix is an affine map of P with the linear part `gain_H`. bias(windows) broadcasts to (windows, H, N, N).
+    `rounding` takes the number of tokens; None: there is no bound. mix(P) has no negative entries, and rows that sum to
+    1.
+    """
 
     bias: Callable[[int], Tensor | float] = lambda windows: 0.0
     mix: Callable[[Tensor], Tensor] = lambda p_BHNN: p_BHNN
@@ -153,8 +162,10 @@ PLAIN = Mixing(rounding=nothing_around)
 
 
 class AttentionBounds:
-    """Bounds of an attention whose steps are known, the norms of its weights measured once. `module` is `content`
-    itself, or attention around it with other mixing."""
+    """Bounds of an attention whose steps are known, the norms of its weights measured once.
+
+    `module` is `content` itself, or attention around it with other mixing.
+    """
 
     def __init__(self, module: Callable[[Tensor], Tensor], content: nn.Module, mixing: Mixing = PLAIN) -> None:
         self.module, self.mixing, self.split = module, mixing, split_of(content)
@@ -168,13 +179,13 @@ class AttentionBounds:
         self.o_HDO = o_DHO.transpose(0, 1)
 
     def core(self, transform: QKVTransform) -> SeparateCore:
-        """The core around what `transform` gives."""
+        """Return the core around the output of `transform`."""
         q, k, v = transform.y_3.unbind(0)
         p_BHNN = self._attend(scores(self.split.score, q, k))
         return SeparateCore(self.split.score, q, k, v, p_BHNN, self.mixing.mix(p_BHNN), self.gain_H)
 
     def inexact(self, x_BND: Tensor, core: SeparateCore, transform: QKVTransform) -> Inexact:
-        """What it costs that this core is a computed one."""
+        """Return the cost of this core being a computed one."""
         score, y_3 = self.split.score, transform.y_3
         s_BHNN = scores(score, core.q, core.k)
         off = errors_of(x_BND, self._rows, score, y_3, s_BHNN, self._attend, core.p, self.mixing.mix)
@@ -187,11 +198,11 @@ class AttentionBounds:
         return (s_BHNN + self.mixing.bias(len(s_BHNN))).softmax(-1)
 
     def projected(self, r: Tensor) -> QKVRadii:
-        """||X' W|| <= ||W|| r of the matrices of all heads together: the heads share one budget."""
+        """Bound ||X' W|| <= ||W|| r for the matrices of all heads together: the heads share one budget."""
         return QKVRadii(*(norm * r for norm in self.norms))
 
     def layer(self, x_BND: Tensor) -> tuple[Tensor, Bound]:
-        """First order, with the constants of this batch; superhomogeneous."""
+        """Return the first order with the constants of this batch; superhomogeneous."""
         transform = self.split.transform(self.split.project(x_BND))
         core = self.core(transform)
         inexact = self.inexact(x_BND, core, transform)
@@ -203,12 +214,14 @@ class AttentionBounds:
         return self.module(x_BND), bound
 
     def expand(self, x_BND: Tensor) -> Expansion:
-        """Second order."""
+        """Return the second order."""
         return widened(*self.expand_apart(x_BND))
 
     def expand_apart(self, x_BND: Tensor) -> tuple[Expansion, Bound]:
-        """Second order of the computed core, and how far the exact one may leave it; all bounds superhomogeneous, the
-        last one of degree 1."""
+        """Return the second order of the computed core, and how far the exact one may leave it.
+
+        All bounds are superhomogeneous, the last one of degree 1.
+        """
         projected_3BHNO = self.split.project(x_BND)
         transform = self.split.transform(projected_3BHNO)
         core = self.core(transform)
@@ -252,16 +265,17 @@ class AttentionBounds:
     def _leaves(
         self, projected_3BHNO: Tensor, transform: QKVTransform, inexact: Inexact, y_BND: Tensor
     ) -> tuple[Expansion, ...]:
-        """See parts.py."""
+        """Return the leaves of the chain; see parts.py."""
         first = projection_leaf(projected_3BHNO.transpose(0, 1), self.split.w_3HOD, self.split.off_values)
         last = core_leaf(inexact.core, transform.y_3[2], inexact), merge_leaf(y_BND, self.o_HDO.mT)
         return (first, *last) if self.split.transform is identity else (first, transform_leaf(transform), *last)
 
 
 def transform_leaf(transform: QKVTransform) -> Expansion:
-    """What a variant does to its projections, of which there are no forms: each of q, k and v is given the whole radius
-    of all three."""
+    """Expand what a variant does to its projections, which has no forms.
 
+    Each of q, k and v gets the whole radius of all three.
+    """
     ones_B = torch.ones_like(transform.y_3[0].flatten(1)[:, 0])
 
     def length(r: QKVRadii) -> Tensor:
@@ -283,7 +297,7 @@ def transform_leaf(transform: QKVTransform) -> Expansion:
 
 
 def widened(computed: Expansion, off: Bound) -> Expansion:
-    """By how far the exact map may leave the computed one at radius r: |R| and -<g, R> / |g| grow by that."""
+    """Add `off`, how far the exact map may leave the computed one: |R| and -<g, R> / |g| grow by that."""
 
     def remainder(g: Tensor) -> Bound:
         bound, length_CB = computed.remainder(g), g.flatten(2).norm(dim=-1)
@@ -293,7 +307,10 @@ def widened(computed: Expansion, off: Bound) -> Expansion:
 
 
 def bounded(expand: Expand, layer: Layer) -> Expand:
-    """||R|| <= lip(r) + ||J|| r for any rule of first order, and -<g, R> <= ||g|| ||R||. No longer superhomogeneous."""
+    """Bound ||R|| <= lip(r) + ||J|| r for any first-order rule, and -<g, R> <= ||g|| ||R||.
+
+    The result is no longer superhomogeneous.
+    """
 
     def expand_bounded(x: Tensor) -> Expansion:
         inner, (_, lip) = expand(x), layer(x)
@@ -311,7 +328,7 @@ def bounded(expand: Expand, layer: Layer) -> Expand:
 
 
 def least(*layers: Layer) -> Layer:
-    """Every one of these rules holds for the same map."""
+    """Return the least bound of several rules that hold for the same map."""
 
     def layer(x: Tensor) -> tuple[Tensor, Bound]:
         found: list[tuple[Tensor, Any]] = [one(x) for one in layers]

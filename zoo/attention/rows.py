@@ -1,7 +1,8 @@
-"""The rounding of queries, keys and values: of plain projections here, of what a variant does to them in its own file.
+"""The rounding of queries, keys and values from plain projections.
 
-Each of the three is a `Rounded` (zoo/bounds/contracts.py) from the tokens x (B, W, N, D) to rows (B, W, H, N, O).
-Letters: B images, W windows of an image (1 where there are none), N tokens, D width, H heads, O = D / H.
+A variant that transforms its projections adds the rounding of that in its own file. Each of the three is a `Rounded`
+(zoo/bounds/contracts.py) from the tokens x (B, W, N, D) to rows (B, W, H, N, O). Letters: B images, W windows of an
+image (1 where there are none), N tokens, D width, H heads, O = D / H.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ RoundedRows = Callable[[Tensor], Rows]
 
 
 def projected(module: QKVAttention, precision: Precision) -> RoundedRows:
-    """Three products with the tokens."""
+    """Bound three products with the tokens."""
     biases = (None,) * 3 if module.qkv.bias is None else module.qkv.bias.chunk(3)
     heads = partial(in_heads, heads=module.num_heads)
     weights = zip(module.qkv.weight.chunk(3), biases, strict=True)
@@ -39,20 +40,23 @@ def projected(module: QKVAttention, precision: Precision) -> RoundedRows:
 
 
 def in_heads(y_BWND: Tensor, heads: int) -> Tensor:
-    """(B, W, N, D) -> (B, W, H, N, O)."""
+    """Split the width into heads: (B, W, N, D) -> (B, W, H, N, O)."""
     return y_BWND.unflatten(-1, (heads, -1)).transpose(-3, -2)
 
 
 def normalised(rows: Rounded, eps: float, scale: float, radius: Bound, precision: Precision) -> Rounded:
-    """u -> scale u / sqrt(|u|^2 + e) of every row, by a factor from a sum of squares; `radius` bounds how far it moves
-    where u moves by so much. The derivative is |scale| / sqrt(|u|^2 + e) at most, and no row longer than |scale|."""
+    """Bound u -> scale u / sqrt(|u|^2 + e) of every row, computed by a factor from a sum of squares.
+
+    `radius` bounds how far the result moves where u moves by a given radius. The derivative is at most |scale| /
+    sqrt(|u|^2 + e), and no row is longer than |scale|.
+    """
     u, gain = rows.y, abs(scale)
     lengths = (u.square().sum(-1, keepdim=True) + eps).sqrt()
     y, longest_B, lengths_BR = scale * u / lengths, longest(u), lengths.flatten(1)
     y_B, share = size(y), precision.gamma(u.shape[-1] + 8) + 8 * precision.u
 
     def whole(r: Tensor, e: Tensor) -> Tensor:
-        """Every row may have all of the error, but none more than a row can have."""
+        """Return the error of all rows: each may have all of the error, but none more than a row can have."""
         low_BR = lows(r, e)
         joint_B = torch.linalg.vector_norm(1 / low_BR, dim=-1) * rows.row_error(r, e)
         into_B = gain * torch.fmin(rows.error(r, e) / low_BR.amin(-1), joint_B)

@@ -2,7 +2,7 @@
 
     F(X) = sum_l nu softmax(tau Q^ K^^T) V^ W_O^l,     rows q^ = q / sqrt(||q||^2 + e), the same for k and v
 
-The released code normalises q and k alone, by max(||.||, 1e-12), and has tau = 10, no nu; this is the paper's form.
+This is the paper's form. The released code normalises q and k alone, by max(||.||, 1e-12), and has tau = 10, no nu.
 Letters: B images, N tokens, D width, H heads, O = D / H.
 """
 
@@ -14,24 +14,29 @@ import torch
 from torch import Tensor
 
 from zoo.arithmetic import nan_to_inf
-from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import global_layer
 from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.rows import RoundedRows, Rows, normalised, projected
 from zoo.attention.softmax import QKVAttention
+from zoo.attention.softmax_rules import softmax_rules
 from zoo.attention.theory.core import QKVRadii
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounded
-from zoo.bounds.facts import NoRule, register
+from zoo.bounds.rule_table import NoRule, register
 from zoo.layers.norms import bounded_normalisation, normalisation_remainder, smooth_expansion
 
 
 class ScaledCosineAttention(QKVAttention):
-    """x (B, N, D) -> (B, N, D).
+    """Scaled cosine similarity attention, x (B, N, D) -> (B, N, D).
 
-    Args: tau: the temperature; the paper gives no value, 10 is that of the released code. nu: the size of v^.
-    eps: the e under the root. The Lipschitz constant grows with e^-1/2 (1e6 for the code's 1e-12;
-    docs/references.md#erratum-scsa-eps), while ||q||^2 is about 5 to 20 a head behind a LayerNorm at the start (width
-    192 to 768): 0.1 hardly bends the cosine and costs a factor of 3. The other options are those of `QKVAttention`.
+    Args:
+        dim: width of the tokens.
+        num_heads: number of heads.
+        tau: the temperature; the paper gives no value, 10 is that of the released code.
+        nu: the size of v^.
+        eps: the e under the root. The Lipschitz constant grows with e^-1/2 (1e6 for the code's 1e-12;
+            docs/references.md#erratum-scsa-eps), while ||q||^2 is about 5 to 20 a head after a LayerNorm at the start
+            (width 192 to 768): 0.1 hardly changes the cosine and costs a factor of 3.
+        options: those of `QKVAttention`.
     """
 
     def __init__(
@@ -51,7 +56,9 @@ VARIANTS = {"scsa": ScaledCosineAttention}
 
 
 def scsa(module: ScaledCosineAttention) -> Layer:
-    """Global. With pi = 1 / (1 + (N - 1) exp(-2 tau)), an upper bound of every p_ij,
+    """Return the global rule.
+
+    With pi = 1 / (1 + (N - 1) exp(-2 tau)), an upper bound of every p_ij,
 
         Lip <= nu e^-1/2 [ tau ||W_Q|| + tau sqrt(N min(pi, 1/2)) ||W_K|| + sqrt(N pi) ||W_V|| ] ||W_O||,
 
@@ -70,7 +77,7 @@ def scsa(module: ScaledCosineAttention) -> Layer:
     Proof: docs/proofs.md#scsa.
     """
     if not module.eps > 0:
-        raise NoRule(module, f"its eps is {module.eps}; set one above 0")
+        raise NoRule(module, f"its eps is {module.eps}; set it above 0")
     tau = abs(module.scale)
     size = abs(module.nu) / math.sqrt(module.eps)
 
@@ -87,8 +94,10 @@ def scsa(module: ScaledCosineAttention) -> Layer:
 
 
 def scsa_split(module: ScaledCosineAttention) -> Split:
-    """docs/proofs.md#scsa: the bounded normalisation of radius sqrt(e) on every row, divided by sqrt(e), then the
-    core. Rows join by their maxima, as in zoo/layers/norms.py."""
+    """Return the steps: the bounded normalisation of radius sqrt(e) on every row, divided by sqrt(e), then the core.
+
+    Rows join by their maxima, as in zoo/layers/norms.py. Proof: docs/proofs.md#scsa.
+    """
     root = math.sqrt(module.eps)
     sizes_3 = (1 / root, 1 / root, module.nu / root)
 
@@ -123,7 +132,7 @@ def scsa_split(module: ScaledCosineAttention) -> Split:
 
 
 def _rounded(module: ScaledCosineAttention, precision: Precision) -> RoundedRows:
-    """Projections, then every row by itself."""
+    """Bound the projections, then every row by itself."""
     project, root = projected(module, precision), math.sqrt(module.eps)
 
     def around(x_BWND: Tensor) -> Rows:
@@ -137,4 +146,4 @@ def _rounded(module: ScaledCosineAttention, precision: Precision) -> RoundedRows
     return around
 
 
-register(ScaledCosineAttention, softmax_facts(scsa, scsa_split))
+register(ScaledCosineAttention, softmax_rules(scsa, scsa_split))

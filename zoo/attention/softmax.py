@@ -1,10 +1,10 @@
-"""What all attention of the form softmax(score) V shares: one fused kernel, and the holes that a variant fills.
+"""Common code of all attention of the form softmax(score) V: one fused kernel, and the methods that a variant defines.
 
     F(X) = merge( softmax(s q k^T + bias) v )        per head, on `F.scaled_dot_product_attention`
 
-A variant says what q, k and v are (`heads`), so that its score is a dot product of theirs, up to a constant per row,
-which the softmax drops. Windows and gated positions are put around a variant (window.py, gpsa.py) by the same holes.
-In code W is stored transposed, as torch has it: head l of W_Q is the block of OUTPUT rows `weight[l dh : (l+1) dh]`.
+A variant defines q, k and v (`heads`) so that its score is their dot product, up to a constant per row, which the
+softmax drops. Windows and gated positions wrap a variant (window.py, gpsa.py) through the same methods. In code W is
+stored transposed, as in torch: head l of W_Q is the block of OUTPUT rows `weight[l dh : (l+1) dh]`.
 
 Letters: B images, N tokens, D width, H heads, O = D / H (dh), E width of q and k per head.
 """
@@ -29,16 +29,18 @@ class SoftmaxAttention(nn.Module):
     scale = 1.0
 
     def heads(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, N, E), k (B, H, N, E), v (B, H, N, O)."""
+        """Return q (B, H, N, E), k (B, H, N, E), v (B, H, N, O)."""
         raise NotImplementedError
 
     def merge(self, y_BHNO: Tensor) -> Tensor:
-        """Concatenated heads, projected: (B, H, N, O) -> (B, N, D)."""
+        """Concatenate and project the heads: (B, H, N, O) -> (B, N, D)."""
         raise NotImplementedError
 
     def forward(self, x_BND: Tensor, bias: Tensor | None = None, first: int | None = None) -> Tensor:
-        """`bias` is added to the scores; it broadcasts to (B, H, N, N). `first`: of only so many tokens, those in
-        front, is the answer wanted: (B, first, D)."""
+        """Attend from all tokens, or from the first ones only: (B, first, D).
+
+        `bias` is added to the scores; it broadcasts to (B, H, N, N). `first` is the number of leading tokens to return.
+        """
         q, k, v = self.heads(x_BND)
         if first is not None:
             q, bias = q[:, :, :first], bias if bias is None else bias[..., :first, :]
@@ -46,9 +48,11 @@ class SoftmaxAttention(nn.Module):
 
 
 def without_content(model: nn.Module) -> nn.Module | None:
-    """A copy of the model whose scores are all 0: softmax gives what positions make of it (biases, gates), uniform
-    weights where there are none. So it is with W_Q = W_K = 0 where they make nothing but scores. None where nothing in
-    the model has scores."""
+    """Return a copy of the model whose scores are all 0, or None if nothing in the model has scores.
+
+    The softmax then depends on positions alone (biases, gates), with uniform weights where there are none. This equals
+    W_Q = W_K = 0 where these serve only the scores.
+    """
     model = copy.deepcopy(model)
     attentions = [module for module in model.modules() if isinstance(module, SoftmaxAttention)]
     for module in attentions:
@@ -66,7 +70,15 @@ def _scoreless(
 class QKVAttention(SoftmaxAttention):
     """Abstract: q, k and v are projections of the same tokens by one matrix, as in timm; a variant defines `scores`.
 
-    Args: q_cap, k_cap, v_cap, o_cap: caps on the spectral norms of the whole W_Q, W_K, W_V, W_O (None: free).
+    Args:
+        dim: width of the tokens.
+        num_heads: number of heads.
+        qkv_bias: whether the projections have a bias.
+        proj_bias: whether W_O has a bias.
+        q_cap: cap on the spectral norm of the whole W_Q (None: free).
+        k_cap: the same for W_K.
+        v_cap: the same for W_V.
+        o_cap: the same for W_O.
     """
 
     power_3HD: Tensor
@@ -94,14 +106,14 @@ class QKVAttention(SoftmaxAttention):
         self._caps = ((q_cap, k_cap, v_cap), (o_cap,))
 
     def scores(self, q_BHNO: Tensor, k_BHNO: Tensor, v_BHNO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the variant makes of its projections: q, k and v of `heads`."""
+        """Turn the projections into the q, k and v of `heads`."""
         raise NotImplementedError
 
     def heads(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.scores(*self.projections(x_BND))
 
     def projections(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """X W_Q, X W_K, X W_V with their biases, head by head: (B, H, N, O) each."""
+        """Return X W_Q, X W_K, X W_V with their biases, head by head: (B, H, N, O) each."""
         q, k, v = self.qkv(x_BND).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3).unbind(2)
         return q, k, v
 
@@ -109,17 +121,19 @@ class QKVAttention(SoftmaxAttention):
         return self.proj(y_BHNO.transpose(1, 2).flatten(2))
 
     def finish_init(self) -> None:
-        """Put the caps on; called by the model after its weights have their initial values."""
+        """Put the caps on. The model calls this once its weights have their initial values."""
         cap_(self.qkv, self._caps[0])
         cap_(self.proj, self._caps[1])
 
     def head_weights_3HOD(self) -> Tensor:
-        """W_Q^l, W_K^l, W_V^l of every head: the OUTPUT rows of the stored weight
-        (docs/references.md#erratum-specformer-heads)."""
+        """Return W_Q^l, W_K^l, W_V^l of every head: the OUTPUT rows of the stored weight.
+
+        See docs/references.md#erratum-specformer-heads.
+        """
         return self.qkv.weight.unflatten(0, (3, self.num_heads, -1))
 
     def spectral_terms(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """For `zoo.penalty`."""
+        """Yield the terms for `zoo.penalty`."""
         yield from zip("qkv", self.head_weights_3HOD(), self.power_3HD, strict=True)
         yield "o", self.proj.weight[None], self.power_o_1D
 

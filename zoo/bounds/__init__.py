@@ -1,1 +1,1 @@
-"""What is provable of a module: the rules of first and second order, and the functions they are made of."""
+"""The provable properties of a module: rules of first and second order, and the functions they are made of."""

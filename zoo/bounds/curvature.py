@@ -1,8 +1,8 @@
-"""Second order: how far a module is from its linearisation at the clean input. The adjoint certificate is made of this.
+"""Second order: how far a module is from its linearisation at the clean input. The adjoint certificate builds on this.
 
     f(x + G) = f(x) + J G + R(G),     J = Df(x)
 
-A rule has the same stages as those of `rules.py`:
+A rule has the same stages as those of `first_order.py`:
 
     expansion(module) -> expand(x_clean) -> Expansion      and its bounds in r as often as the bisection asks
 
@@ -11,7 +11,7 @@ with the promise, for every G with ||G||_F <= r (all tokens and channels of one 
     ||J|| <= gain,      ||R(G)||_F <= beta(r),      -<g, R(G)> <= remainder(g)(r),
 
 beta and remainder nondecreasing in r, zero at 0, infinite where nothing is known. An affine module has R = 0, and its
-rule is `affine`. Where rules are kept: facts.py. Proofs: docs/proofs.md#adjoint-certificate,
+rule is `affine`. Rules are kept in rule_table.py. Proofs: docs/proofs.md#adjoint-certificate,
 docs/proofs.md#composition.
 
 Shapes: x (B, ...), float64; g (C, B, ...) for C classes; r (..., B) for beta, (..., C or 1, B) for remainder.
@@ -26,48 +26,48 @@ from torch import Tensor, nn
 
 from zoo.arithmetic import U
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node
-from zoo.bounds.facts import Link, NoRule, facts_of
+from zoo.bounds.first_order import added, layer_of, radii, trunk
 from zoo.bounds.hypotheses import expanded_in_range
 from zoo.bounds.products import ABOVE, affine_rounding, chained
-from zoo.bounds.rules import added, layer_of, radii, trunk
+from zoo.bounds.rule_table import Link, NoRule, rules_of
 
 
 def trunk_of(model: nn.Module) -> tuple[list[Node], nn.Linear]:
-    """The nodes of a model up to its linear head, with local first-order rules. Raises `NoRule`."""
+    """Return the nodes of a model up to its linear head, with local first-order rules. Raises `NoRule`."""
     links, head = trunk(model)
     return [node for link in links for node in nodes_of(link)], head
 
 
 def nodes_of(module: nn.Module | Link) -> list[Node]:
-    """The nodes of a part: those of its chain, or itself as the only one."""
+    """Return the nodes of a part: those of its chain, or itself as the only one."""
     if not isinstance(module, nn.Module):
         return module.nodes()
-    facts = facts_of(module)
-    if facts.chain is not None and facts.expansion is None:
-        return [node for link in facts.chain(module) for node in nodes_of(link)]
+    rules = rules_of(module)
+    if rules.chain is not None and rules.expansion is None:
+        return [node for link in rules.chain(module) for node in nodes_of(link)]
     return [(layer_of(module, local=True), expansion_of(module))]
 
 
 def expansion_of(module: nn.Module) -> Expand:
-    """The second order of `module`, its weights already measured. Raises `NoRule`."""
-    expansion = facts_of(module).expansion
-    if expansion is not affine:  # which asks for it
-        layer_of(module, local=True)  # refuses what has no rule of first order, such as unsound activations
+    """Return the second order of `module`, its weights already measured. Raises `NoRule`."""
+    expansion = rules_of(module).expansion
+    if expansion is not affine:  # `affine` calls layer_of itself
+        layer_of(module, local=True)  # refuses a module without a first-order rule, such as an unsound activation
     if expansion is None:
         raise NoRule(module, "no remainder is proved for this module type")
     return expanded_in_range(expansion(module))
 
 
 def affine(module: nn.Module) -> Expand:
-    """A module that is affine in its input: R = 0, and its rule of first order bounds J."""
+    """Expand a module that is affine in its input: R = 0, and its first-order rule bounds J."""
     return affine_expansion(module, layer_of(module, local=True))
 
 
 def affine_expansion(
     f: Callable[[Tensor], Tensor], layer: Layer, gram: Callable[[Tensor], Tensor] | None = None
 ) -> Expand:
-    """An affine map whose norm is what its first-order rule says of r = 1; `gram` as in `Expansion`."""
-    roundings = dict[torch.Size, float]()  # of images of one size
+    """Expand an affine map whose norm is its first-order bound at r = 1; `gram` as in `Expansion`."""
+    roundings = dict[torch.Size, float]()  # one for each image size
 
     def expand(x: Tensor) -> Expansion:
         y, bound = layer(x)
@@ -91,7 +91,7 @@ def affine_expansion(
 
 
 def pullback(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
-    """g (C, B, *y) -> J^T g (C, B, *x) by automatic differentiation at x."""
+    """Return the map g (C, B, *y) -> J^T g (C, B, *x), by automatic differentiation at x."""
 
     def pull(g: Tensor) -> Tensor:
         vjp = torch.func.vjp(f, x)[1]
@@ -101,13 +101,16 @@ def pullback(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Ten
 
 
 def linear_part(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
-    """v (C, B, *x) -> J v (C, B, *y) of an affine map: (f(s v) - f(0)) / s, where s, a power of two for each of the
-    vectors, lets v be far larger than the offset f(0), so that rounding is relative to |v| whatever the offset."""
+    """Return the map v (C, B, *x) -> J v (C, B, *y) of an affine f, computed as (f(s v) - f(0)) / s.
+
+    s, a power of two for each vector, makes s v far larger than the offset f(0). Rounding is then relative to |v|,
+    whatever the offset.
+    """
     offset = f(torch.zeros_like(x[:1]))
     size = math.log2(float(offset.abs().max()) + 1e-300) + ABOVE
 
     def push(v: Tensor) -> Tensor:
-        length_CB = v.flatten(2).abs().amax(-1).nan_to_num(1.0, 1.0)  # of what is no number nothing is known anyway
+        length_CB = v.flatten(2).abs().amax(-1).nan_to_num(1.0, 1.0)  # NaN and infinity stay unknown anyway
         s_CB = (size - length_CB.clamp_min(1e-300).log2()).ceil().clamp(-500, 500).exp2()
         pushed = f((s_CB.view(*s_CB.shape, *(1,) * (v.ndim - 2)) * v).flatten(0, 1)) - offset
         return pushed.unflatten(0, v.shape[:2]) / s_CB.view(*s_CB.shape, *(1,) * (pushed.ndim - 1))
@@ -116,12 +119,12 @@ def linear_part(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], 
 
 
 def composition(parts: Sequence[Node]) -> Expand:
-    """f_L o ... o f_1, each part with its first-order rule for the radii e_k:
+    """Expand f_L o ... o f_1, each part with its first-order rule for the radii e_k.
 
-    <g, R(G)> = sum_k <g_k, R_k(G_{k-1})>,            g_{k-1} = J_k^T g_k
-    ||R(G)||  <= sum_k ||J_L|| ... ||J_{k+1}|| beta_k(e_{k-1})
+        <g, R(G)> = sum_k <g_k, R_k(G_{k-1})>,            g_{k-1} = J_k^T g_k
+        ||R(G)||  <= sum_k ||J_L|| ... ||J_{k+1}|| beta_k(e_{k-1})
 
-    Affine parts at the end have no remainder, and nobody asks how far their inputs move.
+    Affine parts at the end have no remainder, so the radii of their inputs are not needed.
 
     Proof: docs/proofs.md#composition.
     """
@@ -130,7 +133,7 @@ def composition(parts: Sequence[Node]) -> Expand:
         layers, inputs, expansions = list[Layer](), list[Tensor](), list[Expansion]()
         for layer, expand_part in parts:
             expansion = expand_part(x)
-            if expansion.y is not x or not expansions:  # what answers its input itself is left out
+            if expansion.y is not x or not expansions:  # a part that returns its own input is left out
                 layers.append(layer)
                 inputs.append(x)
                 expansions.append(expansion)
@@ -174,7 +177,7 @@ def composition(parts: Sequence[Node]) -> Expand:
 
 
 def residual_expansion(branch: Expand) -> Expand:
-    """x + branch(x): the identity has no remainder."""
+    """Expand x + branch(x): the identity has no remainder."""
 
     def expand(x: Tensor) -> Expansion:
         inner = branch(x)

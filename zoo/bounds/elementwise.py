@@ -22,18 +22,18 @@ from zoo.bounds.contracts import (
     QuadraticForm,
     Rounding,
 )
-from zoo.bounds.facts import Facts, M, NoRule
+from zoo.bounds.first_order import scaled
 from zoo.bounds.primitives import function
 from zoo.bounds.products import SLOPE
 from zoo.bounds.rounding import NO_BOUND, exact
-from zoo.bounds.rules import scaled
+from zoo.bounds.rule_table import M, ModuleRules, NoRule
 
 PAIR_BYTES = 2**24  # memory for one array over the units of a few pairs
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the units depend on the input of a token, d_h = <a_h, eta>.
+    """The dependence of the units on the input of a token, d_h = <a_h, eta>.
 
     lengths_H: |a_h|. scales_H: s > 0, free; R is measured as |S R|. norm: never below ||S W_1||. lambda_max: of the
     forms sum_h c_h d_h^2 of all tokens, see activations.py.
@@ -47,8 +47,10 @@ class Form:
 
 @dataclass(frozen=True)
 class UnitForms:
-    """The quadratic forms of units d = W_1 H, R = W_2 r with r = R_sigma: sums of c_h d_h^2. See `Forms` in
-    contracts.py. Linear maps of (C, B, ...): units for W_1, outputs for W_2, and the transposes."""
+    """The quadratic forms sum c_h d_h^2 of units d = W_1 H, R = W_2 r with r = R_sigma. See `Forms` in contracts.py.
+
+    Linear maps of (C, B, ...): `units` is W_1, `outputs` is W_2; the others are their transposes.
+    """
 
     activation: Activation
     form: Form
@@ -57,8 +59,8 @@ class UnitForms:
     units_T: Callable[[Tensor], Tensor]
     outputs: Callable[[Tensor], Tensor]  # N, H -> *y
     outputs_T: Callable[[Tensor], Tensor]
-    terms: int = 0  # of the sums in W_1 and its transpose, together
-    absolute: Tensor | float = 1.0  # the norm of |W_1|, at most
+    terms: int = 0  # number of terms of the sums in W_1 and in its transpose, together
+    absolute: Tensor | float = 1.0  # an upper bound of the norm of |W_1|
     spread_rounding: Tensor | float = 0.0
 
     @property
@@ -87,7 +89,7 @@ class UnitForms:
         return self.activation.chord(self.z_BNH, reach) * reach
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
-        """The forms are diagonal in d."""
+        """Compare the forms entry by entry, since they are diagonal in d."""
         less, more = (self.activation.chord(self.z_BNH, at_least_near(reach)) for reach in (small, large))
         return largest_share(less, more).square()
 
@@ -107,12 +109,15 @@ class UnitForms:
 
 
 def largest_share(less: Tensor, more: Tensor) -> Tensor:
-    """max of less / more over the entries of each of B, 0 <= less <= more: (B,)."""
+    """Return max of less / more over the entries of each of B images, 0 <= less <= more: (B,)."""
     return torch.where(less < more, less / more, (less > 0).to(less)).flatten(1).amax(1)
 
 
 def units_beta(activation: Activation, form: Form, z_BNH: Tensor) -> Bound:
-    """|S R|, also at most the range of slopes times ||S W_1|| r, as R = (D' - D) d with slopes D' that sigma has."""
+    """Bound |S R|, also by the range of slopes times ||S W_1|| r.
+
+    The latter holds as R = (D' - D) d with slopes D' that sigma takes.
+    """
 
     def beta(z_PNH: Tensor, r_P: Tensor) -> Tensor:
         finite_P = r_P.clamp(max=FAR)
@@ -123,7 +128,7 @@ def units_beta(activation: Activation, form: Form, z_BNH: Tensor) -> Bound:
 
 
 def units_remainder(activation: Activation, form: Form, z_BNH: Tensor, w_CBNH: Tensor) -> Bound:
-    """-sum w_h R_h, which is also at most |S^{-1} w| |S R|."""
+    """Bound -sum w_h R_h, also by |S^{-1} w| |S R|."""
 
     def remainder(z_PNH: Tensor, r_P: Tensor, w_PNH: Tensor) -> Tensor:
         finite_P = r_P.clamp(max=FAR)
@@ -135,17 +140,17 @@ def units_remainder(activation: Activation, form: Form, z_BNH: Tensor, w_CBNH: T
 
 
 def _reach(form: Form, r_P: Tensor) -> Tensor:
-    """D_h, large enough to be squared."""
+    """Return D_h, large enough to be squared."""
     return at_least_near(form.lengths_H * r_P[:, None, None])
 
 
 def _within(r_P: Tensor, quadratic_P: Tensor, linear_P: Tensor) -> Tensor:
-    """The lesser of two bounds. The first is computed for radii up to FAR, and holds for those."""
+    """Return the lesser of two bounds. The first is computed for radii up to FAR, and holds for those."""
     return torch.where(r_P > FAR, linear_P, torch.minimum(quadratic_P, linear_P))
 
 
 def _in_chunks(value: Callable[..., Tensor], r: Tensor, *units: Tensor) -> Tensor:
-    """value(z, r, ...) for every entry of r (..., B) or (..., C, B), a few pairs at a time; 0 at 0."""
+    """Return value(z, r, ...) for every entry of r (..., B) or (..., C, B), a few pairs at a time; 0 at 0."""
     z_BNH = units[0]
     flat = [unit.flatten(0, -3) for unit in units]
     r_P = r.flatten()
@@ -158,7 +163,7 @@ def _in_chunks(value: Callable[..., Tensor], r: Tensor, *units: Tensor) -> Tenso
 
 
 def elementwise(module: nn.Module, activation: Activation) -> Expand:
-    """Every entry is a unit of its own, d = eta."""
+    """Expand a module where every entry is a unit of its own, d = eta."""
 
     def largest(c_PNH: Tensor) -> Tensor:
         return c_PNH.amax((-2, -1)).clamp_min(0)
@@ -186,26 +191,26 @@ def elementwise(module: nn.Module, activation: Activation) -> Expand:
     return expand
 
 
-# the facts of an activation module ------------------------------------------------------------------------------------
+# the rules of an activation module ------------------------------------------------------------------------------------
 
 
-def scalar(activation: Callable[[M], Activation]) -> Facts[M]:
-    """All of them, from what is known of sigma."""
-    return Facts(rule=by_slope, expansion=by_units, activation=activation, rounding=by_kernel)
+def scalar(activation: Callable[[M], Activation]) -> ModuleRules[M]:
+    """Return all rules of an activation module, from the known properties of sigma."""
+    return ModuleRules(rule=by_slope, expansion=by_units, activation=activation, rounding=by_kernel)
 
 
 def by_slope(module: nn.Module) -> Layer:
-    """||sigma(x') - sigma(x)|| <= max |sigma'| ||x' - x||, entry by entry."""
+    """Bound ||sigma(x') - sigma(x)|| <= max |sigma'| ||x' - x||, entry by entry."""
     return scaled(module, lipschitz(activation_of(module)))
 
 
 def by_units(module: nn.Module) -> Expand:
-    """One unit per entry."""
+    """Expand the module with one unit per entry."""
     return elementwise(module, activation_of(module))
 
 
 def by_kernel(module: nn.Module, precision: Precision) -> Rounding:
-    """That of the operations which compute sigma. Raises `NoRule` where these are not known."""
+    """Return the rounding of the operations that compute sigma. Raises `NoRule` where these are unknown."""
     activation = activation_of(module)
     if activation.operations is None:
         raise NoRule(module, NO_BOUND)

@@ -1,4 +1,4 @@
-"""x -> W_2 sigma(W_1 x + b_1) as one rule of second order, and the largest eigenvalues it needs, proved and batched.
+"""x -> W_2 sigma(W_1 x + b_1) as one second-order rule, and the largest eigenvalues it needs, proved in batches.
 
     -<g, R(G)> = -sum over tokens and units of w_h R_h,   w = W_2^T g,   d_h = <a_h, eta> with a_h the rows of W_1
 
@@ -23,7 +23,7 @@ from zoo.spectral import absolute_norm, sigma_upper, start_vectors
 
 STEP = math.log(1.01)  # eigenvalues are rounded up to powers of 1.01
 SPAN = 700  # and never taken below 1.01^-700 = 1/1000 of their cheap bound
-KRYLOV = 12  # vectors of the estimate that the proof starts from
+KRYLOV = 12  # vectors of the estimate that starts the proof
 FORM_BYTES = 2**28  # memory for the matrices of a few items
 
 
@@ -37,8 +37,9 @@ def fused(
     skip: float = 0.0,
     gain: float | None = None,
 ) -> Expand:
-    """skip x + W_2 sigma(units(x)) with units(x) = W_1 x + b_1; `module` is the whole map, constants included, `gain` a
-    bound of ||J|| where there is a better one than here.
+    """Expand skip x + W_2 sigma(units(x)) with units(x) = W_1 x + b_1.
+
+    `module` is the whole map, constants included; `gain` is a bound of ||J|| where a better one is known than here.
 
     With any scaling S > 0 of the units, ||R|| <= ||W_2 S^{-1}|| |S R_sigma|, and J = W_2 D W_1 has
     ||J||^2 <= ||W_2 S^{-1}||^2 lambda_max(W_1^T (S D)^2 W_1).
@@ -85,14 +86,14 @@ def fused(
 
 
 def eigenvalue_bound(w_HD: Tensor) -> LambdaMax:
-    """c (P, N, H) -> (P,), never below max_n lambda_max(W^T diag(c_n) W), nor below 0; nondecreasing in c.
+    """Return c (P, N, H) -> (P,), never below max_n lambda_max(W^T diag(c_n) W) or 0, and nondecreasing in c.
 
-    Cheap for every token: min(||W||^2 max c^+, sum_h c_h^+ |a_h|^2). The token where this is largest is solved first;
-    of the others only those are looked at whose cheap bound exceeds what was found (docs/proofs.md#eigenvalue-bound).
+    A cheap bound for every token is min(||W||^2 max c^+, sum_h c_h^+ |a_h|^2). The token where this is largest is
+    solved first; then only tokens whose cheap bound exceeds that result (docs/proofs.md#eigenvalue-bound).
 
-    Rounding: a matrix computed from (c, W) is off by gamma_(H+2) max|c| ||W||_F^2, and a Cholesky factorisation of
-    theta I - S that runs to completion proves lambda_max(S) <= theta + gamma_(d+2) tr(theta I - S) (Rump;
-    docs/proofs.md#sigma-upper). 4 (H + d + d^2) u max|c| ||W||_F^2 is above both as theta <= ||W||_F^2 max|c|.
+    Rounding: a matrix computed from (c, W) is off by gamma_(H+2) max|c| ||W||_F^2. A Cholesky factorisation of theta I
+    - S that completes proves lambda_max(S) <= theta + gamma_(d+2) tr(theta I - S) (Rump; docs/proofs.md#sigma-upper). 4
+    (H + d + d^2) u max|c| ||W||_F^2 is above both as theta <= ||W||_F^2 max|c|.
     """
     lengths2_H = w_HD.square().sum(1)
     norm2 = sigma_upper(w_HD).square() * (1 + 4 * U)
@@ -123,9 +124,11 @@ def eigenvalue_bound(w_HD: Tensor) -> LambdaMax:
 
 
 def exponents(w_HD: Tensor, c_IH: Tensor, floor_I: Tensor, above_I: Tensor) -> Tensor:
-    """The least whole e_i >= floor_i with 1.01^e_i >= lambda_max(W^T diag(c_i) W), where 1.01^above_i is known to be.
+    """Return the least whole e_i >= floor_i with 1.01^e_i >= lambda_max(W^T diag(c_i) W).
 
-    Lanczos says where to begin, from below. A Cholesky factorisation proves one e at a time, until it does."""
+    1.01^above_i is already known to be such a bound. Lanczos gives a start from below; a Cholesky factorisation then
+    tries one e at a time until it proves one.
+    """
     form_IDD = (w_HD.mT * c_IH.unsqueeze(1)) @ w_HD
     start_ID = start_vectors(1, w_HD.shape[1]).to(w_HD).expand(len(c_IH), -1)
     size_I = c_IH.abs().amax(1).clamp_min(1e-300)

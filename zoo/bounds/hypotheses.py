@@ -1,8 +1,8 @@
-"""What every proof assumes of a module's numbers: their shapes, and the range of float64 that bounds are computed in.
+"""Assumptions of every proof about a module's numbers: their shapes, and the range of float64 that bounds use.
 
-    shapes   every parameter and buffer has the shape that the module's fact `shapes` states; torch broadcasts others,
-             and makes another function of them than the one that the rules speak of
-    numbers  0, or of a modulus between LEAST and MOST, those of float32: squares of them are far from both ends
+    shapes   every parameter and buffer has the shape that the module's rule `shapes` states; torch would broadcast
+             other shapes, and so compute another function than the one the rules describe
+    numbers  0, or of a modulus between LEAST and MOST, the range of float32: their squares are far from both ends
     radii    0, between NEAR and FAR, or infinite: a smaller radius counts as NEAR, a larger one as infinite
 
 Proofs: docs/proofs.md#shapes, docs/proofs.md#range.
@@ -17,17 +17,19 @@ from torch import Tensor, nn
 
 from zoo.arithmetic import FAR, at_least_near
 from zoo.bounds.contracts import Bound, Expand, Expansion
-from zoo.bounds.genuine import own_tensors, stored
+from zoo.bounds.integrity import own_tensors, stored
 
-LEAST, MOST = 2.0**-149, 2.0**128  # the smallest number of float32, and what is above all of them
+LEAST, MOST = 2.0**-149, 2.0**128  # the smallest positive float32 number, and a number above all of them
 
 Shapes = Mapping[str, tuple[int, ...] | None]
-"""Names of a module's parameters and buffers, or paths to those of its parts, with their shapes; None: no matter which,
-because neither its forward pass nor a rule reads it."""
+"""Names of a module's parameters and buffers, or paths to those of its parts, with their shapes.
+
+None allows any shape, because neither the forward pass nor a rule reads that tensor.
+"""
 
 
 def fault_of_shapes(module: nn.Module, shapes: Shapes) -> str | None:
-    """The first tensor of another shape than stated. What is not there, such as a bias of None, is let be."""
+    """Describe the first tensor whose shape differs from the stated one. Absent tensors, such as no bias, are fine."""
     for path, shape in shapes.items():
         tensor = None if shape is None else stored(module, path)
         if tensor is not None and shape is not None and tuple(tensor.shape) != tuple(shape):
@@ -36,20 +38,20 @@ def fault_of_shapes(module: nn.Module, shapes: Shapes) -> str | None:
 
 
 def power_vectors(*names: str) -> Shapes:
-    """Those that a penalty of the training keeps with the weights."""
+    """Return shapes (None) for the vectors that a training penalty keeps with the weights."""
     return dict.fromkeys(names)
 
 
 def unstated(module: nn.Module, shapes: Shapes) -> str | None:
-    """The first tensor of which no shape is stated."""
+    """Describe the first tensor for which no shape is stated."""
     for name, tensor in own_tensors(module):
         if name not in shapes:
-            return f"its {name} has the shape {tuple(tensor.shape)}, and its facts state none; add it to `shapes`"
+            return f"its {name} has the shape {tuple(tensor.shape)}, and its rules state none; add it to `shapes`"
     return None
 
 
 def fault_of_numbers(module: nn.Module, shapes: Shapes) -> str | None:
-    """The first weight, or option, outside of the range."""
+    """Describe the first weight or option outside the range."""
     for name, tensor in own_tensors(module):
         if shapes[name] is not None and tensor.is_floating_point() and (wild := _outside(tensor.detach())) is not None:
             return f"its {name} holds {wild:.3g}, which float32 does not hold; certify model.float()"
@@ -60,7 +62,7 @@ def fault_of_numbers(module: nn.Module, shapes: Shapes) -> str | None:
 
 
 def _outside(tensor: Tensor) -> float | None:
-    """The largest or the smallest modulus, if that is beyond the range; no number is somebody else's refusal."""
+    """Return the largest or the smallest modulus if it is beyond the range. NaN and infinity are refused elsewhere."""
     if tensor.is_meta or not tensor.numel():
         return None
     size = tensor.abs()
@@ -78,7 +80,7 @@ def _options(module: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def in_range(bound: Bound) -> Bound:
-    """The same bound of radii in the range. It is nondecreasing, so that a larger radius is allowed."""
+    """Return the bound for radii within the range. A larger radius is sound, because bounds are nondecreasing."""
 
     def bounded(r: Tensor) -> Tensor:
         return bound(torch.where(r > FAR, math.inf, at_least_near(r)))
@@ -87,7 +89,7 @@ def in_range(bound: Bound) -> Bound:
 
 
 def expanded_in_range(expand: Expand) -> Expand:
-    """The same for the bounds of second order."""
+    """Return the same for second-order bounds."""
 
     def expand_in_range(x: Tensor) -> Expansion:
         found = expand(x)

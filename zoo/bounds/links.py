@@ -1,6 +1,6 @@
-"""Links of a chain that are no modules: residual sums, and affine maps such as pooling. See `Link` in facts.py.
+"""Links of a chain that are not modules: residual sums, and affine maps such as pooling. See `Link` in rule_table.py.
 
-A block is a list of them; its rules of first and second order, and of its rounding, follow.
+A block is a list of links. Its rules of first and second order and its rounding follow from them.
 """
 
 from collections.abc import Callable
@@ -11,17 +11,19 @@ from torch import Tensor, nn
 
 from zoo.bounds.contracts import Bound, Layer, Node, Precision, Rounding
 from zoo.bounds.curvature import affine_expansion, composition, nodes_of, residual_expansion
-from zoo.bounds.facts import Link, NoRule
+from zoo.bounds.first_order import Step, added, chain, layer_of, parts_of, residual, residual_layer_of
 from zoo.bounds.rounding import NO_BOUND, residual_rounding, roundings_of
-from zoo.bounds.rules import Step, added, chain, layer_of, parts_of, residual, residual_layer_of
+from zoo.bounds.rule_table import Link, NoRule
 
 
 class Residual:
-    """x + branch(x), branch being the composition of these modules and links. Of one module it is measured in one norm
-    where that has such a rule. To second order it is one node, because J = I + J_branch is one norm.
+    """x + branch(x), where branch is the composition of these modules and links.
 
-    `first_order`: whether the node has its rule of first order too. ||J|| r + beta(r) is as good where it matters, and
-    a rule that measures I + branch again, as zeta does, costs more than all the rest.
+    For a branch of one module that has a rule for x + module(x), the sum is measured as one. To second order a residual
+    sum is one node, because J = I + J_branch has one norm.
+
+    `first_order`: give the node its first-order rule too. ||J|| r + beta(r) is as good where it matters, and a rule
+    that measures I + branch again, as zeta does, costs more than everything else.
     """
 
     def __init__(self, *branch: nn.Module | Link, first_order: bool = False) -> None:
@@ -34,20 +36,20 @@ class Residual:
         return added(x, y)
 
     def layer(self, local: bool) -> Layer:
-        """First order: see `Link`."""
+        """Return the first-order rule: see `Link`."""
         if len(self.branch) == 1:
             return residual_layer_of(self.branch[0], local=local)
         return residual(chain(layer_of(part, local=local) for part in self.branch))
 
     def nodes(self) -> list[Node]:
-        """Second order: see `Link`."""
+        """Return the second-order nodes: see `Link`."""
         branch = [node for part in self.branch for node in nodes_of(part)]
         names = tuple(name for layer, _ in branch for name in parts_of(layer))
         layer = self.layer(local=True) if self.first_order else Step(self._unmeasured, names)
         return [(layer, residual_expansion(composition(branch)))]
 
     def roundings(self, precision: Precision) -> list[Rounding]:
-        """One for every node: see `Link`."""
+        """Return one rounding per node: see `Link`."""
         branch = [rounding for part in self.branch for rounding in roundings_of(part, precision)]
         return [residual_rounding(branch, precision)]
 
@@ -57,8 +59,11 @@ class Residual:
 
 @dataclass(frozen=True)
 class Affine:
-    """A part of `module` that is an affine map: `map` itself, `rule` of its norm, J J^T where that is cheap (as in
-    `Expansion`), and its rounding where there is a bound."""
+    """A part of `module` that is an affine map.
+
+    It has the map itself, the `rule` of its norm, J J^T where that is cheap (as in `Expansion`), and its rounding where
+    there is a bound.
+    """
 
     module: nn.Module
     map: Callable[[Tensor], Tensor]
@@ -70,16 +75,16 @@ class Affine:
         return self.map(x)
 
     def layer(self, local: bool) -> Layer:
-        """First order: see `Link`."""
+        """Return the first-order rule: see `Link`."""
         return self.rule()
 
     def nodes(self) -> list[Node]:
-        """Second order: see `Link`."""
+        """Return the second-order nodes: see `Link`."""
         layer = self.rule()
         return [(layer, affine_expansion(self.map, layer, None if self.gram is None else self.gram()))]
 
     def roundings(self, precision: Precision) -> list[Rounding]:
-        """One for every node: see `Link`."""
+        """Return one rounding per node: see `Link`."""
         if self.rounding is None:
             raise NoRule(self.module, NO_BOUND)
         return [self.rounding(precision)]

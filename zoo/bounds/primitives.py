@@ -1,5 +1,6 @@
-"""The rounding of primitive operations, of which the rules of modules are composed: products, sums, means, factors,
-functions of one number. See rounding.py for the words and for what is assumed.
+"""The rounding of primitive operations that the rules of modules are composed of.
+
+They are products, sums, means, factors, and functions of one number. rounding.py states the terms and the assumptions.
 
 With u the unit round-off of the type, a = 2^-24 that of its sums and gamma_k = k a / (1 - k a), a sum of K products and
 a constant has, whatever its order,
@@ -7,7 +8,7 @@ a constant has, whatever its order,
     |fl(A x + b) - (A x + b)| <= gamma_{K+5} (|A| |x| + |b| + |A x + b|) / 2 + u |A x + b|,
 
 as no partial sum is above that of the positive or that of the negative terms. Moduli are taken at the clean point,
-where they are known entry by entry; beside it their norm counts.
+where they are known entry by entry; away from it, norms are used.
 
 Letters: B images; r and e (..., B). Proofs: docs/proofs.md#rounding.
 """
@@ -25,12 +26,14 @@ from zoo.spectral import sigma_upper
 
 Map = Callable[[Tensor], Tensor]
 Norms = Callable[[Tensor], tuple[Tensor | float, Tensor | float]]
-"""Of the output y (B, ...): ||A|| and |||A|||, which may depend on its shape."""
+"""Maps the output y (B, ...) to ||A|| and |||A|||, which may depend on its shape."""
 
 
 def product(apply: Map, moduli: Map, norms: Norms, terms: int, precision: Precision, more: float = 0.0) -> Rounding:
-    """y = A x + b by sums of so many terms. moduli: |x| -> |A| |x| + |b|; more: the entries of A are computed, too, to
-    so much of their moduli."""
+    """Bound y = A x + b, computed by sums of `terms` terms.
+
+    moduli: |x| -> |A| |x| + |b|. more: the entries of A are computed too, up to this share of their moduli.
+    """
     sums = precision.gamma(terms + 5)
 
     def around(x: Tensor) -> Rounded:
@@ -61,7 +64,7 @@ def matrix_product(
     more: float = 0.0,
     shaped: Map = lambda y: y,
 ) -> Rounding:
-    """x W^T + b on the last axis, then `shaped`, which moves entries. more: as in `product`."""
+    """Bound x W^T + b on the last axis, then `shaped`, which moves entries. more: as in `product`."""
     weight, bias = weight_OI.detach().double(), None if bias_O is None else bias_O.detach().double()
     norm, absolute = sigma_upper(weight), sigma_upper(weight.abs())
 
@@ -75,12 +78,12 @@ def matrix_product(
 
 
 def linear_rounding(module: nn.Linear, precision: Precision) -> Rounding:
-    """The fact of torch's module."""
+    """Return the rounding of torch's module."""
     return matrix_product(module.weight, module.bias, precision)
 
 
 def mean(apply: Map, many: Callable[[Tensor], int], precision: Precision) -> Rounding:
-    """The mean of so many entries, by x: ||A|| = N^{-1/2}, and A has no signs."""
+    """Bound the mean of many(x) entries: ||A|| = N^{-1/2}, and no entry of A is negative."""
 
     def around(x: Tensor) -> Rounded:
         terms = many(x)
@@ -91,7 +94,7 @@ def mean(apply: Map, many: Callable[[Tensor], int], precision: Precision) -> Rou
 
 
 def plus(f: Map, precision: Precision) -> Rounding:
-    """f adds constants, and may move entries."""
+    """Bound f, which adds constants and may move entries."""
 
     def around(x: Tensor) -> Rounded:
         y = f(x)
@@ -106,7 +109,7 @@ def plus(f: Map, precision: Precision) -> Rounding:
 
 
 def factors(scale: Tensor, roundings: int, precision: Precision) -> Rounding:
-    """x times `scale` on the last axis, or a number; itself and the products are rounded so often in all."""
+    """Bound x times `scale`, on the last axis or a number; `roundings` counts those of the factors and the products."""
     most, share = scale.abs().amax(), roundings * precision.u * (1 + roundings * precision.u)
 
     def around(x: Tensor) -> Rounded:
@@ -123,7 +126,7 @@ def factors(scale: Tensor, roundings: int, precision: Precision) -> Rounding:
 
 
 def centred(precision: Precision) -> Rounding:
-    """x - mean(x) on the last axis: a sum, divided, and a difference."""
+    """Bound x - mean(x) on the last axis: a sum, a division, and a difference."""
 
     def around(x: Tensor) -> Rounded:
         y, average, u = x - x.mean(-1, keepdim=True), x.mean(-1, keepdim=True).abs(), precision.u
@@ -133,7 +136,7 @@ def centred(precision: Precision) -> Rounding:
         sums, y_B = precision.gamma(x.shape[-1] + 6), size(y)
 
         def error(r: Tensor, e: Tensor) -> Tensor:
-            """A mean is no longer than what it is of, in all its entries together."""
+            """Return the error; a mean, repeated over its entries, is no longer than the vector it is taken of."""
             reach = r + e
             mean_B = sums * (half_B + reach) + u * (average_B + reach)
             own_B = mean_B + u * (y_B + reach + mean_B)
@@ -145,8 +148,11 @@ def centred(precision: Precision) -> Rounding:
 
 
 def function(f: Map, slope: float, operations: int, precision: Precision) -> Rounding:
-    """sigma of every number, |sigma'| <= slope, computed by so many operations to 80 a and u for each of them, relative
-    to |z| or |sigma(z)|, whichever is larger, and |sigma(z)| <= |sigma(0)| + slope |z|."""
+    """Bound sigma of every number, |sigma'| <= slope, computed by `operations` operations.
+
+    Each operation is within 80 a and u, relative to |z| or |sigma(z)|, whichever is larger, and |sigma(z)| <=
+    |sigma(0)| + slope |z|.
+    """
     share = 80 * precision.sums + operations * precision.u
 
     def around(x: Tensor) -> Rounded:

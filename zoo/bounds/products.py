@@ -4,9 +4,9 @@ A linear map that torch computes as a sequence of products F_s ... F_1, sums inc
 
     sum_s gamma_s  |F_s| ... |F_1| |v|  <=  share |A| |v|,       share = sum_s gamma_s,   |A| = |F_s| ... |F_1|
 
-entry by entry, |F| the matrix of absolute values (Higham 2002, section 3.5). Its transpose is the same product
-backwards. The norm of |A| is at most the root of its largest row sum times its largest column sum, and at most its
-Frobenius norm. Proof: docs/proofs.md#rounding-of-products.
+entry by entry, with |F| the matrix of absolute values (Higham 2002, section 3.5). Its transpose is the same product
+backwards. The norm of |A| is at most the square root of its largest row sum times its largest column sum, and at most
+its Frobenius norm. Proof: docs/proofs.md#rounding-of-products.
 
 Letters: B images.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zoo.arithmetic import OUT, U, gamma, nan_to_inf
 from zoo.bounds.contracts import Expansion
-from zoo.bounds.running import Known, RunningError
+from zoo.bounds.float_error import Known, RunningError
 from zoo.spectral import absolute_norm
 
 ABOVE = 10  # powers of two between s v and f(0) in `linear_part` of curvature.py
@@ -34,7 +34,7 @@ def matrix_rounding(weight: Tensor) -> Tensor:
 
 
 def chained(parts: Sequence[Expansion]) -> Tensor:
-    """Return the rounding (B,) of J_L ... J_1: each part's own, and what those in front hand it."""
+    """Return the rounding (B,) of J_L ... J_1: each part's own, and what the parts before it pass on."""
     total_B = torch.zeros_like(parts[0].gain_B)
     before_B = torch.ones_like(total_B)
     for part in parts:
@@ -44,11 +44,11 @@ def chained(parts: Sequence[Expansion]) -> Tensor:
 
 
 def affine_rounding(f: Map, pull: Map, x_1: Tensor) -> float:
-    """Return the rounding of the linear part of an affine map f, computed as (f(s v) - f(0)) / s, and backwards as
-    `pull`, at one image.
+    """Return the rounding of the linear part of an affine map f at one image, forwards and backwards.
 
-    s makes s v 2^ABOVE times as large as f(0), so that what f rounds of its constants is at most 2^-ABOVE |v| in every
-    entry, times how much larger the constants are than f(0).
+    The linear part is computed as (f(s v) - f(0)) / s, its transpose as `pull`. s makes s v 2^ABOVE times as large as
+    f(0). What f rounds of its constants is then at most 2^-ABOVE |v| in every entry, times the ratio of the constants
+    to f(0).
     """
     offset, share = _followed(f, torch.zeros_like(x_1))
     whole, _ = _followed(f, torch.ones_like(x_1))
@@ -62,13 +62,13 @@ def affine_rounding(f: Map, pull: Map, x_1: Tensor) -> float:
 
 
 def _followed(f: Map, x: Tensor) -> tuple[Known, float]:
-    """Return f(x) with its size, and the share of everything that f does."""
+    """Return f(x) with its size, and the sum of the rounding shares of all operations in f."""
     with torch.no_grad(), Shares() as shares:
         return shares.of(f(x)), shares.share
 
 
 class Shares(RunningError):
-    """Follows sizes alone, and adds up what every operation rounds in units of the size of its result."""
+    """Follow sizes alone, and add up what every operation rounds in units of the size of its result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""How far the output of a module that is served in float32 or bfloat16 is from that of its float64 function.
+"""Bounds of the distance between a module served in float32 or bfloat16 and its float64 function.
 
-x' is an input of the served module, x^ what one of its parts has instead of x', x the clean one,
+x' is an input of the served module, x^ what one of its parts receives instead of x', x the clean one,
 
     ||x' - x||_F <= r,        ||x^ - x'||_F <= e        (radius of the ball, and rounding so far; tokens together),
 
-and `rounding(module, precision)(x) -> Rounded(y, radius(r), error(r, e))`, where `radius` bounds how far the exact
-output moves and `error` what the module makes of e and adds itself. Rules of primitive operations stand in
-primitives.py; here is how they are put together. ASSUMPTIONS says what is assumed of the kernels; the weights are those
-served. Proofs: docs/proofs.md#rounding.
+and `rounding(module, precision)(x) -> Rounded(y, radius(r), error(r, e))`. Here `radius` bounds how far the exact
+output moves, and `error` bounds what the module makes of e and adds itself. primitives.py has the rules of primitive
+operations; this file combines them. ASSUMPTIONS lists the assumptions about kernels; the weights are those served.
+Proofs: docs/proofs.md#rounding.
 
 Letters: B images, N tokens, D width; r and e (..., B).
 """
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from zoo.arithmetic import OUT
 from zoo.bounds.contracts import Precision, Rounded, Rounding
-from zoo.bounds.facts import Link, NoRule, facts_of
-from zoo.bounds.rules import trunk
+from zoo.bounds.first_order import trunk
+from zoo.bounds.rule_table import Link, NoRule, rules_of
 
-TINY = 1e-30  # over underflow, flushed to zero or not
-LARGEST = 1e37  # of sums of moduli: nothing overflows below
-ROOT = 1e18  # of what is squared
-NO_BOUND = "no bound of its rounding is written; certify with served_dtype=null"
+TINY = 1e-30  # above underflow, flushed to zero or not
+LARGEST = 1e37  # sums of moduli below this do not overflow
+ROOT = 1e18  # the same for numbers that are squared
+NO_BOUND = "it has no rounding bound; certify with served_dtype=null"
 ASSUMPTIONS = (
     "matrix products, convolutions and sums are taken in float32 (or wider), in any order, with unit round-off 2^-24; "
     "neither TF32 nor Winograd nor any other product of fewer multiplications",
@@ -42,36 +42,39 @@ PRECISIONS = {torch.float32: Precision(2.0**-24), torch.bfloat16: Precision(2.0*
 
 
 def trunk_roundings(model: nn.Module, precision: Precision) -> list[Rounding]:
-    """One for every node of `curvature.trunk_of`, in its order. Raises `NoRule`."""
+    """Return one rounding for every node of `curvature.trunk_of`, in its order. Raises `NoRule`."""
     links, _ = trunk(model)
     return [rounding for link in links for rounding in roundings_of(link, precision)]
 
 
 def roundings_of(module: nn.Module | Link, precision: Precision) -> list[Rounding]:
-    """One for every node of `curvature.nodes_of`, in its order. Raises `NoRule`."""
+    """Return one rounding for every node of `curvature.nodes_of`, in its order. Raises `NoRule`."""
     if not isinstance(module, nn.Module):
         return module.roundings(precision)
-    facts = facts_of(module)
-    if facts.chain is not None and facts.expansion is None:
-        return [rounding for link in facts.chain(module) for rounding in roundings_of(link, precision)]
-    if facts.rounding is None:
+    rules = rules_of(module)
+    if rules.chain is not None and rules.expansion is None:
+        return [rounding for link in rules.chain(module) for rounding in roundings_of(link, precision)]
+    if rules.rounding is None:
         raise NoRule(module, NO_BOUND)
-    return [facts.rounding(module, precision)]
+    return [rules.rounding(module, precision)]
 
 
 def exact(f: Callable[[Tensor], Tensor]) -> Rounding:
-    """Nothing is computed, and nothing grows: an identity in eval mode, entries that are moved or left out, one of many
-    tokens, constants that join, units cut off at constants."""
+    """Return the rounding of f, which computes nothing and lengthens nothing.
+
+    Examples are an identity in eval mode, entries that are moved or dropped, one of many tokens, appended constants,
+    and units clipped at constants.
+    """
     return lambda x: Rounded(f(x), lambda r: r, lambda r, e: e)
 
 
 def exact_module(module: nn.Module, precision: Precision) -> Rounding:
-    """The same, as the fact of a module."""
+    """Return the same as a module's rule."""
     return exact(module)
 
 
 def composed(parts: Sequence[Rounding]) -> Rounding:
-    """One after the other: each gets the radius and the error that those in front of it make."""
+    """Return the rounding of a composition: each part gets the radius and the error of the parts before it."""
 
     def around(x: Tensor) -> Rounded:
         inner, y = list[Rounded](), x
@@ -90,12 +93,12 @@ def composed(parts: Sequence[Rounding]) -> Rounding:
 
 
 def of_chain(links: Sequence[nn.Module | Link], precision: Precision) -> Rounding:
-    """All of them in one."""
+    """Return the rounding of all links as one."""
     return composed([rounding for link in links for rounding in roundings_of(link, precision)])
 
 
 def residual_rounding(branch: Sequence[Rounding], precision: Precision) -> Rounding:
-    """x + branch(x), and the rounding of the sum."""
+    """Return the rounding of x + branch(x), that of the sum included."""
     of_branch = composed(branch)
 
     def around(x: Tensor) -> Rounded:
@@ -117,15 +120,15 @@ def residual_rounding(branch: Sequence[Rounding], precision: Precision) -> Round
 
 
 def size(x: Tensor) -> Tensor:
-    """||x||_F per image: (B,)."""
+    """Return ||x||_F per image: (B,)."""
     return torch.linalg.vector_norm(x.flatten(1), dim=1)
 
 
 def longest(x: Tensor) -> Tensor:
-    """The longest row of every image, (B, ..., O) -> (B,)."""
+    """Return the length of the longest row of every image, (B, ..., O) -> (B,)."""
     return torch.linalg.vector_norm(x, dim=-1).view(len(x), -1).amax(1)
 
 
 def in_range(size_B: Tensor, error_B: Tensor, most: float = LARGEST) -> Tensor:
-    """The error, infinite where numbers so large may come up that float32 overflows."""
+    """Return the error, infinite where float32 may overflow."""
     return torch.where(size_B <= most, error_B, torch.inf)

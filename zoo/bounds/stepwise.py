@@ -1,7 +1,7 @@
 """Attention computed step by step, so that its rounding can be followed, in this thread alone.
 
-torch chooses a fused kernel for scaled_dot_product_attention, which is one operation to whoever watches. Its own switch
-(`torch.nn.attention.sdpa_kernel`) is one for the whole process: what one thread switches off, another misses.
+torch chooses a fused kernel for scaled_dot_product_attention, which a dispatch mode sees as one operation. torch's own
+switch (`torch.nn.attention.sdpa_kernel`) belongs to the whole process: one thread would switch it off for another.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from certizoo import UserError
 
 
 class StepwiseAttention(TorchFunctionMode):
-    """While it is active, attention is products, a sum with the mask, and a softmax."""
+    """While this mode is active, attention is products, a sum with the mask, and a softmax."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None

@@ -1,9 +1,9 @@
-"""The modules of a chain laid out flat, those inside residual branches too: vectors pushed and pulled through all.
+"""The modules of a chain as a flat list, those inside residual branches too; vectors are pushed and pulled through.
 
     FORK  leaf  leaf  JOIN  leaf ...          a residual sum x + f_2(f_1(x)), then f_3
 
-A leaf is an expansion without parts; its place on the tape is its name. Remainders enter at the outputs of leaves:
-B r where the leaf has forms, R itself where it has none.
+A leaf is an expansion without parts; its index on the tape is its name. Remainders enter at the outputs of leaves: B r
+where the leaf has forms, R itself where it has none.
 
 Letters: B images, C vectors of each.
 """
@@ -24,7 +24,7 @@ Visit = Callable[[int, Tensor], Tensor | None]
 
 
 class Tape:
-    """Around one clean batch."""
+    """The flat list of expansions around one clean batch."""
 
     def __init__(self, chain: Sequence[Expansion]) -> None:
         laid_out = [_laid_out(expansion) for expansion in chain]
@@ -34,17 +34,20 @@ class Tape:
         self.of_nodes = [
             [at for at in self.leaves if end - len(ops) <= at < end] for ops, end in zip(laid_out, ends, strict=True)
         ]
-        self.bent = [at for at, leaf in self.leaves.items() if not leaf.affine]
+        self.nonlinear = [at for at, leaf in self.leaves.items() if not leaf.affine]
         self.gains = [dict(_gains(ops, end - len(ops))) for ops, end in zip(laid_out, ends, strict=True)]
 
     @property
     def ends_in_sum(self) -> bool:
-        """Is there more behind the last leaf than what it answers?"""
+        """True if a residual sum follows the last leaf."""
         return self._ops[-1] == "JOIN"
 
     def push(self, v: Tensor, visit: Visit, last: int) -> None:
-        """v (C, B, *image) from the image to the input of the leaf `last`. At every leaf on its way `visit` is shown
-        what comes by at the input, and says what is added at the output, if anything."""
+        """Push v (C, B, *image) from the image to the input of the leaf `last`.
+
+        At every leaf on the way, `visit` gets the vector at the input, and returns what is added at the output, or
+        None.
+        """
         skips = list[Tensor]()
         for at, op in enumerate(self._ops[: last + 1]):
             if op == "FORK":
@@ -64,9 +67,17 @@ class Tape:
         kept: Collection[int],
         visit: Callable[[int, Tensor], None] | None = None,
     ) -> tuple[Tensor, Vectors]:
-        """The transpose: g (C, B, *y) at the end, if any, and what joins at the inputs of leaves: what arrives at the
-        image, and what comes by at the outputs of those leaves that are kept, where something does. `visit` is shown
-        what comes by at the output of every leaf."""
+        """Pull vectors back: the transpose of `push`.
+
+        Args:
+            g: (C, B, *y), the vector at the end, if any.
+            joining: vectors that join at the inputs of leaves.
+            kept: leaves at whose outputs the vector is kept.
+            visit: called with the vector at the output of every leaf.
+
+        Returns:
+            The vector that arrives at the image, and those at the outputs of `kept`, where there is one.
+        """
         skips, seen = list[Tensor | None](), Vectors()
         for at in range(len(self._ops) - 1, -1, -1):
             op = self._ops[at]
@@ -87,8 +98,10 @@ class Tape:
         return g, seen
 
     def gain_between(self, one: int, other: int) -> Tensor:
-        """How much longer a vector at the output of a leaf can be at the input of another, with affine leaves in
-        between: (B,); infinite where there is a sum."""
+        """Return how much longer a vector at the output of one leaf can be at the input of another: (B,).
+
+        The leaves in between are affine; the result is infinite where there is a sum.
+        """
         gain_B = torch.ones_like(self.leaves[one].gain_B)
         for op in self._ops[one + 1 : other]:
             if op != "FORK":
@@ -96,24 +109,26 @@ class Tape:
         return gain_B
 
     def spread(self, r: Tensor, at: int) -> Tensor:
-        """B r of a leaf."""
+        """Return B r of a leaf."""
         forms = self.leaves[at].forms
         return r if forms is None else forms.spread(r)
 
     def collected(self, seen: Mapping[int, Tensor], at: int) -> Tensor:
-        """B^T g of a leaf."""
+        """Return B^T g of a leaf."""
         forms = self.leaves[at].forms
         return seen[at] if forms is None else forms.collect(seen[at])
 
     @cached_property
     def rooms(self) -> dict[int, torch.Size]:
-        """The shape of a remainder r of one image, of every leaf that bends."""
-        return {at: self.collected({at: self.leaves[at].y[None]}, at).shape[2:] for at in self.bent}
+        """The shape of the remainder r of one image, for every nonlinear leaf."""
+        return {at: self.collected({at: self.leaves[at].y[None]}, at).shape[2:] for at in self.nonlinear}
 
 
 def _gains(ops: Sequence[Expansion | Mark], start: int) -> Iterator[tuple[int, Tensor]]:
-    """Of a node: its leaves with nothing but affine ones in front of them, and how much longer their input can be than
-    its own."""
+    """Yield the leaves of a node that only affine leaves precede, each with a gain.
+
+    The gain bounds how much longer the input of the leaf can be than the input of the node.
+    """
     gain_B = next(torch.ones_like(op.gain_B) for op in ops if isinstance(op, Expansion))
     for at, op in enumerate(ops, start):
         if op == "JOIN":

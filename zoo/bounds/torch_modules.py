@@ -1,5 +1,6 @@
-"""The facts of torch's own modules, but for those that have a file of their own: LayerNorm (layers/norms.py), Conv2d
-(layers/convolution.py). Constants of activations: docs/proofs.md#hull.
+"""Rules of torch's own modules, except LayerNorm (layers/norms.py) and Conv2d (layers/convolution.py).
+
+Constants of activations: docs/proofs.md#hull.
 """
 
 import torch
@@ -9,18 +10,18 @@ from zoo.bounds.activations import FAR, Hinge, Smooth
 from zoo.bounds.contracts import Layer
 from zoo.bounds.curvature import affine
 from zoo.bounds.elementwise import scalar
-from zoo.bounds.facts import Facts, NoRule, register
+from zoo.bounds.first_order import scaled
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.primitives import linear_rounding
 from zoo.bounds.rounding import exact_module
-from zoo.bounds.rules import scaled
+from zoo.bounds.rule_table import ModuleRules, NoRule, register
 from zoo.spectral import sigma_upper
 
 NO_JUMP = 40.0  # softplus is log(1 + e^{b z}) / b up to b z = threshold, then z: a jump of e^-threshold / b
 
 
 def linear(module: nn.Linear) -> Layer:
-    """||W x' - W x|| <= ||W|| ||x' - x||, token by token, hence for all tokens together.
+    """Bound ||W x' - W x|| <= ||W|| ||x' - x||, token by token, hence for all tokens together.
 
     Proof: docs/proofs.md#linear.
     """
@@ -28,20 +29,20 @@ def linear(module: nn.Linear) -> Layer:
 
 
 def linear_shapes(module: nn.Linear) -> Shapes:
-    """W and b."""
+    """Return the shapes of W and b."""
     return {"weight": (module.out_features, module.in_features), "bias": (module.out_features,)}
 
 
 def identity(module: nn.Module) -> Layer:
-    """An identity in eval mode (dropout is off), or a mere reshaping."""
+    """Return the rule of an identity in eval mode (dropout is off), or of a pure reshaping."""
     return scaled(module, 1.0)
 
 
-register(nn.Sequential, Facts(chain=list))
-register(nn.Linear, Facts(rule=linear, expansion=affine, rounding=linear_rounding, shapes=linear_shapes))
-register(nn.Identity, Facts(rule=identity, expansion=affine, rounding=exact_module))
-register(nn.Dropout, Facts(rule=identity, expansion=affine, rounding=exact_module))
-register(nn.Flatten, Facts(rule=identity, expansion=affine, rounding=exact_module))
+register(nn.Sequential, ModuleRules(chain=list))
+register(nn.Linear, ModuleRules(rule=linear, expansion=affine, rounding=linear_rounding, shapes=linear_shapes))
+register(nn.Identity, ModuleRules(rule=identity, expansion=affine, rounding=exact_module))
+register(nn.Dropout, ModuleRules(rule=identity, expansion=affine, rounding=exact_module))
+register(nn.Flatten, ModuleRules(rule=identity, expansion=affine, rounding=exact_module))
 
 
 # activations ----------------------------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ def _gelu_second(z: Tensor) -> Tensor:
 
 
 def _tanh_gelu_u(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """u = sqrt(2 / pi) (z + 0.044715 z^3) with u' and u''; the function is z (1 + tanh u) / 2."""
+    """Return u = sqrt(2 / pi) (z + 0.044715 z^3), u' and u''; the function is z (1 + tanh u) / 2."""
     k = 0.7978845608028654
     return k * (z + 0.044715 * z**3), k * (1 + 0.134145 * z.square()), k * 0.26829 * z
 
@@ -91,10 +92,10 @@ def _sigmoid_second(z: Tensor) -> Tensor:
     return -_sigmoid_slope(z) * (z / 2).tanh()
 
 
-# Largest slopes, and extrema of sigma'', are rounded outwards by one unit of the last printed decimal. erf-GELU:
-# Phi(sqrt2) + sqrt2 phi(sqrt2) at sqrt2; the often quoted 1.12 is below it (docs/proofs.md#slopes,
-# docs/references.md#erratum-gelu-slope). SiLU: at 2.39936. For these and tanh-GELU sigma'(z) + sigma'(-z) = 1, so that
-# the least slope is 1 minus the largest.
+# Largest slopes, and extrema of sigma'', are rounded outwards by one unit of the last printed decimal. The largest
+# slope of erf-GELU is Phi(sqrt2) + sqrt2 phi(sqrt2) at sqrt2; the often quoted 1.12 is below it (docs/proofs.md#slopes,
+# docs/references.md#erratum-gelu-slope). That of SiLU is at 2.39936. For both and for tanh-GELU,
+# sigma'(z) + sigma'(-z) = 1, so the least slope is 1 minus the largest.
 GELU = Smooth(
     _gelu_slope,
     _gelu_second,
@@ -144,10 +145,13 @@ SILU = Smooth(
 
 
 def softplus(module: nn.Softplus) -> Smooth:
-    """log(1 + e^{b z}) / b, sigma' = s(b z), sigma'' = b s (1 - s), s the sigmoid; where the jump at the threshold is
-    below rounding. For b < 1 sigma'' has not vanished at FAR, where its range ends: beyond, it falls to 0."""
+    """Return log(1 + e^{b z}) / b with sigma' = s(b z), sigma'' = b s (1 - s), where s is the sigmoid.
+
+    The jump at the threshold must be below rounding. For b < 1, sigma'' has not vanished at FAR, where its range ends;
+    beyond FAR it falls to 0.
+    """
     if module.beta <= 0:
-        raise NoRule(module, "softplus needs beta > 0")
+        raise NoRule(module, f"softplus has beta {module.beta:g}; create it with beta > 0")
     if module.threshold < NO_JUMP:
         raise NoRule(module, f"softplus jumps at its threshold {module.threshold:g}; create it with threshold=40")
     b = float(module.beta)

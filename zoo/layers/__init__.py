@@ -1,1 +1,1 @@
-"""The parts that are no attention, each with its rules."""
+"""The layers other than attention, each with its rules."""

@@ -6,18 +6,18 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, Links, expect, register
 from zoo.bounds.links import Residual
 from zoo.bounds.rounding import exact_module
+from zoo.bounds.rule_table import Links, ModuleRules, expect, register
 from zoo.bounds.torch_modules import identity
 
 
 class PreNormBlock(nn.Module):
     """The standard block: x + attn(norm1(x)), then x + mlp(norm2(x)), with stochastic depth. (B, N, D) -> (B, N, D).
 
-    `residual()` makes a factor in front of each branch: a weighted residual, or nothing. Of the last block a model that
-    pools the class token wants no other: with `first` only so many tokens in front come out, (B, first, D), and the
-    others are keys and values alone. The attention must know it (zoo/attention/softmax.py).
+    `residual()` makes a factor before each branch: a weighted residual, or the identity. With `first`, only the first
+    tokens come out, (B, first, D), and the others serve as keys and values alone. A model that pools the class token
+    uses this in its last block; the attention must support it (zoo/attention/softmax.py).
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class PreNormBlock(nn.Module):
         return x_BND + self.drop_path(self.scale2(self.mlp(self.norm2(x_BND))))
 
     def attended(self, x_BND: Tensor, first: int | None) -> Tensor:
-        """The attention's answer for the first tokens, or for all."""
+        """Return the output of the attention for the first tokens, or for all."""
         y_BND: Tensor = self.attn(x_BND) if first is None else self.attn(x_BND, first=first)
         return y_BND
 
 
 class PostNormBlock(PreNormBlock):
-    """The block of LipsFormer (Qi et al. 2023), of the same parts: the norm stands behind the residual sum.
+    """The block of LipsFormer (Qi et al. 2023), with the same parts: the norm follows the residual sum.
 
     x = norm1(x + attn(x));  x = norm2(x + mlp(x))                      (B, N, D) -> (B, N, D)
     """
@@ -56,9 +56,10 @@ class PostNormBlock(PreNormBlock):
 
 
 class NormFirstBlock(nn.Module):
-    """The block of LoFAST (docs/references.md#lofast, section 5.2): the norm stands in front of the residual sum, so
-    that the sum is x + attn(x) of ONE x and its sensitivity is zeta = ||I + sum_l P_l (x) M_l^T||; the MLP brings its
-    own residual.
+    """The block of LoFAST (docs/references.md#lofast, section 5.2): the norm precedes the residual sum.
+
+    The sum is x + attn(x) of one x, so its sensitivity is zeta = ||I + sum_l P_l (x) M_l^T||. The MLP brings its own
+    residual.
 
         x = norm1(x);  x = x + attn(x);  x = norm2(x);  x = mlp(x)          (B, N, D) -> (B, N, D)
     """
@@ -78,7 +79,7 @@ class NormFirstBlock(nn.Module):
 
 
 def pre_norm_chain(module: PreNormBlock) -> Links:
-    """Two halves; the identity and the normalised branch do not share one norm."""
+    """Return the two halves; the identity and the normalised branch do not share one norm."""
     return (
         Residual(module.norm1, module.attn, module.scale1, module.drop_path),
         Residual(module.norm2, module.mlp, module.scale2, module.drop_path),
@@ -86,7 +87,10 @@ def pre_norm_chain(module: PreNormBlock) -> Links:
 
 
 def post_norm_chain(module: PostNormBlock) -> Links:
-    """Each half is a residual sum, then a norm. The sum is measured in one norm where nothing weighs the branch."""
+    """Return two halves, each a residual sum and then a norm.
+
+    The sum is measured in one norm if the branch has no weight.
+    """
     expect(module.drop_path, nn.Identity, DropPath)
 
     def summed(branch: nn.Module, scale: nn.Module) -> Residual:
@@ -96,12 +100,12 @@ def post_norm_chain(module: PostNormBlock) -> Links:
 
 
 def norm_first_chain(module: NormFirstBlock) -> Links:
-    """norm, residual attention in one norm, norm, MLP with a residual of its own."""
+    """Return norm, residual attention in one norm, norm, and the MLP with its own residual."""
     expect(module.drop_path, nn.Identity, DropPath)
     return module.norm1, Residual(module.attn), module.norm2, module.mlp
 
 
-register(DropPath, Facts(rule=identity, expansion=affine, rounding=exact_module))  # an identity in eval mode
-register(PreNormBlock, Facts(chain=pre_norm_chain))
-register(PostNormBlock, Facts(chain=post_norm_chain))
-register(NormFirstBlock, Facts(chain=norm_first_chain))
+register(DropPath, ModuleRules(rule=identity, expansion=affine, rounding=exact_module))  # an identity in eval mode
+register(PreNormBlock, ModuleRules(chain=pre_norm_chain))
+register(PostNormBlock, ModuleRules(chain=post_norm_chain))
+register(NormFirstBlock, ModuleRules(chain=norm_first_chain))

@@ -2,10 +2,10 @@
 
     W_eff = W min(1, c / sigma(W)),   sigma by one power iteration a training step (an estimate from below).
 
-A forward pass in training moves the vectors of the iteration; of the passes that make one step, all but one are taken
-within `caps_still`, and so all see the same caps.
+A forward pass in training updates the vectors of the iteration. All but one of the passes of a step run within
+`caps_still`, so all of them see the same caps.
 
-The cap steers the training. No certificate trusts it: certificates measure the folded W_eff with `sigma_upper`.
+The cap steers training. No certificate trusts it: certificates measure the folded W_eff with `sigma_upper`.
 """
 
 import math
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from zoo.bounds.facts import Facts, register
+from zoo.bounds.rule_table import ModuleRules, register
 from zoo.spectral import power_step, settled, start_vectors
 
 
 class SpectralCap(nn.Module):
     """Caps for k stacked blocks of rows of one weight: W (k m, n), caps c_k (infinite = free).
 
-    The vectors of the power iteration are persistent buffers: they travel with every checkpoint.
+    The vectors of the power iteration are persistent buffers, so every checkpoint holds them.
     """
 
     caps_K: Tensor
@@ -44,16 +44,16 @@ class SpectralCap(nn.Module):
         return (blocks / excess_K[:, None, None]).to(weight.dtype).reshape(weight.shape)
 
     def stacked(self, weight: Tensor) -> Tensor:
-        """W (k m, ...) as (k, m, n), float32."""
+        """Return W (k m, ...) as (k, m, n), float32."""
         return weight.flatten(1).unflatten(0, (len(self.caps_K), -1)).float()
 
 
-register(SpectralCap, Facts())  # certified models are folded
+register(SpectralCap, ModuleRules())  # certified models are folded
 
 
 @contextmanager
 def caps_still(model: nn.Module) -> Iterator[None]:
-    """Within it forward passes leave the vectors of the caps as they are."""
+    """Keep the vectors of the caps unchanged in forward passes within this context."""
     moving = [module for module in model.modules() if isinstance(module, SpectralCap) and not module.still]
     for cap in moving:
         cap.still = True
@@ -66,7 +66,7 @@ def caps_still(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def settle_caps_(model: nn.Module) -> None:
-    """Power iterations for weights that no step has seen yet, such as pretrained ones."""
+    """Run power iterations for weights that no step has seen yet, such as pretrained ones."""
     for module in model.modules():
         if isinstance(module, parametrize.ParametrizationList):
             for cap in module:
@@ -89,6 +89,6 @@ def cap_(module: nn.Module, caps: Sequence[float | None]) -> None:
             if math.isfinite(limit):
                 nn.init.orthogonal_(block, gain=limit)
     cap = SpectralCap(limits, weight.flatten(1).shape[1])
-    # unsafe: without torch's trial pass, which would move the vectors, and takes seconds where a model of hundreds of
-    # blocks is laid out without memory.
+    # unsafe skips torch's trial pass, which would update the vectors, and takes seconds for a model of hundreds of
+    # blocks on the meta device.
     parametrize.register_parametrization(module, "weight", cap, unsafe=True)

@@ -5,8 +5,8 @@
     cap         W min(1, 1 / sigma(W))                          (zoo/layers/cap.py)
 
 A convolution with stride = kernel size is the matrix (out, rest) on its patches. The equations hold in exact
-arithmetic; folded float32 weights exceed 1 by rounding (about 4e-7 for Cayley), and the cap's sigma is an estimate. So
-no certificate trusts a constraint: rules measure the folded weight with `sigma_upper`.
+arithmetic; folded float32 weights exceed 1 by rounding (about 4e-7 for Cayley), and the cap's sigma is an estimate. No
+certificate therefore trusts a constraint: rules measure the folded weight with `sigma_upper`.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from certizoo.nearest import unknown
-from zoo.bounds.facts import Facts, register
+from zoo.bounds.rule_table import ModuleRules, register
 from zoo.layers.cap import cap_
 
 
 class AOL(nn.Module):
-    """W (out, ...) -> W diag(t)^{-1/2}, or the same of W^T where W is wide: it starts orthogonal from orthogonal rows.
+    """W (out, ...) -> W diag(t)^{-1/2}, or the same of W^T where W is wide. Orthogonal rows stay orthogonal.
 
     Proof: diag(t) - W^T W is symmetric and diagonally dominant, hence W^T W <= diag(t).
 
@@ -50,7 +50,7 @@ class _Reshape(nn.Module):
 
 
 for _kind in (AOL, _Reshape):  # certified models are folded
-    register(_kind, Facts())
+    register(_kind, ModuleRules())
 
 
 def _aol_(module: nn.Module) -> None:
@@ -59,8 +59,11 @@ def _aol_(module: nn.Module) -> None:
 
 
 def _orthogonal_(module: nn.Module) -> None:
-    """Cayley because it is the fastest of torch's maps; without trivialisation because that cannot be made on the meta
-    device. The start is the transform of a random skew matrix with eigenvalues up to 2i in modulus."""
+    """Constrain by the Cayley transform, the fastest of torch's maps.
+
+    It runs without trivialisation, which cannot be set up on the meta device. It starts from the transform of a random
+    skew matrix with eigenvalues up to 2i in modulus.
+    """
     weight = module.get_parameter("weight")
     shape, matrix = weight.shape, weight.detach().flatten(1)
     nn.init.normal_(matrix, std=max(matrix.shape) ** -0.5)

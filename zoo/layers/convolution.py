@@ -13,26 +13,29 @@ from torch import Tensor, nn
 from zoo.arithmetic import U
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounding
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, NoRule, register
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.primitives import product
+from zoo.bounds.rule_table import ModuleRules, NoRule, register
 from zoo.spectral import sigma_upper
 
 
 class CellConv2d(nn.Conv2d):
     """A convolution whose kernel is a multiple of its stride, as one product with its windows. Weights as in nn.Conv2d.
 
-    Square kernels, zero padding, k = n s: a window is n x n cells of s x s pixels, each cell whole. On a CPU 1.2 to 1.6
-    times as fast for stems, which have few channels in, back to the image above all (benchmarks/bench_layers.py).
+    Square kernels, zero padding, k = n s: a window is n x n cells of s x s pixels, each cell whole. On a CPU this is
+    1.2 to 1.6 times as fast for stems, which have few input channels, above all in the pass back to the image
+    (benchmarks/bench_layers.py).
 
-    Raises ValueError where the kernel is no multiple of the stride.
+    Raises ValueError if the kernel is not a multiple of the stride.
     """
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: int, stride: int, padding: int = 0, *, bias: bool = True
     ) -> None:
         if kernel_size % stride:
-            raise ValueError(f"a kernel of {kernel_size} pixels is no multiple of the stride {stride}")
+            raise ValueError(
+                f"a kernel of {kernel_size} pixels is not a multiple of the stride {stride}; change one of them"
+            )
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
@@ -45,20 +48,24 @@ class CellConv2d(nn.Conv2d):
         if n > 1:
             shifts = [(i, j) for i in range(n) for j in range(n)]
             cells_BYXI = torch.cat([cells_BYXI[:, i : i + height, j : j + width] for i, j in shifts], dim=3)
-        # The kernel's cells one after another, as the window's.
+        # The kernel's cells come in the same order as the window's.
         weight_OI = _cells(self.weight, s).flatten(1)
         return F.linear(cells_BYXI, weight_OI, self.bias).permute(0, 3, 1, 2)
 
 
 def _cells(x_BCHW: Tensor, s: int) -> Tensor:
-    """Pixels of every cell: (B, H / s, W / s, s s C). Channels last, as a CellConv2d leaves them, forward and back."""
+    """Return the pixels of every cell: (B, H / s, W / s, s s C).
+
+    Channels come last, as a CellConv2d leaves them, forward and backward.
+    """
     x_BHWC = x_BCHW.permute(0, 2, 3, 1)
     return x_BHWC.unflatten(2, (-1, s)).unflatten(1, (-1, s)).permute(0, 1, 3, 2, 4, 5).flatten(3)
 
 
 def conv_norm(weight: Tensor, stride: tuple[int, int], out_size: tuple[int, int]) -> Tensor:
-    """A number never below the norm of a convolution with zero padding, as a map of whole images: weight (O, C, k, k),
-    its stride and the height and width of its output -> scalar in float64.
+    """Return a number never below the norm of a convolution with zero padding, as a map of whole images.
+
+    weight (O, C, k, k), its stride, and the height and width of its output -> scalar in float64.
 
     Write a = s b + t for the offsets a of the kernel, 0 <= t < s. The values x[c, s m + t] of the padded image, read as
     channels (c, t) at m (a permutation), go through a convolution with stride 1 and K = ceil(k / s) offsets b:
@@ -66,8 +73,8 @@ def conv_norm(weight: Tensor, stride: tuple[int, int], out_size: tuple[int, int]
         y[o, i] = sum_{c, t, b} W[o, c, s b + t] x_(c,t)[i + b].
 
     With outputs i < n it is a submatrix of the circulant of any size L >= n + K - 1, whose norm is the largest of its
-    symbols W^(w) = sum_b W_b e^(2 pi i w b / L) (docs/proofs.md#convolution). W is real: W^(-w) = conj W^(w), half of
-    the grid is enough. Complex matrices are measured as [[Re, -Im], [Im, Re]], of the same norm.
+    symbols W^(w) = sum_b W_b e^(2 pi i w b / L) (docs/proofs.md#convolution). W is real: W^(-w) = conj W^(w), so half
+    of the grid is enough. Complex matrices are measured as [[Re, -Im], [Im, Re]], which has the same norm.
 
     Rounding: a computed phase is off by less than 64 u in each part (two angles below 2 pi by 3 u of themselves, their
     sum, the cosine's ulp), a sum of J products by gamma_(J+2): W^ is off by at most 4 (J + 40) u || sum_b |W_b| ||_F.
@@ -91,20 +98,20 @@ def conv_norm(weight: Tensor, stride: tuple[int, int], out_size: tuple[int, int]
 
 
 def _polyphase(w: Tensor, stride: tuple[int, int]) -> Tensor:
-    """(O, C, k, k) -> (O, C s s, K, K): the kernel on the image read at every s-th pixel."""
+    """Return the kernel on the image read at every s-th pixel: (O, C, k, k) -> (O, C s s, K, K)."""
     s_h, s_w = stride
     w = F.pad(w, (0, -w.shape[3] % s_w, 0, -w.shape[2] % s_h))
     return w.unflatten(3, (-1, s_w)).unflatten(2, (-1, s_h)).permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
 
 
 def _angle(frequency_F: Tensor, offsets: int, length: int) -> Tensor:
-    """2 pi w b / L in [0, 2 pi), the integer w b reduced exactly: (F, K)."""
+    """Return 2 pi w b / L in [0, 2 pi), the integer w b reduced exactly: (F, K)."""
     turns = frequency_F[:, None] * torch.arange(offsets, device=frequency_F.device) % length
     return 2 * math.pi * turns.double() / length
 
 
 def conv2d(module: nn.Conv2d) -> Layer:
-    """Affine."""
+    """Return the rule of an affine map: its norm times r."""
     norm_of = _measured(module, module.weight)
 
     def layer(x_BCHW: Tensor) -> tuple[Tensor, Bound]:
@@ -116,7 +123,7 @@ def conv2d(module: nn.Conv2d) -> Layer:
 
 
 def conv2d_rounding(module: nn.Conv2d, precision: Precision) -> Rounding:
-    """A product of matrices, of which |W| is the convolution with |weight|."""
+    """Bound a product of matrices, of which |W| is the convolution with |weight|."""
     weight, bias = (None if w is None else w.detach().double().abs() for w in (module.weight, module.bias))
     assert weight is not None
     norm_of, absolute_of = _measured(module, module.weight), _measured(module, weight)
@@ -128,18 +135,20 @@ def conv2d_rounding(module: nn.Conv2d, precision: Precision) -> Rounding:
 
 
 def conv_shapes(module: nn.Conv1d | nn.Conv2d) -> Shapes:
-    """The kernel (O, C, k, ...) and b."""
+    """Return the shapes of the kernel (O, C, k, ...) and b."""
     out = module.out_channels
     return {"weight": (out, module.in_channels // module.groups, *module.kernel_size), "bias": (out,)}
 
 
 def _measured(module: nn.Conv2d, weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """The norm of the convolution with this weight by its output: it depends on the size of the image, and is measured
-    once per size."""
+    """Return the norm of the convolution with this weight, as a function of its output.
+
+    The norm depends on the size of the image and is measured once per size.
+    """
     if module.groups != 1 or module.dilation != (1, 1):
-        raise NoRule(module, "convolutions are measured without groups and dilation")
+        raise NoRule(module, "its rule covers convolutions without groups and dilation only")
     if isinstance(module.padding, str) or module.padding_mode != "zeros":
-        raise NoRule(module, "convolutions are measured with zero padding given as a number")
+        raise NoRule(module, "its rule covers zero padding given as a number only")
     stride = (module.stride[0], module.stride[1])
     norms: dict[tuple[int, int], Tensor] = {}
 
@@ -152,6 +161,6 @@ def _measured(module: nn.Conv2d, weight: Tensor) -> Callable[[Tensor], Tensor]:
     return norm_of
 
 
-register(nn.Conv2d, Facts(rule=conv2d, expansion=affine, rounding=conv2d_rounding, shapes=conv_shapes))
-register(CellConv2d, Facts(rule=conv2d, expansion=affine, rounding=conv2d_rounding, shapes=conv_shapes))
-register(nn.Conv1d, Facts(shapes=conv_shapes))  # what is around it reads it
+register(nn.Conv2d, ModuleRules(rule=conv2d, expansion=affine, rounding=conv2d_rounding, shapes=conv_shapes))
+register(CellConv2d, ModuleRules(rule=conv2d, expansion=affine, rounding=conv2d_rounding, shapes=conv_shapes))
+register(nn.Conv1d, ModuleRules(shapes=conv_shapes))  # the rules around it read it

@@ -1,4 +1,4 @@
-"""Parametrised weights (caps, orthogonality) as plain parameters: the same function with nothing left to compute."""
+"""Parametrised weights (caps, orthogonality) as plain parameters: the same function, with nothing left to compute."""
 
 import copy
 
@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 
 def folded(model: nn.Module) -> nn.Module:
-    """A copy of `model` in eval mode without parametrisations. `model` stays as it is.
+    """Return a copy of `model` in eval mode without parametrisations. `model` is unchanged.
 
     Weights are folded in the precision that they are served in.
     """
@@ -21,8 +21,10 @@ def folded(model: nn.Module) -> nn.Module:
 
 
 def _fold(module: nn.Module) -> None:
-    """Plain parameters in place of parametrised ones. (torch's own removal edits the class, which a copy shares
-    with the original model, and so breaks the original.)"""
+    """Replace parametrised weights by plain parameters.
+
+    torch's own removal edits the class, which a copy shares with the original model, and so breaks the original.
+    """
     parametrizations = module.get_submodule("parametrizations")
     values = {name: getattr(module, name).detach() for name, _ in parametrizations.named_children()}
     module.__class__, _ = parametrize.type_before_parametrizations(module), module._modules.pop("parametrizations")

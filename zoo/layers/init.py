@@ -11,13 +11,13 @@ from zoo.spectral import sigma_upper
 
 @runtime_checkable
 class FinishesInit(Protocol):
-    """A module with starting values or constraints of its own, put on after the model's default initialisation."""
+    """A module with its own starting values or constraints, applied after the model's default initialisation."""
 
     def finish_init(self) -> None: ...
 
 
 def trunc_normal_init_(model: nn.Module) -> None:
-    """timm's default for transformers: linear weights truncated normal with 0.02, biases zero."""
+    """Apply timm's default for transformers: linear weights truncated normal with 0.02, biases zero."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             trunc_normal_(module.weight, std=0.02)
@@ -26,7 +26,7 @@ def trunc_normal_init_(model: nn.Module) -> None:
 
 
 def spectral_init_(model: nn.Module) -> None:
-    """LipsFormer's spectral initialisation (SpecFormer, eq. 43), biases zero:
+    """Apply LipsFormer's spectral initialisation (SpecFormer, eq. 43), biases zero.
 
         W = X / sigma_max(X),   X Xavier normal; W_Q, W_K, W_V as one matrix, convolutions as (out, rest).
 
@@ -50,7 +50,10 @@ def _divide_by_norm_(weight: Tensor) -> None:
 
 
 def orthogonal_init_(model: nn.Module) -> None:
-    """CertViT's (released code): orthonormal rows or columns, convolutions as (out, rest); biases zero."""
+    """Apply CertViT's initialisation (released code): orthonormal rows or columns, biases zero.
+
+    Convolutions are treated as (out, rest).
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
             nn.init.orthogonal_(module.weight)

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from zoo.arithmetic import OUT
 from zoo.bounds.activations import activation_of
 from zoo.bounds.contracts import Bound, Expand, Layer, Precision, Rounded, Rounding
-from zoo.bounds.facts import Facts, Links, NoRule, expect, register
+from zoo.bounds.first_order import added, chain, layer_of
 from zoo.bounds.fused import fused
 from zoo.bounds.hypotheses import Shapes, power_vectors
 from zoo.bounds.primitives import matrix_product
 from zoo.bounds.rounding import TINY, composed, of_chain, residual_rounding, roundings_of, size
-from zoo.bounds.rules import added, chain, layer_of
+from zoo.bounds.rule_table import Links, ModuleRules, NoRule, expect, register
 from zoo.layers.constrained import constrain_
 from zoo.spectral import start_vectors
 
 
 class Mlp(timm.layers.Mlp):
-    """timm's fc2(act(fc1 x)), with the vectors of the MSVP penalty's power iteration kept beside the weights."""
+    """timm's fc2(act(fc1 x)), which also stores the vectors of the MSVP penalty's power iteration."""
 
     power_fc1_1D: Tensor
     power_fc2_1D: Tensor
@@ -33,18 +33,18 @@ class Mlp(timm.layers.Mlp):
         self.register_buffer("power_fc2_1D", start_vectors(1, hidden))
 
     def spectral_terms(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """For `zoo.penalty`."""
+        """Yield the terms for `zoo.penalty`."""
         yield "mlp", self.fc1.weight[None], self.power_fc1_1D
         yield "mlp", self.fc2.weight[None], self.power_fc2_1D
 
 
 class SLL(nn.Module):
-    """SDP-based Lipschitz Layer, 1-Lipschitz, residual included:
+    """SDP-based Lipschitz Layer, 1-Lipschitz, residual included.
 
         y = x - 2 W T^{-1} sigma(W^T x + b),    T_ii = sum_j |W^T W|_ij q_j / q_i.
 
-    W (d, H), b (H,), q = exp(log_q) (H,); x (..., d) -> (..., d). Source: Araujo et al. 2023, Theorem 3. Only
-    activations with slopes in [0, 1] keep the promise; GELU does not (docs/references.md#erratum-sll-gelu).
+    W (d, H), b (H,), q = exp(log_q) (H,); x (..., d) -> (..., d). Source: Araujo et al. 2023, Theorem 3. The bound
+    holds only for activations with slopes in [0, 1], which GELU does not have (docs/references.md#erratum-sll-gelu).
     """
 
     def __init__(self, dim: int, hidden: int, act: type[nn.Module] = nn.ReLU) -> None:
@@ -57,7 +57,7 @@ class SLL(nn.Module):
         nn.init.xavier_normal_(self.weight)
 
     def diagonal_H(self) -> Tensor:
-        """T. An all-zero column of W has T_ii = 0 and no effect: the clamp only keeps 0 / 0 out."""
+        """Return T. An all-zero column of W has T_ii = 0 and no effect: the clamp only avoids 0 / 0."""
         q = self.log_q.exp()
         return (((self.weight.mT @ self.weight).abs() * q).sum(1) / q).clamp_min(1e-12)
 
@@ -67,11 +67,11 @@ class SLL(nn.Module):
 
 
 class ConstrainedMlp(nn.Module):
-    """An MLP that brings its own residual and is 1-Lipschitz where act has slopes in [0, 1]:
+    """An MLP with its own residual, 1-Lipschitz if act has slopes in [0, 1].
 
         y = (x + f(x)) / 2,    f(x) = W_2 act(W_1 x + b_1) + b_2,    ||W_1|| <= 1, ||W_2|| <= 1.
 
-    x (..., d) -> (..., d). Args: constraint: how the norms are kept, 'aol', 'orthogonal' or 'cap' (constrained.py).
+    x (..., d) -> (..., d). `constraint` says how the norms are kept: 'aol', 'orthogonal' or 'cap' (constrained.py).
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ConstrainedMlp(nn.Module):
         self.fc1, self.act, self.fc2 = nn.Linear(dim, hidden, bias=bias), act(), nn.Linear(hidden, dim, bias=bias)
 
     def finish_init(self) -> None:
-        """Put the constraints on; called by the model after its weights have their initial values."""
+        """Put the constraints on. The model calls this once its weights have their initial values."""
         constrain_(self.fc1, self.constraint)
         constrain_(self.fc2, self.constraint)
 
@@ -91,27 +91,31 @@ class ConstrainedMlp(nn.Module):
 
 
 def sll(module: SLL) -> Layer:
-    """0 <= W T^{-1} W^T <= I (T - W^T W is diagonally dominant after scaling by q), so slopes in [0, 1] give
-    ||I - 2 W T^{-1} D W^T|| <= 1. Rounding of T is covered by the certificate's final slack.
-    Proof: docs/proofs.md#sll."""
+    """Return the rule of SLL, which is 1-Lipschitz for slopes in [0, 1].
+
+    0 <= W T^{-1} W^T <= I (T - W^T W is diagonally dominant after scaling by q), so slopes in [0, 1] give ||I - 2 W
+    T^{-1} D W^T|| <= 1. The certificate's final slack covers the rounding of T. Proof: docs/proofs.md#sll.
+    """
     least, most = activation_of(module.act).slopes
     if least < 0 or most > 1:
-        raise NoRule(module, f"SLL is not 1-Lipschitz with {type(module.act).__name__} (slopes leave [0, 1])")
+        raise NoRule(
+            module, f"SLL is not 1-Lipschitz with {type(module.act).__name__}, whose slopes leave [0, 1]; use ReLU"
+        )
     return lambda x: (module(x), lambda r: r)
 
 
 def sll_shapes(module: SLL) -> Shapes:
-    """W, b and log q."""
+    """Return the shapes of W, b and log q."""
     return {"weight": (module.dim, module.hidden), "bias": (module.hidden,), "log_q": (module.hidden,)}
 
 
 def mlp_chain(module: Mlp) -> Links:
-    """fc2(sigma(fc1 x)): of first order the product of the three constants."""
+    """Return the links of fc2(sigma(fc1 x)). At first order this is the product of the three constants."""
     return module.fc1, module.act, module.drop1, module.norm, module.fc2, module.drop2
 
 
 def constrained_mlp(module: ConstrainedMlp) -> Layer:
-    """(1 + ||W_2|| slope ||W_1||) / 2, measured: the constraints are not trusted."""
+    """Return the rule (1 + ||W_2|| slope ||W_1||) / 2, measured: the constraints are not trusted."""
     branch = chain(layer_of(part) for part in (module.fc1, module.act, module.fc2))
 
     def layer(x: Tensor) -> tuple[Tensor, Bound]:
@@ -125,7 +129,7 @@ def constrained_mlp(module: ConstrainedMlp) -> Layer:
 
 
 def mlp_expansion(module: Mlp) -> Expand:
-    """One fused rule for W_2 sigma(W_1 x + b_1) + b_2 (docs/proofs.md#fused-mlp, ReLU docs/proofs.md#kinks)."""
+    """Expand W_2 sigma(W_1 x + b_1) + b_2 by one fused rule (docs/proofs.md#fused-mlp, ReLU docs/proofs.md#kinks)."""
     for part, kind in ((module.drop1, nn.Dropout), (module.norm, nn.Identity), (module.drop2, nn.Dropout)):
         expect(part, kind)
     w_1_HD, w_2_DH = _weights(module.fc1, module.fc2)
@@ -139,9 +143,11 @@ def _weights(fc1: nn.Module, fc2: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def sll_expansion(module: SLL) -> Expand:
-    """The fused rule with W_1 = W^T and W_2 = -2 W T^{-1}, its units scaled by S = T^{-1/2}: ||W_2 S^{-1}|| <= 2 and
-    ||S W_1|| <= 1. J = I + W_2 D W_1 with 0 <= D <= I has norm <= 1, as the rule of first order says
-    (docs/proofs.md#sll)."""
+    """Expand by the fused rule with W_1 = W^T and W_2 = -2 W T^{-1}, its units scaled by S = T^{-1/2}.
+
+    Then ||W_2 S^{-1}|| <= 2 and ||S W_1|| <= 1. J = I + W_2 D W_1 with 0 <= D <= I has norm <= 1, as the first-order
+    rule says (docs/proofs.md#sll).
+    """
     w_DH, t_H = module.weight.detach().double(), module.diagonal_H().detach().double()
 
     def units(x: Tensor) -> Tensor:
@@ -152,7 +158,7 @@ def sll_expansion(module: SLL) -> Expand:
 
 
 def constrained_mlp_expansion(module: ConstrainedMlp) -> Expand:
-    """(x + f(x)) / 2: the fused rule with W_2 / 2, and ||J|| <= 1/2 + ||J_f / 2||."""
+    """Expand (x + f(x)) / 2 by the fused rule with W_2 / 2; ||J|| <= 1/2 + ||J_f / 2||."""
     w_1_HD, w_2_DH = _weights(module.fc1, module.fc2)
     return fused(module, activation_of(module.act), module.fc1, w_1_HD, w_2_DH / 2, skip=0.5)
 
@@ -161,13 +167,16 @@ def constrained_mlp_expansion(module: ConstrainedMlp) -> Expand:
 
 
 def mlp_rounding(module: Mlp, precision: Precision) -> Rounding:
-    """The two products and the activation, one after the other."""
+    """Compose the two products and the activation."""
     return of_chain(mlp_chain(module), precision)
 
 
 def sll_rounding(module: SLL, precision: Precision) -> Rounding:
-    """x - 2 W T^{-1} act(W^T x + b) is 1-Lipschitz, so e passes: the branch is looked at from x^, within r + e of x.
-    T is off by the share rho, its terms |W^T W| by gamma_{d+H+20} of |W|^T |W|."""
+    """Bound the rounding of x - 2 W T^{-1} act(W^T x + b), which is 1-Lipschitz, so that e passes unchanged.
+
+    The branch is evaluated from x^, within r + e of x. T is off by the share rho, its terms |W^T W| by gamma_{d+H+20}
+    of |W|^T |W|.
+    """
     layer, u = layer_of(module, local=True), precision.u
     weight, q = module.weight.detach().double(), module.log_q.detach().double().exp()
     t_H = module.diagonal_H().detach().double()
@@ -192,7 +201,7 @@ def sll_rounding(module: SLL, precision: Precision) -> Rounding:
 
 
 def constrained_mlp_rounding(module: ConstrainedMlp, precision: Precision) -> Rounding:
-    """A residual sum, and half of it, which is exact."""
+    """Bound a residual sum, and its half, which is exact."""
     branch = [rounding for part in (module.fc1, module.act, module.fc2) for rounding in roundings_of(part, precision)]
     whole = residual_rounding(branch, precision)
 
@@ -205,15 +214,15 @@ def constrained_mlp_rounding(module: ConstrainedMlp, precision: Precision) -> Ro
 
 register(
     Mlp,
-    Facts(
+    ModuleRules(
         chain=mlp_chain,
         expansion=mlp_expansion,
         rounding=mlp_rounding,
         shapes=lambda module: power_vectors("power_fc1_1D", "power_fc2_1D"),
     ),
 )
-register(SLL, Facts(rule=sll, expansion=sll_expansion, rounding=sll_rounding, shapes=sll_shapes))
+register(SLL, ModuleRules(rule=sll, expansion=sll_expansion, rounding=sll_rounding, shapes=sll_shapes))
 register(
     ConstrainedMlp,
-    Facts(rule=constrained_mlp, expansion=constrained_mlp_expansion, rounding=constrained_mlp_rounding),
+    ModuleRules(rule=constrained_mlp, expansion=constrained_mlp_expansion, rounding=constrained_mlp_rounding),
 )

@@ -1,12 +1,14 @@
-"""GELU between two lines of slope 0 and 1, for layers that ask for that, as SLL (docs/references.md#erratum-sll-gelu):
-(GELU(z) + a z) / b."""
+"""A shifted and scaled GELU with slopes in [0, 1], (GELU(z) + a z) / b, for layers that need such slopes.
+
+SLL is one of them (docs/references.md#erratum-sll-gelu).
+"""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.bounds.activations import Smooth
 from zoo.bounds.elementwise import scalar
-from zoo.bounds.facts import register
+from zoo.bounds.rule_table import register
 from zoo.bounds.torch_modules import GELU
 
 LIFT = 0.12890415  # a >= -min GELU' = 0.128904145...
@@ -14,7 +16,7 @@ SHRINK = 1.2578083  # b >= max GELU' + a
 
 
 class MonotoneGELU(nn.Module):
-    """Elementwise, with slopes in [0, 1]: (GELU(z) + 0.12890415 z) / 1.2578083. Proof: docs/proofs.md#monotone-gelu."""
+    """(GELU(z) + 0.12890415 z) / 1.2578083, element-wise, slopes in [0, 1]. Proof: docs/proofs.md#monotone-gelu."""
 
     def forward(self, z: Tensor) -> Tensor:
         return (F.gelu(z) + LIFT * z) / SHRINK

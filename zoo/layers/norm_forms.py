@@ -1,17 +1,18 @@
 """Quadratic forms of normalisations that divide a token by a function of its length. Proof: docs/proofs.md#norm-forms.
 
-Of one token u (d,), n = u / |u|, let t be what it is divided by: |u| outside of the sphere that LayerProject projects
-on, (|u|^2 + R^2)^(1/2) for the bounded normalisation. With four functions of the change eta,
+For one token u (d,), n = u / |u|, let t be its divisor: |u| outside of the sphere that LayerProject projects on, (|u|^2
++ R^2)^(1/2) for the bounded normalisation. With four functions of the change eta,
 
     a = <u, eta> / t^2,   b^2 = |eta|^2 / t^2 - a^2,   w = <g - |u|^2 / t^2 <n, g> n, eta> / t,   s^2 = (1 + a)^2 + b^2,
 
-the remainder is not a series but, where u + eta ends outside of the sphere (of the bounded normalisation everywhere),
+the remainder has a closed form, not a series. Where u + eta ends outside of the sphere (for the bounded normalisation
+everywhere),
 
     -<g, R> / R = <g, u> / t alpha b^2 + beta w (2 a + a^2 + b^2),      alpha = 1 / (s (s + 1 + a)),
     |R|^2 / R^2 <= b^2 (alpha^2 b^2 + beta^2 (2 a + a^2 + b^2)^2),      beta = 1 / (s (s + 1)).
 
-The reach of <n, eta>, and how long eta is, keep s within bounds. What is left are squares and products of functionals:
-a 2 x 2 matrix in the plane of n and g, and a multiple of the identity off it.
+The reach of <n, eta> and the length of eta keep s within bounds. Squares and products of functionals remain: a 2 x 2
+matrix in the plane of n and g, and a multiple of the identity off it.
 
 Letters: B inputs, C gradients; reach (B, ..., d + 2), of the coordinates of eta, of <n, eta> and of |eta|.
 """
@@ -27,13 +28,16 @@ from zoo.bounds.activations import beyond, hinge_parabola
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.elementwise import largest_share
 
-PAD = 1e-12  # relative: above the rounding of a form, and of a plane that is none
+PAD = 1e-12  # relative: above the rounding of a form, and of a degenerate plane
 HALF_CURVATURE = 0.42932510  # of N_1: half its largest second derivative (docs/proofs.md#bounded-normalisation)
 
 
 @dataclass(frozen=True)
 class Plane:
-    """g = along n + across m with unit vectors n and m, of every token. (C, B, ..., d), numbers (C, B, ..., 1)."""
+    """The plane of g and n, g = along n + across m with unit vectors n and m, for every token.
+
+    Vectors are (C, B, ..., d), numbers (C, B, ..., 1).
+    """
 
     g: Tensor
     n: Tensor
@@ -46,23 +50,23 @@ class Plane:
     def of(cls, g: Tensor, n: Tensor) -> "Plane":
         along, length = _dot(g, n), _length(g)
         rest = g - along * n
-        rest = rest - _dot(rest, n) * n  # twice, for the digits
+        rest = rest - _dot(rest, n) * n  # repeated for accuracy
         across = _length(rest)
-        flat = across <= 1e-13 * length  # there is no plane: PAD is above what is left out
+        flat = across <= 1e-13 * length  # g is along n and there is no plane: PAD is above what is dropped
         m = torch.where(flat, 0.0, rest / across.clamp_min(1e-300))
         return cls(g, n, m, along, torch.where(flat, 0.0, across), length)
 
 
 @dataclass(frozen=True)
-class Reach:
-    """Of the coordinates of a token's change, of its length, and of its part along n."""
+class TokenRange:
+    """The reaches of a token's change: its coordinates (`axes`), its length (`size`), its part along n (`line`)."""
 
     axes: Tensor
     size: Tensor
     line: Tensor
 
     @classmethod
-    def of(cls, reach: Tensor) -> "Reach":
+    def of(cls, reach: Tensor) -> "TokenRange":
         axes, line, size = at_least_near(reach).tensor_split([reach.shape[-1] - 2, reach.shape[-1] - 1], -1)
         size = torch.minimum(size, _length(axes))
         return cls(axes, size, torch.minimum(line, size))
@@ -80,7 +84,7 @@ class TokenForm:
 
     @classmethod
     def round(cls, c: Tensor, constant: Tensor) -> "TokenForm":
-        """c times the identity."""
+        """Return c times the identity."""
         return cls(c, c, torch.zeros_like(c), c, constant)
 
     @property
@@ -91,12 +95,15 @@ class TokenForm:
 
     @property
     def absolute(self) -> Tensor:
-        """The norm of what `times` adds up, between two projections, at most: (C, B)."""
+        """An upper bound of the norm of what `times` adds up, between two projections: (C, B)."""
         parts = torch.stack(torch.broadcast_tensors(self.plain, self.along, self.mixed, self.across)).abs()
         return 32 * parts.amax(0).flatten(2).amax(2)
 
     def positive(self) -> "TokenForm":
-        """The positive part: that of a matrix M with eigenvalues p > q is x M + y with x p + y = p^+, x q + y = q^+."""
+        """Return the positive part.
+
+        For a matrix M with eigenvalues p > q it is x M + y with x p + y = p^+, x q + y = q^+.
+        """
         mean, spread = self._eigenvalues
         more, less = (mean + spread).clamp_min(0), (mean - spread).clamp_min(0)
         x = ((more - less) / (2 * spread).clamp_min(1e-300)).clamp(max=1)
@@ -106,19 +113,19 @@ class TokenForm:
         )
 
     def only(self, where: Tensor) -> "TokenForm":
-        """Elsewhere it is no bound, and costs infinitely much."""
+        """Restrict the form to `where`. Elsewhere it is not a bound, so its cost is infinite."""
         constant = torch.where(where, self.constant, torch.inf)
         return TokenForm(self.plain, self.along, self.mixed, self.across, constant)
 
     def or_cheaper(self, other: "TokenForm", size: Tensor) -> "TokenForm":
-        """Token by token, of a change that is as long as it may be; what is not a number is not chosen."""
+        """Choose the cheaper form token by token, for a change of the largest allowed length. NaN is never chosen."""
         chosen = other._cost(size) < self._cost(size)
         return TokenForm(
             *(torch.where(chosen, new, old) for new, old in zip(astuple(other), astuple(self), strict=True))
         )
 
     def times(self, eta: Tensor, plane: Plane) -> Tensor:
-        """C eta."""
+        """Return C eta."""
         x, y = _dot(eta, plane.n), _dot(eta, plane.m)
         on_n = (self.along - self.plain) * x + self.mixed * y
         on_m = self.mixed * x + (self.across - self.plain) * y
@@ -126,7 +133,7 @@ class TokenForm:
 
     @property
     def _eigenvalues(self) -> tuple[Tensor, Tensor]:
-        """Of the plane: their mean, and how far they are from it."""
+        """The eigenvalues in the plane: their mean, and their distance from it."""
         return (self.along + self.across) / 2, torch.hypot((self.along - self.across) / 2, self.mixed)
 
     def _cost(self, size: Tensor) -> Tensor:
@@ -135,7 +142,7 @@ class TokenForm:
 
 @dataclass(frozen=True)
 class Factors:
-    """What the reach says of a, |eta| / t, alpha and beta, where |a| stays below 1 (`near`)."""
+    """The bounds that the reach implies for a, |eta| / t, alpha and beta, where |a| stays below 1 (`near`)."""
 
     near: Tensor
     a: Tensor
@@ -145,7 +152,7 @@ class Factors:
 
     @property
     def square(self) -> Tensor:
-        """|R|^2 / R^2 <= square |eta|^2 / t^2, from the equation of above."""
+        """A factor with |R|^2 / R^2 <= square |eta|^2 / t^2, from the equation at the head of this file."""
         return (self.alpha[1] * self.change).square() + (self.beta[1] * (2 * self.a + self.change.square())).square()
 
 
@@ -155,8 +162,10 @@ def _same(v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NormForms:
-    """See `Forms`: of a map outer o N o inner with N(u + eta) = N(u) + J eta + r around u, `inner` a symmetric
-    projection that does not change u and r. u (B, ..., d)."""
+    """Forms (see `Forms`) of a map outer o N o inner with N(u + eta) = N(u) + J eta + r around u.
+
+    `inner` is a symmetric projection that does not change u and r. u (B, ..., d).
+    """
 
     u: Tensor
     radius: float
@@ -179,7 +188,7 @@ class NormForms:
 
     @property
     def _terms(self) -> float:
-        """What a few sums over the width round."""
+        """The rounding of a few sums over the width."""
         return gamma(8 * self.u.shape[-1] + 64)
 
     def squares(self, probes: Tensor) -> Tensor:
@@ -189,23 +198,23 @@ class NormForms:
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
         plane = Plane.of(self.outer_T(g), self._n)
-        form = self._of_tokens(plane, Reach.of(reach))
+        form = self._of_tokens(plane, TokenRange.of(reach))
         largest_CB, constant_CB = form.top.flatten(2).amax(2), form.constant.flatten(2).sum(2)
         return QuadraticForm(
             lambda v: self.inner(form.times(self.inner(v), plane)), largest_CB, constant_CB, self._terms * form.absolute
         )
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        c = weight.square().amax(-1, keepdim=True) * self._of_rest(Reach.of(reach))
+        c = weight.square().amax(-1, keepdim=True) * self._of_rest(TokenRange.of(reach))
         largest = c.flatten(1).amax(1)[None]
         return QuadraticForm(lambda v: self.inner(c * self.inner(v)), largest, rounding=self._terms * 4 * largest)
 
     def size(self, reach: Tensor) -> Tensor:
-        reaches = Reach.of(reach)
+        reaches = TokenRange.of(reach)
         return (self._of_rest(reaches).sqrt() * reaches.size * self.u.shape[-1] ** -0.5).expand(self.u.shape)
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
-        return largest_share(self._of_rest(Reach.of(small)), self._of_rest(Reach.of(large)))
+        return largest_share(self._of_rest(TokenRange.of(small)), self._of_rest(TokenRange.of(large)))
 
     def spread(self, r: Tensor) -> Tensor:
         return self.outer(r)
@@ -213,16 +222,16 @@ class NormForms:
     def collect(self, g: Tensor) -> Tensor:
         return self.outer_T(g)
 
-    def _of_tokens(self, plane: Plane, reach: Reach) -> TokenForm:
+    def _of_tokens(self, plane: Plane, reach: TokenRange) -> TokenForm:
         raise NotImplementedError
 
-    def _of_rest(self, reach: Reach) -> Tensor:
-        """c (B, ..., 1), nondecreasing in the reach, with |r|^2 <= c |eta|^2 of every token."""
+    def _of_rest(self, reach: TokenRange) -> Tensor:
+        """Return c (B, ..., 1), nondecreasing in the reach, with |r|^2 <= c |eta|^2 for every token."""
         raise NotImplementedError
 
     @property
     def _divisor(self) -> Tensor:
-        """t (B, ..., 1)."""
+        """The divisor t (B, ..., 1)."""
         raise NotImplementedError
 
     @property
@@ -238,8 +247,8 @@ class NormForms:
     def _rho(self) -> Tensor:
         return _length(self.u)
 
-    def _factors(self, reach: Reach) -> Factors:
-        """s >= 1 + a, and s t is at least the R of the sphere, or of the coordinate that N_R drops."""
+    def _factors(self, reach: TokenRange) -> Factors:
+        """Bound the factors: s >= 1 + a, and s t is at least the R of the sphere, or of the coordinate N_R drops."""
         t = self._divisor
         a, change = reach.line * self._rho / t.square(), reach.size / t
         near = a < 1
@@ -248,8 +257,8 @@ class NormForms:
         alpha = 1 / (high * (high + 1 + a)), 1 / (low * (low + 1 - a))
         return Factors(near, a, change, alpha, (1 / (high * (high + 1)), 1 / (low * (low + 1))))
 
-    def _curved(self, plane: Plane, reach: Reach) -> TokenForm:
-        """The equation of above, for changes that end outside of the sphere and do not come near it."""
+    def _curved(self, plane: Plane, reach: TokenRange) -> TokenForm:
+        """Return the form of the equation above, for changes that end outside of the sphere and do not come near it."""
         t, f, omega = self._divisor, self._factors(reach), self._omega
         lever = self._rho / t.square()  # a = lever <n, eta>
         bend = plane.along * self._rho / t**3 * torch.where(plane.along > 0, f.alpha[1], f.alpha[0])
@@ -260,15 +269,18 @@ class NormForms:
         plain, along, mixed, over = (2 * self.radius * part for part in parts)
         return TokenForm(plain, along, mixed, over, torch.zeros_like(lift)).positive().only(f.near)
 
-    def _turned(self, reach: Reach) -> Tensor:
-        """c of `_of_rest` for changes that do not come near the sphere: by the equation, by the second derivative on
-        the way (docs/proofs.md#bounded-normalisation), and 1 in any case, as 0 <= J <= I."""
+    def _turned(self, reach: TokenRange) -> Tensor:
+        """Return c of `_of_rest` for changes that do not come near the sphere.
+
+        It is the least of three bounds: the equation above, the second derivative along the way
+        (docs/proofs.md#bounded-normalisation), and 1, as 0 <= J <= I.
+        """
         f, share = self._factors(reach), (self.radius / self._divisor).square()
         second = torch.where(f.change < 1, f.change / (1 - f.change), torch.inf).square() / 3
         return (share * torch.minimum(torch.where(f.near, f.square, torch.inf), second)).clamp(max=1)
 
-    def _lift(self, plane: Plane, reach: Reach, f: Factors) -> Tensor:
-        """beta |w| |eta|^2 / t^2 with |w| within the reach, and the rounding of everything."""
+    def _lift(self, plane: Plane, reach: TokenRange, f: Factors) -> Tensor:
+        """Bound beta |w| |eta|^2 / t^2 with |w| within the reach, and all rounding."""
         t = self._divisor
         g = plane.g - (1 - self._omega) * plane.along * plane.n
         w = torch.minimum(product(g.abs(), reach.axes).sum(-1, keepdim=True), product(_length(g), reach.size)) / t
@@ -276,7 +288,7 @@ class NormForms:
 
 
 class BoundedForms(NormForms):
-    """Of u R / (|u|^2 + R^2)^(1/2)."""
+    """Forms of u R / (|u|^2 + R^2)^(1/2)."""
 
     @property
     def _divisor(self) -> Tensor:
@@ -286,23 +298,28 @@ class BoundedForms(NormForms):
     def _omega(self) -> Tensor:
         return (self.radius / self._divisor).square()
 
-    def _of_tokens(self, plane: Plane, reach: Reach) -> TokenForm:
-        """Also at most half the largest second derivative anywhere, and |g| |eta|, as 0 <= J <= I everywhere."""
+    def _of_tokens(self, plane: Plane, reach: TokenRange) -> TokenForm:
+        """Return the cheapest form: the equation above, half the largest second derivative anywhere, or |g| |eta|.
+
+        The last one holds as 0 <= J <= I everywhere.
+        """
         flat = 2 * HALF_CURVATURE / self.radius * plane.length
         straight = TokenForm.round(*hinge_parabola(plane.length, torch.zeros_like(reach.size), reach.size))
         form = TokenForm.round(flat, torch.zeros_like(flat)).or_cheaper(straight, reach.size)
         return form.or_cheaper(self._curved(plane, reach), reach.size)
 
-    def _of_rest(self, reach: Reach) -> Tensor:
+    def _of_rest(self, reach: TokenRange) -> Tensor:
         return torch.minimum(self._turned(reach), (HALF_CURVATURE / self.radius * reach.size).square())
 
 
 class ProjectForms(NormForms):
-    """Of u R / max(|u|, R). With k = | |u| - R |,
+    """Forms of u R / max(|u|, R).
 
-    |u| <= R    r = (R - |y|)_+ y / |y|   at y = u + eta
-    |u| > R     the equation of above where y ends outside, and r = (<n, eta> + k) n + k / |u| (eta - <n, eta> n)
-                with <n, eta> <= -k where it ends inside.
+    With k = | |u| - R |,
+
+        |u| <= R    r = (R - |y|)_+ y / |y|   at y = u + eta
+        |u| > R     the equation above where y ends outside, and r = (<n, eta> + k) n + k / |u| (eta - <n, eta> n)
+                    with <n, eta> <= -k where it ends inside.
     """
 
     @property
@@ -321,14 +338,17 @@ class ProjectForms(NormForms):
     def _k(self) -> Tensor:
         return (self._rho - self.radius).abs()
 
-    def _comes_out(self, reach: Reach) -> Tensor:
-        """|u + eta|^2 = |u|^2 + 2 <u, eta> + |eta|^2 can exceed R^2."""
+    def _comes_out(self, reach: TokenRange) -> Tensor:
+        """Return where |u + eta|^2 = |u|^2 + 2 <u, eta> + |eta|^2 can exceed R^2."""
         most = self._rho.square() + 2 * product(self._rho, reach.line) + reach.size.square()
         return most > self.radius**2 * (1 - PAD)
 
-    def _of_tokens(self, plane: Plane, reach: Reach) -> TokenForm:
-        """-<g, r> is at most |g| |eta| in any case. Of a token inside it is <g, y>^+ / |y| (|y| - R)_+ where |y| >= R,
-        with (|y| - R)_+ <= (|eta| - k)_+, or (|y|^2 - R^2)_+ / 2R: a hinge of <n, eta> and |eta|^2 / 2R."""
+    def _of_tokens(self, plane: Plane, reach: TokenRange) -> TokenForm:
+        """Return the cheapest form of -<g, r>, which is at most |g| |eta| in any case.
+
+        For a token inside it is <g, y>^+ / |y| (|y| - R)_+ where |y| >= R. There (|y| - R)_+ <= (|eta| - k)_+, or
+        (|y|^2 - R^2)_+ / 2R: a hinge of <n, eta> and |eta|^2 / 2R.
+        """
         inside, zero = self._inside, torch.zeros_like(reach.size)
         change = product(plane.g.abs(), reach.axes).sum(-1, keepdim=True)
         most = plane.along * self._rho + torch.minimum(change, product(plane.length, reach.size))
@@ -344,8 +364,8 @@ class ProjectForms(NormForms):
         form = form.or_cheaper(self._curved(plane, reach).only(~inside & clear), reach.size)
         return form.or_cheaper(self._through(plane, reach).only(~inside & ~clear), reach.size)
 
-    def _through(self, plane: Plane, reach: Reach) -> TokenForm:
-        """Above both of a change that ends outside and of one that ends inside."""
+    def _through(self, plane: Plane, reach: TokenRange) -> TokenForm:
+        """Bound both a change that ends outside and one that ends inside."""
         f, rho = self._factors(reach), self._divisor
         lift, ahead = self._lift(plane, reach, f), plane.along.clamp_min(0)
         plain = 2 * self.radius * (ahead * f.alpha[1] / rho.square() + lift)
@@ -354,9 +374,13 @@ class ProjectForms(NormForms):
         along = 2 * self.radius * lift + cross + c
         return TokenForm(plain, along, torch.zeros_like(along), plain + cross, s).only(f.near)
 
-    def _of_rest(self, reach: Reach) -> Tensor:
-        """Of a token inside (1 - k / D)_+ |eta|, or |eta|^2 / 2R as long as <n, eta> alone does not lead out. Of one
-        outside whose change may end inside, also (|<n, eta>| - k)_+ along n and k / |u| |eta| across."""
+    def _of_rest(self, reach: TokenRange) -> Tensor:
+        """Return c for tokens inside and outside of the sphere.
+
+        For a token inside, the bound is (1 - k / D)_+ |eta|, or |eta|^2 / 2R as long as <n, eta> alone does not lead
+        out. For a token outside whose change may end inside, it also covers (|<n, eta>| - k)_+ along n and k / |u|
+        |eta| across.
+        """
         f, rho, k = self._factors(reach), self._divisor, self._k
         share = torch.where(f.near, (self.radius / rho).square() * f.square, torch.inf)
         through = torch.maximum(torch.maximum(share, (k / rho).square()), beyond(k, reach.line).square()).clamp(max=1)

@@ -1,11 +1,11 @@
 """Normalisation layers and their sensitivity rules.
 
 Letters: u one token (d,), rho = ||u||, R the radius of the ball, r the radius of the input, N tokens.
-All norms act per token. A joint bound over tokens is the maximum of the per-token bounds psi_i(r) because
-psi_i(r) / r is nondecreasing (docs/proofs.md#tokenwise-lemma); at second order psi_i(r) / r^2 must be.
+All norms act per token. A joint bound over tokens is the maximum of the per-token bounds psi_i(r) because psi_i(r) / r
+is nondecreasing (docs/proofs.md#tokenwise-lemma); at second order psi_i(r) / r^2 must be.
 
-Second order: projections are gradients of convex functions with Hessians between 0 and I. So R(G) = (A - J) G with
-0 <= A, J <= I for the mean A of the Hessians on the way, and ||R(G)|| <= ||G|| besides everything else.
+Second order: projections are gradients of convex functions with Hessians between 0 and I. So R(G) = (A - J) G with 0 <=
+A, J <= I for the mean A of the Hessians on the way, and ||R(G)|| <= ||G|| holds in addition to the other bounds.
 """
 
 import math
@@ -20,11 +20,11 @@ from zoo.arithmetic import gamma as gamma_k
 from zoo.bounds.activations import hinges
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, NoRule, register
+from zoo.bounds.first_order import layer_of
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.primitives import centred, factors, plus
 from zoo.bounds.rounding import ROOT, TINY, composed, in_range, size
-from zoo.bounds.rules import layer_of
+from zoo.bounds.rule_table import ModuleRules, NoRule, register
 from zoo.layers.norm_forms import BoundedForms, ProjectForms
 from zoo.spectral import sigma_upper
 
@@ -32,7 +32,7 @@ from zoo.spectral import sigma_upper
 class LayerProject(nn.Module):
     """LayerProject(x, R) = x R / max(||x||_2, R) per token: projection on the ball of radius R, 1-Lipschitz.
 
-    Source: eq. 29 of "Fine-grained Local Sensitivity Analysis" (LoFAST), R = sqrt(d) there for the MLP, 1 in front of
+    Source: eq. 29 of "Fine-grained Local Sensitivity Analysis" (LoFAST), where R = sqrt(d) before the MLP, and 1 before
     the attention. x (..., d) -> (..., d).
     """
 
@@ -49,7 +49,7 @@ class LayerProject(nn.Module):
 
 
 class SmoothProject(nn.Module):
-    """N_R(x) = x / sqrt(1 + ||x||_2^2 / R^2) per token: the smooth sister of `LayerProject`, 1-Lipschitz.
+    """N_R(x) = x / sqrt(1 + ||x||_2^2 / R^2) per token: the smooth form of `LayerProject`, 1-Lipschitz.
 
     Proofs: docs/proofs.md#bounded-normalisation. x (..., d) -> (..., d), ||N_R(x)|| < R.
     """
@@ -74,7 +74,7 @@ class CenterNorm(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         if dim < 2:
-            raise UserError(f"CenterNorm needs 2 channels or more, got {dim}; take another norm")
+            raise UserError(f"CenterNorm needs at least 2 channels, got {dim}; take another norm")
         self.dim, self.gain = dim, dim / (dim - 1)
         self.weight = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim))
@@ -83,7 +83,7 @@ class CenterNorm(nn.Module):
         return self.weight * (self.gain * (x - x.mean(-1, keepdim=True))) + self.bias
 
     def gamma(self) -> Tensor:
-        """(d,): for `zoo.hinge`."""
+        """Return gamma (d,) for `zoo.hinge`."""
         return self.weight
 
     def extra_repr(self) -> str:
@@ -91,7 +91,7 @@ class CenterNorm(nn.Module):
 
 
 def _chord(t: Tensor) -> Tensor:
-    """2 sin(theta / 2) for theta = arcsin t, t in [0, 1]: t sqrt(2 / (1 + sqrt(1 - t^2)))."""
+    """Return 2 sin(theta / 2) for theta = arcsin t, t in [0, 1]: t sqrt(2 / (1 + sqrt(1 - t^2)))."""
     return t * (2 / (1 + (1 - t.square()).clamp_min(0).sqrt())).sqrt()
 
 
@@ -100,9 +100,11 @@ def _max_over_tokens(bound_BN: Tensor, r: Tensor) -> Tensor:
 
 
 def layer_project(module: LayerProject) -> Layer:
-    """Projection on a convex set never expands: r. Where the whole ball of x stays outside the sphere
-    (rho - r >= R) both images lie on it, at an angle of at most arcsin(r / rho): R chord(r / rho).
-    Proof: docs/proofs.md#layer-project."""
+    """Bound the output by r, since projection on a convex set never expands, or by the chord of a rotation.
+
+    Where the whole ball of x stays outside the sphere (rho - r >= R), both images lie on it, at an angle of at most
+    arcsin(r / rho): R chord(r / rho). Proof: docs/proofs.md#layer-project.
+    """
     _refuse_radius(module)
 
     def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
@@ -120,9 +122,11 @@ def layer_project(module: LayerProject) -> Layer:
 
 
 def bounded_normalisation(u_BND: Tensor, radius: float) -> Bound:
-    """N_R(u) = R (first d coordinates of (u, R) / ||(u, R)||). With rt^2 = ||u||^2 + R^2 and x = r / rt the two unit
-    vectors lie at an angle of at most arcsin x: min(r, R chord(x)) for x < 1, and 2 R x beyond.
-    Proof: docs/proofs.md#bounded-normalisation."""
+    """Bound N_R(u) = R (first d coordinates of (u, R) / ||(u, R)||).
+
+    With rt^2 = ||u||^2 + R^2 and x = r / rt the two unit vectors lie at an angle of at most arcsin x: min(r, R
+    chord(x)) for x < 1, and 2 R x beyond. Proof: docs/proofs.md#bounded-normalisation.
+    """
     rt_BN = (u_BND.square().sum(-1) + radius**2).sqrt().flatten(1)
 
     def bound(r: Tensor) -> Tensor:
@@ -136,21 +140,23 @@ def bounded_normalisation(u_BND: Tensor, radius: float) -> Bound:
 
 def _refuse_radius(module: LayerProject | SmoothProject) -> None:
     if not 0 < module.radius < math.inf:
-        raise NoRule(module, f"its radius is {module.radius}; set a finite one above 0")
+        raise NoRule(module, f"its radius is {module.radius}; set a finite radius above 0")
 
 
 def smooth_project(module: SmoothProject) -> Layer:
-    """First order of docs/proofs.md#bounded-normalisation."""
+    """Return the first-order rule of docs/proofs.md#bounded-normalisation."""
     _refuse_radius(module)
     return lambda x: (module(x), bounded_normalisation(x, module.radius))
 
 
 def layer_norm(module: nn.LayerNorm) -> Layer:
-    """LayerNorm is local-Lipschitz: with u = x - mean(x) (a projection) and R^2 = d eps_ln it is
-    gamma / sqrt(eps_ln) N_R(u) + b, so the bound is max|gamma| / sqrt(eps_ln) times that of N_R.
-    Proof: docs/proofs.md#layer-norm."""
+    """Return the rule of LayerNorm, which is locally Lipschitz.
+
+    With u = x - mean(x) (a projection) and R^2 = d eps_ln it is gamma / sqrt(eps_ln) N_R(u) + b, so the bound is
+    max|gamma| / sqrt(eps_ln) times that of N_R. Proof: docs/proofs.md#layer-norm.
+    """
     if not module.eps > 0 or len(module.normalized_shape) != 1:
-        raise NoRule(module, "it is bounded for one axis and an eps above 0; set eps, such as 1e-6")
+        raise NoRule(module, "its rule covers one axis and an eps above 0; set eps, such as 1e-6")
     (dim,) = module.normalized_shape
     gamma = 1.0 if module.weight is None else float(module.weight.detach().abs().max())
     gain = gamma / math.sqrt(module.eps)
@@ -164,7 +170,10 @@ def layer_norm(module: nn.LayerNorm) -> Layer:
 
 
 def center_norm(module: CenterNorm) -> Layer:
-    """Affine: the norm of diag(gamma) d / (d - 1) (I - 1 1^T / d), exact. Proof: docs/proofs.md#center-norm."""
+    """Return the exact norm of the affine map diag(gamma) d / (d - 1) (I - 1 1^T / d).
+
+    Proof: docs/proofs.md#center-norm.
+    """
     gamma = module.weight.detach().double()
     eye = torch.eye(len(gamma), dtype=gamma.dtype, device=gamma.device)
     norm = sigma_upper(gamma[:, None] * module.gain * (eye - 1 / len(gamma)))
@@ -178,12 +187,12 @@ def center_norm(module: CenterNorm) -> Layer:
 
 
 def layer_norm_shapes(module: nn.LayerNorm) -> Shapes:
-    """gamma and b."""
+    """Return the shapes of gamma and b."""
     return dict.fromkeys(("weight", "bias"), tuple(module.normalized_shape))
 
 
 def center_norm_shapes(module: CenterNorm) -> Shapes:
-    """gamma and beta."""
+    """Return the shapes of gamma and beta."""
     return dict.fromkeys(("weight", "bias"), (module.dim,))
 
 
@@ -191,7 +200,7 @@ def center_norm_shapes(module: CenterNorm) -> Shapes:
 
 
 def normalisation_remainder(rt_BN: Tensor, radius: float) -> Bound:
-    """c(r) of each token, (..., B) -> (..., B, N); see `smooth_expansion`."""
+    """Return c(r) of each token, (..., B) -> (..., B, N); see `smooth_expansion`."""
 
     def of_token(r: Tensor) -> Tensor:
         r_B1 = r.unsqueeze(-1)
@@ -203,14 +212,14 @@ def normalisation_remainder(rt_BN: Tensor, radius: float) -> Bound:
 
 
 def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
-    """N_R around u. How far one token leaves its linearisation:
+    """Expand N_R around u. One token leaves its linearisation by at most c(r).
 
         c(r) = min( R / sqrt3  x^2 / (1 - x),  0.42932510 r^2 / R ),      x = r / rt,  rt^2 = ||u||^2 + R^2.
 
     N_R(u) is R times v -> v / ||v|| at v = (u, R), without its last coordinate. The second derivative of the latter has
-    norm 2 / (sqrt3 ||v||^2), and ||v + t G|| >= rt (1 - t x) on the way, int_0^1 (1 - t) x^2 / (1 - t x)^2 dt =
-    -x - log(1 - x) <= x^2 / (2 (1 - x)). The second bound is half the largest second derivative of N_R anywhere, at
-    ||u|| = R / 2. c(r) / r^2 is nondecreasing, so tokens join by the maximum. J = R / rt (I - u u^T / rt^2).
+    norm 2 / (sqrt3 ||v||^2), and ||v + t G|| >= rt (1 - t x) on the way, int_0^1 (1 - t) x^2 / (1 - t x)^2 dt = -x -
+    log(1 - x) <= x^2 / (2 (1 - x)). The second bound is half the largest second derivative of N_R anywhere, at ||u|| =
+    R / 2. c(r) / r^2 is nondecreasing, so tokens join by the maximum. J = R / rt (I - u u^T / rt^2).
     docs/proofs.md#bounded-normalisation.
     """
     rt_BN1 = (u_BND.square().sum(-1, keepdim=True) + radius**2).sqrt()
@@ -224,7 +233,7 @@ def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
         return lambda r: torch.minimum(product(g_CBN, of_token(r)).amax(-1), product(whole_CB, r))
 
     def times_j(g: Tensor) -> Tensor:
-        """J is symmetric."""
+        """Return J g; J is symmetric."""
         return radius / rt_BN1 * (g - u_BND * ((u_BND * g).sum(-1, keepdim=True) / rt_BN1.square()))
 
     return Expansion(
@@ -240,13 +249,15 @@ def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
 
 
 def smooth_project_expansion(module: SmoothProject) -> Expand:
-    """The bounded normalisation itself."""
+    """Expand the bounded normalisation itself."""
     return lambda x: replace(smooth_expansion(x, module.radius), y=module(x))
 
 
 def layer_norm_expansion(module: nn.LayerNorm) -> Expand:
-    """gamma / sqrt(eps_ln) N_R(u) + b with u = x - mean(x), R^2 = d eps_ln: N_R between two linear maps. Its R(G) has
-    mean 0 like u, so g counts less its mean: g_core = (gamma g - mean(gamma g)) / sqrt(eps_ln)."""
+    """Expand gamma / sqrt(eps_ln) N_R(u) + b with u = x - mean(x), R^2 = d eps_ln: N_R between two linear maps.
+
+    Its R(G) has mean 0 like u, so only g minus its mean matters: g_core = (gamma g - mean(gamma g)) / sqrt(eps_ln).
+    """
     (dim,) = module.normalized_shape
     gamma = torch.ones(dim) if module.weight is None else module.weight.detach()
     scale = 1 / math.sqrt(module.eps)
@@ -281,15 +292,16 @@ def _centred(v: Tensor) -> Tensor:
 
 
 def layer_project_expansion(module: LayerProject) -> Expand:
-    """One token leaves its linearisation by at most q(r) + (r - k)_+, where k = |rho - R| is the distance to the sphere
-    (x = r / rho):
+    """Expand the projection. One token leaves its linearisation by at most q(r) + (r - k)_+.
+
+    Here k = |rho - R| is the distance to the sphere (x = r / rho):
 
         rho <= R                q = 0
         rho > R, r <= k         q = R x^2 / (sqrt3 (1 - x)),  and no second term
         rho > R, r > k          q = r^2 / (sqrt3 R)
 
-    On the way x + t G the Jacobian is I inside the ball, outside it turns with second derivative 2 R / (sqrt3 ||y||^2)
-    at y, and jumps by the normal's n n^T at the sphere. Entering at t_1 and leaving at t_2, the jumps sum to at most
+    On the way x + t G the Jacobian is I inside the ball; outside it turns with second derivative 2 R / (sqrt3 ||y||^2)
+    at y, and it jumps by the normal's n n^T at the sphere. Entering at t_1 and leaving at t_2, the jumps sum to at most
     (1 - t_1) ||G|| <= r - k. q(r) / r^2 is nondecreasing: tokens join by the maximum. The second term grows linearly,
     and there the maximum over tokens would be false: `hinges` shares r among them. docs/proofs.md#layer-project.
     """
@@ -322,12 +334,12 @@ def layer_project_expansion(module: LayerProject) -> Expand:
             return bound
 
         def beta(r: Tensor) -> Tensor:
-            """Here (q(r) + (r - k)_+) / r is nondecreasing, and the maximum over tokens is right."""
+            """Bound ||R||. Here (q(r) + (r - k)_+) / r is nondecreasing, so the maximum over tokens is sound."""
             token = smooth(r) + (r.unsqueeze(-1) - k_BN).clamp_min(0)
             return torch.minimum(token.amax(-1), r)
 
         def times_j(g: Tensor) -> Tensor:
-            """J is symmetric."""
+            """Return J g; J is symmetric."""
             rho = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             n = x / rho.clamp_min(radius)
             return torch.where(rho > radius, radius / rho * (g - n * (n * g).sum(-1, keepdim=True)), g)
@@ -344,7 +356,7 @@ def layer_project_expansion(module: LayerProject) -> Expand:
 
 
 def projection_rounding(module: LayerProject | SmoothProject, precision: Precision) -> Rounding:
-    """1-Lipschitz; x times a factor from sums of squares, without cancellation: relative errors add up."""
+    """Bound a 1-Lipschitz map: x times a factor from sums of squares, without cancellation. Relative errors add up."""
     layer = layer_of(module, local=True)
 
     def around(x: Tensor) -> Rounded:
@@ -362,10 +374,10 @@ def projection_rounding(module: LayerProject | SmoothProject, precision: Precisi
 
 
 def layer_norm_rounding(module: nn.LayerNorm, precision: Precision) -> Rounding:
-    """gamma sqrt(d) c / t + beta, c = x - mean, t^2 = |c|^2 + d eps >= low^2 on the ball. ||D|| <= gamma sqrt(d) / low.
+    """Bound gamma sqrt(d) c / t + beta, c = x - mean, t^2 = |c|^2 + d eps >= low^2 on the ball.
 
-    The variance is off by gamma_{2d+10} |x|^2 / d at most (even as a difference of moments), that is t by a share rho;
-    mean and difference by gamma_{d+6} 2 |x|.
+    ||D|| <= gamma sqrt(d) / low. The variance is off by gamma_{2d+10} |x|^2 / d at most (even as a difference of
+    moments), so t is off by a share rho; mean and difference are off by gamma_{d+6} 2 |x|.
     """
     layer, (dim,) = layer_of(module, local=True), module.normalized_shape
     gain = math.sqrt(dim) * (1.0 if module.weight is None else float(module.weight.detach().abs().max()))
@@ -379,7 +391,7 @@ def layer_norm_rounding(module: nn.LayerNorm, precision: Precision) -> Rounding:
         floor = math.sqrt(dim * module.eps)
 
         def error(r: Tensor, e: Tensor) -> Tensor:
-            """Every token may have all of r and e."""
+            """Return the error; every token may have all of r and e."""
             reach = (r + e).unsqueeze(-1)
             low_BN = (t_BN - reach).clamp_min(floor)
             share_BN = (length_BN + reach) / low_BN  # |x| / t
@@ -396,18 +408,22 @@ def layer_norm_rounding(module: nn.LayerNorm, precision: Precision) -> Rounding:
 
 
 def center_norm_rounding(module: CenterNorm, precision: Precision) -> Rounding:
-    """The centred token, two factors of which one is a rounded number, and a sum."""
+    """Bound the centred token, two factors of which one is a rounded number, and a sum."""
     scale, bias = module.weight.detach().double() * module.gain, module.bias.detach().double()
     return composed([centred(precision), factors(scale, 3, precision), plus(lambda x: x + bias, precision)])
 
 
 register(
     nn.LayerNorm,
-    Facts(rule=layer_norm, expansion=layer_norm_expansion, rounding=layer_norm_rounding, shapes=layer_norm_shapes),
+    ModuleRules(
+        rule=layer_norm, expansion=layer_norm_expansion, rounding=layer_norm_rounding, shapes=layer_norm_shapes
+    ),
 )
-register(SmoothProject, Facts(rule=smooth_project, expansion=smooth_project_expansion, rounding=projection_rounding))
-register(LayerProject, Facts(rule=layer_project, expansion=layer_project_expansion, rounding=projection_rounding))
+register(
+    SmoothProject, ModuleRules(rule=smooth_project, expansion=smooth_project_expansion, rounding=projection_rounding)
+)
+register(LayerProject, ModuleRules(rule=layer_project, expansion=layer_project_expansion, rounding=projection_rounding))
 register(
     CenterNorm,
-    Facts(rule=center_norm, expansion=affine, rounding=center_norm_rounding, shapes=center_norm_shapes),
+    ModuleRules(rule=center_norm, expansion=affine, rounding=center_norm_rounding, shapes=center_norm_shapes),
 )

@@ -1,4 +1,4 @@
-"""From images to patches, inside the model: normalisation, and the patch embedding of every transformer, or its stem.
+"""From images to patches, inside the model: normalisation, and the patch embedding or stem of every transformer.
 
 Letters: B images, C channels, N tokens, D width; an image of Y x X patches of P x Q pixels.
 """
@@ -14,10 +14,10 @@ from certizoo import UserError
 from zoo.arithmetic import OUT
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, expect, register
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.primitives import product
 from zoo.bounds.rounding import TINY, composed, in_range, size
+from zoo.bounds.rule_table import ModuleRules, expect, register
 from zoo.layers.convolution import CellConv2d, conv_shapes
 from zoo.spectral import sigma_upper
 
@@ -37,12 +37,14 @@ class Normalize(nn.Module):
     def forward(self, x_BCHW: Tensor) -> Tensor:
         y_BCHW = (x_BCHW - self.mean) / self.std
         if y_BCHW.shape != x_BCHW.shape:  # one channel is broadcast to all
-            raise UserError(f"the images have {x_BCHW.shape[1]} channels, give them {y_BCHW.shape[1]}")
+            raise UserError(
+                f"the images have {x_BCHW.shape[1]} channels, but the model takes {y_BCHW.shape[1]}; convert the images"
+            )
         return y_BCHW
 
 
 def normalize(module: Normalize) -> Layer:
-    """Diagonal: 1 / min std."""
+    """Return the rule of a diagonal map: 1 / min std."""
 
     def layer(x: Tensor) -> tuple[Tensor, Bound]:
         gain = (1 / module.std.double()).abs().max()
@@ -52,8 +54,10 @@ def normalize(module: Normalize) -> Layer:
 
 
 def normalize_rounding(module: Normalize, precision: Precision) -> Rounding:
-    """A difference, a quotient, statistics that are rounded. The image is cast to the type first; float32 images are
-    what they are."""
+    """Bound a difference and a quotient with rounded statistics.
+
+    The image is cast to the served type first; float32 images are exact.
+    """
     gain, u = 1 / float(module.std.min()), precision.u
     cast = 0.0 if u == precision.sums else u
 
@@ -71,18 +75,18 @@ def normalize_rounding(module: Normalize, precision: Precision) -> Rounding:
 
 
 def normalize_shapes(module: Normalize) -> Shapes:
-    """One number a channel."""
+    """Return one number per channel."""
     return {"mean": (module.chans, 1, 1), "std": (module.chans, 1, 1)}
 
 
-register(Normalize, Facts(rule=normalize, expansion=affine, rounding=normalize_rounding, shapes=normalize_shapes))
+register(Normalize, ModuleRules(rule=normalize, expansion=affine, rounding=normalize_rounding, shapes=normalize_shapes))
 
 
 class PatchProjection(nn.Conv2d):
     """The convolution whose stride is its kernel, as one product with the patches: (B, C, H, W) -> (B, D, Y, X).
 
-    Weights as `nn.Conv2d` has them. On a CPU the gradient for the image, which every attack step takes, costs a sixth
-    to a half of what it costs through the convolution.
+    Weights are stored as in `nn.Conv2d`. On a CPU the gradient for the image, which every attack step takes, costs a
+    sixth to a half of what it costs through the convolution.
     """
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
@@ -92,12 +96,12 @@ class PatchProjection(nn.Conv2d):
         return F.linear(patches_BYXI, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
-register(PatchEmbed, Facts())  # what is around them reads them
-register(PatchProjection, Facts(shapes=conv_shapes))
+register(PatchEmbed, ModuleRules())  # the rules around it read its parts
+register(PatchProjection, ModuleRules(shapes=conv_shapes))
 
 
 def by_products_(patch_embed: PatchEmbed) -> None:
-    """Put a `PatchProjection` with the same weights in the place of timm's convolution."""
+    """Replace timm's convolution by a `PatchProjection` with the same weights."""
     conv = patch_embed.proj
     projection = PatchProjection(
         conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, bias=conv.bias is not None, device="meta"
@@ -107,19 +111,19 @@ def by_products_(patch_embed: PatchEmbed) -> None:
 
 
 def patches_norm(normalize: nn.Module, patch_embed: nn.Module) -> Tensor:
-    """||J|| of normalisation and projection. Proof: docs/proofs.md#patch-embedding."""
+    """Return ||J|| of normalisation and projection. Proof: docs/proofs.md#patch-embedding."""
     return sigma_upper(_matrix(normalize, patch_embed))
 
 
 def patches_gram(normalize: nn.Module, patch_embed: nn.Module) -> Callable[[Tensor], Tensor]:
-    """J J^T of the same: v (..., D) of every patch."""
+    """Return J J^T of normalisation and projection: v (..., D) of every patch."""
     matrix_DI = _matrix(normalize, patch_embed)
     gram_DD = matrix_DI @ matrix_DI.mT
     return lambda v: v @ gram_DD
 
 
 def _matrix(normalize: nn.Module, patch_embed: nn.Module) -> Tensor:
-    """Patches do not overlap: normalisation and projection are one matrix on patches, W diag(1 / std)."""
+    """Return normalisation and projection as one matrix on patches, W diag(1 / std): patches do not overlap."""
     expect(normalize, Normalize)
     expect(patch_embed, PatchEmbed)
     projection = patch_embed.get_submodule("proj")
@@ -129,7 +133,7 @@ def _matrix(normalize: nn.Module, patch_embed: nn.Module) -> Tensor:
 
 
 def patches_rounding(normalize: nn.Module, patch_embed: nn.Module, precision: Precision) -> Rounding:
-    """(x - mean) / std, then a product with the patches: images -> (B, D, Y, X)."""
+    """Bound (x - mean) / std, then a product with the patches: images -> (B, D, Y, X)."""
     expect(normalize, Normalize)
     assert isinstance(normalize, Normalize)
     projection = patch_embed.get_submodule("proj")
@@ -150,17 +154,21 @@ def patches_rounding(normalize: nn.Module, patch_embed: nn.Module, precision: Pr
 
 
 class ConvStem(nn.Module):
-    """A convolutional stem in the place of the patch embedding (Xiao et al. 2021, https://arxiv.org/abs/2106.14881).
+    """A convolutional stem that replaces the patch embedding (Xiao et al. 2021, https://arxiv.org/abs/2106.14881).
 
         convolutions with zero padding, an activation after each but the last; the pixels of the last are tokens
 
-    Those of the paper are 3 x 3 of stride 2, here without batch normalisation; patches of neighbouring tokens overlap.
-    Normalised images (B, C, H, W) -> tokens (B, N, D), N = (H / patch_size)^2; attributes named as in timm.
+    The paper's convolutions are 3 x 3 of stride 2, here without batch normalisation; patches of neighbouring tokens
+    overlap. Normalised images (B, C, H, W) -> tokens (B, N, D), N = (H / patch_size)^2; attributes named as in timm.
 
     Args:
-        layers: of the convolutions in front of the last, their channels alone, as many as patch_size =
-            2^(len(layers) + 1) asks for: all are those of the paper; or (channels, kernel size, stride, padding) each,
-            as a conv net has them: what their strides leave of patch_size is kernel and stride of the last.
+        img_size: side of the square image.
+        patch_size: side of the patch that one token stands for.
+        in_chans: channels of the image.
+        embed_dim: width of the tokens.
+        layers: the convolutions before the last. Either their channels alone, for the paper's convolutions, with
+            patch_size = 2^(len(layers) + 1); or (channels, kernel size, stride, padding) each, as in a conv net. The
+            last convolution then has as kernel and stride the part of patch_size that their strides leave.
         act: makes the activation between them.
         bias: whether the convolutions have one.
     """
@@ -190,7 +198,7 @@ class ConvStem(nn.Module):
             chans = out
 
     def kernels(self) -> Iterator[Tensor]:
-        """For `zoo.hinge`."""
+        """Yield the kernels for `zoo.hinge`."""
         for module in self.convs:
             if isinstance(module, nn.Conv2d):
                 yield module.weight.flatten(1)
@@ -202,8 +210,10 @@ class ConvStem(nn.Module):
 def _stem_layers(
     layers: Sequence[int | Sequence[int]], img_size: int, patch_size: int, embed_dim: int
 ) -> list[Sequence[int]]:
-    """(channels, kernel size, stride, padding) of every convolution, the last among them. Raises UserError where they
-    do not make one token a patch."""
+    """Return (channels, kernel size, stride, padding) of every convolution, including the last.
+
+    Raises UserError if they do not make one token per patch.
+    """
     widths, rows = [row for row in layers if isinstance(row, int)], [row for row in layers if not isinstance(row, int)]
     if not rows:
         if patch_size != 2 ** (len(layers) + 1):
@@ -218,15 +228,15 @@ def _stem_layers(
     left, rest = divmod(side, max(1, img_size // patch_size))
     if rest or left < 1:
         raise UserError(
-            f"stem={[list(row) for row in rows]} makes {side} pixels of {img_size} a side, and patch_size={patch_size} "
-            f"wants a multiple of {img_size // patch_size}; change kernels, strides or padding"
+            f"stem={[list(row) for row in rows]} turns a side of {img_size} into {side} pixels, but "
+            f"patch_size={patch_size} needs a multiple of {img_size // patch_size}; change kernels, strides or padding"
         )
     return [*rows, (embed_dim, left, left, 0)]
 
 
 def tokens(x_BDHW: Tensor) -> Tensor:
-    """One token a pixel: (B, D, H, W) -> (B, N, D)."""
+    """Turn pixels into tokens: (B, D, H, W) -> (B, N, D)."""
     return x_BDHW.flatten(2).transpose(1, 2)
 
 
-register(ConvStem, Facts())  # what is around it reads its parts
+register(ConvStem, ModuleRules())  # the rules around it read its parts

@@ -1,11 +1,12 @@
 """Weighted residual connections (LipsFormer, Qi et al. 2023): x + alpha * F(x), alpha learnable per channel.
 
-    y = clamp(alpha, 0, bound) * x                                  (a factor in front of a branch; channels last)
+    y = clamp(alpha, 0, bound) * x                                  (a factor before a branch; channels last)
 
 The paper keeps alpha in a small range; the released code starts at 1 / L (L blocks) and has no bound. Here the bound is
-part of the function, so that a proof can use it. A plain clamp gives an alpha outside no gradient, and it never comes
-back; `bound * sigmoid` saturates and pulls towards bound / 2 under weight decay; the straight-through clamp lets alpha
-drift away. So only the part of the gradient is dropped that would lead further out: projected gradient descent.
+part of the function, so that a proof can use it. A plain clamp gives no gradient to an alpha outside the range, which
+then never returns. `bound * sigmoid` saturates and pulls towards bound / 2 under weight decay; the straight-through
+clamp lets alpha drift away. Only the part of the gradient that would lead further out is therefore dropped: projected
+gradient descent.
 """
 
 from typing import Any
@@ -16,13 +17,13 @@ from torch import Tensor, nn
 from certizoo import UserError
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounding
 from zoo.bounds.curvature import affine
-from zoo.bounds.facts import Facts, NoRule, register
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.primitives import factors
+from zoo.bounds.rule_table import ModuleRules, NoRule, register
 
 
 class _Projected(torch.autograd.Function):
-    """clamp(alpha, 0, bound); a descent step -g that leads out of the range counts as 0, one that leads back passes."""
+    """clamp(alpha, 0, bound). A descent step -g that leads out of the range counts as 0; one that leads back passes."""
 
     @staticmethod
     def forward(alpha: Tensor, bound: float) -> Tensor:
@@ -43,7 +44,7 @@ class _Projected(torch.autograd.Function):
 class WeightedResidual(nn.Module):
     """x (..., D) -> (..., D), each channel times its alpha in [0, bound].
 
-    Args: init: the first value of every alpha, in [0, bound] (the paper: 1 / number of blocks).
+    `init` is the first value of every alpha, in [0, bound] (the paper: 1 / number of blocks).
     """
 
     def __init__(self, dim: int, init: float = 1 / 12, bound: float = 1.0) -> None:
@@ -54,7 +55,7 @@ class WeightedResidual(nn.Module):
         self.alpha_D = nn.Parameter(torch.full((dim,), init))
 
     def weights_D(self) -> Tensor:
-        """The alpha that counts."""
+        """Return the clamped alpha."""
         alpha: Tensor = _Projected.apply(self.alpha_D, self.bound)
         return alpha
 
@@ -66,7 +67,7 @@ class WeightedResidual(nn.Module):
 
 
 def weighted_residual(module: WeightedResidual) -> Layer:
-    """Diagonal: max |alpha|. One channel would be broadcast to all."""
+    """Return the rule of a diagonal map: max |alpha|. One channel would be broadcast to all, so it is refused."""
     gain = module.weights_D().detach().double().abs().max()
 
     def layer(x: Tensor) -> tuple[Tensor, Bound]:
@@ -78,16 +79,16 @@ def weighted_residual(module: WeightedResidual) -> Layer:
 
 
 def weighted_residual_shapes(module: WeightedResidual) -> Shapes:
-    """One alpha a channel."""
+    """Return one alpha per channel."""
     return {"alpha_D": (module.dim,)}
 
 
 def weighted_rounding(module: WeightedResidual, precision: Precision) -> Rounding:
-    """One product an entry; the bound is rounded where it counts."""
+    """Bound one product per entry, with a rounded bound of alpha where that applies."""
     return factors(module.weights_D().detach().double(), 2, precision)
 
 
 register(
     WeightedResidual,
-    Facts(rule=weighted_residual, expansion=affine, rounding=weighted_rounding, shapes=weighted_residual_shapes),
+    ModuleRules(rule=weighted_residual, expansion=affine, rounding=weighted_rounding, shapes=weighted_residual_shapes),
 )

@@ -1,8 +1,8 @@
-"""The models by name: every option of every model, and where its sizes come from. Data; `factory.py` builds them.
+"""The models by name: every option of every model, and the source of its sizes. Data only; `factory.py` builds them.
 
 A name is `<variant>_<backbone>_<size>` (`l2_deit_ti`), or one of the families at the end of this file. Patch sizes
-other than 16 have names where CertViT has them (`_p8`, `_p32`); everywhere else they are an option.
-configs/names.yaml has the same names for Hydra, which does not wait for torch; tests/configs/test_configs.py compares.
+other than 16 have names where CertViT uses them (`_p8`, `_p32`); otherwise they are an option. configs/names.yaml has
+the same names for Hydra, which does not import torch; tests/configs/test_configs.py compares the two.
 """
 
 from typing import Any
@@ -92,7 +92,7 @@ BACKBONES: dict[str, tuple[Options, dict[str, Options]]] = {
 }
 PATCHES = ("dp", "l2")  # variants whose ViTs have names at patch 8 and 32: CertViT, Tables 2 and 3
 
-# Prefixes that stand for more, or other, than the attention variant of their name.
+# Prefixes that set more than, or something other than, the attention variant of their name.
 PREFIXES: dict[str, Options] = {
     # SpecFormer is dot-product attention; its penalty belongs to the training (configs/names.yaml).
     "spec": {"attention": {"name": "dp"}},
@@ -106,7 +106,7 @@ PREFIXES: dict[str, Options] = {
         "drop_path_rate": 0.1,
     },
 }
-OWN_FAMILY = ("conv",)  # variants that are no part of a ViT, but have backbones of their own below
+OWN_FAMILY = ("conv",)  # variants that have their own backbones below, and are not used in a ViT
 
 LIPSCHITZ: Options = VIT | {"block": "normfirst", "global_pool": "avg", "patch_cap": 1.0, "mlp_ratio": 2.0}
 # LoFAST: 3 layers, width 128, patch 16, LayerProject, SLL, caps. The paper has R = 1 before the attention; here it
@@ -125,11 +125,11 @@ LOFAST_C10: Options = LIPSCHITZ | {
     "std": (0.25, 0.25, 0.25),
 }
 SMOOTH: Options = {"norm": "smoothproject", "attn_norm": {"name": "smoothproject", "radius": 2.0}, "mlp": "sll_tanh"}
-# Other 1-Lipschitz layers in place of SLL and of the patch embedding's cap.
+# Other 1-Lipschitz layers that replace SLL and the cap of the patch embedding.
 AOL: Options = {"mlp": "aol_relu", "patch_cap": None, "patch_constraint": "aol"}
 ORTHOGONAL: Options = {"mlp": "orthogonal_relu", "patch_cap": None, "patch_constraint": "orthogonal"}
-# A pre-norm GELU ViT of which the adjoint certificate proves much if it was trained for that. Nearly all mixing of
-# tokens goes by position (gates start at sigmoid(3) = 0.95), which is linear, as CenterNorm is: only MLPs bend much.
+# A pre-norm GELU ViT for which the adjoint certificate is strong after certified training. Nearly all mixing of tokens
+# is by position (gates start at sigmoid(3) = 0.95), which is linear, as CenterNorm is: only the MLPs are nonlinear.
 CERT_C10: Options = VIT | {
     "attention": {"name": "dp"},
     "gpsa_layers": 2,
@@ -147,8 +147,8 @@ CERT_C10: Options = VIT | {
     "mean": (0.5, 0.5, 0.5),
     "std": (0.25, 0.25, 0.25),
 }
-# One that attends by content, of which less is proved so far: one bend in front of the tokens, in wide patches that
-# overlap, and one block. Two bends in a row in front cost the certificate more than they give.
+# A model that attends by content; its certificates are weaker so far. It has one nonlinearity before the tokens, in
+# wide overlapping patches, and one block. Two nonlinearities in a row there cost the certificate more than they give.
 CERT_STEM_C10: Options = CERT_C10 | {
     "gpsa_layers": 0,
     "stem": ((256, 8, 4, 2),),
@@ -157,18 +157,18 @@ CERT_STEM_C10: Options = CERT_C10 | {
     "depth": 1,
     "num_heads": 4,
 }
-# With gated positions in the place of content: the stem's units no longer bend attention's scores, of which the
-# remainders of the one above mostly are.
+# The same with gated positions instead of content: the units of the stem no longer change the scores nonlinearly, which
+# causes most of the remainders of the model above.
 CERT_GPSA_C10: Options = CERT_STEM_C10 | {"gpsa_layers": 1, "embed_dim": 126, "num_heads": 9}
-# For a GPU: the same, three times the filters, twice the width, a second block.
+# The same for training on a GPU: three times the filters, twice the width, a second block.
 CERT_GPSA_C10_GPU: Options = CERT_GPSA_C10 | {
     "stem": ((768, 8, 4, 2),),
     "gpsa_layers": 2,
     "embed_dim": 252,
     "depth": 2,
 }
-# Digits differ by longer vectors than photographs: with pixels divided by 0.5, not by 0.25, the same caps allow radii
-# twice as large.
+# Digits are farther apart than photographs: with pixels divided by 0.5, not by 0.25, the same caps allow radii twice as
+# large.
 CERT_MNIST: Options = CERT_C10 | {
     "gpsa_layers": 1,
     "depth": 1,
@@ -204,7 +204,7 @@ LOFAST: Options = LOFAST_C10 | {
 LOFAST_SIZES = {128: (3, 4, 5), 384: (2, 4, 6, 8, 12)}  # width: layers
 
 # CoViT, on CIFAR-10 resized to 224: mean pooling, then the norm; no class token. (The released code averages over
-# one as well.) CoViT has 1-D convolutions over the tokens in place of attention.
+# one as well.) CoViT replaces attention by 1-D convolutions over the tokens.
 CAUCHY: Options = VIT | {
     "norm": EPS_5,
     "global_pool": "avg",
@@ -215,8 +215,8 @@ CAUCHY: Options = VIT | {
     "std": (0.5, 0.5, 0.5),
 }
 TINY = {"embed_dim": 128, "patch_size": 32}
-# name: depth, heads, other options. The text of the paper leaves the sizes to its appendix; these are those of the
-# released code, matched by the figures of Table 2.
+# name: depth, heads, other options. The paper gives the sizes in its appendix only; these are those of the released
+# code, and they match the figures of Table 2.
 CAUCHY_VITS: dict[str, tuple[int, int, Options]] = {
     "s1": (1, 1, {}),
     "s2": (1, 4, {}),
@@ -250,8 +250,8 @@ COVITS: dict[str, tuple[int, tuple[int, ...], Options]] = {
     "t4": (8, (3, 3, 3, 3), TINY),
 }
 
-# CertViT's ViTs from scratch (docs/references.md#certvit): no biases at all. Depth and MLP ratio are those that give
-# the parameter counts of its Table 1; its Table 4 and text contradict one another and the counts.
+# CertViT's ViTs from scratch (docs/references.md#certvit): no biases at all. Depth and MLP ratio are chosen to match
+# the parameter counts of its Table 1; its Table 4 and text contradict each other and the counts.
 CERTVIT: Options = VIT | {"attention": {"name": "l2"}, "norm": EPS_5, "bias": False, "qkv_bias": False}
 CERTVITS: dict[str, Options] = {
     "mnist": {"img_size": 28, "in_chans": 1, "patch_size": 7, "embed_dim": 128, "depth": 6, "num_heads": 8},
@@ -303,12 +303,12 @@ CONVNETS: dict[str, Options] = {
 
 
 def models() -> dict[str, Options]:
-    """Every name with its options."""
+    """Return every name with its options."""
     return _composed() | _families()
 
 
 def _families() -> dict[str, Options]:
-    """The models that the papers have beside the standard backbones."""
+    """Return the models that the papers use in addition to the standard backbones."""
     found = {
         "spec_vit_digits": SPEC_DIGITS,
         "cert_vit_c10": CERT_C10,
@@ -336,8 +336,11 @@ def _families() -> dict[str, Options]:
 
 
 def _composed() -> dict[str, Options]:
-    """<variant>_<backbone>_<size>. Only attention of the form softmax(score) V goes into the backbones of others, and a
-    prefix into those that know its options."""
+    """Return <variant>_<backbone>_<size>.
+
+    Only attention of the form softmax(score) V is used in the other backbones, and a prefix only in those that have its
+    options.
+    """
     found: dict[str, Options] = {}
     for prefix, parts in _prefixes().items():
         kind = attention_files.variants()[parts["attention"]["name"]]

@@ -5,8 +5,8 @@
     blocks.i.attn.{qk,v,proj}            blocks.i.attn.content.{qkv,proj}             ConViT (qkv: qk over v)
     layers.i.blocks.j.attn.{qkv,proj}    layers.i.blocks.j.attn.content.{qkv,proj}    Swin
 
-All other keys are the same. What timm has outside its models we have inside: the pixel statistics (`normalize`).
-A state dict says nothing of heads, activations and the eps of norms: the caller has to name the same architecture.
+All other keys are the same. The pixel statistics are outside of timm's models, but inside ours (`normalize`). A state
+dict does not contain heads, activations and the eps of norms: the caller has to name the same architecture.
 """
 
 import math
@@ -42,9 +42,13 @@ from zoo.models.vit import ViT
 
 State = dict[str, Tensor]
 
-TABLES = ("relative_position_index", "attn_mask", "rel_indices")  # of indices: in old checkpoints, made anew by models
+TABLES = (
+    "relative_position_index",
+    "attn_mask",
+    "rel_indices",
+)  # tables of indices in old checkpoints, which models create themselves
 HEAD = "head."
-# Everything in a timm ViT, ConViT or Swin, by exact type: whatever is not here has no counterpart there.
+# The parts of a timm ViT, ConViT or Swin, by exact type: other types have no counterpart there.
 TIMM_PARTS = {
     ViT, PreNormBlock, DotProductAttention, GPSA, Mlp, Normalize, PatchEmbed, PatchProjection,
     Swin, SwinTransformerStage, SwinTransformerBlock, WindowAttention, PatchMerging,
@@ -55,12 +59,12 @@ BIAS_IS_OPTIONAL = (".qkv", ".reduction")
 
 
 def from_timm(state: Mapping[str, Tensor], model: nn.Module) -> State:
-    """The state dict of `model` with the weights of a timm ViT, DeiT, ConViT or Swin of the same sizes.
+    """Return the state dict of `model` with the weights of a timm ViT, DeiT, ConViT or Swin of the same sizes.
 
     With dot-product attention the logits are equal. Weights for another image or patch size, or another window, are
-    resampled by timm's functions. For another number of classes the head keeps the model's values. For L2 attention
-    see `dp_to_l2`. Buffers keep the model's values. Our own state dicts fit as they are. Neither argument is changed.
-    Raises UserError naming the first key that does not fit.
+    resampled by timm's functions. For another number of classes the head keeps the model's values. For L2 attention see
+    `dp_to_l2`. Buffers keep the model's values. Our own state dicts fit unchanged. Neither argument is changed. Raises
+    UserError naming the first key that does not fit.
     """
     ours = model.state_dict()
     weights = _our_names(state, model)
@@ -73,12 +77,12 @@ def from_timm(state: Mapping[str, Tensor], model: nn.Module) -> State:
         _check_place(key, value, ours)
     for key, _ in model.named_parameters():
         if key not in weights and not key.startswith(HEAD):
-            raise UserError(f"the weights have no {key}; {_mend(key, 'False')}")
+            raise UserError(f"the weights have no {key}; {_advice(key, 'False')}")
     return {key: weights.get(key, own).to(own) for key, own in ours.items()}
 
 
 def dp_to_l2(state: Mapping[str, Tensor], tied: bool = True) -> State:
-    """Dot-product attention's weights (our names) as the start of L2 attention, for further training:
+    """Convert dot-product attention's weights (our names) into a start of L2 attention, for further training.
 
         W_Q -> W_Q = W_K,   W_V, W_O -> W_V, W_O,   b_O -> b_O + W_O b_V,   W_K, b_Q, b_K dropped.
 
@@ -99,7 +103,7 @@ def dp_to_l2(state: Mapping[str, Tensor], tied: bool = True) -> State:
 
 
 def adaptations(state: Mapping[str, Tensor], model: nn.Module) -> list[str]:
-    """What `from_timm` does to these weights besides renaming, in words."""
+    """Describe what `from_timm` does to these weights in addition to renaming."""
     ours, found = model.state_dict(), []
     weights = _our_names(state, model)
     if _head_differs(weights, ours):
@@ -126,13 +130,13 @@ def _our_names(state: Mapping[str, Tensor], model: nn.Module) -> State:
 
 
 def _wrapped(model: nn.Module) -> set[str]:
-    """Names of the attentions that go around another one (`content`)."""
+    """Return the names of the attentions that wrap another one (`content`)."""
     content = {name for name, module in model.named_modules() if isinstance(module, SoftmaxAttention)}
     return {name.removesuffix(".content") for name in content if name.endswith(".content")}
 
 
 def _joined(state: State) -> State:
-    """One qkv from qk over v."""
+    """Join qk and v into one qkv, qk over v."""
     joined = dict(state)
     for key in state:
         if ".qk." in key and (v := joined.pop(key.replace(".qk.", ".v."), None)) is not None:
@@ -153,7 +157,7 @@ def _classes(state: Mapping[str, Tensor]) -> int | None:
 
 
 def _resampled(key: str, value: Tensor, model: nn.Module) -> Tensor:
-    """Weights that depend on image, patch or window size, at the model's sizes; others as they are."""
+    """Resample weights that depend on image, patch or window size to the model's sizes; return others unchanged."""
     own = model.state_dict().get(key)
     if own is None or own.shape == value.shape or own.ndim != value.ndim:
         return value
@@ -168,7 +172,7 @@ def _resampled(key: str, value: Tensor, model: nn.Module) -> Tensor:
 
 
 def _positions(value_1ND: Tensor, tokens: int, patch_embed: nn.Module) -> Tensor:
-    """The positions of another square grid of patches; those of other tokens, in front, stay."""
+    """Resample the positions to another square grid of patches; those of other leading tokens are unchanged."""
     assert isinstance(patch_embed, PatchEmbed | ConvStem)
     others = tokens - patch_embed.num_patches
     patches = value_1ND.shape[1] - others
@@ -181,11 +185,9 @@ def _check_place(key: str, value: Tensor, ours: Mapping[str, Tensor]) -> None:
     """Raise UserError unless the model has such a weight, and of this shape."""
     module, _, leaf = key.rpartition(".")
     if f"{module}.parametrizations.{leaf}.original" in ours:
-        raise UserError(
-            f"the model constrains {key}, so that it would compute another function; create it without caps"
-        )
+        raise UserError(f"the model constrains {key}, so it would compute another function; create it without caps")
     if key not in ours:
-        raise UserError(f"the model has no {key}, the weights have one; {_mend(key, 'True')}")
+        raise UserError(f"the weights have {key}, but the model does not; {_advice(key, 'True')}")
     if value.shape != ours[key].shape:
         raise UserError(
             f"{key} is {tuple(value.shape)} in the weights and {tuple(ours[key].shape)} in the model; create the model "
@@ -193,8 +195,8 @@ def _check_place(key: str, value: Tensor, ours: Mapping[str, Tensor]) -> None:
         )
 
 
-def _mend(key: str, bias: str) -> str:
-    """For a key that only one side has."""
+def _advice(key: str, bias: str) -> str:
+    """Return the advice for a key that only one side has."""
     if key.endswith((".qkv.bias", ".qk.bias", ".v.bias")):
         return f"create the model with qkv_bias={bias}"
     if key.endswith(".bias"):
@@ -203,9 +205,9 @@ def _mend(key: str, bias: str) -> str:
 
 
 def to_timm(model: nn.Module) -> State:
-    """The inverse of `from_timm`: what the same architecture of timm loads strictly, parametrisations folded.
+    """Return the inverse of `from_timm`: a state dict that timm's architecture loads strictly, parametrisations folded.
 
-    The pixel statistics stay behind (`model.normalize`). Models with global_pool 'avg' are timm's with
+    The pixel statistics are not included (`model.normalize`). Models with global_pool 'avg' are timm's with
     class_token=False and the same fc_norm. Raises UserError naming the first part that timm's models do not have.
     """
     plain = folded(model)
@@ -230,7 +232,7 @@ def _head_width(module: DotProductAttention) -> int:
 
 
 def _check_timm_has(name: str, module: nn.Module) -> None:
-    """Raise UserError where timm's ViT, ConViT and Swin have no such part."""
+    """Raise UserError if timm's ViT, ConViT and Swin have no such part."""
     missing = None
     if type(module) not in TIMM_PARTS:
         missing = type(module).__name__

@@ -16,9 +16,9 @@ from certizoo import UserError
 from zoo.bounds.activations import Hinge
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.elementwise import elementwise
-from zoo.bounds.facts import Facts, Links, NoRule, register
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rounding import exact_module
+from zoo.bounds.rule_table import Links, ModuleRules, NoRule, register
 from zoo.layers.init import orthogonal_init_
 from zoo.layers.patches import Normalize
 
@@ -28,7 +28,7 @@ ConvSize = tuple[int, int, int, int]  # channels out, kernel size, stride, zero 
 class ReLUx(nn.Module):
     """min(max(x, 0), theta), theta of the shape of one image's activations. (B, *shape) -> (B, *shape).
 
-    Args: theta: its first value.
+    `theta` gives its first value.
     """
 
     def __init__(self, shape: Sequence[int], theta: float) -> None:
@@ -44,12 +44,17 @@ class ReLUx(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Images (B, C, H, W) in [0,1] -> logits (B, num_classes); methods named as in timm.
+    """A conv net: images (B, C, H, W) in [0,1] -> logits (B, num_classes); methods named as in timm.
 
     Args:
         layers: the convolutions, (channels out, kernel size, stride, zero padding) each.
         hidden: widths of the linear layers before the head.
         theta: first value of the thresholds of ReLU_theta; None for plain ReLU. Their shapes follow img_size.
+        img_size: side of the square image.
+        in_chans: channels of the image.
+        num_classes: number of logits.
+        mean: mean of the pixels, per channel.
+        std: standard deviation of the pixels, per channel.
         init: gives the weights their initial values.
     """
 
@@ -89,11 +94,11 @@ class ConvNet(nn.Module):
         init(self)
 
     def forward_features(self, x_BCHW: Tensor) -> Tensor:
-        """Activations of the last convolution: (B, C, H, W) -> (B, O, H', W')."""
+        """Return the activations of the last convolution: (B, C, H, W) -> (B, O, H', W')."""
         return self.convs(self.normalize(x_BCHW))
 
     def forward_head(self, x_BOHW: Tensor, pre_logits: bool = False) -> Tensor:
-        """(B, O, H', W') -> logits (B, num_classes), or the last hidden layer."""
+        """Map (B, O, H', W') to logits (B, num_classes), or to the last hidden layer."""
         hidden_BF = self.fcs(x_BOHW)
         return hidden_BF if pre_logits else self.head(hidden_BF)
 
@@ -101,15 +106,15 @@ class ConvNet(nn.Module):
         return self.forward_head(self.forward_features(x_BCHW))
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A fresh linear head; there is no pooling to choose."""
+        """Replace the linear head; there is no pooling to choose."""
         if global_pool is not None:
-            raise UserError("a conv net has no pooling; leave global_pool out")
+            raise UserError(f"global_pool is {global_pool!r}, but a conv net has no pooling; remove global_pool")
         self.num_classes = num_classes
         self.head = nn.Linear(self.head.in_features, num_classes, bias=False).to(self.head.weight)
 
 
 def relux(module: ReLUx) -> Layer:
-    """0 <= sigma' <= 1."""
+    """Return the rule: 0 <= sigma' <= 1."""
 
     def layer(x: Tensor) -> tuple[Tensor, Bound]:
         _refuse_broadcast(module, x)
@@ -119,7 +124,7 @@ def relux(module: ReLUx) -> Layer:
 
 
 def relux_expansion(module: ReLUx) -> Expand:
-    """One unit per entry, with kinks at 0 and theta (`activations.Hinge`)."""
+    """Expand with one unit per entry, with kinks at 0 and theta (`activations.Hinge`)."""
     expand = elementwise(module, Hinge(module.theta.detach().double().flatten()))
 
     def checked(x: Tensor) -> Expansion:
@@ -130,20 +135,20 @@ def relux_expansion(module: ReLUx) -> Expand:
 
 
 def _refuse_broadcast(module: ReLUx, x: Tensor) -> None:
-    """One entry under many thresholds would become many."""
+    """Refuse an input of another shape: one entry under many thresholds would become many."""
     if module.shape != tuple(x.shape[1:]):
-        raise NoRule(module, f"its thresholds are for {module.shape}, and it gets {tuple(x.shape[1:])}")
+        raise NoRule(module, f"its thresholds have the shape {module.shape}, but its input {tuple(x.shape[1:])}")
 
 
 def convnet_trunk(module: ConvNet) -> tuple[Links, nn.Linear]:
-    """Everything up to the last hidden layer, and the linear head."""
+    """Return everything up to the last hidden layer, and the linear head."""
     return (module.normalize, module.convs, module.fcs), module.head
 
 
 def relux_shapes(module: ReLUx) -> Shapes:
-    """A threshold an entry."""
+    """Return one threshold per entry."""
     return {"theta": module.shape}
 
 
-register(ReLUx, Facts(rule=relux, expansion=relux_expansion, rounding=exact_module, shapes=relux_shapes))
-register(ConvNet, Facts(trunk=convnet_trunk))
+register(ReLUx, ModuleRules(rule=relux, expansion=relux_expansion, rounding=exact_module, shapes=relux_shapes))
+register(ConvNet, ModuleRules(trunk=convnet_trunk))

@@ -1,7 +1,7 @@
 """Models by name: `create_model`, `list_models`, and the same names in timm's registry.
 
-`catalog.py` says what each name stands for; here it is built. Everything is resolved here: the model classes receive
-ready-made parts.
+`catalog.py` lists the options behind each name; this file builds the models. It resolves all options: the model classes
+receive ready-made parts.
 """
 
 import inspect
@@ -69,28 +69,32 @@ INITS: dict[str, Callable[[nn.Module], None]] = {
 
 IMAGENET_STATISTICS = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 GRAY_STATISTICS = {"mean": (0.5,), "std": (0.5,)}
-FREE = ("num_classes", "drop_path_rate")  # options that published weights leave open
+FREE = ("num_classes", "drop_path_rate")  # options that published weights do not fix
 
 
 def list_models() -> list[str]:
-    """All model names, sorted."""
+    """Return all model names, sorted."""
     return sorted(catalog.models())
 
 
 def attention_name(name: str, **overrides: Any) -> str:
-    """The attention variant of a model: 'dp', ...; 'none' for convolutional nets."""
+    """Return the attention variant of a model: 'dp', ...; 'none' for convolutional nets."""
     attention = model_options(name, **overrides).get("attention", "none")
     return attention if isinstance(attention, str) else str(attention["name"])
 
 
 def create_model(name: str, *, pretrained: str | bool | None = None, **overrides: Any) -> nn.Module:
-    """A model by name: images (B, C, H, W) in [0,1] -> logits (B, num_classes).
+    """Create a model by name: images (B, C, H, W) in [0,1] -> logits (B, num_classes).
 
-    pretrained: True, the published weights of this name (`zoo.weights`); or weights to start from, a full timm tag, a
-    file, or URL#sha256=HEX (`zoo.models.pretrained`). No option of the model.
-    Overrides: any option of the model (num_classes, img_size, in_chans, embed_dim, depth, attention, norm, ...).
-    `attention`, `norm`, `attn_norm`, `mlp` and `residual` are a name or a mapping {name: ..., option: value}.
-    Raises UserError for an unknown name or option, and for values that no model can have (`zoo.models.limits`).
+    Args:
+        name: a name of `list_models()`.
+        pretrained: True for the published weights of this name (`zoo.weights`); or weights to start from: a full timm
+            tag, a file, or URL#sha256=HEX (`zoo.models.pretrained`). It is not an option of the model.
+        overrides: any option of the model (num_classes, img_size, in_chans, embed_dim, depth, attention, norm, ...).
+            `attention`, `norm`, `attn_norm`, `mlp` and `residual` are a name or a mapping {name: ..., option: value}.
+
+    Raises:
+        UserError: for an unknown name or option, and for values that no model can have (`zoo.models.limits`).
     """
     if pretrained is True:
         return published(name, **overrides)
@@ -104,13 +108,16 @@ def create_model(name: str, *, pretrained: str | bool | None = None, **overrides
 
 
 def published(name: str, **overrides: Any) -> nn.Module:
-    """The model of a name with its published weights, and the options that it was trained with. For another number of
-    classes the head is new. Raises UserError for other options: that would be another function under this name."""
+    """Return the model of a name with its published weights, and the options that it was trained with.
+
+    For another number of classes the head is new. Raises UserError for other options: they would make another function
+    under this name.
+    """
     folder = table.handover_of(name)
     trained = read_yaml(folder / table.CONFIG)["model"]
     for key, value in overrides.items():
-        if key not in FREE and json.dumps(value) != json.dumps(trained.get(key)):  # a tuple is a list here
-            raise UserError(f"the published {name} has {key}={trained.get(key)}, not {value}; leave {key} away")
+        if key not in FREE and json.dumps(value) != json.dumps(trained.get(key)):  # JSON, so that a tuple equals a list
+            raise UserError(f"the published {name} has {key}={trained.get(key)}, not {value}; remove {key}")
     model = create_model(**trained | overrides)
     state = load_file(folder / table.WEIGHTS)
     if overrides.get("num_classes", trained["num_classes"]) != trained["num_classes"]:
@@ -122,8 +129,11 @@ def published(name: str, **overrides: Any) -> nn.Module:
 
 
 def model_options(name: str, **overrides: Any) -> Options:
-    """Every option of a model, overrides in place: what has to be kept for the model to be made again as it is, even if
-    its defaults change in a later version. Raises UserError as `create_model` does."""
+    """Return every option of a model, overrides included.
+
+    Store these to recreate the model, even if its defaults change in a later version. Raises UserError as
+    `create_model` does.
+    """
     models = catalog.models()
     if name not in models:
         raise unknown("model", name, models, "python -m zoo")
@@ -136,13 +146,13 @@ def model_options(name: str, **overrides: Any) -> Options:
 
 
 def pixel_statistics(options: Options) -> dict[str, tuple[float, ...]]:
-    """mean and std of the pixels that a model with these options normalises by."""
+    """Return mean and std of the pixels that a model with these options normalises by."""
     default = IMAGENET_STATISTICS if options["in_chans"] == 3 else GRAY_STATISTICS
     return {key: tuple(options[key] or default[key]) for key in ("mean", "std")}
 
 
 def _vit(options: Options) -> nn.Module:
-    """ViT, DeiT, ConViT, and the Lipschitz ViTs of CertViT and LoFAST."""
+    """Build ViT, DeiT, ConViT, and the Lipschitz ViTs of CertViT and LoFAST."""
     attention = _attention(options)
     norm = _part("norm", options.pop("norm"), NORMS)
     attn_norm = options.pop("attn_norm")
@@ -170,7 +180,7 @@ def _vit(options: Options) -> nn.Module:
 
 
 def _swin(options: Options) -> nn.Module:
-    """Swin: its stages differ in width and heads, so that the parts receive both there."""
+    """Build Swin. Its stages differ in width and heads, so the parts receive both there."""
     variants, qkv_bias = attention_files.variants(), options.pop("qkv_bias")
     return Swin(
         attention=_part("attention", options.pop("attention"), variants, qkv_bias=qkv_bias),
@@ -182,7 +192,7 @@ def _swin(options: Options) -> nn.Module:
 
 
 def _convnet(options: Options) -> nn.Module:
-    """The conv nets of CertViT."""
+    """Build the conv nets of CertViT."""
     return ConvNet(init=_choice("init", options.pop("init"), INITS), **options)
 
 
@@ -190,7 +200,7 @@ BACKBONES: dict[str, Callable[[Options], nn.Module]] = {"convnet": _convnet, "vi
 
 
 def _attention(options: Options) -> Callable[[], nn.Module]:
-    """The attention of one layer, with the model's width and biases."""
+    """Return a constructor of the attention of one layer, with the model's width and biases."""
     kind = _part(
         "attention",
         options.pop("attention"),
@@ -202,7 +212,7 @@ def _attention(options: Options) -> Callable[[], nn.Module]:
 
 
 def _part(kind: str, choice: str | Options, table: Parts, **common: Any) -> Callable[..., nn.Module]:
-    """A constructor with its own options already bound, and those of the model that it knows."""
+    """Return a constructor with its own options bound, and those of the model that it accepts."""
     own: dict[str, Any] = {"name": choice} if isinstance(choice, str) else dict(choice)
     name = str(own.pop("name", None))
     make = _choice(kind, name, table)
@@ -219,7 +229,7 @@ def _choice(kind: str, name: str, table: Mapping[str, Any]) -> Any:
 
 
 def _accepted(make: Callable[..., Any]) -> set[str]:
-    """The option names of a constructor, those that it hands on to its base class (**options) included."""
+    """Return the option names of a constructor, including those it passes on to its base class (**options)."""
     target = make.func if isinstance(make, partial) else make
     names: set[str] = set()
     for base in target.__mro__ if isinstance(target, type) else (target,):

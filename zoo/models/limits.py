@@ -1,6 +1,6 @@
-"""What the options of a model may be, known before anything is built: kinds of values, and sizes.
+"""Limits on the options of a model, checked before anything is built: kinds of values, and sizes.
 
-The sizes are far beyond those of the zoo, and too small for a config from elsewhere to fill a machine's day.
+The sizes are far beyond those of the zoo, but small enough that an untrusted config cannot occupy a machine for a day.
 """
 
 import math
@@ -11,7 +11,7 @@ from certizoo import UserError
 
 LONGEST = 64  # list of options
 SIDE = 256  # patches of an image in a row
-# option: least and most, of whole numbers; of those in lists, of each entry
+# option: least and most, for a whole number or for each entry of a list
 SIZES = {
     "num_classes": (1, 1_000_000),
     "img_size": (1, 2048),
@@ -57,7 +57,7 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def _kind(option: str) -> tuple[Callable[[Any], bool], str]:
-    """What such a value is, and how people call it."""
+    """Return a check of such values, and the words that describe them to a person."""
     if option in SIZES:
         least, most = SIZES[option]
         words = f"a whole number of {least} to {most}"
@@ -126,14 +126,14 @@ def _word(value: Any) -> bool:
 
 
 def _part(value: Any) -> bool:
-    """A name, or a mapping with one and options of the part."""
+    """Accept a name, or a mapping with a name and options of the part."""
     if isinstance(value, Mapping) and isinstance(value.get("name"), str) and len(value) <= LONGEST:
         return all(map(_option, value.values()))
     return _word(value)
 
 
 def _option(value: Any) -> bool:
-    """A number, name, switch, or list of numbers; or the class of a module, which no file can hold."""
+    """Accept a number, name, switch, list of numbers, or the class of a module, which no file can hold."""
     return value is None or isinstance(value, bool | type) or _word(value) or _finite(value) or _list_of(_finite)(value)
 
 

@@ -1,4 +1,4 @@
-"""What is in the zoo: sizes, cost and provability of every model, and the tree of its layers.
+"""An overview of the zoo: sizes, cost and provability of every model, and the tree of its layers.
 
 Nothing here allocates the weights of a full-size model: sizes and cost come from the `meta` device, and the rules are
 tried on the same parts at a tiny size.
@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from certizoo import UserError
 from certizoo.nearest import choices
 from zoo.bounds.curvature import trunk_of
-from zoo.bounds.facts import NoRule, types_where
-from zoo.bounds.rules import classifier_of
+from zoo.bounds.first_order import classifier_of
+from zoo.bounds.rule_table import NoRule, types_where
 from zoo.layers.fold import folded
 from zoo.models.catalog import Options
 from zoo.models.factory import attention_name, create_model, list_models, model_options
@@ -42,7 +42,7 @@ COUNTED = (
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelSummary:
     """One row of the overview. `lofast` and `adjoint` are '' where the certificate applies, else the reason why not."""
 
     name: str
@@ -54,10 +54,10 @@ class Facts:
     image: str
     lofast: str
     adjoint: str
-    weights: str = ""  # what is certified of the published ones, in short; '' where there are none
+    weights: str = ""  # a short summary of the published weights' certificates; '' if there are none
 
     def cells(self) -> tuple[str, ...]:
-        """For people, one of each of COLUMNS."""
+        """Return the cells for people, one for each of COLUMNS."""
         provable = ["-" if reason else "yes" for reason in (self.lofast, self.adjoint)]
         sizes = (
             f"{self.parameters / 1e6:.2f}",
@@ -67,20 +67,20 @@ class Facts:
         return self.name, self.attention, self.backbone, *sizes, self.image, *provable, self.weights or "-"
 
     def record(self) -> dict[str, Any]:
-        """For CSV and JSON."""
+        """Return the record for CSV and JSON."""
         found = asdict(self)
         for method in RULES:
             found |= {method: not found[method], f"{method}_reason": found[method]}
         return found
 
 
-def facts(name: str, **overrides: Any) -> Facts:
-    """What `python -m zoo` says of one model. Raises UserError as `create_model` does."""
+def summarize(name: str, **overrides: Any) -> ModelSummary:
+    """Summarise one model for `python -m zoo`. Raises UserError as `create_model` does."""
     options = model_options(name, **overrides)
     model = on_meta(name, **overrides)
     with FlopCounterMode(display=False) as counter:
         _forward(model, options)
-    return Facts(
+    return ModelSummary(
         name=name,
         attention=attention_name(name, **overrides) if "attention" in options else "-",
         backbone="convit" if options.get("gpsa_layers") else str(options["backbone"]),
@@ -95,15 +95,15 @@ def facts(name: str, **overrides: Any) -> Facts:
 
 
 def matching(pattern: str) -> list[str]:
-    """The names that fit a pattern such as 'l2_*'. Raises UserError if none does."""
+    """Return the names that match a pattern such as 'l2_*'. Raises UserError if none does."""
     names = list_models()
     if found := [name for name in names if fnmatchcase(name, pattern)]:
         return found
     raise UserError(f"no model fits {pattern!r}; {choices(pattern.strip('*'), names, 'python -m zoo')}")
 
 
-def table(rows: Iterable[Facts]) -> Table:
-    """The overview for people; COUNTED says what its figures count."""
+def table(rows: Iterable[ModelSummary]) -> Table:
+    """Return the overview as a table for people; COUNTED explains its figures."""
     result = Table(caption=COUNTED, caption_justify="left")
     for column in COLUMNS:
         result.add_column(column, justify="right" if column in NUMBERS else "left")
@@ -116,20 +116,20 @@ def table(rows: Iterable[Facts]) -> Table:
 
 
 def on_meta(name: str, **overrides: Any) -> nn.Module:
-    """The model as it is served (eval mode, parametrisations folded), without memory for its weights."""
+    """Return the model as it is served (eval mode, parametrisations folded), without memory for its weights."""
     with torch.device("meta"):
         return folded(create_model(name, **overrides))
 
 
 def _forward(model: Any, options: Options) -> None:
-    """All tokens of all blocks, as model cards count them; `model(x)` leaves out what no logit needs."""
+    """Run all tokens through all blocks, as model cards count them; `model(x)` skips what no logit needs."""
     size = options["img_size"]
     with torch.no_grad():
         model.forward_head(model.forward_features(torch.empty(1, options["in_chans"], size, size, device="meta")))
 
 
 def _tokens(model: nn.Module) -> int | None:
-    """None for models without patches."""
+    """Return the number of tokens, or None for models without patches."""
     patches = getattr(getattr(model, "patch_embed", None), "num_patches", None)
     return None if patches is None else patches + (getattr(model, "cls_token", None) is not None)
 
@@ -138,13 +138,13 @@ def _tokens(model: nn.Module) -> int | None:
 
 
 def tiny_options(name: str) -> Options:
-    """Overrides that make a model of every name tiny and keep its parts: all kinds of blocks, norms and attention."""
+    """Return overrides that make any model tiny and keep its parts: all kinds of blocks, norms and attention."""
     options = model_options(name)
     return {"num_classes": 5} | TINY[options["backbone"]](options)
 
 
 def _tiny_vit(options: Options) -> Options:
-    """3 x 3 patches, two layers (ConViT: one with gated positions, one without)."""
+    """Use 3 x 3 patches and two layers (ConViT: one with gated positions, one without)."""
     tiny = {"img_size": 12, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
     stem: Any = options["stem"]
     if stem is not None:
@@ -153,7 +153,7 @@ def _tiny_vit(options: Options) -> Options:
 
 
 def _tiny_swin(options: Options) -> Options:
-    """Two stages: 4 windows of 3 x 3 patches, plain and shifted, then one window that is the whole grid."""
+    """Use two stages: 4 windows of 3 x 3 patches, plain and shifted, then one window that is the whole grid."""
     return {
         "img_size": 12,
         "patch_size": 2,
@@ -165,7 +165,7 @@ def _tiny_swin(options: Options) -> Options:
 
 
 def _tiny_convnet(options: Options) -> Options:
-    """Every convolution with an eighth of its channels, on the smallest image that all of them can reduce."""
+    """Give every convolution an eighth of its channels, on the smallest image that all of them can reduce."""
     layers = tuple((channels // 8, *rest) for channels, *rest in options["layers"])
     return {"img_size": 22, "layers": layers, "hidden": (8,) * len(options["hidden"])}
 
@@ -174,13 +174,15 @@ TINY: dict[str, Callable[[Options], Options]] = {"vit": _tiny_vit, "swin": _tiny
 
 
 def lofast_refusal(name: str, **overrides: Any) -> str:
-    """Whether LoFAST applies; see `rules_refusal`."""
+    """Return why LoFAST does not apply, or ''; see `rules_refusal`."""
     return rules_refusal(name, "lofast", **overrides)
 
 
 def rules_refusal(name: str, method: str, **overrides: Any) -> str:
-    """'' where the rules of a method, 'lofast' or 'adjoint', cover the model, else the reason why not: they are really
-    tried, on the same parts, tiny."""
+    """Return '' if the rules of a method, 'lofast' or 'adjoint', cover the model, else the reason why not.
+
+    The rules are actually run, on the same parts at a tiny size.
+    """
     options = overrides | tiny_options(name)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         model = folded(create_model(name, **options)).double().requires_grad_(False)
@@ -211,7 +213,7 @@ RULES: dict[str, Callable[[nn.Module, Tensor], None]] = {"lofast": _lofast_rules
 
 
 def layer_tree(name: str, **overrides: Any) -> Tree:
-    """Every module with its type, options, parameters and output shape for one image; equal neighbours once."""
+    """Return every module with its type, options, parameters and output shape for one image; equal neighbours once."""
     options = model_options(name, **overrides)
     model = on_meta(name, **overrides)
     shapes = _output_shapes(model, options)
@@ -221,10 +223,10 @@ def layer_tree(name: str, **overrides: Any) -> Tree:
 
 
 def rule_table(name: str, **overrides: Any) -> Table:
-    """Every type of module in the model, and whether it has a proven rule of its own."""
+    """Return every type of module in the model, and whether it has a proven rule of its own."""
     model = on_meta(name, **overrides)
     parts = [module for module in model.modules() if module is not model]
-    proved = set(types_where(lambda facts: facts.rule or facts.chain))
+    proved = set(types_where(lambda rules: rules.rule or rules.chain))
     weights = Counter[type[nn.Module]]()
     for module in parts:
         weights[type(module)] += sum(p.numel() for p in module.parameters(recurse=False))
@@ -237,7 +239,7 @@ def rule_table(name: str, **overrides: Any) -> Table:
 
 
 def _output_shapes(model: nn.Module, options: Options) -> dict[nn.Module, str]:
-    """Of the modules that return one tensor."""
+    """Return the output shapes of the modules that return one tensor."""
     shapes: dict[nn.Module, str] = {}
 
     def note(module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -253,7 +255,7 @@ def _output_shapes(model: nn.Module, options: Options) -> dict[nn.Module, str]:
 
 def _grow(tree: Tree, module: nn.Module, shapes: dict[nn.Module, str]) -> None:
     children = list(_collapsed(module))
-    if children:  # the weights of a leaf can be seen from its options
+    if children:  # the options of a leaf already show its weights
         for key, weight in module.named_parameters(recurse=False):
             tree.add(f"{key} {tuple(weight.shape)}")
     for key, child in children:
@@ -261,14 +263,14 @@ def _grow(tree: Tree, module: nn.Module, shapes: dict[nn.Module, str]) -> None:
 
 
 def _collapsed(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The children, of numbered neighbours with one structure only the first: '0-11 (12x)'."""
+    """Yield the children; of numbered neighbours with one structure, only the first: '0-11 (12x)'."""
     for _, group in groupby(module.named_children(), key=_structure):
         (first, child), *others = group
         yield (f"{first}-{others[-1][0]} ({len(others) + 1}x)" if others else first), child
 
 
 def _structure(item: tuple[str, nn.Module]) -> tuple[str, str, list[torch.Size]]:
-    """What neighbours share to be shown once; the rate of stochastic depth grows from block to block."""
+    """Return what neighbours must share to be shown once; the rate of stochastic depth grows from block to block."""
     key, module = item
     text = re.sub(r"drop_prob=[\d.]+", "", repr(module))
     return "" if key.isdigit() else key, text, [p.shape for p in module.parameters()]

@@ -28,8 +28,10 @@ Statistics = dict[str, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Weights:
-    """A state dict and what its source tells besides: pixel mean and std, heads of every attention; {} and [] if it
-    does not."""
+    """A state dict, and what else its source provides: pixel mean and std, and the heads of every attention.
+
+    The latter are {} and [] if the source does not have them.
+    """
 
     state: Mapping[str, Tensor]
     statistics: Statistics
@@ -37,15 +39,19 @@ class Weights:
 
 
 def load_pretrained(model: nn.Module, source: str | Path) -> None:
-    """Give `model` the weights of `source`, and say in one line of the log what was adapted (see `convert.from_timm`).
+    """Load the weights of `source` into `model`, and log in one line what was adapted (see `convert.from_timm`).
+
+    The pixel statistics become the source's if it has them: tags and our own exports do; with other files the model
+    keeps its own.
 
     Args:
+        model: the model to fill.
         source: a full timm tag ("vit_base_patch16_224.augreg2_in21k_ft_in1k"), fetched over the network; or a file,
             .safetensors or one that torch.load reads without running code (.pth, .pt, .bin); or URL#sha256=HEX of a
             .safetensors, the URL https://... or hf-hub:OWNER/REPOSITORY@REVISION/FILE, kept in the cache.
 
-    The pixel statistics become the source's where it tells them: tags and our own exports do, other files do not and
-    leave the model's. Raises UserError where the weights cannot be had or do not fit.
+    Raises:
+        UserError: if the weights are not available or do not fit.
     """
     check_source(source)
     if fetch.is_remote(source):
@@ -75,7 +81,7 @@ def _is_file(source: str | Path) -> bool:
 
 
 def check_source(source: str | Path) -> None:
-    """Raise UserError where there can be no such weights: no file of the right kind, no full tag. Fetches nothing."""
+    """Raise UserError if such weights cannot exist: not a file of the right kind, not a full tag. Fetches nothing."""
     if fetch.is_remote(source):
         fetch.pinned(str(source))
         return
@@ -84,9 +90,9 @@ def check_source(source: str | Path) -> None:
         return
     path = Path(source)
     if not path.is_file():
-        raise UserError(f"there is no file {path}; give a file of weights, or a full timm tag such as {EXAMPLE}")
+        raise UserError(f"{path} does not exist; give a file of weights, or a full timm tag such as {EXAMPLE}")
     if path.suffix not in SUFFIXES:
-        raise UserError(f"{path} is no file of weights; give one that ends in {', '.join(SUFFIXES)}")
+        raise UserError(f"{path} is not a file of weights; give one that ends in {', '.join(SUFFIXES)}")
 
 
 def _fetched(place: str) -> Path:
@@ -115,7 +121,7 @@ def _safetensors(path: Path) -> Weights:
 def _torch(path: Path) -> Weights:
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged or foreign file makes the reader raise anything
+    except Exception as error:  # the reader may raise anything on a damaged or foreign file
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"{path} cannot be read as plain weights ({reason}); save its state dict as .safetensors"
@@ -124,7 +130,7 @@ def _torch(path: Path) -> Weights:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise UserError(f"{path} holds no state dict; save one, names with tensors, as .safetensors")
+        raise UserError(f"{path} does not hold a state dict; save one, names with tensors, as .safetensors")
     return Weights(content, {}, [])
 
 
@@ -151,5 +157,5 @@ def _check_tag(tag: str) -> None:
     architecture = tag.partition(".")[0]
     near = [known for known in tags if known.startswith(f"{architecture}.")]
     near = near or nearest(tag, tags)
-    what = f"timm has no weights {tag!r}" if "." in tag else f"{tag!r} does not say which weights"
+    what = f"timm has no weights {tag!r}" if "." in tag else f"{tag!r} names an architecture without its weights"
     raise UserError(f"{what}; give a full tag such as {', '.join(near[:4])}, or a file ({', '.join(SUFFIXES)})")

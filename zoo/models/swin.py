@@ -1,7 +1,7 @@
 """The Swin Transformer (Liu et al. 2021) with injected attention, norm and MLP, and its sensitivity rules.
 
-A subclass of timm's model: its windows, shifts, masks and merging of patches are used as they are, and the keys of its
-state dict, apart from the attention's (`attn.content`), stay timm's. Only the parts are ours.
+It is a subclass of timm's model: windows, shifts, masks and merging of patches are used unchanged, and the keys of its
+state dict, apart from the attention's (`attn.content`), are timm's. Only the parts are ours.
 
 Letters: B images, C channels, H x W the grid of tokens, h x w a window, K windows of an image, N = h w, D width.
 """
@@ -22,28 +22,37 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.attention.qkv import bounded, widened
-from zoo.attention.rounding import in_windows
+from zoo.attention.softmax_rounding import in_windows
 from zoo.attention.window import WindowAttention, masked, mixing, window_bounds
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounded, Rounding
-from zoo.bounds.facts import Facts, Links, NoRule, expect, register
+from zoo.bounds.first_order import Step
 from zoo.bounds.hypotheses import Shapes, expanded_in_range
 from zoo.bounds.links import Affine, Residual
 from zoo.bounds.primitives import mean
 from zoo.bounds.rounding import composed, exact
-from zoo.bounds.rules import Step
+from zoo.bounds.rule_table import Links, ModuleRules, NoRule, expect, register
 from zoo.layers.init import finish_init_, trunc_normal_init_
 from zoo.layers.patches import Normalize, by_products_, patches_gram, patches_norm, patches_rounding
 
 
 class Swin(swin_transformer.SwinTransformer):
-    """Images (B, C, H, W) in [0,1] -> logits (B, num_classes); methods and tokens (B, H', W', D) as in timm.
+    """A Swin Transformer: images (B, C, H, W) in [0,1] -> logits (B, num_classes); methods and tokens as in timm.
+
+    Tokens are (B, H', W', D).
 
     Args:
         attention: width, num_heads -> the attention inside a window.
         mlp: width, hidden width -> the MLP of a block.
         norm: width -> a norm.
-        embed_dim, num_heads, depths: width of the first stage (twice as wide in each next one), heads and blocks per
-            stage. The other options are timm's.
+        img_size: side of the square image.
+        patch_size: side of a patch.
+        embed_dim: width of the first stage; each next stage is twice as wide.
+        depths: blocks per stage.
+        num_heads: heads per stage.
+        mean: mean of the pixels, per channel.
+        std: standard deviation of the pixels, per channel.
+        init: gives the weights their initial values.
+        options: timm's.
     """
 
     def __init__(
@@ -65,7 +74,9 @@ class Swin(swin_transformer.SwinTransformer):
         if img_size % patch_size:
             raise UserError(f"img_size {img_size} is not a multiple of patch_size {patch_size}; change one of them")
         if len(depths) != len(num_heads):
-            raise UserError(f"depths has {len(depths)} stages and num_heads {len(num_heads)}; give both one per stage")
+            raise UserError(
+                f"depths has {len(depths)} stages, but num_heads {len(num_heads)}; give both one value per stage"
+            )
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -91,19 +102,22 @@ class Swin(swin_transformer.SwinTransformer):
         finish_init_(self)
 
     def forward_features(self, x_BCHW: Tensor) -> Tensor:
-        """Tokens before pooling: (B, C, H, W) -> (B, H', W', D)."""
+        """Return the tokens before pooling: (B, C, H, W) -> (B, H', W', D)."""
         return super().forward_features(self.normalize(x_BCHW))
 
     def forward_intermediates(self, x_BCHW: Tensor, *args: Any, **options: Any) -> Any:
-        """As in timm."""
+        """Forward as in timm, with normalised images."""
         return super().forward_intermediates(self.normalize(x_BCHW), *args, **options)
 
 
 @dataclass(frozen=True)
 class InWindows:
-    """Shift, windows, attention, and back. Windows do not see each other, and psi(r) / r is nondecreasing for the bound
-    psi of one window: that of the image is the largest of theirs (docs/proofs.md#tokenwise-lemma). Shifts
-    and partitions move tokens only; padding adds constants, cropping drops tokens."""
+    """Shift, windows, attention, and back.
+
+    Windows do not interact, and psi(r) / r is nondecreasing for the bound psi of one window: that of the image is the
+    largest of theirs (docs/proofs.md#tokenwise-lemma). Shifts and partitions only move tokens; padding adds constants,
+    cropping drops tokens.
+    """
 
     block: SwinTransformerBlock
 
@@ -126,7 +140,7 @@ class InWindows:
         return [(self.layer(local=True), expanded_in_range(self.expansion()))]
 
     def roundings(self, precision: Precision) -> list[Rounding]:
-        """Shifts, windows and cropping move and drop tokens, padding adds zeros."""
+        """Return the rounding. Shifts, windows and cropping move and drop tokens, padding adds zeros."""
         block = self.block
         _refuse_other_windows(block)
 
@@ -143,9 +157,12 @@ class InWindows:
         return [around]
 
     def expansion(self) -> Expand:
-        """Windows share r: with superhomogeneous bounds (attention/theory/core.py) sum_w psi_w(r_w) <= max_w psi_w(r),
-        and the same of squares of beta; with others that would be false (docs/proofs.md#tokenwise-trap). What
-        errors cost and the cap ||g|| beta are put on behind the maximum. Proof: docs/proofs.md#superhomogeneous."""
+        """Expand all windows, which share r.
+
+        With superhomogeneous bounds (attention/theory/core.py) sum_w psi_w(r_w) <= max_w psi_w(r), and the same for
+        squares of beta; with other bounds that would be false (docs/proofs.md#tokenwise-trap). The cost of errors and
+        the cap ||g|| beta are added after the maximum. Proof: docs/proofs.md#superhomogeneous.
+        """
         block = self.block
         _refuse_other_windows(block)
         expand_windows = window_bounds(block.attn, block.attn_mask).expand_apart
@@ -180,7 +197,7 @@ def _refuse_other_windows(module: SwinTransformerBlock) -> None:
 
 
 def _windows(module: SwinTransformerBlock, x_BHWD: Tensor) -> Tensor:
-    """Images, shifted and filled up with zeros, cut into windows (B K, N, D). Its transpose is `_images`."""
+    """Shift images, pad them with zeros, and cut them into windows (B K, N, D). Its transpose is `_images`."""
     (height, width), shift = module.window_size, module.shift_size
     shifted = torch.roll(x_BHWD, (-shift[0], -shift[1]), dims=(1, 2))
     padded = F.pad(shifted, (0, 0, 0, -x_BHWD.shape[2] % width, 0, -x_BHWD.shape[1] % height))
@@ -188,7 +205,7 @@ def _windows(module: SwinTransformerBlock, x_BHWD: Tensor) -> Tensor:
 
 
 def _images(module: SwinTransformerBlock, y_BND: Tensor, shape: torch.Size) -> Tensor:
-    """And back to (B, H, W, D) of this shape, without what was filled up."""
+    """Reassemble images (B, H, W, D) of this shape, without the padding."""
     (height, width), (_, rows, columns, _) = module.window_size, shape
     padded = (rows + -rows % height, columns + -columns % width)
     y_BHWD = swin_transformer.window_reverse(y_BND, module.window_size, *padded)[:, :rows, :columns]
@@ -196,7 +213,7 @@ def _images(module: SwinTransformerBlock, y_BND: Tensor, shape: torch.Size) -> T
 
 
 def _largest(bound: Bound, images: int, windows: int) -> Bound:
-    """Of each image the largest bound of its windows: (..., B) -> (..., B)."""
+    """Return for each image the largest bound of its windows: (..., B) -> (..., B)."""
 
     def largest(r: Tensor) -> Tensor:
         r_BK = r.unsqueeze(-1).expand(*r.shape, windows // images)
@@ -206,7 +223,7 @@ def _largest(bound: Bound, images: int, windows: int) -> Bound:
 
 
 def swin_block_chain(module: SwinTransformerBlock) -> Links:
-    """Two halves, as in the blocks of a ViT."""
+    """Return two halves, as in the blocks of a ViT."""
     return (
         Residual(module.norm1, InWindows(module), module.drop_path1, first_order=True),
         Residual(module.norm2, module.mlp, module.drop_path2, first_order=True),
@@ -214,22 +231,25 @@ def swin_block_chain(module: SwinTransformerBlock) -> Links:
 
 
 def swin_block_shapes(module: SwinTransformerBlock) -> Shapes:
-    """The mask of every window, which of its tokens are neighbours in the image; and windows as large as the attention
-    has them."""
+    """Return the shapes of the mask and of the relative positions.
+
+    The mask says for every window which of its tokens are neighbours in the image; the windows must be as large as the
+    attention's.
+    """
     sides = zip(module.input_resolution, module.window_size, strict=True)
     windows, pairs = math.prod(-(-side // window) for side, window in sides), (module.window_area, module.window_area)
     return {"attn_mask": (windows, *pairs), "attn.relative_position_index": pairs}
 
 
 def patch_merging_chain(module: PatchMerging) -> Links:
-    """Four neighbours become one token, then two layers."""
+    """Return the merging of four neighbours into one token, then two layers."""
     expect(module.reduction, nn.Linear)
     merging = Affine(module, _merge, lambda: _merging(module), rounding=lambda precision: exact(_merge))
     return merging, module.norm, module.reduction
 
 
 def _merge(x_BHWD: Tensor) -> Tensor:
-    """(B, H, W, D) -> (B, H / 2, W / 2, 4 D): a permutation, with zeros for neighbours beyond an odd edge."""
+    """Map (B, H, W, D) -> (B, H / 2, W / 2, 4 D): a permutation, with zeros for neighbours beyond an odd edge."""
     rows, columns = x_BHWD.shape[1:3]
     padded = F.pad(x_BHWD, (0, 0, 0, columns % 2, 0, rows % 2))
     return padded.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
@@ -240,12 +260,12 @@ def _merging(module: PatchMerging) -> Layer:
 
 
 def swin_stage_chain(module: SwinTransformerStage) -> Links:
-    """Merging of patches, then blocks."""
+    """Return the merging of patches, then blocks."""
     return module.downsample, module.blocks
 
 
 def _embed(module: Swin, x_BCHW: Tensor) -> Tensor:
-    """Patches before their norm, (B, C, H, W) -> (B, H', W', D)."""
+    """Return the patches before their norm, (B, C, H, W) -> (B, H', W', D)."""
     return module.patch_embed.proj(module.normalize(x_BCHW)).movedim(1, -1)
 
 
@@ -259,12 +279,14 @@ def _pool(module: Swin, x_BHWD: Tensor) -> Tensor:
 
 
 def _pooling(module: Swin) -> Layer:
-    """Mean of H W tokens: 1 / sqrt(H W)."""
+    """Return the rule of the mean of H W tokens: 1 / sqrt(H W)."""
     head = module.head
     expect(head, timm.layers.ClassifierHead)
     expect(head.global_pool, timm.layers.SelectAdaptivePool2d)
     if module.head.global_pool.pool_type != "avg":
-        raise NoRule(module.head, "the pooling has to be the mean, 'avg'")
+        raise NoRule(
+            module.head, f"it pools by {module.head.global_pool.pool_type!r}; its rule covers the mean, 'avg', only"
+        )
     expect(head.global_pool.pool, FastAdaptiveAvgPool)
     for part in (head.drop, head.flatten, head.global_pool.flatten):
         expect(part, nn.Identity, nn.Dropout)
@@ -277,7 +299,7 @@ def _pooling(module: Swin) -> Layer:
 
 
 def swin_trunk(module: Swin) -> tuple[Links, nn.Linear]:
-    """Everything up to the pooled token, and the linear head. Embedding and pooling are affine."""
+    """Return everything up to the pooled token, and the linear head. Embedding and pooling are affine."""
     embedding = Affine(
         module,
         partial(_embed, module),
@@ -300,8 +322,8 @@ def swin_trunk(module: Swin) -> tuple[Links, nn.Linear]:
 
 
 for _kind in (timm.layers.ClassifierHead, timm.layers.SelectAdaptivePool2d, FastAdaptiveAvgPool, FastAdaptiveMaxPool):
-    register(_kind, Facts())  # what is around them reads them
-register(SwinTransformerBlock, Facts(chain=swin_block_chain, shapes=swin_block_shapes))
-register(PatchMerging, Facts(chain=patch_merging_chain))
-register(SwinTransformerStage, Facts(chain=swin_stage_chain))
-register(Swin, Facts(trunk=swin_trunk))
+    register(_kind, ModuleRules())  # the rules around them read their parts
+register(SwinTransformerBlock, ModuleRules(chain=swin_block_chain, shapes=swin_block_shapes))
+register(PatchMerging, ModuleRules(chain=patch_merging_chain))
+register(SwinTransformerStage, ModuleRules(chain=swin_stage_chain))
+register(Swin, ModuleRules(trunk=swin_trunk))

@@ -2,7 +2,7 @@
 
     images in [0,1] -> normalise -> patches -> (class token) + positions -> blocks -> norm -> pool -> head
 
-ConViT (d'Ascoli et al. 2021) is the same with the class token put in front after its convolutional blocks.
+ConViT (d'Ascoli et al. 2021) is the same, with the class token prepended after its convolutional blocks.
 
 Letters: B images, C channels, N tokens, D width.
 """
@@ -19,12 +19,12 @@ from certizoo import UserError
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounded, Rounding
 from zoo.bounds.curvature import expansion_of
-from zoo.bounds.facts import Facts, Link, Links, NoRule, expect, register
+from zoo.bounds.first_order import Step, layer_of
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.links import Affine
 from zoo.bounds.primitives import mean, plus
 from zoo.bounds.rounding import composed, exact, roundings_of
-from zoo.bounds.rules import Step, layer_of
+from zoo.bounds.rule_table import Link, Links, ModuleRules, NoRule, expect, register
 from zoo.layers.block import PreNormBlock
 from zoo.layers.cap import cap_
 from zoo.layers.constrained import constrain_
@@ -42,20 +42,30 @@ from zoo.layers.patches import (
 
 
 class ViT(nn.Module):
-    """Images (B, C, H, W) in [0,1] -> logits (B, num_classes); methods named as in timm.
+    """A Vision Transformer: images (B, C, H, W) in [0,1] -> logits (B, num_classes); methods named as in timm.
 
     Args:
         block: index, drop_path -> one block; the model does not know what is in it.
         norm: embed_dim -> the norm before pooling, or after it if `fc_norm`.
+        img_size: side of the square image.
+        patch_size: side of a patch.
+        in_chans: channels of the image.
+        num_classes: number of logits.
+        embed_dim: width of the tokens.
+        depth: number of blocks.
         global_pool: 'avg' (mean of all tokens) or 'cls' (the class token).
-        class_token: whether there is one; None: where it is pooled.
+        mean: mean of the pixels, per channel.
+        std: standard deviation of the pixels, per channel.
+        class_token: whether there is one; None: only if it is pooled.
         cls_after: the number of blocks after which the class token joins; it has a position only if that is 0.
+        fc_norm: put the norm after pooling.
         bias: whether the patch embedding and the head have one.
+        drop_path_rate: stochastic depth of the last block; it grows linearly from 0.
         init: gives the weights their initial values.
-        stem: the convolutions in front of the one that makes the tokens, by their channels or as rows (`ConvStem`);
-            None: a projection of patches makes them.
+        stem: the convolutions before the one that makes the tokens, by their channels or as rows (`ConvStem`); None: a
+            projection of patches makes them.
         patch_cap: cap on the spectral norm of the patch embedding (None: free).
-        patch_constraint: keeps that norm at 1 instead, 'aol' or 'orthogonal' (None: not).
+        patch_constraint: keeps that norm at 1 instead, by 'aol' or 'orthogonal' (None: not).
     """
 
     def __init__(
@@ -88,7 +98,9 @@ class ViT(nn.Module):
         if global_pool not in ("avg", "cls"):
             raise UserError(f"global_pool is {global_pool!r}; choose 'avg' or 'cls'")
         if stem is not None and (patch_cap, patch_constraint) != (None, None):
-            raise UserError("patch_cap and patch_constraint bound a projection of patches; a stem needs both null")
+            raise UserError(
+                "patch_cap and patch_constraint bound a projection of patches; with a stem set both to null"
+            )
         if patch_cap is not None and patch_constraint is not None:
             raise UserError("patch_cap and patch_constraint both bound the patch embedding; set one of them to null")
         self.num_classes, self.embed_dim, self.global_pool = num_classes, embed_dim, global_pool
@@ -102,7 +114,9 @@ class ViT(nn.Module):
             self.patch_embed = ConvStem(*sizes, layers=stem, bias=bias)
         has_cls = global_pool == "cls" if class_token is None else class_token
         if global_pool == "cls" and not has_cls:
-            raise UserError("global_pool is 'cls' and there is no class token; set class_token=True, or pool by 'avg'")
+            raise UserError(
+                "global_pool is 'cls', but there is no class token; set class_token=True or global_pool='avg'"
+            )
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if has_cls else None
         self.cls_after = cls_after
         positions = self.patch_embed.num_patches + (has_cls and cls_after == 0)
@@ -122,27 +136,27 @@ class ViT(nn.Module):
         finish_init_(self)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
-        """Normalised patches with positions (and a class token that has one): (B, C, H, W) -> (B, N, D)."""
+        """Embed normalised patches with positions (and a class token that has one): (B, C, H, W) -> (B, N, D)."""
         return self.place(self.patch_embed(self.normalize(x_BCHW)))
 
     def place(self, x_BND: Tensor) -> Tensor:
-        """Tokens of patches with their positions, and with the class token if it is there from the start."""
+        """Add positions to tokens of patches, and the class token if it is there from the start."""
         if self.cls_after == 0:
             x_BND = self.add_cls_token(x_BND)
         return x_BND + self.pos_embed
 
     def add_cls_token(self, x_BND: Tensor) -> Tensor:
-        """The class token in front, in models that have one."""
+        """Prepend the class token, in models that have one."""
         if self.cls_token is None:
             return x_BND
         return torch.cat([self.cls_token.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
 
     def forward_features(self, x_BCHW: Tensor) -> Tensor:
-        """Tokens before pooling: (B, C, H, W) -> (B, N, D)."""
+        """Return the tokens before pooling: (B, C, H, W) -> (B, N, D)."""
         return self.norm(self.trunk(x_BCHW))
 
     def trunk(self, x_BCHW: Tensor, first: int | None = None) -> Tensor:
-        """Tokens after the blocks; with `first` only so many in front: (B, C, H, W) -> (B, N or first, D)."""
+        """Return the tokens after the blocks, or only the `first` ones: (B, C, H, W) -> (B, N or first, D)."""
         x_BND, blocks = self.embed(x_BCHW), [*self.blocks]
         for block in blocks[: self.cls_after]:
             x_BND = block(x_BND)
@@ -153,11 +167,11 @@ class ViT(nn.Module):
         return x_BND if first is None else blocks[-1](x_BND, first)
 
     def pool(self, x_BND: Tensor) -> Tensor:
-        """(B, N, D) -> (B, D)."""
+        """Pool the tokens: (B, N, D) -> (B, D)."""
         return x_BND.mean(1) if self.global_pool == "avg" else x_BND[:, 0]
 
     def forward_head(self, x_BND: Tensor, pre_logits: bool = False) -> Tensor:
-        """(B, N, D) -> logits (B, num_classes), or the pooled token (B, D)."""
+        """Map (B, N, D) to logits (B, num_classes), or to the pooled token (B, D)."""
         pooled_BD = self.fc_norm(self.pool(x_BND))
         return pooled_BD if pre_logits else self.head(pooled_BD)
 
@@ -165,17 +179,17 @@ class ViT(nn.Module):
         return self.forward_head(self.norm(self.trunk(x_BCHW, self._pooled_alone())))
 
     def _pooled_alone(self) -> int | None:
-        """1 where the last block can answer for the class token alone, the only one that is pooled."""
+        """Return 1 if the last block can compute the class token alone, the only one that is pooled."""
         last = self.blocks[-1] if len(self.blocks) > self.cls_after else None
         able = isinstance(last, PreNormBlock) and isinstance(last.attn, SoftmaxAttention)
         return 1 if able and self.global_pool == "cls" else None
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters that weight decay leaves alone, beside those of one axis; the name is timm's."""
+        """Return the parameters that weight decay skips, in addition to those of one axis; the name is timm's."""
         return {"pos_embed", "cls_token"}
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A fresh linear head; `global_pool` may change only between values that need the same tokens."""
+        """Replace the linear head; `global_pool` may change only between values that need the same tokens."""
         if global_pool is not None and global_pool != self.global_pool:
             raise UserError("the pooling decides whether there is a class token; create a new model instead")
         self.num_classes = num_classes
@@ -184,7 +198,7 @@ class ViT(nn.Module):
 
 
 def _embedding(module: ViT) -> Layer:
-    """Positions and class token are constant."""
+    """Return the rule of the embedding; positions and class token are constant."""
     expect(module.patch_embed, PatchEmbed)
     expect(module.patch_embed.get_submodule("norm"), nn.Identity)
     norm = patches_norm(module.normalize, module.patch_embed)
@@ -197,29 +211,29 @@ def _embedding(module: ViT) -> Layer:
 
 
 def _constants(module: ViT) -> int:
-    """Tokens in front that are no patches: the class token, if it is there from the start."""
+    """Count the leading tokens that are not patches: the class token, if it is there from the start."""
     return int(module.cls_token is not None and module.cls_after == 0)
 
 
 def _refuse_broadcast(module: ViT, patches_BND: Tensor) -> None:
-    """One patch would be added to all positions, or one channel to all of a position."""
+    """Refuse other shapes: one patch would be added to all positions, or one channel to all of a position."""
     _, patches, width = patches_BND.shape
     if (patches + _constants(module), width) != (positions := tuple(module.pos_embed.shape[1:])):
         raise NoRule(
             module,
-            f"the image has {patches} patches of width {width}, and there are {positions[0]} positions for tokens of "
+            f"the image has {patches} patches of width {width}, but there are {positions[0]} positions for tokens of "
             f"width {positions[1]}",
         )
 
 
 def vit_shapes(module: ViT) -> Shapes:
-    """Positions and class token."""
+    """Return the shapes of positions and class token."""
     positions = module.patch_embed.num_patches + _constants(module)
     return {"pos_embed": (1, positions, module.embed_dim), "cls_token": (1, 1, module.embed_dim)}
 
 
 def _embedding_gram(module: ViT) -> Callable[[Tensor], Tensor]:
-    """J J^T of the embedding. A class token in front is constant: its row of J is 0."""
+    """Return J J^T of the embedding. A leading class token is constant: its row of J is 0."""
     constant = _constants(module)
     gram_of_patches = patches_gram(module.normalize, module.patch_embed)
 
@@ -230,7 +244,10 @@ def _embedding_gram(module: ViT) -> Callable[[Tensor], Tensor]:
 
 
 def _placing(module: ViT) -> Affine:
-    """Behind a convolutional stem: every pixel is a token, and gets its position. Constants do not move."""
+    """Return the link after a convolutional stem: every pixel is a token, and gets its position.
+
+    Constants do not move.
+    """
 
     def placed(x_BDHW: Tensor) -> Tensor:
         return module.place(tokens(x_BDHW))
@@ -245,12 +262,12 @@ def _placing(module: ViT) -> Affine:
 
 
 def _class_token(module: ViT) -> Layer:
-    """A constant joins: the change of the tokens stays what it is."""
+    """Return the rule of a constant that joins: the change of the tokens is unchanged."""
     return lambda x_BND: (module.add_cls_token(x_BND), lambda r: r)
 
 
 def _pooling(module: ViT) -> Layer:
-    """Mean of N tokens: 1 / sqrt(N). One token: 1."""
+    """Return the rule of pooling. Mean of N tokens: 1 / sqrt(N). One token: 1."""
 
     def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
         gain = x_BND.shape[1] ** -0.5 if module.global_pool == "avg" else 1.0
@@ -260,7 +277,7 @@ def _pooling(module: ViT) -> Layer:
 
 
 def _pooling_rounding(module: ViT, precision: Precision) -> Rounding:
-    """The mean of N tokens, or the class token, which is no computation."""
+    """Bound the mean of N tokens, or the class token, which involves no computation."""
     if module.global_pool != "avg":
         return exact(module.pool)
     return mean(module.pool, lambda x_BND: x_BND.shape[1], precision)
@@ -268,7 +285,7 @@ def _pooling_rounding(module: ViT, precision: Precision) -> Rounding:
 
 @dataclass(frozen=True)
 class OneToken:
-    """A norm of tokens on the pooled one, which is as good as one of one."""
+    """A norm of tokens applied to the pooled token, as a batch of one token."""
 
     norm: nn.Module
 
@@ -318,7 +335,7 @@ class OneToken:
 
 
 def _entrance(module: ViT) -> Links:
-    """From the image to the tokens of the first block."""
+    """Return the links from the image to the tokens of the first block."""
     if isinstance(module.patch_embed, ConvStem):
         return module.normalize, module.patch_embed.convs, _placing(module)
     embedding = Affine(
@@ -337,8 +354,10 @@ def _entrance(module: ViT) -> Links:
 
 
 def vit_trunk(module: ViT) -> tuple[Links, nn.Linear]:
-    """Everything up to the pooled token, and the linear head (for pairwise margins). Embedding, class token and pooling
-    are affine."""
+    """Return everything up to the pooled token, and the linear head (for pairwise margins).
+
+    Embedding, class token and pooling are affine.
+    """
     joins = Affine(
         module,
         module.add_cls_token,
@@ -357,4 +376,4 @@ def vit_trunk(module: ViT) -> tuple[Links, nn.Linear]:
     return (*_entrance(module), *blocks, module.norm, pooling, OneToken(module.fc_norm)), module.head
 
 
-register(ViT, Facts(trunk=vit_trunk, shapes=vit_shapes))
+register(ViT, ModuleRules(trunk=vit_trunk, shapes=vit_shapes))

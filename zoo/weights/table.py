@@ -1,4 +1,4 @@
-"""What table.yaml says, and the folder with a name's hand-over, whose digests were compared when it is handed out."""
+"""The entries of table.yaml, and the folder with a model's hand-over, whose digests are compared on every access."""
 
 import os
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ WEIGHTS, CONFIG = "model.safetensors", "config.yaml"  # of every hand-over
 HERE = Path(__file__).parent
 TABLE = HERE / "table.yaml"
 PACKAGE = "package"
-MIRROR = "CERTIZOO_WEIGHTS"  # environment: a folder, a URL or hf-hub: with a folder NAME a model, in place of `source`
+MIRROR = "CERTIZOO_WEIGHTS"  # environment: a folder, URL or hf-hub: with a folder per model, which replaces `source`
 NORMS = {"l2": "L2", "linf": "Linf"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One model of the table; its shares are per cent, `certified` by norm and eps."""
+    """One model of the table; its shares are in per cent, `certified` by norm and eps."""
 
     name: str
     source: str
@@ -34,7 +34,7 @@ class Entry:
     certified: Mapping[str, Mapping[float, float]]
 
     def words(self, norms: Mapping[str, str] = NORMS) -> str:
-        """'cifar10 (1000 images): clean 61.0 %; certified L2 0.1: 54.5 %, ...' of these norms."""
+        """Return 'cifar10 (1000 images): clean 61.0 %; certified L2 0.1: 54.5 %, ...' for these norms."""
         shares = [
             f"{norms[norm]} {eps:.4g}: {share:.1f} %"
             for norm, curve in self.certified.items()
@@ -45,7 +45,7 @@ class Entry:
 
     @property
     def headline(self) -> str:
-        """'54.5 at 0.1': the L2 share at 0.1, or at the eps nearest to it."""
+        """The text '54.5 at 0.1': the L2 share at 0.1, or at the eps nearest to it."""
         curve = self.certified.get("l2") or next(iter(self.certified.values()))
         eps = min(curve, key=lambda eps: abs(eps - 0.1))
         return f"{curve[eps]:.1f} at {eps:.4g}"
@@ -53,24 +53,26 @@ class Entry:
 
 @cache
 def entries(table: Path = TABLE) -> dict[str, Entry]:
-    """The table."""
+    """Return the table."""
     return {name: Entry(name, **said) for name, said in read_yaml(table).items()}
 
 
 def entry(name: str) -> Entry:
-    """Of a model that has weights. Raises UserError for another."""
+    """Return the entry of a model that has weights. Raises UserError for another."""
     known = entries()
     if name not in known:
         raise UserError(
-            f"{name} has no published weights; those that have: {', '.join(known)}. Checkpoints of yours are in the "
-            "registry (python -m registry list)"
+            f"{name} has no published weights; models with weights: {', '.join(known)}. Your own checkpoints are in "
+            "the registry (python -m registry list)"
         )
     return known[name]
 
 
 def handover_of(name: str) -> Path:
-    """The folder of its hand-over: in the package, or in the cache, fetched if it is not there. Every file is held
-    against its digest each time. Raises UserError where they cannot be had."""
+    """Return the folder of its hand-over: in the package, or in the cache, fetched if it is missing.
+
+    Every file is compared with its digest each time. Raises UserError if the files are not available.
+    """
     said = entry(name)
     files = {WEIGHTS: (said.sha256, said.bytes), CONFIG: (said.config_sha256, fetch.SMALL)}
     if said.source == PACKAGE:
@@ -78,14 +80,14 @@ def handover_of(name: str) -> Path:
     folder = fetch.cache_folder() / f"{name}-{said.sha256[:16]}"
     base = os.environ.get(MIRROR)
     source = f"{base.rstrip('/')}/{name}" if base else said.source
-    mend = f"connect to the network, or name a folder or URL that has {name}/{WEIGHTS} in it: {MIRROR}=PLACE"
+    advice = f"connect to the network, or set {MIRROR} to a folder or URL that contains {name}/{WEIGHTS}"
     for file, (digest, most) in files.items():
-        fetch.fetched(fetch.within(source, file), digest, folder / file, most, mend)
+        fetch.fetched(fetch.within(source, file), digest, folder / file, most, advice)
     return folder
 
 
 def _whole(folder: Path, files: Mapping[str, tuple[str, int]]) -> Path:
     for file, (digest, _) in files.items():
         if not (folder / file).is_file() or sha256(folder / file) != digest:
-            raise UserError(f"{folder / file} is not the file that the table names; install certizoo again")
+            raise UserError(f"{folder / file} does not have the digest in the table; install certizoo again")
     return folder

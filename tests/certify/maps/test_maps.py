@@ -135,7 +135,7 @@ def test_reaches_and_seminorms_are_those_of_dense_maps(parts: str) -> None:
     """Never below, and as close as each promises."""
     _, analysis = analysis_of(parts)
     found = measured(analysis, 0.05)
-    maps, grown = dense(found.joint, found.tape.bent[-1]), found.at(found.most_B)
+    maps, grown = dense(found.joint, found.tape.nonlinear[-1]), found.at(found.most_B)
     formed = 0
     for at, rest in found.rests.items():
         forms, root_B = found.tape.leaves[at].forms, grown.before[at].sqrt()
@@ -169,7 +169,7 @@ def test_columns_say_how_far_the_first_units_reach(parts: str) -> None:
     _, analysis = analysis_of(parts)
     found = measured(analysis, 0.05)
     tape, e_B = found.tape, found.most_B
-    first, of_columns = tape.bent[0], Columns.of(tape, analysis.images)
+    first, of_columns = tape.nonlinear[0], Columns.of(tape, analysis.images)
     forms = tape.leaves[first].forms
     assert (of_columns is not None) == isinstance(forms, UnitForms)
     if forms is None or of_columns is None:
@@ -224,13 +224,13 @@ def test_the_end_moves_no_further_than_is_said() -> None:
     whole, cut = rung_of(analysis, 0.05).ellipsoids.joint, list[bool]()
     for count in range(1, len(certifier.nodes) + 1):
         tape = Tape(analysis.inner.chain.expansions[:count])
-        if tape.bent:
+        if tape.nonlinear:
             weights, *of_noise = (
                 {at: size for at, size in sizes.items() if at in tape.leaves}
                 for sizes in (whole.weights, whole.noise.weights, whole.noise.lengths)
             )
-            bent = {at: weight for at, weight in weights.items() if at in tape.bent}
-            joint = Joint(tape, here.images, e_B, bent, Noise(*of_noise))
+            nonlinear = {at: weight for at, weight in weights.items() if at in tape.nonlinear}
+            joint = Joint(tape, here.images, e_B, nonlinear, Noise(*of_noise))
             found = Ellipsoids(joint, here.draw, nothing, here.off, None)
             assert (farthest(certifier, here.images, count, e_B) <= found.end(found.at(e_B)) * (1 + 1e-9)).all()
             cut.append(tape.ends_in_sum)

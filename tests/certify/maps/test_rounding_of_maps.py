@@ -86,7 +86,7 @@ def test_a_pull_is_off_by_a_share_of_what_arrives(parts: str) -> None:
     ellipsoids = rung_of(analysis, E).ellipsoids
     joint, most = ellipsoids.joint, 0.0
     random = torch.Generator().manual_seed(1)
-    for last in [at for at in joint.tape.leaves if at > joint.tape.bent[0]]:
+    for last in [at for at in joint.tape.leaves if at > joint.tape.nonlinear[0]]:
         shape = seen(joint, last, torch.zeros(1, len(joint.most_B), joint.room(last)).double())[last].shape[1:]
         g = torch.randn(MANY, *shape, generator=random, dtype=torch.float64)
         for one in (g, g.sign(), g.abs()):
@@ -183,7 +183,7 @@ def test_what_cancels_far_above_has_no_norm(size: float) -> None:
     ((_, analysis),) = Image(model, nonce="a nonce").analyse(x, model(x).argmax(-1)).parts
     assert isinstance(analysis, ImageAnalysis)
     found = rung_of(analysis, E).ellipsoids
-    behind = [at for at in found.tape.bent if at > found.tape.bent[0]]
+    behind = [at for at in found.tape.nonlinear if at > found.tape.nonlinear[0]]
     whole = {at: identity(found.joint.ones_B) for at in (max(found.tape.leaves),)}
     norm_B = found.seminorms(whole, "whole", [found.joint.most_B[:, None]], COARSE)[0]
     shares = found.rounding.share(max(found.tape.leaves))

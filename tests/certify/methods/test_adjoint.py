@@ -16,7 +16,7 @@ from tests.tools.ascent import ascend, largest_change
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS, labelled, nodes_up_to_first_block, small_model
 from zoo.bounds.curvature import trunk_of
-from zoo.bounds.facts import NoRule
+from zoo.bounds.rule_table import NoRule
 
 
 def analyse(model: Any, x: Tensor, y: Tensor) -> AdjointAnalysis:

@@ -22,7 +22,7 @@ from certify.stage.settings import Settings
 from certizoo import UserError
 from tests.tools.ascent import ascend, margin_loss
 from tests.tools.cases import mostly_slow
-from zoo.bounds.facts import NoRule
+from zoo.bounds.rule_table import NoRule
 
 SMALL: dict[str, Any] = {
     "img_size": 8,

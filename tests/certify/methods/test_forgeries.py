@@ -13,7 +13,7 @@ from certizoo import UserError
 from tests.tools.cases import mostly_slow
 from tests.tools.forgeries import FAMILIES, SCALES, attacked, change_needed, image
 from tests.tools.trials import Subject
-from zoo.bounds import running
+from zoo.bounds import float_error
 
 METHODS = ("lofast", "lofast_local", "adjoint", "image", "best")
 BEYOND = (1.001, 8.0)  # of the change that is known to be enough
@@ -28,7 +28,7 @@ def test_a_small_change_of_one_pixel_gives_the_image_to_another_class(family: st
     points = torch.cat([image(), attacked(BEYOND[0] * change)])
     logits = truth(points.double())
     assert logits.argmax(-1).tolist() == [1, 0]
-    assert (logits[:, 0] - logits[:, 1]).abs().min() > 4 * running.defect(truth, points.double(), logits).max()
+    assert (logits[:, 0] - logits[:, 1]).abs().min() > 4 * float_error.defect(truth, points.double(), logits).max()
     for scale in SCALES:
         forged = FAMILIES[family](scale)
         assert forged(points).argmax(-1).tolist() == [1, 0]

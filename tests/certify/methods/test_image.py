@@ -330,7 +330,7 @@ def exceeded(parts: str) -> bool:
     certifier, analysis = analysis_of(parts, seed=0)
     rung = rung_of(analysis, 0.02)
     grown, tape = rung.ellipsoids.at(rung.most_B), rung.here.tape
-    units = [at for at in tape.bent if isinstance(tape.leaves[at].forms, UnitForms)]
+    units = [at for at in tape.nonlinear if isinstance(tape.leaves[at].forms, UnitForms)]
     beyond = []
     for block, at in enumerate(units):
         forms, point = tape.leaves[at].forms, input_of(block, certifier)

@@ -22,7 +22,7 @@ from tests.tools.small_models import AVG, SMALL, labelled, small_model
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.softmax import SoftmaxAttention
-from zoo.bounds import facts, genuine, rules, running
+from zoo.bounds import first_order, float_error, integrity, rule_table
 from zoo.layers.block import PreNormBlock
 from zoo.layers.constrained import AOL
 from zoo.layers.mlp import Mlp
@@ -428,8 +428,8 @@ REFUSED: dict[str, tuple[Attack, str]] = BREAKING | {
     "buffer of a subclass": (buffer_of_a_subclass, "normalize: .*mean is a Weight"),
     "weight with a method": (weight_with_a_method, r"patch_embed\.proj: .*weight has its flatten patched"),
     "weight that copies as another": (weight_that_copies_as_another, "head: .*weight has its __deepcopy__ patched"),
-    "own _modules": (own_parts("_modules"), r"blocks\.1: .*_modules is no plain dictionary"),
-    "own _parameters": (own_parts("_parameters"), "_parameters is no plain dictionary"),
+    "own _modules": (own_parts("_modules"), r"blocks\.1: .*_modules is not a plain dictionary"),
+    "own _parameters": (own_parts("_parameters"), "_parameters is not a plain dictionary"),
     "number in disguise": (attribute("blocks.0.attn", "scale", Number(0.3)), "scale is a Number"),
     "eps in disguise": (attribute("blocks.0.norm1", "eps", Number(1.0)), "eps is a Number"),
     "unknown parametrisation": (parametrized("blocks.0.mlp.fc1", Doubled), r"mlp\.fc1: .*Doubled of its weight"),
@@ -442,7 +442,7 @@ REFUSED: dict[str, tuple[Attack, str]] = BREAKING | {
     "LayerNorm with a negative eps": (attribute("norm", "eps", -1e-3), "eps above 0"),
     "negative radius": (put("norm", lambda: LayerProject(16, -1.0)), "radius is -1"),
     "bias that is broadcast": (broadcast_bias, "its bias has the shape"),
-    "branch that is broadcast": (broadcast_branch, "give both one shape"),
+    "branch that is broadcast": (broadcast_branch, "give input and output the same shape"),
     "weights that are broadcast": (broadcast_weights, "broadcast"),
     "bfloat16": (lambda model, patch: model.bfloat16(), r"bfloat16.*model\.float\(\)"),
     "float16": (lambda model, patch: model.half(), r"float16.*model\.float\(\)"),
@@ -490,16 +490,16 @@ def test_what_is_not_its_code_and_its_weights_is_refused(attacked: Any, request:
 def test_what_is_refused_would_break_the_certificate(attacked: Any, monkeypatch: Patch) -> None:
     """Unasked, the prover certifies a radius, and inside it what runs has another label."""
     given, x, y = attacked
-    monkeypatch.setattr(genuine, "fault_of", lambda module: None)
-    monkeypatch.setattr(genuine, "fault_of_process", lambda: None)
-    monkeypatch.setattr(rules, "refuse_unknown", lambda module, path: None)
-    monkeypatch.setattr(running, "defect", lambda f, x, y: torch.zeros_like(y))  # it follows what really runs
-    monkeypatch.setitem(facts._TABLE, type(given), facts._TABLE[ViT])
+    monkeypatch.setattr(integrity, "fault_of", lambda module: None)
+    monkeypatch.setattr(integrity, "fault_of_process", lambda: None)
+    monkeypatch.setattr(first_order, "refuse_unknown", lambda module, path: None)
+    monkeypatch.setattr(float_error, "defect", lambda f, x, y: torch.zeros_like(y))  # it follows what really runs
+    monkeypatch.setitem(rule_table._TABLE, type(given), rule_table._TABLE[ViT])
     attention = type(given.blocks[0].attn)
-    monkeypatch.setitem(facts._TABLE, attention, facts._TABLE[DotProductAttention])
+    monkeypatch.setitem(rule_table._TABLE, attention, rule_table._TABLE[DotProductAttention])
     if type(given) is CopiesAsAnother:
         monkeypatch.setattr(
-            "certify.methods.bake.genuine.kind_of", lambda module: ViT if module is given else type(module)
+            "certify.methods.bake.integrity.kind_of", lambda module: ViT if module is given else type(module)
         )
     radius_B = certified_radius(given, x, y)
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
@@ -526,7 +526,7 @@ def test_a_weighted_residual_moves_no_further_than_its_rule_says(bound: float) -
     module = WeightedResidual(16, init=0.5)
     module.bound = bound
     x, r = torch.zeros(1, 4, 16), torch.ones(1)
-    y, moves = rules.layer_of(module)(x)
+    y, moves = first_order.layer_of(module)(x)
     with torch.no_grad():
         moved = float((module(x + 0.125) - y).norm())
     assert moved <= float(moves(r)) * (1 + 1e-6)  # its own sum rounds in float32
@@ -539,10 +539,10 @@ def test_a_published_constant_is_not_rounded_down(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     module = ScaledCosineAttention(16, 2).double()
     x, r = torch.rand(1, 4, 16).double(), torch.ones(1).double()
-    exact = rules.layer_of(module)(x)[1](r)
+    exact = first_order.layer_of(module)(x)[1](r)
     torch.set_default_dtype(dtype)
     try:
-        assert torch.equal(rules.layer_of(module)(x)[1](r), exact)
+        assert torch.equal(first_order.layer_of(module)(x)[1](r), exact)
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -23,7 +23,7 @@ from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import AVG, PARTS, distinct, labelled, small_model
 from tests.tools.trials import served_loss
-from tests.zoo.bounds.test_rules import norm_with_affine, scaled_
+from tests.zoo.bounds.test_first_order import norm_with_affine, scaled_
 from zoo.attention.conv_mixing import ConvMixing
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
@@ -31,12 +31,12 @@ from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.window import WindowAttention
-from zoo.bounds import facts as table
+from zoo.bounds import rule_table as table
 from zoo.bounds.contracts import Precision
 from zoo.bounds.curvature import trunk_of
 from zoo.bounds.elementwise import scalar
-from zoo.bounds.facts import NoRule, register, types_where
 from zoo.bounds.rounding import ASSUMPTIONS, PRECISIONS, roundings_of, trunk_roundings
+from zoo.bounds.rule_table import NoRule, register, types_where
 from zoo.bounds.torch_modules import GELU
 from zoo.layers.convolution import CellConv2d
 from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
@@ -197,8 +197,8 @@ def test_numbers_beyond_float32_are_unknown(name: str) -> None:
 
 def test_every_type_has_a_bound_of_its_rounding() -> None:
     """What has rules of its own is served; what is a chain, by its parts."""
-    ruled = types_where(lambda facts: facts.rule and not (facts.chain and not facts.expansion))
-    assert set(ruled) - set(types_where(lambda facts: facts.rounding)) == set()
+    ruled = types_where(lambda rules: rules.rule and not (rules.chain and not rules.expansion))
+    assert set(ruled) - set(types_where(lambda rules: rules.rounding)) == set()
 
 
 @pytest.mark.parametrize("name", sorted(distinct()))

@@ -20,7 +20,7 @@ from certizoo import UserError
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import TINY
-from zoo.bounds import running
+from zoo.bounds import float_error
 
 GRID = 2.0**-12  # weights are multiples of it, so that an offset of a power of 2 is added and compensated exactly
 IMAGES = torch.rand(200, 1, 8, 8, generator=torch.Generator().manual_seed(0)).double()
@@ -205,7 +205,7 @@ def margin_labels(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("reserve", [0.0, 1e-5, 1e-3])
 def test_the_attacks_find_a_prover_that_forgets_rounding(reserve: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slack that follows the margin only, and one that is too small."""
-    monkeypatch.setattr(running, "RESERVE", reserve)
+    monkeypatch.setattr(float_error, "RESERVE", reserve)
     found = [lies(place, 2.0**40, "adjoint") for place in PLACES]
     assert sum(wrong > 0 for _, wrong in found) >= 5
 

@@ -11,7 +11,7 @@ from certify import certified_radius, certify, evaluate
 from certify.api import certifier, radius_of
 from certizoo import UserError
 from tests.tools.small_models import labelled, small_model
-from zoo.bounds.running import RunningError
+from zoo.bounds.float_error import RunningError
 from zoo.bounds.stepwise import StepwiseAttention
 
 THREADS, REPEATS = 3, 5

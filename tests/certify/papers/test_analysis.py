@@ -332,7 +332,7 @@ def test_other_attention_has_its_own_bounds(name: str, digits: Path, tmp_path: P
         ("eps=[]", "list of numbers above 0"),
         ("input_scales=[-1]", "list of numbers above 0"),
         ("imges=3", "nearest: images"),
-        ("handover=nowhere", "no hand-over"),
+        ("handover=nowhere", "not a hand-over"),
     ],
 )
 def test_faults_are_one_line(

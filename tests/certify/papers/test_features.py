@@ -254,8 +254,8 @@ def test_the_defaults_are_one_and_those_of_the_paper() -> None:
         ("attack.eps=8/255", "attack.eps=8/255 does not work"),
         ("attack.steps=few", "at least 1"),
         ("atack.steps=2", "nearest: attack.steps"),
-        ("against=nowhere", "no hand-over"),
-        ("handover=nowhere", "no hand-over"),
+        ("against=nowhere", "not a hand-over"),
+        ("handover=nowhere", "not a hand-over"),
         ("version=a@b", "one of them"),
     ],
 )

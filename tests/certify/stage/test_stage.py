@@ -214,7 +214,7 @@ def test_the_command(
     assert json.loads((out / "certificate.json").read_text())["images"] == 20
     for argv, words in [
         ([], "handover=DIR"),
-        ([f"handover={tmp_path}"], "no hand-over"),
+        ([f"handover={tmp_path}"], "not a hand-over"),
         ([f"handover={handover}", "methd=x"], "method"),
         ([f"handover={handover}", f"out={out}", "method=hope"], "no certification method 'hope'"),
         ([f"handover={handover}", f"out={out}", "data=cifar10", f"data.root={digits}"], "no shards"),

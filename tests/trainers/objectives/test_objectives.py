@@ -19,9 +19,9 @@ from tests.trainers.objectives.test_margins import ORACLES as MARGINS
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, SOFT_LABELS, Probe
 from trainers.objectives.mart import boosted_cross_entropy
 from trainers.settings import ObjectiveConfig
-from zoo.models import reach as reach_file
+from zoo.models import hidden_radius as reach_file
 from zoo.models.convnet import ConvNet
-from zoo.models.reach import reach
+from zoo.models.hidden_radius import reach
 
 EPS, BETA, SPARSITY, CLASSES = 0.02, 2.5, 0.3, 5
 

@@ -22,8 +22,8 @@ from zoo.attention.l2 import L2Attention, distance_bound
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.softmax import SoftmaxAttention
-from zoo.bounds.facts import NoRule
-from zoo.bounds.rules import layer_of
+from zoo.bounds.first_order import layer_of
+from zoo.bounds.rule_table import NoRule
 
 SOFTMAX = [name for name, kind in variants().items() if isinstance(kind, type) and issubclass(kind, SoftmaxAttention)]
 Heads = Callable[[Any, Tensor, int], tuple[Tensor, Tensor]]  # (module, x, head) -> P (B, N, N), V (B, N, O)

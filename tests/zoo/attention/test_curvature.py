@@ -29,9 +29,9 @@ from zoo.attention.theory.joint import JointCore, same
 from zoo.attention.theory.softmax_row import K2_MAX, SoftmaxRows, e1, e2, eigenvalue_upper, third_cumulant
 from zoo.attention.window import WindowAttention
 from zoo.bounds.curvature import expansion_of
-from zoo.bounds.facts import types_where
+from zoo.bounds.first_order import layer_of, residual_layer_of
 from zoo.bounds.links import Residual
-from zoo.bounds.rules import layer_of, residual_layer_of
+from zoo.bounds.rule_table import types_where
 from zoo.layers.norms import SmoothProject
 
 N, D, H = 5, 12, 3
@@ -193,9 +193,9 @@ def test_no_ascent_beats_the_local_rule(kind: type[nn.Module], residual: bool) -
 def test_every_local_rule_and_expansion_has_a_case() -> None:
     elsewhere = {L2Attention, ScaledCosineAttention, LipschitzNormAttention}
     kinds = set(MIXTURES) | elsewhere  # test_curvature_variants.py
-    assert set(types_where(lambda facts: facts.local)) == kinds
+    assert set(types_where(lambda rules: rules.local)) == kinds
     assert set(types_where(lambda facts: facts.local_residual)) <= set(MIXTURES)
-    assert {kind for kind in types_where(lambda facts: facts.expansion) if issubclass(kind, SoftmaxAttention)} <= kinds
+    assert {kind for kind in types_where(lambda rules: rules.expansion) if issubclass(kind, SoftmaxAttention)} <= kinds
 
 
 def test_local_reaches_every_part_of_a_chain() -> None:
@@ -299,10 +299,10 @@ def test_the_exponential_forms_hold_and_are_nearly_attained() -> None:
         delta = z - s_z - (p_z * (z - s_z)).sum(-1, keepdim=True)
         moved = ((z.softmax(-1) - p_z) * c_z).sum(-1)
         tau, sd, sd_c = delta.abs().amax(-1), (p_z * delta.square()).sum(-1).sqrt(), (p_z * c_z.square()).sum(-1).sqrt()
-        bent = (moved - (p_z * delta * c_z).sum(-1)).abs()
+        nonlinear = (moved - (p_z * delta * c_z).sum(-1)).abs()
         weighted = e2(tau) * (p_z * c_z.abs() * delta.square()).sum(-1)
         third = third_cumulant(tau, sd) * sd_c * sd.square()
-        return moved.abs() / (e1(tau) * sd * sd_c), bent / (weighted + third), bent / weighted
+        return moved.abs() / (e1(tau) * sd * sd_c), nonlinear / (weighted + third), nonlinear / weighted
 
     first, second, without = (float(ascend(lambda z, i=i: shares(z)[i], scores, r, 60, 6).max()) for i in range(3))  # type: ignore[misc]
     assert 0.99 < first <= 1

@@ -27,8 +27,8 @@ from zoo.attention.theory.separate import SeparateCore
 from zoo.attention.window import WindowAttention
 from zoo.bounds.contracts import Expansion
 from zoo.bounds.curvature import composition, nodes_of
-from zoo.bounds.facts import NoRule
-from zoo.bounds.rules import layer_of
+from zoo.bounds.first_order import layer_of
+from zoo.bounds.rule_table import NoRule
 from zoo.models.swin import InWindows
 
 N, D, H = 4, 12, 3
@@ -368,5 +368,5 @@ def test_nothing_is_known_of_a_quotient_that_may_be_held(share: float) -> None:
     for part in torch.linspace(0.001, 0.5, 50).tolist():
         r = QKVRadii(still, torch.full((1,), part * c**0.5).double(), still)  # the key gets shorter by all of it
         exact = abs(1 / max(SMALLEST_C, c * (1 - part)) - 1 / c - part / c)
-        assert exact <= float(quotient.bent(r, superhomogeneous=True)) * (1 + 1e-9)
-        assert exact <= float(quotient.bent(r, superhomogeneous=False)) * (1 + 1e-9)
+        assert exact <= float(quotient.nonlinear(r, superhomogeneous=True)) * (1 + 1e-9)
+        assert exact <= float(quotient.nonlinear(r, superhomogeneous=False)) * (1 + 1e-9)

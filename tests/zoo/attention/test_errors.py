@@ -1,5 +1,5 @@
-"""What computed queries, keys, values and scores cost: X of zoo/attention/theory/errors.py, climbed on directly, and
-the bounds of the errors themselves.
+"""What computed queries, keys, values and scores cost: X of zoo/attention/theory/score_errors.py, climbed on directly,
+and the bounds of the errors themselves.
 
 The exact core has q, k, v and scores S. The one that the rules see has others, off by known amounts. Letters: as in
 test_forms.py.
@@ -30,7 +30,7 @@ from zoo.attention.parts import core_leaf
 from zoo.attention.qkv import AttentionBounds
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.theory.core import QKVRadii, Score
-from zoo.attention.theory.errors import Errors, Inexact
+from zoo.attention.theory.score_errors import Errors, Inexact
 from zoo.attention.theory.separate import SeparateCore
 from zoo.attention.theory.squares import QKV, at_tokens
 from zoo.attention.window import WindowAttention

@@ -22,7 +22,7 @@ from zoo.attention.parts import CoreLeafForms, core_leaf
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.theory import forms
 from zoo.attention.theory.core import Score
-from zoo.attention.theory.forms import CoreForms, Reach
+from zoo.attention.theory.forms import CoreForms, ScoreRange
 from zoo.attention.theory.separate import SeparateCore
 from zoo.attention.theory.squares import QKV, ScoreValueSquares
 from zoo.attention.window import WindowAttention
@@ -152,7 +152,7 @@ def test_no_ascent_within_the_reaches_beats_a_form(score: str, r: float) -> None
 @pytest.mark.parametrize("score", SCORES)
 def test_no_ascent_beats_what_holds_everywhere(score: str, r: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """However far scores move."""
-    monkeypatch.setattr(Reach, "__init__", unbounded(Reach.__init__))
+    monkeypatch.setattr(ScoreRange, "__init__", unbounded(ScoreRange.__init__))
     case = case_of(SCORES[score])
     by_gradient, by_rest = share_of_gradient(case, r), share_of_rest(case, r)
     print(f"{score} {r}: of gradient {by_gradient.median():.2g}, of rest {by_rest.median():.2g}")
@@ -164,7 +164,7 @@ def test_no_ascent_beats_what_holds_everywhere(score: str, r: float, monkeypatch
 def unbounded(init: Callable[..., None]) -> Callable[..., None]:
     """No reach is known."""
 
-    def of(self: Reach, *known: Any) -> None:
+    def of(self: ScoreRange, *known: Any) -> None:
         init(self, *known)
         self.bounded = torch.zeros_like(self.bounded)
 
@@ -279,9 +279,9 @@ def one_sided_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keys_do_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    init = Reach.__init__
+    init = ScoreRange.__init__
     monkeypatch.setattr(
-        Reach, "__init__", lambda self, core, linear, eta: init(self, core, linear, eta * keys_off(eta))
+        ScoreRange, "__init__", lambda self, core, linear, eta: init(self, core, linear, eta * keys_off(eta))
     )
 
 

@@ -22,8 +22,8 @@ from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import FEW, GPSA
 from zoo.attention.softmax import SoftmaxAttention, without_content
 from zoo.attention.window import WindowAttention
-from zoo.bounds.facts import NoRule
-from zoo.bounds.rules import layer_of, residual_layer_of
+from zoo.bounds.first_order import layer_of, residual_layer_of
+from zoo.bounds.rule_table import NoRule
 from zoo.models.swin import InWindows
 
 D, H = 12, 3

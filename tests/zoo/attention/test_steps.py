@@ -23,7 +23,7 @@ from zoo.attention.theory.core import Core, QKVRadii, Score, SeminormBound
 from zoo.attention.theory.everywhere import HALF_STEP, moved_everywhere
 from zoo.attention.theory.forms import CoreForms
 from zoo.attention.theory.joint import JointCore, same
-from zoo.attention.theory.reach import Reach
+from zoo.attention.theory.score_range import ScoreRange
 from zoo.attention.theory.softmax_row import K2_MAX, e1, e2, norm_upper, third_cumulant
 from zoo.attention.theory.squares import QKV, Scores, ScoreSquares, ScoreValueSquares, Squares, ValueSquares
 
@@ -92,7 +92,7 @@ class Move:
         return (self.core.p * self.centred(self.products)) @ self.core.values
 
     @cached_property
-    def bent(self) -> Tensor:
+    def nonlinear(self) -> Tensor:
         """(P' - P) v - Cov(delta, v)."""
         return (self.change - self.core.p * self.delta) @ self.core.values
 
@@ -115,7 +115,7 @@ def worth(squares: Squares, eta: Tensor) -> Tensor:
 # forms ----------------------------------------------------------------------------------------------------------------
 
 
-def gradient_steps(forms: CoreForms, reach: Reach, move: Move, o: Tensor) -> Sides:
+def gradient_steps(forms: CoreForms, reach: ScoreRange, move: Move, o: Tensor) -> Sides:
     """T1, T2 and T3 within the reach."""
     core, (_, _, v) = forms.core, move.parts
     c, gained = core.directional(o), core.gain_H[:, None, None] * o
@@ -135,31 +135,31 @@ def gradient_steps(forms: CoreForms, reach: Reach, move: Move, o: Tensor) -> Sid
     }
 
 
-def rest_steps(forms: CoreForms, reach: Reach, move: Move) -> Sides:
+def rest_steps(forms: CoreForms, reach: ScoreRange, move: Move) -> Sides:
     """A, B and C within the reach; B = B1 + B2, what delta^1 and Q do."""
     core, weights, quadratic = forms.core, forms.weights(reach), move.centred(move.products)
-    a, (exponential, box) = forms._chosen_bent(reach, weights.by_values), forms._bent(reach)
+    a, (exponential, box) = forms._chosen_nonlinear(reach, weights.by_values), forms._nonlinear(reach)
     b = reach.centred(a)
     linear, turned = (weighted(one, move.products).sqrt() for one in (forms.covariance, b))
     spread, of_box = forms._turned(reach)
     moved2, inputs2 = length(move.change @ move.inputs).square(), core.softmax.centred(move.parts.v).square().sum(-1)
-    one, two, bent2 = length(move.covariance), weighted(a, quadratic).sqrt(), length(move.bent).square()
+    one, two, nonlinear2 = length(move.covariance), weighted(a, quadratic).sqrt(), length(move.nonlinear).square()
     parts = (weighted(a, move.delta1).sqrt(), one + two, moved2.sqrt())
     shares = (part.square() / t.view(-1, 1, 1) for part, t in zip(parts, weights.shares, strict=True))
     return {
         "A": (one.square(), weighted(forms.covariance, move.products)),
-        "B by exponentials": (torch.where(reach.gentle, bent2, 0.0), weighted(exponential, move.delta)),
-        "B by the box": (bent2, weighted(box, move.delta)),
+        "B by exponentials": (torch.where(reach.gentle, nonlinear2, 0.0), weighted(exponential, move.delta)),
+        "B by the box": (nonlinear2, weighted(box, move.delta)),
         "B1 + B2": (weighted(a, move.delta).sqrt(), parts[0] + two),
         "B2": (two.square(), weighted(b, move.products)),
         "A + B2": ((linear + turned).square(), weighted(forms.joined(b, weights), move.products)),
         "C by exponentials": (torch.where(reach.gentle, moved2, 0.0), (spread * core.p * inputs2).sum(-1)),
         "C by the box": (moved2, (of_box * inputs2).sum(-1)),
-        "R": (length(move.covariance + move.bent + move.change @ move.inputs).square(), sum(shares, 0 * one)),
+        "R": (length(move.covariance + move.nonlinear + move.change @ move.inputs).square(), sum(shares, 0 * one)),
     }
 
 
-def steps_everywhere(forms: CoreForms, reach: Reach, move: Move, o: Tensor) -> Sides:
+def steps_everywhere(forms: CoreForms, reach: ScoreRange, move: Move, o: Tensor) -> Sides:
     """What holds however far scores move."""
     core, (q, k, v) = forms.core, move.parts
     size, sd = norm_upper(core.values).unsqueeze(-1), weighted(core.p, move.delta1).sqrt()
@@ -182,7 +182,7 @@ def steps_everywhere(forms: CoreForms, reach: Reach, move: Move, o: Tensor) -> S
         ),
         "(p' - p1) V": (length(second @ core.values), HALF_STEP * x.sqrt() * size),
         "(p' - p) eta^v": (length(move.change @ move.inputs), 2**0.5 * length(inputs)),
-        "bent along c": (-((first - core.p * move.delta1) * c).sum(-1), K2_MAX / 2 * middle * linear.square()),
+        "nonlinear along c": (-((first - core.p * move.delta1) * c).sum(-1), K2_MAX / 2 * middle * linear.square()),
         "Q along c": (-(second * c).sum(-1), x / 2 * middle),
         "along y": (-(move.change * y).sum(-1), far * length(y)),
     }
@@ -398,8 +398,11 @@ def remainder_steps(core: Core, move: Move, o: Tensor, r: QKVRadii) -> Sides:
     gentle = tau < 50
     return sides | {
         "Cov(Q, v)": (move.covariance.flatten(1).norm(dim=1), core.value_seminorm.second(r)),
-        "bent rows": (torch.where(gentle.view(-1, 1, 1), length(move.bent), 0.0), z.nan_to_num(torch.inf)),
-        "bent": (torch.where(gentle, length(move.bent).flatten(1).sum(1), 0.0), together.nan_to_num(torch.inf)),
+        "nonlinear rows": (torch.where(gentle.view(-1, 1, 1), length(move.nonlinear), 0.0), z.nan_to_num(torch.inf)),
+        "nonlinear": (
+            torch.where(gentle, length(move.nonlinear).flatten(1).sum(1), 0.0),
+            together.nan_to_num(torch.inf),
+        ),
         "(P' - P) eta^v": ((move.change @ move.inputs).flatten(1).norm(dim=1), inputs.nan_to_num(torch.inf)),
         "P' - P": (matrix.norm(dim=-1, keepdim=True) if core.together else matrix, change.p),
         "DP Q": (

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from tests.tools.cases import mostly_slow
 from tests.tools.expansions import Instance, largest_dip, largest_gain, ratios, report, tightness
-from tests.zoo.bounds.test_rules import CASES as FIRST_ORDER
-from tests.zoo.bounds.test_rules import SHAPES, norm_with_affine, scaled_
+from tests.zoo.bounds.test_first_order import CASES as FIRST_ORDER
+from tests.zoo.bounds.test_first_order import SHAPES, norm_with_affine, scaled_
 from zoo.attention.conv_mixing import ConvMixing
 from zoo.bounds.activations import Smooth, range_of_second
 from zoo.bounds.curvature import affine, expansion_of, linear_part
-from zoo.bounds.facts import NoRule, types_where
 from zoo.bounds.fused import eigenvalue_bound
+from zoo.bounds.rule_table import NoRule, types_where
 from zoo.bounds.torch_modules import GELU, SIGMOID, SILU, TANH, TANH_GELU, softplus
 from zoo.layers.convolution import CellConv2d
 from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
@@ -117,9 +117,9 @@ def instances(case: Case, seed: int, modules: int = MODULES) -> Iterator[Instanc
 
 
 def test_every_rule_has_a_case() -> None:
-    kinds = types_where(lambda facts: facts.expansion not in (None, affine))
+    kinds = types_where(lambda rules: rules.expansion not in (None, affine))
     assert {kind for kind in kinds if not kind.__module__.startswith("zoo.attention")} == set(CASES)
-    assert set(types_where(lambda facts: facts.expansion is affine)) == {*AFFINE, *IDENTITIES}
+    assert set(types_where(lambda rules: rules.expansion is affine)) == {*AFFINE, *IDENTITIES}
 
 
 @pytest.mark.parametrize(("kind", "i"), FEW, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))

@@ -22,7 +22,7 @@ from zoo.bounds.activations import Hinge, hinge_parabola
 from zoo.bounds.contracts import Expansion, Forms, QuadraticForm
 from zoo.bounds.curvature import affine, expansion_of
 from zoo.bounds.elementwise import UnitForms
-from zoo.bounds.facts import types_where
+from zoo.bounds.rule_table import types_where
 from zoo.layers.mlp import SLL
 from zoo.layers.norm_forms import NormForms, ProjectForms
 from zoo.layers.norms import LayerProject, SmoothProject
@@ -168,7 +168,7 @@ def test_no_ascent_beats_a_projection_near_its_sphere() -> None:
 
 def test_which_leaves_that_bend_have_no_forms() -> None:
     """Of all modules of all models, shrunk; nothing else is forgotten silently."""
-    bent = set(types_where(lambda facts: facts.expansion not in (None, affine)))
+    nonlinear = set(types_where(lambda rules: rules.expansion not in (None, affine)))
     found, seen = set[str](), set[type[nn.Module]]()
     for name in distinct():
         torch.manual_seed(0)
@@ -177,7 +177,7 @@ def test_which_leaves_that_bend_have_no_forms() -> None:
         options = zoo.model_options(name, **tiny_options(name))
 
         def look(module: nn.Module, inputs: tuple[Tensor, ...], met: Any = met) -> None:
-            if type(module) in bent:
+            if type(module) in nonlinear:
                 met[type(module)] = module, inputs[0]
 
         hooks = [module.register_forward_pre_hook(look) for module in model.modules()]
@@ -191,7 +191,7 @@ def test_which_leaves_that_bend_have_no_forms() -> None:
                 found.add(type(module).__name__)
         seen |= met.keys()
     assert found == NONE
-    assert bent - seen <= set(CASES)  # what no model has is attacked below, and must have forms
+    assert nonlinear - seen <= set(CASES)  # what no model has is attacked below, and must have forms
 
 
 @few_cases
@@ -276,7 +276,7 @@ def no_constant(v: Tensor, k: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
     return c, 0 * s
 
 
-def at_the_clean_point(forms: NormForms, reach: norm_forms.Reach) -> norm_forms.Factors:
+def at_the_clean_point(forms: NormForms, reach: norm_forms.TokenRange) -> norm_forms.Factors:
     found = factors(forms, reach)
     half = torch.full_like(found.a, 0.5)
     return replace(found, a=0 * half, change=1e-9 * half, alpha=(half, half), beta=(half, half))

@@ -18,18 +18,18 @@ from certizoo import UserError
 from tests.tools.small_models import distinct, labelled, small_model
 from zoo.arithmetic import length
 from zoo.attention.theory.softmax_row import norm_upper
-from zoo.bounds import facts as table
 from zoo.bounds import lanczos
-from zoo.bounds.genuine import modules_of, own_tensors
-from zoo.bounds.rules import trunk
+from zoo.bounds import rule_table as table
+from zoo.bounds.first_order import trunk
+from zoo.bounds.integrity import modules_of, own_tensors
 from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
 from zoo.layers.norms import CenterNorm, LayerProject
 from zoo.layers.patches import PatchProjection
 from zoo.models.overview import tiny_options
-from zoo.rules import Facts, NoRule, expansion_of, facts_of, layer_of, register, types_where
+from zoo.rules import ModuleRules, NoRule, expansion_of, layer_of, register, rules_of, types_where
 
 METHODS = ("lofast", "adjoint", "image", "best")
-STATED = types_where(lambda facts: facts.shapes)
+STATED = types_where(lambda rules: rules.shapes)
 
 # shapes ---------------------------------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ def test_every_shape_but_the_stated_one_is_refused(
     assert {kind for kind, _ in sites} == set(STATED), "every type with tensors of its own is met in a model"
     tries = 0
     for (_, key), (model, module) in sites.items():
-        stated = facts_of(module).shapes
+        stated = rules_of(module).shapes
         assert stated is not None
         if stated(module)[key] is None:  # no forward pass reads it
             continue
@@ -149,10 +149,10 @@ class Shift(nn.Module):
 
 def test_a_type_that_states_no_shapes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "_TABLE", dict(table._TABLE))
-    register(Shift, Facts(rule=lambda module: lambda x: (module(x), lambda r: r)))
+    register(Shift, ModuleRules(rule=lambda module: lambda x: (module(x), lambda r: r)))
     model = small_model("standard", 0)
     model.norm = Shift()
-    with pytest.raises(NoRule, match=r"norm: .*its b has the shape \(16,\), and its facts state none"):
+    with pytest.raises(NoRule, match=r"norm: .*its b has the shape \(16,\), and its rules state none"):
         trunk(model)
     model.norm = nn.BatchNorm1d(16)
     with pytest.raises(NoRule, match=r"norm: .*BatchNorm1d.*its weight has the shape \(16,\)"):

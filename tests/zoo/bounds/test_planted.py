@@ -26,9 +26,9 @@ from tests.tools.expansions import Instance, largest_dip
 from tests.tools.small_models import AVG, SMALL, labelled
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.theory.softmax_row import K2_MAX
-from zoo.bounds import facts, torch_modules
+from zoo.bounds import rule_table, torch_modules
 from zoo.bounds.contracts import Bound, Layer
-from zoo.bounds.rules import classifier_of, layer_of, residual_layer_of, steps_of
+from zoo.bounds.first_order import classifier_of, layer_of, residual_layer_of, steps_of
 from zoo.layers import norms
 from zoo.layers.mlp import SLL, Mlp
 from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
@@ -166,7 +166,7 @@ def test_the_certificate_of_a_linear_model_is_exact() -> None:
 # second order ---------------------------------------------------------------------------------------------------------
 
 
-def bent(module: nn.Module, x: Tensor, g: Tensor, r: float) -> float:
+def remainder_share(module: nn.Module, x: Tensor, g: Tensor, r: float) -> float:
     """(largest -<g, R> found) / bound, over the gradients g (C, 1, 1, D)."""
     case = Instance(module, x, g, torch.tensor([r]).double())
     return float((largest_dip(case, steps=120, starts=4) / case.expansion().remainder(g)(case.r_B[None])).max())
@@ -220,7 +220,7 @@ SECOND: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor, float]]] = {
 @pytest.mark.parametrize("name", SECOND)
 def test_a_second_order_constant_is_tight_somewhere(name: str) -> None:
     torch.manual_seed(1)
-    assert 0.955 < bent(*SECOND[name]()) <= 1 + 1e-6
+    assert 0.955 < remainder_share(*SECOND[name]()) <= 1 + 1e-6
 
 
 def test_softmax_dispersion_by_two_points() -> None:
@@ -241,7 +241,7 @@ def test_softmax_dispersion_by_two_points() -> None:
 
 def _said(patch: pytest.MonkeyPatch, kind: type[nn.Module], **lies: Any) -> None:
     """Some facts of a type replaced."""
-    patch.setitem(facts._TABLE, kind, replace(facts._TABLE[kind], **lies))
+    patch.setitem(rule_table._TABLE, kind, replace(rule_table._TABLE[kind], **lies))
 
 
 def _smaller(act: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -275,7 +275,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 def _scaled(patch: pytest.MonkeyPatch, kind: type[nn.Module]) -> None:
-    honest = facts._TABLE[kind].rule
+    honest = rule_table._TABLE[kind].rule
     assert honest is not None
 
     def short(module: nn.Module) -> Layer:
@@ -303,7 +303,7 @@ def test_a_planted_fault_of_first_order_is_caught(name: str, monkeypatch: pytest
 def test_a_planted_fault_of_second_order_is_caught(act: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     _smaller(act)(monkeypatch)
-    assert bent(*SECOND[name]()) > 1
+    assert remainder_share(*SECOND[name]()) > 1
 
 
 @pytest.mark.parametrize("method", ["lofast", "adjoint"])

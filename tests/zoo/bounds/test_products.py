@@ -16,7 +16,7 @@ from tests.tools.cases import mostly_slow
 from tests.tools.in_float32 import UNITS, InFloat32, in_float32, rounded_by
 from tests.zoo.attention.test_forms import SCORES, case_of
 from tests.zoo.bounds.test_curvature import CASES, instances
-from zoo.arithmetic import OUT, U, beside, gamma
+from zoo.arithmetic import OUT, U, broadcast_batch, gamma
 from zoo.attention.parts import CoreLeafForms, core_leaf
 from zoo.attention.theory.separate import SeparateCore
 from zoo.bounds import torch_modules
@@ -149,7 +149,7 @@ def of_forms(leaf: Expansion, forms: Forms, radius: float = 0.05) -> float:
     x = leaf.pull(leaf.y[None])[0]
     room_B = torch.ones_like(leaf.gain_B)
     squares = forms.squares(x[None])
-    reach = (radius * forms.sizes * beside(room_B, squares.shape[1:])).expand(squares.shape)
+    reach = (radius * forms.sizes * broadcast_batch(room_B, squares.shape[1:])).expand(squares.shape)
     random = torch.Generator().manual_seed(1)
     g = torch.randn(1, *leaf.y.shape, generator=random, dtype=torch.float64)
     r = torch.zeros_like(forms.collect(leaf.y[None])[0])
@@ -173,7 +173,7 @@ def functionals(forms: Forms, x: Tensor) -> float:
             squares = forms.squares(v)
         known = torch.isfinite(exact)
         off = torch.where(known, squares.sqrt() - exact, 0.0).abs() - 4 * U * UNITS * torch.where(known, exact, 0.0)
-        length = beside(v[0].flatten(1).norm(dim=1), exact.shape[1:])
+        length = broadcast_batch(v[0].flatten(1).norm(dim=1), exact.shape[1:])
         most = max(most, float((off.clamp_min(0) / (forms.slack * UNITS * length)).nan_to_num(0.0, torch.inf).max()))
     return most
 

@@ -16,9 +16,9 @@ from certify.methods.bake import bake, logit_difference
 from certizoo import UserError
 from tests.tools.ascent import ascend, largest_change
 from tests.tools.cases import mostly_slow
-from tests.zoo.bounds.test_rules import instances, scaled_
+from tests.zoo.bounds.test_first_order import instances, scaled_
 from zoo.attention.dot_product import DotProductAttention
-from zoo.bounds.rules import layer_of
+from zoo.bounds.first_order import layer_of
 from zoo.layers.block import PostNormBlock
 from zoo.layers.constrained import CONSTRAINTS, constrain_
 from zoo.layers.init import spectral_init_

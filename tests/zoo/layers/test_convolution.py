@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zoo.bounds.facts import NoRule
-from zoo.bounds.rules import layer_of
+from zoo.bounds.first_order import layer_of
+from zoo.bounds.rule_table import NoRule
 from zoo.layers.convolution import CellConv2d, conv_norm
 
 

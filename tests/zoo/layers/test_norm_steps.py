@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.layers.norm_forms import BoundedForms, NormForms, Plane, ProjectForms, Reach
+from zoo.layers.norm_forms import BoundedForms, NormForms, Plane, ProjectForms, TokenRange
 
 T, D, R = 4000, 3, 1.3
 
@@ -48,7 +48,7 @@ def test_every_step_of_the_form_holds(kind: type[NormForms], size: float) -> Non
     wide = 1 + torch.rand(T, 1, generator=generator).double()
     n = u / length(u)
     forms = kind(u, R)
-    reach = Reach.of(torch.cat([wide * eta.abs(), wide * dot(n, eta).abs(), wide * length(eta)], -1))
+    reach = TokenRange.of(torch.cat([wide * eta.abs(), wide * dot(n, eta).abs(), wide * length(eta)], -1))
     plane, factors, t = Plane.of(g, n), forms._factors(reach), forms._divisor
     valid = factors.near
     if isinstance(forms, ProjectForms):  # of what stays outside

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from certizoo import UserError
-from zoo.bounds.rules import classifier_of
+from zoo.bounds.first_order import classifier_of
 from zoo.models.vit import ViT
 
 

@@ -215,12 +215,12 @@ def test_another_window_resamples_the_bias_tables() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"depth": 2}, "blocks.2.norm1.weight, the weights have one; .*architecture"),
+        ({"depth": 2}, "the weights have blocks.2.norm1.weight, but the model does not; .*architecture"),
         ({"depth": 4}, "the weights have no blocks.3.norm1.weight; .*architecture"),
         ({"embed_dim": 24}, "cls_token is .* in the weights .*embed_dim"),
-        ({"bias": False}, "no patch_embed.proj.bias, .*bias=True"),
-        ({"qkv_bias": False}, "no blocks.0.attn.qkv.bias, .*qkv_bias=True"),
-        ({"global_pool": "avg"}, "no cls_token"),
+        ({"bias": False}, "have patch_embed.proj.bias, but .*bias=True"),
+        ({"qkv_bias": False}, "have blocks.0.attn.qkv.bias, but .*qkv_bias=True"),
+        ({"global_pool": "avg"}, "have cls_token, but the model does not"),
         ({"patch_cap": 1.0}, "constrains patch_embed.proj.weight.*without caps"),
         ({"in_chans": 1}, "patch_embed.proj.weight is .*in_chans"),
     ],
@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_refused_with_its_key(options: dict[str, Any], mess
 
 
 def test_another_architecture_is_refused() -> None:
-    with pytest.raises(UserError, match=r"the model has no patch_embed.norm.weight, .*same architecture"):
+    with pytest.raises(UserError, match=r"the weights have patch_embed.norm.weight, but .*same architecture"):
         convert.from_timm(theirs("swin").state_dict(), ours("vit", embed_dim=24))
     with pytest.raises(UserError, match=r"the weights have no blocks.0.attn.qkv.bias; .*qkv_bias=False"):
         convert.from_timm(theirs("vit", qkv_bias=False).state_dict(), ours("vit"))
@@ -376,7 +376,7 @@ def test_a_tag_with_other_heads_is_refused(tag: str) -> None:
 
 
 def test_tags_are_full_and_known() -> None:
-    with pytest.raises(UserError, match="which weights; give a full tag such as vit_base_patch16_224\\."):
+    with pytest.raises(UserError, match="without its weights; give a full tag such as vit_base_patch16_224\\."):
         load_pretrained(ours("vit"), "vit_base_patch16_224")
     with pytest.raises(UserError, match=r"no weights 'vit_base_patch16_224.nonsense'; .*vit_base_patch16_224\."):
         load_pretrained(ours("vit"), "vit_base_patch16_224.nonsense")
@@ -413,7 +413,7 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "weights.txt").write_text("no")
     for name, message in {
         "a.safetensors": "damaged", "a.pth": "plain weights", "object.pth": "plain weights",
-        "list.pth": "no state dict", "weights.txt": "ends in .safetensors", "absent.pth": "no file",
+        "list.pth": "not hold a state dict", "weights.txt": "ends in .safetensors", "absent.pth": "does not exist",
     }.items():  # fmt: skip
         with pytest.raises(UserError, match=message) as error:
             load_pretrained(model, str(tmp_path / name))
@@ -465,7 +465,7 @@ def test_a_source_that_cannot_be_is_refused_before_training(
     shutil.copytree(digits, tmp_path / "data" / "digits")
     monkeypatch.chdir(tmp_path)
     for override, words in {
-        "pretrained=w.pth": "no file w.pth",
+        "pretrained=w.pth": "w.pth does not exist",
         "pretrained=true": "dp_vit_ti has no published weights",
         "pretrained=vit_tiny_patch16_224": "full tag",
         "+model.pretrained=w.pth": "write pretrained=SOURCE",
@@ -611,7 +611,7 @@ def test_the_command_line_exports(trained: Any, tmp_path: Path, capsys: pytest.C
     assert load_file(tmp_path / "w.safetensors").keys() == theirs("vit").state_dict().keys()
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path), str(tmp_path / "w.safetensors"), "--format", "timm"])
-    assert "no hand-over" in capsys.readouterr().err
+    assert "not a hand-over" in capsys.readouterr().err
 
 
 def test_a_hand_over_is_exported(trained: Any, tmp_path: Path) -> None:
@@ -623,5 +623,5 @@ def test_a_hand_over_is_exported(trained: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.export.load(tmp_path / "m.pt2").module()(x), trained(x), rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match="no export format 'tflite'; nearest: "):
         export.export_handover(tmp_path / "h", tmp_path / "m", "tflite")
-    with pytest.raises(UserError, match="no hand-over"):
+    with pytest.raises(UserError, match="not a hand-over"):
         export.export_handover(tmp_path, tmp_path / "m", "torch")

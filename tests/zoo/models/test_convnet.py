@@ -13,7 +13,7 @@ from certify.methods.bake import bake
 from certizoo import UserError
 from tests.tools.ascent import ascend, largest_change
 from tests.tools.cases import mostly_slow
-from zoo.bounds.rules import layer_of
+from zoo.bounds.first_order import layer_of
 from zoo.models.convnet import ConvNet, ReLUx
 
 # CertViT, Table 1.

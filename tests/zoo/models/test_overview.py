@@ -14,7 +14,7 @@ from zoo.models import overview
 
 def test_cost_of_a_vit_by_its_formula() -> None:
     """N D P for the patches, 12 N D^2 + 2 N^2 D a block, D K for the head: multiply-adds of one image."""
-    row = overview.facts("dp_vit_b")
+    row = overview.summarize("dp_vit_b")
     n, d, patches = 197, 768, 196
     assert row.macs == patches * d * 3 * 16**2 + 12 * (12 * n * d**2 + 2 * n**2 * d) + 1000 * d
     assert (row.parameters, row.tokens, row.image, row.backbone) == (86_567_656, 197, "3x224x224", "vit")
@@ -22,19 +22,19 @@ def test_cost_of_a_vit_by_its_formula() -> None:
 
 def test_published_costs() -> None:
     """GMACs of Liu et al. 2021, Table 1 (Swin-T 4.5), and of Touvron et al. 2021 (DeiT-S 4.6)."""
-    swin, deit = overview.facts("dp_swin_t"), overview.facts("dp_deit_s")
+    swin, deit = overview.summarize("dp_swin_t"), overview.summarize("dp_deit_s")
     assert f"{swin.macs / 1e9:.1f}" == "4.5"
     assert f"{deit.macs / 1e9:.1f}" == "4.6"
     assert swin.tokens == 56 * 56
-    assert overview.facts("dp_convit_ti").backbone == "convit"
-    assert overview.facts("dp_convit_ti").tokens == 197
+    assert overview.summarize("dp_convit_ti").backbone == "convit"
+    assert overview.summarize("dp_convit_ti").tokens == 197
 
 
 def test_caps_cost_nothing_when_served() -> None:
     free = {"attention": "dp", "patch_cap": None}
-    capped = overview.facts("lofast_vit_c10")
-    assert capped.macs == overview.facts("lofast_vit_c10", **free).macs
-    assert capped.parameters == overview.facts("lofast_vit_c10", **free).parameters
+    capped = overview.summarize("lofast_vit_c10")
+    assert capped.macs == overview.summarize("lofast_vit_c10", **free).macs
+    assert capped.parameters == overview.summarize("lofast_vit_c10", **free).parameters
 
 
 def test_weights_of_a_large_model_are_never_allocated() -> None:
@@ -48,8 +48,8 @@ def test_rules_are_really_tried() -> None:
     assert overview.lofast_refusal("l2_vit_b") == ""
     untied = overview.lofast_refusal("l2_vit_b", attention={"name": "l2", "tied": False})
     assert untied.startswith("NoRule(zoo.attention.l2")
-    assert overview.facts("dp_vit_ti").record()["lofast"] is True
-    assert overview.facts("l2_swin_t").record()["adjoint"] is True
+    assert overview.summarize("dp_vit_ti").record()["lofast"] is True
+    assert overview.summarize("l2_swin_t").record()["adjoint"] is True
 
 
 def test_trying_rules_leaves_the_random_stream_alone() -> None:

@@ -63,13 +63,13 @@ def test_another_number_of_classes_gets_a_new_head_and_another_option_is_refused
     weights, others = published.state_dict(), other.state_dict()
     assert others["head.weight"].shape[0] == 3
     assert all(torch.equal(weights[key], others[key]) for key in weights if not key.startswith("head."))
-    with pytest.raises(UserError, match=r"has depth=2, not 3; leave depth away"):
+    with pytest.raises(UserError, match=r"has depth=2, not 3; remove depth"):
         zoo.create_model("cert_vit_c10", pretrained=True, depth=3)
 
 
 @pytest.mark.parametrize("create", [zoo.create_model, timm.create_model])
 def test_a_name_without_weights_is_told_which_have_some(create) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(UserError, match=r"dp_vit_ti has no published weights; those that have: cert_vit_c10"):
+    with pytest.raises(UserError, match=r"dp_vit_ti has no published weights; models with weights: cert_vit_c10"):
         create("dp_vit_ti", pretrained=True)
 
 
@@ -82,7 +82,7 @@ def test_one_changed_byte_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) 
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(UserError, match="is not the file that the table names"):
+    with pytest.raises(UserError, match="does not have the digest in the table"):
         zoo.create_model("cert_vit_c10", pretrained=True)
 
 

@@ -8,8 +8,8 @@ softmax drops. For changes eta of q, k, v the scores change, up to such constant
     delta_ilk = s k_lk . eta^q_il + beta_ilk . eta^k_lk + Q_ilk,
     beta_ilk = s (q_il - kappa k_lk),     Q_ilk = s (eta^q_il . eta^k_lk - kappa |eta^k_lk|^2 / 2).
 
-With c_ilk = o_il . v_lk for a gradient o of `out`, and G = P o c~ that of the scores, R, the rest behind the linear
-part, is exactly
+With c_ilk = o_il . v_lk for a gradient o of `out`, and G = P o c~ that of the scores, the remainder R after the linear
+part is exactly
 
     <o, R> = <G, Q> + sum_il [<p' - p, c> - Cov_p(delta, c)] + sum_il <p' - p, o_il . eta^v>  =  T1 + T2 + T3,
     T2 = int_0^1 (1 - t) kappa_3,t(c, delta, delta) dt,     T3 = int_0^1 Cov_t(delta, o . eta^v) dt    (on S + t delta)
@@ -17,13 +17,13 @@ part, is exactly
 and ||R|| is bounded by the same with v~ for c~. T2 and T3 have two bounds each, of which the least counts:
 
     box            by slope and curvature of the softmax on the box that the scores can reach, and by ||S' - S||_F
-    exponential    by E1(tau), E2(tau) and seminorms of delta with P inside: sharper while tau is below 1, or about
+    exponential    by E1(tau), E2(tau) and seminorms of delta with P inside: tighter while tau is below 1, or about
 
-What is here needs of the scores only how far they may move: `SeminormBound`s, which a subclass derives from what it
-knows of q, k and v. A mend of these proofs is needed here alone. Proofs: docs/proofs.md#attention-core.
+These bounds depend on the scores only through how far they may move: `SeminormBound`s, which a subclass derives from
+its knowledge of q, k and v. A correction of these proofs is needed here alone. Proofs: docs/proofs.md#attention-core.
 
-Words.
-  radii             upper bounds r_q, r_k, r_v of the Frobenius norms of what is changed (`QKVRadii`)
+Terms.
+  radii             upper bounds r_q, r_k, r_v of the Frobenius norms of the changes (`QKVRadii`)
   seminorm bound    (U_q, U_k, T_q, T_k): a seminorm of delta is <= r_q U_q + r_k U_k + r_q r_k T_q + r_k^2 T_k. Those
                     with weights w_ilk >= 0 are sqrt( sum_ilk w_ilk delta~_ilk^2 ), by Minkowski
   tau, deviation    the seminorms max_ilk |delta~_ilk|, and sd_p(delta_il) of each row
@@ -34,7 +34,7 @@ Words.
   group             the heads whose scores are measured in one number: each by itself, or all of them together
 
 Letters: B images (or windows), C classes, H heads (l), G groups of heads, N tokens (i row, k column), O width of a
-head; "..." is C or nothing, and whatever the radii have in front of B.
+head; "..." is C or nothing, and all leading dimensions of the radii before B.
 """
 
 import math
@@ -50,19 +50,19 @@ from zoo.attention.theory.softmax_row import SoftmaxRows, e1, e2, exponential, n
 
 
 class QKVRadii(NamedTuple):
-    """(..., B) each."""
+    """The radii of q, k and v, (..., B) each."""
 
     q: Tensor
     k: Tensor
     v: Tensor
 
     def of(self, dims: int) -> "QKVRadii":
-        """With so many dimensions more behind B."""
+        """Append `dims` dimensions after B."""
         return QKVRadii(*(r.view(*r.shape, *(1,) * dims) for r in self))
 
 
 class SeminormBound(NamedTuple):
-    """U_q, U_k, T_q, T_k; see above."""
+    """The coefficients U_q, U_k, T_q, T_k; see the head of this file."""
 
     q: Tensor
     k: Tensor | float
@@ -70,16 +70,16 @@ class SeminormBound(NamedTuple):
     kk: Tensor | float = 0.0
 
     def first(self, r: QKVRadii) -> Tensor:
-        """The part of first order."""
+        """Return the first-order part."""
         return r.q * self.q + r.k * self.k
 
     def second(self, r: QKVRadii) -> Tensor:
-        """The part of second order."""
+        """Return the second-order part."""
         return r.q * r.k * self.qk + r.k.square() * self.kk
 
     def at(self, r: QKVRadii) -> Tensor:
         by_q, by_k = self.q + r.k * self.qk, self.k
-        if not isinstance(self.kk, float) or self.kk:  # not worth three more products where it is 0
+        if not isinstance(self.kk, float) or self.kk:  # saves three products where it is 0
             by_k = by_k + r.k * self.kk
         return r.q * by_q + r.k * by_k
 
@@ -88,13 +88,16 @@ Forms = dict[str, Tensor]  # several bounds of the same thing
 
 
 def least(forms: Forms) -> Tensor:
-    """All of them hold."""
+    """Return the least of several valid bounds."""
     return torch.stack(torch.broadcast_tensors(*forms.values())).amin(0)
 
 
 @dataclass(frozen=True)
 class Score:
-    """s, kappa, and whether q and k are one and move together. Distances, and q and k that are one, have s > 0."""
+    """The parameters s and kappa of the scores; `tied`: q and k are one and move together.
+
+    Distances, and tied q and k, have s > 0.
+    """
 
     s: float
     kappa: float = 0.0
@@ -106,7 +109,7 @@ class Score:
 
 
 class Change(NamedTuple):
-    """How far scores and softmax may have moved."""
+    """Bounds of how far scores and softmax may have moved."""
 
     matrix: Tensor  # ||S' - S||_F of each group (..., B, G)
     row: Tensor  # of each of their rows (..., B, H, N)
@@ -114,10 +117,12 @@ class Change(NamedTuple):
 
 
 class Core:
-    """Abstract: one clean batch. q, k, v (B, H, N, O), P (B, H, N, N) the softmax, and `mixed` the matrix in front of
-    V: an affine map of P per head, with the linear part `gain_H` (gpsa.py). `values` are centred, and carry that gain.
+    """Abstract: one clean batch.
 
-    A subclass says how far scores and values may move: what is declared here, and the functions without a body.
+    q, k, v (B, H, N, O), P (B, H, N, N) the softmax, and `mixed` the matrix in front of V: an affine map of P per head,
+    with the linear part `gain_H` (gpsa.py). `values` are centred, and carry that gain.
+
+    A subclass states how far scores and values may move: the attributes declared here, and the methods without a body.
     """
 
     matrix: SeminormBound  # ||S' - S||_F of each group (B, G)
@@ -125,9 +130,9 @@ class Core:
     tau: SeminormBound  # (B,)
     deviation: SeminormBound  # of each row (B, H, N)
     together: bool  # all heads are one group
-    norm_o: Tensor | float = 1.0  # of what follows the heads
-    norm_v: Tensor | float = 1.0  # of what makes all values, and the largest of one head, the gain included
-    norm_v_max: Tensor | float = 1.0
+    norm_o: Tensor | float = 1.0  # of the map after the heads
+    norm_v: Tensor | float = 1.0  # of the map that makes all values, the gain included
+    norm_v_max: Tensor | float = 1.0  # the largest of one head
     p_change_max: float = math.inf  # ||P' - P||_F of a head whatever the radii
 
     def __init__(self, score: Score, q: Tensor, k: Tensor, v: Tensor, p: Tensor, mixed: Tensor, gain_H: Tensor) -> None:
@@ -137,46 +142,55 @@ class Core:
         # An offset that all keys share moves whole rows of scores, and one of all values drops out of (P' - P) V.
         self.keys = k - k.mean(-2, keepdim=True)
         self.values = gain_H[:, None, None] * (v - v.mean(-2, keepdim=True))
-        self.own_BHN = self.s * self.softmax.deviation(self.keys)  # sd of s k~: what eta^q_il does to its row
+        self.own_BHN = self.s * self.softmax.deviation(self.keys)  # sd of s k~: the effect of eta^q_il on its row
         self.nu_BHN = self.softmax.deviation(self.values)
 
     def row_seminorm(self, w: Tensor) -> SeminormBound:
-        """Of the weights w_il p_ilk: sqrt( sum_il w_il Var_il(delta) ). w (..., B, H, N) -> (..., B).
+        """Return the bound for the weights w_il p_ilk: sqrt( sum_il w_il Var_il(delta) ). w (..., B, H, N) -> (..., B).
 
         Proof: docs/proofs.md#seminorm-bounds.
         """
         raise NotImplementedError
 
     def entry_seminorms(self, z: Tensor) -> tuple[SeminormBound, SeminormBound]:
-        """Of the weights p_ilk z_ilk, z >= 0 (..., B, H, N, N): of all (..., B), and of each row (..., B, H, N)."""
+        """Return the bounds for the weights p_ilk z_ilk, z >= 0 (..., B, H, N, N).
+
+        The first is for all rows (..., B), the second for each row (..., B, H, N).
+        """
         raise NotImplementedError
 
     def quadratic(self, g: Tensor) -> tuple[Tensor, Tensor | float]:
-        """t, u with -<G, Q> <= t r_q r_k + u r_k^2, for G (C, B, H, N, N)."""
+        """Return t, u with -<G, Q> <= t r_q r_k + u r_k^2, for G (C, B, H, N, N)."""
         raise NotImplementedError
 
     def combined(self, p_BG: Tensor, inputs_BG: Tensor) -> Tensor:
-        """||sum_l (E_l V_l + F_l eta^v_l) W_Ol||_F (..., B) for ||E_l||_F <= p, ||F_l||_F r_v <= inputs."""
+        """Bound ||sum_l (E_l V_l + F_l eta^v_l) W_Ol||_F (..., B) for ||E_l||_F <= p, ||F_l||_F r_v <= inputs."""
         raise NotImplementedError
 
     def value_gradients(self, o: Tensor) -> tuple[Tensor, Tensor]:
-        """How much o_l moves with eta^v at most, of each group (C, B, G); and o with the gain that `norm_v` lacks."""
+        """Return how much o_l moves with eta^v at most, for each group (C, B, G).
+
+        The second result is o with the gain that `norm_v` lacks.
+        """
         raise NotImplementedError
 
     @cached_property
     def value_seminorm(self) -> SeminormBound:
-        """Of the weights nu^2 p."""
+        """The bound for the weights nu^2 p."""
         return self.row_seminorm(self.nu_BHN.square())
 
     @cached_property
     def input_seminorm(self) -> SeminormBound:
-        """Of the weights max_k(p) p."""
+        """The bound for the weights max_k(p) p."""
         return self.row_seminorm(self.softmax.max_BHN)
 
     # first order ------------------------------------------------------------------------------------------------------
 
     def worst(self, x_BH: Tensor) -> Tensor:
-        """The largest in each group. Sums are taken behind it, as each summand may be largest in another head."""
+        """Return the largest in each group.
+
+        Sums are taken after it, as each summand may be largest in another head.
+        """
         return x_BH.amax(-1, keepdim=True) if self.together else x_BH
 
     def change(self, r: QKVRadii) -> Change:
@@ -186,7 +200,10 @@ class Core:
         return Change(matrix, row, p.clamp_max(self.p_change_max))
 
     def moved(self, r: QKVRadii) -> Tensor:
-        """||(P' - P) V'||_F: rows E1(tau) sd(delta) nu, and E1(tau) sd(delta) sqrt(max p) |eta^v|; or by the box."""
+        """Bound ||(P' - P) V'||_F with exponentials, or by the box.
+
+        With exponentials, rows are at most E1(tau) sd(delta) nu, and E1(tau) sd(delta) sqrt(max p) |eta^v|.
+        """
         return self._moved(r, self.change(r))
 
     def _moved(self, r: QKVRadii, change: Change) -> Tensor:
@@ -196,13 +213,13 @@ class Core:
         return torch.minimum(nan_to_inf(smooth), nan_to_inf(box))
 
     def linear(self, r: QKVRadii) -> Tensor:
-        """How far the linear part of (P' - P) V moves: what ||J|| has from the scores."""
+        """Bound how far the linear part of (P' - P) V moves: the share of the scores in ||J||."""
         p = self.worst(self.softmax.slope_BHN.amax(-1)) * self.matrix.first(r.of(1))
         box = self.combined(p, torch.zeros_like(p))
         return nan_to_inf(torch.minimum(self.norm_o * self.value_seminorm.first(r), box))
 
     def pull(self, o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """J^T o along q, k and v, o (C, B, H, N, O): G through the scores, and P^T o."""
+        """Return J^T o along q, k and v, o (C, B, H, N, O): G through the scores, and P^T o."""
         s, kappa = self.score.s, self.score.kappa
         g = s * self.p * self.directional(o)
         to_keys = g.mT @ self.q
@@ -211,38 +228,41 @@ class Core:
         return g @ self.k, to_keys, self.mixed.mT @ o
 
     def push(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """J (q, k, v), each (C, B, H, N, O): what the scores do to the values, and the values themselves."""
+        """Return J (q, k, v), each (C, B, H, N, O): the effect of the scores on the values, and the values."""
         weighted = self.p * self._rows(q, k)
         mean = weighted.sum(-1, keepdim=True)
         return self.score.s * (weighted @ self.values - mean * self._mean_value) + self.mixed @ v
 
     def turned(self, q: Tensor, k: Tensor) -> Tensor:
-        """delta^1~: the linear change of the scores, less its mean under each row of P (..., B, H, N, N)."""
+        """Return delta^1~, the linear change of the scores less its mean under each row of P (..., B, H, N, N)."""
         rows = self._rows(q, k)
         return self.score.s * (rows - (self.p * rows).sum(-1, keepdim=True))
 
     def _rows(self, q: Tensor, k: Tensor) -> Tensor:
-        """delta^1 / s: the linear change of the scores, but for a constant in each row."""
+        """Return delta^1 / s, the linear change of the scores, up to a constant in each row."""
         rows = q @ self.keys.mT + self.q @ k.mT
         return rows - self.score.kappa * (self.k * k).sum(-1).unsqueeze(-2) if self.score.kappa else rows
 
     @cached_property
     def _mean_value(self) -> Tensor:
-        """P V, of the centred values."""
+        """P V, for the centred values."""
         return self.p @ self.values
 
     def directional(self, o: Tensor) -> Tensor:
-        """c~_ilk = o_il . v~_lk."""
+        """Return c~_ilk = o_il . v~_lk."""
         return self.softmax.centred_along(o, self.values)
 
     # second order -----------------------------------------------------------------------------------------------------
 
     def beta(self, r: QKVRadii) -> Tensor:
-        """||R||_F. Proof: docs/proofs.md#attention-beta."""
+        """Bound ||R||_F. Proof: docs/proofs.md#attention-beta."""
         return least(self.beta_forms(r))
 
     def beta_forms(self, r: QKVRadii) -> Forms:
-        """The difference is (P' - P) V' less the part of first order: never more than both together."""
+        """Return several bounds of ||R||_F.
+
+        The difference is (P' - P) V' less the part of first order: never more than both together.
+        """
         change = self.change(r)
         return {
             "difference": nan_to_inf(self._moved(r, change) + self.linear(r)),
@@ -251,21 +271,23 @@ class Core:
         }
 
     def _beta_box(self, r: QKVRadii, change: Change) -> Tensor:
-        """(lam |Q| + K2 / 2 |dS|^2) ||V|| + lam |dS| |eta^v|; of rows, max_i K2 |dS_i| |dS|."""
+        """Bound (lam |Q| + K2 / 2 |dS|^2) ||V|| + lam |dS| |eta^v|; over rows, max_i K2 |dS_i| |dS|."""
         second = self.worst(self.softmax.slope_BHN.amax(-1)) * self.matrix.second(r.of(1))
-        bent = self.worst((self.softmax.curvature(change.row) * change.row).amax(-1))
-        p = second + 0.5 * bent * change.matrix
+        curvature = self.worst((self.softmax.curvature(change.row) * change.row).amax(-1))
+        p = second + 0.5 * curvature * change.matrix
         return nan_to_inf(self.combined(p, change.p * r.v.unsqueeze(-1)))
 
     @cached_property
     def _value_seminorms(self) -> tuple[SeminormBound, SeminormBound, SeminormBound]:
-        """Of the weights p |v~|, all of them and row by row, and nu p."""
+        """The bounds for the weights p |v~|, all of them and row by row, and nu p."""
         size = self.softmax.centred(self.values).norm(dim=-1)
         return *self.entry_seminorms(size), self.row_seminorm(self.nu_BHN)
 
     def _beta_exponential(self, r: QKVRadii) -> Tensor:
-        """T1 by Cauchy, T3 with weights max p, and the rows z_il of T2 joined by sqrt(sum z^2) <= sqrt(max z sum z),
-        where |eta| <= r for one row."""
+        """Bound T1 by Cauchy-Schwarz, T3 with weights max p, and T2 row by row.
+
+        The rows z_il of T2 are joined by sqrt(sum z^2) <= sqrt(max z sum z), where |eta| <= r for one row.
+        """
         all_rows, one_row, shifted = self._value_seminorms
         a, b, deviation = all_rows.at(r).square(), shifted.at(r).square(), self.deviation.at(r.of(2))
         a_row, b_row = one_row.at(r.of(2)).square(), self.nu_BHN * deviation.square()
@@ -281,12 +303,12 @@ class Core:
         return nan_to_inf(self.norm_o * exponential(form, self.tau.at(r)))
 
     def remainder(self, o: Tensor) -> "CoreRemainder":
-        """For gradients o (C, B, H, N, O)."""
+        """Return the remainder for gradients o (C, B, H, N, O)."""
         return CoreRemainder(self, o)
 
 
 class CoreRemainder:
-    """-<o, R> for gradients o (C, B, H, N, O) of the core's output: T1 + T2 + T3.
+    """The bound of -<o, R> for gradients o (C, B, H, N, O) of the core's output: T1 + T2 + T3.
 
     Proof: docs/proofs.md#attention-remainder.
     """
@@ -305,34 +327,37 @@ class CoreRemainder:
         self.inputs_CB = norm_upper(columns).amax((-2, -1)) * core.norm_v
 
     def __call__(self, r: QKVRadii) -> Tensor:
-        """(..., C, B)."""
+        """Return the bound (..., C, B)."""
         t1, t2, t3 = self.terms(r)
         return t1 + least(t2) + least(t3)
 
     def terms(self, r: QKVRadii) -> tuple[Tensor, Forms, Forms]:
-        """T1, and the bounds of T2 and of T3."""
+        """Return T1, and the bounds of T2 and of T3."""
         change, (by_both, by_keys) = self.core.change(r), self.quadratic
         t1 = nan_to_inf(by_both * r.q * r.k + by_keys * r.k.square())
         t2 = {"box": self._t2_box(change), "exponential": self._t2_exponential(r)}
         return t1, t2, {"box": self._t3_box(r, change), "exponential": self._t3_exponential(r)}
 
     def _t2_box(self, change: Change) -> Tensor:
-        """sum K2 / 2 max_i |c~_i| |dS|^2."""
+        """Return the sum of K2 / 2 max_i |c~_i| |dS|^2."""
         core = self.core
-        bent = core.worst((core.softmax.curvature(change.row) * self.plain_CBHN).amax(-1))
-        return nan_to_inf((0.5 * bent * change.matrix.square()).sum(-1))
+        curvature = core.worst((core.softmax.curvature(change.row) * self.plain_CBHN).amax(-1))
+        return nan_to_inf((0.5 * curvature * change.matrix.square()).sum(-1))
 
     def _t2_exponential(self, r: QKVRadii) -> Tensor:
-        """E2(tau) |delta|^2 with weights p |c~|, and the third cumulant with weights sd_p(c) p."""
+        """Return E2(tau) |delta|^2 with weights p |c~|, and the third cumulant with weights sd_p(c) p."""
         a, b = self.weighted.at(r).square(), self.shifted.at(r).square()
         sd = self.core.deviation.at(r.of(2)).amax((-2, -1))
         return nan_to_inf(exponential(lambda t: e2(t) * a + third_cumulant(t, sd) * b, self.core.tau.at(r)))
 
     def _t3_box(self, r: QKVRadii, change: Change) -> Tensor:
-        """sum lam |dS| ||o|| |eta^v|."""
+        """Return the sum of lam |dS| ||o|| |eta^v|."""
         return nan_to_inf(r.v * (change.p * self.outer_CBG).sum(-1))
 
     def _t3_exponential(self, r: QKVRadii) -> Tensor:
-        """E1(tau) |delta| with weights |o| p, times |eta^v| sqrt( max_lk ||sum_i p_ilk o_il o_il^T / |o_il||| )."""
+        """Return E1(tau) |delta| with weights |o| p, times the largest effect of eta^v.
+
+        The latter is |eta^v| sqrt( max_lk ||sum_i p_ilk o_il o_il^T / |o_il||| ).
+        """
         total = self.inputs_CB * r.v * self.length_seminorm.at(r)
         return nan_to_inf(exponential(lambda t: e1(t) * total, self.core.tau.at(r)))

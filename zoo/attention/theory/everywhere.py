@@ -1,9 +1,9 @@
 """Quadratic forms of the core's remainder that hold for every change eta, however far scores move.
 
-delta^1 moves the scores first, Q the rest of the way; a softmax moves by half of what its scores do, and by sqrt(2) at
-most. Products of lengths become sums of squares by 2 x y <= x^2 + y^2 and min(D, x) <= (D x)^(1/2). They are loose, and
-grow no faster than the forms say: far out, what forgets the reach is less than what exponentials or curvature on a wide
-box make of it. Proof: docs/proofs.md#attention-forms-everywhere.
+delta^1 moves the scores first, Q the rest of the way; a softmax moves by half as much as its scores, and by sqrt(2) at
+most. Products of lengths become sums of squares by 2 x y <= x^2 + y^2 and min(D, x) <= (D x)^(1/2). These forms are
+loose, but grow only quadratically. Far out they are less than exponentials or curvature on a wide box. Proof:
+docs/proofs.md#attention-forms-everywhere.
 
 Letters: as in core.py.
 """
@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from zoo.attention.theory.core import Core
-from zoo.attention.theory.reach import Reach, ratio
+from zoo.attention.theory.score_range import ScoreRange, ratio
 from zoo.attention.theory.softmax_row import K2_MAX, ROUND, norm_upper
 from zoo.attention.theory.squares import QKV, Scores, ScoreSquares, Squares, TokenSquares, ValueSquares
 
 HALF_STEP = 2**-0.25 * ROUND  # min(sqrt(2), x / 2) <= this times sqrt(x)
 
 
-def rest_everywhere(scores: Scores, reach: Reach) -> list[Squares]:
-    """|R|^2, row by row 3 times the squares of: what delta^1 makes of P' V and of its linear part, what Q makes of P'
-    V, and (P' - P) eta^v; the reach chooses a weight."""
+def rest_everywhere(scores: Scores, reach: ScoreRange) -> list[Squares]:
+    """Bound |R|^2; the reach chooses a weight.
+
+    Row by row it is 3 times the sum of three squares: the effect of delta^1 on P' V less its linear part, the effect of
+    Q on P' V, and (P' - P) eta^v.
+    """
     core, along = scores.core, moved_everywhere(scores.core, reach)
     size = norm_upper(core.values).unsqueeze(-1)
     by_q = 3 / 2 * (HALF_STEP**2 * core.s) * size.square().expand(core.nu_BHN.shape)
@@ -34,17 +37,19 @@ def rest_everywhere(scores: Scores, reach: Reach) -> list[Squares]:
     ]
 
 
-def moved_everywhere(core: Core, reach: Reach) -> Tensor:
-    """a with (x + y)^2 <= sum_k a_k delta^1~_k^2 in each row, of x = ||V|| |delta^1~| / 2 and y = nu sd(delta^1):
-    (1 + w) x^2 + (1 + 1 / w) y^2 for every w > 0."""
+def moved_everywhere(core: Core, reach: ScoreRange) -> Tensor:
+    """Return a with (x + y)^2 <= sum_k a_k delta^1~_k^2 in each row.
+
+    Here x = ||V|| |delta^1~| / 2 and y = nu sd(delta^1): (1 + w) x^2 + (1 + 1 / w) y^2 for every w > 0.
+    """
     half, nu2 = norm_upper(core.values).unsqueeze(-1) / 2, core.nu_BHN.square()
     linear2 = reach.linear.square()
     w = ratio((nu2 * (core.p * linear2).sum(-1)).sqrt(), half * linear2.sum(-1).sqrt()).unsqueeze(-1)
     return (1 + w) * half.square().unsqueeze(-1) + (1 + 1 / w) * nu2.unsqueeze(-1) * core.p
 
 
-def gradient_everywhere(scores: Scores, o: Tensor, reach: Reach) -> list[Squares]:
-    """-<o, R> for gradients o (C, B, H, N, O); the reach chooses a weight."""
+def gradient_everywhere(scores: Scores, o: Tensor, reach: ScoreRange) -> list[Squares]:
+    """Bound -<o, R> for gradients o (C, B, H, N, O); the reach chooses a weight."""
     core, kappa = scores.core, scores.core.score.kappa
     c = core.directional(o)
     c = (c - c.mean(-1, keepdim=True)).norm(dim=-1) * ROUND

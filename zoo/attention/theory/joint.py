@@ -1,11 +1,13 @@
-"""The core where q, k and v are linear in the same tokens X: dot-product attention. All three radii are that of the
-tokens, ||eta||_F <= r, and the norms of the weights stand inside the bounds. eta^q_l = eta W_Ql and so on:
+"""The core where q, k and v are linear in the same tokens X: dot-product attention.
+
+All three radii are that of the tokens, ||eta||_F <= r, and the norms of the weights enter the bounds. eta^q_l = eta
+W_Ql and so on:
 
     out_i = sum_l (sum_k P_ilk v_lk) W_Ol,    delta_ilk = s (k_lk . eta^q_il + q_il . eta^k_lk + eta^q_il . eta^k_lk)
 
-beta_il = s W_Kl q_il, A_l = s W_Ql W_Kl^T. With W_Q = [W_Q1 .. W_QH] all heads share one budget,
-sum_l |eta W_Ql|^2 <= ||W_Q||^2 r^2. That each head's own norms are known makes it sharper than separate.py: box bounds
-add up head by head, and tau is the exact norm of one functional of eta.
+beta_il = s W_Kl q_il, A_l = s W_Ql W_Kl^T. With W_Q = [W_Q1 .. W_QH] all heads share one budget, sum_l |eta W_Ql|^2 <=
+||W_Q||^2 r^2. The norms of each head are known, which makes it tighter than separate.py: box bounds add up head by
+head, and tau is the exact norm of one functional of eta.
 
 Letters: as in core.py, and D width; O = D / H.
 """
@@ -23,7 +25,7 @@ from zoo.spectral import product_upper, sigma_upper
 
 @dataclass(frozen=True)
 class Heads:
-    """The weights, measured once. Everything of values carries `gain_H`, the share of the softmax in P (gpsa.py)."""
+    """The weights, measured once. All values carry `gain_H`, the share of the softmax in P (gpsa.py)."""
 
     s: float
     gain_H: Tensor
@@ -42,7 +44,7 @@ class Heads:
 
 
 def measure(s: float, qkv_3HOD: Tensor, o_HOD: Tensor, gain_H: Tensor) -> Heads:
-    """The norms of these weights; scores are s q k^T plus constants."""
+    """Return the norms of these weights; scores are s q k^T plus constants."""
     q, k, v = qkv_3HOD
     gained = gain_H[:, None, None] * v
     return Heads(
@@ -64,7 +66,7 @@ def measure(s: float, qkv_3HOD: Tensor, o_HOD: Tensor, gain_H: Tensor) -> Heads:
 
 
 def same(r: Tensor) -> QKVRadii:
-    """Queries, keys and values of the same tokens."""
+    """Return the radii of queries, keys and values of the same tokens."""
     return QKVRadii(r, r, r)
 
 
@@ -93,8 +95,10 @@ class JointCore(Core):
     # seminorms --------------------------------------------------------------------------------------------------------
 
     def _tau(self) -> SeminormBound:
-        """tau <= r t1 + r^2 t2. t1 is the exact norm of the linear functional, with the blocks of token i
-        (a = s W_Q k~ and beta) and of the others (beta) combined: with c = e_k - p,
+        """Bound tau <= r t1 + r^2 t2.
+
+        t1 is the exact norm of the linear functional, with the blocks of token i (a = s W_Q k~ and beta) and of the
+        others (beta) combined: with c = e_k - p,
 
             t1^2 = |c|^2 |beta|^2 + 2 c_i beta.a + |a|^2,        t2 = (|c_i| + |c|) / 2 ||A||.
 
@@ -114,15 +118,15 @@ class JointCore(Core):
         return SeminormBound(t1, 0.0, t2.amax((-3, -2, -1)) * ROUND)
 
     def _own(self, own_BHN: Tensor) -> Tensor:
-        """What eta_i does to its own row through its queries, by the norm of each head (..., B, H, N)."""
+        """Bound the effect of eta_i on its own row through its queries, by the norm of each head (..., B, H, N)."""
         return self.heads.norm_q_H[:, None] * own_BHN
 
     def _across(self, w_HN: Tensor) -> Tensor:
-        """sqrt lambda_max(sum_il w_il beta_il beta_il^T): (..., B, H, N) -> (..., B)."""
+        """Return sqrt lambda_max(sum_il w_il beta_il beta_il^T): (..., B, H, N) -> (..., B)."""
         return norm_upper((w_HN.sqrt().unsqueeze(-1) * self.beta_BHND).flatten(-3, -2))
 
     def _moments(self, w_HN: Tensor) -> Tensor:
-        """T for weights w_il p_ilk: from |Q_ilk| <= ||A_l|| |eta_i| |eta_k|, or the shared budget of the heads."""
+        """Return T for weights w_il p_ilk, from |Q_ilk| <= ||A_l|| |eta_i| |eta_k|, or the budget the heads share."""
         heads, wp = self.heads, w_HN.unsqueeze(-1) * self.p
         paired = (wp * heads.a_H.square()[:, None, None]).sum(-3).amax((-2, -1)).sqrt()
         return torch.minimum(paired, self.s * heads.norm_q * heads.norm_k * wp.amax((-3, -2, -1)).sqrt())
@@ -139,21 +143,21 @@ class JointCore(Core):
         return whole, SeminormBound(self._own(own), nu.sqrt() * self.beta_BHN, self.heads.a_H[:, None] * root)
 
     def quadratic(self, g: Tensor) -> tuple[Tensor, float]:
-        """min( sum_l ||G_l|| ||A_l||, s ||[sqrt(||G_l||) W_Ql]|| ||[sqrt(||G_l||) W_Kl]|| )."""
+        """Return min( sum_l ||G_l|| ||A_l||, s ||[sqrt(||G_l||) W_Ql]|| ||[sqrt(||G_l||) W_Kl]|| )."""
         heads, norm_g_CBH = self.heads, norm_upper(g)
         root = norm_g_CBH.sqrt()[..., None, None]
         by_q, by_k = (norm_upper((root * w_HOD).flatten(-3, -2)) for w_HOD in (heads.q_HOD, heads.k_HOD))
         return torch.minimum(norm_g_CBH @ heads.a_H, self.s * by_q * by_k), 0.0
 
-    # values, and what is made of them ---------------------------------------------------------------------------------
+    # values and outputs -----------------------------------------------------------------------------------------------
 
     def combined(self, p_BG: Tensor, inputs_BG: Tensor) -> Tensor:
-        """All heads in one norm, or one after the other."""
+        """Bound all heads in one norm, or head by head."""
         heads = self.heads
         joined = (p_BG * self.values_BH + inputs_BG * heads.norm_v_H).square().sum(-1).sqrt()
         apart = (p_BG * self.outputs_BH + inputs_BG * heads.norm_m_H).sum(-1)
         return torch.minimum(heads.norm_o * joined, apart)
 
     def value_gradients(self, o: Tensor) -> tuple[Tensor, Tensor]:
-        """||W_Vl o_l^T||; the gain is in the norms of W_V."""
+        """Return ||W_Vl o_l^T||; the gain is in the norms of W_V."""
         return norm_upper(o @ self.heads.v_HOD), o

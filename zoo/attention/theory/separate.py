@@ -1,8 +1,8 @@
-"""The core where q, k and v are changed independently of each other, by at most r_q, r_k and r_v: any attention.
+"""The core where q, k and v change independently of each other, by at most r_q, r_k and r_v: any attention.
 
-All heads together share the three radii, ||eta^q||_F <= r_q and so on: maxima over heads stand where
-docs/proofs.md#softmax-path speaks of one head. Bounds are superhomogeneous, of degree 1 those of first order and beta,
-of degree 2 those of the remainder. Hence no cap of ||P' - P||, and no min with a bound that grows linearly.
+All heads together share the three radii, ||eta^q||_F <= r_q and so on: maxima over heads replace the single head of
+docs/proofs.md#softmax-path. Bounds are superhomogeneous: of degree 1 for first order and beta, of degree 2 for the
+remainder. For this reason ||P' - P|| has no cap, and there is no minimum with a bound that grows linearly.
 
 Letters: as in core.py.
 """
@@ -37,16 +37,21 @@ class SeparateCore(Core):
     # seminorms --------------------------------------------------------------------------------------------------------
 
     def _matrix(self) -> None:
-        """||S' - S||_F and its rows: constant weights, and k less its mean, as constants of rows of S do nothing."""
+        """Bound ||S' - S||_F and its rows.
+
+        The weights are constant, and k is taken less its mean, as constants of rows of S have no effect.
+        """
         keys_BH1, across = self.s * norm_upper(self.keys).unsqueeze(-1), self._columns(torch.ones_like(self.p))
         s, half_rows = across.new_tensor(self.s), self.half * math.sqrt(self.p.shape[-1])
         self.matrix = SeminormBound(keys_BH1.amax(-2), across.unsqueeze(-1), s, half_rows)
         self.row = SeminormBound(keys_BH1, self.length_BHNN.amax(-1), s, self.half)
 
     def _tau(self) -> None:
-        """With c = e_k - p,
+        """Bound tau by its seminorms.
 
-        mean-free part of beta:  (sum_j c_j^2 |beta_ij|^2)^(1/2),    of Q:  s |c|,  kappa s / 2 (1 - p_k)
+        With c = e_k - p,
+
+            mean-free part of beta:  (sum_j c_j^2 |beta_ij|^2)^(1/2),    of Q:  s |c|,  kappa s / 2 (1 - p_k)
 
         Proof: docs/proofs.md#score-change.
         """
@@ -61,11 +66,11 @@ class SeparateCore(Core):
         self.deviation = SeminormBound(self.own_BHN, cross, self.s * root, self.half * root)
 
     def _columns(self, w: Tensor) -> Tensor:
-        """sqrt max_lk lambda_max(sum_i w_ilk beta_ilk beta_ilk^T): (..., B, H, N, N) -> (..., B)."""
+        """Return sqrt max_lk lambda_max(sum_i w_ilk beta_ilk beta_ilk^T): (..., B, H, N, N) -> (..., B)."""
         return norm_upper((w.sqrt().unsqueeze(-1) * self.beta_BHNNO).transpose(-3, -2)).amax((-2, -1))
 
     def _moments(self, wp: Tensor) -> tuple[Tensor, Tensor]:
-        """T_q, T_k of the weights wp: |Q| <= s |eta_i| |eta_k|, kappa s / 2 |eta_k|^2, variances by moments."""
+        """Return T_q, T_k of the weights wp: |Q| <= s |eta_i| |eta_k|, kappa s / 2 |eta_k|^2, variances by moments."""
         return self.s * wp.amax((-3, -2, -1)).sqrt(), self.half * wp.sum(-2).amax((-2, -1)).sqrt()
 
     def row_seminorm(self, w: Tensor) -> SeminormBound:
@@ -83,9 +88,12 @@ class SeparateCore(Core):
         return whole, SeminormBound(own, cross, self.s * root, self.half * root)
 
     def quadratic(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """-<G, Q> <= s max_l ||G_l|| r_q r_k + kappa s / 2 max (1^T G)^+ r_k^2; where q and k are one,
+        """Bound -<G, Q> <= s max_l ||G_l|| r_q r_k + kappa s / 2 max (1^T G)^+ r_k^2.
 
-        -<G, Q> = s / 2 sum eta^T (diag(1^T G) - G - G^T) eta    for kappa = 1:  the largest eigenvalue."""
+        Where q and k are one,
+
+            -<G, Q> = s / 2 sum eta^T (diag(1^T G) - G - G^T) eta    for kappa = 1:  the largest eigenvalue.
+        """
         sums = g.sum(-2)
         if not self.score.tied:
             keys = self.half * sums.amax((-2, -1)).clamp_min(0) * ROUND
@@ -95,10 +103,10 @@ class SeparateCore(Core):
         largest = (torch.linalg.eigvalsh(form)[..., -1] + 1e-12 * size).amax(-1).clamp_min(0)
         return torch.zeros_like(largest), self.s / 2 * largest
 
-    # values, and what is made of them ---------------------------------------------------------------------------------
+    # values and outputs -----------------------------------------------------------------------------------------------
 
     def combined(self, p_BG: Tensor, inputs_BG: Tensor) -> Tensor:
-        """||(P' - P) V|| <= max ||V_l|| ||P' - P||, all heads together."""
+        """Bound ||(P' - P) V|| <= max ||V_l|| ||P' - P||, all heads together."""
         return (p_BG * self.values_B1 + inputs_BG * self.norm_v_max).squeeze(-1)
 
     def value_gradients(self, o: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,9 +124,9 @@ class SeparateCore(Core):
         return QKVRadii(by_q, by_k, sigma_upper(self.mixed).amax(-1))
 
     def linear(self, r: QKVRadii) -> Tensor:
-        """By queries and by keys, each in the sharper way."""
+        """Add the moves by queries and by keys, each by its tighter bound."""
         return self.gains.q * r.q + self.gains.k * r.k
 
     def radius(self, r: QKVRadii) -> Tensor:
-        """P' V' - P V = P (V' - V) + (P' - P) V'."""
+        """Bound P' V' - P V = P (V' - V) + (P' - P) V'."""
         return nan_to_inf(self.gains.v * r.v + self.moved(r))

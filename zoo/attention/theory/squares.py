@@ -1,8 +1,8 @@
-"""Sums of squares of the changes eta of queries, keys and values: what quadratic forms of attention are made of.
+"""Sums of squares of the changes eta of queries, keys and values, from which quadratic forms of attention are built.
 
-Each kind of sum F >= 0 says how to apply it, eta -> grad F(eta) / 2, and how large it is at most: numbers d for every
-token with F(eta) <= sum_lk d^q |eta^q_lk|^2 + d^k |eta^k_lk|^2 + d^v |eta^v_lk|^2. delta^1~ is the linear change of the
-scores less its mean under each row of P. Proofs: docs/proofs.md#attention-forms.
+Each kind of sum F >= 0 can be applied, eta -> grad F(eta) / 2, and has an upper bound: numbers d for every token with
+F(eta) <= sum_lk d^q |eta^q_lk|^2 + d^k |eta^k_lk|^2 + d^v |eta^v_lk|^2. delta^1~ is the linear change of the scores
+less its mean under each row of P. Proofs: docs/proofs.md#attention-forms.
 
 Letters: as in core.py; J vectors of a matrix of scores.
 """
@@ -20,7 +20,7 @@ from zoo.attention.theory.softmax_row import norm_upper
 
 
 class QKV(NamedTuple):
-    """Of queries, keys and values: changes (..., B, H, N, O), or one number for each token (..., B, H, N)."""
+    """Queries, keys and values: changes (..., B, H, N, O), or one number for each token (..., B, H, N)."""
 
     q: Tensor
     k: Tensor
@@ -31,7 +31,7 @@ class QKV(NamedTuple):
 
 
 class Squares(Protocol):
-    """F."""
+    """A sum of squares F."""
 
     def apply(self, eta: QKV) -> QKV: ...
 
@@ -40,11 +40,11 @@ class Squares(Protocol):
 
     @property
     def absolute(self) -> Tensor:
-        """The norm of the form whose terms do not cancel, at most: (C, B), what rounding is in proportion to."""
+        """An upper bound of the norm of the form without cancellation: (C, B). Rounding is in proportion to it."""
         ...
 
     def at(self, scores: Tensor, tokens: QKV) -> Tensor:
-        """About the largest F with delta^1~ and the tokens of eta within these: (C, B), what a choice goes by."""
+        """Estimate the largest F with delta^1~ and the tokens of eta within these: (C, B), used for choices."""
         ...
 
 
@@ -53,12 +53,12 @@ def applied(sums: Sequence[Squares], eta: QKV) -> QKV:
 
 
 def largest(sums: Sequence[Squares]) -> Tensor:
-    """(C, B), with F(eta) <= largest |eta|^2 for their sum F."""
+    """Return (C, B) with F(eta) <= largest |eta|^2 for their sum F."""
     return torch.stack([d.amax((-2, -1)) for d in uppers(sums)]).amax(0)
 
 
 def absolutely(sums: Sequence[Squares]) -> Tensor:
-    """(C, B), as `Squares.absolute`."""
+    """Return (C, B), as `Squares.absolute`."""
     return reduce(torch.add, (one.absolute for one in sums))
 
 
@@ -75,7 +75,7 @@ def at_tokens(d: QKV, tokens: QKV) -> Tensor:
 
 
 class Scores:
-    """(eta^q, eta^k) -> delta^1~ (..., B, H, N, N), and its transpose."""
+    """The map (eta^q, eta^k) -> delta^1~ (..., B, H, N, N), and its transpose."""
 
     def __init__(self, core: Core) -> None:
         self.core, self.s, self.kappa = core, core.score.s, core.score.kappa
@@ -92,20 +92,25 @@ class Scores:
         return w @ core.keys, to_keys
 
     def lengths2(self) -> Tensor:
-        """|beta_ilk|^2 = s^2 |q_il - kappa k_lk|^2 (B, H, N, N)."""
+        """Return |beta_ilk|^2 = s^2 |q_il - kappa k_lk|^2 (B, H, N, N)."""
         distance = torch.cdist(self.core.q, self.kappa * self.core.k, compute_mode="donot_use_mm_for_euclid_dist")
         return (self.s * distance).square()
 
     def upper(self, a: Tensor) -> tuple[Tensor, Tensor]:
-        """d^q, d^k for sum a delta^1~^2: the form of each row has no eigenvalue above nu = `centring`, and the row of
-        delta^1 has two parts."""
+        """Return d^q, d^k for sum a delta^1~^2.
+
+        The form of each row has no eigenvalue above nu = `centring`, and the row of delta^1 has two parts.
+        """
         nu = self.core.softmax.centring(a)
         keys2 = (self.s * norm_upper(self.core.keys)).square().unsqueeze(-1)
         return 2 * nu * keys2, 2 * (nu.unsqueeze(-1) * self.lengths2()).sum(-2)
 
     def absolute(self, a: Tensor) -> Tensor:
-        """Of sum a delta^1~^2: with d_ik >= |delta^1_ik|, |delta^1~_ik| <= d_ik + sum_j p_ij d_ij, and the squares of d
-        add up to 2 s^2 (|K|^2 |eta^q|^2 + |Q - kappa K|^2 |eta^k|^2) at most."""
+        """Bound sum a delta^1~^2 without cancellation.
+
+        With d_ik >= |delta^1_ik|, |delta^1~_ik| <= d_ik + sum_j p_ij d_ij, and the squares of d add up to 2 s^2 (|K|^2
+        |eta^q|^2 + |Q - kappa K|^2 |eta^k|^2) at most.
+        """
         core = self.core
         keys, queries = (
             one.square().sum((-2, -1)) for one in (core.keys, core.q.abs() + abs(self.kappa) * core.k.abs())
@@ -115,13 +120,13 @@ class Scores:
 
 
 def _means(b: Tensor) -> Tensor:
-    """Of sum_ik b_ik |eta_k - sum_j p_ij eta_j|^2, without cancellation."""
+    """Bound sum_ik b_ik |eta_k - sum_j p_ij eta_j|^2, without cancellation."""
     return 8 * b.amax(-1).sum(-1).amax(-1)
 
 
 @dataclass(frozen=True)
 class ScoreSquares:
-    """sum_ilk a_ilk delta^1~_ilk^2."""
+    """The sum of a_ilk delta^1~_ilk^2 over i, l and k."""
 
     scores: Scores
     a: Tensor
@@ -145,8 +150,10 @@ class ScoreSquares:
 
 @dataclass(frozen=True)
 class ScoreValueSquares:
-    """sum_ilk a_ilk delta^1~_ilk^2 + b_ilk (m_il^(1/2) delta^1~_ilk - m_il^(-1/2) u_il . eta^v~_lk)^2, eta^v~ less its
-    mean under the row too."""
+    """Squares of delta^1~, and of its difference from values along u, both less their mean under the row.
+
+    sum_ilk a_ilk delta^1~_ilk^2 + b_ilk (m_il^(1/2) delta^1~_ilk - m_il^(-1/2) u_il . eta^v~_lk)^2
+    """
 
     scores: Scores
     a: Tensor
@@ -183,7 +190,7 @@ class ScoreValueSquares:
 
 @dataclass(frozen=True)
 class TokenSquares:
-    """sum_lk d^q |eta^q_lk|^2 + d^k |eta^k_lk|^2 + d^v |eta^v_lk|^2."""
+    """The sum of d^q |eta^q_lk|^2 + d^k |eta^k_lk|^2 + d^v |eta^v_lk|^2 over l and k."""
 
     d: QKV
 
@@ -204,7 +211,7 @@ class TokenSquares:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The sum of these where `where` (C, B) says so, and 0 elsewhere."""
+    """The sum of these where `where` (C, B) is True, and 0 elsewhere."""
 
     where: Tensor
     sums: Sequence[Squares]
@@ -230,7 +237,10 @@ class Chosen:
 
 @dataclass(frozen=True)
 class ProductSquares:
-    """sum_lj w_lj |sum_i u_lij eta^q_li + x_lij eta^k_li|^2; w (..., H, J), u and x (..., H, N, J)."""
+    """The sum of w_lj |sum_i u_lij eta^q_li + x_lij eta^k_li|^2 over l and j.
+
+    w (..., H, J), u and x (..., H, N, J).
+    """
 
     w: Tensor
     u: Tensor
@@ -256,7 +266,7 @@ class ProductSquares:
 
 @dataclass(frozen=True)
 class ValueSquares:
-    """sum_ilk b_ilk |eta^v~_ilk|^2, less the mean under each row."""
+    """The sum of b_ilk |eta^v~_ilk|^2 over i, l and k, less the mean under each row."""
 
     core: Core
     b: Tensor

@@ -1,4 +1,4 @@
-"""The rounding of softmax attention, from that of its queries, keys and values (rows.py):
+"""The rounding of softmax attention, from that of its queries, keys and values (rows.py).
 
     o_i = sum_j P~_ij v_j,     P~ = mix(P),     P_i = softmax_j( s (q_i . k_j - kappa |k_j|^2 / 2) + bias_ij )
 
@@ -23,24 +23,24 @@ from zoo.attention.qkv import PLAIN, Mixing, MixingError, split_of
 from zoo.attention.rows import Rows
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.bounds.contracts import Precision, Rounded, Rounding
-from zoo.bounds.facts import NoRule
 from zoo.bounds.primitives import linear_rounding
 from zoo.bounds.rounding import NO_BOUND, TINY, composed, exact, in_range, longest, size
+from zoo.bounds.rule_table import NoRule
 
 
 def plain_rounding(module: nn.Module, precision: Precision) -> Rounding:
-    """Of a variant by itself: tokens (B, N, D)."""
+    """Bound a variant by itself: tokens (B, N, D)."""
     return attention_rounding(module, PLAIN, precision)
 
 
 def attention_rounding(content: nn.Module, mixing: Mixing, precision: Precision) -> Rounding:
-    """With something around its softmax: tokens (B, N, D), all images under the same bias and mixing."""
+    """Bound a variant with mixing around its softmax: tokens (B, N, D), the same bias and mixing for all images."""
     inner = [exact(lambda x: x.unsqueeze(1)), in_windows(content, mixing, precision), exact(lambda y: y.squeeze(1))]
     return composed(inner)
 
 
 def in_windows(content: nn.Module, mixing: Mixing, precision: Precision) -> Rounding:
-    """The same of the windows of every image: (B, W, N, D)."""
+    """Bound the same in the windows of every image: (B, W, N, D)."""
     split = split_of(content)
     if split.rounded is None or mixing.rounding is None:
         raise NoRule(content, NO_BOUND)
@@ -58,8 +58,11 @@ def _merged(o_BWHNO: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Core:
-    """Around one batch, bounds in r and e. moduli: | P~ |v| |; norm: of P~; of_p: | P |v| |; off_*: as the first two,
-    of the constants of `own`; long: the longest clean rows; all (B,)."""
+    """The core around one batch, with bounds in r and e.
+
+    `moduli` is | P~ |v| |, `norm` bounds P~, `of_p` is | P |v| |. `off_moduli` and `off_norm` are the first two for the
+    constants of `own`; `long` has the lengths of the longest clean rows. All are (B,).
+    """
 
     score: Score
     rows: Rows
@@ -89,13 +92,13 @@ class Core:
         return Rounded(self.o, self.radius, self.error)
 
     def sigma(self, r: Tensor) -> Tensor:
-        """How far a score moves."""
+        """Return how far a score moves."""
         r_q, r_k = self.rows.q.radius(r), self.rows.k.radius(r)
         distance = self.score.kappa * (self.long.k * r_k + r_k.square() / 2)
         return abs(self.score.s) * (self.long.q * r_k + self.long.k * r_q + r_q * r_k + distance)
 
     def tau(self, r: Tensor, e: Tensor) -> Tensor:
-        """How far a computed score is off; infinite beyond the range of float32."""
+        """Return how far a computed score is off; infinite beyond the range of float32."""
         (rows_q, rows_k, _), kappa, own = self.rows, self.score.kappa, self.precision
         long_q, long_k = self.long.q + rows_q.radius(r), self.long.k + rows_k.radius(r)
         e_q, e_k = rows_q.row_error(r, e), rows_k.row_error(r, e)
@@ -107,19 +110,22 @@ class Core:
         return in_range((1 + abs(self.score.s)) * moduli + self.own.bias, scores)
 
     def spread(self, norm: Tensor, r: Tensor) -> Tensor:
-        """||P~'|| anywhere in the ball; rows sum to 1."""
+        """Bound ||P~'|| anywhere in the ball; rows sum to 1."""
         most = math.sqrt(self.o.shape[-2])
         return torch.fmin(norm * self.sigma(r).exp(), torch.full_like(norm, most))
 
     def radius(self, r: Tensor) -> Tensor:
-        """P~' v' - P~ v = P~' (v' - v) + (P~' - P~) v, and rows of o are never longer than those of v."""
+        """Bound P~' v' - P~ v = P~' (v' - v) + (P~' - P~) v; rows of o are never longer than those of v."""
         r_v, v = self.rows.v.radius(r), self.rows.v.y
         near = self.spread(self.norm, r) * r_v + torch.expm1(2 * self.sigma(r)) * self.moduli
         return torch.fmin(near, math.sqrt(v[0, ..., 0].numel()) * (2 * self.long.v + r_v))
 
     def error(self, r: Tensor, e: Tensor) -> Tensor:
-        """|P~' (v^ - v')| + omega P~' |v^|; by `skew`, what is relative to the differences in exponents, of which P
-        makes no more than its entropy; and what is mixed besides."""
+        """Bound |P~' (v^ - v')| + omega P~' |v^|, and two more sources of error.
+
+        `skew` covers errors relative to the differences in exponents, of which P makes no more than its entropy. The
+        last term covers the errors of the mixing.
+        """
         r_v, e_v, v = self.rows.v.radius(r), self.rows.v.error(r, e), self.rows.v.y
         skew = self.precision.gamma(math.ceil(math.log(self.o.shape[-2])))
         omega, spread, turned = self.omega(r, e) + skew, self.spread(self.norm, r), torch.exp(2 * self.sigma(r))
@@ -131,7 +137,7 @@ class Core:
         return in_range(size(v) + r_v + e_v, (spread * e_v + own) * OUT + TINY)
 
     def omega(self, r: Tensor, e: Tensor) -> Tensor:
-        """By how much of itself an entry of P is off, and its products with the values."""
+        """Return the relative error of an entry of P, products with the values included."""
         gamma, u, tokens = self.precision.gamma, self.precision.u, self.o.shape[-2]
         twice = 2 * self.tau(r, e)
         softmax = torch.expm1(twice) + torch.exp(twice) * (gamma(3 * tokens + 100) + 4 * u)
@@ -139,5 +145,5 @@ class Core:
 
 
 def _norm(p_BWHNN: Tensor) -> Tensor:
-    """The largest norm of a matrix without signs: at most the root of its largest row and column sums. (B,)"""
+    """Bound nonnegative matrices by the root of the largest row sum times the largest column sum: (B,)."""
     return (p_BWHNN.sum(-2).flatten(1).amax(1) * p_BWHNN.sum(-1).flatten(1).amax(1)).sqrt()

@@ -1,14 +1,14 @@
-"""How far a tensor that torch computed in float64 is from the one that exact arithmetic would have given: running error
-analysis (Higham 2002, section 3.3), operation by operation, of whatever a module does.
+"""Running error analysis: a bound of how far a tensor that torch computed in float64 is from the exact one.
 
-Of every tensor two others are known, entry by entry: its error, and its size: what it is the sum of, without
-cancellation (that of W x is |W| |x|), so that small values of large terms are large. An operation passes on the errors
-of its operands by its own slope, and adds what it rounds itself, in proportion to the size of its result:
+The method (Higham 2002, section 3.3) follows whatever a module does, operation by operation. For every tensor it keeps
+two others, entry by entry: the error, and the size, which is the value without cancellation (the size of W x is |W|
+|x|), so that small values of large terms count as large. An operation passes on the errors of its operands by its own
+slope, and adds what it rounds itself, in proportion to the size of its result:
 
     fl(A B) = A B + D,   |D| <= gamma_{K+2} |A| |B|,        |A' B' - A B| <= |A| e_B + e_A (|B| + e_B).
 
-Assumed of the kernels: IEEE double precision, sums in any order, exp, erf and tanh within LIBM units. An operation that
-is not in the table is refused. Proof: docs/proofs.md#slack.
+Assumptions about the kernels: IEEE double precision, sums in any order, exp, erf and tanh within LIBM units. An
+operation that is not in the table is refused. Proof: docs/proofs.md#slack.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,16 +24,18 @@ from certizoo import UserError
 from zoo.arithmetic import OUT, U, gamma, nan_to_inf
 from zoo.bounds.stepwise import StepwiseAttention
 
-RESERVE = 8  # what the rule of a link computes of the same tensors, in its function's own rounding
-TOGETHER = 16  # images, whose tensors are all held while one link is followed
-TINY = 1e-290  # over underflow
+RESERVE = 8  # the rule of a link computes from the same tensors; its rounding is at most this times the function's own
+TOGETHER = 16  # images followed at once; all their tensors are held while one link is followed
+TINY = 1e-290  # above underflow
 LIBM = 40 * U  # of exp, erf and tanh, relative to their values
 
 
 def defects(links: Sequence[Callable[[Tensor], Tensor]], ends: Sequence[int], points: Sequence[Tensor]) -> list[Tensor]:
-    """Of every step of a chain what its clean point may be off by, RESERVE ||X_l - f_l(X_{l-1})||_F (B,), never below:
-    of the last step of each link f_l, which ends behind so many steps; 0 inside links. `points`: X_0 (B, ...) and those
-    behind the steps, which were computed in whichever way."""
+    """Return for every step of a chain how far its clean point may be off, RESERVE ||X_l - f_l(X_{l-1})||_F (B,).
+
+    The values are never below the truth. Each belongs to the last step of a link f_l, which ends after ends[l] steps;
+    steps inside a link get 0. `points` are X_0 (B, ...) and those after each step, computed in any way.
+    """
     found = [torch.zeros(len(points[0]), dtype=torch.float64, device=points[0].device) for _ in points[1:]]
     for link, start, end in zip(links, (0, *ends), ends, strict=False):
         error = defect(link, points[start], points[end])
@@ -42,7 +44,7 @@ def defects(links: Sequence[Callable[[Tensor], Tensor]], ends: Sequence[int], po
 
 
 def defect(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """|y - f(x)| entry by entry, never below, f(x) being exact."""
+    """Return |y - f(x)| entry by entry, never below the truth, where f(x) is exact."""
     parts = [_defect(f, *part) for part in zip(x.split(TOGETHER), y.split(TOGETHER), strict=True)]
     return torch.cat(parts) if parts else y.abs()
 
@@ -55,7 +57,7 @@ def _defect(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Known:
-    """A tensor as it was computed, |it| without cancellation, and how far it is from the exact one."""
+    """A tensor as computed, its modulus without cancellation (size), and its distance from the exact one (error)."""
 
     value: Tensor
     size: Tensor
@@ -63,14 +65,14 @@ class Known:
 
 
 class RunningError(TorchDispatchMode):
-    """Follows everything that is computed in float64 while it is on."""
+    """Follow everything that is computed in float64 while this mode is on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, Known] = {}  # by identity; a tensor that is held keeps it
+        self._known: dict[int, Known] = {}  # keyed by id(); holding the tensor keeps its id unique
 
     def of(self, x: Tensor) -> Known:
-        """What was not computed here is exact: weights, constants, the input."""
+        """Return what is known of x. A tensor not computed under this mode is exact: weights, constants, the input."""
         if id(x) not in self._known:
             self._known[id(x)] = Known(x, x.abs(), torch.zeros_like(x))
         return self._known[id(x)]
@@ -94,11 +96,11 @@ class RunningError(TorchDispatchMode):
         operands = tree_map(lambda x: self.of(x) if isinstance(x, Tensor) and x.is_floating_point() else x, args)
         if name in RULES:
             return RULES[name](*operands, **kwargs)
-        if name == "add_":  # of what a product gave, on the way of a linear layer through torch.func
+        if name == "add_":  # on the result of a product, when a linear layer runs through torch.func
             return _in_place(operands[0], _add(*operands, **kwargs))
         if name in MOVE:
             return _moved(func, operands, kwargs)
-        raise UserError(f"no bound of the rounding of torch's {name} is written; add one to zoo/bounds/running.py")
+        raise UserError(f"torch's {name} has no rounding bound; add one to zoo/bounds/float_error.py")
 
 
 def _tensors(args: Any) -> list[Tensor]:
@@ -113,7 +115,7 @@ def _in_place(x: Known, found: Known) -> Known:
 
 
 def _moved(func: Any, operands: Any, kwargs: Any) -> Any:
-    """Of operations that move entries, or choose among them."""
+    """Apply an operation that moves entries, or chooses among them, to all three tensors."""
 
     def by(part: str) -> Any:
         return func(*tree_map(lambda x: getattr(x, part) if isinstance(x, Known) else x, operands), **kwargs)
@@ -132,7 +134,7 @@ MOVE = {
     *("_unsafe_view", "_reshape_alias", "select_backward", "slice_backward"),
 }
 
-# rules: of operands, Known or plain numbers ---------------------------------------------------------------------------
+# rules, for operands that are Known or plain numbers ------------------------------------------------------------------
 
 Operand = Known | float
 
@@ -150,7 +152,7 @@ def _pair(a: Operand, b: Operand) -> tuple[Known, Known]:
 
 
 def _fresh(value: Tensor, error: Tensor) -> Known:
-    """Of what does not cancel: the size is that of the value."""
+    """Return a result without cancellation: its size is that of the value."""
     return Known(value, value.abs() + error, error)
 
 
@@ -180,7 +182,7 @@ def _reciprocal(x: Known) -> Known:
 
 
 def _rsqrt(x: Known) -> Known:
-    """The slope of x^-1/2 at the low end."""
+    """Use the slope of x^-1/2 at the low end."""
     low = (x.value - x.error).clamp_min(0)
     return _fresh(x.value.rsqrt(), x.error / (2 * low * low.sqrt()) + 4 * U / low.sqrt())
 
@@ -200,7 +202,7 @@ def _pow(x: Known, exponent: float) -> Known:
         return _rsqrt(x)
     if exponent == 3:
         return _mul(_mul(x, x), x)
-    raise UserError(f"no bound of the rounding of x^{exponent:g} is written; add one to zoo/bounds/running.py")
+    raise UserError(f"x^{exponent:g} has no rounding bound; add one to zoo/bounds/float_error.py")
 
 
 def _product(apply: Callable[[Tensor, Tensor], Tensor], x: Known, y: Known, terms: int) -> Known:
@@ -228,7 +230,7 @@ def _convolution(x: Known, weight: Known, bias: Known | None, *options: Any) -> 
 
 
 def _convolution_backward(g: Known, x: Known, weight: Known, _: Any, *options: Any) -> list[Known | None]:
-    """The transpose of the linear part, which is all that certificates ask for."""
+    """Return the transpose of the linear part, the only gradient that certificates need."""
     *options_of_map, mask = options
     if list(mask)[1:] != [False, False]:
         raise UserError("the gradient of a convolution's weights was asked for; ask for that of its input")
@@ -269,7 +271,7 @@ def _vector_norm(
     x: Known, order: float = 2, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any
 ) -> Known:
     if order != 2:
-        raise UserError(f"no bound of the rounding of a {order:g}-norm is written; add one to zoo/bounds/running.py")
+        raise UserError(f"the {order:g}-norm has no rounding bound; add one to zoo/bounds/float_error.py")
 
     def norm(t: Tensor) -> Tensor:
         return torch.linalg.vector_norm(t, 2, None if dim is None else tuple(dim), keepdim)
@@ -291,15 +293,18 @@ def _layer_norm(x: Known, shape: Sequence[int], weight: Known | None, bias: Know
 
 
 def _softmax(x: Known, dim: int, *_: Any) -> Known:
-    """A score off by e changes every weight by a factor within e^(+-2e); beyond that, each exponent rounds in
-    proportion to its distance from the largest, which the weights themselves make small in the sum."""
+    """Bound the error of a softmax.
+
+    A score off by e changes every weight by a factor within e^(+-2e). Beyond that, each exponent rounds in proportion
+    to its distance from the largest, and the weights themselves make this small in the sum.
+    """
     value, far = x.value.softmax(dim), (x.value.amax(dim, True) - x.value) * 2 * U
     share = torch.expm1(x.error + x.error.amax(dim, True) + far + LIBM) + gamma(3 * x.value.shape[dim] + 200)
     return _fresh(value, torch.where(value > 0, value * share, TINY) + TINY)
 
 
 def _lipschitz(f: Callable[..., Tensor], slope: float, rounding: float) -> Callable[..., Known]:
-    """f of |f'| <= slope, computed to `rounding` of |f| and of |x|, whichever is larger."""
+    """Return the rule of f with |f'| <= slope, computed to `rounding` of |f| or |x|, whichever is larger."""
 
     def rule(x: Known, *args: Any, **kwargs: Any) -> Known:
         value = f(x.value, *args, **kwargs)

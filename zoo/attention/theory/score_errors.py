@@ -1,14 +1,15 @@
-"""What it costs that queries, keys, values and probabilities at the clean point were computed, and are not exact.
+"""The cost of queries, keys, values and probabilities at the clean point being computed, not exact.
 
-core.py and forms.py bound the core that has the computed q, k, v and P. The exact core moves otherwise, by X(eta) at a
-change eta of q, k and v. With scores that are off by at most d, up to a constant of each row, eps = sqrt(N) d, errors
-e_q, e_k, e_v, and eps1 = s (e_k . eta^q + e_q . eta^k - kappa e_k . eta^k), what these do to a change of the scores,
+core.py and forms.py bound the core that has the computed q, k, v and P. The exact core moves differently, by X(eta) at
+a change eta of q, k and v. With scores that are off by at most d, up to a constant of each row, eps = sqrt(N) d, errors
+e_q, e_k, e_v, and eps1 = s (e_k . eta^q + e_q . eta^k - kappa e_k . eta^k), the effect of these on a change of the
+scores,
 
     |X_il| <= (eps V + |e_v|) (min(2.5, |delta_il|) + |eps1_il|) + V |eps1_il|
               + (4 eps + min(|eps1_il|, 6) / 2) |eta^v_l|
 
-where V bounds the norm of the exact values of a head, less their mean; times the gain, where that is above 1.
-Proof: docs/proofs.md#scores.
+where V bounds the norm of the exact values of a head, less their mean; times the gain, where that is above 1. Proof:
+docs/proofs.md#scores.
 
 Letters: as in core.py.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from zoo.arithmetic import nan_to_inf, product
 from zoo.attention.theory.core import Core, QKVRadii
-from zoo.attention.theory.reach import Reach
+from zoo.attention.theory.score_range import ScoreRange
 from zoo.attention.theory.softmax_row import ROUND, norm_upper
 from zoo.attention.theory.squares import QKV, Scores, TokenSquares, at_tokens
 
@@ -33,8 +34,11 @@ LEAST = 1e-100
 
 @dataclass(frozen=True)
 class Errors:
-    """Upper bounds (B,) of what the scores of a row are off by, up to a constant of the row and with softmax and mixing
-    included; and of the Frobenius norms of the errors of q, k and v."""
+    """Upper bounds (B,) of the errors of scores, q, k and v.
+
+    `scores` is how far the scores of a row are off, up to a constant of the row, softmax and mixing included. The
+    others are Frobenius norms.
+    """
 
     scores: Tensor
     q: Tensor
@@ -54,15 +58,18 @@ class Inexact:
         self.on_k_B = self.errors.q + core.score.kappa * self.errors.k  # eps1 by eta^k
 
     def norm(self, r: QKVRadii, qkv: QKVRadii) -> Tensor:
-        """|X|_F (..., B), in front of what follows the heads: r as the core has it, and the radii of q, k and v."""
+        """Return |X|_F (..., B), before the map that follows the heads.
+
+        r are the radii as the core takes them, qkv those of q, k and v.
+        """
         scores = self.core.matrix.at(r.of(1)).norm(dim=-1)
         shifted = self.core.s * self.tokens**0.5 * (product(self.errors.k, qkv.q) + product(self.on_k_B, qkv.k))
         by_values = product(self.all_B, scores + shifted) + product(self.values_B, shifted)
         by_inputs = self.tokens**0.5 * product(4 * self.eps_B + shifted, qkv.v)
         return nan_to_inf((by_values + by_inputs) * self.gain) * ROUND
 
-    def squares(self, reach: Reach) -> TokenSquares:
-        """|X|^2 for every eta whose coordinates stay within the reach; finite, see `known`."""
+    def squares(self, reach: ScoreRange) -> TokenSquares:
+        """Return |X|^2 for every eta whose coordinates stay within the reach; finite, see `known_B`."""
         core, tokens, s = self.core, self.tokens, self.core.s
         most, values, e_k, on_k = (_each(z) for z in (self.all_B, self.values_B, self.errors.k, self.on_k_B))
         both, more = 2 * (s * (most + values)).square(), (1 + core.score.kappa / 2) ** 2
@@ -75,8 +82,11 @@ class Inexact:
         shape, factor = core.p.shape[:-1], 4 * ROUND * self.gain.square()
         return TokenSquares(QKV(*(factor * d.expand(shape) for d in (by_q, by_k, by_v))))
 
-    def along(self, o: Tensor, reach: Reach) -> tuple[TokenSquares, Tensor]:
-        """F and c (C, B) with -<o, X> <= F(eta) + c for gradients o (C, B, H, N, O), by 2 |X| <= |X|^2 / z + z."""
+    def along(self, o: Tensor, reach: ScoreRange) -> tuple[TokenSquares, Tensor]:
+        """Return F and c (C, B) with -<o, X> <= F(eta) + c for gradients o (C, B, H, N, O).
+
+        It uses 2 |X| <= |X|^2 / z + z.
+        """
         whole, length_CB = self.squares(reach), o.flatten(2).norm(dim=-1)
         z_B = at_tokens(whole.d, reach.tokens).sqrt() + LEAST
         share = (length_CB / (2 * z_B))[..., None, None]
@@ -84,10 +94,10 @@ class Inexact:
 
     @property
     def known_B(self) -> Tensor:
-        """Whether anything is known."""
+        """True where all errors have a finite bound."""
         return torch.stack([self.all_B, self.on_k_B, self.errors.k]).isfinite().all(0)
 
 
 def _each(z_B: Tensor) -> Tensor:
-    """(B,) -> (B, 1, 1), and 0 for what is unknown."""
+    """Reshape (B,) -> (B, 1, 1), with 0 for unknown values."""
     return torch.where(z_B.isfinite(), z_B, 0.0).view(-1, 1, 1)

@@ -1,9 +1,9 @@
-"""Whether a module does what its type's code says, and nothing else: what a certificate rests on besides weights.
+"""Checks that a module computes what the code of its type says, and nothing else.
 
-Rules speak of code (the type) and numbers (the state). `fault_of(module)` says what else takes part: a hook, a patched
-method, code that is no longer that which was registered, a weight or an option that computes by itself.
-`fault_of_process()` says the same of what all modules share. What is a module's own fault is found without asking the
-module: its class may have any attribute answer as it likes.
+A certificate rests on code (the type) and numbers (the state). `fault_of(module)` reports anything else that takes
+part: a hook, a patched method, code that differs from the registered one, a weight or an option that computes by
+itself. `fault_of_process()` reports the same for what all modules share. A module's own faults are found without asking
+the module, because its class may answer any attribute access as it likes.
 """
 
 import enum
@@ -27,12 +27,12 @@ KEPT = ("_modules", "_parameters", "_buffers")
 HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 PLAIN = (type(None), bool, int, float, str, np.float32, np.float64, np.int32, np.int64)
 COMPUTES = ("__add__", "__radd__", "__mul__", "__rmul__", "__truediv__", "__float__", "__index__", "__torch_function__")
-DEPTH = 8  # of lists in lists; no rule reads that far
+DEPTH = 8  # of nested lists; no rule reads deeper
 GATHER = "gather the weights and certify the model inside"
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module with its path, as they are stored; a shared one once."""
+    """Yield every module with its path, as they are stored; a shared module once."""
     seen: set[int] = set()
     left = [("", model)]
     while left:
@@ -45,7 +45,7 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module inside with its path, in the order they are stored; a shared one at each of its places."""
+    """Yield every inner module with its path, in the order they are stored; a shared one at each of its places."""
     for path, module in modules_of(model):
         for key, part in _parts(module).items():
             if isinstance(part, nn.Module):
@@ -53,14 +53,14 @@ def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer by its path."""
+    """Yield every parameter and buffer with its path."""
     for path, module in modules_of(model):
         for key, tensor in own_tensors(module):
             yield f"{path}.{key}" if path else key, tensor
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of the module itself."""
+    """Yield the parameters and buffers of the module itself."""
     for kept in ("_parameters", "_buffers"):
         for key, tensor in _state(module).get(kept, {}).items():
             if tensor is not None:
@@ -68,7 +68,7 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def stored(module: nn.Module, path: str) -> Tensor | None:
-    """A parameter or buffer by its path; None where none is stored there, as of a parametrised weight."""
+    """Return a parameter or buffer by its path, or None if none is stored there, as for a parametrised weight."""
     *parts, name = path.split(".")
     for part in parts:
         if (inner := _parts(module).get(part)) is None:
@@ -78,19 +78,21 @@ def stored(module: nn.Module, path: str) -> Tensor | None:
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """The type, without torch's parametrisations."""
+    """Return the type of the module, without torch's parametrisations."""
     kind = type(module)
     return kind.__mro__[1] if _is_parametrized(module) else kind
 
 
 def is_known(kind: type[nn.Module]) -> bool:
-    """Whether its code is remembered: torch's modules, and those that are registered."""
+    """Return True if the code of this type is remembered: torch's modules and the registered ones."""
     return pristine.is_remembered(kind)
 
 
 def fault_of(module: nn.Module) -> str | None:
-    """What makes the module another function than its type's; None if nothing does. Of an unknown type only the
-    instance is looked at."""
+    """Describe what makes the module another function than its type's; None if nothing does.
+
+    For an unknown type only the instance is checked.
+    """
     kind = kind_of(module)
     if is_known(kind) and (change := pristine.change_of(kind)):
         return f"{change} was replaced since its rules were registered; start a fresh process"
@@ -98,7 +100,7 @@ def fault_of(module: nn.Module) -> str | None:
 
 
 def fault_of_process() -> str | None:
-    """What makes every module another function."""
+    """Describe what changes the function of every module in this process."""
     for name in HOOKS:
         if getattr(torch_module, f"_global_{name}"):
             return f"torch.nn.modules.module._global_{name} is not empty; remove the hook before certifying"
@@ -117,7 +119,7 @@ def fault_of_process() -> str | None:
     if torch.get_default_dtype() not in (torch.float32, torch.float64):
         return f"the default dtype is {torch.get_default_dtype()}; run torch.set_default_dtype(torch.float32)"
     if torch.get_float32_matmul_precision() != "highest":
-        return "matrix products are not of float32; run torch.set_float32_matmul_precision('highest')"
+        return "matrix products do not have full float32 precision; run torch.set_float32_matmul_precision('highest')"
     if parametrize._cache_enabled:
         return "torch.nn.utils.parametrize.cached() is active; certify outside of it"
     if change := pristine.change_of_torch():
@@ -134,7 +136,10 @@ def _is_parametrized(module: nn.Module) -> bool:
 
 
 def _fault_of_class(module: nn.Module) -> str | None:
-    """Of a class that torch made for parametrised weights: it must be as torch makes it, and they must be known."""
+    """Check a class that torch made for parametrised weights.
+
+    It must be as torch makes it, and its parametrisations must be known.
+    """
     if not _is_parametrized(module):
         return None
     kind, lists = type(module), _parts(module)["parametrizations"]
@@ -154,7 +159,7 @@ def _fault_of_class(module: nn.Module) -> str | None:
 
 
 def _reads(value: object, name: str) -> bool:
-    """Whether this is torch's property of the parametrised tensor `name`."""
+    """Return True if this is torch's property of the parametrised tensor `name`."""
     made = _TORCH_MADE["weight"]
     if not isinstance(value, property) or not _is_made_like(value.fget, made.fget):
         return False
@@ -163,14 +168,14 @@ def _reads(value: object, name: str) -> bool:
 
 
 def _is_made_like(value: object, made: object) -> bool:
-    """Functions of the same bytecode."""
+    """Return True if both are functions with the same bytecode."""
     if not inspect.isfunction(value) or not inspect.isfunction(made):
         return False
     return value.__code__ is made.__code__ and value.__defaults__ == made.__defaults__
 
 
 def _template() -> dict[str, Any]:
-    """The class that torch makes."""
+    """Return the attributes of the class that torch makes."""
     example = nn.Linear(1, 1)
     parametrize.register_parametrization(example, "weight", nn.Identity())
     return dict(vars(type(example)))
@@ -180,7 +185,7 @@ def _template() -> dict[str, Any]:
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """The instance's own dictionary, whatever its class says that it is."""
+    """Return the instance's own dictionary, whatever its class claims."""
     found: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return found
 
@@ -201,16 +206,16 @@ def _fault_of_state(module: nn.Module) -> str | None:
         return "it is compiled; certify the model inside, model._orig_mod"
     for kept in KEPT:
         if type(own.get(kept)) not in (dict, OrderedDict):
-            return f"its {kept} is no plain dictionary; {GATHER}"
+            return f"its {kept} is not a plain dictionary; {GATHER}"
     for name, part in own["_modules"].items():
         if part is not None and not isinstance(part, nn.Module):
-            return f"its {name} is a {type(part).__name__} and no module; assign a module"
+            return f"its {name} is a {type(part).__name__}, not a module; assign a module"
     for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
         if tensor is not None and (fault := _fault_of_tensor(tensor)):
             return f"its {name} {fault}"
     for name in (name for kept in KEPT for name in own[kept]):
         if any(name in vars(base) for base in type(module).__mro__):
-            return f"its {name} is hidden by its class; remove that from the class"
+            return f"its {name} is hidden by its class; remove that attribute from the class"
     for name in own.keys() - set(KEPT):
         if fault := _fault_of_attribute(type(module), own, name, own[name]):
             return f"its {name} {fault}"
@@ -223,12 +228,12 @@ def _fault_of_attribute(kind: type, own: dict[str, Any], name: str, value: objec
     if any(name in own[kept] for kept in KEPT):
         return "stands in front of a part of the same name; delete that attribute"
     if isinstance(value, nn.Module):
-        return "is a module that is no part of the model; assign it as an attribute"
+        return "is a module outside the model's parts; assign it as an attribute"
     return _fault_of_value(value)
 
 
 def _fault_of_value(value: object, depth: int = 0) -> str | None:
-    """Options are numbers, texts and their lists; other objects are let be unless they can compute."""
+    """Check an option: numbers, texts and lists of them are fine, other objects only if they cannot compute."""
     if type(value) in (tuple, list, set, frozenset, dict, OrderedDict, torch.Size):
         assert isinstance(value, Collection)
         items = value.values() if isinstance(value, dict) else value
@@ -236,7 +241,7 @@ def _fault_of_value(value: object, depth: int = 0) -> str | None:
         return next((fault for fault in inner if fault), None)
     if isinstance(value, Tensor):
         return _fault_of_tensor(value)
-    if type(value) in PLAIN or isinstance(value, type | nn.Module):  # a module in a list is no part
+    if type(value) in PLAIN or isinstance(value, type | nn.Module):  # a module in a list is not a part
         return None
     if isinstance(value, enum.Enum) and not isinstance(value, int | float):
         return None
@@ -249,7 +254,7 @@ def _fault_of_value(value: object, depth: int = 0) -> str | None:
 
 def _fault_of_tensor(tensor: object) -> str | None:
     if type(tensor) not in (Tensor, nn.Parameter):
-        return f"is a {type(tensor).__name__} and no plain tensor; {GATHER}"
+        return f"is a {type(tensor).__name__}, not a plain tensor; {GATHER}"
     for name in vars(tensor):
         if _hides(type(tensor), name) or name.startswith("__"):
             return f"has its {name} patched; delete that attribute"
@@ -257,7 +262,7 @@ def _fault_of_tensor(tensor: object) -> str | None:
 
 
 def _hides(kind: type, name: str) -> bool:
-    """Whether the class has code of that name, which an attribute of the instance would replace."""
+    """Return True if the class has code of that name, which an attribute of the instance would replace."""
     found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
     return callable(found) or hasattr(type(found), "__get__")
 

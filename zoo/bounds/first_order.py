@@ -2,9 +2,9 @@
 
 A rule works in three stages, so that each thing is computed once:
 
-    rule(module)      -> layer     norms of the weights, once per checkpoint
-    layer(x_clean)    -> (y, bound)  the clean output and what depends on the image, once per image batch
-    bound(r)          -> r'        as often as the bisection asks
+    rule(module)      -> layer       norms of the weights, once per checkpoint
+    layer(x_clean)    -> (y, bound)  the clean output and everything that depends on the image, once per image batch
+    bound(r)          -> r'          as often as the bisection asks
 
 with the promise, for every x' with ||x' - x||_F <= r (all tokens and channels of one image together),
 
@@ -12,8 +12,8 @@ with the promise, for every x' with ||x' - x||_F <= r (all tokens and channels o
 
 Shapes: x (B, ...), float64; r (..., B); a radius may be infinite, never negative. Proofs: docs/proofs.md.
 
-Some types have two rules: the published one, and a sharper one of our own for those who ask for it: `local` is passed
-on to all parts of a chain. Where rules are kept: facts.py.
+Some types have two rules: the published one, and a tighter one of our own, used with `local=True`. A chain passes
+`local` on to all its parts. Rules are kept in rule_table.py.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.bounds.contracts import Bound, Layer
-from zoo.bounds.facts import Link, Links, NoRule, expect, facts_of, refuse_altered, refuse_unknown
-from zoo.bounds.genuine import modules_of
 from zoo.bounds.hypotheses import in_range
+from zoo.bounds.integrity import modules_of
+from zoo.bounds.rule_table import Link, Links, NoRule, expect, refuse_altered, refuse_unknown, rules_of
 
 
 @dataclass(frozen=True)
 class Step:
-    """A layer that can be named: by the modules it speaks of, or by a word where it is no module."""
+    """A layer with a name: the modules it describes, or a word where it is not a module."""
 
     layer: Layer
     parts: tuple[nn.Module | str, ...]
@@ -42,7 +42,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Chain:
-    """The composition f_L o ... o f_1: radii are passed on from layer to layer."""
+    """The composition f_L o ... o f_1: each layer passes its radius on to the next."""
 
     steps: tuple[Layer, ...]
     parts: tuple[nn.Module | str, ...]
@@ -56,16 +56,16 @@ class Chain:
 
 
 def layer_of(module: nn.Module | Link, *, local: bool = False) -> Layer:
-    """The rule of a module, its weights already measured, or of a link of a chain. Raises `NoRule`."""
+    """Return the rule of a module, its weights already measured, or of a link of a chain. Raises `NoRule`."""
     if not isinstance(module, nn.Module):
         return module.layer(local)
-    facts = facts_of(module)
-    if local and facts.local is not None:
-        return _named(module, facts.local(module))
-    if facts.rule is not None:
-        return _named(module, facts.rule(module))
-    if facts.chain is not None:
-        return _named(module, chain(layer_of(link, local=local) for link in facts.chain(module)))
+    rules = rules_of(module)
+    if local and rules.local is not None:
+        return _named(module, rules.local(module))
+    if rules.rule is not None:
+        return _named(module, rules.rule(module))
+    if rules.chain is not None:
+        return _named(module, chain(layer_of(link, local=local) for link in rules.chain(module)))
     raise NoRule(module)
 
 
@@ -74,33 +74,38 @@ def _named(module: nn.Module, layer: Layer) -> Layer:
 
 
 def residual_layer_of(module: nn.Module | Link, *, local: bool = False) -> Layer:
-    """The rule of x -> x + module(x)."""
+    """Return the rule of x -> x + module(x)."""
     if isinstance(module, nn.Module):
-        facts = facts_of(module)
-        rule = facts.local_residual if local and facts.local_residual is not None else facts.residual
+        rules = rules_of(module)
+        rule = rules.local_residual if local and rules.local_residual is not None else rules.residual
         if rule is not None:
             return Step(rule(module), (module,))
     return residual(layer_of(module, local=local))
 
 
 def classifier_of(model: nn.Module, *, local: bool = False) -> tuple[Layer, nn.Linear]:
-    """The rule of a whole model up to its linear head, and the head: model(x) = head(trunk(x)), so that a certificate
-    can compare classes in pairs, ||w_y - w_j||, instead of bounding the vector of logits. Raises `NoRule`."""
+    """Return the rule of a whole model up to its linear head, and the head. Raises `NoRule`.
+
+    As model(x) = head(trunk(x)), a certificate can compare classes in pairs, ||w_y - w_j||, instead of bounding the
+    vector of logits.
+    """
     links, head = trunk(model)
     return chain(layer_of(link, local=local) for link in links), head
 
 
 def trunk(model: nn.Module) -> tuple[Sequence[nn.Module | Link], nn.Linear]:
-    """The links of a model, modules that are mere chains taken apart, and its head. Raises `NoRule` for a model that
-    was altered anywhere, or holds code that is not known, or numbers that the proofs do not speak of: also inside
-    modules whose rule reads the weights without calling the parts."""
+    """Return the links of a model, with modules that are only chains taken apart, and its head.
+
+    Raises `NoRule` for a model that was altered anywhere, that holds unknown code, or whose numbers the proofs do not
+    cover. This includes parts inside modules whose rule reads the weights without calling the parts.
+    """
     for path, module in modules_of(model):
         refuse_altered(module, path)
         refuse_unknown(module, path)
-    facts = facts_of(model)
-    if facts.trunk is None:
+    rules = rules_of(model)
+    if rules.trunk is None:
         raise NoRule(model)
-    links, head = facts.trunk(model)
+    links, head = rules.trunk(model)
     expect(head, nn.Linear)
     return list(_apart(links)), head
 
@@ -115,14 +120,14 @@ def _apart(links: Iterable[nn.Module | Link]) -> Iterator[nn.Module | Link]:
 
 
 def _parts(module: nn.Module) -> Links | None:
-    """Of a mere chain: nothing else is known of it."""
-    facts = facts_of(module)
-    alone = facts.rule is facts.local is facts.expansion is None
-    return facts.chain(module) if facts.chain is not None and alone else None
+    """Return the links of a module that is only a chain, with no other rules."""
+    rules = rules_of(module)
+    alone = rules.rule is rules.local is rules.expansion is None
+    return rules.chain(module) if rules.chain is not None and alone else None
 
 
 def residual(branch: Layer) -> Layer:
-    """x + branch(x) where nothing better is known: the radii add up."""
+    """Return the rule of x + branch(x) where nothing better is known: the radii add up."""
 
     def layer(x: Tensor) -> tuple[Tensor, Bound]:
         y, bound = branch(x)
@@ -132,31 +137,36 @@ def residual(branch: Layer) -> Layer:
 
 
 def added(x: Tensor, y: Tensor) -> Tensor:
-    """x + y of one shape. Broadcast, a term would stand in the sum many times, and no rule counts that."""
+    """Return x + y, both of one shape.
+
+    Under broadcasting, one term would enter the sum many times, and no rule counts that.
+    """
     if x.shape != y.shape:
-        raise UserError(f"a residual branch makes {tuple(y.shape)} of {tuple(x.shape)}; give both one shape")
+        raise UserError(
+            f"a residual branch maps {tuple(x.shape)} to {tuple(y.shape)}; give input and output the same shape"
+        )
     return x + y
 
 
 def chain(layers: Iterable[Layer]) -> Chain:
-    """The composition of layers; chains in it become a part of it, so that the steps of a whole model can be read."""
+    """Return the composition of layers. Chains inside are flattened, so that a whole model's steps can be listed."""
     given = list(layers)
     steps = tuple(step for layer in given for step in steps_of(layer))
     return Chain(steps, tuple(part for layer in given for part in parts_of(layer)))
 
 
 def steps_of(layer: Layer) -> tuple[Layer, ...]:
-    """The steps of a chain; any other layer is one step."""
+    """Return the steps of a chain; any other layer is one step."""
     return layer.steps if isinstance(layer, Chain) else (layer,)
 
 
 def parts_of(layer: Layer) -> tuple[nn.Module | str, ...]:
-    """What a layer is named by; nothing for a bare function."""
+    """Return the names of a layer; a bare function has none."""
     return layer.parts if isinstance(layer, Step | Chain) else ()
 
 
 def radii(bounds: Sequence[Bound], r: Tensor) -> list[Tensor]:
-    """e_0 = r, e_1 = bound_1(e_0), ..., e_L."""
+    """Return e_0 = r, e_1 = bound_1(e_0), ..., e_L."""
     found = [r]
     for bound in bounds:
         found.append(bound(found[-1]))
@@ -164,5 +174,5 @@ def radii(bounds: Sequence[Bound], r: Tensor) -> list[Tensor]:
 
 
 def scaled(module: nn.Module, lipschitz: Tensor | float) -> Layer:
-    """A module with a known global Lipschitz constant."""
+    """Return the rule of a module with a known global Lipschitz constant."""
     return lambda x: (module(x), lambda r: lipschitz * r)

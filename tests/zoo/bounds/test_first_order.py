@@ -23,8 +23,8 @@ from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.window import WindowAttention
-from zoo.bounds.facts import NoRule, types_where
-from zoo.bounds.rules import layer_of, residual_layer_of
+from zoo.bounds.first_order import layer_of, residual_layer_of
+from zoo.bounds.rule_table import NoRule, types_where
 from zoo.layers.block import NormFirstBlock, PostNormBlock, PreNormBlock
 from zoo.layers.convolution import CellConv2d
 from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
@@ -182,7 +182,7 @@ def reached(cases: list[tuple[nn.Module, Tensor, Tensor]], residual: bool = Fals
 
 
 def test_every_rule_has_a_case() -> None:
-    assert set(types_where(lambda facts: facts.rule or facts.chain)) == set(CASES)
+    assert set(types_where(lambda rules: rules.rule or rules.chain)) == set(CASES)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_no_ascent_beats_the_rule(kind: type[nn.Module]) -> None:
     assert ratio >= teeth, "the search is too weak to refute a bound that is this much too small"
 
 
-@pytest.mark.parametrize("kind", [*types_where(lambda facts: facts.residual), Mlp], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*types_where(lambda rules: rules.residual), Mlp], ids=lambda kind: kind.__name__)
 def test_no_ascent_beats_the_residual_rule(kind: type[nn.Module]) -> None:
     ratio = reached(instances(CASES[kind][0], SHAPES.get(kind, (N, D)), seed=1), residual=True).max()
     assert 0.5 <= ratio <= 1 + 1e-9

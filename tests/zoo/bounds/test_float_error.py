@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from certizoo import UserError
-from zoo.bounds import running
+from zoo.bounds import float_error
 
 N, D = 5, 8
 WEIGHT = torch.randn(D, D, generator=torch.Generator().manual_seed(1)).double()
@@ -92,7 +92,7 @@ def test_the_bound_is_above_the_error(name: str, offset: float) -> None:
     x = (torch.randn(6, N, D, generator=torch.Generator().manual_seed(0)).double() + offset) * scale
     y = f(x)
     error = np.abs(y.numpy().astype(LONG) - exact(long(x))).astype(np.float64)
-    bound = running.defect(f, x, y)
+    bound = float_error.defect(f, x, y)
     assert (torch.from_numpy(error) <= bound).all()
     if offset == 0 and name != "there and back":
         assert (bound <= 1e-11).all()
@@ -102,19 +102,19 @@ def test_images_do_not_change_each_other() -> None:
     f = CASES["attention"][0]
     x = torch.randn(20, N, D, generator=torch.Generator().manual_seed(0)).double()
     x[3] *= 1e6
-    alone = torch.cat([running.defect(f, one, f(one)) for one in x.split(1)])
-    together = running.defect(f, x, f(x))
+    alone = torch.cat([float_error.defect(f, one, f(one)) for one in x.split(1)])
+    together = float_error.defect(f, x, f(x))
     torch.testing.assert_close(together, alone, rtol=0.5, atol=1e-14)
 
 
 def test_what_has_no_bound_is_refused() -> None:
     x = torch.rand(2, 3).double()
     with pytest.raises(UserError, match="erfinv"):
-        running.defect(torch.erfinv, x, x)
+        float_error.defect(torch.erfinv, x, x)
     with pytest.raises(UserError, match="float64 throughout"):
-        running.defect(lambda z: (z.float() * 2).double(), x, 2 * x)
+        float_error.defect(lambda z: (z.float() * 2).double(), x, 2 * x)
 
 
 def test_a_denominator_that_may_be_zero_bounds_nothing() -> None:
     x = torch.full((1, 2), 1e9).double()
-    assert running.defect(lambda z: 1 / (z - z.mean(-1, keepdim=True)), x, x).isinf().all()
+    assert float_error.defect(lambda z: 1 / (z - z.mean(-1, keepdim=True)), x, x).isinf().all()

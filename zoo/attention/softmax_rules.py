@@ -1,9 +1,9 @@
-"""The facts of softmax attention that follow from its `split`: alone, and with something around its softmax.
+"""Rules of softmax attention that follow from its `split`: alone, and with mixing around its softmax.
 
-    F(X) = merge( mix(softmax(score + bias)) v )        `Mixing` is what stands around: bias and mix
+    F(X) = merge( mix(softmax(score + bias)) v )        `Mixing` is the bias and mix around the softmax
 
-Windows add a relative position bias (window.py), gated positions mix in a matrix of their own (gpsa.py). They ask for
-the rules of their content here: those of its fact `mixing`, where it has sharper ones, or those of its `split`.
+Windows add a relative position bias (window.py); gated positions mix in a matrix of their own (gpsa.py). Both look up
+the rules of their content here: those of its field `mixing`, where it has tighter ones, or those of its `split`.
 """
 
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from zoo.attention.qkv import AttentionBounds, Mixing, Split, bounded, least, qkv_shapes
-from zoo.attention.rounding import plain_rounding
+from zoo.attention.softmax_rounding import plain_rounding
 from zoo.bounds.contracts import Expand, Layer
-from zoo.bounds.facts import Facts, M, facts_of
+from zoo.bounds.first_order import residual
 from zoo.bounds.hypotheses import Shapes
-from zoo.bounds.rules import residual
+from zoo.bounds.rule_table import M, ModuleRules, rules_of
 
 
 @dataclass(frozen=True)
 class AttentionRules:
-    """Each is built when it is asked for; the layers of F (False), or of X + F(X) (True)."""
+    """Three rules, each built on demand: the layers of F (False) or of X + F(X) (True), and the expansion."""
 
     published: Callable[[bool], Layer]
     local: Callable[[bool], Layer]
@@ -30,13 +30,13 @@ class AttentionRules:
 
 
 def rules_with_mixing(module: Callable[[Tensor], Tensor], content: nn.Module, mixing: Mixing) -> AttentionRules:
-    """Those of `module`, which is `content` with something around its softmax. Raises `NoRule`."""
-    rules: AttentionRules = (facts_of(content).mixing or by_split)(module, content, mixing)
+    """Return the rules of `module`, which is `content` with mixing around its softmax. Raises `NoRule`."""
+    rules: AttentionRules = (rules_of(content).mixing or by_split)(module, content, mixing)
     return rules
 
 
 def by_split(module: Callable[[Tensor], Tensor], content: nn.Module, mixing: Mixing) -> AttentionRules:
-    """Nothing is published of most attention with something around its softmax: the local rule is the only one."""
+    """Return the local rule as the only one, since nothing is published for most attention with such mixing."""
 
     def layer(with_identity: bool) -> Layer:
         measured = AttentionBounds(module, content, mixing).layer
@@ -49,9 +49,9 @@ def by_split(module: Callable[[Tensor], Tensor], content: nn.Module, mixing: Mix
     return AttentionRules(layer, layer, expand)
 
 
-def attention_facts(rules: Callable[[M], AttentionRules], shapes: Callable[[M], Shapes]) -> Facts[M]:
-    """All facts of an attention, from its rules and the shapes of its weights."""
-    return Facts(
+def attention_rules(rules: Callable[[M], AttentionRules], shapes: Callable[[M], Shapes]) -> ModuleRules[M]:
+    """Return all rules of an attention, from its `AttentionRules` and the shapes of its weights."""
+    return ModuleRules(
         shapes=shapes,
         rule=lambda module: rules(module).published(False),
         residual=lambda module: rules(module).published(True),
@@ -61,14 +61,17 @@ def attention_facts(rules: Callable[[M], AttentionRules], shapes: Callable[[M], 
     )
 
 
-def softmax_facts(
+def softmax_rules(
     rule: Callable[[M], Layer],
     split: Callable[[M], Split],
     local: Callable[[M], Layer] | None = None,
     shapes: Callable[[M], Shapes] | None = None,
-) -> Facts[M]:
-    """All facts of a variant that is known by its published `rule` and its `split`. `local`: another local rule than
-    the lesser of the published one and that of the split. `shapes`: others than those of `QKVAttention`."""
+) -> ModuleRules[M]:
+    """Return all rules of a variant, from its published `rule` and its `split`.
+
+    `local` replaces the default local rule, the lesser of the published one and that of the split. `shapes` replaces
+    the shapes of `QKVAttention`.
+    """
 
     def lesser(module: M) -> Layer:
         return least(rule(module), AttentionBounds(module, module).layer)
@@ -77,16 +80,15 @@ def softmax_facts(
         return bounded(AttentionBounds(module, module).expand, (local or lesser)(module))
 
     stated: Any = shapes or qkv_shapes
-    return Facts(
+    return ModuleRules(
         rule=rule, local=local or lesser, expansion=expand, split=split, rounding=plain_rounding, shapes=stated
     )
 
 
-def facts_by_split(split: Callable[[M], Split], shapes: Callable[[M], Shapes] | None = None) -> Facts[M]:
-    """All facts of a variant of which no more is known than how its queries, keys and values are made. `shapes`: as
-    above."""
+def rules_by_split(split: Callable[[M], Split], shapes: Callable[[M], Shapes] | None = None) -> ModuleRules[M]:
+    """Return all rules of a variant from its split alone, where nothing is published. `shapes`: as above."""
 
     def layer(module: M) -> Layer:
         return AttentionBounds(module, module).layer
 
-    return softmax_facts(layer, split, layer, shapes)
+    return softmax_rules(layer, split, layer, shapes)

@@ -18,22 +18,22 @@ from tests.tools.expansions import tightness
 from tests.tools.small_models import AVG, SMALL, labelled
 from tests.zoo.attention import test_curvature as test_attention
 from tests.zoo.attention import test_curvature_variants
-from tests.zoo.bounds import test_curvature, test_hypotheses, test_rules
+from tests.zoo.bounds import test_curvature, test_first_order, test_hypotheses
 from zoo.attention.conv_mixing import ConvMixing
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.lofast import lofast
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.window import WindowAttention
-from zoo.bounds import facts as table
+from zoo.bounds import rule_table as table
 from zoo.layers.block import NormFirstBlock, PostNormBlock, PreNormBlock
 from zoo.layers.mlp import Mlp
 from zoo.models.convnet import ConvNet
 from zoo.models.swin import Swin
 from zoo.models.vit import ViT
 from zoo.rules import (
-    Facts,
     Layer,
+    ModuleRules,
     NoRule,
     affine,
     exact_module,
@@ -41,7 +41,7 @@ from zoo.rules import (
     qkv_split,
     register,
     scaled,
-    softmax_facts,
+    softmax_rules,
     types_where,
 )
 
@@ -49,9 +49,9 @@ VARIANTS = {type(make(1.0)) for make, _, _ in test_curvature_variants.CASES.valu
 BLOCKS = {PreNormBlock, PostNormBlock, NormFirstBlock, SwinTransformerBlock, SwinTransformerStage, PatchMerging}
 # fact -> the types of which tests attack it
 ATTACKED: dict[str, set[type[nn.Module]]] = {
-    "rule": set(test_rules.CASES) - BLOCKS - {nn.Sequential, Mlp},
+    "rule": set(test_first_order.CASES) - BLOCKS - {nn.Sequential, Mlp},
     "chain": BLOCKS | {nn.Sequential, Mlp},
-    "residual": {DotProductAttention, GPSA, ConvMixing},  # test_rules.py asks the table itself
+    "residual": {DotProductAttention, GPSA, ConvMixing},  # test_first_order.py asks the table itself
     "local": set(test_attention.MIXTURES) | VARIANTS,
     "local_residual": {DotProductAttention, GPSA},
     "trunk": {ViT, Swin, ConvNet},  # all models: tests/certify/methods/test_adjoint_zoo.py
@@ -69,17 +69,17 @@ ATTACKED: dict[str, set[type[nn.Module]]] = {
 
 
 def test_every_fact_has_a_line_here() -> None:
-    assert {field.name for field in fields(Facts)} == set(ATTACKED)
+    assert {field.name for field in fields(ModuleRules)} == set(ATTACKED)
 
 
 @pytest.mark.parametrize("name", ATTACKED)
 def test_every_fact_of_every_type_is_attacked(name: str) -> None:
-    assert set(types_where(lambda facts: getattr(facts, name))) == ATTACKED[name]
+    assert set(types_where(lambda rules: getattr(rules, name))) == ATTACKED[name]
 
 
 def test_a_type_is_registered_once() -> None:
     with pytest.raises(ValueError, match=r"nn\.modules\.linear\.Linear is registered already"):
-        register(nn.Linear, Facts())
+        register(nn.Linear, ModuleRules())
 
 
 class Half(nn.Module):
@@ -115,7 +115,7 @@ def test_a_module_is_added_by_one_registration(halved: Any) -> None:
     x, y = labelled(halved, 3, 0)
     with pytest.raises(NoRule, match="Half"):
         certified_radius(halved, x, y, "lofast")
-    register(Half, Facts(rule=half, expansion=affine, rounding=exact_module))
+    register(Half, ModuleRules(rule=half, expansion=affine, rounding=exact_module))
     radii = [certified_radius(halved, x, y, method=method) for method in ("lofast", "lofast_local", "adjoint")]
     assert all(bool((radius_B > 0).all()) for radius_B in radii)
     assert ServedAdjoint(halved, torch.float32).analyse(x, y).at(1e-6).certified_B.all()
@@ -124,7 +124,7 @@ def test_a_module_is_added_by_one_registration(halved: Any) -> None:
 @pytest.mark.usefixtures("own_table")
 def test_a_module_with_a_rule_of_first_order_alone_is_left_to_lofast(halved: Any) -> None:
     x, y = labelled(halved, 3, 0)
-    register(Half, Facts(rule=half))
+    register(Half, ModuleRules(rule=half))
     with pytest.raises(NoRule, match="Half"):
         certified_radius(halved, x, y, "adjoint")
     assert torch.equal(certified_radius(halved, x, y, "best"), certified_radius(halved, x, y, "lofast"))
@@ -149,7 +149,7 @@ def lukewarm(module: Lukewarm) -> Layer:
 @pytest.mark.usefixtures("own_table")
 def test_a_softmax_attention_is_added_by_a_rule_and_its_split() -> None:
     """It has local and second-order rules by that, also in windows and with gated positions."""
-    register(Lukewarm, softmax_facts(lukewarm, qkv_split))
+    register(Lukewarm, softmax_rules(lukewarm, qkv_split))
     torch.manual_seed(0)
     for around in (lambda content: content, GPSA, lambda content: WindowAttention(content, (2, 2))):
         module = test_attention.random_(around(Lukewarm(test_attention.D, test_attention.H)), 1.0)

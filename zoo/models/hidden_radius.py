@@ -1,4 +1,4 @@
-"""How far the last hidden layer of a conv net can move, differentiable and for training only: norms are estimates.
+"""A radius of the last hidden layer of a conv net, differentiable and for training only: norms are estimates.
 
 For images moved by at most eps, h_l = act(W_l h_{l-1}), and D_l the diagonal 0/1 matrix of the entries of h_l that can
 change at all,
@@ -7,10 +7,11 @@ change at all,
     r_l = ||W_l|| r_{l-1}                                                                                 (global)
 
 An entry y_i = (W_l h_{l-1})_i moves by at most || (W_l D_{l-1})_i || r_{l-1}; where it stays below 0, or above theta,
-h_l stays as it is (Huang et al. 2021, https://arxiv.org/abs/2111.01395, section 3). The norms come from power
+h_l does not change (Huang et al. 2021, https://arxiv.org/abs/2111.01395, section 3). The norms come from power
 iterations, below the truth: certificates have their own rules (zoo/models/convnet.py).
 
-Their loss that makes more entries stand still, U = y + way and L = y - way for a value that moves by at most `way`:
+The paper's loss makes more entries constant. With U = y + way and L = y - way for a value that moves by at most `way`,
+it is
 
     mean over entries and layers of  max(0, U_i) + max(0, theta_i - L_i)     (ReLU: the first term)
 
@@ -28,8 +29,8 @@ from certizoo import UserError
 from zoo.models.convnet import ConvNet, ReLUx
 from zoo.spectral import start_vectors
 
-ITERATIONS = 10  # from a fixed start on one image-sized vector; cheap beside a batch
-LOCAL_ITERATIONS = 2  # more for each image, from where the shared ones ended
+ITERATIONS = 10  # from a fixed start on one image-sized vector; cheap compared with a batch
+LOCAL_ITERATIONS = 2  # additional ones for each image, starting where the shared ones ended
 
 
 def check_reach(model: nn.Module) -> None:
@@ -42,9 +43,11 @@ def check_reach(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Reach:
-    """Logits, the radius r of the last hidden layer, the diagonal of its D (all ones of global bounds), and the loss
-    that makes more entries stand still (0 of global ones)."""
+class HiddenRadius:
+    """Logits, the radius r of the last hidden layer, the diagonal of its D, and the sparsity loss.
+
+    The diagonal is all ones for global bounds. The loss makes more entries constant; it is 0 for global bounds.
+    """
 
     logits_BK: Tensor
     radius_B: Tensor
@@ -52,11 +55,10 @@ class Reach:
     sparsity_B: Tensor
 
 
-def reach(model: ConvNet, images_BCHW: Tensor, eps: float, local: bool) -> Reach:
-    """Logits, radius and sparsity are differentiable in the weights (`way` counts as a constant). Raises UserError for
-    another model.
+def reach(model: ConvNet, images_BCHW: Tensor, eps: float, local: bool) -> HiddenRadius:
+    """Return logits, radius and sparsity, differentiable in the weights (`way` counts as a constant).
 
-    Proof: docs/proofs.md#reach.
+    Raises UserError for another model. Proof: docs/proofs.md#reach.
     """
     check_reach(model)
     h = model.normalize(images_BCHW)
@@ -75,11 +77,11 @@ def reach(model: ConvNet, images_BCHW: Tensor, eps: float, local: bool) -> Reach
             sparsity_B = sparsity_B + _hinge(activation, y, way).flatten(1).mean(1) / (len(layers) // 2)
         r_B = r_B * w.norm(d, d_out, local)
         h, d = activation(y), d_out
-    return Reach(model.head(h), r_B, d, sparsity_B)
+    return HiddenRadius(model.head(h), r_B, d, sparsity_B)
 
 
 def _moving(activation: nn.Module, y: Tensor, way: Tensor) -> Tensor:
-    """1 where a value within `way` of y can change the activation."""
+    """Return 1 where a value within `way` of y can change the activation."""
     moving = y + way > 0
     if isinstance(activation, ReLUx):
         moving &= y - way < activation.theta
@@ -87,7 +89,7 @@ def _moving(activation: nn.Module, y: Tensor, way: Tensor) -> Tensor:
 
 
 def _hinge(activation: nn.Module, y: Tensor, way: Tensor) -> Tensor:
-    """max(0, U) + max(0, theta - L)."""
+    """Return max(0, U) + max(0, theta - L)."""
     rising = (y + way).clamp_min(0)
     return rising + (activation.theta - y + way).clamp_min(0) if isinstance(activation, ReLUx) else rising
 
@@ -102,7 +104,7 @@ def _unit(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Map:
-    """W of a convolution or linear layer (stride 0) on inputs of one shape, and its adjoint."""
+    """The matrix W of a convolution or linear layer (stride 0) on inputs of one shape, and its adjoint."""
 
     weight: Tensor
     shape: torch.Size
@@ -126,11 +128,11 @@ class Map:
         return conv2d_input(size, self.weight, y, self.stride, self.padding)
 
     def rows(self, d: Tensor) -> Tensor:
-        """||(W D)_i|| for every output i, of the shape of outputs; without gradient."""
+        """Return ||(W D)_i|| for every output i, of the shape of outputs; without gradient."""
         return replace(self, weight=self.weight.detach().square())(d).clamp_min(0).sqrt()
 
     def norm(self, d_in: Tensor, d_out: Tensor, local: bool) -> Tensor:
-        """||D_out W D_in|| (B,) or, where nothing is left out, ||W|| (1,). Differentiable in W."""
+        """Return ||D_out W D_in|| (B,) or, for D = I, ||W|| (1,). Differentiable in W."""
         with torch.no_grad():
             v = start_vectors(1, d_in[0].numel()).to(d_in).view(1, *self.shape)
             for _ in range(ITERATIONS):
