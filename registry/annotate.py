@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from certizoo import UserError
 from certizoo.text import plain
-from registry import browse, facts, records, store
+from registry import browse, records, store, version_tags
 from registry.browse import Version
 
 logger = logging.getLogger(__name__)
@@ -35,12 +35,12 @@ def annotate(
 
 
 def _check(version: Version, tags: Mapping[str, str], weights_sha256: str) -> None:
-    own = version.tags.get(facts.WEIGHTS)
+    own = version.tags.get(version_tags.WEIGHTS)
     if own is None:
         logger.warning("%s is of earlier code: nothing says of which weights it is", plain(version.uri))
     elif own != weights_sha256:
         raise UserError(
             f"{version.uri} has weights {own[:16]}, and others were measured, {weights_sha256[:16]}: nothing written"
         )
-    if wrong := [key for key in tags if not facts.of_evaluation(key)]:
+    if wrong := [key for key in tags if not version_tags.of_evaluation(key)]:
         raise UserError(f"{wrong[0]} is not for an evaluation to write; of {version.uri} its certificate says it")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from certizoo import UserError
-from registry import facts, store
+from registry import store, version_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -30,7 +30,7 @@ CHAMPION = "champion"
 BY, HAND, RULE = "champion_by", "hand", "rule"
 IMAGES = "champion_images"  # tag: of how many images, at least, the publisher wants a champion's certificate to be
 ENOUGH = 300
-ASKED = ("dataset", facts.DATA, "norm", "headline")
+ASKED = ("dataset", version_tags.DATA, "norm", "headline")
 
 Tags = Mapping[str, str]
 
@@ -53,7 +53,7 @@ def dataset_alias(dataset: str) -> str:
     return f"{CHAMPION}-{re.sub(r'[^A-Za-z0-9_-]', '_', dataset)}"
 
 
-def crown(client: "MlflowClient", name: str, version: str) -> Standing:
+def elect_champion(client: "MlflowClient", name: str, version: str) -> Standing:
     """Give `version` the aliases if it is the best by the rule.
 
     Then it looks again: another process may have crowned a better one meanwhile, whose aliases were just taken.
@@ -152,7 +152,7 @@ def figure(tags: Tags) -> str:
 def rank(tags: Tags) -> tuple[bool, float]:
     """What is compared. A version of earlier code states no lower bound: its share stands for it."""
     low = tags.get(_low(tags), tags.get(tags.get("headline", ""), ""))
-    value = facts.number(low)
+    value = version_tags.number(low)
     return _count(tags.get("images")) >= ENOUGH, value if value == value else -1.0
 
 
@@ -162,10 +162,10 @@ def _is_candidate(tags: Tags, question: Tags) -> bool:
 
 def _missing(tags: Tags) -> Iterator[str]:
     """What keeps a version from being a candidate at all."""
-    for tag in (*ASKED, facts.WEIGHTS):
+    for tag in (*ASKED, version_tags.WEIGHTS):
         if not tags.get(tag):
             yield f"it does not say its {tag}"
-    shares = [facts.number(tags.get(tag, "")) for tag in (_low(tags), tags.get("headline", ""))]
+    shares = [version_tags.number(tags.get(tag, "")) for tag in (_low(tags), tags.get("headline", ""))]
     if not shares[0] <= shares[1]:  # nor where one is no number
         yield f"it has no certified share with a lower bound ({_low(tags)})"
     if _count(tags.get("images")) < _wanted(tags):
@@ -181,7 +181,7 @@ def _differences(tags: Tags, question: Tags) -> Iterator[str]:
 
 def _may_hold(tags: Tags) -> bool:
     """Earlier code says less than a candidate, and may. Whoever has too few images binds nobody to its question."""
-    share = facts.number(tags.get(tags.get("headline", ""), ""))
+    share = version_tags.number(tags.get(tags.get("headline", ""), ""))
     return share == share and _count(tags.get("images")) >= _wanted(tags)
 
 
@@ -190,7 +190,7 @@ def _wanted(tags: Tags) -> int:
 
 
 def _low(tags: Tags) -> str:
-    return f"{facts.LOW}.{tags.get('headline', '').removeprefix(f'{facts.CERTIFIED}.')}"
+    return f"{version_tags.LOW}.{tags.get('headline', '').removeprefix(f'{version_tags.CERTIFIED}.')}"
 
 
 def _count(text: str | None) -> int:

@@ -15,7 +15,7 @@ from certizoo.commit import code_sha256, git_commit
 from certizoo.documents import read_json, read_yaml
 from certizoo.files import sha256
 from certizoo.text import plain
-from registry import facts, store
+from registry import store, version_tags
 
 logger = logging.getLogger(__name__)
 FILE = "files.json"
@@ -43,7 +43,7 @@ def verify(folder: Path, tags: Mapping[str, str], what: str) -> None:
         return
     if DIGEST in tags:
         _same_digest(folder, CERTIFICATE, tags[DIGEST], what)
-        weights = read_json(folder / CERTIFICATE).get(facts.WEIGHTS)
+        weights = read_json(folder / CERTIFICATE).get(version_tags.WEIGHTS)
         if weights:
             _same_digest(folder, WEIGHTS, weights, what)
     logger.warning("%s is of earlier code: nothing binds its files to its tags beyond certificate and weights", what)

@@ -18,7 +18,7 @@ from certizoo import UserError
 from certizoo.documents import read_json
 from certizoo.files import disk_errors, sha256, write_whole
 from certizoo.locks import locked
-from registry import champion, checks, facts, manifest, package, records, spool, store
+from registry import champion, checks, manifest, package, records, spool, store, version_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -171,7 +171,7 @@ def check(request: Request, run_dir: Path) -> None:
         raise UserError(f"{certificate} is missing: a run without a certificate is not published; certify it first")
     said = read_json(certificate)
     weights = certificate.with_name(manifest.WEIGHTS)
-    if not isinstance(said, dict) or not weights.is_file() or said.get(facts.WEIGHTS) != sha256(weights):
+    if not isinstance(said, dict) or not weights.is_file() or said.get(version_tags.WEIGHTS) != sha256(weights):
         raise UserError(f"{certificate} is not of the weights beside it; certify these again")
     if not re.fullmatch(r"(?=.*\w)[\w.-]{1,100}", request.name, re.ASCII):
         raise UserError(f"registered model name {request.name[:80]!r}: use up to 100 letters, digits, '_', '-' and '.'")
@@ -180,7 +180,7 @@ def check(request: Request, run_dir: Path) -> None:
     for tag in ("dataset", request.headline):
         if tag not in request.tags:
             raise UserError(f"tag {tag!r} is missing from the publication of {request.name}; add it to tags")
-    if (wrong := facts.contradiction(request.tags, said)) is not None:
+    if (wrong := version_tags.contradiction(request.tags, said)) is not None:
         raise UserError(f"{run_dir / request.folder} is not published: its tag {wrong}; certify it again")
 
 
@@ -213,7 +213,7 @@ def _send(request: Request, run_dir: Path, uri: str) -> Published:
         digest = sha256(folder / manifest.CERTIFICATE)
         run_id = _run(client, request, digest)
         version = _find(client, request, run_id, digest) or _create(client, request, folder, run_id, digest)
-        standing = champion.crown(client, request.name, str(version.version))
+        standing = champion.elect_champion(client, request.name, str(version.version))
     if not standing.is_champion:
         logger.info("%s/%s is no champion: %s", request.name, version.version, standing.why)
     return Published(

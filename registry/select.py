@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from certizoo import UserError
 from certizoo.nearest import choices
-from registry import facts
+from registry import version_tags
 from registry.browse import Version
 
 
@@ -64,7 +64,7 @@ def _order(value: str) -> tuple[int, float, str]:
 def _same_radius(tag: str, key: str) -> bool:
     """`certified_acc.0.141` is `certified_acc.0.141176`, and `certified_acc.linf.0.0157` is of 4/255: the same name and
     norm, and radii within half a percent."""
-    (*name, radius), (*wanted, typed) = facts.parts(tag), facts.parts(key)
+    (*name, radius), (*wanted, typed) = version_tags.parts(tag), version_tags.parts(key)
     a, b = _number(radius), _number(typed)
     return name == wanted and a is not None and b is not None and math.isclose(a, b, rel_tol=0.005)
 

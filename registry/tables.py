@@ -7,7 +7,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from certizoo.text import plain
-from registry import facts
+from registry import version_tags
 from registry.browse import Version
 from registry.select import fact
 
@@ -19,7 +19,7 @@ MAX_CARD = 5000
 
 def versions(found: Sequence[Version]) -> Table:
     """A row each, with what is certified of it."""
-    radii = sorted({tag for v in found for tag in v.tags if tag.startswith(f"{facts.CERTIFIED}.")}, key=_radius)
+    radii = sorted({tag for v in found for tag in v.tags if tag.startswith(f"{version_tags.CERTIFIED}.")}, key=_radius)
     table = _table("name", "version", "alias", *(key.removesuffix("_acc") for key in FACTS), *radii)
     for v in found:
         cells = (v.name, v.version, " ".join(v.aliases), *(fact(v, tag) for tag in (*FACTS, *radii)))
@@ -63,7 +63,7 @@ def _text(value: str, style: str = "") -> Text:
 
 def _radius(tag: str) -> tuple[str, float, str]:
     """Sort key: by the norm, then by the number at the end, other texts last."""
-    _, norm, eps = facts.parts(tag)
+    _, norm, eps = version_tags.parts(tag)
     try:
         return norm, float(eps), tag
     except ValueError:

@@ -69,11 +69,11 @@ def train(config_name: str, overrides: Sequence[str]) -> None:
         from trainers.engine import engine
         from trainers.job.folder import refuse_changed
         from trainers.steps import loop
-        from trainers.steps.sole import sole_trainer
+        from trainers.steps.run_lock import run_lock
         from trainers.weights import handover
 
     world = engine.start(job.deepspeed.timeout_minutes)
-    with sole_trainer(job.run_dir, world, partial(refuse_changed, job)):
+    with run_lock(job.run_dir, world, partial(refuse_changed, job)):
         run_id = loop.train(job, world)
         if world.rank == 0:
             handover.certify_and_publish(job, run_id)

@@ -88,7 +88,7 @@ class TrainConfig:
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of a rank in one optimiser step: batch_size / (micro_batch_size * world_size), which is whole
-        (trainers/job/recipe.py)."""
+        (trainers/job/compatibility.py)."""
         return self.batch_size // (self.micro_batch(world_size) * world_size)
 
 

@@ -1,8 +1,8 @@
 """What a search goes by: accuracies of the certificate, written NAME or NAME@EPS.
 
 `clean_acc`, `pgd_acc@0.1` (attacked: an upper bound of the robust accuracy), `certified_acc@0.1` (a lower bound).
-While a trial trains, the trainer looks at a few images of its own (trainers/steps/look.py): a trial that is stopped
-early counts as what was seen last.
+While a trial trains, the trainer certifies a few images (trainers/steps/certify_probe.py). A trial that is stopped early
+counts with the last of these figures.
 """
 
 import math
@@ -37,9 +37,11 @@ class Objective:
         return row.get(f"{self.name}.{self.radius(radii):g}" if self.eps else self.name)
 
     def compared(self, row: Mapping[str, float]) -> float | None:
-        """What schedulers compare of the same evaluation: `seen`; of certified shares `certified_near`, which knows how
-        far each image is from the other side (certify/stage/glance.py). A share of few images moves by whole images,
-        and ranks trials by which of them happens to be near."""
+        """Return the figure that schedulers compare: `seen`, or `certified_near` for certified shares.
+
+        `certified_near` changes smoothly (certify/stage/probe_model.py). A share of few images moves by whole images, so
+        that chance would rank the trials.
+        """
         if self.name == "certified_acc":
             return replace(self, name="certified_near").seen(row)
         return self.seen(row)

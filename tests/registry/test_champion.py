@@ -195,7 +195,7 @@ def test_it_is_the_best_though_two_processes_crown_at_once() -> None:
         registry.aliases |= {"champion": "2", "champion-d": "2"}
 
     client = Racing({"1": 0.4}, another)
-    assert not champion.crown(client, "m", "1").is_champion  # type: ignore[arg-type]
+    assert not champion.elect_champion(client, "m", "1").is_champion  # type: ignore[arg-type]
     assert client.aliases == {"champion": "2", "champion-d": "2"}
 
 
@@ -203,8 +203,8 @@ def test_of_two_equals_that_see_each_other_one_takes_the_alias() -> None:
     """Both are registered before either is crowned, and a worse version holds the alias."""
     client = Racing({"1": 0.3, "2": 0.6, "3": 0.6})
     client.aliases = {"champion": "1", "champion-d": "1"}
-    assert not champion.crown(client, "m", "3").is_champion  # type: ignore[arg-type]
-    assert champion.crown(client, "m", "2").is_champion  # type: ignore[arg-type]
+    assert not champion.elect_champion(client, "m", "3").is_champion  # type: ignore[arg-type]
+    assert champion.elect_champion(client, "m", "2").is_champion  # type: ignore[arg-type]
     assert client.aliases == {"champion": "2", "champion-d": "2"}
 
 
@@ -214,7 +214,7 @@ def test_a_hand_that_promotes_while_the_rule_crowns_is_obeyed() -> None:
         registry.aliases |= {"champion": "1", "champion-d": "1"}
 
     client = Racing({"1": 0.3, "2": 0.6}, promoted)
-    assert not champion.crown(client, "m", "2").is_champion  # type: ignore[arg-type]
+    assert not champion.elect_champion(client, "m", "2").is_champion  # type: ignore[arg-type]
     assert client.aliases == {"champion": "1", "champion-d": "1"}
 
 

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from certizoo import UserError
-from registry import browse, facts, manifest, package, publish, store
+from registry import browse, manifest, package, publish, store, version_tags
 from registry.__main__ import main
 from registry.annotate import annotate
 from tests.tools import versions
@@ -197,11 +197,11 @@ def test_an_evaluation_writes_over_nothing_that_was_certified(uri: str, tag: str
 )  # fmt: skip
 def test_facts_are_not_for_a_person_to_say(tag: str) -> None:
     with pytest.raises(UserError, match=r"registry\.tags: .* is (a fact|no tag)"):
-        facts.refuse_given({tag: "1.0"}, "registry.tags")
+        version_tags.refuse_given({tag: "1.0"}, "registry.tags")
 
 
 def test_tags_of_searches_and_people_are_welcome() -> None:
-    facts.refuse_given(
+    version_tags.refuse_given(
         {"space": "msvp", "search": "s", "trial": "s/1", "param.penalty.lambda_q": "0.1", "team": 3}, "t"
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from certizoo import UserError
-from registry import browse, facts
+from registry import browse, version_tags
 from registry.__main__ import main
 from registry.select import select
 from tests.tools import versions
@@ -28,9 +28,9 @@ LINF: dict[str, Any] = {"threat_model": {"norm": "linf"}}
     ],
 )
 def test_the_name_of_a_share_is_taken_apart(name: str, parts: tuple[str, str, str]) -> None:
-    assert facts.parts(name) == parts
+    assert version_tags.parts(name) == parts
     if parts[2] and "l2" not in name:
-        assert facts.share(*parts) == name
+        assert version_tags.share(*parts) == name
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from trainers.job.stages import Stages, prepare_stages
 from trainers.seeds import seed_of
 from trainers.settings import ConstrainConfig
 from trainers.steps import loop
-from trainers.steps.sole import sole_trainer
+from trainers.steps.run_lock import run_lock
 from trainers.weights import handover, states
 
 FACT = ("layer", "norm_before", "norm_after", "zeros", "missed")
@@ -50,7 +50,7 @@ def run(config_name: str, overrides: Sequence[str]) -> None:
     with ranks.said_once():
         stages = prepare_stages(compose_config(config_name, overrides))
     world = engine.start(stages.adapt.deepspeed.timeout_minutes)
-    with sole_trainer(stages.folder, world, stages.refuse_changed):
+    with run_lock(stages.folder, world, stages.refuse_changed):
         with engine.kept():
             if stages.settings.adapt_epochs and not Path(stages.weights).is_file():
                 loop.train(stages.adapt, world)

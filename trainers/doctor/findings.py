@@ -86,8 +86,8 @@ def data(job: Job, need: Estimate) -> Iterator[Finding]:
     found = [f"{name}: {len(each.paths)} shards, {each.samples} images" for name, each in sets.items() if each]
     yield Finding("data", ", ".join(found), True)
     batch = f"{job.train.batch_size} images a step ({job.train.micro_batch(ranks.world_size())} a rank at once)"
-    if job.settled:
-        yield Finding("settled", ", ".join(job.settled))
+    if job.auto_settings:
+        yield Finding("auto settings", ", ".join(job.auto_settings))
     yield Finding("steps", f"{need.steps_per_epoch} an epoch, {need.total_steps} in all; {batch}")
 
 

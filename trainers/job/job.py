@@ -47,7 +47,7 @@ class Job:
     train: TrainConfig
     deepspeed: DeepSpeedConfig
     saved: checkpoint.Saved | None
-    settled: tuple[str, ...]
+    auto_settings: tuple[str, ...]
 
     @property
     def first_weights(self) -> str | bool | None:

@@ -1,7 +1,7 @@
 """From a resolved configuration to a `Job`: everything that can be known to be wrong before work begins is refused.
 
 `prepare` is run by all ranks alike and by the doctor; it starts nothing and writes nothing. What contradicts what is
-listed in recipe.py.
+listed in compatibility.py.
 """
 
 import logging
@@ -16,11 +16,11 @@ from registry import store
 from shards import DataConfig, ShardSet, find
 from trainers import ranks
 from trainers.job import checkpoint
+from trainers.job.auto_settings import bf16_is_emulated, resolve_auto, scale_lr
+from trainers.job.compatibility import check_compatibility
 from trainers.job.folder import refuse_used_folder
 from trainers.job.job import Job, certify_settings
-from trainers.job.recipe import check_recipe
 from trainers.job.schedule import ScheduleConfig
-from trainers.job.settle import emulated, settled, with_lr
 from trainers.job.typed import typed
 from trainers.settings import (
     DeepSpeedConfig,
@@ -45,13 +45,13 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
     source_exists: False where an earlier stage has yet to make the file that `pretrained` names.
     """
     saved = _saved(Path(config["run_dir"]), config["resume"])
-    config, lines = settled(config, ranks.world_size(), saved)
-    if emulated(config) and ranks.local_rank() == 0:
+    config, lines = resolve_auto(config, ranks.world_size(), saved)
+    if bf16_is_emulated(config) and ranks.local_rank() == 0:
         log.warning("this CPU computes bf16 in software, many times as slowly as fp32: give train.precision=fp32")
     _refuse_password(config["registry"]["uri"])
     data = typed(DataConfig, config, "data")
     train, optimizer = typed(TrainConfig, config, "train"), typed(OptimizerConfig, config, "optimizer")
-    config, optimizer, of_lr = with_lr(config, optimizer, train.batch_size)
+    config, optimizer, of_lr = scale_lr(config, optimizer, train.batch_size)
     config = {**config, "model": _model_config(config["model"], data)}
     job = Job(
         config=config,
@@ -72,7 +72,7 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         train=train,
         deepspeed=typed(DeepSpeedConfig, config, "deepspeed"),
         saved=saved,
-        settled=(*lines, *of_lr),
+        auto_settings=(*lines, *of_lr),
     )
     if job.first_weights is True:
         table.entry(job.model["name"])
@@ -80,7 +80,7 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         check_source(job.first_weights)
     if job.config["certify"]["enabled"]:
         certify_settings(job)
-    check_recipe(job, ranks.world_size())
+    check_compatibility(job, ranks.world_size())
     if job.saved is not None:
         size = ranks.world_size()
         checkpoint.check_same_run(job.saved, job.fingerprint, size, job.run_dir)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from trainers import ranks
+from trainers.job.compatibility import check_constrain
 from trainers.job.folder import refuse_changed, refuse_used_folder
 from trainers.job.job import Job
 from trainers.job.prepare import prepare
-from trainers.job.recipe import check_constrain
 from trainers.job.typed import typed
 from trainers.settings import ConstrainConfig, require
 from zoo.handover import WEIGHTS

@@ -3,7 +3,7 @@
     process group -> model -> ZeRO engine -> average of the weights -> resume -> for every step:
         attack, objective, penalties, gradient, update: step.py lists every technique in its order
         average of the weights; a heartbeat for the watchdog; all ranks agree whether one was asked to stop
-        at an epoch's end, when due, when asked to stop: a checkpoint; at an epoch's end: evaluate (monitor.py, look.py)
+        at an epoch's end, when due, when asked to stop: a checkpoint; at an epoch's end: evaluate (monitor.py, certify_probe.py)
     -> hand-over -> leave the process group
 
 A step is one update of the weights: `accumulation` micro-batches on each rank (trainers/steps/step.py).
@@ -29,7 +29,7 @@ from trainers.job.checkpoint import Position, Saved
 from trainers.job.job import Job
 from trainers.ranks import said_once
 from trainers.settings import TrainConfig
-from trainers.steps import look, nan_batch, pictures
+from trainers.steps import certify_probe, nan_batch, pictures
 from trainers.steps.monitor import evaluate, monitor_batches
 from trainers.steps.run import Run, assemble
 from trainers.steps.step import Batch, NonFinite, train_step
@@ -76,8 +76,8 @@ def train(job: Job, world: World) -> str | None:
         average = Average(job, run.engine) if job.train.ema_decay else None
     logs.to_files(job.run_dir)
     watchdog = Watchdog(job.deepspeed.timeout_minutes * 60, world.rank, logs.path_of(job.run_dir, world.rank))
-    if job.settled:
-        run.report.say("settled: " + ", ".join(job.settled))
+    if job.auto_settings:
+        run.report.say("auto settings: " + ", ".join(job.auto_settings))
     position = resume(run, average)
     with run.report.shown(position.step), watchdog.watching():
         with listening() as request:
@@ -178,7 +178,7 @@ def monitored(session: Session, step: int, epoch: int) -> dict[str, float]:
         with run.engine.precision():  # a monitor; the hand-over is attacked and certified in float32
             batches = session.with_heartbeats(monitor_batches(job, run.engine.micro_batch, world))
             metrics = evaluate(session.module, batches, job.attack, job.seed, world)
-    metrics |= look.proved(job, run.engine, session.average, epoch)
+    metrics |= certify_probe.probe(job, run.engine, session.average, epoch)
     if metrics:
         run.report.row(step, epoch, metrics)
     return metrics

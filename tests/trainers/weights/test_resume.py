@@ -32,7 +32,7 @@ def arguments(name: str) -> list[str]:
 def undisturbed(folder: Path) -> Path:
     status, output = finish(launch(SCRIPT, *arguments("calm"), cwd=folder))
     assert status == 0, output
-    assert "settled: train.precision=fp32, train.compile=false" in output
+    assert "auto settings: train.precision=fp32, train.compile=false" in output
     return folder / "runs" / "calm"
 
 

@@ -15,7 +15,7 @@ from tests.tools.trained import Alone
 from trainers import ranks as of_launcher
 from trainers import reshape
 from trainers.job.folder import refuse_used_folder
-from trainers.steps.sole import sole_trainer
+from trainers.steps.run_lock import run_lock
 
 SCRIPT = ROOT / "trainers" / "adv_train.py"
 HOLD = """
@@ -50,7 +50,7 @@ class Second(Alone):
 
 def enter(run_dir: Path, world: Any, unchanged: Any = lambda: None) -> list[str]:
     """Names in the folder while it is held."""
-    with sole_trainer(run_dir, world, unchanged):
+    with run_lock(run_dir, world, unchanged):
         return sorted(path.name for path in run_dir.iterdir()) if run_dir.is_dir() else []
 
 

@@ -30,9 +30,9 @@ COMPILERS = ("cc", "gcc", "clang")
 Config = dict[str, Any]
 
 
-def settled(config: Config, ranks: int, saved: Saved | None) -> tuple[Config, list[str]]:
+def resolve_auto(config: Config, ranks: int, saved: Saved | None) -> tuple[Config, list[str]]:
     """The configuration, and a line for each key that it settles: "train.precision=bf16"."""
-    found = of_the_machine(config, ranks)
+    found = machine_settings(config, ranks)
     before = saved.fingerprint if saved else {}
     found = {key: before.get(key, value) for key, value in found.items()}
     workers, then = config["data"].get("workers"), before.get("data.workers")
@@ -44,7 +44,7 @@ def settled(config: Config, ranks: int, saved: Saved | None) -> tuple[Config, li
     return config, lines
 
 
-def of_the_machine(config: Config, ranks: int) -> dict[str, Any]:
+def machine_settings(config: Config, ranks: int) -> dict[str, Any]:
     """The keys that are left to it, with what they are on this one."""
     train = config["train"]
     found: dict[str, Any] = {}
@@ -52,19 +52,19 @@ def of_the_machine(config: Config, ranks: int) -> dict[str, Any]:
     if train["batch_size"] is None:
         found["train.batch_size"] = ranks * (IMAGES_A_GPU if torch.cuda.is_available() else IMAGES_A_CPU_RANK)
     if train["precision"] == AUTO:
-        found["train.precision"] = "bf16" if narrow() and not exact else "fp32"
+        found["train.precision"] = "bf16" if has_fast_bf16() and not exact else "fp32"
     if train["compile"] == AUTO:
         plain = not (exact or train["grad_checkpointing"] or config["masks"]["ard"])
-        found["train.compile"] = plain and compiles()
+        found["train.compile"] = plain and can_compile()
     return found
 
 
-def narrow() -> bool:
+def has_fast_bf16() -> bool:
     """Does bfloat16 save time here?"""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def emulated(config: Config) -> bool:
+def bf16_is_emulated(config: Config) -> bool:
     """Is bfloat16 asked of a CPU that computes it in software? A step of cert_gpsa_vit_c10 took more than five times as
     long as in fp32 there."""
     cpu: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch do not tell
@@ -72,13 +72,13 @@ def emulated(config: Config) -> bool:
     return config["train"]["precision"] == "bf16" and without and not torch.cuda.is_available()
 
 
-def compiles() -> bool:
+def can_compile() -> bool:
     """A GPU, and what `torch.compile` builds its kernels with."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, COMPILERS), None)
     return torch.cuda.is_available() and compiler is not None and importlib.util.find_spec("triton") is not None
 
 
-def with_lr(config: Config, optimizer: OptimizerConfig, batch_size: int) -> tuple[Config, OptimizerConfig, list[str]]:
+def scale_lr(config: Config, optimizer: OptimizerConfig, batch_size: int) -> tuple[Config, OptimizerConfig, list[str]]:
     """The learning rate for this batch, and the line that says so."""
     own = optimizer.for_batch(batch_size)
     if own == optimizer:

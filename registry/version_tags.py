@@ -49,11 +49,11 @@ def refuse_given(tags: Mapping[Any, object], key: str) -> None:
             raise UserError(f"{key}: {str(name)[:80]!r} is no tag; write NAME: TEXT in ASCII letters, digits, '_', '.'")
         if len(str(value)) > MAX_VALUE:
             raise UserError(f"{key}.{name} is longer than {MAX_VALUE} characters; shorten it")
-        if is_fact(name):
+        if is_reserved(name):
             raise UserError(f"{key}: {name} is a fact, which only who measures it writes; use another name")
 
 
-def is_fact(name: str) -> bool:
+def is_reserved(name: str) -> bool:
     """`certified_acc.0.1`, `Clean-Acc`, `weights_sha256`, ...: one of ours, or what people would take for one."""
     letters = _letters(name)
     families = (*SHARES, *OF_EVALUATION, LOW, "aa_acc", "clean_acc")

@@ -21,7 +21,7 @@ from attacks.attention import loss_of
 from certizoo import UserError
 from certizoo.files import require_file_name
 from certizoo.nearest import choices
-from registry import champion, facts
+from registry import champion, version_tags
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, SECOND_ORDER, SOFT_LABELS
@@ -32,7 +32,7 @@ from zoo.models.reach import check_reach
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Combination:
     """What a rule may look at."""
 
     job: Job
@@ -59,31 +59,31 @@ class Recipe:
             return zoo.create_model(**self.job.model)
 
 
-Rule = Callable[[Recipe], None]
+Rule = Callable[[Combination], None]
 
 
-def check_recipe(job: Job, ranks: int) -> None:
+def check_compatibility(job: Job, ranks: int) -> None:
     """Raise UserError for the first rule that the job breaks on so many ranks."""
-    recipe = Recipe(job, ranks)
+    combination = Combination(job, ranks)
     for rule in RULES:
-        rule(recipe)
+        rule(combination)
 
 
 # objective, labels, attack -------------------------------------------------------------------------------------------
 
 
-def the_name_is_that_of_one_folder(r: Recipe) -> None:
+def the_name_is_that_of_one_folder(r: Combination) -> None:
     require_file_name(r.job.config["name"], "name")
 
 
-def the_objective_exists(r: Recipe) -> None:
+def the_objective_exists(r: Combination) -> None:
     require(
         r.objective in OBJECTIVES,
         f"objective.name={r.objective} does not exist; {choices(r.objective, OBJECTIVES)}",
     )
 
 
-def blurred_labels_suit_the_objective(r: Recipe) -> None:
+def blurred_labels_suit_the_objective(r: Combination) -> None:
     smooth = "train.label_smoothing" if r.job.train.label_smoothing else ""
     blur = "mix.mixup and mix.cutmix" if r.job.mix.active else smooth
     require(
@@ -93,7 +93,7 @@ def blurred_labels_suit_the_objective(r: Recipe) -> None:
     )
 
 
-def an_attack_on_probabilities_climbs_their_cross_entropy(r: Recipe) -> None:
+def an_attack_on_probabilities_climbs_their_cross_entropy(r: Combination) -> None:
     soft = r.objective == "trades" or (r.objective == "pgd_at" and r.job.mix.active)
     loss = r.job.attack.loss
     require(
@@ -102,14 +102,14 @@ def an_attack_on_probabilities_climbs_their_cross_entropy(r: Recipe) -> None:
     )
 
 
-def trades_starts_beside_the_image(r: Recipe) -> None:
+def trades_starts_beside_the_image(r: Combination) -> None:
     require(
         r.objective != "trades" or r.job.attack.random_start,
         "objective=trades needs attack.random_start=true: its divergence has no slope at the image itself",
     )
 
 
-def attacks_suit_the_model(r: Recipe) -> None:
+def attacks_suit_the_model(r: Combination) -> None:
     classes = r.job.model["num_classes"]
     for key, attack in r.attacks.items():
         require(
@@ -126,12 +126,12 @@ def attacks_suit_the_model(r: Recipe) -> None:
 # batches -------------------------------------------------------------------------------------------------------------
 
 
-def ranks_share_the_batch(r: Recipe) -> None:
+def ranks_share_the_batch(r: Combination) -> None:
     size = r.job.train.batch_size
     require(size % r.ranks == 0, f"train.batch_size={size} cannot be shared by {r.ranks} ranks; make it a multiple")
 
 
-def micro_batches_make_the_batch(r: Recipe) -> None:
+def micro_batches_make_the_batch(r: Combination) -> None:
     train = r.job.train
     require(
         train.batch_size % (train.micro_batch(r.ranks) * r.ranks) == 0,
@@ -140,12 +140,12 @@ def micro_batches_make_the_batch(r: Recipe) -> None:
     )
 
 
-def images_make_a_batch(r: Recipe) -> None:
+def images_make_a_batch(r: Combination) -> None:
     size, images = r.job.train.batch_size, r.job.train_set.samples
     require(size <= images, f"train.batch_size={size} is more than the {images} training images; lower it")
 
 
-def mixing_finds_pairs(r: Recipe) -> None:
+def mixing_finds_pairs(r: Combination) -> None:
     micro = r.job.train.micro_batch(r.ranks)
     require(
         not r.job.mix.active or micro % 2 == 0,
@@ -156,21 +156,21 @@ def mixing_finds_pairs(r: Recipe) -> None:
 # ZeRO, precision, memory, speed --------------------------------------------------------------------------------------
 
 
-def offloading_needs_optimiser_state_of_zero(r: Recipe) -> None:
+def offloading_needs_optimiser_state_of_zero(r: Combination) -> None:
     require(
         not r.job.deepspeed.offload_optimizer or r.stage > 0,
         "deepspeed.offload_optimizer=true needs deepspeed=zero1 or higher",
     )
 
 
-def muon_needs_whole_matrices(r: Recipe) -> None:
+def muon_needs_whole_matrices(r: Combination) -> None:
     require(
         r.job.optimizer.name != "muon" or r.stage == 0,
         "optimizer=muon turns whole matrices, and each rank has parts of them; use deepspeed=zero0, or optimizer=adamw",
     )
 
 
-def the_average_needs_whole_weights(r: Recipe) -> None:
+def the_average_needs_whole_weights(r: Combination) -> None:
     decay = r.job.train.ema_decay
     require(
         not decay or r.stage < 3,
@@ -178,7 +178,7 @@ def the_average_needs_whole_weights(r: Recipe) -> None:
     )
 
 
-def lipschitz_objectives_need_whole_weights(r: Recipe) -> None:
+def lipschitz_objectives_need_whole_weights(r: Combination) -> None:
     require(
         r.objective not in LIPSCHITZ or r.stage < 3,
         f"objective={r.objective} reads weights outside their layers, and deepspeed=zero3 has them only inside; "
@@ -186,7 +186,7 @@ def lipschitz_objectives_need_whole_weights(r: Recipe) -> None:
     )
 
 
-def second_derivatives_need_whole_weights(r: Recipe) -> None:
+def second_derivatives_need_whole_weights(r: Combination) -> None:
     require(
         r.objective not in SECOND_ORDER or r.stage < 3,
         f"objective={r.objective} differentiates an input gradient, for which deepspeed=zero3 no longer has the "
@@ -194,7 +194,7 @@ def second_derivatives_need_whole_weights(r: Recipe) -> None:
     )
 
 
-def sam_needs_whole_weights(r: Recipe) -> None:
+def sam_needs_whole_weights(r: Combination) -> None:
     rho = r.job.train.sam_rho
     require(
         not rho or r.stage < 3,
@@ -202,7 +202,7 @@ def sam_needs_whole_weights(r: Recipe) -> None:
     )
 
 
-def sam_needs_float32(r: Recipe) -> None:
+def sam_needs_float32(r: Combination) -> None:
     rho = r.job.train.sam_rho
     require(
         not rho or r.job.train.precision == "fp32",
@@ -210,7 +210,7 @@ def sam_needs_float32(r: Recipe) -> None:
     )
 
 
-def what_is_compiled_runs_once_and_has_one_derivative(r: Recipe) -> None:
+def what_is_compiled_runs_once_and_has_one_derivative(r: Combination) -> None:
     train = r.job.train
     require(
         not (train.compile and (train.grad_checkpointing or r.objective in SECOND_ORDER)),
@@ -219,7 +219,7 @@ def what_is_compiled_runs_once_and_has_one_derivative(r: Recipe) -> None:
     )
 
 
-def a_recomputed_block_draws_no_mask(r: Recipe) -> None:
+def a_recomputed_block_draws_no_mask(r: Combination) -> None:
     require(
         not (r.job.train.grad_checkpointing and r.job.masks.ard),
         "train.grad_checkpointing=true would draw the masks of masks.ard anew in its second pass; set one to false",
@@ -229,11 +229,11 @@ def a_recomputed_block_draws_no_mask(r: Recipe) -> None:
 # the model -----------------------------------------------------------------------------------------------------------
 
 
-def the_model_can_be_built(r: Recipe) -> None:
+def the_model_can_be_built(r: Combination) -> None:
     _ = r.model
 
 
-def lipschitz_objectives_suit_the_model(r: Recipe) -> None:
+def lipschitz_objectives_suit_the_model(r: Combination) -> None:
     if r.objective in LIPSCHITZ:
         try:
             check_reach(r.model)
@@ -241,14 +241,14 @@ def lipschitz_objectives_suit_the_model(r: Recipe) -> None:
             raise UserError(f"objective={r.objective}: {error}") from None
 
 
-def recomputing_finds_blocks(r: Recipe) -> None:
+def recomputing_finds_blocks(r: Combination) -> None:
     require(
         not r.job.train.grad_checkpointing or bool(blocks_of(r.model)),
         "train.grad_checkpointing=true recomputes blocks, and this model has none; leave it out",
     )
 
 
-def masks_find_attention_and_patches(r: Recipe) -> None:
+def masks_find_attention_and_patches(r: Combination) -> None:
     masks, kind = r.job.masks, type(r.model).__name__
     require(
         not masks.ard or bool(attentions_of(r.model)),
@@ -260,7 +260,7 @@ def masks_find_attention_and_patches(r: Recipe) -> None:
     )
 
 
-def penalties_find_weights(r: Recipe) -> None:
+def penalties_find_weights(r: Combination) -> None:
     for group, config in (("penalty", r.job.penalty), ("hinge", r.job.hinge)):
         require(
             not config.active or bool(owners_of(r.model, config.branches)),
@@ -269,7 +269,7 @@ def penalties_find_weights(r: Recipe) -> None:
         )
 
 
-def certificates_have_rules_for_the_model(r: Recipe) -> None:
+def certificates_have_rules_for_the_model(r: Combination) -> None:
     if r.job.config["certify"]["enabled"]:
         method = certify_settings(r.job).method
         reason = missing_rule(
@@ -279,7 +279,7 @@ def certificates_have_rules_for_the_model(r: Recipe) -> None:
         require(not reason, f"certify.method={method}: {reason}; train without by certify.enabled=false")
 
 
-def looks_are_apart_from_what_is_reported(r: Recipe) -> None:
+def probes_exclude_reported_images(r: Combination) -> None:
     job, certify = r.job, r.job.config["certify"]
     if not (certify["enabled"] and job.train.certify_images and job.test_set):
         return
@@ -292,7 +292,7 @@ def looks_are_apart_from_what_is_reported(r: Recipe) -> None:
     )
 
 
-def looks_need_torch_as_it_is(r: Recipe) -> None:
+def probes_need_unpatched_torch(r: Combination) -> None:
     """ZeRO 3 puts a linear layer of its own into torch, which no certificate is of."""
     require(
         r.stage < 3 or not r.job.train.certify_images or not r.job.config["certify"]["enabled"],
@@ -313,10 +313,10 @@ def missing_rule(model: Mapping[str, Any], method: str) -> str:
 # the registry --------------------------------------------------------------------------------------------------------
 
 
-def tags_are_no_facts(r: Recipe) -> None:
+def tags_are_not_reserved(r: Combination) -> None:
     registry = r.job.config["registry"]
     champion.refuse_given(registry["champion_images"])
-    facts.refuse_given(registry["tags"] or {}, "registry.tags")
+    version_tags.refuse_given(registry["tags"] or {}, "registry.tags")
 
 
 RULES: tuple[Rule, ...] = (
@@ -345,9 +345,9 @@ RULES: tuple[Rule, ...] = (
     penalties_find_weights,
     attacks_suit_the_model,
     certificates_have_rules_for_the_model,
-    looks_are_apart_from_what_is_reported,
-    looks_need_torch_as_it_is,
-    tags_are_no_facts,
+    probes_exclude_reported_images,
+    probes_need_unpatched_torch,
+    tags_are_not_reserved,
 )
 
 
@@ -355,30 +355,30 @@ RULES: tuple[Rule, ...] = (
 
 
 @dataclass(frozen=True)
-class ConstrainRecipe(Recipe):
+class ConstrainCombination(Combination):
     """What its rules may look at besides; the job is that of stage 1."""
 
     settings: ConstrainConfig
 
 
-ConstrainRule = Callable[[ConstrainRecipe], None]
+ConstrainRule = Callable[[ConstrainCombination], None]
 
 
 def check_constrain(job: Job, ranks: int, settings: ConstrainConfig) -> None:
     """Raise UserError for the first rule that CertViT breaks, beyond those of its jobs."""
-    recipe = ConstrainRecipe(job, ranks, settings)
+    combination = ConstrainCombination(job, ranks, settings)
     for rule in CONSTRAIN_RULES:
-        rule(recipe)
+        rule(combination)
 
 
-def there_are_weights_to_constrain(r: ConstrainRecipe) -> None:
+def there_are_weights_to_constrain(r: ConstrainCombination) -> None:
     require(
         bool(r.settings.adapt_epochs or r.job.config["pretrained"]),
         "constrain.adapt_epochs=0 leaves nothing to constrain; add pretrained=WEIGHTS",
     )
 
 
-def the_product_has_rules_for_the_model(r: ConstrainRecipe) -> None:
+def the_product_has_rules_for_the_model(r: ConstrainCombination) -> None:
     """Of `certify.papers.published.product`, which report.json holds; dot-product attention needs none."""
     if not any(isinstance(module, DotProductAttention) for module in r.model.modules()):
         reason = missing_rule(r.job.model, "lofast")

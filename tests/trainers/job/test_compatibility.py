@@ -1,4 +1,4 @@
-"""Every rule of trainers/job/recipe.py refuses its case before work, and trainer and doctor say so in the same line."""
+"""Every rule of trainers/job/compatibility.py refuses its case before work, and trainer and doctor say so in the same line."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ from trainers import entry
 from trainers.certvit import run as certvit
 from trainers.doctor import findings
 from trainers.engine import engine
-from trainers.job.recipe import CONSTRAIN_RULES, RULES
+from trainers.job.compatibility import CONSTRAIN_RULES, RULES
 from trainers.job.stages import prepare_first
 
 CERTVIT = (
@@ -63,7 +63,7 @@ CASES: dict[str, list[Case]] = {
             "certify.attack.loss=attention: ConvNet",
         ),
     ],
-    "tags_are_no_facts": [
+    "tags_are_not_reserved": [
         ("adv_train", [*TINY, "registry.tags={clean_acc:1.0}"], "clean_acc is a fact"),
         ("adv_train", [*TINY, "registry.tags={certified_acc.0.1:1.0}"], "certified_acc.0.1 is a fact"),
         ("adv_train", [*TINY, "registry.champion_images=0"], "champion_images=0"),
@@ -120,12 +120,12 @@ CASES: dict[str, list[Case]] = {
         ("adv_train", [*CERTVIT, UNTIED, "certify.enabled=true"], "certify.method=auto: NoRule(zoo.attention.l2"),
         ("adv_train", [*CERTVIT, UNTIED, "certify.enabled=true", "certify.method=best"], "certify.enabled=false"),
     ],
-    "looks_are_apart_from_what_is_reported": [
+    "probes_exclude_reported_images": [
         ("adv_train", [*LOOK, "certify.images=340"], "set certify.images=328 or less"),
         ("adv_train", [*LOOK, "certify.images=null"], "set certify.images=328 or less"),
         ("adv_train", [*LOOK, "train.certify_images=400"], "set train.certify_images lower"),
     ],
-    "looks_need_torch_as_it_is": [("adv_train", [*LOOK, "deepspeed=zero3"], "set it to 0, or use a stage")],
+    "probes_need_unpatched_torch": [("adv_train", [*LOOK, "deepspeed=zero3"], "set it to 0, or use a stage")],
     "there_are_weights_to_constrain": [("constrain", [*CERTVIT, "constrain.adapt_epochs=0"], "pretrained=WEIGHTS")],
     "the_product_has_rules_for_the_model": [("constrain", [*CERTVIT, UNTIED], "no product of norms")],
 }

@@ -15,7 +15,7 @@ from trainers.job.folder import held
 
 
 @contextmanager
-def sole_trainer(run_dir: Path, world: World, unchanged: Callable[[], None]) -> Iterator[None]:
+def run_lock(run_dir: Path, world: World, unchanged: Callable[[], None]) -> Iterator[None]:
     """Collective: the folder is this run's until the end, and nothing is written before. `unchanged` raises UserError
     where the folder, now that it is held, is not as all ranks have seen it.
 
