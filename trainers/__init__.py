@@ -3,7 +3,7 @@
     adv_train std_train constrain    the scripts; entry.py composes their configuration (configs/), checks it, trains
     settings.py ranks.py seeds.py    typed options; this process among the ranks; named random streams
     model_parts.py                   parts of a model that options speak of: blocks, attention, weights to penalise
-    job/         from a configuration to a checked `Job`; compatibility.py: which options go with which; checkpoints' marks
+    job/         from a configuration to a checked `Job`; compatibility.py: conflicting options; checkpoints' marks
     objectives/  the loss of a micro-batch, one file each
     techniques/  what can be added to any objective: masks of the attack, mixed labels, SAM
     engine/      the one door to DeepSpeed; signals, watchdog, logs

@@ -1,8 +1,8 @@
 """What a search goes by: accuracies of the certificate, written NAME or NAME@EPS.
 
 `clean_acc`, `pgd_acc@0.1` (attacked: an upper bound of the robust accuracy), `certified_acc@0.1` (a lower bound).
-While a trial trains, the trainer certifies a few images (trainers/steps/certify_probe.py). A trial that is stopped early
-counts with the last of these figures.
+While a trial trains, the trainer certifies a few images (trainers/steps/certify_probe.py). A trial that is stopped
+early counts with the last of these figures.
 """
 
 import math
@@ -39,8 +39,8 @@ class Objective:
     def compared(self, row: Mapping[str, float]) -> float | None:
         """Return the figure that schedulers compare: `seen`, or `certified_near` for certified shares.
 
-        `certified_near` changes smoothly (certify/stage/probe_model.py). A share of few images moves by whole images, so
-        that chance would rank the trials.
+        `certified_near` changes smoothly (certify/stage/probe_model.py). A share of few images moves by whole images,
+        so that chance would rank the trials.
         """
         if self.name == "certified_acc":
             return replace(self, name="certified_near").seen(row)

@@ -4,7 +4,7 @@ Attacks never go through the engine: `torch.autograd.grad` on `engine(x)` fails 
 stage 3. They use `engine.module`, whose modules gather their weights themselves at stage 3; only the training pass uses
 the engine. An objective that needs input gradients in its loss takes them inside that one pass (`Engine.through`): the
 engine hooks into what comes out of it, and into the gradients of the weights, neither of which the inner gradient
-touches. At stage 3 that is refused (trainers/job/compatibility.py): the second derivative needs weights when they are gone.
+touches. Stage 3 is refused (trainers/job/compatibility.py): the second derivative needs weights that are freed then.
 
 At stage 3 weights exist only while their block runs. Penalties on weights have modules of their own (wrappers.py); what
 reads all weights gathers them one by one.

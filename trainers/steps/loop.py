@@ -3,7 +3,8 @@
     process group -> model -> ZeRO engine -> average of the weights -> resume -> for every step:
         attack, objective, penalties, gradient, update: step.py lists every technique in its order
         average of the weights; a heartbeat for the watchdog; all ranks agree whether one was asked to stop
-        at an epoch's end, when due, when asked to stop: a checkpoint; at an epoch's end: evaluate (monitor.py, certify_probe.py)
+        at an epoch's end, when due, when asked to stop: a checkpoint; at an epoch's end: evaluate
+        (monitor.py, certify_probe.py)
     -> hand-over -> leave the process group
 
 A step is one update of the weights: `accumulation` micro-batches on each rank (trainers/steps/step.py).

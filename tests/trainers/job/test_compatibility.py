@@ -1,4 +1,4 @@
-"""Every rule of trainers/job/compatibility.py refuses its case before work, and trainer and doctor say so in the same line."""
+"""Every rule of compatibility.py refuses its case before work; the trainer and the doctor print the same line."""
 
 import ast
 import re
