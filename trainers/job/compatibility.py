@@ -1,10 +1,10 @@
-"""What goes with what: every refusal of options that contradict each other, a small function each, listed in RULES.
+"""Options that exclude each other: one small function for every refusal, listed in RULES.
 
-`prepare` asks them all, on every rank, before there is a process group and before anything is written;
-`python -m trainers.doctor` asks `prepare`. A rule raises UserError: what contradicts what, and the mend, in one line.
+`prepare` calls all rules on every rank, before the process group exists and before anything is written. `python -m
+trainers.doctor` calls `prepare`. A rule raises UserError: one line that names the conflict and how to resolve it.
 
-Not here: a value that is wrong by itself (settings.py, schedule.py, and those of attacks, shards and certify), a name
-that does not exist in the zoo, a run folder in use and a checkpoint of other settings (prepare.py, checkpoint.py).
+Checked elsewhere: single wrong values (settings.py, schedule.py, and those of attacks, shards and certify), names that
+the zoo does not know, a run folder in use and a checkpoint of other settings (prepare.py, checkpoint.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ from zoo.models.reach import check_reach
 
 @dataclass(frozen=True)
 class Combination:
-    """What a rule may look at."""
+    """The values that rules may read."""
 
     job: Job
     ranks: int
@@ -48,13 +48,13 @@ class Combination:
 
     @property
     def attacks(self) -> dict[str, AttackConfig]:
-        """By the key in front of theirs: that of the training and its monitor, and that beside the certificates."""
+        """Return the attacks by key prefix: that of training and its monitor, and that beside the certificates."""
         certified = self.job.config["certify"]["enabled"]
         return {"": self.job.attack} | ({"certify.": certify_settings(self.job).attack} if certified else {})
 
     @cached_property
     def model(self) -> nn.Module:
-        """Modules and shapes without memory for the weights: a ViT-L takes a tenth of a second."""
+        """Return the modules with shapes but no memory for weights: a ViT-L takes a tenth of a second."""
         with torch.device("meta"):
             return zoo.create_model(**self.job.model)
 
@@ -356,7 +356,7 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class ConstrainCombination(Combination):
-    """What its rules may look at besides; the job is that of stage 1."""
+    """The values that CertViT's rules may also read; the job is that of stage 1."""
 
     settings: ConstrainConfig
 
@@ -379,7 +379,10 @@ def there_are_weights_to_constrain(r: ConstrainCombination) -> None:
 
 
 def the_product_has_rules_for_the_model(r: ConstrainCombination) -> None:
-    """Of `certify.papers.published.product`, which report.json holds; dot-product attention needs none."""
+    """Require rules for `certify.papers.published.product`, which report.json contains.
+
+    Dot-product attention needs none.
+    """
     if not any(isinstance(module, DotProductAttention) for module in r.model.modules()):
         reason = missing_rule(r.job.model, "lofast")
         require(not reason, f"{r.job.model['name']} has no product of norms to lower: {reason}")

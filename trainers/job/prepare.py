@@ -1,7 +1,7 @@
-"""From a resolved configuration to a `Job`: everything that can be known to be wrong before work begins is refused.
+"""From a resolved configuration to a `Job`: every detectable error is raised before work begins.
 
-`prepare` is run by all ranks alike and by the doctor; it starts nothing and writes nothing. What contradicts what is
-listed in compatibility.py.
+All ranks and the doctor call `prepare`; it starts and writes nothing. compatibility.py lists options that exclude each
+other.
 """
 
 import logging
@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
     """Check a resolved configuration and the data it names. Raises UserError naming the key, file or folder.
 
-    source_exists: False where an earlier stage has yet to make the file that `pretrained` names.
+    Args:
+        source_exists: False if an earlier stage has yet to create the file that `pretrained` names.
     """
     saved = _saved(Path(config["run_dir"]), config["resume"])
     config, lines = resolve_auto(config, ranks.world_size(), saved)
@@ -94,7 +95,7 @@ def _refuse_password(uri: str | None) -> None:
 
 
 def _model_config(model: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:
-    """The recipe's options, on images as the data gives them."""
+    """Return the model's options with the shape of the images."""
     require("pretrained" not in model, "weights to start from are no option of the model; write pretrained=SOURCE")
     shape = {"num_classes": data.num_classes, "img_size": data.img_size, "in_chans": data.channels}
     return {"name": model["name"], **zoo.model_options(**(shape | dict(model)))}
