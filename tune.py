@@ -133,7 +133,7 @@ def run(asked: Search, resume: bool) -> int:
     driver.scheduler(asked)  # refuses what pbt cannot do before anything is written
     with driver.cluster() as machines:
         at_once = nodes.at_once(asked)
-        with disk_errors("make room there, then begin again"):
+        with disk_errors("free some space there, then start again"):
             nodes.require_shared(asked)
             asked.save()
         with server.registry(machines, at_once, asked.folder / "registry.log") as uri:
@@ -144,7 +144,7 @@ def run(asked: Search, resume: bool) -> int:
             with board:
                 driver.run(asked, driver.Surroundings(credentials.environment(uri), uuid.uuid4().hex), board, resume)
     waiting = server.send_what_waits(asked.folder / "trials", store.resolve_uri())
-    with disk_errors(f"make room there; python tune.py --resume {asked.name} writes it again"):
+    with disk_errors(f"free some space there; `python tune.py --resume {asked.name}` writes it again"):
         page = closing.write(asked, board)
     if not board.console.is_terminal:  # there the live table stands already
         board.console.print(board.table())
@@ -152,7 +152,7 @@ def run(asked: Search, resume: bool) -> int:
         say(line)
     sort = asked.metric[0].replace("@", ".")
     if left := asked.num_samples - board.ended_trials:
-        say(f"interrupted with {left} of {asked.num_samples} trials to go; go on by: {resuming(asked)}")
+        say(f"interrupted with {left} of {asked.num_samples} trials to go; continue with: {resuming(asked)}")
     say(f"page: {page}\nbrowse: python -m registry list --sort {sort} --where search={asked.name}")
     if waiting:
         say(f"MLflow is away; send {len(waiting)} trials later: python -m registry sync {' '.join(map(str, waiting))}")

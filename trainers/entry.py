@@ -52,8 +52,8 @@ def full_disks_in_one_line() -> Iterator[None]:
         if error.errno not in FULL:
             raise
         raise UserError(
-            f"{error.filename or 'a file of the run'} could not be written ({error.strerror}); make room, then go on "
-            "by the same command and resume=auto"
+            f"{error.filename or 'a file of the run'} could not be written ({error.strerror}); free some "
+            "space, then repeat the command with resume=auto"
         ) from None
 
 
@@ -121,5 +121,5 @@ def lost(rank: int) -> str:
     """Describe the loss of another rank. A rank that was killed could print nothing itself."""
     how = killed()
     if how:
-        return f"error: {'; '.join(how)}; go on from the newest checkpoint by the same command and resume=auto"
+        return f"error: {'; '.join(how)}; repeat the command with resume=auto to continue from the newest checkpoint"
     return f"rank {rank} lost another rank and ends too"

@@ -27,7 +27,7 @@ ASIDE = "other_ranks"
 def main(argv: Sequence[str]) -> None:
     """Mark the checkpoint in place. Raises UserError if there is none."""
     if len(argv) != 1:
-        raise UserError("which run? python -m trainers.reshape runs/NAME")
+        raise UserError("no run folder given; use python -m trainers.reshape runs/NAME")
     run_dir = Path(argv[0])
     if not checkpoint.folder(run_dir).is_dir():
         raise UserError(f"{run_dir} holds no checkpoints; give the folder of a run")
@@ -47,8 +47,8 @@ def reshape(run_dir: Path) -> None:
     path = checkpoint.folder(run_dir) / saved.tag
     write_whole(path / checkpoint.MARK, replace(saved, world_size=None).mark())
     sys.stdout.write(
-        f"{path} can be loaded by any number of ranks now (step {saved.position.step}; {len(later)} later ones are in "
-        f"{ASIDE}/): go on with resume=auto\n"
+        f"{path} can now be loaded by any number of ranks (step {saved.position.step}; {len(later)} later ones moved to "
+        f"{ASIDE}/); continue with resume=auto\n"
     )
 
 
@@ -58,11 +58,11 @@ def last_epoch(run_dir: Path) -> Saved:
         saved = checkpoint.read(path)
         if saved is not None and saved.position.ends_epoch:
             if saved.world_size is None:
-                raise UserError(f"{path} can be loaded by any number of ranks already; go on with resume=auto")
+                raise UserError(f"{path} can already be loaded by any number of ranks; continue with resume=auto")
             return saved
     raise UserError(
-        f"{checkpoint.folder(run_dir)} holds no checkpoint of an epoch's end; go on to one with as many ranks as "
-        "before, or start anew with name=ANOTHER"
+        f"{checkpoint.folder(run_dir)} holds no checkpoint of an epoch's end; train to one with the old number of "
+        "ranks, or start anew with name=ANOTHER"
     )
 
 

@@ -165,7 +165,7 @@ def test_a_version_requires_nothing_of_a_name_that_others_may_take(uri: str, tmp
 
 @pytest.mark.hostile
 def test_figures_of_other_weights_are_not_written_onto_a_version(uri: str) -> None:
-    with pytest.raises(UserError, match=r"models:/tiny/1 has weights .* and others were measured"):
+    with pytest.raises(UserError, match=r"models:/tiny/1 has weights .* were measured"):
         annotate("tiny/1", {"attacked_acc.quick.pgd": "1.0000"}, {"attacked_acc.quick.pgd": 1.0}, "0" * 64)
     assert "attacked_acc.quick.pgd" not in browse.find("tiny/1").tags
     own = browse.find("tiny/1").tags["weights_sha256"]

@@ -523,7 +523,7 @@ def test_the_command_that_goes_on_names_the_storage_where_it_is_not_the_usual_on
     ),
 )
 def test_a_name_that_is_no_folder_of_a_trial_is_refused_at_once(name: str) -> None:
-    with pytest.raises(UserError, match="is no name of a folder"):
+    with pytest.raises(UserError, match="is not a valid folder name"):
         asked("--space", "l2", "--name", name)
 
 
@@ -569,7 +569,7 @@ def test_the_second_driver_of_a_search_is_told_at_once(
         first.stdout.readline()
         before = sorted(tmp_path.rglob("*"))
         try:
-            with pytest.raises(UserError, match=f"somebody else writes this search here .process {first.pid} "):
+            with pytest.raises(UserError, match=f"another process writes this search here .process {first.pid} "):
                 tune.main_search(tune.parser(DEFAULTS).parse_args([*arguments, "--storage", str(tmp_path)]), DEFAULTS)
         finally:
             first.kill()

@@ -157,10 +157,10 @@ def read_layer(path: Path, weight: Tensor) -> tuple[Tensor, dict[str, Any]]:
         with safe_open(path, "pt") as file:
             fact = json.loads((file.metadata() or {}).get("fact", "null"))
         if not isinstance(fact, dict) or tuple(fact) != FACT or {type(fact[key]) for key in FACT[1:]} != {float}:
-            raise ValueError("it does not tell what became of the layer")
+            raise ValueError("the layer's statistics are missing")
     except states.UNREADABLE as error:
         raise UserError(
-            f"{path} is not as this run writes it ({str(error)[:200]}); delete it, and go on by the same command"
+            f"{path} is not a file of this run ({str(error)[:200]}); delete it and repeat the command"
         ) from None
     return new, fact
 

@@ -85,10 +85,10 @@ def data(job: Job, need: Estimate) -> Iterator[Finding]:
     sets = {"train": job.train_set, "test": job.test_set}
     found = [f"{name}: {len(each.paths)} shards, {each.samples} images" for name, each in sets.items() if each]
     yield Finding("data", ", ".join(found), True)
-    batch = f"{job.train.batch_size} images a step ({job.train.micro_batch(ranks.world_size())} a rank at once)"
+    batch = f"{job.train.batch_size} images per step ({job.train.micro_batch(ranks.world_size())} per rank and pass)"
     if job.auto_settings:
         yield Finding("auto settings", ", ".join(job.auto_settings))
-    yield Finding("steps", f"{need.steps_per_epoch} an epoch, {need.total_steps} in all; {batch}")
+    yield Finding("steps", f"{need.steps_per_epoch} per epoch, {need.total_steps} in all; {batch}")
 
 
 def memory(job: Job, need: Estimate, libraries: int) -> Iterator[Finding]:
@@ -97,14 +97,16 @@ def memory(job: Job, need: Estimate, libraries: int) -> Iterator[Finding]:
     held = f"weights {size(need.weights)}, gradients {size(need.gradients)}, optimiser {size(need.states)}{average}"
     yield Finding("model", f"{need.parameters / 1e6:.2f} M parameters")
     yield Finding(f"ZeRO {job.deepspeed.stage}", f"a rank holds {held}")
-    yield Finding("activations", f"about {size(need.activations)} a rank (an estimate)")
+    yield Finding("activations", f"about {size(need.activations)} per rank (an estimate)")
     if torch.cuda.is_available():
         needed = need.a_rank - (need.states if job.deepspeed.offload_optimizer else 0)
         free = torch.cuda.mem_get_info()[0]
     else:
         needed = need.a_rank + libraries
         free = psutil.virtual_memory().available // min(ranks.world_size(), ranks_here())
-    text = f"about {size(needed)} a rank (an estimate; libraries on a CPU {size(libraries)}); {size(free)} free a rank"
+    text = (
+        f"about {size(needed)} per rank (an estimate; libraries on a CPU {size(libraries)}); {size(free)} free per rank"
+    )
     mend = "a smaller train.micro_batch_size, train.grad_checkpointing=true, train.precision=bf16 or deepspeed=zero2"
     yield Finding("memory", text, needed <= free, mend)
     kept = f"{job.train.keep_checkpoints} kept, one being written, and the hand-over"
@@ -117,5 +119,5 @@ def loaders(job: Job) -> Iterator[Finding]:
         micro, data = job.train.micro_batch(ranks.world_size()), job.data
         wanted = ranks_here() * shared_bytes(data.workers, micro, data.channels, data.img_size)
         free = shutil.disk_usage("/dev/shm").free
-        text = f"{data.workers} loaders a rank take {size(wanted)}; {size(free)} free"
+        text = f"{data.workers} loaders per rank take {size(wanted)}; {size(free)} free"
         yield Finding("/dev/shm", text, free >= wanted, "fewer data.workers, or a larger /dev/shm (docker: --shm-size)")

@@ -45,7 +45,7 @@ def machine(ranks: int) -> Iterator[Finding]:
 def gpus() -> Finding:
     """Report names and free memory of the GPUs; without a GPU, ranks use gloo."""
     if not torch.cuda.is_available():
-        return Finding("GPUs", "none: ranks compute on the CPU and talk by gloo", torch.distributed.is_gloo_available())
+        return Finding("GPUs", "none: ranks compute on the CPU and use gloo", torch.distributed.is_gloo_available())
     free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
     names = {torch.cuda.get_device_name(index) for index in range(len(free))}
     text = f"{len(free)} x {', '.join(names)}, {size(min(free))} free"
@@ -104,7 +104,7 @@ def registry(uri: str | None) -> Finding:
         with store.one_line(uri):
             store.connect(uri).search_experiments(max_results=1)
     except UserError as error:
-        return Finding("registry", str(error), False, "start it, or registry.enabled=false")
+        return Finding("registry", str(error), False, "start it, or set registry.enabled=false")
     return Finding("registry", f"{store.public(uri)} answers", True)
 
 
@@ -112,7 +112,7 @@ def disk(folder: Path, needed: int) -> Finding:
     """Report the free space at the run folder."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
-    return Finding("disk", f"{size(free)} free at {there}", free >= needed, "make room, or run_dir=ELSEWHERE")
+    return Finding("disk", f"{size(free)} free at {there}", free >= needed, "free some space, or set run_dir=ELSEWHERE")
 
 
 def size(count: float) -> str:

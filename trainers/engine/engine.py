@@ -104,7 +104,7 @@ def start(timeout_minutes: float) -> World:
             raise
         port = os.environ["MASTER_PORT"]
         raise UserError(
-            f"port {port} is taken, by another run perhaps; choose one: deepspeed --master_port=29501 ..."
+            f"port {port} is in use, perhaps by another run; choose a free one: deepspeed --master_port=29501 ..."
         ) from None
     deepspeed.init_distributed(timeout=patience, auto_mpi_discovery=False, verbose=False)
     return World(rank, size, device)

@@ -66,7 +66,7 @@ class Watchdog:
         what = "waits for another rank that does not answer" if self._waits_for_others() else "is stuck"
         sys.stderr.write(
             f"error: no step in {self.patience / 60:.3g} minutes (deepspeed.timeout_minutes): rank {self.rank} {what} "
-            f"at {self._where()}, its stacks are in {self.log}; go on by the same command and resume=auto\n"
+            f"at {self._where()}, its stacks are in {self.log}; repeat the command with resume=auto\n"
         )
         sys.stderr.flush()
         os._exit(STATUS)

@@ -113,7 +113,7 @@ def newest(run_dir: Path) -> Saved | None:
         saved = read(path)
         if saved is not None:
             return saved
-        log.warning("%s is not complete (the run was stopped while writing it); using the one before", path)
+        log.warning("%s is incomplete (the run was stopped while writing it); using the previous one", path)
     return None
 
 
@@ -128,15 +128,15 @@ def read(path: Path) -> Saved | None:
     mark = read_json(path / MARK)
     if isinstance(mark, dict) and mark.get("format", 1) != FORMAT:
         raise UserError(
-            f"{path} was written by another version, as pickles, which may hold code and are not read; go on with that "
-            "version, or start anew with name=ANOTHER"
+            f"{path} was written by another version, as pickles, which are not read because they may hold "
+            "code; use that version, or start anew with name=ANOTHER"
         )
     try:
         saved = _saved(path.name, mark)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path / MARK} is not as training writes it ({str(error)[:100]}); delete {path}, and resume from the one "
-            "before"
+            f"{path / MARK} is not a valid mark ({str(error)[:100]}); delete {path} to resume from the "
+            "previous checkpoint"
         ) from None
     whole = all(_is_file(path / name) and (path / name).stat().st_size == size for name, size in saved.files.items())
     return saved if whole else None
@@ -147,11 +147,11 @@ def _saved(name: str, mark: dict[str, Any]) -> Saved:
     position = Position(**mark["position"])
     counts = [*vars(position).values(), *mark["files"].values(), mark["world_size"] or 1]
     if not all(type(count) is int and 0 <= count < 2**53 for count in counts) or tag(position.step) != name:
-        raise ValueError(f"counts that are none: {position}, {mark['world_size']} ranks")
+        raise ValueError(f"invalid counts: {position}, {mark['world_size']} ranks")
     if not all(FILE.fullmatch(file) and DIGEST.fullmatch(mark["sha256"][file]) for file in mark["files"]):
-        raise ValueError("files that are none of a checkpoint")
+        raise ValueError("a file that does not belong to a checkpoint")
     if not (mark["run_id"] is None or RUN_ID.fullmatch(mark["run_id"])) or not isinstance(mark["fingerprint"], dict):
-        raise ValueError("a run that is none")
+        raise ValueError("an invalid run id or fingerprint")
     return Saved(name, position, mark["world_size"], mark["run_id"], mark["fingerprint"], mark["files"], mark["sha256"])
 
 
@@ -166,13 +166,13 @@ def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_di
         then, value = saved.fingerprint.get(key), now.get(key)
         if then != value:
             raise UserError(
-                f"{run_dir} was trained with {key}={str(then)[:100]}, this command says {key}={value}; "
+                f"{run_dir} was trained with {key}={str(then)[:100]}, but this command has {key}={value};  "
                 "resume with the same settings, or start anew with name=ANOTHER"
             )
     if saved.world_size not in (None, world_size):
         raise UserError(
-            f"{run_dir} was trained by {saved.world_size} ranks, now there are {world_size}; start as many "
-            f"(`deepspeed --num_gpus {saved.world_size} ...`), or convert its last epoch's end for any number: "
+            f"{run_dir} was trained by {saved.world_size} ranks, but now there are {world_size}; start as many "
+            f"(`deepspeed --num_gpus {saved.world_size} ...`), or convert its last checkpoint of an epoch's end: "
             f"`python -m trainers.reshape {run_dir}`"
         )
 
@@ -185,8 +185,8 @@ def check_position(saved: Saved, steps_per_epoch: int, total_steps: int) -> None
         counted = at.ends_epoch and at.epoch <= at.step
     if not counted or at.step > total_steps:
         raise UserError(
-            f"{saved.tag} says that it is of {at}, where no run of {total_steps} steps, {steps_per_epoch} an epoch, "
-            "ever is; delete it, and resume from the one before"
+            f"{saved.tag} claims {at}, which no run of {total_steps} steps, {steps_per_epoch} per epoch, reaches; "
+            "delete it to resume from the previous checkpoint"
         )
 
 

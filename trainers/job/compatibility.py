@@ -63,7 +63,7 @@ Rule = Callable[[Combination], None]
 
 
 def check_compatibility(job: Job, ranks: int) -> None:
-    """Raise UserError for the first rule that the job breaks on so many ranks."""
+    """Raise UserError for the first rule that the job breaks on this number of ranks."""
     combination = Combination(job, ranks)
     for rule in RULES:
         rule(combination)
@@ -88,7 +88,7 @@ def blurred_labels_suit_the_objective(r: Combination) -> None:
     blur = "mix.mixup and mix.cutmix" if r.job.mix.active else smooth
     require(
         not blur or r.objective in SOFT_LABELS,
-        f"objective={r.objective} needs one class an image, which {blur} would blur; set 0, or use objective="
+        f"objective={r.objective} needs one class per image, but {blur} gives probabilities; set 0, or use objective="
         f"{'|'.join(SOFT_LABELS)}",
     )
 
@@ -98,14 +98,14 @@ def an_attack_on_probabilities_climbs_their_cross_entropy(r: Combination) -> Non
     loss = r.job.attack.loss
     require(
         not soft or loss == "ce",
-        f"attack.loss={loss} needs one class an image, and here it is told probabilities; set attack.loss=ce",
+        f"attack.loss={loss} needs one class per image, but it gets probabilities here; set attack.loss=ce",
     )
 
 
 def trades_starts_beside_the_image(r: Combination) -> None:
     require(
         r.objective != "trades" or r.job.attack.random_start,
-        "objective=trades needs attack.random_start=true: its divergence has no slope at the image itself",
+        "objective=trades needs attack.random_start=true: the gradient of its divergence is 0 at the image itself",
     )
 
 
@@ -114,7 +114,7 @@ def attacks_suit_the_model(r: Combination) -> None:
     for key, attack in r.attacks.items():
         require(
             attack.loss != "dlr" or classes >= 3,
-            f"{key}attack.loss=dlr needs three classes or more, the model has {classes}; use margin",
+            f"{key}attack.loss=dlr needs three classes or more, but the model has {classes}; use margin",
         )
         try:
             with loss_of(attack.loss, r.model):
@@ -128,7 +128,7 @@ def attacks_suit_the_model(r: Combination) -> None:
 
 def ranks_share_the_batch(r: Combination) -> None:
     size = r.job.train.batch_size
-    require(size % r.ranks == 0, f"train.batch_size={size} cannot be shared by {r.ranks} ranks; make it a multiple")
+    require(size % r.ranks == 0, f"train.batch_size={size} is not a multiple of the {r.ranks} ranks; change it")
 
 
 def micro_batches_make_the_batch(r: Combination) -> None:
@@ -149,7 +149,7 @@ def mixing_finds_pairs(r: Combination) -> None:
     micro = r.job.train.micro_batch(r.ranks)
     require(
         not r.job.mix.active or micro % 2 == 0,
-        f"mix.* pairs images: make the micro-batch of {micro} even (train.batch_size)",
+        f"mix.* pairs images, but a micro-batch has {micro}; make it even by train.batch_size",
     )
 
 
@@ -166,7 +166,7 @@ def offloading_needs_optimiser_state_of_zero(r: Combination) -> None:
 def muon_needs_whole_matrices(r: Combination) -> None:
     require(
         r.job.optimizer.name != "muon" or r.stage == 0,
-        "optimizer=muon turns whole matrices, and each rank has parts of them; use deepspeed=zero0, or optimizer=adamw",
+        "optimizer=muon needs whole matrices, but ZeRO cuts them over ranks; use deepspeed=zero0, or optimizer=adamw",
     )
 
 
@@ -181,7 +181,7 @@ def the_average_needs_whole_weights(r: Combination) -> None:
 def lipschitz_objectives_need_whole_weights(r: Combination) -> None:
     require(
         r.objective not in LIPSCHITZ or r.stage < 3,
-        f"objective={r.objective} reads weights outside their layers, and deepspeed=zero3 has them only inside; "
+        f"objective={r.objective} reads weights outside their layers, but deepspeed=zero3 gathers them only inside;  "
         "use deepspeed=zero2",
     )
 
@@ -189,7 +189,7 @@ def lipschitz_objectives_need_whole_weights(r: Combination) -> None:
 def second_derivatives_need_whole_weights(r: Combination) -> None:
     require(
         r.objective not in SECOND_ORDER or r.stage < 3,
-        f"objective={r.objective} differentiates an input gradient, for which deepspeed=zero3 no longer has the "
+        f"objective={r.objective} differentiates an input gradient, but deepspeed=zero3 has by then freed the "
         "weights; use deepspeed=zero2",
     )
 
@@ -198,7 +198,7 @@ def sam_needs_whole_weights(r: Combination) -> None:
     rho = r.job.train.sam_rho
     require(
         not rho or r.stage < 3,
-        f"train.sam_rho={rho} moves whole weights, which deepspeed=zero3 cuts; use deepspeed=zero2",
+        f"train.sam_rho={rho} needs whole weights, but deepspeed=zero3 cuts them over ranks; use deepspeed=zero2",
     )
 
 
@@ -206,7 +206,7 @@ def sam_needs_float32(r: Combination) -> None:
     rho = r.job.train.sam_rho
     require(
         not rho or r.job.train.precision == "fp32",
-        f"train.sam_rho={rho} moves weights by less than bf16 can tell; use train.precision=fp32",
+        f"train.sam_rho={rho} moves weights by less than bf16 can represent; use train.precision=fp32",
     )
 
 
@@ -215,14 +215,14 @@ def what_is_compiled_runs_once_and_has_one_derivative(r: Combination) -> None:
     require(
         not (train.compile and (train.grad_checkpointing or r.objective in SECOND_ORDER)),
         "train.compile=true works neither with train.grad_checkpointing nor with second derivatives (objective="
-        f"{r.objective}); leave it out",
+        f"{r.objective}); set train.compile=false",
     )
 
 
 def a_recomputed_block_draws_no_mask(r: Combination) -> None:
     require(
         not (r.job.train.grad_checkpointing and r.job.masks.ard),
-        "train.grad_checkpointing=true would draw the masks of masks.ard anew in its second pass; set one to false",
+        "train.grad_checkpointing=true would draw new masks of masks.ard in its second pass; set one of them to false",
     )
 
 
@@ -244,7 +244,7 @@ def lipschitz_objectives_suit_the_model(r: Combination) -> None:
 def recomputing_finds_blocks(r: Combination) -> None:
     require(
         not r.job.train.grad_checkpointing or bool(blocks_of(r.model)),
-        "train.grad_checkpointing=true recomputes blocks, and this model has none; leave it out",
+        "train.grad_checkpointing=true recomputes blocks, but this model has none; set it to false",
     )
 
 
@@ -264,7 +264,7 @@ def penalties_find_weights(r: Combination) -> None:
     for group, config in (("penalty", r.job.penalty), ("hinge", r.job.hinge)):
         require(
             not config.active or bool(owners_of(r.model, config.branches)),
-            f"{group}: {type(r.model).__name__} has no weights of the branches it is set for "
+            f"{group}: {type(r.model).__name__} has no weights in the chosen branches "
             f"({', '.join(config.branches) or 'none'}); use {group}=none",
         )
 
@@ -276,7 +276,7 @@ def certificates_have_rules_for_the_model(r: Combination) -> None:
             r.job.model,
             {"auto": "lofast", "lofast_local": "lofast", "best": "lofast", "image": "adjoint"}.get(method, method),
         )
-        require(not reason, f"certify.method={method}: {reason}; train without by certify.enabled=false")
+        require(not reason, f"certify.method={method}: {reason}; train without certificates by certify.enabled=false")
 
 
 def probes_exclude_reported_images(r: Combination) -> None:
@@ -286,23 +286,23 @@ def probes_exclude_reported_images(r: Combination) -> None:
     free = job.test_set.samples - job.train.certify_images
     require(
         free > 0 and certify["images"] is not None and certify["images"] <= free,
-        f"train.certify_images={job.train.certify_images} are the last of {job.test_set.samples} test images, and "
-        f"certify.images={certify['images']} reaches them: who chooses by them may not report them; "
+        f"train.certify_images={job.train.certify_images} takes the last of {job.test_set.samples} test images, and "
+        f"certify.images={certify['images']} overlaps them, but images used to choose a run must not be reported; "
         + (f"set certify.images={free} or less" if free > 0 else "set train.certify_images lower"),
     )
 
 
 def probes_need_unpatched_torch(r: Combination) -> None:
-    """ZeRO 3 puts a linear layer of its own into torch, which no certificate is of."""
+    """Refuse ZeRO 3, which replaces torch's linear function by one without a certificate."""
     require(
         r.stage < 3 or not r.job.train.certify_images or not r.job.config["certify"]["enabled"],
-        "train.certify_images: nothing can be certified while deepspeed.stage=3 trains; set it to 0, or use a stage "
-        "below 3",
+        "train.certify_images: a model cannot be certified during training with deepspeed.stage=3; set it to 0, or use "
+        "a stage below 3",
     )
 
 
 def missing_rule(model: Mapping[str, Any], method: str) -> str:
-    """Why a method has no certificates for the model; '' where it has, or where only the method itself can tell."""
+    """Return why a method cannot certify the model; '' if it can, or if only the method itself can tell."""
     options = {key: value for key, value in model.items() if key != "name"}
     try:
         return overview.rules_refusal(model["name"], method, **options) if method in overview.RULES else ""
@@ -365,7 +365,7 @@ ConstrainRule = Callable[[ConstrainCombination], None]
 
 
 def check_constrain(job: Job, ranks: int, settings: ConstrainConfig) -> None:
-    """Raise UserError for the first rule that CertViT breaks, beyond those of its jobs."""
+    """Raise UserError for the first of CertViT's own rules that the job breaks."""
     combination = ConstrainCombination(job, ranks, settings)
     for rule in CONSTRAIN_RULES:
         rule(combination)

@@ -33,7 +33,7 @@ def refuse_used_folder(run_dir: Path, resume: str | None) -> None:
             path = Path(folder, name)
             require(
                 not path.is_symlink(),
-                f"{path} is a link, and a run writes through none in its folder; put what it leads to in its place",
+                f"{path} is a link, and a run does not write through links; replace it by its target",
             )
 
 
@@ -42,4 +42,4 @@ def refuse_changed(job: Job) -> None:
     resume = job.config["resume"]
     refuse_used_folder(job.run_dir, resume)
     if resume and checkpoint.newest(job.run_dir) != job.saved:
-        raise UserError(f"{job.run_dir} was written in while this run started; give the same command again")
+        raise UserError(f"{job.run_dir} was changed while this run started; repeat the command")

@@ -48,7 +48,7 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
     saved = _saved(Path(config["run_dir"]), config["resume"])
     config, lines = resolve_auto(config, ranks.world_size(), saved)
     if bf16_is_emulated(config) and ranks.local_rank() == 0:
-        log.warning("this CPU computes bf16 in software, many times as slowly as fp32: give train.precision=fp32")
+        log.warning("this CPU emulates bf16, many times slower than fp32; set train.precision=fp32")
     _refuse_password(config["registry"]["uri"])
     data = typed(DataConfig, config, "data")
     train, optimizer = typed(TrainConfig, config, "train"), typed(OptimizerConfig, config, "optimizer")
@@ -91,12 +91,14 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
 
 def _refuse_password(uri: str | None) -> None:
     if uri and store.public(uri) != uri:
-        raise UserError("registry.uri holds a password, which the run's files show; put it into MLFLOW_TRACKING_URI")
+        raise UserError(
+            "registry.uri holds a password, which the run's files would show; set MLFLOW_TRACKING_URI instead"
+        )
 
 
 def _model_config(model: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:
     """Return the model's options with the shape of the images."""
-    require("pretrained" not in model, "weights to start from are no option of the model; write pretrained=SOURCE")
+    require("pretrained" not in model, "model.pretrained does not exist; set pretrained=SOURCE at the top level")
     shape = {"num_classes": data.num_classes, "img_size": data.img_size, "in_chans": data.channels}
     return {"name": model["name"], **zoo.model_options(**(shape | dict(model)))}
 

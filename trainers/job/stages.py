@@ -75,7 +75,7 @@ def prepare_stages(config: Config) -> Stages:
     if stages.settings_file.is_file() and not stages.report.is_file():
         require(
             stages.settings_file.read_bytes() == stages.settings_text.encode(),
-            f"{stages.settings_file.parent} was made with other settings than these; use another name=...",
+            f"{stages.settings_file.parent} was made with other settings; set another name=...",
         )
     return stages
 

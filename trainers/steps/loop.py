@@ -197,7 +197,7 @@ def write_checkpoint(session: Session, position: Position) -> None:
     with said_once():
         if not run.engine.finite():
             raise UserError(
-                f"step {position.step}: weights are no longer finite; no checkpoint was written, earlier ones are in "
+                f"step {position.step}: weights are no longer finite; no checkpoint was written; earlier ones are in "
                 f"{checkpoint.folder(run.job.run_dir)}; train again with a lower optimizer.lr and another name=..."
             )
     run_id = run.report.tracker.run_id if run.report.tracker else None
@@ -211,7 +211,7 @@ def end_stopped(session: Session, position: Position) -> None:
     why = session.request.reason or "another rank"
     session.run.report.say(
         f"stopped by {why} after step {position.step}/{session.run.total_steps}; the checkpoint is in "
-        f"{checkpoint.folder(session.run.job.run_dir)}: go on by the same command and resume=auto"
+        f"{checkpoint.folder(session.run.job.run_dir)}: repeat the command with resume=auto to continue"
     )
     log.info("stopped by %s after step %d", why, position.step)
     raise Stopped

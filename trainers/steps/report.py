@@ -104,7 +104,7 @@ class Report:
                 file.write(line)
         except OSError as error:
             raise UserError(
-                f"{self.path} could not be written ({error.strerror}); make room, then go on by the same command and "
+                f"{self.path} could not be written ({error.strerror}); free some space, then repeat the command with "
                 "resume=auto"
             ) from None
 

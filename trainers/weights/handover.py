@@ -39,7 +39,7 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
             zoo.handover.save(job.handover, model, job.model, extra)
         except SafetensorError as error:
             raise UserError(
-                f"{job.handover} could not be written ({error}); make room, then go on by the same command and "
+                f"{job.handover} could not be written ({error}); free some space, then repeat the command with "
                 "resume=auto"
             ) from None
         write_whole(job.handover / "metrics.json", json.dumps({"step": step, **metrics}, indent=1))
@@ -64,9 +64,9 @@ def certify_and_publish(job: Job, run_id: str | None) -> None:
     summary: dict[str, Any] = {}
     published = "no (registry.enabled=false)"
     if not job.config["certify"]["enabled"]:
-        published = "no: certify.enabled=false, and nothing is registered without a certificate"
+        published = "no: certify.enabled=false, and only certified runs are registered"
     elif job.test_set is None:
-        published = "no: there are no test shards to certify on"
+        published = "no: there are no test shards to certify"
     else:
         summary = _certified(job, folder, out, console)
         if job.config["registry"]["enabled"]:
@@ -87,7 +87,7 @@ def _certified(job: Job, folder: Path, out: Path, console: Console) -> dict[str,
 
             return stage.run(folder, job.data, certify_settings(job), out, progress)
     except UserError as error:
-        raise UserError(f"training is done and safe in {folder}, but it could not be certified: {error}") from None
+        raise UserError(f"training is complete, but the hand-over {folder} could not be certified: {error}") from None
 
 
 def _published(job: Job, folder: Path, out: Path, run_id: str | None) -> str:

@@ -81,8 +81,8 @@ def _one_line(checkpoints: Path, aside: Path) -> Iterator[None]:
         shutil.rmtree(aside, ignore_errors=True)
         free = shutil.disk_usage(checkpoints).free
         raise UserError(
-            f"a checkpoint could not be written to {checkpoints} ({_reason(error)}; {free / 2**20:.0f} MB free); make "
-            "room, then go on from the checkpoint before by the same command and resume=auto"
+            f"a checkpoint could not be written to {checkpoints} ({_reason(error)}; {free / 2**20:.0f} MB free); free "
+            "some space, then repeat the command with resume=auto to continue from the previous checkpoint"
         ) from None
 
 

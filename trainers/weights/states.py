@@ -122,7 +122,7 @@ def _stretches(opened: list[Any]) -> Stretches:
             tensor = file.get_slice(entry)
             shape = tensor.get_shape()
             if tensor.get_dtype() != "F32" or len(shape) != 1 or not start.isdecimal() or len(start) > 18:
-                raise ValueError(f"{entry} is no piece of a parameter")
+                raise ValueError(f"{entry} is not a piece of a parameter")
             found.setdefault((name, key), []).append(Stretch(int(start), int(start) + shape[0], tensor))
     for stretches in found.values():
         stretches.sort(key=lambda stretch: stretch.start)
@@ -137,7 +137,7 @@ def _fit(share: Share, stretches: Stretches) -> None:
     for (name, key), parts in stretches.items():
         starts, ends = [part.start for part in parts], [part.end for part in parts]
         if [0, *ends] != [*starts, share.sizes[name]]:
-            raise ValueError(f"the pieces of {name}:{key} are not {share.sizes[name]} entries, each once")
+            raise ValueError(f"the pieces of {name}:{key} do not cover {share.sizes[name]} entries once each")
 
 
 def _fill(target: Tensor, piece: Piece, parts: list[Stretch]) -> None:
@@ -150,7 +150,7 @@ def _fill(target: Tensor, piece: Piece, parts: list[Stretch]) -> None:
 
 def _numbers(values: Tensor, name: str) -> Tensor:
     if values.is_floating_point() and not values.isfinite().all():
-        raise ValueError(f"{name} holds what is no number")
+        raise ValueError(f"{name} holds values that are not finite")
     return values
 
 
@@ -165,5 +165,5 @@ def one_line(folder: Path) -> Iterator[None]:
         yield
     except UNREADABLE as error:
         raise UserError(
-            f"{folder} cannot be resumed from ({str(error)[:200]}); delete it, and resume from the one before"
+            f"{folder} cannot be loaded ({str(error)[:200]}); delete it to resume from the previous checkpoint"
         ) from None
