@@ -29,8 +29,8 @@ class Attack(Protocol):
     def together(self) -> bool:
         """True if one draw serves all images of a call.
 
-        If True, the outcome belongs to the batch. If False, with one generator per image, an image's outcome is the same in
-        every batch, up to the model's rounding.
+        If True, the outcome belongs to the batch. If False, with one generator per image, an image's outcome is the
+        same in every batch, up to the model's rounding.
         """
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:

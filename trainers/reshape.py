@@ -47,7 +47,7 @@ def reshape(run_dir: Path) -> None:
     path = checkpoint.folder(run_dir) / saved.tag
     write_whole(path / checkpoint.MARK, replace(saved, world_size=None).mark())
     sys.stdout.write(
-        f"{path} can now be loaded by any number of ranks (step {saved.position.step}; {len(later)} later ones moved to "
+        f"{path} can now be loaded by any number of ranks (step {saved.position.step}; {len(later)} later ones are in "
         f"{ASIDE}/); continue with resume=auto\n"
     )
 

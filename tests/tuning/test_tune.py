@@ -181,7 +181,7 @@ def test_trials_are_looked_at_where_schedulers_compare_them(epochs: int) -> None
 @pytest.mark.parametrize("images", ["certify_images", "eval_images"])
 def test_a_search_that_sees_nothing_of_its_trials_is_refused(images: str) -> None:
     """Without the second a trial had nothing to report, and ended in an IndexError after its certificate."""
-    with pytest.raises(UserError, match=f"train.{images} .*leave it above 0"):
+    with pytest.raises(UserError, match=f"train.{images} .*set it above 0"):
         asked("--space", "msvp", "--", f"train.{images}=0")
 
 
@@ -232,7 +232,7 @@ def test_what_the_person_writes_wins_and_a_model_of_their_own_replaces_the_digit
         (["--space", "msvp", "--", "train.epcohs=3"], "nearest: train.epochs"),
         (["--space", "msvp", "--", "certify.enabled=false"], "a search needs certificates"),
         (["--space", "msvp", "--", "registry.uri=http://me:secret@h:1"], "by MLFLOW_TRACKING_URI"),
-        (["--space", "msvp", "--scheduler", "pbt", "--search", "optuna"], "leave --search away"),
+        (["--space", "msvp", "--scheduler", "pbt", "--search", "optuna"], "remove --search"),
     ],
 )
 def test_errors_come_before_anything_is_started(arguments: list[str], words: str) -> None:
@@ -589,7 +589,7 @@ def test_a_search_that_ended_before_it_began_leaves_its_name_free(
         with pytest.raises(UserError, match="no data"):
             tune.main_search(args, DEFAULTS)
     asked("--space", "l2", "--name", "mine", "--storage", str(tmp_path)).save()
-    with pytest.raises(UserError, match="finish that search by --resume mine"):
+    with pytest.raises(UserError, match="finish that search with --resume mine"):
         tune.main_search(args, DEFAULTS)
 
 
