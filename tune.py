@@ -167,9 +167,8 @@ def run(asked: Search, resume: bool) -> int:
         say(f"interrupted with {left} of {asked.num_samples} trials to go; continue with: {resuming(asked)}")
     say(f"page: {page}\nbrowse: python -m registry list --sort {sort} --where search={asked.name}")
     if waiting:
-        say(
-            f"MLflow does not answer; send {len(waiting)} trials: python -m registry sync {' '.join(map(str, waiting))}"
-        )
+        folders = " ".join(map(str, waiting))
+        say(f"MLflow does not answer; send {len(waiting)} trials later: python -m registry sync {folders}")
     return INTERRUPTED if left else int(board.count("failed") > 0 or board.count("certified") == 0)
 
 

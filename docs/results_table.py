@@ -1,4 +1,4 @@
-"""The table of certified models in docs/results.md, made of leaderboard/*.json: `python -m docs.results_table`."""
+"""The table of certified models in docs/results.md, from leaderboard/*.json: `python -m docs.results_table`."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ COLUMNS = tuple((norm, eps) for norm, radii in RADII.items() for eps in radii)
 
 
 def markdown() -> str:
-    """Ours and published ones, by what is certified at the headline radius; below it, which of them are sound."""
+    """Return our and published models by certified accuracy at the headline radius, and which of them are sound."""
     found = sorted((e for e in entries() if e.text("dataset") == DATASET), key=lambda e: (-e.headline("l2"), e.name))
     heads = ("model", "clean", *(f"{NORMS[norm]} {eps_name(eps)}" for norm, eps in COLUMNS))
     rows = [(_name(e), _share(e, e.clean), *(_point(e, e.at(norm, eps)) for norm, eps in COLUMNS)) for e in found]
@@ -35,14 +35,14 @@ def _point(entry: Entry, there: Point | None) -> str:
 
 
 def _share(entry: Entry, share: float | None) -> str:
-    """Of ours with its interval: theirs are of whole test sets."""
+    """Format our share with its interval; published ones are of whole test sets."""
     if share is None:
         return "-"
     return f"{share:.1f}" if entry.published else f"{share:.1f} ({interval(share / 100, int(entry.text('images')))})"
 
 
 def main() -> None:
-    """Put it into the page."""
+    """Write the table into the page."""
     PAGE.write_text(PLACE.sub(lambda _: markdown(), PAGE.read_text()))
 
 
