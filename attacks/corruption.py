@@ -48,7 +48,7 @@ class Corruption:
         if self.severity not in range(1, 6):
             raise UserError(f"corruption: severity={self.severity} does not work; give 1 to 5")
         if find_spec("imagecorruptions") is None:
-            raise UserError(f"corruption: imagecorruptions is not installed;  {INSTALL}")
+            raise UserError(f"corruption: imagecorruptions is not installed; {INSTALL}")
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """Return corrupted_BCHW, of 8 bits per channel; the model and the labels are not used."""

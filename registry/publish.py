@@ -159,7 +159,7 @@ def load(run_dir: Path) -> Request:
     try:
         wanted = {field.name for field in fields(Request)}
         if not isinstance(found, dict) or set(found) != wanted:
-            raise ValueError(f"these keys are wrong or missing:  {', '.join(sorted(wanted ^ set(found)))[:80]}")
+            raise ValueError(f"these keys are wrong or missing: {', '.join(sorted(wanted ^ set(found)))[:80]}")
         for key in ("folder", "name", "loader_module", "description", "experiment", "headline", "uri"):
             if not isinstance(found[key], str) or (key != "description" and len(found[key]) > checks.MAX_TEXT):
                 raise ValueError(f"{key} is no text")

@@ -19,7 +19,7 @@ def serve(uri: str | None, host: str, port: int) -> int:
     """Run the server until it ends or is interrupted, end all its processes, and return its exit status."""
     target = store.resolve_uri(uri)
     if store.is_server(target):
-        sys.stdout.write(f"the registry already has a server:  {store.public(target)}/#/models\n")
+        sys.stdout.write(f"the registry already has a server: {store.public(target)}/#/models\n")
         return 0
     check_free(host, port)
     store.connect(target)  # creates the database before the server's workers race for it

@@ -131,7 +131,7 @@ def from_elsewhere(said: object, where: str, *, trusted: bool) -> DataConfig:
         raise UserError(f"data.root={config.root[:200]} is a command that {where} names; {own}")
     if is_remote(config.root) and not trusted:
         raise UserError(
-            f"data.root={config.root[:200]} is a remote place that {where} names;  {own}, or trust_data=true"
+            f"data.root={config.root[:200]} is a remote place that {where} names; {own}, or trust_data=true"
         )
     return config if trusted else replace(config, cache=None)
 

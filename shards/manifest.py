@@ -134,7 +134,7 @@ def expected(name: str, where: str, manifest: Manifest) -> ShardInfo:
 def hold(where: str, size: int | None, info: ShardInfo, manifest: Manifest) -> None:
     """Raise `UserError` unless the file exists (`size` is not None) with the manifest's size."""
     if size is None:
-        raise UserError(f"{where} is missing, but {manifest.where} lists it;  {manifest.mend}")
+        raise UserError(f"{where} is missing, but {manifest.where} lists it; {manifest.mend}")
     if size != info.bytes:
         raise UserError(f"{where} holds {size} bytes, {manifest.where} says {info.bytes}; {manifest.mend}")
 

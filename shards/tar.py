@@ -33,7 +33,7 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 END_OF_ARCHIVE = 1024  # bytes: two blocks of zeros close every tar
 OCTAL = re.compile(rb"[0-7]+")
 MEND_SHARD = "copy or write the shard again"
-MEND_SAMPLE = "correct it and write the shard again (training can skip it:  data.on_corrupt=skip)"
+MEND_SAMPLE = "correct it and write the shard again (training can skip it: data.on_corrupt=skip)"
 
 
 class Shard(Protocol):

@@ -92,7 +92,7 @@ def test_without_certificate_nothing_is_registered(issue: Publish, uri: str, tmp
     folder = handover(tmp_path / "a")
     tags = versions.tags_of(folder)
     (folder / "certificate.json").write_text("{torn")
-    with pytest.raises(UserError, match="no JSON"):
+    with pytest.raises(UserError, match="not readable JSON"):
         issue(folder, all_tags=tags)
     (folder / "certificate.json").unlink()
     with pytest.raises(UserError, match=r"certificate\.json is missing"):

@@ -231,7 +231,7 @@ def test_what_the_person_writes_wins_and_a_model_of_their_own_replaces_the_digit
         (["--space", "msv"], "no space .msv.; nearest: msvp, "),
         (["--space", "msvp", "--", "train.epcohs=3"], "nearest: train.epochs"),
         (["--space", "msvp", "--", "certify.enabled=false"], "a search needs certificates"),
-        (["--space", "msvp", "--", "registry.uri=http://me:secret@h:1"], "by MLFLOW_TRACKING_URI"),
+        (["--space", "msvp", "--", "registry.uri=http://me:secret@h:1"], "set MLFLOW_TRACKING_URI"),
         (["--space", "msvp", "--scheduler", "pbt", "--search", "optuna"], "remove --search"),
     ],
 )
@@ -540,7 +540,7 @@ def test_with_an_object_store_run_folders_are_the_nodes_own(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     wanted = asked("--space", "l2", "--name", "x", "--storage", "s3://bucket/searches")
     assert (wanted.store, wanted.folder) == ("s3://bucket/searches", tmp_path / "runs" / "tune" / "x")
-    with pytest.raises(UserError, match="keys belong into the environment"):
+    with pytest.raises(UserError, match="set keys in the environment"):
         asked("--space", "l2", "--storage", "s3://anna:secret@bucket/searches")
     with pytest.raises(UserError, match="there is no search in"):
         tune.main_search(tune.parser(DEFAULTS).parse_args(["--resume", "--storage", "s3://bucket/searches"]), DEFAULTS)

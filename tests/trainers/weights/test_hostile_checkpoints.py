@@ -154,7 +154,7 @@ def test_a_mark_is_refused(left: Path, attack: str) -> None:
 def test_a_mark_that_is_no_mark_is_refused(left: Path, attack: str) -> None:
     text = TEXTS[attack]
     (left / "checkpoints" / checkpoint.tag(1) / MARK).write_bytes(text if isinstance(text, bytes) else text.encode())
-    refused(left, f"{MARK} .*(no JSON|no text|larger)")
+    refused(left, f"{MARK} .*(not readable JSON|not UTF-8|larger|too large)")
 
 
 # attacks on the tensors ----------------------------------------------------------------------------------------------
