@@ -1,9 +1,11 @@
-"""Search with Ray Tune; every trial is the real trainer, is certified at its end and goes to the registry.
+"""Search hyperparameters with Ray Tune. Every trial runs the real trainer, is certified, and goes to the registry.
 
-python tune.py --space msvp                               on this machine, on the digits set
-ray submit cluster/ray.yaml tune.py --space msvp          on a cluster (cluster/README.md)
-python tune.py --space msvp -- +model=lofast_vit_c10 data=cifar10 data.root=SHARDS train.epochs=5
-python tune.py --resume                                   finish a search that was interrupted or killed
+    python tune.py --space msvp                               on this machine, on the digits set
+    ray submit cluster/ray.yaml tune.py --space msvp          on a cluster (cluster/README.md)
+    python tune.py --space msvp -- +model=lofast_vit_c10 data=cifar10 data.root=SHARDS train.epochs=5
+    python tune.py --resume                                   finish a search that was interrupted or killed
+
+The search ends with an HTML page of all trials.
 """
 
 import argparse
@@ -28,48 +30,56 @@ from registry import credentials, store
 from tuning import objectives, search, spaces
 from tuning.search import Search
 
-INTERRUPTED = 130  # as a shell says of Ctrl-C
+INTERRUPTED = 130  # the shell's exit status for Ctrl-C
 
 
 def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
-    """The options; their defaults are configs/tune.yaml."""
+    """Return the parser; defaults come from configs/tune.yaml."""
     top = argparse.ArgumentParser(
         prog="tune.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Anything after -- goes to the trainer, in Hydra's words: python tune.py --space l2 -- train.epochs=30",
+        epilog="Anything after -- goes to the trainer as Hydra overrides: python tune.py --space l2 -- train.epochs=30",
     )  # fmt: skip
     add = top.add_argument
-    add("--space", metavar="NAME", help=f"what is searched: {', '.join(spaces.names())}")
+    add("--space", metavar="NAME", help=f"search space: {', '.join(spaces.names())}")
     add("--num-samples", type=_whole, metavar="N", help="trials (default: %(default)s)")
-    add("--max-concurrent", type=_whole, metavar="N", help="trials at once (default: as many as the resources take)")
+    add(
+        "--max-concurrent", type=_whole, metavar="N", help="concurrent trials (default: as many as the resources allow)"
+    )
     add("--resources-per-trial", type=_resources, metavar="CPU=N,GPU=N",
-        help="one rank for each GPU, without GPUs for each CPU (default: CPU=1)")  # fmt: skip
+        help="one rank per GPU, or per CPU without GPUs (default: CPU=1)")  # fmt: skip
     add("--nodes-per-trial", type=_whole, metavar="N",
-        help="each trial takes --resources-per-trial on so many nodes (default: %(default)s)")  # fmt: skip
-    add("--wait", action="store_true", help="begin though no node has room for a trial: an autoscaler brings some")
-    add("--metric", action="append", metavar="NAME[@EPS]", help="certified_acc@EPS, pgd_acc@EPS or clean_acc; given "
-        f"several times: a Pareto front (default: {' '.join(defaults['metric'])})")  # fmt: skip
+        help="nodes on each of which a trial takes --resources-per-trial (default: %(default)s)")  # fmt: skip
+    add("--wait", action="store_true", help="start even if no node fits a trial yet: an autoscaler adds nodes")
+    add("--metric", action="append", metavar="NAME[@EPS]", help="certified_acc@EPS, pgd_acc@EPS or clean_acc; "
+        f"repeat it for a Pareto front (default: {' '.join(defaults['metric'])})")  # fmt: skip
     add("--scheduler", choices=("asha", "pbt", "none"), help="early stopping (default: %(default)s)")
-    add("--search", choices=("optuna", "random"), help="who proposes (default: optuna; random with pbt)")
-    add("--seed", type=int, help="of the proposals (default: %(default)s)")
+    add("--search", choices=("optuna", "random"), help="search algorithm (default: optuna; random with pbt)")
+    add("--seed", type=int, help="seed of the search algorithm (default: %(default)s)")
     add("--max-failures", type=int, metavar="N", help="restarts of a trial that lost its worker (default: %(default)s)")
-    add("--storage", metavar="FOLDER|URL", help="seen by all nodes; a search's folder is in it (default: %(default)s). "
-        "s3://BUCKET/FOLDER: checkpoints and results go there, and each node needs only its own disk")  # fmt: skip
-    add("--name", help="of the search (default: the space and the time)")
+    add("--storage", metavar="FOLDER|URL", help="folder for searches that all nodes see (default: %(default)s), "
+        "or s3://BUCKET/FOLDER for checkpoints and results, with local disks on the nodes")  # fmt: skip
+    add("--name", help="name of the search (default: the space and the time)")
     add("--trainer", choices=("adv_train", "std_train", "constrain"), help="trainers/NAME.py (default: the space's)")
-    add("--resume", nargs="?", const="", metavar="NAME", help="finish this search, or the newest, as it was begun")
+    add(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="finish this search, or the newest, with its original options",
+    )
     add("overrides", nargs="*", metavar="-- KEY=VALUE", help="Hydra overrides for the trainer")
     top.set_defaults(**{key: value for key, value in defaults.items() if key not in ("metric", "resources_per_trial")})
     return top
 
 
 def new_search(args: argparse.Namespace, defaults: dict[str, Any]) -> Search:
-    """A search as asked for, checked: space, objectives, the trial's configuration."""
+    """Return the requested search after checking its space, objectives and the trial's configuration."""
     if args.space is None:
         raise UserError(f"no space given; add --space NAME, one of {', '.join(spaces.names())}")
     space, metric = spaces.load(args.space), tuple(args.metric or defaults["metric"])
     proposer = args.search or ("random" if args.scheduler == "pbt" else "optuna")
     if args.scheduler == "pbt" and proposer == "optuna":
-        raise UserError("--scheduler pbt proposes by itself; leave --search away")
+        raise UserError("--scheduler pbt chooses its own trials; remove --search")
     trainer = args.trainer or space.trainer
     overrides, epochs = search.fixed_overrides(space, metric, args.overrides, trainer)
     name = args.name or f"{space.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
@@ -97,70 +107,73 @@ def new_search(args: argparse.Namespace, defaults: dict[str, Any]) -> Search:
 
 
 def storage_of(args: argparse.Namespace) -> tuple[Path, str]:
-    """(the folder of all searches, as it reads from every folder; the object store in its place, or '')."""
+    """Return (the absolute folder of all searches, the object store used instead or '')."""
     if "://" not in args.storage:
         return Path(args.storage).expanduser().absolute(), ""
     if any(word in args.storage for word in ("access_key", "secret_key", "@")):
-        raise UserError("--storage names a key, which others would read; keys belong into the environment")
+        raise UserError("--storage contains a key, which others could read; set keys in the environment")
     return Path(compose_config("tune", [])["storage"]).expanduser().absolute(), args.storage
 
 
 def old_search(args: argparse.Namespace) -> Search:
-    """The search to resume, with the options that it was begun with."""
+    """Return the search to resume, with its original options."""
     storage, _ = storage_of(args)
     return search.load(storage / args.resume if args.resume else search.newest(storage))
 
 
 def main_search(args: argparse.Namespace, defaults: dict[str, Any]) -> int:
-    """Run it, alone in its folder; returns the exit status: 1 where a trial failed or none was certified, 130 where
-    somebody interrupted it."""
+    """Run the search, alone in its folder, and return the exit status.
+
+    The status is 1 if a trial failed or none was certified, 130 after an interruption.
+    """
     resume = args.resume is not None
     asked = old_search(args) if resume else new_search(args, defaults)
-    with sole_writer(asked.folder, "this search", "begin another by --space and another --name"):
+    with sole_writer(asked.folder, "this search", "start another one with --space and another --name"):
         if not resume and search.begun(asked.folder):
             raise UserError(
-                f"{asked.folder} exists; finish that search by --resume {asked.name}, or choose another --name"
+                f"{asked.folder} exists; finish that search with --resume {asked.name}, or choose another --name"
             )
         return run(asked, resume)
 
 
 def run(asked: Search, resume: bool) -> int:
-    """From the first to the last trial, and the page at the end."""
-    from tuning import closing, driver, nodes, server  # after the cheap errors: Ray takes seconds
+    """Run all trials and write the page at the end."""
+    from tuning import closing, driver, nodes, server  # after the checks that need no large imports: Ray takes seconds
     from tuning.live import Board, failures
 
     asked = search.find_data(asked)
     driver.scheduler(asked)  # refuses what pbt cannot do before anything is written
     with driver.cluster() as machines:
         at_once = nodes.at_once(asked)
-        with disk_errors("make room there, then begin again"):
+        with disk_errors("free some space there, then start again"):
             nodes.require_shared(asked)
             asked.save()
         with server.registry(machines, at_once, asked.folder / "registry.log") as uri:
-            say(f"search {asked.name}: {asked.num_samples} trials, {at_once} at once; registry {store.public(uri)}")
+            say(f"search {asked.name}: {asked.num_samples} trials, {at_once} concurrent; registry {store.public(uri)}")
             board = Board(
                 asked.parameters, [objective.key for objective in asked.shown], asked.num_samples, asked.epochs
             )
             with board:
                 driver.run(asked, driver.Surroundings(credentials.environment(uri), uuid.uuid4().hex), board, resume)
     waiting = server.send_what_waits(asked.folder / "trials", store.resolve_uri())
-    with disk_errors(f"make room there; python tune.py --resume {asked.name} writes it again"):
+    with disk_errors(f"free some space there; `python tune.py --resume {asked.name}` writes it again"):
         page = closing.write(asked, board)
-    if not board.console.is_terminal:  # there the live table stands already
+    if not board.console.is_terminal:  # on a terminal the live table is already there
         board.console.print(board.table())
     for line in failures(board, asked.folder / "trials"):
         say(line)
     sort = asked.metric[0].replace("@", ".")
     if left := asked.num_samples - board.ended_trials:
-        say(f"interrupted with {left} of {asked.num_samples} trials to go; go on by: {resuming(asked)}")
+        say(f"interrupted with {left} of {asked.num_samples} trials to go; continue with: {resuming(asked)}")
     say(f"page: {page}\nbrowse: python -m registry list --sort {sort} --where search={asked.name}")
     if waiting:
-        say(f"MLflow is away; send {len(waiting)} trials later: python -m registry sync {' '.join(map(str, waiting))}")
+        folders = " ".join(map(str, waiting))
+        say(f"MLflow does not answer; send {len(waiting)} trials later: python -m registry sync {folders}")
     return INTERRUPTED if left else int(board.count("failed") > 0 or board.count("certified") == 0)
 
 
 def resuming(asked: Search) -> str:
-    """The command that goes on with a search."""
+    """Return the command that resumes a search."""
     usual = asked.storage == str(storage_of(parser(compose_config("tune", [])).parse_args([]))[0])
     where = "" if usual else f" --storage {shlex.quote(asked.storage)}"
     return f"python tune.py --resume {shlex.quote(asked.name)}{where}"
@@ -179,7 +192,7 @@ def _whole(text: str) -> int:
 
 
 def _resources(text: str) -> dict[str, float]:
-    """'CPU=2,GPU=1' as Ray wants it."""
+    """Parse 'CPU=2,GPU=1' into Ray's form."""
     try:
         found = {key: float(value) for key, value in (part.split("=") for part in text.split(","))}
     except ValueError:

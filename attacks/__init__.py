@@ -1,8 +1,10 @@
-"""Attacks behind one interface: images in [0,1] in, images of the threat model out; logits from the model.
+"""Attacks behind one interface: images in [0,1] go in, images within the threat model come out.
 
-from attacks import pgd, fgsm, make
-adversarial_BCHW = pgd(model, images_BCHW, labels_B, norm="l2", eps=0.5, steps=20, restarts=2, loss="margin")
-adversarial_BCHW = make({"kind": "pgd", "norm": "l2", "eps": 0.5}).run(model, images_BCHW, labels_B)
+    from attacks import pgd, fgsm, make
+    adversarial_BCHW = pgd(model, images_BCHW, labels_B, norm="l2", eps=0.5, steps=20, restarts=2, loss="margin")
+    adversarial_BCHW = make({"kind": "pgd", "norm": "l2", "eps": 0.5}).run(model, images_BCHW, labels_B)
+
+Models map images to logits.
 """
 
 from attacks.attack import Attack, Draws

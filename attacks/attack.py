@@ -1,6 +1,6 @@
-"""What every attack is: a value that perturbs images inside its threat model, whoever wrote the search behind it.
+"""The interface of every attack: a value that perturbs images within its threat model.
 
-    run : (model, images in [0,1], labels) -> images in [0,1], and within eps of them where the attack has an eps
+    run : (model, images in [0,1], labels) -> images in [0,1], and within eps of them if the attack has an eps
 
 Legend: B batch, C channels, H W pixels.
 """
@@ -11,24 +11,27 @@ from typing import Protocol
 from torch import Generator, Tensor, nn
 
 Draws = Generator | Sequence[Generator] | None
-"""One generator for the batch, or one an image: then no image's random numbers depend on its neighbours."""
+"""One generator for the batch, or one per image: then an image's random numbers do not depend on its neighbours."""
 
 
 class Attack(Protocol):
-    """A search for images that fool a model. It never looks for a certificate's sake: what it returns is a fact."""
+    """A search for images that fool a model. Each image it finds is a fact, whatever a certificate says."""
 
     @property
     def norm(self) -> str:
-        """'linf' or 'l2' over the whole image; 'none' where distance is not measured (corruptions)."""
+        """The norm: 'linf' or 'l2' over the whole image; 'none' if distance is not measured (corruptions)."""
 
     @property
     def eps(self) -> float | None:
-        """Radius of the ball in [0,1] pixel units; None: the nearest image that fools, at any distance."""
+        """The radius of the ball in [0,1] pixel units; None searches the nearest image that fools, at any distance."""
 
     @property
     def together(self) -> bool:
-        """True: draws for all images of a call at once, so that the outcome belongs to the batch. False: with a
-        generator an image, the outcome of an image is the same in every batch, up to the model's rounding."""
+        """True if one draw serves all images of a call.
+
+        If True, the outcome belongs to the batch. If False, with one generator per image, an image's outcome is the
+        same in every batch, up to the model's rounding.
+        """
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
-        """adversarial_BCHW in [0,1], of the images' dtype, within eps. The model is afterwards as it was."""
+        """Return adversarial_BCHW in [0,1], of the images' dtype, within eps. The model is left unchanged."""

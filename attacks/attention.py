@@ -1,11 +1,11 @@
-"""Attention-Fool: an attack that also drags the attention of all queries to one key (Lovisotto et al., CVPR 2022).
+"""Attention-Fool: an attack that also draws the attention of all queries to one key (Lovisotto et al., CVPR 2022).
 
     A_lj = mean over heads h and queries n of  s <q_hn, k_hj>          the pull of key j in layer l
     L    = CE + WEIGHT log sum_l sum_j exp A_lj                        a smooth maximum over layers and keys
 
-The paper ("Give me your attention") takes the key of its patch; the whole image being free here, the key is the one
-whose pull is largest. Where the softmax saturates cross-entropy alone has no gradient through the attention; the pull
-is taken before the softmax and has one.
+The paper ("Give me your attention") uses the key of its patch. Here the whole image is free, so the key is the one with
+the largest pull. If the softmax saturates, cross-entropy alone has no gradient through the attention; the pull is taken
+before the softmax and has one.
 
 Legend: B batch, N tokens, H heads, E width of q and k per head, K classes, J keys of all layers.
 """
@@ -22,7 +22,7 @@ from certizoo import UserError
 
 ATTENTION = "attention"
 LOSS_NAMES = (*LOSSES, ATTENTION)
-WEIGHT = 1.0  # of the pull, which is of the order of a logit as CE is; not searched
+WEIGHT = 1.0  # of the pull, which is of the order of a logit, like CE; not tuned
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -33,12 +33,15 @@ class DotProduct(Protocol):
     scale: float
 
     def heads(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, N, E), k (B, H, N, E), v."""
+        """Return q (B, H, N, E), k (B, H, N, E) and v."""
 
 
 @contextmanager
 def loss_of(name: str, model: nn.Module) -> Iterator[Loss]:
-    """The loss of that name; for "attention" the model's is listened to meanwhile: UserError for one without."""
+    """Yield the loss of that name; for "attention" it records the model's queries and keys during the block.
+
+    Raises UserError for "attention" if the model has no dot-product attention.
+    """
     if name != ATTENTION:
         yield LOSSES[name]
         return
@@ -64,15 +67,17 @@ def loss_of(name: str, model: nn.Module) -> Iterator[Loss]:
 
 
 def pull(content: DotProduct, x_BND: Tensor) -> Tensor:
-    """A_BN: the mean over queries is taken before the product, so that no N x N matrix is written."""
+    """Return A_BN: the mean over queries is taken before the product, so that no N x N matrix is formed."""
     q_BHNE, k_BHNE, _ = content.heads(x_BND)
     score_BHN = content.scale * (k_BHNE @ q_BHNE.mean(dim=2).unsqueeze(-1)).squeeze(-1)
     return score_BHN.mean(dim=1)
 
 
 def _attentions(model: nn.Module) -> list[tuple[nn.Module, DotProduct]]:
-    """Each module that is called with tokens, and the attention that makes their q and k: itself, or its `content`
-    (windows, of which an image's stand side by side in B; gated positions)."""
+    """Return each module that is called with tokens, and the attention that computes their q and k.
+
+    That is the module itself, or its `content` (windows, of which an image's are neighbours in B; gated positions).
+    """
     pairs = [(module, getattr(module, "content", module)) for module in model.modules()]
     inner = {id(content) for module, content in pairs if content is not module}
     return [

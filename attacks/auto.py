@@ -1,8 +1,8 @@
-"""AutoAttack (Croce & Hein 2020, https://arxiv.org/abs/2003.01690) as its authors wrote it: one door to pyautoattack.
+"""AutoAttack (Croce & Hein 2020, https://arxiv.org/abs/2003.01690) by its authors; the only import of pyautoattack.
 
 In order, on the images that survived so far: APGD on cross-entropy, APGD on the targeted DLR loss, FAB (targeted) and
-Square, 100 iterations and 5000 queries, with the settings of their version `standard`. Per class there is one target,
-nine at most, as many as the model has other classes. Its draws are for the whole batch of a call (`together`).
+Square, 100 iterations and 5000 queries, with the settings of their version `standard`. The number of targets is the
+number of other classes, at most nine. Its draws are for the whole batch of a call (`together`).
 
 Legend: B batch, C channels, H W pixels, K classes.
 """
@@ -29,15 +29,19 @@ TARGETS = 9
 LEAST_SIDE = 5  # pixels: Square's first step in L2 tiles the image five by five
 
 log = logging.getLogger(__name__)
-log.addHandler(logging.NullHandler())  # the authors' flags are for who asks for this logger
+log.addHandler(logging.NullHandler())  # the authors' messages are for users who configure this logger
 
 
 @dataclass(frozen=True)
 class AutoAttack:
-    """norm 'linf' or 'l2'; eps in [0,1] pixel units; attacks: a part of LEAST_CLASSES, run in that order; queries: of
-    Square, for one image.
+    """AutoAttack with norm 'linf' or 'l2' and eps in [0,1] pixel units.
 
-    Raises: UserError naming the key with a wrong value; `run` for a model with too few classes.
+    Attributes:
+        attacks: a subset of LEAST_CLASSES, run in that order.
+        queries: of Square, per image.
+
+    Raises:
+        UserError: naming the key with a wrong value; also from `run` for a model with too few classes.
     """
 
     together: ClassVar[bool] = True
@@ -60,7 +64,10 @@ class AutoAttack:
             raise UserError(f"autoattack: attacks={list(self.attacks)}; choose some of {', '.join(LEAST_CLASSES)}")
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
-        """adversarial_BCHW; images that nothing fooled come back as they were. `draws` is unused: `seed` is."""
+        """Return adversarial_BCHW; images that nothing fooled are returned unchanged.
+
+        `seed` is used instead of `draws`.
+        """
         if not len(images_BCHW):
             return images_BCHW.clone()
         forward, x_BCHW = Forward(model), images_BCHW.detach().float()
@@ -71,7 +78,7 @@ class AutoAttack:
         return inside(found_BCHW, images_BCHW, self.norm, self.eps)
 
     def _authors(self, forward: Forward, x_BCHW: Tensor) -> Any:
-        """Their object, set up for as many classes as the model has."""
+        """Return the authors' object, configured for the model's number of classes."""
         from pyautoattack import AutoAttack as Authors
 
         with torch.no_grad():
@@ -90,16 +97,16 @@ def _check(attacks: tuple[str, ...], classes: int, side: int) -> None:
         if classes < LEAST_CLASSES[name]:
             able = [name for name in attacks if classes >= LEAST_CLASSES[name]]
             raise UserError(
-                f"autoattack: {name} needs {LEAST_CLASSES[name]} classes or more, the model has {classes}; "
+                f"autoattack: {name} needs {LEAST_CLASSES[name]} classes or more, but the model has {classes}; "
                 f"set attacks to {able or ['apgd-ce', 'fab-t', 'square']}"
             )
     if "square" in attacks and side < LEAST_SIDE:
-        raise UserError(f"autoattack: square needs images of {LEAST_SIDE} pixels a side or more, these have {side}")
+        raise UserError(f"autoattack: square needs images of {LEAST_SIDE} pixels a side or more, but these have {side}")
 
 
 @contextmanager
 def _global_state(device: torch.device) -> Iterator[None]:
-    """The authors seed torch's global generators and end a debugger's or coverage tool's trace: both are put back."""
+    """Restore torch's global generators, which the authors seed, and the trace function, which they remove."""
     trace = sys.gettrace()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:

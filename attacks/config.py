@@ -1,4 +1,4 @@
-"""An attack as a value: what `configs/attack/*.yaml` hold, checked, and runnable."""
+"""A projected gradient attack as a checked value: the content of `configs/attack/*.yaml`."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -17,7 +17,9 @@ class AttackConfig:
     """Projected gradient ascent; steps=1 with step_size=eps and random_start=False is FGSM.
 
     Attributes: as in `attacks.pgd`; `eps` and `step_size` in [0,1] pixel units.
-    Raises: UserError naming the key with a wrong value.
+
+    Raises:
+        UserError: naming the key with a wrong value.
     """
 
     together: ClassVar[bool] = False
@@ -56,7 +58,7 @@ class AttackConfig:
         keep_worst: bool = True,
         disturb: Disturb | None = None,
     ) -> Tensor:
-        """adversarial_BCHW, as `attacks.pgd` returns it."""
+        """Return adversarial_BCHW of `attacks.pgd`."""
         return pgd(
             model, images_BCHW, labels_B, norm=self.norm, eps=self.eps, steps=self.steps, step_size=self.step_size,
             random_start=self.random_start, restarts=self.restarts, loss=self.loss, generator=draws,
@@ -64,15 +66,15 @@ class AttackConfig:
         )  # fmt: skip
 
     def within(self, share: float) -> "AttackConfig":
-        """In a ball of this share of the radius, with steps as much smaller."""
+        """Return the attack in a ball of this share of the radius, with steps scaled alike."""
         size = self.step_size * share if self.step_size and share else None
         return replace(self, eps=self.eps * share, step_size=size)
 
     def stronger(self, steps: int) -> "AttackConfig":
-        """At least so many steps, of the default size: what a model trained on a few steps must be measured with."""
+        """Return the attack with at least this many steps of default size, to test a model trained on few steps."""
         return self if self.steps >= steps else replace(self, steps=steps, step_size=None, random_start=True)
 
 
 def _at_least(value: object, least: float) -> bool:
-    """False for text too, such as 8/255 on a command line."""
+    """Return False for text too, such as 8/255 on a command line."""
     return isinstance(value, int | float) and value >= least

@@ -1,9 +1,10 @@
 """Common corruptions (Hendrycks & Dietterich 2019, https://arxiv.org/abs/1903.12261): noise, blur, weather, digital.
 
-    x' = corruption(x, severity)          severity 1 to 5; nobody searches: an image is drawn, not an adversary's
+    x' = corruption(x, severity)          severity 1 to 5; a random draw, not an adversarial search
 
-The one door to imagecorruptions (extra `corruptions`), whose constants are those of ImageNet-C. It takes 8 bits a
-channel, three channels and 32 pixels a side or more; a grey image is given thrice, and its first channel taken back.
+The only module that imports imagecorruptions (extra `corruptions`), whose constants are those of ImageNet-C. The
+library needs 8 bits per channel, three channels and at least 32 pixels a side. A gray image is passed as three equal
+channels, and the first is taken back.
 
 Legend: B batch, C channels, H W pixels.
 """
@@ -33,7 +34,7 @@ INSTALL = "pip install 'certizoo[corruptions]'"
 
 @dataclass(frozen=True)
 class Corruption:
-    """One of COMMON, at a severity of 1 to 5. Raises UserError where it is not, or where the library is absent."""
+    """One of COMMON at a severity of 1 to 5. Raises UserError for another name, or if the library is missing."""
 
     norm: ClassVar[str] = "none"
     eps: ClassVar[float | None] = None
@@ -47,13 +48,13 @@ class Corruption:
         if self.severity not in range(1, 6):
             raise UserError(f"corruption: severity={self.severity} does not work; give 1 to 5")
         if find_spec("imagecorruptions") is None:
-            raise UserError(f"corruption: the library of corruptions is not installed; {INSTALL}")
+            raise UserError(f"corruption: imagecorruptions is not installed; {INSTALL}")
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
-        """corrupted_BCHW, of 8 bits a channel; the model and the labels are not looked at."""
+        """Return corrupted_BCHW, of 8 bits per channel; the model and the labels are not used."""
         if min(images_BCHW.shape[2:]) < LEAST_SIDE:
             size = "x".join(map(str, images_BCHW.shape[2:]))
-            raise UserError(f"corruption: images need {LEAST_SIDE} pixels a side or more, these have {size}")
+            raise UserError(f"corruption: images need {LEAST_SIDE} pixels a side or more, but these have {size}")
         if images_BCHW.shape[1] not in (1, 3):
             raise UserError(f"corruption: images have 1 or 3 channels, not {images_BCHW.shape[1]}")
         bytes_BHWC = (images_BCHW.detach() * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
@@ -71,7 +72,7 @@ class Corruption:
 
 
 def _seeds(count: int, draws: Draws) -> list[int]:
-    """A seed an image, of 32 bits."""
+    """Return one 32-bit seed per image."""
     if isinstance(draws, Sequence):
         return [int(torch.randint(2**32, (1,), generator=of_image, device=of_image.device)) for of_image in draws]
     place = draws.device if draws is not None else "cpu"
@@ -80,7 +81,7 @@ def _seeds(count: int, draws: Draws) -> list[int]:
 
 @contextmanager
 def _numpy_seeded(seed: int) -> Iterator[None]:
-    """The library draws from numpy's global generator, which is afterwards as it was."""
+    """Seed numpy's global generator, from which the library draws, and restore it afterwards."""
     state = np.random.get_state()
     np.random.seed(seed)
     try:

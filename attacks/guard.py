@@ -1,4 +1,4 @@
-"""What the points of other libraries go through: nothing leaves ball and box, and what does not fool is given back.
+"""Checks on other libraries' images: nothing leaves ball and box, and images that do not fool are returned unchanged.
 
 Legend: B batch, C channels, H W pixels, K classes.
 """
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from attacks.norms import NORMS, distance
 
-ROUNDING = 1e-6  # relative: float32's of eps
+ROUNDING = 1e-6  # relative: float32's rounding of eps
 
 
 def inside(found_BCHW: Tensor, images_BCHW: Tensor, norm: str, eps: float) -> Tensor:
-    """found_BCHW in [0,1] and within eps of the images, of their dtype; points within it stay, bit by bit."""
+    """Return found_BCHW in [0,1] and within eps of the images, of their dtype; points already inside stay exact."""
     found_BCHW = boxed(found_BCHW, images_BCHW)
     far_B = distance(found_BCHW, images_BCHW, norm) > eps * (1 + ROUNDING)
     projected_BCHW = images_BCHW + NORMS[norm].project(found_BCHW - images_BCHW, eps)
@@ -22,13 +22,13 @@ def inside(found_BCHW: Tensor, images_BCHW: Tensor, norm: str, eps: float) -> Te
 
 
 def boxed(found_BCHW: Tensor, images_BCHW: Tensor) -> Tensor:
-    """found_BCHW in [0,1], of the images' dtype; pixels that are not finite become the image's."""
+    """Return found_BCHW in [0,1], of the images' dtype; pixels that are not finite become the image's."""
     found_BCHW = found_BCHW.detach().to(images_BCHW)
     return torch.where(found_BCHW.isfinite(), found_BCHW, images_BCHW).clamp(0, 1)
 
 
 class Forward(nn.Module):
-    """images_BCHW -> logits_BK as other libraries want them: float32, whatever the dtype of the model."""
+    """images_BCHW -> logits_BK in float32, as other libraries need it, whatever the dtype of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -41,5 +41,5 @@ class Forward(nn.Module):
 
 @torch.no_grad()
 def fooled(forward: Callable[[Tensor], Tensor], x_BCHW: Tensor, labels_B: Tensor) -> Tensor:
-    """fooled_B: which images get another class than their label."""
+    """Return fooled_B, True for images classified differently from their label."""
     return forward(x_BCHW).argmax(dim=1) != labels_B

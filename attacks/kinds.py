@@ -1,4 +1,4 @@
-"""From the options of a protocol file to an attack: {"kind": "pgd", "norm": "l2", "eps": 0.5} -> AttackConfig."""
+"""Attacks from the options of a protocol file: {"kind": "pgd", "norm": "l2", "eps": 0.5} -> AttackConfig."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -20,11 +20,11 @@ KINDS: dict[str, type] = {
     "deepfool": DeepFool,
     "corruption": Corruption,
 }
-"""What `kind` may say, and the attack that it makes; its options are the fields of the class."""
+"""The attack class of each `kind`; its options are the fields of the class."""
 
 
 def make(options: Mapping[str, object]) -> Attack:
-    """The attack of `options["kind"]` with the other options. Raises UserError naming the key and what it may be."""
+    """Return the attack of `options["kind"]` with the other options. Raises UserError naming the key and its values."""
     given = dict(options)
     kind = given.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
@@ -43,7 +43,7 @@ def make(options: Mapping[str, object]) -> Attack:
 
 
 def fits(value: object, wanted: Any) -> bool:
-    """Whether a value read from YAML is of the type; whole numbers are numbers, True is not."""
+    """Return True if a value read from YAML has the type; whole numbers are numbers, True is not."""
     if isinstance(wanted, UnionType):
         return any(fits(value, choice) for choice in get_args(wanted))
     if get_origin(wanted) is tuple:
@@ -54,7 +54,7 @@ def fits(value: object, wanted: Any) -> bool:
 
 
 def words(wanted: Any) -> str:
-    """What a value of the type is called."""
+    """Describe a type in words."""
     names = {float: "a number", int: "a whole number", bool: "true or false", str: "a name", type(None): "null"}
     if isinstance(wanted, UnionType):
         return " or ".join(words(choice) for choice in get_args(wanted))

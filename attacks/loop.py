@@ -1,14 +1,14 @@
-"""Projected gradient ascent, once, for every norm and loss.
+"""Projected gradient ascent, implemented once for every norm and loss.
 
     delta_0   = a random point of the ball, or 0
     delta_t+1 = clip(project(delta_t + alpha * ascent(grad_x loss(f(x + delta_t), y)), eps))
 
-Madry et al., https://arxiv.org/abs/1706.06083; FGSM: Goodfellow et al., https://arxiv.org/abs/1412.6572;
-its random start: Wong et al., https://arxiv.org/abs/2001.03994.
+Madry et al., https://arxiv.org/abs/1706.06083; FGSM: Goodfellow et al., https://arxiv.org/abs/1412.6572; its random
+start: Wong et al., https://arxiv.org/abs/2001.03994.
 
-Ball and box together: first the ball, then the box, is enough. x_i lies in [0,1], so clipping z_i to [0,1] moves it
-towards x_i or not at all: |clip(z_i) - x_i| <= |z_i - x_i| for every i, hence ||clip(z) - x||_p <= ||z - x||_p <= eps
-for p = 2 and p = inf. (It need not be the nearest point of the intersection; the threat model does not ask for that.)
+Projecting on the ball and then on the box satisfies both. x_i lies in [0,1], so clipping z_i to [0,1] moves it towards
+x_i or not at all: |clip(z_i) - x_i| <= |z_i - x_i| for every i, hence ||clip(z) - x||_p <= ||z - x||_p <= eps for p = 2
+and p = inf. (It need not be the nearest point of the intersection; the threat model does not require that.)
 
 Legend: B batch, R those of its images that are still attacked (`rows`), C channels, H W pixels, K classes.
 """
@@ -121,9 +121,10 @@ def fgsm(
 
 @contextmanager
 def probing(model: nn.Module) -> Iterator[None]:
-    """Eval mode and parameters without gradient; both are put back, module by module, also after an exception.
+    """Set eval mode and disable gradients of parameters; restore both per module, also after an exception.
 
-    Otherwise each backward pass would compute the gradient of every weight too, and dropout would blur the attack.
+    Otherwise each backward pass would compute the gradient of every weight too, and dropout would add noise to the
+    attack.
     """
     training = [module for module in model.modules() if module.training]
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -141,23 +142,23 @@ def probing(model: nn.Module) -> Iterator[None]:
 
 
 class _Threat:
-    """What the attacker may return: the only place where points are made, so all of them lie in ball and box.
+    """The threat model: the only place where points are created, so all of them lie in ball and box.
 
-    In place where the tensor is its own: on a CPU fresh memory of a batch's size costs more than the sum put there.
+    It works in place on its own tensors: on a CPU, fresh memory for a batch costs more than the sum.
     """
 
     def __init__(self, images_BCHW: Tensor, norm: Norm, eps: float) -> None:
         self.images_BCHW, self.norm, self.eps = images_BCHW, norm, eps
 
     def _inside(self, delta_BCHW: Tensor) -> Tensor:
-        """Takes `delta_BCHW` over and may write into it."""
+        """Move x + delta into ball and box; may overwrite `delta_BCHW`."""
         return self.norm.project(delta_BCHW, self.eps).add_(self.images_BCHW).clamp_(0, 1)
 
     def of(self, rows: Rows) -> "_Threat":
         return _Threat(self.images_BCHW[rows], self.norm, self.eps)
 
     def random(self, generator: Draws) -> Tensor:
-        """Drawn where the generator lives, so that a CPU generator gives the same start on every device."""
+        """Return random points, drawn on the generator's device: a CPU generator gives equal starts on all devices."""
         if isinstance(generator, Sequence):
             alone = (self.of(slice(i, i + 1)).random(of_image) for i, of_image in enumerate(generator))
             return torch.cat([self.images_BCHW[:0], *alone])
@@ -170,13 +171,16 @@ class _Threat:
         return self._inside(self.norm.random(draw, self.eps))
 
     def step(self, x_BCHW: Tensor, grad_BCHW: Tensor, alpha: float) -> Tensor:
-        """A gradient that is not finite moves nothing: even a broken model gets images inside the threat model."""
+        """Take a step.
+
+        A gradient that is not finite moves nothing: even a broken model gets images in the threat model.
+        """
         ascent_BCHW = self.norm.ascent(grad_BCHW.nan_to_num(0.0, 0.0, 0.0))
         return self._inside((x_BCHW - self.images_BCHW).add_(ascent_BCHW, alpha=alpha))
 
 
 class _Judge:
-    """loss_B and fooled_B at a point, and the loss's gradient for the image. Logits are judged in float32 or better."""
+    """The loss loss_B and fooled_B at a point, and the loss's gradient. Logits are judged in float32 or better."""
 
     def __init__(self, model: nn.Module, labels_B: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.model, self.targets, self.loss_of = model, labels_B, loss_of
@@ -187,7 +191,7 @@ class _Judge:
         return _Judge(self.model, self.targets[rows], self.loss_of)
 
     def _judged(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-        # Under autocast the model casts where it wants to, after normalising in full precision.
+        # Under autocast the model casts by itself, after normalising in full precision.
         as_it_is = self.dtype is None or torch.is_autocast_enabled(x_BCHW.device.type)
         logits_BK = self.model(x_BCHW if as_it_is else x_BCHW.to(self.dtype))
         logits_BK = logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32))
@@ -198,7 +202,7 @@ class _Judge:
             return self._judged(x_BCHW)
 
     def with_gradient(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of the sum over the batch: no image's gradient depends on its neighbours."""
+        """Take the gradient of the sum over the batch: no image's gradient depends on its neighbours."""
         with torch.enable_grad():
             x_BCHW = x_BCHW.detach().requires_grad_(True)
             loss_B, fooled_B = self._judged(x_BCHW)
@@ -207,7 +211,7 @@ class _Judge:
 
 
 class _Worst:
-    """For every image the worst point so far: one that fools beats one that does not, then the higher loss."""
+    """The worst point so far of every image: one that fools beats one that does not, then the higher loss."""
 
     def __init__(self, x_BCHW: Tensor, loss_B: Tensor, fooled_B: Tensor) -> None:
         self.x_BCHW, self.loss_B, self.fooled_B = x_BCHW.clone(), loss_B, fooled_B
@@ -220,7 +224,7 @@ class _Worst:
         self.fooled_B[rows] = self.fooled_B[rows] | fooled_R
 
     def unfooled(self, rows: Rows, x_RCHW: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows that nothing has fooled yet, and their points."""
+        """Return the rows that nothing has fooled yet, and their points."""
         open_R = ~self.fooled_B[rows]
         return torch.arange(len(self.x_BCHW), device=x_RCHW.device)[rows][open_R], x_RCHW[open_R]
 

@@ -1,8 +1,7 @@
-"""What an attack climbs, one number an image: higher is worse for the model. Legend: logits_BK, labels_B.
+"""Losses that an attack maximises, one number per image: higher is worse for the model. Legend: logits_BK, labels_B.
 
-`margin` exists because the gradient of cross-entropy vanishes where the model is sure of itself, and penalties on
-weights that shrink or blow up logits make that look like robustness. `dlr` is the margin in
-units of the spread of the logits.
+The gradient of cross-entropy vanishes if the model is confident, and penalties on weights that shrink or enlarge logits
+make that look like robustness; `margin` avoids this. `dlr` is the margin in units of the spread of the logits.
 """
 
 from collections.abc import Callable
@@ -15,26 +14,33 @@ from certizoo import UserError
 
 
 def ce(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-    """-log softmax(z)_y. With probabilities p (B, K) for labels -sum_k p_k log softmax(z)_k, up to a constant
-    KL(p || softmax(z)): what the attack of TRADES climbs."""
+    """Return -log softmax(z)_y.
+
+    With probabilities p (B, K) as labels, return -sum_k p_k log softmax(z)_k, which is KL(p || softmax(z)) up to a
+    constant: the attack of TRADES maximises it.
+    """
     return F.cross_entropy(logits_BK, labels_B, reduction="none")
 
 
 def margin(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-    """max_{j != y} z_j - z_y, positive exactly where the image is misclassified."""
+    """Return max_{j != y} z_j - z_y, positive exactly if the image is misclassified."""
     true_B = logits_BK.gather(1, labels_B[:, None]).squeeze(1)
     others_BK = logits_BK.scatter(1, labels_B[:, None], -torch.inf)
     return others_BK.amax(dim=1) - true_B
 
 
 def dlr(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-    """(max_{j != y} z_j - z_y) / (z_(1) - z_(3)), z_(1) >= z_(2) >= ... the sorted logits: blind to their scale.
+    """Return (max_{j != y} z_j - z_y) / (z_(1) - z_(3)), invariant to the scale of the logits.
 
-    The difference of logits ratio of Croce & Hein, https://arxiv.org/abs/2003.01690; positive where the image is
-    misclassified. Raises UserError below three classes, where there is no z_(3).
+    z_(1) >= z_(2) >= ... are the sorted logits.
+
+    The difference of logits ratio of Croce & Hein, https://arxiv.org/abs/2003.01690; positive if the image is
+    misclassified. Raises UserError below three classes, where z_(3) does not exist.
     """
     if logits_BK.shape[1] < 3:
-        raise UserError(f"attack.loss=dlr needs three classes or more, the model has {logits_BK.shape[1]}; use margin")
+        raise UserError(
+            f"attack.loss=dlr needs three classes or more, but the model has {logits_BK.shape[1]}; use margin"
+        )
     top_B3 = logits_BK.topk(3, dim=1).values
     return margin(logits_BK, labels_B) / (top_B3[:, 0] - top_B3[:, 2] + 1e-12)
 

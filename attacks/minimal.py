@@ -1,15 +1,15 @@
-"""Minimal-norm attacks: the nearest image that fools, at any distance. The one door to foolbox.
+"""Minimal-norm attacks: the nearest image that fools, at any distance. The only module that imports foolbox.
 
     CW        min_w ||x' - x||_2^2 + c max(0, z_y - max_{j != y} z_j + kappa),  x' = (tanh(w) + 1)/2, by Adam;
-              of the points that fooled the nearest is kept
+              the nearest of the points that fooled is kept
     DeepFool  x' <- x' + the step to the nearest boundary of the model linearised at x', until it fools
 
 Carlini & Wagner, https://arxiv.org/abs/1608.04644; Moosavi-Dezfooli et al., https://arxiv.org/abs/1511.04599.
 
-No random part in either, and no image looks at its neighbours: what an image gets is the same in every batch, up to
-the model's rounding. Images that are wrong already, or that nothing fooled, come back as they were.
+Neither is random, and no image depends on its neighbours: an image's result is the same in every batch, up to the
+model's rounding. Images that are misclassified already, or that nothing fooled, are returned unchanged.
 
-Legend: B batch, R those of its images that were right, C channels, H W pixels.
+Legend: B batch, R those of its images that were correct, C channels, H W pixels.
 """
 
 import logging
@@ -30,10 +30,11 @@ from certizoo import UserError
 
 @dataclass(frozen=True)
 class CarliniWagner:
-    """L2. The defaults are those of CoViT, section 5.3: c = 1 without a search for a better one, kappa = 0.
+    """Carlini & Wagner in L2. The defaults are those of CoViT, section 5.3: c = 1 without a search, kappa = 0.
 
-    Attributes: threshold: an image that fools from farther than this L2 distance in [0,1] pixel units does not count;
-    None: any distance does.
+    Attributes:
+        threshold: an image that fools from beyond this L2 distance in [0,1] pixel units does not count; None allows any
+            distance.
     """
 
     norm: ClassVar[str] = "l2"
@@ -54,7 +55,7 @@ class CarliniWagner:
             raise UserError(f"cw_l2: confidence={self.confidence} does not work; give 0 or more")
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
-        """adversarial_BCHW; `draws` is unused: nothing is drawn."""
+        """Return adversarial_BCHW; `draws` is unused: nothing is drawn."""
         from_foolbox = _foolbox().L2CarliniWagnerAttack(
             initial_const=self.c, confidence=self.confidence, stepsize=self.lr, steps=self.steps,
             binary_search_steps=self.binary_search_steps,
@@ -65,7 +66,7 @@ class CarliniWagner:
 
 @dataclass(frozen=True)
 class DeepFool:
-    """L2; `candidates`: of so many likeliest classes the boundaries are tried; `overshoot`: beyond the boundary."""
+    """DeepFool in L2: it tries the boundaries of the `candidates` likeliest classes and goes `overshoot` beyond."""
 
     norm: ClassVar[str] = "l2"
     eps: ClassVar[float | None] = None
@@ -80,7 +81,7 @@ class DeepFool:
             raise UserError("deepfool: give candidates of at least 2 and an overshoot of at least 0")
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
-        """adversarial_BCHW; `draws` is unused: nothing is drawn."""
+        """Return adversarial_BCHW; `draws` is unused: nothing is drawn."""
         from_foolbox = _foolbox().L2DeepFoolAttack(
             steps=self.steps, candidates=self.candidates, overshoot=self.overshoot
         )
@@ -96,7 +97,7 @@ def _positive(kind: str, attack: object, *keys: str) -> None:
 def _foolbox() -> Any:
     try:
         import foolbox.attacks
-    except ImportError as error:  # also where there is no git program
+    except ImportError as error:  # also raised without a git program
         raise UserError(f"foolbox does not load ({error}); pip install foolbox, and git") from None
     return foolbox.attacks
 
@@ -104,7 +105,7 @@ def _foolbox() -> Any:
 def _nearest(
     from_foolbox: Any, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, threshold: float | None
 ) -> Tensor:
-    """What foolbox finds for the images that are right, where it fools within the threshold."""
+    """Return foolbox's result for the images that are correct, if it fools within the threshold."""
     from foolbox import PyTorchModel
 
     forward, adversarial_BCHW = Forward(model), images_BCHW.detach().clone()
@@ -126,7 +127,7 @@ def _nearest(
 
 @contextmanager
 def _root_logger() -> Iterator[None]:
-    """foolbox's DeepFool calls logging.info, which gives the root logger a handler if it has none: it goes again."""
+    """Remove the handler that foolbox's DeepFool adds to the root logger by calling logging.info."""
     handlers = logging.root.handlers[:]
     try:
         yield

@@ -1,1 +1,1 @@
-"""What is claimed about speed, each claim with its command, hardware and results."""
+"""Benchmarks behind every claim about speed, each with its command, hardware and results."""

@@ -1,12 +1,12 @@
-"""What PGD costs beyond its arithmetic: images a second of `attacks.pgd`
+"""Overhead of PGD beyond its arithmetic: images per second of `attacks.pgd`, compared with three alternatives.
 
     against a plain loop of torch calls, the same steps from the same images     plain:  at least 0.98 of its throughput
     with stop_when_fooled against without, on a model that nearly all fool       stop:   at least 1.5 times
     against foolbox's PGD, the same steps from the same images                   foolbox: not slower
 
-`worst` is `plain` with the worst point kept, as evaluation runs it: two forwards more. Two ways take turns and the
-ratio is taken pair by pair, so that a machine whose speed drifts slows both. On a CPU the seconds are those that the
-process had of it: what else runs there does not count.
+`worst` is `plain` with the worst point kept, as evaluation runs it: two more forward passes. The two sides alternate
+and the ratio is taken pair by pair, so that a machine whose speed drifts slows both. On a CPU the seconds are processor
+time of this process, so other programs do not count.
 
     python -m benchmarks.bench_attacks [--batch 16] [--steps 20] [--pairs 9] [--depth 4]
 
@@ -61,7 +61,7 @@ def main() -> None:
 def of_norm(
     norm: str, model: nn.Module, images: Tensor, labels: Tensor, options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
-    """The four comparisons: throughput of the first way in that of the second."""
+    """Return the four comparisons: the throughput of the first side relative to the second."""
     eps = EPS if norm == "linf" else EPS * images[0].numel() ** 0.5
     alpha = 2.5 * eps / options.steps
     attack = AttackConfig(norm, eps, options.steps, alpha, random_start=False)
@@ -95,14 +95,14 @@ def of_norm(
 
 
 def same(first: Tensor, second: Tensor) -> bool:
-    """The same points; a GPU adds gradients up in another order each time, which turns a few signs near zero."""
+    """Return True for equal points; a GPU sums gradients in varying order, which flips a few signs near zero."""
     return float((first - second).abs().mean()) < (0.1 * EPS if first.is_cuda else 1e-6)
 
 
 def plain_pgd(
     model: nn.Module, images: Tensor, labels: Tensor, norm: str, eps: float, alpha: float, steps: int
 ) -> Tensor:
-    """As one writes it in a notebook."""
+    """Run PGD as written in a notebook."""
     x = images
     for _ in range(steps):
         x = x.detach().requires_grad_(True)
@@ -117,12 +117,12 @@ def plain_pgd(
 
 
 def length(x: Tensor) -> Tensor:
-    """The L2 norm of each image."""
+    """Return the L2 norm of each image."""
     return x.flatten(1).norm(dim=1).clamp_min(1e-12).view(-1, 1, 1, 1)
 
 
 def compared(first: Way, second: Way, pairs: int, images: int) -> dict[str, float]:
-    """Images a second of both (medians), and the median and quartiles of first / second over the pairs."""
+    """Return images per second of both sides (medians), and median and quartiles of first / second over the pairs."""
     times = [(seconds(first), seconds(second)) for _ in range(pairs + 1)][1:]
     ratios = [theirs / ours for ours, theirs in times]
     low, _, high = statistics.quantiles(ratios, n=4)
@@ -137,7 +137,7 @@ def compared(first: Way, second: Way, pairs: int, images: int) -> dict[str, floa
 
 
 def seconds(way: Way) -> float:
-    """Processor time on a CPU; wall time with the GPU's queue empty at both ends."""
+    """Return processor time on a CPU; wall time with the GPU's queue empty at both ends."""
     cuda = torch.cuda.is_available()
     clock = time.perf_counter if cuda else time.process_time
     start = clock()

@@ -1,9 +1,9 @@
-"""What an attention variant costs: forward and backward of one ViT-B block (width 768, 12 heads, batch 8, 197 tokens)
-against dot-product attention in the same run; float32 on a CPU, bf16 on a GPU.
+"""Cost of each attention variant relative to dot-product attention in the same run.
 
-Blocks take turns step by step, so that a machine whose speed drifts slows all of them; the ratio is taken turn by turn.
-The peak of memory is that of a fresh process per variant, above what it held before the block was made.
-`msvp` is dot-product attention with the penalty of the block's W_Q, W_K, W_V.
+It times forward and backward of one ViT-B block (width 768, 12 heads, batch 8, 197 tokens), float32 on a CPU, bf16 on a
+GPU. Blocks alternate step by step, so that a machine whose speed drifts slows all of them; the ratio is taken turn by
+turn. Peak memory is that of a fresh process per variant, above what it held before the block was created. `msvp` is
+dot-product attention with the penalty of the block's W_Q, W_K, W_V.
 
     python -m benchmarks.bench_attention [--turns 40]
 """
@@ -31,11 +31,11 @@ from zoo.layers.mlp import Mlp
 WIDTH, HEADS, BATCH, TOKENS = 768, 12, 8, 197
 TARGETS = {"dp": 1.0, "l2": 1.15, "scsa": 1.15, "ln": 1.15, "msvp": 1.03}  # of the time; memory 1.2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-REPEATS = {"cpu": 1, "cuda": 20}[DEVICE]  # steps at a time: a GPU takes under a millisecond for one
+REPEATS = {"cpu": 1, "cuda": 20}[DEVICE]  # steps per measurement: a GPU takes under a millisecond for one
 
 
 def make_step(name: str) -> Callable[[], None]:
-    """Forward and backward of a fresh block."""
+    """Return a function that runs forward and backward of a fresh block."""
     torch.manual_seed(0)
     attention = variants()["dp" if name == "msvp" else name](WIDTH, HEADS)
     norm = partial(nn.LayerNorm, WIDTH, eps=1e-6)
@@ -66,7 +66,7 @@ def seconds(step: Callable[[], None]) -> float:
 
 
 def peak_bytes(name: str) -> int:
-    """Of two steps in this process."""
+    """Return the peak memory of two steps in this process."""
     if DEVICE == "cuda":
         step = make_step(name)
         step(), step()
@@ -74,17 +74,17 @@ def peak_bytes(name: str) -> int:
     before = resident_bytes("VmRSS")
     step = make_step(name)
     step(), step()
-    return resident_bytes("VmHWM") - before  # not getrusage, whose maximum begins with that of the parent
+    return resident_bytes("VmHWM") - before  # not getrusage, whose maximum starts with that of the parent
 
 
 def resident_bytes(field: str) -> int:
-    """VmRSS (now) or VmHWM (the most so far) of this process on Linux."""
+    """Return VmRSS (now) or VmHWM (the peak) of this process on Linux."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
 def peak_in_new_process(name: str) -> int:
-    # Every tensor is given back to the system at once, so that the peak is that of living tensors.
+    # Every tensor is returned to the system at once, so that the peak is that of live tensors.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-m", "benchmarks.bench_attention", "--peak", name]
     return int(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
@@ -105,7 +105,7 @@ def main() -> None:
     steps = {name: make_step(name) for name in TARGETS}
     for step in steps.values():
         step()
-    # Dot-product attention is timed next to each variant, before it and after it in turn.
+    # Dot-product attention is timed next to each variant, before and after it in turn.
     ratios: dict[str, list[float]] = {name: [] for name in TARGETS if name != "dp"}
     times: dict[str, list[float]] = {name: [] for name in TARGETS}
     for turn in range(options.turns):

@@ -1,10 +1,10 @@
-"""What a certificate costs: seconds an image for all eps of the grid, and for the certified radius besides.
+"""Cost of a certificate: seconds per image for all eps of the grid, and for the certified radius in addition.
 
-Of the adjoint certificate, for three layers of width 128 and 4 or 16 tokens; of `best`, for cert_vit_c10. Processes
-with one thread each share the images, as `certify.rows.workers` does; each measures the weights once, which is not
-counted. On a machine with other work the seconds say little; cpu_all_eps and cpu_radius_besides are the processor time
-of all processes an image, to be divided by their number. The eps are asked from the largest down; an image that passed
-one is not asked for a smaller one. LoFAST reports 0.055 s an image for one eps, 4 tokens.
+It measures the adjoint certificate for three layers of width 128 and 4 or 16 tokens, and `best` for cert_vit_c10.
+Processes with one thread each share the images, as in `certify.rows.workers`; each measures the weights once, which is
+not counted. On a busy machine use cpu_all_eps and cpu_radius_besides, the processor time of all processes per image,
+divided by their number. The eps are tried from the largest down; an image that passed one is not tried at smaller ones.
+LoFAST reports 0.055 s per image for one eps, 4 tokens.
 
     python -m benchmarks.bench_certify                                # random weights, labels as predicted: all correct
     python -m benchmarks.bench_certify --handover RUN/handover ... --shards FOLDER   # trained models and test images
@@ -31,12 +31,12 @@ from certify.methods.certificate import Analysis
 from zoo.layers.fold import folded
 
 EPS = (0.02, 0.05, 0.1, 36 / 255, 0.25, 72 / 255)
-TARGETS = {("adjoint", 4): 0.02, ("adjoint", 16): 0.1}  # seconds an image on 2 cores, all eps
+TARGETS = {("adjoint", 4): 0.02, ("adjoint", 16): 0.1}  # seconds per image on 2 cores, all eps
 
 
 @dataclass(frozen=True)
 class Given:
-    """How it is measured."""
+    """The settings of a measurement."""
 
     method: str
     batch: int
@@ -44,14 +44,14 @@ class Given:
 
 
 def all_eps(analysis: Analysis) -> None:
-    """Every image and eps is answered; a larger ball that is certified answers for the smaller ones in it."""
+    """Decide every image and eps; a larger certified ball decides the smaller ones in it."""
     passed_B = torch.zeros_like(analysis.clean.correct_B)
     for eps in sorted(EPS, reverse=True):
         passed_B = passed_B | analysis.at(torch.where(passed_B, 0.0, eps)).certified_B
 
 
 def share(model: Any, images_BCHW: Tensor, labels_B: Tensor, given: Given, barrier: Any, found: Any) -> None:
-    """One process: what its images cost."""
+    """Measure the cost of one process's images."""
     torch.set_num_threads(1)
     prover = certifier(model, given.method)
     prover.analyse(images_BCHW[:2], labels_B[:2]).at(0.1)
@@ -68,12 +68,12 @@ def share(model: Any, images_BCHW: Tensor, labels_B: Tensor, given: Given, barri
 
 
 def clocks() -> Tensor:
-    """Seconds, and those of this process."""
+    """Return wall seconds and processor seconds of this process."""
     return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
 
 
 def measure(model: Any, images_BCHW: Tensor, labels_B: Tensor, given: Given) -> dict[str, float]:
-    """Of seconds the slowest process counts, of processor time the sum."""
+    """Return the seconds of the slowest process and the sum of processor time."""
     context = get_context("spawn")
     barrier, found = context.Barrier(given.workers), context.Queue()
     shares = zip(images_BCHW.tensor_split(given.workers), labels_B.tensor_split(given.workers), strict=True)
@@ -97,7 +97,7 @@ def measure(model: Any, images_BCHW: Tensor, labels_B: Tensor, given: Given) -> 
 
 
 def handed_over(handover: Path, folder: Path, count: int) -> tuple[str, Any, Tensor, Tensor]:
-    """A trained model, its name, and the first test images and labels of its data in this folder."""
+    """Return a trained model's name and data size, the model, and the first test images and labels in this folder."""
     model, config = zoo.handover.load(handover)
     data = shards.DataConfig(**config["data"] | {"root": str(folder)})
     _, images, labels = next(iter(shards.eval_loader(shards.find(data, "test"), data, batch_size=count, limit=count)))
@@ -105,7 +105,7 @@ def handed_over(handover: Path, folder: Path, count: int) -> tuple[str, Any, Ten
 
 
 def subjects(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Any, Tensor, Tensor]]:
-    """(name, tokens, model, images, labels)."""
+    """Iterate over (name, tokens, model, images, labels)."""
     model: Any
     for handover in arguments.handover:
         name, model, images, labels = handed_over(handover, arguments.shards, arguments.images)

@@ -1,12 +1,14 @@
-"""Certificates over the nodes of a Ray cluster: seconds of `python -m certify ... on=ray` on 1, 2 and 4 local nodes of
-one CPU each, and on 2 of which one is killed in the middle, beside one process without Ray. All rows must be the same.
+"""Certificates over the nodes of a Ray cluster: seconds of `python -m certify ... on=ray` on 1, 2 and 4 local nodes.
+
+Each node has one CPU. One of 2 nodes is killed in a further run, and one process without Ray is the reference. All rows
+must be equal.
 
     python -m benchmarks.bench_cluster                                # random weights, digits
     python -m benchmarks.bench_cluster --handover RUN/handover --shards FOLDER --images 1000 --method adjoint
 
 A node here is a raylet with one CPU of this machine: nodes beyond its free cores share them and gain nothing. Imports
-of Ray's workers are counted, as a person waits for them. What a whole test set would take is estimated from the nodes
-that had a core each: seconds = start + images * seconds_an_image / nodes, through the figures of 1 and 2 nodes.
+of Ray's workers are counted, since users wait for them. The time of a whole test set is extrapolated from nodes with a
+core each: seconds = start + images * seconds_an_image / nodes, fitted to 1 and 2 nodes.
 """
 
 import argparse
@@ -35,7 +37,7 @@ WHOLE = 50_000  # images of ImageNet's validation set
 
 
 def certified(words: Sequence[str], nodes: int, out: Path, images: int, kill: bool) -> float:
-    """Seconds of the command on so many nodes."""
+    """Return the seconds of the command on this number of nodes."""
     with ray_nodes.cluster(nodes) if nodes else nullcontext() as started:
         variables = ray_nodes.environment()
         if started:
@@ -54,7 +56,7 @@ def certified(words: Sequence[str], nodes: int, out: Path, images: int, kill: bo
 
 
 def of_digits(folder: Path) -> list[str]:
-    """A hand-over of random weights and the digits, and what the command says of them."""
+    """Write a hand-over with random weights and the digits; return the command's options for them."""
     model = zoo.model_options("spec_vit_digits") | {"name": "spec_vit_digits"}
     zoo.handover.save(folder / "handover", zoo.create_model(**model), model, {})
     shards.__main__.main(["digits", str(folder / "digits")])
@@ -62,7 +64,7 @@ def of_digits(folder: Path) -> list[str]:
 
 
 def estimated(one: float, two: float, images: int) -> dict[str, float]:
-    """Hours of the whole set by the number of nodes; from the seconds that so many images took on one and on two."""
+    """Return hours of the whole set by number of nodes, from the seconds of `images` on one and on two nodes."""
     shared = 2 * (one - two)  # seconds that nodes divide among them
     return {str(n): round((one - shared + shared * WHOLE / images / n) / 3600, 2) for n in (1, 2, 4, 8, 64)}
 

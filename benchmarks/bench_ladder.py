@@ -1,12 +1,13 @@
-"""What a certificate on the ball of images costs at 224 pixels, 16-pixel patches and 1000 classes: seconds of processor
-time and bytes of one image with the label that the model gives it, the share of each stage, and the radius that comes
-out.
+"""Cost of a certificate on the ball of images at 224 pixels, 16-pixel patches and 1000 classes.
+
+It reports processor seconds and bytes of one image with the label that the model gives it, the share of each stage, and
+the resulting radius.
 
     python -m benchmarks.bench_ladder                                   # ViT-Ti, random weights, an image of noise
     python -m benchmarks.bench_ladder --model dp_vit_s                  # an hour of one core
     python -m benchmarks.bench_ladder --handover RUN/handover --shards FOLDER    # a trained model, its first test image
 
-One thread; with --device cuda a GPU, whose seconds are those of the clock.
+It uses one thread; with --device cuda a GPU, timed by the clock.
 """
 
 import argparse
@@ -30,7 +31,7 @@ STAGES = ("clean points", "first radius", "maps and margins", "search")
 
 
 def measured(model: torch.nn.Module, image_1CHW: Tensor, label_1: Tensor) -> dict[str, Any]:
-    """Of one image with its label."""
+    """Measure one image with its label."""
     clock = time.perf_counter if image_1CHW.is_cuda else time.process_time
     prover, times = certifier(model, "image"), [clock()]
     analysis = prover.analyse(image_1CHW, label_1)
@@ -61,7 +62,7 @@ def random_weights(name: str, depth: int | None) -> tuple[torch.nn.Module, Tenso
 
 
 def trained(handover: Path, folder: Path) -> tuple[torch.nn.Module, Tensor, Tensor]:
-    """And the first image of its data that is there, with the label that it gives."""
+    """Return a trained model, the first available image of its data, and the label that it predicts."""
     _, model, image_1CHW, _ = handed_over(handover, folder, 1)
     return model, image_1CHW, model(image_1CHW).argmax(-1)
 

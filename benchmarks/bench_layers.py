@@ -1,11 +1,12 @@
-"""Two ways to the same numbers: the patch embedding as a convolution and as one product with the patches
-(zoo/layers/patches.py), a stem by convolutions and by products (zoo/layers/convolution.py), gated positions on the
-fused kernel and written out (zoo/attention/gpsa.py), and attention in bf16 on the fused kernel and step by step
-(trainers/engine/engine.py).
+"""Pairs of implementations with equal results, timed against each other.
 
-The two take turns, and the ratio is that of the medians of processor time. `image`: forward, and backward to the input
-alone, as an attack does; `all`: forward, and backward to input and weights; `slope` (stems): forward, the gradient for
-the image, and of its length backward to the weights, as the objective `lmce` does.
+Compared are the patch embedding as a convolution and as one product with the patches (zoo/layers/patches.py), a stem by
+convolutions and by products (zoo/layers/convolution.py), gated positions on the fused kernel and written out
+(zoo/attention/gpsa.py), and attention in bf16 on the fused kernel and step by step (trainers/engine/engine.py).
+
+The two alternate, and the ratio is that of the medians of processor time. `image`: forward, and backward to the input
+only, as an attack does; `all`: forward, and backward to input and weights; `slope` (stems): forward, the gradient for
+the image, and backward from its length to the weights, as the objective `lmce` does.
 
     python -m benchmarks.bench_layers [--turns 30]
 """
@@ -38,7 +39,7 @@ def patches(chans: int, dim: int, patch: int, size: int, batch: int) -> tuple[nn
 
 
 def stem(row: tuple[int, ...], dim: int, patch: int, size: int, batch: int) -> tuple[nn.Module, nn.Module, Tensor]:
-    """What follows hands back gradients of tokens."""
+    """Return both stems and an input; gradients arrive from tokens."""
     products, convolutions = (
         nn.Sequential(ConvStem(size, patch, 3, dim, layers=(row,)), nn.Linear(dim, 1)) for _ in range(2)
     )
@@ -51,7 +52,7 @@ def stem(row: tuple[int, ...], dim: int, patch: int, size: int, batch: int) -> t
 
 
 class Way(nn.Module):
-    """GPSA by one of its two ways, whatever the number of tokens."""
+    """GPSA in one of its two implementations, for any number of tokens."""
 
     def __init__(self, module: GPSA, way: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -105,14 +106,14 @@ STEPS: dict[str, Step] = {"image": image, "all": everything}
 
 
 def seconds(step: Step, module: nn.Module, x: Tensor) -> float:
-    """Of processor time."""
+    """Return the processor time in seconds."""
     start = time.process_time()
     step(module, x)
     return time.process_time() - start
 
 
 def compared(first: nn.Module, second: nn.Module, x: Tensor, turns: int, steps: dict[str, Step]) -> dict[str, float]:
-    """Medians of both in milliseconds, and first / second."""
+    """Return both medians in milliseconds, and first / second."""
     row: dict[str, float] = {}
     for name, step in steps.items():
         times = [[seconds(step, module, x) for module in (first, second)] for _ in range(turns + 2)][2:]

@@ -1,15 +1,17 @@
-"""What the training loader costs beyond decoding: images a second out of `shards.train_loader` (tar, shuffle, JPEG,
-random resized crop and mirror, collation, transport to the step's process) against the least that the same loader
-processes could do with the same JPEGs, which they hold in memory and whose pixels they drop:
+"""Overhead of the training loader beyond decoding, in images per second of `shards.train_loader`.
+
+The loader reads tar, shuffles, decodes JPEG, makes random resized crops and mirrors, collates, and transports batches
+to the training process. It is compared with the least work that the same loader processes could do with the same JPEGs,
+held in memory and with the pixels discarded:
 
     decode         Pillow's decoder and nothing else
-    decode + view  the same views, decoded by what the loader decodes by, each drawn from the same seed
-    loader         batches of bytes where the step is, as they are sent to a GPU, which makes them float32 itself
-    floats         that and float32, made by this CPU
+    decode + view  the same views, decoded by the loader's own decoder, each drawn from the same seed
+    loader         batches of bytes in the training process, as they are sent to a GPU, which converts them to float32
+    floats         the same, converted to float32 by this CPU
 
-All four take turns in one run and ratios are taken round by round. Time is the CPU's, of this process and of its
-loader processes, since what else the machine runs then does not count; that of the wall is given beside it. Shards are
-read `--copies` times as one epoch: that loader processes start is a matter of seconds, not of images.
+All four alternate in one run and ratios are taken round by round. Times are processor times of this process and of its
+loader processes, so that other programs do not count; wall times are given beside them. Shards are read `--copies`
+times as one epoch, because starting loader processes takes seconds whatever the number of images.
 
     python -m benchmarks.bench_loader FOLDER [--train 'imagenet1k-sample-*.tar'] [--workers 0 1] [--rounds 9]
 """
@@ -35,7 +37,7 @@ from shards.batch import train_view
 from shards.plan import entries, segments
 from shards.tar import Sample
 
-Seconds = tuple[float, float]  # of the CPU, of the wall
+Seconds = tuple[float, float]  # processor time, wall time
 EPOCH, SEED = 0, 0
 
 
@@ -58,7 +60,7 @@ def main() -> None:
 
 
 def copied(root: Path, pattern: str, folder: Path, copies: int) -> None:
-    """Links to the shards, so many of each."""
+    """Create this number of links to each shard."""
     for path in sorted(root.glob(pattern)):
         for copy in range(copies):
             (folder / f"{path.stem}-{copy:03d}.tar").symlink_to(path.resolve())
@@ -123,7 +125,7 @@ def quartiles(ratios: Iterable[float]) -> dict[str, float]:
 
 
 def seconds(make: Callable[[], Iterable[object]]) -> Seconds:
-    """Of one epoch, loader processes included: they have ended and been waited for when it has."""
+    """Time one epoch, including loader processes: they have ended and been waited for."""
     cpu, wall = cpu_seconds(), time.perf_counter()
     for _ in make():
         pass
@@ -141,7 +143,7 @@ def decode_only(sample: Sample) -> None:
 
 @dataclass(eq=False)
 class Bare(IterableDataset):
-    """`act` on every sample; out of the loader process comes a number a batch."""
+    """A stream that applies `act` to every sample; the loader process sends one number per batch."""
 
     samples: list[Sample]
     act: Callable[[Sample], object]

@@ -1,12 +1,13 @@
-"""A long search, in small: 200 short trials on 8 local nodes, three of which are killed while it runs (others join in
-their place). Nothing may be lost: every trial ends certified, with one version each in the registry.
+"""A long search at small scale: 200 short trials on 8 local nodes, of which three are killed and replaced meanwhile.
+
+Nothing may be lost: every trial ends certified, with one version each in the registry.
 
     python -m benchmarks.bench_many_trials                                           # the registry on SQLite
     MLFLOW_TRACKING_URI=postgresql+psycopg://USER:PASSWORD@HOST/DB python -m benchmarks.bench_many_trials
 
-Reported are seconds of the clock, the processor seconds a trial of everything that is not a trainer (driver, Ray, the
-MLflow server), how much memory the driver has at the start and at the end, how many trials lost their worker, and how
-many of these had begun to train and did so again.
+It reports wall seconds, the processor seconds per trial of everything that is not a trainer (driver, Ray, the MLflow
+server), the driver's memory at the start and at the end, how many trials lost their worker, and how many of these had
+begun to train and did so again.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from registry import browse, store
 from tuning import server
 
 MODEL, NAME = "spec_vit_digits", "many"
-ADDRESS = "127.0.0.2"  # an address of the loopback that is not taken for each node's own
+ADDRESS = "127.0.0.2"  # an address of the loopback that differs from each node's own
 SHORT = (
     "train.epochs=1", "train.eval_images=20", "train.certify_images=20", "certify.images=20", "certify.method=lofast",
     "registry.champion_images=20",
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def searched(folder: Path, nodes: ray_nodes.Nodes, url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the search, kill the nodes; seconds, and the driver's memory."""
+    """Run the search and kill the nodes; return seconds and the driver's memory."""
     command = [sys.executable, str(ROOT / "tune.py"), "--space", "msvp", "--name", NAME, "--scheduler", "none"]
     command += ["--num-samples", str(options.trials), "--search", "random", "--", *SHORT]
     variables = ray_nodes.environment() | {"RAY_ADDRESS": nodes.address, "MLFLOW_TRACKING_URI": url}

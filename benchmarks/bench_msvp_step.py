@@ -1,8 +1,8 @@
-"""What the MSVP penalty costs: the time of an optimiser step of ViT-S/16 at 224 with it and without, in one run; and,
-because that ratio is noisy where a step takes seconds, the penalty's forward and backward alone.
+"""Cost of the MSVP penalty in an optimiser step of ViT-S/16 at 224 pixels, with and without it in one run.
 
-A step is forward, cross-entropy, backward and AdamW; no attack, which would only dilute the ratio. Steps with and
-without take turns, so that a machine whose speed drifts slows both; the ratio is taken pair by pair.
+That ratio is noisy if a step takes seconds, so the penalty's forward and backward passes are also timed alone. A step
+is forward, cross-entropy, backward and AdamW; an attack would only dilute the ratio. Steps with and without alternate,
+so that a machine whose speed drifts slows both; the ratio is taken pair by pair.
 
     python -m benchmarks.bench_msvp_step [--batch 16] [--pairs 15]
 """

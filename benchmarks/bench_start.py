@@ -1,12 +1,12 @@
-"""What it takes until a training begins, medians of a few starts; seconds of processor time unless said otherwise.
+"""Time until a training begins, medians of a few starts; processor seconds unless stated otherwise.
 
-rank       the imports of one rank, in the order of trainers/entry.py
-launcher   DeepSpeed's two processes around a rank that does nothing: all of it is DeepSpeed's own imports
-refusal    of the clock, from the command to the one line that says that there is no data set
+    rank       the imports of one rank, in the order of trainers/entry.py
+    launcher   DeepSpeed's two processes around a rank that does nothing: only DeepSpeed's own imports
+    refusal    wall time from the command to the error line about a missing data set
 
-Bytecode is written and read as Python does unless told otherwise; a start before the others writes it.
+Bytecode is written and read as Python does by default; one start before the others writes it.
 
-python -m benchmarks.bench_start [--starts 5]
+    python -m benchmarks.bench_start [--starts 5]
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def used(command: Sequence[str], folder: str) -> float:
-    """Seconds of the processor, of the command and all that it starts and waits for."""
+    """Return the processor seconds of the command and all processes that it starts and waits for."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run(command, folder, 0)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

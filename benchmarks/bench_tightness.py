@@ -1,8 +1,8 @@
-"""How tight every rule is: bound / best found by gradient ascent, over at least 200 instances of each rule.
+"""Tightness of every rule: bound / best value found by gradient ascent, over at least 200 instances of each rule.
 
 First order, radius: published and local rules, on the same instances. Second order: remainder, beta and the norm of J.
-Modules, inputs and the search are those of the tests; a bound that is beaten ends the run with an error. `attacked` are
-all instances, `compared` those where the search found more than rounding.
+Modules, inputs and the search are those of the tests; a violated bound ends the run with an error. `attacked` are all
+instances, `compared` those where the search found more than rounding.
 
     python -m benchmarks.bench_tightness [--only Mlp SLL]
 """
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 def rows_of(kind: type[nn.Module], attacked: dict[str, int], search: Callable[[], dict[str, Tensor]]) -> Iterator[Row]:
-    """One for each bound that `search` speaks of; the seconds, of one core, are those of all of them."""
+    """Iterate over one row per bound that `search` reports; seconds, on one core, are those of all of them."""
     start = time.process_time()
     found = search()
     seconds = round(time.process_time() - start, 1)
@@ -41,7 +41,7 @@ def rows_of(kind: type[nn.Module], attacked: dict[str, int], search: Callable[[]
 
 
 def first_order(kind: type[nn.Module], name: str) -> Iterator[Row]:
-    """||f(x + G) - f(x)||; where nothing moves there is nothing to compare."""
+    """Attack ||f(x + G) - f(x)||; skip instances where nothing moves."""
     make, _ = test_first_order.CASES[kind]
     cases = test_first_order.instances(
         make, test_first_order.SHAPES.get(kind, (test_first_order.N, test_first_order.D)), seed=0
@@ -57,7 +57,7 @@ def first_order(kind: type[nn.Module], name: str) -> Iterator[Row]:
 
 
 def expansions() -> dict[type[nn.Module], list[Instance]]:
-    """All instances of the tests of second order by the type of their module."""
+    """Return all instances of the second-order tests by the type of their module."""
     sources: list[Iterable[Instance]] = [
         *(test_curvature.instances(case, 0, MODULES) for cases in test_curvature.CASES.values() for case in cases),
         *map(test_curvature_attention.mixtures, test_curvature_attention.MIXTURES),
@@ -81,7 +81,7 @@ def second_order(kind: type[nn.Module], cases: list[Instance]) -> Iterator[Row]:
 def all_rows(wanted: Callable[[type[nn.Module]], bool]) -> Iterator[Row]:
     for kind in filter(wanted, types_where(lambda rules: rules.rule or rules.chain)):
         yield from first_order(kind, "radius")
-    windows = SwinTransformerBlock  # whose local rule is that of its windows
+    windows = SwinTransformerBlock  # its local rule is that of its windows
     for kind in filter(wanted, (*types_where(lambda rules: rules.local), windows)):
         yield from first_order(kind, "local radius")
     for kind, cases in expansions().items():

@@ -1,11 +1,12 @@
-"""What an adversarial training step costs beyond its arithmetic: the trainer's step with PGD-2 and with PGD-10 against
-the least that it can be,
+"""Overhead of an adversarial training step beyond its arithmetic.
+
+The trainer's step with PGD-2 and with PGD-10 is compared with the minimum,
 
     K x (forward + backward to the images) + forward + backward to the weights,
 
-of the same model in the same run, without DeepSpeed, attack, penalty and optimiser. Step and least take turns and the
-ratio is taken pair by pair, so that a machine whose speed drifts slows both. On a CPU the seconds are those that the
-process had of it: what else runs there does not count.
+of the same model in the same run, without DeepSpeed, attack, penalty and optimiser. Step and minimum alternate and the
+ratio is taken pair by pair, so that a machine whose speed drifts slows both. On a CPU the seconds are processor time of
+this process, so other programs do not count.
 
     python -m benchmarks.bench_train_step [--model spec_vit_ti] [--batch 8] [--pairs 9] [--steps 2 10]
 
@@ -51,7 +52,7 @@ def main() -> None:
     images = torch.rand(options.batch, 3, SIZE, SIZE, generator=generator).to(world.device)
     labels = torch.randint(CLASSES, (options.batch,), generator=generator).to(world.device)
     with tempfile.TemporaryDirectory() as folder:
-        shards.__main__.main(["digits", folder])  # the trainer wants shards; the images are those above
+        shards.__main__.main(["digits", folder])  # the trainer needs shards; the images are those above
         results = {
             f"pgd_{steps}": measured(options, steps, run_of(options, steps, folder, world), images, labels)
             for steps in options.steps
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def run_of(options: argparse.Namespace, steps: int, folder: str, world: engine.World) -> Run:
-    """The recipe as it is trained, with MSVP, clipping and AdamW."""
+    """Return the recipe as it is trained, with MSVP, clipping and AdamW."""
     overrides = (
         f"+model={options.model}", "data=digits", f"data.root={folder}", f"+model.img_size={SIZE}", "+model.in_chans=3",
         f"+model.num_classes={CLASSES}", "penalty=msvp", "attack=pgd_linf", f"attack.steps={steps}", "hinge=none",
@@ -75,14 +76,14 @@ def run_of(options: argparse.Namespace, steps: int, folder: str, world: engine.W
 
 
 def measured(options: argparse.Namespace, steps: int, run: Run, images: Tensor, labels: Tensor) -> dict[str, object]:
-    """Seconds of a step and of the least, and the quartiles of their ratio."""
+    """Return the seconds of a step and of the minimum, and the quartiles of their ratio."""
     bare: nn.Module = zoo.create_model(**run.job.model).to(images.device).train()
     bare = bare.bfloat16() if options.precision == "bf16" else bare
     with FlopCounterMode(display=False) as counter, torch.no_grad(), run.engine.precision():
         bare(images)
     forward_flops = counter.get_total_flops()
     if options.compile:
-        bare.compile()  # not before the count, under which it would give up for good
+        bare.compile()  # after the count of operations, under which compilation would be disabled for good
     seconds = time.perf_counter if images.is_cuda else time.process_time
 
     def least() -> float:
@@ -105,7 +106,8 @@ def measured(options: argparse.Namespace, steps: int, run: Run, images: Tensor, 
     pairs = [(step(), least()) if i % 2 else (least(), step())[::-1] for i in range(options.pairs)]
     ratios = sorted(first / second for first, second in pairs)
     seconds_step = statistics.median(first for first, _ in pairs)
-    rate = (2 * steps + 3) * forward_flops / seconds_step / 1e12  # a backward pass to images or to weights: a forward's
+    # A backward pass to images or to weights costs one forward pass
+    rate = (2 * steps + 3) * forward_flops / seconds_step / 1e12
     return {
         "seconds_step": seconds_step,
         "seconds_least": statistics.median(second for _, second in pairs),
@@ -118,7 +120,7 @@ def measured(options: argparse.Namespace, steps: int, run: Run, images: Tensor, 
 
 
 def passes(model: nn.Module, steps: int, images: Tensor, labels: Tensor) -> None:
-    """The arithmetic of one step, and nothing else."""
+    """Run the arithmetic of one step and nothing else."""
     x = images.requires_grad_()
     with probing(model):
         for _ in range(steps):

@@ -1,15 +1,15 @@
-"""What a trial costs beyond its own training: its start, its reports, and what lies between two trials.
+"""Overhead of a trial beyond its own training: its start, its reports, and the gap between two trials.
 
-Three trials of `tune.py --space msvp` on the digits, one after the other. Of a trial:
+Three trials of `tune.py --space msvp` on the digits, one after the other. For each trial:
 
-    gap       from the last report of the trial before to the start of this one's function (Tune, a new worker)
+    gap       from the last report of the previous trial to the start of this one's function (Tune, a new worker)
     start     from there to the trainer's first line in its run folder (launcher, imports, data, model)
     work      from there to the end: training, certificates, publication
-    reports   CPU seconds during work of all processes of the search that are not the trainer's: driver, Ray, the worker
-              that watches the run folder and copies checkpoints. Beside the trainer: so much they could cost
-    overhead = gap + start + reports, as a share of a trial of 2 minutes; at most 0.15 is wanted
+    reports   CPU seconds during work of all processes of the search except the trainer's: driver, Ray, the worker
+              that watches the run folder and copies checkpoints; an upper limit of their cost beside the trainer
+    overhead = gap + start + reports, as a share of a trial of 2 minutes; the target is at most 0.15
 
-`load` is the machine's before the search: near 0 where nothing else ran.
+`load` is the machine's load before the search: near 0 if nothing else ran.
 
     python -m benchmarks.bench_tune
 """
@@ -37,7 +37,7 @@ Samples = list[tuple[float, float]]
 
 
 def search(folder: Path) -> tuple[Samples, pd.DataFrame]:
-    """(samples of (time, CPU seconds beside the trainers), results.csv) of a search in `folder`."""
+    """Run a search in `folder`; return samples of (time, CPU seconds beside the trainers), and results.csv."""
     command = [sys.executable, str(ROOT / "tune.py"), "--space", "msvp", "--name", "cost", "--scheduler", "none"]
     command += ["--num-samples", str(TRIALS), "--max-concurrent", "1"]
     process = subprocess.Popen(command, cwd=folder)
@@ -49,7 +49,7 @@ def search(folder: Path) -> tuple[Samples, pd.DataFrame]:
 
 
 def watch(process: "subprocess.Popen[bytes]") -> Iterator[tuple[float, float]]:
-    """Until the search ends: the time, and the CPU seconds so far of its processes other than the trainers'."""
+    """Iterate until the search ends: the time, and the CPU seconds so far of all processes but the trainers'."""
     used: dict[int, float] = {}
     while process.poll() is None:
         with suppress(psutil.Error):  # it ended meanwhile
@@ -60,7 +60,7 @@ def watch(process: "subprocess.Popen[bytes]") -> Iterator[tuple[float, float]]:
 
 
 def note(used: dict[int, float], processes: Sequence[psutil.Process]) -> None:
-    """The processor seconds that each of them has used so far, but for the trainers'."""
+    """Record the processor seconds so far of each process except the trainers'."""
     for each in processes:
         with suppress(psutil.Error):  # it ended meanwhile
             if not any(word.endswith(TRAINER) for word in each.cmdline()):
@@ -69,7 +69,7 @@ def note(used: dict[int, float], processes: Sequence[psutil.Process]) -> None:
 
 
 def parts(rows: pd.DataFrame, samples: Samples) -> pd.DataFrame:
-    """gap, start, work and reports of each trial in seconds; the first has no gap."""
+    """Return gap, start, work and reports of each trial in seconds; the first has no gap."""
     function = rows["ended"] - rows["seconds"]
     trainer = rows["run_dir"].map(lambda folder: (Path(folder) / "config.yaml").stat().st_mtime)
     times, used = np.array(samples).T

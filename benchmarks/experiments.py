@@ -1,12 +1,12 @@
-"""Tables of papers at reduced size: every row trained and measured with one command, our figures beside the published.
+"""Tables of papers at reduced size: every row trained and measured with one command, beside the published figures.
 
     make experiment NAME=table2_deit_ti ARGS='data.root=SHARDS'    (python -m benchmarks.experiments NAME ...)
     make experiment NAME=table2_small ARGS='--at-once 2 data.root=SHARDS'
 
-A row is a run of configs/experiment/NAME.yaml for each of its seeds, in runs/; one that is there already is measured,
-not trained again, and one that was trained with other settings is refused. With --at-once N so many train side by side,
-one a CPU core, or what the host of a GPU can feed; their output is in runs/RUN.log then. Results, written after each
-training: benchmarks/results/experiments_NAME.json and .md.
+A row is a run of configs/experiment/NAME.yaml for each of its seeds, in runs/. An existing run is measured without
+training again, and one that was trained with other settings is refused. With --at-once N, N runs train side by side,
+one per CPU core, or as many as the host of a GPU can feed; their output is then in runs/RUN.log. Results, written after
+each training: benchmarks/results/experiments_NAME.json and .md.
 """
 
 import argparse
@@ -50,7 +50,7 @@ Figures = dict[str, float]  # per cent, by column
 
 @dataclass(frozen=True)
 class Row:
-    """A model of ours, its name in the paper, and the paper's figures in per cent."""
+    """One of our models, its name in the paper, and the paper's figures in per cent."""
 
     model: str
     method: str
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that was measured."""
+    """A measured run."""
 
     figures: Figures
     parameters: int
@@ -68,7 +68,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Training:
-    """A run: the words that say what it is, and the configuration that they compose."""
+    """A run: the command line that defines it, and the configuration that it composes."""
 
     options: tuple[str, ...]
     config: dict[str, Any]
@@ -79,7 +79,7 @@ class Training:
 
 
 def accuracies(run: Training, table: "Table") -> Figures:
-    """Right of the first test images, 'clean' and under ATTACKS; on a GPU where there is one."""
+    """Return accuracies on the first test images, 'clean' and under ATTACKS; on a GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, data = zoo.handover.load(run.folder / "handover")[0].to(device), DataConfig(**run.config["data"])
     right = dict.fromkeys(table.columns, 0)
@@ -98,14 +98,17 @@ def accuracies(run: Training, table: "Table") -> Figures:
 
 
 def certified(run: Training, table: "Table") -> Figures:
-    """What the run's own stage certified at radii that are the names of the columns."""
+    """Return the certified shares of the run's own stage at the radii that name the columns."""
     accuracy = json.loads((run.folder / "certificate" / "certificate.json").read_text())["accuracy"]
     return {column: 100 * accuracy[column]["certified"] for column in table.columns}
 
 
 @dataclass(frozen=True)
 class Table:
-    """`columns` name the figures of a row, which `measure` finds on `images`; `script` is the trainer of all rows."""
+    """A table.
+
+    `columns` name the figures of a row, which `measure` computes on `images`; `script` is the trainer of all rows.
+    """
 
     source: str
     differs: str
@@ -184,13 +187,13 @@ TABLES = {
 
 
 def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
-    """Train what is missing and measure it, seed by seed; after each training both files say what there is by then."""
+    """Train what is missing and measure it, seed by seed; both files are updated after each training."""
     if name not in TABLES:
         raise unknown("table", name, TABLES)
     table = TABLES[name]
     runs = [(row, training(table, name, row, seed, overrides)) for seed in table.seeds for row in table.rows]
     facts = {"command": command(name, overrides, at_once), "source": table.source, "differs": table.differs}
-    ended: dict[int, Ended] = {}  # by the place in `runs`, whichever is first
+    ended: dict[int, Ended] = {}  # by its index in `runs`, in the order of completion
     with ThreadPoolExecutor(at_once) as pool:
         work = {pool.submit(trained, table, one, at_once > 1): place for place, (_, one) in enumerate(runs)}
         for future in as_completed(work):
@@ -205,20 +208,20 @@ def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
 
 
 def command(name: str, overrides: Sequence[str], at_once: int) -> str:
-    """What makes the same table elsewhere."""
+    """Return the command that makes the same table elsewhere."""
     words = ["data.root=SHARDS" if word.startswith("data.root=") else word for word in overrides]
     options = [f"--at-once {at_once}"] if at_once > 1 else []
     return f"make experiment NAME={name} ARGS='{' '.join([*options, *words])}'"
 
 
 def training(table: Table, name: str, row: Row, seed: int, overrides: Sequence[str]) -> Training:
-    """What one row and seed are trained by."""
+    """Return the training of one row and seed."""
     options = (f"+experiment={name}", f"model={row.model}", f"seed={seed}", *overrides)
     return Training(options, compose_config(table.script, options))
 
 
 def trained(table: Table, run: Training, to_file: bool) -> Ended:
-    """Trained if it is not there yet, and measured."""
+    """Train the run if necessary, and measure it."""
     train(table.script, run, to_file)
     model, _ = zoo.handover.load(run.folder / "handover")
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -226,14 +229,17 @@ def trained(table: Table, run: Training, to_file: bool) -> Ended:
 
 
 def pace(folder: Path) -> float:
-    """Images a second of the training, the median of what it logged: when it was started or resumed does not count."""
+    """Return training images per second, the median of the log, so that starts and resumes do not count."""
     logged = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
     return statistics.median(row["images_per_s"] for row in logged if "images_per_s" in row)
 
 
 def train(script: str, run: Training, to_file: bool) -> None:
-    """One process, which has nothing left to do where the run has ended, and refuses one that was configured otherwise.
-    Raises UserError where it fails."""
+    """Run one process, which does nothing if the run is complete and refuses other settings.
+
+    Raises:
+        UserError: it fails.
+    """
     # Without the launcher, which would start the one process by two more.
     words = [sys.executable, str(ROOT / "trainers" / f"{script}.py"), *run.options, "resume=auto"]
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -247,7 +253,7 @@ def train(script: str, run: Training, to_file: bool) -> None:
 
 
 def summary(table: Table, row: Row, each: Sequence[Ended]) -> dict[str, Any]:
-    """One row: mean and standard deviation over the seeds there are (of one: none), and each of them."""
+    """Return one row: mean and standard deviation (none for one seed) over the available seeds, and each of them."""
     figures = {column: [one.figures[column] for one in each] for column in table.columns}
     return {
         "method": row.method,
@@ -264,7 +270,7 @@ def summary(table: Table, row: Row, each: Sequence[Ended]) -> dict[str, Any]:
 
 
 def markdown(table: Table, rows: Sequence[dict[str, Any]]) -> str:
-    """ours / published in each cell."""
+    """Format ours / published in each cell."""
     head = ["method", "model", *(f"{column} ours / published %" for column in table.columns)]
     lines = [f"{table.source}.", "", f"Ours differs: {table.differs}.", ""]
     lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
@@ -283,7 +289,7 @@ def _with_spread(row: dict[str, Any], column: str) -> str:
 
 
 def asked(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """What the command line asks, options before, between and after the others."""
+    """Parse the command line, with options before, between and after the other words."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help=", ".join(TABLES))
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings side by side")
@@ -295,7 +301,7 @@ def main() -> None:
     options = asked()
     if options.at_once < 1:
         raise UserError(f"--at-once {options.at_once} does not work; give at least 1")
-    share = max(1, len(os.sched_getaffinity(0)) // options.at_once)  # of the cores: for what measures, and trains
+    share = max(1, len(os.sched_getaffinity(0)) // options.at_once)  # of the cores, for measuring and for training
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(share))))
     run(options.name, options.overrides, options.at_once)
 

@@ -1,4 +1,4 @@
-"""Our entries of the leaderboard, from the files of benchmarks/results: `python -m benchmarks.leaderboard`."""
+"""Our leaderboard entries, from the files of benchmarks/results: `python -m benchmarks.leaderboard`."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from certify.board.of_results import entry_of
 
 LEADERBOARD = Path(__file__).parents[1] / "leaderboard"
 XEON = "of one core of a 2.5 GHz Xeon"
-# name: the results, and what no result says; training and commands are those of docs/results.md
+# name: the results, and what they do not contain; training and commands are those of docs/results.md
 MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "cert_vit_c10": (
         ("cert_vit_c10_cifar10_best", "cert_vit_c10_cifar10_best_linf"),
@@ -48,7 +48,7 @@ OURS = MODELS | {name: ((file,), MODELS[model][1] | {"name": name}) for name, (f
 
 
 def entry(name: str) -> Entry:
-    """One of OURS."""
+    """Return one entry of OURS."""
     files, said = OURS[name]
     return entry_of([json.loads((RESULTS / f"{file}.json").read_text()) for file in files], **said)
 

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster on this machine, each a raylet in a process group of its own, to be killed whole."""
+"""Nodes of a Ray cluster on this machine, each a raylet in its own process group that can be killed as a whole."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from certizoo.processes import end_group
 
 PATIENCE, START_SECONDS = 60.0, 10
 RANDOM_PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats", "--num-cpus=1", "--block")
-VARIABLES = {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}  # the loopback only
+VARIABLES = {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}  # loopback only
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Nodes:
     stack: ExitStack = field(default_factory=ExitStack)
 
     def join(self) -> None:
-        """One node more."""
+        """Add a node."""
         port = self.address.rpartition(":")[2]
         head = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false")
         words = (f"--address={self.address}",) if self.processes else head
@@ -35,7 +35,7 @@ class Nodes:
 
 @contextmanager
 def cluster(nodes: int) -> Iterator[Nodes]:
-    """So many nodes, all up; ended on leaving."""
+    """Start this number of nodes and yield them when all are up; end them on exit."""
     with ExitStack() as stack:
         made = Nodes(f"127.0.0.1:{free_port()}", stack=stack)
         made.join()
@@ -47,7 +47,7 @@ def cluster(nodes: int) -> Iterator[Nodes]:
 
 
 def environment() -> dict[str, str]:
-    """Of what runs on the nodes, and of who starts it."""
+    """Return the environment of the nodes' processes and of the process that starts them."""
     return os.environ | VARIABLES
 
 

@@ -1,4 +1,4 @@
-"""Where results go: benchmarks/results/NAME.json, with the hardware, the command and the commit that made them."""
+"""Write results to benchmarks/results/NAME.json, with hardware, command and commit."""
 
 import json
 import os
@@ -18,21 +18,21 @@ MODEL_NAME = re.compile(r"^model name\s*: (\S.*)$", re.MULTILINE)
 
 
 def hardware() -> str:
-    """'NVIDIA H200' or 'CPU, 2 cores, Intel(R) Xeon(R) Processor'."""
+    """Return 'NVIDIA H200' or 'CPU, 2 cores, Intel(R) Xeon(R) Processor'."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"CPU, {os.cpu_count()} cores, {_processor()}"
 
 
 def _processor() -> str:
-    """As Linux calls it, elsewhere its architecture."""
+    """Return the processor's name on Linux, elsewhere its architecture."""
     told = Path("/proc/cpuinfo")
     named = MODEL_NAME.search(told.read_text()) if told.is_file() else None
     return named[1] if named else platform.machine()
 
 
 def circumstances() -> dict[str, Any]:
-    """How a result was made."""
+    """Return how a result was made."""
     return {
         "command": " ".join(["python", *sys.orig_argv[1:]]),
         "commit": git_commit(),
@@ -49,7 +49,7 @@ def write(name: str, entry: dict[str, Any]) -> None:
 
 
 def record(name: str, result: dict[str, Any]) -> None:
-    """Write the result and show it."""
+    """Write the result and print it."""
     entry = circumstances() | result
     write(name, entry)
     sys.stdout.write(f"{name}: {json.dumps(entry)}\n")

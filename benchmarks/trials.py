@@ -1,11 +1,11 @@
-"""Attacks at certified radii, run after run: none of them may change a class that was certified.
+"""Attacks at certified radii, run after run: none of them may change a certified class.
 
 A trial is a model, an image, a method, a norm and a start of gradient ascent on the margin loss
-(tests/tools/trials.py): the zoo's models, shrunk, with random and with trained weights. It counts where the radius
-leaves an attack room; smaller ones are attacked all the same. Counts add up in benchmarks/results/trials.json, written
-after every model: a run goes on with the seeds behind those of the runs before. A certificate that is beaten is written
-down there, and ends this and all further runs until somebody has looked. With --redteam every second model has
-weights that have climbed against the certificate first (benchmarks/redteam/weights.py).
+(tests/tools/trials.py): the zoo's models, reduced, with random and with trained weights. It counts if the radius is
+large enough to attack; smaller ones are attacked all the same. Counts add up in benchmarks/results/trials.json, written
+after every model: a run continues with the next seeds. A failed certificate is recorded there, and ends this and all
+further runs until somebody has examined it. With --redteam every second model has weights that first ascended against
+the certificate (benchmarks/redteam/weights.py).
 
 Each run also records `largest_share`: the largest drop / margin that an attack found at a certified radius, where the
 claimed loss is just below the margin.
@@ -31,13 +31,13 @@ from tests.tools.trials import STEPS, WORTH, Outcome, Subject, numbered, outcome
 
 NAME = "trials"
 IMAGES = 4  # of each model
-STARTS = {"vit": 512, "swin": 256, "convnet": 32}  # of each image, method and norm, by what one costs
+STARTS = {"vit": 512, "swin": 256, "convnet": 32}  # of each image, method and norm, by its cost
 Result = dict[str, Any]
 COUNTS = ("models", "images", "worth", "trials", "beaten")
 
 
 def begun() -> Result:
-    """What the runs before have counted."""
+    """Return the counts of earlier runs."""
     path = RESULTS / f"{NAME}.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -57,7 +57,7 @@ def starts_of(subject: Subject) -> int:
 
 
 def add(result: Result, subject: Subject, found: Iterable[Outcome]) -> None:
-    """Count the outcomes of one model, which are of the last run."""
+    """Add the outcomes of one model."""
     rows = {(row["norm"], row["method"]): row for row in result["rows"]}
     run, starts = result["runs"][-1], starts_of(subject)
     for outcome in found:
@@ -76,7 +76,7 @@ def add(result: Result, subject: Subject, found: Iterable[Outcome]) -> None:
 
 
 def beaten(subject: Subject, outcome: Outcome, index: Tensor) -> Result:
-    """All that it takes to meet this one again."""
+    """Return everything needed to reproduce this outcome."""
     return {
         "kind": subject.kind,
         "model": subject.name,
@@ -124,7 +124,7 @@ def main() -> None:
     first = next_seed(result)
     run = circumstances() | {"seeds": [first, first - 1], "trials": 0, "redteam": 0, "largest_share": 0.0}
     result["runs"].append(run)
-    write(NAME, result)  # also where the time is over before the first model
+    write(NAME, result)  # also if the time is over before the first model
     while run["trials"] < arguments.trials and time.monotonic() < end and not result["beaten"]:
         subject = numbered(next_seed(result))
         if backbone_of(subject) not in arguments.backbones:

@@ -1,13 +1,13 @@
 """The `vit` benchmark of VNN-COMP 2023: how many of its properties are proved, beside the published counts.
 
-Two Vision Transformers with batch norms and ReLU (Shi et al. 2023: pgd_2_3_16 and ibp_3_3_8) on CIFAR-10 and 100
-properties of each: an image keeps its class on the box of +-1/255 around it, clipped to [0,1]. What plain CROWN proves
-or an attack refutes was left out when the benchmark was made. FOLDER is `benchmarks/vit` of
+It has two Vision Transformers with batch norms and ReLU (Shi et al. 2023: pgd_2_3_16 and ibp_3_3_8) on CIFAR-10 and 100
+properties of each: an image keeps its class on the box of +-1/255 around it, clipped to [0,1]. Properties that plain
+CROWN proves or an attack refutes were left out of the benchmark. FOLDER is `benchmarks/vit` of
 https://github.com/ChristopherBrix/vnncomp2023_benchmarks: instances.csv, onnx/ and vnnlib/, packed or not.
 
-A net is read into our modules (benchmarks/vnncomp), and its logits are held against those of onnxruntime on the file
-itself, at the middle of every box and beside it, before anything is certified. What is certified is the ball in Linf
-around the middle that holds the box.
+A net is read into our modules (benchmarks/vnncomp). Before anything is certified, its logits are compared with those of
+onnxruntime on the file itself, at the centre of every box and near it. The certificate covers the ball in Linf around
+the centre that contains the box.
 
     python -m benchmarks.vnncomp_vit FOLDER [--method best] [--instances 20] [--seconds 600] [--radii 5]
 """
@@ -51,12 +51,13 @@ PUBLISHED = {
 VERDICTS = ("verified", "unknown", "misclassified")
 EPS = 1 / 255
 FIRST = f"share.{FIRST_ORDER}"
-COLUMNS = ("net", "instance", "verdict", "eps", "margin", "loss", "radius", "seconds", "failure")  # that are recorded
+# Columns that are recorded
+COLUMNS = ("net", "instance", "verdict", "eps", "margin", "loss", "radius", "seconds", "failure")
 MAX_INSTANCES = 1000
 LOGITS_OFF = 1e-5  # of ours from onnxruntime's float32
-OUTSIDE = 1e-6  # how far the middle of a box may lie outside [0,1] by rounding
-OUT = 1e-12  # boxes are turned into balls in float64, and grow by this
-NOISE = 0.05  # of the images beside the middles of boxes at which logits are compared
+OUTSIDE = 1e-6  # how far the centre of a box may lie outside [0,1] by rounding
+OUT = 1e-12  # boxes become balls in float64, and grow by this
+NOISE = 0.05  # of the images near the centres of boxes at which logits are compared
 
 
 Row = dict[str, Any]
@@ -76,7 +77,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class Ball:
-    """An image (1, C, H, W) in [0,1] and a radius in Linf: it holds the box of a property."""
+    """An image (1, C, H, W) in [0,1] and a radius in Linf that contain the box of a property."""
 
     image_1CHW: Tensor
     eps: float
@@ -84,7 +85,7 @@ class Ball:
 
 
 def instances(folder: Path) -> dict[str, list[Instance]]:
-    """Those of instances.csv by their nets, in order. Raises UserError."""
+    """Return the instances of instances.csv by net, in order. Raises UserError."""
     text = content(folder, "instances.csv").decode("utf-8", "replace")
     try:
         lines = [line for line in csv.reader(io.StringIO(text)) if line]
@@ -99,7 +100,7 @@ def instances(folder: Path) -> dict[str, list[Instance]]:
 
 
 def ball(said: vnnlib.Property, model: ViT, shape: tuple[int, ...], name: str) -> Ball:
-    """The smallest ball around the middle of the box, in the pixels that `model` normalises. shape: of its images.
+    """Return the smallest ball around the box's centre, in the pixels that `model` normalises. shape: of its images.
 
     The net's input is (pixels - mean) / std with the model's own numbers, so that lower * std + mean is the box in
     pixels whatever they are.
@@ -123,20 +124,23 @@ def ball(said: vnnlib.Property, model: ViT, shape: tuple[int, ...], name: str) -
 
 
 def onnxruntime_logits(net: bytes, inputs: NDArray[np.float32], name: str) -> NDArray[np.float32]:
-    """Of the file itself, one image at a time. Raises UserError where it cannot be computed."""
+    """Return the file's own logits, one image at a time. Raises UserError if they cannot be computed."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 4
     try:
         session = onnxruntime.InferenceSession(net, options, providers=["CPUExecutionProvider"])
         (given,) = session.get_inputs()
         return np.concatenate([session.run(None, {given.name: one[None]})[0] for one in inputs])
-    except Exception as error:  # of a foreign library, whatever it is
+    except Exception as error:  # any error of a foreign library
         raise UserError(f"onnxruntime cannot compute {name} ({str(error)[:200]}); fetch it again") from None
 
 
 def compare(net: bytes, model: ViT, images_BCHW: Tensor, name: str) -> float:
-    """The largest difference of logits between the file in onnxruntime and our model, over 1 + |logit|. Raises
-    UserError where they are not one function."""
+    """Return the largest difference of logits between onnxruntime and our model, over 1 + |logit|.
+
+    Raises:
+        UserError: they are not the same function.
+    """
     noise = NOISE * (2 * torch.rand(images_BCHW.shape, generator=torch.Generator().manual_seed(0)) - 1)
     images = torch.cat([images_BCHW, (images_BCHW + noise).clamp(0, 1)])
     with torch.no_grad():
@@ -151,7 +155,7 @@ def compare(net: bytes, model: ViT, images_BCHW: Tensor, name: str) -> float:
 
 
 def answer(analysis: Analysis, eps: float) -> dict[str, Any]:
-    """What is proved of the one ball of an analysis; a loss without a bound is left out."""
+    """Return what is proved for the one ball of an analysis; a loss without a bound is left out."""
     found = analysis.at(eps)
     margin, loss = found.margin_B.item(), found.loss_B.item()
     return {
@@ -164,7 +168,7 @@ def answer(analysis: Analysis, eps: float) -> dict[str, Any]:
 
 
 def rows_of(folder: Path, listed: list[Instance], given: argparse.Namespace) -> Iterator[Row]:
-    """One for each instance of a net, until its time is over."""
+    """Iterate over one row per instance of a net, until its time is over."""
     net = content(folder, listed[0].net)
     model = vit.read(net)
     shape = (model.get_parameter("patch_embed.proj.weight").shape[1], *model.patch_embed.img_size)
@@ -187,7 +191,7 @@ def rows_of(folder: Path, listed: list[Instance], given: argparse.Namespace) -> 
 
 
 def summary(net: str, listed: int, rows: list[Row]) -> Row:
-    """Of one net: counts, times, how far the bounds are off, and what the stages cost where the answer is unknown."""
+    """Summarise one net: counts, times, the gaps of the bounds, and the cost of the stages of unknown answers."""
     verdicts = [row["verdict"] for row in rows]
     ratios = [row["loss"] / row["margin"] for row in rows if row["margin"] > 0 and row["loss"] is not None]
     open_rows = pd.DataFrame([row | {"correct": True} for row in rows if row["verdict"] == "unknown"])
@@ -212,7 +216,7 @@ def _median(values: list[float]) -> float | None:
 
 
 def show(found: list[Row]) -> None:
-    """One line a net, then how far what stays unknown is from a proof, and what costs most in it."""
+    """Print one line per net, then the gap to a proof for unknown answers and their most expensive stage."""
     tools = list(dict.fromkeys(tool for one in found for tool in one["published"]))
     table = Table(box=None, pad_edge=False)
     for column in ("net", "tried", *VERDICTS, "s", *tools):

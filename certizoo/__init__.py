@@ -1,6 +1,6 @@
-"""What every folder of the project may import: the version, the error a person sees, and one library repair.
+"""The base package: version, user errors, and one repair of a library. Every package may import it.
 
-This package imports nothing of the project, and itself nothing that is slow: many a process needs no torch.
+It imports nothing of the project and nothing slow: many processes need no torch.
 """
 
 from certizoo.errors import UserError

@@ -1,7 +1,7 @@
-"""`certizoo COMMAND ...`, the one program of an installed package: every command as `python -m` has it in a checkout.
+"""`certizoo COMMAND ...`, the single program of an installed package, with every command of `python -m`.
 
-It imports nothing of the project: a command is started by its name, in this process, and `train` by DeepSpeed's
-launcher in the place of this process, so that signals and exit statuses are its own.
+It imports nothing of the project. A command runs by its module name in this process. `train` replaces this process by
+DeepSpeed's launcher, so that signals and exit statuses are the launcher's own.
 """
 
 import os
@@ -15,24 +15,24 @@ from certizoo import UserError, __version__
 from certizoo.errors import one_line_errors
 from certizoo.nearest import unknown
 
-# command -> the module that it is, and what it does
+# command -> its module and description
 COMMANDS = {
-    "zoo": ("zoo", "models: what there is, what is proved of their weights; export"),
+    "zoo": ("zoo", "list models and what is proved of their weights; export"),
     "shards": ("shards", "data sets as shards"),
-    "certify": ("certify", "certificates, attacks beside them, photographs, the leaderboard"),
-    "registry": ("registry", "certified versions in MLflow"),
-    "tune": ("tune", "searches with Ray Tune"),
-    "doctor": ("trainers.doctor", "what this machine can train"),
-    "reshape": ("trainers.reshape", "a run for another number of ranks"),
+    "certify": ("certify", "certify, evaluate with attacks, certify photographs, the leaderboard"),
+    "registry": ("registry", "browse certified versions in MLflow"),
+    "tune": ("tune", "search with Ray Tune"),
+    "doctor": ("trainers.doctor", "check what this machine can train"),
+    "reshape": ("trainers.reshape", "convert a run to another number of ranks"),
 }
 TRAIN = "train"
-SCRIPTS = ("adv_train", "std_train", "constrain")  # of trainers/; the first where none is named
-LAUNCHER = "deepspeed.launcher.runner"  # what the command `deepspeed` runs
+SCRIPTS = ("adv_train", "std_train", "constrain")  # of trainers/; the first is the default
+LAUNCHER = "deepspeed.launcher.runner"  # the module of the command `deepspeed`
 
 
 @one_line_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command. Exit status 2: an error of one line."""
+    """Run one command. Exit status 2 after a one-line error."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())
@@ -50,14 +50,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def usage() -> str:
-    lines = {f"{TRAIN} [{'|'.join(SCRIPTS)}]": "training by DeepSpeed's launcher, whose flags come first"}
+    lines = {f"{TRAIN} [{'|'.join(SCRIPTS)}]": "train with DeepSpeed's launcher; its flags come first"}
     lines |= {name: words for name, (_, words) in COMMANDS.items()}
     return "".join(["certizoo COMMAND ...\n\n", *(f"  {name:38}{words}\n" for name, words in lines.items())])
 
 
 def launcher(words: Sequence[str]) -> list[str]:
-    """`deepspeed FLAGS trainers/SCRIPT.py OVERRIDES` of FLAGS [SCRIPT] OVERRIDES. A flag may have a value behind it:
-    the first word that is a script or sets a key ends them."""
+    """Turn FLAGS [SCRIPT] OVERRIDES into `deepspeed FLAGS trainers/SCRIPT.py OVERRIDES`.
+
+    A flag may have a value: the first word that is a script or sets a key ends the flags.
+    """
     ends = [place for place, word in enumerate(words) if word in SCRIPTS or ("=" in word and not word.startswith("-"))]
     first = ends[0] if ends else len(words)
     flags, rest = list(words[:first]), list(words[first:])

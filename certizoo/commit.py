@@ -1,4 +1,4 @@
-"""Which code made a result."""
+"""Identify the code that made a result."""
 
 import hashlib
 import subprocess
@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MODELS = ("certizoo", "zoo", "certify/served.py")  # what a published model is built by
+MODELS = ("certizoo", "zoo", "certify/served.py")  # sources from which a published model is built
 
 
 def git_commit() -> str:
-    """The commit of the project, 'unknown' outside a checkout."""
+    """Return the commit of the project, 'unknown' outside a checkout."""
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -20,7 +20,7 @@ def git_commit() -> str:
 
 @cache
 def code_sha256() -> str:
-    """Of the source that builds models, as it lies on the disk: a commit says nothing of what was changed since."""
+    """Return the digest of the source that builds models, as it is on disk: a commit does not show local changes."""
     digest = hashlib.sha256()
     for place in MODELS:
         path = ROOT / place

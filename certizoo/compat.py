@@ -1,8 +1,8 @@
-"""torchvision wheels from PyPI beside a CPU-only torch: repaired by importing this, before torchvision or timm.
+"""A repair of torchvision's PyPI wheels beside a CPU-only torch; import it before torchvision or timm.
 
-The wheels on PyPI are built for CUDA. Beside a CPU build of torch their C++ library does not load, and
-`import torchvision` (hence `import timm`) then fails because two operators are never defined. The zoo uses
-neither operator; declaring their signatures is enough for both imports.
+The wheels on PyPI are built for CUDA. With a CPU build of torch their C++ library does not load, and `import
+torchvision` (hence `import timm`) fails because two operators are never defined. The zoo uses neither operator;
+declaring their signatures is enough for both imports.
 """
 
 import torch
@@ -11,7 +11,7 @@ _keep_alive: list[torch.library.Library] = []
 
 
 def define_missing_torchvision_ops() -> None:
-    """Declare `torchvision::nms` where torchvision's own library will not."""
+    """Declare `torchvision::nms` if torchvision's own library cannot."""
     if _keep_alive or torch.cuda.is_available() or torch.version.cuda is not None:
         return
     library = torch.library.Library("torchvision", "FRAGMENT")

@@ -1,7 +1,7 @@
-"""Hydra configurations composed by our own entry points, with errors of one line.
+"""Hydra configurations composed by our own entry points, with one-line errors.
 
-`hydra.main` would give each rank of a distributed run an output folder of its own and knows nothing of a launcher's
-flags, so the entry files compose for themselves.
+`hydra.main` would give each rank of a distributed run its own output folder and does not accept a launcher's flags, so
+the entry files compose for themselves.
 """
 
 import re
@@ -21,13 +21,13 @@ from certizoo.names import unwritten
 from certizoo.nearest import unknown
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-WITH_PLUS = ("model", "attention", "experiment")  # groups of which the main files choose none
+WITH_PLUS = ("model", "attention", "experiment")  # groups without a default in the main files
 
 
 def compose_config(config_name: str, overrides: Sequence[str], configs: Path = CONFIGS) -> dict[str, Any]:
-    """The resolved configuration. Raises UserError where a key, a group or the model is wrong or missing."""
+    """Return the resolved configuration. Raises UserError if a key, a group or the model is wrong or missing."""
     if flag := next((word for word in overrides if word.startswith("-")), None):
-        raise UserError(f"{flag}: there are no flags; write KEY=VALUE, keys and meanings: configs/{config_name}.yaml")
+        raise UserError(f"{flag} is a flag, but options are KEY=VALUE; see configs/{config_name}.yaml for the keys")
     try:
         config = _composed(config_name, [_free_of_plus(override) for override in overrides], configs)
         _check_parts(config, config_name, overrides, configs)
@@ -39,8 +39,11 @@ def compose_config(config_name: str, overrides: Sequence[str], configs: Path = C
 
 
 def _composed(config_name: str, overrides: Sequence[str], configs: Path) -> DictConfig:
-    """As Hydra composes it. A model that needs no recipe is handed to Hydra when Hydra has found none, wherever it was
-    chosen: on the command line or by an experiment."""
+    """Compose with Hydra.
+
+    If Hydra finds no file of the chosen model, on the command line or in an experiment, a model that needs no recipe is
+    added to Hydra's store.
+    """
     store = ConfigStore.instance()
     try:
         while True:
@@ -57,13 +60,15 @@ def _composed(config_name: str, overrides: Sequence[str], configs: Path) -> Dict
 
 
 def _free_of_plus(override: str) -> str:
-    """model.OPTION=VALUE, whether or not the recipe has the key: the model itself knows its options, and refuses others
-    by name."""
+    """Allow model.OPTION=VALUE even if the recipe lacks the key: the model refuses unknown options by name."""
     return re.sub(r"^\+?(?=model\.)", "++", override)
 
 
 def _check_parts(config: DictConfig, config_name: str, overrides: Sequence[str], configs: Path) -> None:
-    """A model where one is wanted, and no part that nothing reads. The keys inside a part are its reader's to check."""
+    """Require a model if one is needed, and refuse parts that nothing reads.
+
+    Each part's reader checks the keys inside.
+    """
     known = _parts(config_name, configs)
     for word in overrides:
         part = re.split(r"[.=@]", word.lstrip("+"))[0]
@@ -74,7 +79,7 @@ def _check_parts(config: DictConfig, config_name: str, overrides: Sequence[str],
 
 
 def _one_line(error: Exception, config_name: str, overrides: Sequence[str], configs: Path) -> str:
-    """Hydra's message, cut to what is wrong and the mend."""
+    """Shorten Hydra's message to the fault and its remedy."""
     text = str(error)
     if isinstance(error, MissingConfigException) and (found := re.search(r"Could not (?:find|load) '([^']+)'", text)):
         group, _, name = found[1].partition("/")
@@ -103,16 +108,16 @@ def _listed(group: str) -> str:
 
 @cache
 def _parts(config_name: str, configs: Path) -> list[str]:
-    """The first words of all keys."""
+    """Return the first words of all keys."""
     return [key for key in _keys(config_name, (), configs) if "." not in key]
 
 
 def _keys(config_name: str, overrides: Sequence[str], configs: Path) -> list[str]:
-    """Every key, those of the groups that the overrides choose included."""
+    """Return every key, including those of the groups that the overrides choose."""
     groups = [word for word in overrides if (configs / word.partition("=")[0].lstrip("+")).is_dir()]
     try:
         config = _composed(config_name, groups, configs)
-    except HydraException:  # another fault beside the one that is reported
+    except HydraException:  # another fault besides the one that is reported
         config = _composed(config_name, (), configs)
 
     def flat(node: Any, prefix: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""YAML and JSON from elsewhere: bounded before they are read, so that a small file costs little time and memory."""
+"""YAML and JSON from elsewhere, bounded before parsing, so that a small file costs little time and memory."""
 
 import json
 from dataclasses import dataclass
@@ -16,22 +16,25 @@ MAX_NODES = 200_000
 
 
 def read_yaml(path: Path) -> Any:
-    """What the file says, of plain values only. Raises UserError for a file of more than MAX_BYTES, nested deeper than
-    MAX_DEPTH, of more than MAX_NODES values, those that aliases stand for counted each time, or with tags."""
+    """Return the file's content, plain values only.
+
+    Raises UserError for a file of more than MAX_BYTES, nested deeper than MAX_DEPTH, with more than MAX_NODES values
+    (counting what aliases repeat), or with tags.
+    """
     return parse_yaml(_text(path), str(path))
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """The same of a text; `name` says in messages where it comes from."""
+    """Parse a text in the same way; `name` is its origin in messages."""
     try:
         _bound(text, name)
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{name} is no YAML that can be read ({plain(str(error))[:200]}); write it again") from None
+        raise UserError(f"{name} is not readable YAML ({plain(str(error))[:200]}); write it again") from None
 
 
 def yaml_of(content: Any) -> str:
-    """The text of plain values, in their order. What occurs twice is written twice: people read no aliases."""
+    """Return the YAML of plain values, in their order. Repeated values are written out: people do not read aliases."""
     return yaml.dump(content, Dumper=_Whole, sort_keys=False)
 
 
@@ -41,11 +44,11 @@ class _Whole(yaml.SafeDumper):
 
 
 def read_json(path: Path) -> Any:
-    """What the file says. Raises UserError for a file of more than MAX_BYTES, or one that is no JSON."""
+    """Return the file's content. Raises UserError for a file of more than MAX_BYTES, or one that is not JSON."""
     try:
         return json.loads(_text(path))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no JSON that can be read ({plain(str(error))[:200]}); write it again") from None
+        raise UserError(f"{path} is not readable JSON ({plain(str(error))[:200]}); write it again") from None
 
 
 def _text(path: Path) -> str:
@@ -53,16 +56,16 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise UserError(f"{path} is larger than {MAX_BYTES // 2**20} MiB, which no file of its kind is; replace it")
+            raise UserError(f"{path} is larger than {MAX_BYTES // 2**20} MiB, too large for such a file; replace it")
         return content.decode()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path} is no text in UTF-8; write it again") from None
+        raise UserError(f"{path} is not UTF-8 text; write it again") from None
 
 
 def _bound(text: str, name: str) -> None:
-    """By the stream of events, which is as long as the text: nothing is built. An alias counts as what it repeats."""
+    """Check the limits on the stream of events, which is as long as the text. An alias counts as what it repeats."""
     known: dict[str, tuple[int, int]] = {}  # anchor: values, levels
     opened = [_Part(None)]
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -88,7 +91,7 @@ def _bound(text: str, name: str) -> None:
 
 @dataclass
 class _Part:
-    """A list or mapping as far as it was read: values in it at all levels, and the most levels below it."""
+    """A partly read list or mapping: the values in it at all levels, and the most levels below it."""
 
     anchor: str | None
     values: int = 0

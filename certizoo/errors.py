@@ -1,4 +1,4 @@
-"""The one exception that is meant for the person who typed the command."""
+"""The exception for faults that the user of a command can correct."""
 
 import os
 import select
@@ -13,21 +13,26 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 EXIT_USER_ERROR = 2
-EXIT_BROKEN_PIPE = 128 + 13  # as of a program that SIGPIPE ends
+EXIT_BROKEN_PIPE = 128 + 13  # as of a program ended by SIGPIPE
 STDOUT = 1
 
 
 class UserError(Exception):
-    """A fault of input, configuration or surroundings. The message is one line: what is wrong, and the mend. It may
-    quote texts from outside: nothing in it acts on a terminal."""
+    """A fault of input, configuration or environment.
+
+    The message is one line: what is wrong, then what to do. It may quote texts from outside; control characters in them
+    are escaped.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(plain(" ".join(message.split())))
 
 
 def one_line_errors(main: Callable[P, R]) -> Callable[P, R]:
-    """Entry points: print a `UserError` as one line on stderr and exit with status 2; end quietly where nobody reads
-    on (`... | head`)."""
+    """Decorate an entry point: print a `UserError` as one line on stderr and exit with status 2.
+
+    The program ends quietly if its reader has closed the pipe (`... | head`).
+    """
 
     @wraps(main)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -40,14 +45,14 @@ def one_line_errors(main: Callable[P, R]) -> Callable[P, R]:
         except BrokenPipeError:
             if not _reader_has_left():
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # Python flushes what is left when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # Python flushes the rest at exit
             raise SystemExit(EXIT_BROKEN_PIPE) from None
 
     return wrapped
 
 
 def _reader_has_left() -> bool:
-    """Of stdout, if that is a pipe."""
+    """Return True if stdout is a pipe without a reader."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

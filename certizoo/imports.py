@@ -1,4 +1,4 @@
-"""Large imports made cheaper. Those of a rank make half a million objects, which live as long as the process."""
+"""Cheaper large imports. A rank's imports create half a million objects, which live as long as the process."""
 
 import gc
 import sys
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def large_imports() -> Iterator[None]:
-    """Around the imports at the start of a process: Python's search for garbage waits.
+    """Pause garbage collection during the imports at the start of a process.
 
-    It would look through all objects again and again while modules are made, and once more at the end of the process;
-    with `gc.freeze` it never looks at those again that are there now. Reference counts free memory as ever.
+    It would visit all objects again and again while modules are created, and once more at the end of the process. With
+    `gc.freeze` it never visits the existing ones again. Reference counts free memory as usual.
     """
     on = gc.isenabled()
     gc.disable()
@@ -25,8 +25,11 @@ def large_imports() -> Iterator[None]:
 
 @contextmanager
 def absent(library: str) -> Iterator[None]:
-    """Within it `import library` raises ImportError, unless it has been imported before: for a library that another one
-    imports where it can, and that nobody calls there. (None in sys.modules: the language reference, 5.3.1.)"""
+    """Let `import library` raise ImportError in the block, unless it was imported before.
+
+    This is for a library that another one imports optionally and that nobody calls there. (None in sys.modules: the
+    language reference, 5.3.1.)
+    """
     if library in sys.modules:
         yield
         return

@@ -1,8 +1,8 @@
-"""One writer at a time for a folder or a file, whatever kills him.
+"""Locks for one writer at a time on a folder or a file, released whenever the process ends.
 
-The lock is a POSIX record lock of the kernel: it ends with the process that took it, is not inherited by the processes
-which that one forks (workers that outlive a killed parent keep nothing), and holds on NFS. The kernel knows it by the
-process, so that two writers within one process are kept apart here.
+The lock is a POSIX record lock of the kernel. It ends with the process that took it, is not inherited by forked
+processes (workers that outlive a killed parent hold nothing), and works on NFS. The kernel identifies it by process, so
+two writers within one process are kept apart here.
 """
 
 import errno
@@ -27,7 +27,7 @@ _GUARD = threading.Lock()
 
 
 def _forget() -> None:
-    """In a process that was forked: the locks stay with the one that took them, whichever of its threads held them."""
+    """Drop the locks in a forked process: they belong to the parent, whichever of its threads held them."""
     global _GUARD
     _HERE.clear()
     _GUARD = threading.Lock()
@@ -38,14 +38,14 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextmanager
 def sole_writer(folder: Path, what: str, mend: str) -> Iterator[None]:
-    """Hold `folder` (made if absent) as the only writer of `what` in it.
+    """Hold `folder` (created if absent) as the only writer of `what` in it.
 
-    Raises UserError at once where another process, or this one, has it; `mend` says what else the person can do.
+    Raises UserError at once if another process, or this one, holds it; `mend` states what else the user can do.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / LOCK, wait=False) as free:
         if not free:
-            raise UserError(f"{folder}: somebody else writes {what} here ({_holder(folder)}); wait for it, or {mend}")
+            raise UserError(f"{folder}: another process writes {what} here ({_holder(folder)}); wait for it, or {mend}")
         _say(folder, f"process {os.getpid()} on {socket.gethostname()} since {datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
         try:
             yield
@@ -55,9 +55,9 @@ def sole_writer(folder: Path, what: str, mend: str) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock of the file `path`, which is made and stays; False at once if another has it and we do not wait.
+    """Hold the lock of the file `path`, which is created and stays; yield False at once if it is taken and not `wait`.
 
-    Raises UserError on a file system without locks: two writers would spoil what both write.
+    Raises UserError on a file system without locks: two writers would corrupt each other's files.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _GUARD:
@@ -66,7 +66,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
         yield False
         return
     try:
-        # To close any handle of the file would give the lock back: there is one, and nobody reads the file elsewhere.
+        # Closing any handle of the file would release the lock: there is one, and nobody reads the file elsewhere.
         with _opened(path) as file:
             yield _taken(file.fileno(), path, wait)
     finally:
@@ -85,7 +85,7 @@ def _taken(handle: int, path: Path, wait: bool) -> bool:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             return True
-        except (BlockingIOError, PermissionError):  # both are POSIX for: another has it
+        except (BlockingIOError, PermissionError):  # POSIX allows both: another process holds it
             return False
         except OSError as error:
             if error.errno != errno.EDEADLK:
@@ -93,11 +93,11 @@ def _taken(handle: int, path: Path, wait: bool) -> bool:
                     f"{path.parent} has no file locks ({error.strerror}); mount it with them (Lustre: -o flock), or "
                     "write to another file system"
                 ) from None
-            time.sleep(PATIENCE)  # the kernel took threads of two processes, each with a lock, for a deadlock of those
+            time.sleep(PATIENCE)  # the kernel assumed a deadlock between threads of two processes, each with a lock
 
 
 def _say(folder: Path, text: str) -> None:
-    """For the message that others get; the lock is the kernel's, so that a full disk or a stale note do no harm."""
+    """Write a note for the message that others get; the lock is the kernel's, so a failed or stale note is harmless."""
     with suppress(OSError), open(folder / HOLDER, "w", opener=no_link) as file:
         file.write(text)
 

@@ -1,4 +1,4 @@
-"""What a process does with the memory that it frees."""
+"""The handling of freed memory in a process."""
 
 import ctypes
 
@@ -6,8 +6,10 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Until the process ends. For loops on a CPU that need the same memory again and again: glibc would give it back to
-    the system each time, and fetch it anew page by page, a tenth of a training pass. Other allocators stay as they are.
+    """Keep freed memory until the process ends, for CPU loops that need the same memory again and again.
+
+    glibc would return it to the system each time and fetch it again page by page, a tenth of a training pass. Other
+    allocators are unchanged.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""Models that compose without a recipe of their own, as configs/names.yaml and the files of configs/attention/ say."""
+"""Models that compose without a recipe file, from configs/names.yaml and the files of configs/attention/."""
 
 from functools import cache
 from pathlib import Path
@@ -11,8 +11,11 @@ NAMES = "names.yaml"
 
 @cache
 def unwritten(configs: Path) -> dict[str, dict[str, Any]]:
-    """{name: what configs/model/NAME.yaml would say}. Some of them the zoo refuses: an attention of another form than
-    softmax(score) V goes into the ViT alone, which only its code tells."""
+    """Return {name: the content of a configs/model/NAME.yaml}.
+
+    The zoo refuses some of them: an attention of another form than softmax(score) V works in the ViT only, which only
+    its code states.
+    """
     said = yaml.safe_load((configs / NAMES).read_text())
     backbones: dict[str, list[str]] = said["backbones"]
     prefixes = {path.stem: {} for path in sorted((configs / "attention").glob("*.yaml"))} | said["prefixes"]

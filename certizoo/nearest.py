@@ -1,4 +1,4 @@
-"""A name that does not exist is answered with the three that look most like it, and where all of them are listed."""
+"""Suggestions for an unknown name: the three most similar names, and where all of them are listed."""
 
 from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
@@ -6,12 +6,14 @@ from difflib import SequenceMatcher
 from certizoo.errors import UserError
 
 SHOWN = 3
-FEW = 12  # so many names are listed whole where there is nowhere else to look
+FEW = 12  # so many names are listed completely if there is nowhere else to look
 
 
 def nearest(wrong: str, known: Iterable[str]) -> list[str]:
-    """The SHOWN names most like `wrong`, best first, those that contain it before all others. `lr` alone finds the key
-    `optimizer.lr` too."""
+    """Return the SHOWN names most like `wrong`, best first; names that contain it come before all others.
+
+    `lr` alone finds the key `optimizer.lr` too.
+    """
     matcher = SequenceMatcher(b=_plain(wrong), autojunk=False)
 
     def likeness(name: str) -> float:
@@ -31,8 +33,10 @@ def nearest(wrong: str, known: Iterable[str]) -> list[str]:
 
 
 def choices(wrong: str, known: Collection[str], listed: str | None = None) -> str:
-    """The mend of a message: 'nearest: a, b, c (all: WHERE)'. WHERE is `listed`, a command or a folder; else the names
-    themselves if they are few."""
+    """Return the remedy of a message: 'nearest: a, b, c (all: WHERE)'.
+
+    WHERE is `listed`, a command or a folder; without it a few names are listed completely.
+    """
     if len(known) <= SHOWN:
         return f"choose one of {', '.join(known)}" if known else "there is none"
     everything = listed or (", ".join(known) if len(known) <= FEW else None)
@@ -40,7 +44,7 @@ def choices(wrong: str, known: Collection[str], listed: str | None = None) -> st
 
 
 def unknown(kind: str, wrong: str, known: Collection[str], listed: str | None = None) -> UserError:
-    """The error of a name that is none of `known`: no model 'x'; nearest: a, b, c (all: python -m zoo)."""
+    """Return the error for a name not in `known`: no model 'x'; nearest: a, b, c (all: python -m zoo)."""
     return UserError(f"no {kind} {wrong!r}; {choices(wrong, known, listed)}")
 
 

@@ -1,4 +1,4 @@
-"""Processes with groups of their own, their end, and how it is told."""
+"""Process groups, how to end them, and the description of exit statuses."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 def end_group(process: "subprocess.Popen[bytes]", patience: float = 10.0) -> None:
-    """SIGTERM to the group that the process leads, and SIGKILL to what is left of it after `patience` seconds."""
+    """Send SIGTERM to the group that the process leads, and SIGKILL to the rest after `patience` seconds."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -17,8 +17,11 @@ def end_group(process: "subprocess.Popen[bytes]", patience: float = 10.0) -> Non
 
 
 def ending(status: int) -> str:
-    """An exit status in words. A launcher gives the end of its child on as its own: SIGKILL is -9 to the process that
-    waited, 247 (256 - 9) where that one exits with it, 137 (128 + 9) in a shell's words."""
+    """Describe an exit status in words.
+
+    A launcher passes on its child's end as its own: SIGKILL is -9 to the process that waited, 247 (256 - 9) if that
+    exits with it, and 137 (128 + 9) in a shell.
+    """
     for number in (-status, 256 - status, status - 128):
         if 0 < number < signal.NSIG:
             with suppress(ValueError):

@@ -1,1 +1,1 @@
-"""Sources of the documentation site; the code here runs when it is built and in its tests."""
+"""Sources of the documentation site; the code here runs when the site is built and in its tests."""

@@ -1,4 +1,4 @@
-"""The badges of README.md, made of what the project's own files say: `python -m docs.badges`."""
+"""The badges of README.md, from the project's own files: `python -m docs.badges`."""
 
 import json
 import tomllib
@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "badges"
 EPS = "0.141176"  # 36/255
-HEIGHT, PAD, LETTER = 20, 7, 6.1  # pixels; a letter of Verdana at 11 pixels is about so wide, and is set so wide
+HEIGHT, PAD, LETTER = 20, 7, 6.1  # pixels; a letter of Verdana at 11 pixels has about this width, and is set to it
 SVG = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" aria-label="{title}">
 <title>{title}</title>
@@ -23,7 +23,7 @@ SVG = """\
 
 
 def badges() -> dict[str, str]:
-    """name -> SVG."""
+    """Return name -> SVG."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     entry = json.loads((ROOT / "leaderboard" / "cert_vit_c10.json").read_text())
     certified = entry["curves"]["l2"][EPS]["certified"]
@@ -35,7 +35,7 @@ def badges() -> dict[str, str]:
 
 
 def badge(label: str, value: str) -> str:
-    """Two fields beside one another."""
+    """Return an SVG of two fields beside each other."""
     label_length, value_length = (round(LETTER * len(text)) for text in (label, value))
     left = label_length + 2 * PAD
     width = left + value_length + 2 * PAD
@@ -46,7 +46,7 @@ def badge(label: str, value: str) -> str:
 
 
 def main() -> None:
-    """Write them."""
+    """Write the badges."""
     FOLDER.mkdir(exist_ok=True)
     for name, svg in badges().items():
         (FOLDER / f"{name}.svg").write_text(svg)

@@ -1,5 +1,7 @@
-"""What MkDocs calls while it builds the site (mkdocs.yml): pages get what is made of the code, links that leave `docs`
-lead to copies or to pages, formulas become MathML, and public names without a docstring are warnings, which fail.
+"""Hooks that MkDocs calls while it builds the site (mkdocs.yml).
+
+They fill in generated parts, redirect links that leave `docs` to copies or pages, convert formulas to MathML, and warn
+of public names without a docstring; a warning fails the build.
 """
 
 import logging
@@ -13,17 +15,17 @@ from docs.generate import docstrings, formulas, headings, links, made
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_IN_NAV = InclusionLevel.NOT_IN_NAV
-log = logging.getLogger("mkdocs.hooks.certizoo")  # MkDocs counts what is logged below "mkdocs"
+log = logging.getLogger("mkdocs.hooks.certizoo")  # MkDocs counts warnings below "mkdocs"
 
 
 def on_pre_build(config: MkDocsConfig) -> None:
-    """Warn of every public name that says nothing of itself."""
+    """Warn of every public name without a docstring."""
     for name in docstrings.missing(ROOT):
         log.warning("%s is public and has no docstring", name)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what pages refer to outside `docs`, and the curves of the leaderboard."""
+    """Add files outside `docs` that pages refer to, and the curves of the leaderboard."""
     pages = {file.src_uri: _text(file) for file in files.documentation_pages()}
     for path in links.copied(pages):
         files.append(
@@ -35,13 +37,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fill in what is made at build, mend titles and links."""
+    """Fill in generated parts and correct titles and links."""
     uri = page.file.src_uri
     return links.mended(made.filled(headings.one_title(markdown)), uri)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Formulas as MathML, and the proofs that docstrings name as links."""
+    """Convert formulas to MathML, and proofs that docstrings name to links."""
     return links.of_docstrings(formulas.as_mathml(html), page.file.src_uri)
 
 

@@ -1,8 +1,8 @@
-"""The pictures of docs/explained/methods.md, of values that are computed here: `python -m docs.pictures`.
+"""The pictures of docs/explained/methods.md, from values computed here: `python -m docs.pictures`.
 
-A network of two inputs is trained on two moons, small enough that the truth can be seen: which points of the plane have
-which class, and how far the nearest other class is from a point (a fine grid of the ball). Beside it what each method
-proves there.
+A network of two inputs is trained on two moons. It is small enough to compute the truth: the class of every point of
+the plane, and the distance from a point to the nearest other class (by a fine grid of the ball). The pictures compare
+this with what each method proves.
 """
 
 import json
@@ -44,7 +44,7 @@ class Plane(nn.Module):
 
 
 def parts(model: Plane) -> tuple[Links, nn.Linear]:
-    """model(x) = head(body(x))."""
+    """Split model(x) = head(body(x))."""
     return list(model.body), model.head
 
 
@@ -53,7 +53,7 @@ register(Plane, ModuleRules(trunk=parts))
 
 @dataclass(frozen=True)
 class Scene:
-    """The trained network, the points that it learned from, and those that are certified."""
+    """The trained network, its training points, and the points to certify."""
 
     model: Plane
     points: Tensor
@@ -66,7 +66,7 @@ class Scene:
 
 
 def scene() -> Scene:
-    """The same on every machine, up to rounding."""
+    """Return the scene, equal on every machine up to rounding."""
     found, labels = make_moons(400, noise=0.08, random_state=0)
     low, high = found.min(0), found.max(0)
     points = torch.tensor(0.1 + 0.8 * (found - low) / (high - low), dtype=torch.float32)
@@ -82,13 +82,13 @@ def scene() -> Scene:
 
 
 def margins(model: nn.Module, x_B2: Tensor, label: int) -> Tensor:
-    """Logit of the label less the other: (B,)."""
+    """Return the label's logit minus the other: (B,)."""
     logits = model(x_B2.view(-1, 1, 1, 2))
     return logits[:, label] - logits[:, 1 - label]
 
 
 def disc(centre: Tensor, eps: float) -> Tensor:
-    """A grid of the ball, its edge included."""
+    """Return a grid of the ball, including its edge."""
     angle = torch.linspace(0, 2 * np.pi, ANGLES)[:, None]
     radius = torch.linspace(0, eps, STEPS)[None]
     ring = torch.stack([angle.cos() * radius, angle.sin() * radius], dim=-1).view(-1, 2)
@@ -96,14 +96,14 @@ def disc(centre: Tensor, eps: float) -> Tensor:
 
 
 def true_radius(model: nn.Module, centre: Tensor, label: int) -> float:
-    """The distance to the nearest point of another class, on the grid."""
+    """Return the distance to the nearest point of another class, on the grid."""
     points = disc(centre, 0.5)
     wrong = margins(model, points, label) <= 0
     return float((points[wrong] - centre.view(1, 2)).norm(dim=1).min())
 
 
 def planes(of: Scene) -> None:
-    """Classes in the plane, and around four points what each method proves and what is true."""
+    """Draw classes in the plane, and around four points the proved and the true radii."""
     figure, axes = pyplot.subplots(figsize=(5.6, 5.6), layout="constrained")
     _classes(axes, of)
     methods = ("lofast", "adjoint", "image")
@@ -124,7 +124,7 @@ def planes(of: Scene) -> None:
 
 
 def curves(of: Scene) -> None:
-    """At one point: the least margin of the ball, and what each method says that it is at least."""
+    """Draw, for one point, the smallest margin in the ball and each method's lower bound."""
     figure, axes = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
     point, label = of.chosen[3:], int(of.answers[3])
     radii = np.linspace(0.0, 0.14, 57)
@@ -141,8 +141,10 @@ def curves(of: Scene) -> None:
 
 
 def bounds(of: Scene, point: Tensor, label: int, radii: Sequence[float] | np.ndarray, method: str) -> list[float]:
-    """What is proved of the least margin at each radius: margin - loss there, or at a larger radius, whose ball holds
-    this one. (The prover ends with the first bound that decides, a cheap one where that is enough.)"""
+    """Return the lower bound of the margin at each radius: margin - loss there, or at a larger radius.
+
+    A larger ball contains the smaller one. (The prover stops at the first bound that decides, a cheap one if possible.)
+    """
     found = []
     for eps in radii:
         c = certify(of.model, point, torch.tensor([label]), eps=float(eps), method=method, nonce="picture")
@@ -151,7 +153,7 @@ def bounds(of: Scene, point: Tensor, label: int, radii: Sequence[float] | np.nda
 
 
 def balls(of: Scene) -> None:
-    """One eps in both norms."""
+    """Draw one eps in both norms."""
     figure, axes = pyplot.subplots(figsize=(4.4, 4.4), layout="constrained")
     _classes(axes, of)
     x, y = of.chosen.view(-1, 2)[1].tolist()
@@ -171,7 +173,7 @@ def balls(of: Scene) -> None:
 
 
 def accuracies() -> None:
-    """A trained model on 1000 test images of CIFAR-10, from the committed results."""
+    """Draw a trained model's results on 1000 test images of CIFAR-10, from the committed files."""
     figure, axes = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
     name = "lofast_vit_c10_smooth_cifar10"
     shown = {"lofast": "#d81b60", "lofast_local": "#8e24aa", "adjoint": "#f4511e"}
@@ -200,14 +202,14 @@ def _classes(axes: Any, of: Scene) -> None:
 
 
 def save(figure: Any, name: str) -> None:
-    """Without a date, so that the same values are the same file."""
+    """Save without a date, so that equal values give equal files."""
     FOLDER.mkdir(exist_ok=True)
     figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
     pyplot.close(figure)
 
 
 def main() -> None:
-    """All of them."""
+    """Draw all pictures."""
     matplotlib.use("Agg")
     torch.set_num_threads(1)
     with pyplot.rc_context(STYLE):

@@ -1,6 +1,6 @@
-"""The one door to MLflow: track runs, publish certified models, browse what was published.
+"""The only module that uses MLflow: track runs, publish certified models, browse published versions.
 
-Importing this package is cheap; MLflow itself is imported by the first function that needs it.
+Importing this package is cheap; the first function that needs MLflow imports it.
 """
 
 from registry import browse, publish, track

@@ -17,13 +17,13 @@ REFERENCE = "NAME@ALIAS or NAME/VERSION"
 
 
 def list_versions(args: argparse.Namespace) -> None:
-    """A table of versions with what is certified of each."""
+    """Print a table of versions and their certified shares."""
     found = select(browse.versions(args.name, args.uri), args.where, args.sort)
     console().print(tables.versions(found))
 
 
 def show(args: argparse.Namespace) -> None:
-    """Tags and model card of one version."""
+    """Print tags and model card of one version."""
     version = browse.find(args.reference, args.uri)
     out = console()
     out.print(tables.tags(version))
@@ -32,7 +32,7 @@ def show(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """The tags of several versions side by side."""
+    """Print the tags of several versions side by side."""
     console().print(tables.comparison([browse.find(reference, args.uri) for reference in args.references]))
 
 
@@ -48,7 +48,7 @@ def pull(args: argparse.Namespace) -> None:
 
 
 def say(text: str) -> None:
-    """A line that may quote names from outside."""
+    """Print a line that may quote names from outside."""
     sys.stdout.write(f"{plain(text)}\n")
 
 
@@ -60,31 +60,31 @@ def sync(args: argparse.Namespace) -> None:
     """Send the spools of run folders."""
     for folder in args.run_dirs:
         if not folder.is_dir():
-            raise UserError(f"{folder} is no folder; give the run folders whose spools are to be sent")
+            raise UserError(f"{folder} is not a folder; give the run folders whose spools are to be sent")
     folders = args.run_dirs or run_folders(Path("runs"))
     waiting = [path for path in folders if spool.waiting(path) or publish.waiting(path)]
     target = store.public(store.resolve_uri(args.uri))
     for folder in waiting:
         meant = {spool.meant_for(folder), publish.meant_for(folder)} - {None, target}
         if meant:
-            say(f"{folder}: was to go to {', '.join(map(str, meant))}, goes to {target}")
+            say(f"{folder}: meant for {', '.join(map(str, meant))}, sent to {target}")
         if spool.waiting(folder):
             say(f"{folder}: run {spool.sync(folder, args.uri)} sent")
         published = publish.sync(folder, args.uri)
         if published:
             say(f"{folder}: published {published.uri}{' @champion' * published.champion}")
     if not waiting:
-        say("nothing waits to be sent")
+        say("nothing to send")
 
 
 def run_folders(root: Path) -> list[Path]:
-    """Those with a spool, of trials too."""
+    """Return the run folders with a spool, including those of trials."""
     found = {path.parent for name in (spool.SPOOL, publish.SPOOL) for path in root.rglob(name)}
     return sorted(found)
 
 
 def serve(args: argparse.Namespace) -> None:
-    """The registry in a browser."""
+    """Serve the registry to a browser."""
     raise SystemExit(ui.serve(args.uri, args.host, args.port))
 
 
@@ -100,22 +100,24 @@ def parser() -> argparse.ArgumentParser:
         return command
 
     listing = add("list", list_versions, "table of published versions")
-    listing.add_argument("name", nargs="?", help="of a model (default: all)")
-    listing.add_argument("--sort", metavar="KEY", help="best first: a tag, such as certified_acc.0.141")
+    listing.add_argument("name", nargs="?", help="name of a model (default: all)")
+    listing.add_argument("--sort", metavar="KEY", help="sort by a tag, best first, such as certified_acc.0.141")
     listing.add_argument("--where", metavar="CONDITION", action="append", default=[], help="dataset=cifar10, "
-        "certified_acc.0.1>=0.5; also != and <=; given again: all must hold")  # fmt: skip
+        "certified_acc.0.1>=0.5; also != and <=; if repeated, all must hold")  # fmt: skip
     add("show", show, "tags and card of a version").add_argument("reference", help=REFERENCE)
     comparing = add("compare", compare, "tags of versions side by side")
     comparing.add_argument("references", nargs="+", help=REFERENCE)
     promoting = add("promote", promote, "give a version an alias")
     promoting.add_argument("reference", help=REFERENCE)
     promoting.add_argument("--alias", default="champion", help="default: %(default)s")
-    promoting.add_argument("--force", action="store_true", help="a champion against the rule, until the next promotion")
+    promoting.add_argument(
+        "--force", action="store_true", help="make it champion against the rule, until the next promotion"
+    )
     pulling = add("pull", pull, "copy a version's files: weights, configuration, certificate, report")
     pulling.add_argument("reference", help=REFERENCE)
     pulling.add_argument("to", type=Path, metavar="FOLDER", help="new or empty")
-    sending = add("sync", sync, "send what was kept while MLflow was away")
-    sending.add_argument("run_dirs", nargs="*", type=Path, metavar="RUNDIR", help="default: all of runs/")
+    sending = add("sync", sync, "send what was kept while MLflow did not answer")
+    sending.add_argument("run_dirs", nargs="*", type=Path, metavar="RUNDIR", help="run folders (default: all of runs/)")
     serving = add("ui", serve, "open the registry in a browser (mlflow server)")
     serving.add_argument("--host", default="127.0.0.1")
     serving.add_argument("--port", type=int, default=5000)

@@ -1,11 +1,11 @@
-"""Say more of a version that is registered already: what was measured of it later."""
+"""Add later measurements to a registered version."""
 
 import logging
 from collections.abc import Mapping
 
 from certizoo import UserError
 from certizoo.text import plain
-from registry import browse, facts, records, store
+from registry import browse, records, store, version_tags
 from registry.browse import Version
 
 logger = logging.getLogger(__name__)
@@ -14,11 +14,15 @@ logger = logging.getLogger(__name__)
 def annotate(
     reference: str, tags: Mapping[str, str], metrics: Mapping[str, float], weights_sha256: str, uri: str | None = None
 ) -> Version:
-    """Add what was measured of the weights to a version of these weights, and metrics to the run and the logged model
-    behind it; what its certificate says stays.
+    """Add measurements of these weights to a version, and metrics to its run and logged model.
 
-    reference: as in `browse.find`. Raises UserError where there is no such version, where it has other weights, and
-    where MLflow is away.
+    Tags of the certificate are never changed.
+
+    Args:
+        reference: as in `browse.find`.
+
+    Raises:
+        UserError: the version does not exist, it has other weights, or MLflow does not answer.
     """
     target = store.resolve_uri(uri)
     version = browse.find(reference, target)
@@ -35,12 +39,12 @@ def annotate(
 
 
 def _check(version: Version, tags: Mapping[str, str], weights_sha256: str) -> None:
-    own = version.tags.get(facts.WEIGHTS)
+    own = version.tags.get(version_tags.WEIGHTS)
     if own is None:
-        logger.warning("%s is of earlier code: nothing says of which weights it is", plain(version.uri))
+        logger.warning("%s was published by earlier code, which did not record its weights", plain(version.uri))
     elif own != weights_sha256:
         raise UserError(
-            f"{version.uri} has weights {own[:16]}, and others were measured, {weights_sha256[:16]}: nothing written"
+            f"{version.uri} has weights {own[:16]}, but {weights_sha256[:16]} were measured: nothing written"
         )
-    if wrong := [key for key in tags if not facts.of_evaluation(key)]:
-        raise UserError(f"{wrong[0]} is not for an evaluation to write; of {version.uri} its certificate says it")
+    if wrong := [key for key in tags if not version_tags.of_evaluation(key)]:
+        raise UserError(f"{wrong[0]} cannot be set by an evaluation; in {version.uri} it comes from the certificate")

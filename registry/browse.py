@@ -1,4 +1,4 @@
-"""Look at what is published, and fetch it. Nothing that comes from the registry is executed or unpickled."""
+"""Browse and fetch published versions. Nothing that comes from the registry is executed or unpickled."""
 
 import logging
 import re
@@ -26,7 +26,7 @@ PROXIED = "mlflow-artifacts:/"
 
 @dataclass(frozen=True)
 class Version:
-    """A registered model version. `tags` hold the facts of its certificate as text."""
+    """A registered model version. `tags` hold the figures of its certificate as text."""
 
     name: str
     version: str
@@ -42,7 +42,7 @@ class Version:
 
 
 def versions(name: str | None = None, uri: str | None = None) -> list[Version]:
-    """All versions of the model `name`, or of every model; newest version first within a model."""
+    """Return all versions of the model `name`, or of every model; newest version first within a model."""
     target = _existing(uri)
     with store.one_line(target):
         client = store.connect(target)
@@ -54,13 +54,15 @@ def versions(name: str | None = None, uri: str | None = None) -> list[Version]:
 
 
 def promote(reference: str, alias: str, uri: str | None = None, *, force: bool = False) -> Version:
-    """Give the version the alias. Those of champions go by the rule of registry/champion.py: against it by `force`
-    only, and then until the next promotion."""
+    """Give the version the alias.
+
+    Aliases of champions follow the rule of registry/champion.py. `force` overrides the rule until the next promotion.
+    """
     target = _existing(uri)
     version = find(reference, target)
     own = (champion.CHAMPION, champion.dataset_alias(version.tags.get("dataset", "")))
     if alias.startswith(champion.CHAMPION) and alias not in own:
-        raise UserError(f"{alias} is for versions of that dataset; {version.uri} can be {' or '.join(own)}")
+        raise UserError(f"{alias} belongs to another dataset; {version.uri} can be {' or '.join(own)}")
     with store.one_line(target):
         client = store.connect(target)
         if alias in own:
@@ -73,7 +75,9 @@ def promote(reference: str, alias: str, uri: str | None = None, *, force: bool =
 def _promote_champion(client: "MlflowClient", version: Version, force: bool) -> None:
     against = champion.against_rule(client, version.name, version.version)
     if against and not force:
-        raise UserError(f"{version.uri} is no champion by the rule: {against}; add --force to promote it all the same")
+        raise UserError(
+            f"{version.uri} is not the champion by the rule: {against}; add --force to promote it nevertheless"
+        )
     if against:
         logger.warning("%s is champion against the rule: %s", plain(version.uri), plain(against))
     champion.promote(client, version.name, version.version)
@@ -85,17 +89,17 @@ def pull(reference: str, to: Path, uri: str | None = None) -> Path:
         raise UserError(f"{to} is not empty; give a new folder")
     source = download(reference, uri)
     to.parent.mkdir(parents=True, exist_ok=True)
-    with disk_errors("make room, then pull again"), tempfile.TemporaryDirectory(dir=to.parent) as scratch:
+    with disk_errors("free some space, then pull again"), tempfile.TemporaryDirectory(dir=to.parent) as scratch:
         shutil.copytree(source, Path(scratch) / "whole")
-        (Path(scratch) / "whole").rename(to)  # an empty folder gives way
+        (Path(scratch) / "whole").rename(to)  # os.rename accepts an empty target folder
     return to
 
 
 def find(reference: str, uri: str | None = None) -> Version:
-    """The version meant by `name@alias`, `name/3`, or `name` (its champion), with or without `models:/`."""
+    """Return the version named by `name@alias`, `name/3`, or `name` (its champion), with or without `models:/`."""
     match = re.fullmatch(r"(?:models:/)?(?P<name>[^@/]+)(?:@(?P<alias>[^@/]+)|/(?P<number>\d+))?", reference, re.ASCII)
     if match is None:
-        raise UserError(f"{reference!r} names no model version; write NAME@ALIAS or NAME/VERSION")
+        raise UserError(f"{reference!r} is not a model version; write NAME@ALIAS or NAME/VERSION")
     name, number = match["name"], match["number"]
     alias = match["alias"] or "champion"
     known = versions(name, uri)
@@ -107,11 +111,15 @@ def find(reference: str, uri: str | None = None) -> Version:
 
 
 def download(reference: str, uri: str | None = None) -> Path:
-    """A local folder with the published files of a version (see `find` for `reference`), which its tags bind: they are
-    looked at each time.
+    """Return a local folder with the published files of a version, checked against its tags at every call.
 
-    It is kept in the cache folder (CERTIZOO_CACHE, by default ~/.cache/certizoo), one folder a logged model. Raises
-    UserError where the files are not those that were published.
+    The folder lies in the cache (CERTIZOO_CACHE, by default ~/.cache/certizoo), one per logged model.
+
+    Args:
+        reference: as in `find`.
+
+    Raises:
+        UserError: the files are not those that were published.
     """
     target = _existing(uri)
     version = find(reference, target)
@@ -129,7 +137,7 @@ def download(reference: str, uri: str | None = None) -> Path:
 
 
 def _fetch(source: str, to: Path, version: Version, target: str) -> None:
-    """What is not as published does not enter the cache."""
+    """Fetch the files; a copy that differs from the publication does not enter the cache."""
     from mlflow.artifacts import download_artifacts
 
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -141,18 +149,18 @@ def _fetch(source: str, to: Path, version: Version, target: str) -> None:
 
 
 def logged_model_id(registered: "ModelVersion") -> str | None:
-    """Of the logged model behind a version of ours; its `.model_id` is lost over HTTP."""
+    """Return the id of the logged model behind one of our versions; its `.model_id` is lost over HTTP."""
     model_id = str(registered.source or "").removeprefix("models:/")
     return model_id if re.fullmatch(r"m-[0-9a-f]{1,64}", model_id) else None  # it names a folder of the cache
 
 
 def cache() -> Path:
-    """Where pulled versions are kept: CERTIZOO_CACHE, else the user's cache."""
+    """Return the folder of pulled versions: CERTIZOO_CACHE, else the user's cache."""
     return cache_folder("models")
 
 
 def _source(location: str, uri: str) -> str:
-    """Where the published files lie, from where the logged model lies."""
+    """Return the location of the published files, given that of the logged model."""
     root = store.artifact_root(uri)
     if root and location.startswith(PROXIED):  # written through a server, read from its store directly
         location = (root / location.removeprefix(PROXIED).lstrip("/")).as_uri()
@@ -160,7 +168,7 @@ def _source(location: str, uri: str) -> str:
 
 
 def _existing(uri: str | None) -> str:
-    """The URI; an error, not a fresh database, where there is none."""
+    """Return the URI; raise an error, instead of creating a database, if there is none."""
     target = store.resolve_uri(uri)
     store.use_defaults()
     if target.startswith(store.SQLITE) and not store.database(target).is_file():
@@ -171,13 +179,13 @@ def _existing(uri: str | None) -> str:
 
 
 def _named(name: str) -> str:
-    """A query for a name that somebody else may have chosen."""
+    """Return a query for a name that may come from someone else."""
     quote = '"' if "'" in name else "'"
     return f"name = {quote}{name}{quote}"
 
 
 def _versions(client: "MlflowClient", model: "RegisteredModel") -> list[Version]:
-    """The versions of one model. The search of versions returns no aliases: they come with the model."""
+    """Return the versions of one model. The search of versions returns no aliases: they come with the model."""
     aliases = client.get_registered_model(model.name).aliases  # {alias: version}
     found = [
         Version(

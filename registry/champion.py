@@ -1,18 +1,17 @@
-"""Which version of a model is the champion.
+"""The rule that chooses the champion among the versions of a model.
 
-`champion-DATASET` is the best version of a dataset; `champion` the one that took such an alias last. The rule:
+`champion-DATASET` is the best version of a dataset; `champion` is the version that last took such an alias. The rule:
 
-1. A version is a *candidate* if it says what it was asked (dataset, norm, eps: its tag `headline`), of which weights
-   and test shards its certificate is, and how many images it has: `champion_images` (300 unless its publisher said
-   another number) or more.
+1. A version is a *candidate* if its tags state the question (dataset, norm, eps: its tag `headline`), the weights and
+   test shards of its certificate, and at least `champion_images` images (300 unless its publisher set another number).
 2. Only answers to one *question* are compared: the same dataset, test shards, norm and eps. The question is that of
-   the holder of the alias; where nobody holds it, the candidate's own. Who was asked something else cannot win.
-3. The best has the highest certified lower bound (`certified_low.EPS`: Wilson's of 95 %), so that few images weigh
-   little; whoever has 300 images stands before all with fewer; of equals the first registered.
-4. Who was promoted by hand against the rule (tag `champion_by` = hand) stays until a hand promotes another. To promote
-   the version that the rule would choose gives the alias back to the rule.
+   the alias's holder; without a holder, the candidate's own. A version with another question cannot win.
+3. The best version has the highest certified lower bound (`certified_low.EPS`: Wilson's of 95 %), so that few images
+   weigh little. Versions with 300 images rank above all with fewer. Between equals the first registered wins.
+4. A version that was promoted by hand against the rule (tag `champion_by` = hand) stays until the next promotion by
+   hand. Promoting the version that the rule would choose returns the alias to the rule.
 
-All of it is decided by tags that every writer sees alike; who has moved an alias looks again.
+All writers decide by the same tags. A writer that has moved an alias checks the result again.
 """
 
 import re
@@ -21,30 +20,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from certizoo import UserError
-from registry import facts, store
+from registry import store, version_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 CHAMPION = "champion"
 BY, HAND, RULE = "champion_by", "hand", "rule"
-IMAGES = "champion_images"  # tag: of how many images, at least, the publisher wants a champion's certificate to be
+IMAGES = "champion_images"  # tag: the least number of images that the publisher wants for a champion's certificate
 ENOUGH = 300
-ASKED = ("dataset", facts.DATA, "norm", "headline")
+ASKED = ("dataset", version_tags.DATA, "norm", "headline")
 
 Tags = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Whether a version is the champion of its dataset; if not, `why`, in words."""
+    """The result of an election: is the version the champion of its dataset? If not, `why` says so in words."""
 
     is_champion: bool
     why: str = ""
 
 
 def refuse_given(images: object) -> None:
-    """Raise UserError for a `champion_images` that is no number of images."""
+    """Raise UserError if `champion_images` is not a number of images."""
     if isinstance(images, bool) or not isinstance(images, int) or images < 1:
         raise UserError(f"champion_images={images}: give a whole number of images above 0, such as 300")
 
@@ -53,10 +52,10 @@ def dataset_alias(dataset: str) -> str:
     return f"{CHAMPION}-{re.sub(r'[^A-Za-z0-9_-]', '_', dataset)}"
 
 
-def crown(client: "MlflowClient", name: str, version: str) -> Standing:
+def elect_champion(client: "MlflowClient", name: str, version: str) -> Standing:
     """Give `version` the aliases if it is the best by the rule.
 
-    Then it looks again: another process may have crowned a better one meanwhile, whose aliases were just taken.
+    Then check again: another process may have elected a better version meanwhile, whose aliases were just taken.
     """
     board = Board.read(client, name, version)
     if board.holder == version:
@@ -85,24 +84,24 @@ def promote(client: "MlflowClient", name: str, version: str) -> None:
 
 
 def against_rule(client: "MlflowClient", name: str, version: str) -> str:
-    """Why the rule would not give the aliases to `version`; '' if it would."""
+    """Return why the rule would not give the aliases to `version`; '' if it would."""
     board = Board.read(client, name, version)
     return "" if board.by_rule(version) == version else board.why_not(version)
 
 
 @dataclass(frozen=True)
 class Board:
-    """The versions of a model on one dataset by their tags, and who holds the dataset's alias."""
+    """The versions of a model on one dataset by their tags, and the holder of the dataset's alias."""
 
     name: str
     alias: str
     tags: Mapping[str, Tags]
     holder: str | None
-    overall: Tags  # of the version that is `champion`, of whichever dataset
+    overall: Tags  # of the version with the alias `champion`, on any dataset
 
     @classmethod
     def read(cls, client: "MlflowClient", name: str, version: str) -> "Board":
-        """As it is now; the dataset is that of `version`."""
+        """Read the current state; the dataset is that of `version`."""
         found = store.every(client.search_model_versions, filter_string=f"name = '{name}'")
         tags: dict[str, Tags] = {str(v.version): v.tags for v in found}
         dataset = tags[version].get("dataset", "")
@@ -114,21 +113,21 @@ class Board:
         return cls(name, alias, rivals, holder if holder in rivals else None, overall)
 
     def winner(self, asking: str) -> str | None:
-        """Who should hold the alias, as `asking` sees it; None: nobody."""
+        """Return the version that should hold the alias, as `asking` sees it; None if there is none."""
         return next(iter(self.by_hand()), None) or self.by_rule(asking)
 
     def by_hand(self) -> list[str]:
         return sorted((v for v, tags in self.tags.items() if tags.get(BY) == HAND), key=int, reverse=True)
 
     def by_rule(self, asking: str) -> str | None:
-        """The best answer to the holder's question, or where there is no holder, to that of `asking`."""
+        """Return the best answer to the holder's question or, without a holder, to that of `asking`."""
         holder = self.holder if self.holder and _may_hold(self.tags[self.holder]) else None
         question = self.tags[holder or asking]
         rivals = [v for v, tags in self.tags.items() if v == holder or _is_candidate(tags, question)]
         return max(rivals, key=lambda v: (*rank(self.tags[v]), -int(v)), default=None)
 
     def why_not(self, version: str) -> str:
-        """Why the rule does not choose `version`, with both figures."""
+        """Return why the rule does not choose `version`, with both figures."""
         tags, holder = self.tags[version], self.holder
         reasons = list(_missing(tags))
         if reasons or holder is None:
@@ -138,21 +137,21 @@ class Board:
             return f"{held} was promoted by hand; its own figure is {figure(tags)}"
         other = list(_differences(tags, self.tags[holder]))
         if other:
-            return f"it answers another question than {held}: {', '.join(other)}"
+            return f"its question differs from that of {held}: {', '.join(other)}"
         return f"{figure(tags)} does not beat {held}"
 
 
 def figure(tags: Tags) -> str:
-    """'certified_acc.0.1 0.4200, at least 0.3775 on 500 images'."""
+    """Return text such as 'certified_acc.0.1 0.4200, at least 0.3775, on 500 images'."""
     headline = tags.get("headline", "?")
     low = tags.get(_low(tags), "?")
     return f"{headline} {tags.get(headline, '?')}, at least {low}, on {tags.get('images', '?')} images"
 
 
 def rank(tags: Tags) -> tuple[bool, float]:
-    """What is compared. A version of earlier code states no lower bound: its share stands for it."""
+    """Return the key to compare by. A version of earlier code states no lower bound: its share is used instead."""
     low = tags.get(_low(tags), tags.get(tags.get("headline", ""), ""))
-    value = facts.number(low)
+    value = version_tags.number(low)
     return _count(tags.get("images")) >= ENOUGH, value if value == value else -1.0
 
 
@@ -161,27 +160,31 @@ def _is_candidate(tags: Tags, question: Tags) -> bool:
 
 
 def _missing(tags: Tags) -> Iterator[str]:
-    """What keeps a version from being a candidate at all."""
-    for tag in (*ASKED, facts.WEIGHTS):
+    """List what keeps a version from being a candidate."""
+    for tag in (*ASKED, version_tags.WEIGHTS):
         if not tags.get(tag):
-            yield f"it does not say its {tag}"
-    shares = [facts.number(tags.get(tag, "")) for tag in (_low(tags), tags.get("headline", ""))]
-    if not shares[0] <= shares[1]:  # nor where one is no number
+            yield f"its tag {tag} is missing"
+    shares = [version_tags.number(tags.get(tag, "")) for tag in (_low(tags), tags.get("headline", ""))]
+    if not shares[0] <= shares[1]:  # also refuses NaN
         yield f"it has no certified share with a lower bound ({_low(tags)})"
     if _count(tags.get("images")) < _wanted(tags):
         yield f"its {tags.get('images', 'unknown')} images are fewer than {IMAGES}={_wanted(tags)}"
 
 
 def _differences(tags: Tags, question: Tags) -> Iterator[str]:
-    """Where it was asked something else. Earlier code does not say of which shards a certificate is."""
+    """List the differences of the questions. Earlier code does not state the shards of a certificate."""
     for tag in ASKED:
         if tag in question and tags.get(tag) != question[tag]:
             yield f"{tag} {tags.get(tag, '?')[:24]} instead of {question[tag][:24]}"
 
 
 def _may_hold(tags: Tags) -> bool:
-    """Earlier code says less than a candidate, and may. Whoever has too few images binds nobody to its question."""
-    share = facts.number(tags.get(tags.get("headline", ""), ""))
+    """Return True if a version may hold the alias.
+
+    Versions of earlier code state less than a candidate and may hold it. A version with too few images does not fix the
+    question.
+    """
+    share = version_tags.number(tags.get(tags.get("headline", ""), ""))
     return share == share and _count(tags.get("images")) >= _wanted(tags)
 
 
@@ -190,7 +193,7 @@ def _wanted(tags: Tags) -> int:
 
 
 def _low(tags: Tags) -> str:
-    return f"{facts.LOW}.{tags.get('headline', '').removeprefix(f'{facts.CERTIFIED}.')}"
+    return f"{version_tags.LOW}.{tags.get('headline', '').removeprefix(f'{version_tags.CERTIFIED}.')}"
 
 
 def _count(text: str | None) -> int:
@@ -198,9 +201,9 @@ def _count(text: str | None) -> int:
 
 
 def _give(client: "MlflowClient", board: Board, winner: str) -> None:
-    """`champion`, unless a hand gave that to a version of another dataset; and the alias of the dataset."""
+    """Set the dataset's alias, and `champion` unless a version of another dataset holds that by hand."""
     client.set_model_version_tag(board.name, winner, BY, board.tags[winner].get(BY, RULE))
     elsewhere = board.overall.get("dataset") != board.tags[winner].get("dataset")
     if not (elsewhere and board.overall.get(BY) == HAND):
         client.set_registered_model_alias(board.name, CHAMPION, winner)
-    client.set_registered_model_alias(board.name, board.alias, winner)  # the last: who holds it has all
+    client.set_registered_model_alias(board.name, board.alias, winner)  # last: its holder then has every alias

@@ -1,6 +1,6 @@
-"""Names and passwords: other processes get them by environment, and nothing is written or sent with them.
+"""Names and passwords: they pass to other processes by environment and are never written or sent.
 
-A command line is shown to everybody on the machine (`ps`); a configuration goes to MLflow, into the hand-over, onto the
+A command line is visible to everyone on the machine (`ps`). A configuration reaches MLflow, the hand-over and the model
 card. Each of these gets it `redacted`.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 URI, BACKEND = "MLFLOW_TRACKING_URI", "MLFLOW_BACKEND_STORE_URI"
 SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 HIDDEN = "***"
-PIPE = "pipe:"  # data.root=pipe:COMMAND: whatever stands in a command may be a secret; the name of its program is none
+PIPE = "pipe:"  # data.root=pipe:COMMAND: anything in a command may be a secret, except the name of its program
 
 _WORD = r"(?:secret|token|passw(?:or)?d|passwd|api[_-]?key|access[_-]?key|credential|signature|authorization)"
 _SECRET = re.compile(_WORD, re.I)  # within the name of a key
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"',;&]+)"
-# What stands before a secret, and the secret.
+# Text before a secret, and the secret.
 _PARTS = [
     re.compile(r"([?&][\w.-]*(?:sig|signature|token|secret|key|keyid|credential|password|auth)=)[^&\s\"']+", re.I),
     re.compile(r"(\b(?:proxy-)?authorization\s*[:=]\s*)(?:(?:bearer|basic|digest|token)\s+)?[^\s\"']+", re.I),
@@ -28,15 +28,15 @@ _PARTS = [
 
 
 def environment(uri: str) -> dict[str, str]:
-    """What lets a process elsewhere reach `uri` as this one does."""
+    """Return the variables that let another process reach `uri` as this one does."""
     return {URI: uri} | {key: os.environ[key] for key in SECRETS if key in os.environ}
 
 
 def without(text: str) -> str:
-    """The text, with no password, signature or token in the URIs, headers and commands that it quotes."""
+    """Return the text without passwords, signatures or tokens in the URIs, headers and commands that it quotes."""
     if PIPE in text:
         text = re.sub(rf"({PIPE}\s*\S+)\s.*", rf"\1 {HIDDEN}", text, flags=re.DOTALL)
-    # user:password@ and token@ of a URI. Both may hold '/', '@' and ':', so that all goes up to the word's last '@'.
+    # user:password@ and token@ of a URI. Both may contain '/', '@' and ':', so match up to the word's last '@'.
     text = re.sub(r"://(?:[^\s/@:]*:\S*|[^\s/]*)@", "://", text)
     for part in _PARTS:
         text = part.sub(rf"\1{HIDDEN}", text)
@@ -44,8 +44,10 @@ def without(text: str) -> str:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """A configuration, or the part of it under the key `name`, as it may leave the process: the same keys, and texts
-    `without` what is secret, or hidden where the key itself says that they are."""
+    """Return a configuration, or its part under the key `name`, in a form that may leave the process.
+
+    The keys stay. Texts are returned `without` secrets, or hidden if the key itself names a secret.
+    """
     if isinstance(value, Mapping):
         return {without(key) if isinstance(key, str) else key: redacted(of, str(key)) for key, of in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""What binds the files of a version: `files.json` holds the digest of each, and a tag holds the digest of files.json.
+"""The digests that bind a version's files: `files.json` holds that of each file, a tag that of files.json.
 
-It is looked at whenever a version is used: after a download, in the cache, and by MLflow's own loader.
+They are checked at every use of a version: after a download, in the cache, and by MLflow's own loader.
 """
 
 import json
@@ -15,7 +15,7 @@ from certizoo.commit import code_sha256, git_commit
 from certizoo.documents import read_json, read_yaml
 from certizoo.files import sha256
 from certizoo.text import plain
-from registry import facts, store
+from registry import store, version_tags
 
 logger = logging.getLogger(__name__)
 FILE = "files.json"
@@ -25,7 +25,7 @@ WEIGHTS = "model.safetensors"
 
 
 def write(folder: Path) -> dict[str, str]:
-    """Add files.json to the files of a version; returns the tags that bind them."""
+    """Add files.json to the files of a version and return the tags that bind them."""
     code = {"sha256": code_sha256(), "git_commit": git_commit()}
     said = {"files": {name: sha256(path) for name, path in _files(folder).items()}, "code": code}
     (folder / FILE).write_text(json.dumps(said, indent=1))
@@ -35,7 +35,7 @@ def write(folder: Path) -> dict[str, str]:
 def verify(folder: Path, tags: Mapping[str, str], what: str) -> None:
     """Raise UserError unless the files in `folder` are those that the tags of `what` bind.
 
-    Earlier code bound the certificate alone, and by it the weights: then the rest is said to be unbound.
+    Earlier code bound the certificate only, and through it the weights; a warning says so.
     """
     if TAG in tags:
         _same_digest(folder, FILE, tags[TAG], what)
@@ -43,16 +43,16 @@ def verify(folder: Path, tags: Mapping[str, str], what: str) -> None:
         return
     if DIGEST in tags:
         _same_digest(folder, CERTIFICATE, tags[DIGEST], what)
-        weights = read_json(folder / CERTIFICATE).get(facts.WEIGHTS)
+        weights = read_json(folder / CERTIFICATE).get(version_tags.WEIGHTS)
         if weights:
             _same_digest(folder, WEIGHTS, weights, what)
-    logger.warning("%s is of earlier code: nothing binds its files to its tags beyond certificate and weights", what)
+    logger.warning("%s was published by earlier code: its tags bind certificate and weights only", what)
 
 
 def verify_loaded(folder: Path) -> None:
-    """The same for the files of a version as MLflow has fetched them, and a line where other code made them.
+    """Check the files of a version as MLflow has fetched them; warn if other code published them.
 
-    The tags are those of the logged model, where the registry of this process knows it.
+    The tags are those of the logged model, if the registry of this process knows it.
     """
     what = str(folder)
     tags = _tags_of(folder)
@@ -60,9 +60,9 @@ def verify_loaded(folder: Path) -> None:
         verify(folder, tags, what)
     elif (folder / FILE).is_file():
         _as_listed(folder, what)
-        logger.warning("%s: no registry here knows this version; its files agree with their own list, no more", what)
+        logger.warning("%s is unknown to this registry; its files agree with their own list only", what)
     else:
-        logger.warning("%s is of earlier code, or incomplete: nothing binds its files", what)
+        logger.warning("%s was published by earlier code, or is incomplete: its files are not bound", what)
     _say_other_code(folder)
 
 
@@ -70,7 +70,7 @@ def _as_listed(folder: Path, what: str) -> None:
     listed: Any = read_json(folder / FILE)
     digests = listed.get("files") if isinstance(listed, dict) else None
     if not isinstance(digests, dict):
-        raise UserError(f"{folder / FILE} is no list of files; remove {folder} and fetch the version again")
+        raise UserError(f"{folder / FILE} is not a list of files; remove {folder} and fetch the version again")
     for name in sorted({*digests, *_files(folder)}):
         _same_digest(folder, name, digests.get(name), what)
 
@@ -79,19 +79,19 @@ def _same_digest(folder: Path, name: str, wanted: str | None, what: str) -> None
     path = folder / name
     if wanted is None or not path.is_file() or path.is_symlink() or sha256(path) != wanted:
         raise UserError(
-            f"{path} is not what was published as {what}; remove {folder} and fetch it again; if that is no help, the "
-            "store holds other files, and the version has to be published anew"
+            f"{path} is not what was published as {what}; remove {folder} and fetch it again; if that does not "
+            "help, the store holds other files: publish the version again"
         )
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """All but the list itself, by their names relative to the folder."""
+    """Return all files but the list itself, by their names relative to the folder."""
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if not path.is_dir()}
     return {name: path for name, path in found.items() if name != FILE}
 
 
 def _tags_of(folder: Path) -> dict[str, str] | None:
-    """Of the logged model that the fetched files say they are; None where no registry here knows it."""
+    """Return the tags of the logged model that the fetched files name; None if no registry here knows it."""
     import mlflow
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException

@@ -1,8 +1,9 @@
-"""What a published version holds: the files of a hand-over folder, and the name of the module that loads them.
+"""The content of a published version: the files of a hand-over folder and the name of the module that loads them.
 
-MLflow's `loader_module` flavour: nothing is pickled, no code lies in the registry, no requirement is inferred. Nor is
-the project itself a requirement: its name is not ours on package indices, where whoever takes it would be run. Who
-serves a version has the project's code; `files.json` names the commit and the digest of that which published it.
+MLflow's `loader_module` flavour: nothing is pickled, the registry holds no code, and no requirement is inferred. The
+project itself is not a requirement either: its name is not registered on package indices, and whoever registered it
+could run code. A server of a version needs the project's code; `files.json` names the commit and digest that published
+it.
 """
 
 import os
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.models import ModelSignature
 
-LIBRARIES = ("torch", "torchvision", "timm", "numpy", "safetensors", "pyyaml")  # what models are built with
+LIBRARIES = ("torch", "torchvision", "timm", "numpy", "safetensors", "pyyaml")  # libraries that models are built with
 FILES = "files"  # name of the published files' folder
-LOCATION = f"data/{FILES}"  # where MLflow puts it inside a logged model
+LOCATION = f"data/{FILES}"  # its place inside a logged model
 SUFFIXES = {".safetensors", ".yaml", ".json", ".md", ".html", ".png", ".svg", ".csv", ".parquet", ".txt"}
-OWN = ("mlflow_spool", "mlflow_refused", "publish_spool", manifest.FILE)  # files of this package, should they lie there
+OWN = ("mlflow_spool", "mlflow_refused", "publish_spool", manifest.FILE)  # files of this package, if they lie there
 
 
 @contextmanager
 def staged(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """(the publishable files of `folder` with files.json among them, the tags that bind them), until the block ends."""
+    """Yield the publishable files of `folder`, with files.json, and the tags that bind them, until the block ends."""
     with tempfile.TemporaryDirectory() as scratch:
         files = stage(folder, Path(scratch) / FILES)
         yield files, manifest.write(files)
@@ -47,9 +48,9 @@ def log_model(
     metrics: Mapping[str, float],
     run_id: str,
 ) -> str:
-    """Log the `staged` files as a model of the run `run_id`; returns the model's id.
+    """Log the `staged` files as a model of the run `run_id` and return the model's id.
 
-    Does what `mlflow.pyfunc.log_model` does, without its global state and without reopening the run.
+    This does what `mlflow.pyfunc.log_model` does, without its global state and without reopening the run.
     """
     import mlflow.pyfunc
     from mlflow.entities import LoggedModelOutput
@@ -77,7 +78,7 @@ def log_model(
 
 
 def requirements() -> list[str]:
-    """The versions that are installed here, without the local part, which no index has."""
+    """Return the installed versions, without the local part, which no index has."""
     found = []
     for library in LIBRARIES:
         try:
@@ -88,11 +89,14 @@ def requirements() -> list[str]:
 
 
 def stage(folder: Path, to: Path) -> Path:
-    """The publishable files of `folder` under one name; linked where the file system can. None lies elsewhere."""
+    """Collect the publishable files of `folder` under one name, as hard links if the file system allows.
+
+    All files must lie in the folder.
+    """
     try:
         checks.inside(folder, ".")
     except ValueError as error:
-        raise UserError(f"{folder} is not published: {error}; put the file itself there") from None
+        raise UserError(f"{folder} is not published: {error}; replace the link by the file itself") from None
     to.mkdir()
     for path in publishable(folder):
         if path.is_dir():
@@ -106,7 +110,7 @@ def stage(folder: Path, to: Path) -> Path:
 
 
 def signature() -> "ModelSignature":
-    """images_BCHW in [0, 1] -> logits_BK, both float32, of any size."""
+    """Return the signature images_BCHW in [0, 1] -> logits_BK, both float32, of any size."""
     import numpy as np
     from mlflow.models import ModelSignature
     from mlflow.types import Schema, TensorSpec
@@ -116,7 +120,7 @@ def signature() -> "ModelSignature":
 
 
 def publishable(folder: Path) -> list[Path]:
-    """Files and subfolders of `folder` that hold data only: no pickles, no code, no spools."""
+    """Return the files and subfolders of `folder` that hold data only: no pickles, no code, no spools."""
 
     def is_data(path: Path) -> bool:
         if path.is_dir():

@@ -1,8 +1,8 @@
-"""Publish a finished run: a registered model version, only ever with its certificate.
+"""Publish a finished run as a registered model version, always with its certificate.
 
-What the certificate says stands in the version's tags and in the metrics of the logged model behind it. The files are
-sent first; the version is made last and in one step, with all its tags. A request for it lies in the run folder from
-before the first step until after the last, so that what was cut off anywhere is finished by `sync`, and made once.
+The certificate's figures become the version's tags and the metrics of the logged model behind it. The files are sent
+first; the version is created last, in one step, with all its tags. A request lies in the run folder from before the
+first step until after the last. `sync` therefore completes an interrupted publication, and only once.
 """
 
 import json
@@ -18,7 +18,7 @@ from certizoo import UserError
 from certizoo.documents import read_json
 from certizoo.files import disk_errors, sha256, write_whole
 from certizoo.locks import locked
-from registry import champion, checks, facts, manifest, package, records, spool, store
+from registry import champion, checks, manifest, package, records, spool, store, version_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -27,15 +27,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[1]
 SPOOL, LOCK = "publish_spool.json", ".publish_spool.lock"
-DIGEST = manifest.DIGEST  # tag: with the run's id, what a version is recognised by
+DIGEST = manifest.DIGEST  # tag: with the run's id, it identifies a version
 TRIAL = "trial"  # tag: a trial of a search has one version, however often it was restarted and sent
 MAX_DESCRIPTION = 5000  # characters, the width of MLflow's column
 
 
 @dataclass(frozen=True)
 class Published:
-    """A registered version, and `why` it is no champion; `version` is None while the publication waits in its spool,
-    `uri`."""
+    """A registered version, and `why` it is not the champion.
+
+    `version` is None while the publication waits in its spool, `uri`.
+    """
 
     name: str
     version: str | None
@@ -46,7 +48,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Request:
-    """Everything a publication needs, as it is spooled."""
+    """Everything that a publication needs, as it is spooled."""
 
     folder: str
     name: str
@@ -77,15 +79,18 @@ def publish(
     """Register the files of `folder` as the next version of `name`; the same certificate of a run only once.
 
     Args:
+        folder: the hand-over, with its certificate.
+        name: of the registered model.
         loader_module: name of an importable module with `_load_pyfunc(folder) -> object with predict(images)`, by
             which `mlflow.pyfunc.load_model` builds the model from the published files.
-        tags: facts of the certificate; must hold `dataset` and the tag named by `headline`, the accuracy in
+        tags: figures of the certificate; must hold `dataset` and the tag named by `headline`, the accuracy in
             [0, 1] that the alias `champion` goes by.
         description: the model card, Markdown.
-        run_id: the run the model comes from, as given by `Tracker.start`; None makes a run for it.
-        run_dir: where the publication is spooled if MLflow is away; by default the parent of `folder`.
+        run_id: the run the model comes from, as given by `Tracker.start`; None creates a run for it.
+        run_dir: where the publication is spooled if MLflow does not answer; by default the parent of `folder`.
 
-    Raises `UserError` without a readable `certificate.json` in `folder`.
+    Raises:
+        UserError: `folder` has no readable `certificate.json`.
     """
     run_dir = Path(run_dir or Path(folder).absolute().parent)
     request = Request(
@@ -104,14 +109,16 @@ def publish(
     target = store.resolve_uri(uri)
     with locked(run_dir / LOCK):
         _send_another_first(run_dir, request.name, target)
-        with disk_errors("make room, then publish again"):
+        with disk_errors("free some space, then publish again"):
             write_whole(run_dir / SPOOL, json.dumps(asdict(request)))
         try:
             return _finish(request, run_dir, target)
         except store.Away as away:
-            logger.warning("%s. %s is kept: publish it by `python -m registry sync %s`", away, run_dir / SPOOL, run_dir)
+            logger.warning(
+                "%s. %s is kept; publish it with `python -m registry sync %s`", away, run_dir / SPOOL, run_dir
+            )
             return Published(name, None, str(run_dir / SPOOL), champion=False)
-        except store.Full:  # the same again, or `sync`, finishes it
+        except store.Full:  # repeating the command, or `sync`, completes it
             raise
         except UserError:
             (run_dir / SPOOL).unlink()
@@ -119,7 +126,7 @@ def publish(
 
 
 def sync(run_dir: Path, uri: str | None = None) -> Published | None:
-    """Perform the publication that waits in a run folder; None if none waits."""
+    """Perform the publication that waits in a run folder; return None if none waits."""
     if not waiting(run_dir):
         return None
     request = load(run_dir)
@@ -132,24 +139,27 @@ def sync(run_dir: Path, uri: str | None = None) -> Published | None:
 
 
 def waiting(run_dir: Path) -> bool:
-    """Whether a version of this run is still to be published."""
+    """Return True if a version of this run is still to be published."""
     spool.refuse_links(run_dir, SPOOL, f"{SPOOL}.part")
     return (run_dir / SPOOL).is_file()
 
 
 def meant_for(run_dir: Path) -> str | None:
-    """The server that a waiting request names: to be shown, and compared."""
+    """Return the server that a waiting request names, to be shown and compared."""
     return store.public(load(run_dir).uri) if waiting(run_dir) else None
 
 
 def load(run_dir: Path) -> Request:
-    """The request that waits in a run folder, which may come from somebody else. Raises UserError where it is none."""
+    """Return the request that waits in a run folder, which may come from someone else.
+
+    Raises UserError if it is invalid.
+    """
     path = run_dir / SPOOL
     found = read_json(path)
     try:
         wanted = {field.name for field in fields(Request)}
         if not isinstance(found, dict) or set(found) != wanted:
-            raise ValueError(f"of its keys these are wrong or missing: {', '.join(sorted(wanted ^ set(found)))[:80]}")
+            raise ValueError(f"these keys are wrong or missing: {', '.join(sorted(wanted ^ set(found)))[:80]}")
         for key in ("folder", "name", "loader_module", "description", "experiment", "headline", "uri"):
             if not isinstance(found[key], str) or (key != "description" and len(found[key]) > checks.MAX_TEXT):
                 raise ValueError(f"{key} is no text")
@@ -157,7 +167,7 @@ def load(run_dir: Path) -> Request:
         checks.mapping(found["tags"], "tags", str)
         checks.mapping(found["metrics"], "metrics", (int, float))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is no publication of ours ({error}); remove it and publish again") from None
+        raise UserError(f"{path} is not a valid publication ({error}); remove it and publish again") from None
     return Request(**found)
 
 
@@ -168,30 +178,30 @@ def check(request: Request, run_dir: Path) -> None:
     except ValueError as error:
         raise UserError(f"{run_dir} has nothing to publish: {error}") from None
     if not certificate.is_file():
-        raise UserError(f"{certificate} is missing: a run without a certificate is not published; certify it first")
+        raise UserError(f"{certificate} is missing, and only certified runs are published; certify the run first")
     said = read_json(certificate)
     weights = certificate.with_name(manifest.WEIGHTS)
-    if not isinstance(said, dict) or not weights.is_file() or said.get(facts.WEIGHTS) != sha256(weights):
-        raise UserError(f"{certificate} is not of the weights beside it; certify these again")
+    if not isinstance(said, dict) or not weights.is_file() or said.get(version_tags.WEIGHTS) != sha256(weights):
+        raise UserError(f"{certificate} does not belong to the weights beside it; certify them again")
     if not re.fullmatch(r"(?=.*\w)[\w.-]{1,100}", request.name, re.ASCII):
         raise UserError(f"registered model name {request.name[:80]!r}: use up to 100 letters, digits, '_', '-' and '.'")
     if not _is_ours(request.loader_module):
-        raise UserError(f"loader_module {request.loader_module!r} is no module of the project; name one")
+        raise UserError(f"loader_module {request.loader_module!r} is not a module of the project; name one")
     for tag in ("dataset", request.headline):
         if tag not in request.tags:
             raise UserError(f"tag {tag!r} is missing from the publication of {request.name}; add it to tags")
-    if (wrong := facts.contradiction(request.tags, said)) is not None:
-        raise UserError(f"{run_dir / request.folder} is not published: its tag {wrong}; certify it again")
+    if (wrong := version_tags.contradiction(request.tags, said)) is not None:
+        raise UserError(f"{run_dir / request.folder} is not published because its tag {wrong}; certify it again")
 
 
 def _is_ours(module: str) -> bool:
-    """A file of the project; found without importing anything."""
+    """Return True for a module of the project; nothing is imported to find out."""
     words = re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", module, re.ASCII)
     return words is not None and (ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
 
 
 def _send_another_first(run_dir: Path, name: str, uri: str) -> None:
-    """A publication under another name that still waits: the next would take its place in the folder."""
+    """Send a waiting publication under another name first: the next would replace it in the folder."""
     if waiting(run_dir) and (earlier := load(run_dir)).name != name:
         check(earlier, run_dir)
         _finish(earlier, run_dir, uri)
@@ -213,9 +223,9 @@ def _send(request: Request, run_dir: Path, uri: str) -> Published:
         digest = sha256(folder / manifest.CERTIFICATE)
         run_id = _run(client, request, digest)
         version = _find(client, request, run_id, digest) or _create(client, request, folder, run_id, digest)
-        standing = champion.crown(client, request.name, str(version.version))
+        standing = champion.elect_champion(client, request.name, str(version.version))
     if not standing.is_champion:
-        logger.info("%s/%s is no champion: %s", request.name, version.version, standing.why)
+        logger.info("%s/%s is not the champion: %s", request.name, version.version, standing.why)
     return Published(
         request.name,
         str(version.version),
@@ -226,7 +236,7 @@ def _send(request: Request, run_dir: Path, uri: str) -> Published:
 
 
 def _run(client: "MlflowClient", request: Request, digest: str) -> str:
-    """MLflow's id of the request's run; a run of its own if it has none."""
+    """Return MLflow's id of the request's run; create a run if the request has none."""
     experiment = store.experiment_id(client, request.experiment)
     run_id = records.find_run(client, experiment, request.run_id or records.PENDING + digest)
     if run_id is None and request.run_id:
@@ -239,8 +249,11 @@ def _run(client: "MlflowClient", request: Request, digest: str) -> str:
 
 
 def _find(client: "MlflowClient", request: Request, run_id: str, digest: str) -> "ModelVersion | None":
-    """The version that this publication has made already. Where two writers each made one (on different machines, or
-    because a lost answer made MLflow's client ask again), the first stays and the others are deleted."""
+    """Return the version that this publication has already made.
+
+    Two writers may each have made one, on different machines or because MLflow's client repeated a request. The first
+    stays and the others are deleted.
+    """
 
     def same(v: "ModelVersion") -> bool:
         trial = request.tags.get(TRIAL)
@@ -262,7 +275,7 @@ def _delete(client: "MlflowClient", version: "ModelVersion") -> None:
         client.delete_model_version(version.name, version.version)
     except MlflowException as error:
         if not store.is_refusal(error):
-            raise  # else the other writer was faster
+            raise  # otherwise the other writer was faster
 
 
 def _create(client: "MlflowClient", request: Request, folder: Path, run_id: str, digest: str) -> "ModelVersion":
@@ -298,6 +311,6 @@ def _create(client: "MlflowClient", request: Request, folder: Path, run_id: str,
 
 
 def shorten(description: str) -> str:
-    """A model card that MLflow's limit for descriptions leaves whole, or its beginning."""
+    """Return the model card, cut to MLflow's limit for descriptions."""
     rest = "\n\n... (the whole card is in the file card.md)"
     return description if len(description) <= MAX_DESCRIPTION else description[: MAX_DESCRIPTION - len(rest)] + rest

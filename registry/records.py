@@ -1,12 +1,12 @@
-"""A tracked run is a list of records, each a JSON object; `send` gives one to MLflow.
+"""A tracked run as a list of records, each a JSON object; `send` passes one to MLflow.
 
     {"kind": "start", "experiment", "run_name", "params", "run_id", "key", "time", "uri"}
     {"kind": "metrics", "rows": [[name, value, time, step], ...]}
     {"kind": "artifacts", "folder", "path"}
     {"kind": "finish", "status", "time"}
 
-Times are milliseconds since 1970. A record sent twice changes nothing: a run is found again by its key, MLflow
-keeps equal metric rows once, and files overwrite themselves. So a record whose answer was lost is sent again.
+Times are milliseconds since 1970. Sending a record twice changes nothing: a run is found again by its key, MLflow keeps
+equal metric rows once, and files overwrite themselves. So a record whose answer was lost is sent again.
 """
 
 import logging
@@ -35,12 +35,12 @@ def now() -> int:
 
 
 def clean_name(name: str) -> str:
-    """A metric, parameter or tag name as MLflow takes it."""
+    """Return a metric, parameter or tag name that MLflow accepts."""
     return re.sub(r"[^\w./: -]", "_", name)[:MAX_NAME]
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """`{"train": {"epochs": 3}}` -> `{"train.epochs": "3"}`, values cut to MLflow's limit, without secrets."""
+    """Flatten `{"train": {"epochs": 3}}` to `{"train.epochs": "3"}`, values cut to MLflow's limit, without secrets."""
     flat: dict[str, str] = {}
     for key, value in credentials.redacted(params).items():
         if isinstance(value, Mapping) and value:
@@ -52,9 +52,9 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def send(client: "MlflowClient", run_id: str | None, record: Record, base: Path) -> str:
-    """Send one record of the run `run_id` (None before its start); folders are inside of `base`.
+    """Send one record of the run `run_id` (None before its start) and return the run's id; folders lie in `base`.
 
-    Returns the run's id. Raises MLflow's exceptions, and ValueError for artifacts that are gone or lie outside.
+    Raises MLflow's exceptions, and ValueError for artifacts that are missing or lie outside.
     """
     if record["kind"] == "start":
         return open_run(client, record)
@@ -77,27 +77,30 @@ def open_run(client: "MlflowClient", record: Record) -> str:
         client.update_run(run_id, status="RUNNING")
     else:
         if record["run_id"]:
-            logger.warning("MLflow does not know run %s: a new one begins", record["run_id"])
+            logger.warning("MLflow does not know run %s; starting a new one", record["run_id"])
         run_id = create_run(client, experiment, record["key"], record["run_name"], record["time"])
     log_params(client, run_id, record["params"])
     return run_id
 
 
 def create_run(client: "MlflowClient", experiment: str, key: str, name: str, at: int | None = None) -> str:
-    """The one run of the key. Two machines may create it at once, and MLflow's client repeats a request whose answer
-    was lost: who finds another run beside the one that it made deletes its own, and takes the other."""
+    """Return the only run of the key, creating it if needed.
+
+    Two machines may create it at once, and MLflow's client repeats a request whose answer was lost. A writer that finds
+    another run besides its own deletes its own and takes the other.
+    """
     while True:
         own = client.create_run(experiment, at, {KEY: key}, name).info.run_id
         if _of_key(client, experiment, key) == [own]:
             return own
         client.delete_run(own)
-        time.sleep(random.random())  # both may have yielded
+        time.sleep(random.random())  # both may have deleted theirs
         if (found := find_run(client, experiment, PENDING + key)) is not None:
             return found
 
 
 def find_run(client: "MlflowClient", experiment: str, run_id: str) -> str | None:
-    """MLflow's id of a run given by that id or as `spool-KEY`; None if MLflow has no such run."""
+    """Return MLflow's id of a run given by that id or as `spool-KEY`; None if MLflow has no such run."""
     from mlflow.exceptions import MlflowException
 
     if run_id.startswith(PENDING):
@@ -112,7 +115,7 @@ def find_run(client: "MlflowClient", experiment: str, run_id: str) -> str | None
 
 
 def _of_key(client: "MlflowClient", experiment: str, key: str) -> list[str]:
-    """The runs of a key, in an order that everybody sees alike."""
+    """Return the runs of a key, in the same order for every writer."""
     found = client.search_runs([experiment], f"tags.{KEY} = '{key}'")
     return sorted(run.info.run_id for run in found)
 

@@ -1,4 +1,4 @@
-"""Choose and order versions by their facts: `registry list --where dataset=cifar10 --sort certified_acc.0.141`."""
+"""Choose and order versions by their tags: `registry list --where dataset=cifar10 --sort certified_acc.0.141`."""
 
 import math
 import operator
@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 from certizoo import UserError
 from certizoo.nearest import choices
-from registry import facts
+from registry import version_tags
 from registry.browse import Version
 
 
 def select(found: Iterable[Version], where: Sequence[str] = (), sort: str | None = None) -> list[Version]:
-    """Those versions of which every condition is true (`dataset=cifar10`, `certified_acc.0.1>=0.5`, also != and <=),
-    by the fact `sort`: numbers from the best, texts by the alphabet, versions without it last."""
+    """Return the versions that meet every condition, ordered by the tag `sort`.
+
+    Conditions are `dataset=cifar10`, `certified_acc.0.1>=0.5`, also != and <=. Numbers are sorted from the best, texts
+    alphabetically, versions without the tag last.
+    """
     conditions = [_condition(text) for text in where]
     kept = [version for version in found if all(holds(version) for holds in conditions)]
     if sort is None:
@@ -25,7 +28,7 @@ def select(found: Iterable[Version], where: Sequence[str] = (), sort: str | None
 
 
 def fact(version: Version, key: str) -> str:
-    """A tag, or name, version, alias; '' where there is none. `certified_acc.0.141` finds the tag of 36/255."""
+    """Return a tag, or name, version, alias; '' if there is none. `certified_acc.0.141` finds the tag of 36/255."""
     own = {"name": version.name, "version": version.version, "alias": " ".join(version.aliases)}
     known = own | version.tags
     return known[key] if key in known else next((v for tag, v in version.tags.items() if _same_radius(tag, key)), "")
@@ -34,13 +37,13 @@ def fact(version: Version, key: str) -> str:
 def _condition(text: str) -> Callable[[Version], bool]:
     match = re.fullmatch(r"([^=<>!]+?)\s*(!=|>=|<=|=)\s*(.+)", text.strip())
     if match is None:
-        raise UserError(f"{text!r} is no condition; write KEY=VALUE, KEY!=VALUE, KEY>=NUMBER or KEY<=NUMBER")
+        raise UserError(f"{text!r} is not a condition; write KEY=VALUE, KEY!=VALUE, KEY>=NUMBER or KEY<=NUMBER")
     key, sign, wanted = match.groups()
     if sign in ("=", "!="):
         return lambda version: _equal(fact(version, key), wanted) == (sign == "=")
     limit = _number(wanted)
     if limit is None:
-        raise UserError(f"{text!r}: {wanted!r} is no number")
+        raise UserError(f"{text!r}: {wanted!r} is not a number")
     compare = operator.ge if sign == ">=" else operator.le
 
     def holds(version: Version) -> bool:
@@ -51,7 +54,7 @@ def _condition(text: str) -> Callable[[Version], bool]:
 
 
 def _equal(have: str, wanted: str) -> bool:
-    """The same text, number, or one word of several (aliases)."""
+    """Return True for the same text, number, or one word of several (aliases)."""
     number = _number(wanted)
     return have == wanted or wanted in have.split() or (number is not None and _number(have) == number)
 
@@ -62,9 +65,11 @@ def _order(value: str) -> tuple[int, float, str]:
 
 
 def _same_radius(tag: str, key: str) -> bool:
-    """`certified_acc.0.141` is `certified_acc.0.141176`, and `certified_acc.linf.0.0157` is of 4/255: the same name and
-    norm, and radii within half a percent."""
-    (*name, radius), (*wanted, typed) = facts.parts(tag), facts.parts(key)
+    """Return True for the same name and norm, and radii within half a percent.
+
+    `certified_acc.0.141` is `certified_acc.0.141176`, and `certified_acc.linf.0.0157` is of 4/255.
+    """
+    (*name, radius), (*wanted, typed) = version_tags.parts(tag), version_tags.parts(key)
     a, b = _number(radius), _number(typed)
     return name == wanted and a is not None and b is not None and math.isclose(a, b, rel_tol=0.005)
 

@@ -1,11 +1,11 @@
-"""What could not be sent to MLflow, kept in the run folder until `python -m registry sync` sends it.
+"""Records that could not be sent to MLflow, kept in the run folder until `python -m registry sync` sends them.
 
-`mlflow_spool.jsonl` holds one record a line (see `records.py`) and begins with a start record;
-`mlflow_spool.state.json` says what was already sent. What MLflow refuses, and what is no record of ours, goes to
-`mlflow_refused.jsonl`, so that one bad row does not hold up the others.
+`mlflow_spool.jsonl` holds one record per line (see `records.py`) and begins with a start record;
+`mlflow_spool.state.json` states what was already sent. Records that MLflow refuses, and lines that are not records, go
+to `mlflow_refused.jsonl`, so that one bad row does not block the others.
 
-A run folder may come from somebody else. Its spool is sent to the server of the person who sends it, whatever it says
-of one, and nothing is sent that lies outside of the run folder. One process sends a spool at a time.
+A run folder may come from someone else. Its spool is sent to the server of the person who sends it, whatever server it
+names, and nothing outside the run folder is sent. One process sends a spool at a time.
 """
 
 import json
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SPOOL, STATE, REFUSED = "mlflow_spool.jsonl", "mlflow_spool.state.json", "mlflow_refused.jsonl"
 LOCK = ".mlflow_spool.lock"
-MAX_LINE = 2**22  # bytes; a start record with a thousand parameters is half of it
-KEPT = 2000  # characters of a line that is no record
+MAX_LINE = 2**22  # bytes; a start record with a thousand parameters is half as long
+KEPT = 2000  # characters of a line that is not a record
 
 
 class State(TypedDict):
-    """What was sent: up to byte `offset` of the spool, into the run `run_id`, at `uri`."""
+    """The progress of sending: up to byte `offset` of the spool, into the run `run_id`, at `uri`."""
 
     run_id: str | None
     offset: int
@@ -40,7 +40,7 @@ class State(TypedDict):
 
 
 def append(run_dir: Path, record: records.Record, file: str = SPOOL) -> None:
-    """Add one record. A line torn by a crash is ended first, so that it spoils no other."""
+    """Add one record. A line torn by a crash is ended first, so that it damages no other."""
     line = json.dumps(record).encode() + b"\n"
     with store.locked(run_dir), open(run_dir / file, "ab+", opener=no_link) as stream:
         if stream.tell():
@@ -54,7 +54,7 @@ def waiting(run_dir: Path) -> bool:
 
 
 def meant_for(run_dir: Path) -> str | None:
-    """The server that the spool names: to be shown, and compared."""
+    """Return the server that the spool names, to be shown and compared."""
     for line, _ in _lines(run_dir, 0) if waiting(run_dir) else ():
         record = _parsed(line)
         if isinstance(record, dict) and record.get("kind") == "start":
@@ -63,10 +63,14 @@ def meant_for(run_dir: Path) -> str | None:
 
 
 def sync(run_dir: Path, uri: str | None = None, *, wait: bool = True) -> str | None:
-    """Send the spool of a run folder in order; returns MLflow's id of its run (None if it never had a spool).
+    """Send the spool of a run folder in order; return MLflow's id of its run (None if it never had a spool).
 
-    May be interrupted and run again: no row is doubled. Raises `store.Away` if MLflow still does not answer, and
-    UserError if the spool is for another server than this person's (give `uri`), or, unless we `wait`, is being sent.
+    May be interrupted and run again: no row is doubled.
+
+    Raises:
+        store.Away: MLflow still does not answer.
+        UserError: the spool is for another server than this person's (give `uri`), or is being sent and `wait` is
+            False.
     """
     refuse_links(run_dir, SPOOL, STATE, f"{STATE}.part", REFUSED)
     if not waiting(run_dir):
@@ -80,13 +84,13 @@ def sync(run_dir: Path, uri: str | None = None, *, wait: bool = True) -> str | N
 
 
 def refuse(run_dir: Path, record: records.Record, error: Exception) -> None:
-    """Set aside a record that MLflow will never take."""
+    """Set aside a record that MLflow will never accept."""
     append(run_dir, record, REFUSED)
     logger.warning("MLflow refused a record, set aside in %s: %s", run_dir / REFUSED, plain(store.reason(error)))
 
 
 def refuse_links(run_dir: Path, *names: str) -> None:
-    """A folder from elsewhere may hold links in the place of our files: to write there would be to write anywhere."""
+    """Refuse links in place of our files: writing through them could write anywhere."""
     for name in names:
         if (run_dir / name).is_symlink():
             raise UserError(f"{run_dir / name} is a link; remove it")
@@ -125,7 +129,7 @@ def _send(client: "MlflowClient", run_id: str | None, record: records.Record, ru
 
 
 def _record(run_dir: Path, line: bytes) -> records.Record | None:
-    """The record of a line; None for one that is none, which is set aside."""
+    """Return the record of a line; set the line aside and return None if it is not a record."""
     try:
         if len(line) > MAX_LINE:
             raise ValueError(f"longer than {MAX_LINE} bytes")
@@ -133,13 +137,13 @@ def _record(run_dir: Path, line: bytes) -> records.Record | None:
         checks.record(found)
     except ValueError as error:
         append(run_dir, {"why": str(error), "line": line[:KEPT].decode("utf-8", "replace")}, REFUSED)
-        logger.warning("%s: a line is no record (%s), set aside in %s", run_dir / SPOOL, plain(str(error)), REFUSED)
+        logger.warning("%s: a line is not a record (%s), set aside in %s", run_dir / SPOOL, plain(str(error)), REFUSED)
         return None
     return dict(found)
 
 
 def _parsed(line: bytes) -> Any:
-    """What a line says; None where it is no JSON: torn by a crash, or never ours."""
+    """Parse a line; return None if it is not JSON, such as a line torn by a crash."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -147,7 +151,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _lines(run_dir: Path, offset: int) -> Iterator[tuple[bytes, int]]:
-    """Lines from a byte offset on, each with the offset behind it; of one longer than MAX_LINE, its head."""
+    """Iterate over lines from a byte offset on, each with the offset after it; a line over MAX_LINE is cut."""
     with open(run_dir / SPOOL, "rb", opener=no_link) as stream:
         stream.seek(offset)
         while line := stream.readline(MAX_LINE + 1):
@@ -158,7 +162,7 @@ def _lines(run_dir: Path, offset: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _load_state(run_dir: Path) -> State:
-    """Of a file that is no state: as if nothing had been sent, which doubles nothing."""
+    """Read the state; an invalid file counts as nothing sent, which doubles nothing."""
     try:
         state = json.loads((run_dir / STATE).read_text())
         checks.run_id(state["run_id"])
@@ -170,7 +174,7 @@ def _load_state(run_dir: Path) -> State:
 
 
 def _remove(run_dir: Path, state: State, *, finished: bool) -> None:
-    """Delete a spool that was sent to its end. The state stays while the run may still add to it."""
+    """Delete a spool that was sent completely. The state stays while the run may still add to it."""
     with store.locked(run_dir):
         if (run_dir / SPOOL).stat().st_size > state["offset"]:
             return

@@ -1,7 +1,7 @@
-"""Where MLflow keeps its rows and files, and the client that talks to it.
+"""The location of MLflow's rows and files, and the client that connects to it.
 
-A project without a server uses `mlflow.db` (SQLite) and `mlartifacts/` in the current folder; an explicit
-`uri` comes first, then the environment variable MLFLOW_TRACKING_URI.
+A project without a server uses `mlflow.db` (SQLite) and `mlartifacts/` in the current folder. An explicit `uri` has
+priority, then the environment variable MLFLOW_TRACKING_URI.
 """
 
 import errno
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SQLITE = "sqlite:///"
 DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    # MLflow's own defaults wait several minutes for a server that is away. Training must not.
+    # MLflow's own defaults wait several minutes for a server that does not answer. Training must not.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -31,10 +31,10 @@ DEFAULTS = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_UV_AUTO_DETECT": "false",
 }
-# MLflow's answers that no repetition will change; anything else counts as "away, try again later".
+# Errors of MLflow that repetition does not change; any other counts as "does not answer, try again later".
 REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
 
-FOREIGN_NAME = "Invalid Host header"  # of MLflow, where a request calls it by a name that it was not told
+FOREIGN_NAME = "Invalid Host header"  # MLflow's answer to a request under a host name that it was not told
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -43,11 +43,11 @@ class Away(UserError):
 
 
 class Full(UserError):
-    """A file of ours could not be written."""
+    """One of our files could not be written."""
 
 
 def use_defaults() -> None:
-    """Set the environment before the first `import mlflow`; what the person has set stays."""
+    """Set the environment before the first `import mlflow`; variables that the user has set stay."""
     for key, value in DEFAULTS.items():
         os.environ.setdefault(key, value)
     logging.getLogger("alembic").setLevel(logging.WARNING)  # one line per migration of a fresh database
@@ -55,13 +55,13 @@ def use_defaults() -> None:
 
 
 def resolve_uri(uri: str | None = None) -> str:
-    """The tracking URI: the argument, else MLFLOW_TRACKING_URI, else `mlflow.db` in the current folder."""
+    """Return the tracking URI: the argument, else MLFLOW_TRACKING_URI, else `mlflow.db` in the current folder."""
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}mlflow.db"
     return f"{SQLITE}{database(uri)}" if uri.startswith(SQLITE) else uri
 
 
 def database(uri: str) -> Path:
-    """The file of a SQLite URI, absolute."""
+    """Return the absolute path of a SQLite URI's file."""
     return Path(uri.removeprefix(SQLITE)).absolute()
 
 
@@ -70,22 +70,22 @@ def is_server(uri: str) -> bool:
 
 
 def artifact_root(uri: str) -> Path | None:
-    """The local artifact folder of a resolved URI; None where a server decides."""
+    """Return the local artifact folder of a resolved URI; None if a server decides."""
     if is_server(uri):
         return None
     return (database(uri).parent if uri.startswith(SQLITE) else Path.cwd()) / "mlartifacts"
 
 
 def public(uri: str) -> str:
-    """The URI without user name and password: fit for a message or a file."""
+    """Return the URI without user name and password, fit for a message or a file."""
     return credentials.without(uri)
 
 
 def agreed_uri(uri: str | None, meant_for: str | None, run_dir: Path) -> str:
-    """Where what waits in `run_dir` is sent: to `uri`, else to this person's server (MLFLOW_TRACKING_URI, the default).
+    """Return the server for the records in `run_dir`: `uri`, else this person's (MLFLOW_TRACKING_URI, the default).
 
-    A spool may come from somebody else: the server that it was `meant_for` decides nothing. But where nobody has said
-    where, and it was meant for another than the default, the person is asked.
+    A spool may come from someone else, so the server that it was `meant_for` decides nothing. If no server was named
+    and the spool was meant for another than the default, an error asks for one.
     """
     target = resolve_uri(uri)
     said = uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -98,7 +98,7 @@ def agreed_uri(uri: str | None, meant_for: str | None, run_dir: Path) -> str:
 
 
 def connect(uri: str | None = None) -> "MlflowClient":
-    """A client for `uri`. A SQLite database is created here, by one process at a time."""
+    """Return a client for `uri`. A SQLite database is created here, by one process at a time."""
     use_defaults()
     from mlflow import MlflowClient
 
@@ -113,7 +113,10 @@ def connect(uri: str | None = None) -> "MlflowClient":
 
 
 def experiment_id(client: "MlflowClient", name: str) -> str:
-    """The id of the experiment `name`, created once. (`mlflow.set_experiment`, raced, logs to "Default".)"""
+    """Return the id of the experiment `name`, created once.
+
+    In a race, `mlflow.set_experiment` logs to "Default".
+    """
     from mlflow.exceptions import MlflowException
 
     root = artifact_root(client.tracking_uri)
@@ -132,24 +135,24 @@ def experiment_id(client: "MlflowClient", name: str) -> str:
 
 
 def is_refusal(error: Exception) -> bool:
-    """True if sending again cannot help: MLflow said no, the file to send is gone, or we refuse it ourselves."""
+    """Return True if sending again cannot help: MLflow refused, the file is missing, or we refuse it ourselves."""
     return isinstance(error, FileNotFoundError | ValueError) or getattr(error, "error_code", None) in REFUSALS
 
 
 def reason(error: Exception) -> str:
-    """Why, in a few words: of a failed connection the system's own, else the first line of the message."""
+    """Return the reason in a few words: the system's own for a failed connection, else the message's first line."""
     system = re.search(r"\[Errno -?\d+\] [\w ]+|[Rr]ead timed out|[Cc]onnect timeout", str(error))
     return system[0] if system else credentials.without(next(iter(str(error).splitlines()), type(error).__name__))[:300]
 
 
 def trouble(uri: str, error: Exception) -> str:
-    """What is wrong with a server that does not serve."""
+    """Describe the fault of a server that does not serve."""
     if FOREIGN_NAME in str(error):
         return (
             f"MLflow at {public(uri)} answers, but not to that name: on its machine set MLFLOW_SERVER_ALLOWED_HOSTS to "
             "its names as clients call it (mlflow server --allowed-hosts), or call it by its private address"
         )
-    return f"MLflow at {public(uri)} is away ({reason(error)})"
+    return f"MLflow at {public(uri)} does not answer ({reason(error)})"
 
 
 @contextmanager
@@ -163,7 +166,7 @@ def one_line(uri: str) -> Iterator[None]:
     except (MlflowException, SQLAlchemyError, OSError) as error:
         if isinstance(error, OSError) and error.errno in FULL:
             where = error.filename or "a file"
-            raise Full(f"{where} cannot be written ({error.strerror}); make room, then do the same again") from error
+            raise Full(f"{where} cannot be written ({error.strerror}); free some space, then try again") from error
         if is_refusal(error):
             raise UserError(f"MLflow at {public(uri)} refuses: {reason(error)}") from error
         raise Away(f"{trouble(uri, error)}; start it, or name another by --uri or MLFLOW_TRACKING_URI") from error
@@ -179,14 +182,14 @@ def as_global(uri: str) -> Iterator[None]:
     try:
         yield
     finally:
-        mlflow.set_tracking_uri(before)  # which also writes the variable
+        mlflow.set_tracking_uri(before)  # this also writes the variable
         os.environ.pop("MLFLOW_TRACKING_URI", None)
         if variable is not None:
             os.environ["MLFLOW_TRACKING_URI"] = variable
 
 
 def every(page: Any, **query: Any) -> Iterator[Any]:
-    """All results of a paged search method of the client."""
+    """Iterate over all results of a paged search method of the client."""
     token = None
     while True:
         results = page(**query, page_token=token)
@@ -198,10 +201,10 @@ def every(page: Any, **query: Any) -> Iterator[Any]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Exclude other processes that lock the same folder; the system frees the lock of a dead process."""
+    """Exclude other processes that lock the same folder; the system releases the lock of a dead process."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some network file systems have no locks: go on without
+        with suppress(OSError):  # some network file systems have no locks: continue without
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:

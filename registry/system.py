@@ -1,17 +1,17 @@
-"""What the machine does, as MLflow measures and names it: "system/cpu_utilization_percentage", ... .
+"""System metrics as MLflow measures and names them: "system/cpu_utilization_percentage", ...
 
-MLflow's own thread would send these itself, past the spool that keeps a run alive while MLflow is away; so its monitors
-are read here and the numbers go the way of all metrics. A reading takes 0.2 ms on CPU.
+MLflow's own thread would send these itself and bypass the spool that keeps a run alive while MLflow does not answer. So
+its monitors are read here, and the numbers are sent like all other metrics. A reading takes 0.2 ms on CPU.
 """
 
 from contextlib import suppress
 from typing import Any
 
-PREFIX = "system/"  # what MLflow's page shows under "System metrics"
+PREFIX = "system/"  # MLflow's page shows these under "System metrics"
 
 
 class SystemMetrics:
-    """CPU, memory, disk, network, and NVIDIA GPUs where `nvidia-ml-py` is installed."""
+    """CPU, memory, disk, network, and NVIDIA GPUs if `nvidia-ml-py` is installed."""
 
     def __init__(self) -> None:
         from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
@@ -24,7 +24,7 @@ class SystemMetrics:
             self._monitors.append(GPUMonitor())
 
     def read(self) -> dict[str, float]:
-        """The numbers now; network traffic is what was sent and received since the run began."""
+        """Return the current values; network traffic is the total since the run began."""
         values: dict[str, float] = {}
         for monitor in self._monitors:
             monitor.collect_metrics()

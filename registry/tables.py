@@ -1,4 +1,4 @@
-"""What the commands of the registry print. Whatever comes from the registry is text: no markup, nothing that acts."""
+"""Output of the registry's commands. Text from the registry is printed without markup or control characters."""
 
 from collections.abc import Sequence
 
@@ -7,19 +7,19 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from certizoo.text import plain
-from registry import facts
+from registry import version_tags
 from registry.browse import Version
 from registry.select import fact
 
 FACTS = ("dataset", "attention", "penalty", "method", "clean_acc")
 OWN = ("certificate_sha256", "files_sha256", "code_sha256", "weights_sha256", "certizoo", "git_commit", "trial",
-       "search")  # never the same, and no result  # fmt: skip
+       "search")  # always different, and not results  # fmt: skip
 MAX_CARD = 5000
 
 
 def versions(found: Sequence[Version]) -> Table:
-    """A row each, with what is certified of it."""
-    radii = sorted({tag for v in found for tag in v.tags if tag.startswith(f"{facts.CERTIFIED}.")}, key=_radius)
+    """Return a table with one row per version and its certified shares."""
+    radii = sorted({tag for v in found for tag in v.tags if tag.startswith(f"{version_tags.CERTIFIED}.")}, key=_radius)
     table = _table("name", "version", "alias", *(key.removesuffix("_acc") for key in FACTS), *radii)
     for v in found:
         cells = (v.name, v.version, " ".join(v.aliases), *(fact(v, tag) for tag in (*FACTS, *radii)))
@@ -28,7 +28,7 @@ def versions(found: Sequence[Version]) -> Table:
 
 
 def tags(version: Version) -> Table:
-    """All tags of one version."""
+    """Return a table of all tags of one version."""
     table = _table("tag", "value")
     table.title = _text(f"{version.name}/{version.version} {' '.join('@' + alias for alias in version.aliases)}")
     for tag, value in sorted(version.tags.items()):
@@ -37,13 +37,13 @@ def tags(version: Version) -> Table:
 
 
 def card(version: Version) -> Markdown:
-    """The description. Its links show where they lead, instead of leading there."""
+    """Return the description. Its links are printed as text instead of being clickable."""
     lines = version.description[:MAX_CARD].split("\n")
     return Markdown("\n".join(map(plain, lines)), hyperlinks=False)
 
 
 def comparison(found: Sequence[Version]) -> Table:
-    """A column each; what differs is bold, and the rows that differ come first."""
+    """Return a table with one column per version; differing rows come first, in bold."""
     table = _table("tag", *(f"{v.name}/{v.version}" for v in found))
     keys = sorted({key for v in found for key in v.tags})
     rows = [(key, [v.tags.get(key, "") for v in found]) for key in keys]
@@ -62,8 +62,8 @@ def _text(value: str, style: str = "") -> Text:
 
 
 def _radius(tag: str) -> tuple[str, float, str]:
-    """Sort key: by the norm, then by the number at the end, other texts last."""
-    _, norm, eps = facts.parts(tag)
+    """Return a sort key: by the norm, then by the number at the end, other texts last."""
+    _, norm, eps = version_tags.parts(tag)
     try:
         return norm, float(eps), tag
     except ValueError:

@@ -1,6 +1,6 @@
 """Tracking of one training run. Rank 0 only: one run, one tracker.
 
-Training never fails or hangs because of MLflow: what cannot be sent is spooled in the run folder, in order.
+Training never fails or hangs because of MLflow: records that cannot be sent are spooled in the run folder, in order.
 """
 
 import logging
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Sends a run's parameters, metrics and files to MLflow, or spools them in `run_dir`.
+    """A tracker that sends a run's parameters, metrics and files to MLflow, or spools them in `run_dir`.
 
-    `flush_seconds`: metrics are sent in batches of that age. `retry_seconds`: the first pause before a server
-    that was away is tried again; it doubles each time.
+    `flush_seconds` is the age at which batched metrics are sent. `retry_seconds` is the first pause before a server
+    that did not answer is tried again; it doubles each time.
     """
 
     def __init__(
@@ -59,27 +59,29 @@ class Tracker:
             "uri": store.public(self.uri),
         }
         self.run_id = run_id or records.PENDING + key
-        if spool.waiting(self.run_dir):  # of an earlier session: it goes first
+        if spool.waiting(self.run_dir):  # of an earlier session: it is sent first
             self._go_away(Exception("an earlier session's spool waits"), quiet=True)
             self._come_back()
         self._put(self._start)
         return self.run_id
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Note metrics of a step; they are sent in batches."""
+        """Record metrics of a step; they are sent in batches."""
         at = records.now()
         self._rows += [[name, float(value), at, int(step)] for name, value in metrics.items()]
         if time.monotonic() - self._flushed >= self._flush_seconds:
             self.flush()
 
     def log_artifacts(self, folder: Path, path: str | None = None) -> None:
-        """Send the files of a folder in the run folder, below `path` in the run's artifacts. It must stay until it is
-        sent."""
+        """Send the files of a folder in the run folder, below `path` in the run's artifacts.
+
+        The folder must stay until it is sent.
+        """
         shown = os.path.relpath(Path(folder).resolve(), self.run_dir.resolve())
         self._put({"kind": "artifacts", "folder": shown, "path": path})
 
     def flush(self) -> None:
-        """Send the metrics noted so far."""
+        """Send the metrics recorded so far."""
         rows, self._rows, self._flushed = self._rows, [], time.monotonic()
         if rows:
             self._put({"kind": "metrics", "rows": rows})
@@ -92,7 +94,7 @@ class Tracker:
             self._come_back()
 
     def _put(self, record: records.Record) -> None:
-        """Send a record, or spool it: behind a spooled record every later one waits too."""
+        """Send a record, or spool it: after a spooled record all later ones wait too."""
         if self._retry_at is not None and time.monotonic() >= self._retry_at:
             self._come_back()
         if self._retry_at is None:
@@ -120,21 +122,21 @@ class Tracker:
             logger.error("a tracking record is lost: %s", error)
 
     def _resume_record(self) -> records.Record:
-        """The head of a spool that begins in the middle of a run."""
+        """Return the first record of a spool that begins in the middle of a run."""
         return self._start | {"run_id": self.run_id, "params": {}}
 
     def _go_away(self, error: Exception, *, quiet: bool) -> None:
         self._retry_at = time.monotonic() + self._pause
         if not quiet:
             logger.warning(
-                "%s; the run is kept in %s: send it by `python -m registry sync %s`",
+                "%s; the run is kept in %s; send it with `python -m registry sync %s`",
                 store.trouble(self.uri, error),
                 self.run_dir / spool.SPOOL,
                 self.run_dir,
             )
 
     def _come_back(self) -> None:
-        """Try to send the spool; go on live if that worked."""
+        """Try to send the spool; send directly again if that worked."""
         try:
             self.run_id = spool.sync(self.run_dir, self.uri, wait=False) or self.run_id
             self._retry_at = None
@@ -142,4 +144,4 @@ class Tracker:
         except Exception as error:
             self._pause *= 2
             self._retry_at = time.monotonic() + self._pause
-            logger.info("MLflow is still away: %s", store.reason(error))
+            logger.info("MLflow still does not answer: %s", store.reason(error))

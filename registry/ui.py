@@ -12,29 +12,29 @@ from certizoo.processes import end_group
 from registry import credentials, store
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-LOOK_SECONDS = 0.2  # how long a signal waits for its answer
+LOOK_SECONDS = 0.2  # maximum delay before a signal is handled
 
 
 def serve(uri: str | None, host: str, port: int) -> int:
-    """Run the server until it ends or is interrupted, and all its processes with it; returns its exit status."""
+    """Run the server until it ends or is interrupted, end all its processes, and return its exit status."""
     target = store.resolve_uri(uri)
     if store.is_server(target):
-        sys.stdout.write(f"the registry has a server already: {store.public(target)}/#/models\n")
+        sys.stdout.write(f"the registry already has a server: {store.public(target)}/#/models\n")
         return 0
     check_free(host, port)
     store.connect(target)  # creates the database before the server's workers race for it
     if host not in LOOPBACK:
-        sys.stderr.write(f"warning: {host} is open to the network, and the server asks for no password\n")
+        sys.stderr.write(f"warning: {host} is open to the network, and the server has no password\n")
     sys.stdout.write(f"http://{host}:{port}/#/models  ({way_to_end()} ends)\n")
     sys.stdout.flush()
     return run_group(command(target, host, port), {credentials.BACKEND: target})
 
 
 def command(uri: str, host: str, port: int) -> list[str]:
-    """The `mlflow server` command for a resolved URI, which goes by environment: it may hold a password.
+    """Return the `mlflow server` command for a resolved URI, which is passed by environment: it may hold a password.
 
-    On the loopback, clients are on this machine: experiments made through the server keep their files where
-    experiments made without it do, so that either way reads both. Clients elsewhere need the server's proxy.
+    On the loopback, clients are on this machine. Experiments made through the server keep their files in the same place
+    as experiments made without it, so that both can read both. Clients elsewhere need the server's proxy.
     """
     root = store.artifact_root(uri)
     assert root is not None
@@ -58,17 +58,20 @@ def way_to_end() -> str:
 
 
 def heeded() -> list[signal.Signals]:
-    """The signals that end us. A script's background job and `nohup` are started with Ctrl-C or the terminal's end
-    ignored, so that they outlive it: that stays so."""
+    """Return the signals that end the server.
+
+    A script's background job and `nohup` ignore Ctrl-C or the terminal's end so that they outlive it; these stay
+    ignored.
+    """
     ours = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     return [*ours, signal.SIGTERM]
 
 
 def run_group(arguments: list[str], variables: dict[str, str]) -> int:
-    """Run a command in a process group of its own, and end the whole group with it.
+    """Run a command in its own process group and end the whole group with it.
 
-    Signals are noted, and never raise: an exception in the midst of the start, or a second Ctrl-C in the midst of
-    the end, would leave processes behind that no terminal reaches.
+    Signals are recorded and never raise: an exception during the start, or a second Ctrl-C during the end, would leave
+    processes behind that no terminal reaches.
     """
     no_jobs = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # of GenAI: three more processes
     got: list[int] = []
@@ -82,7 +85,7 @@ def run_group(arguments: list[str], variables: dict[str, str]) -> int:
 
 
 def wait_for(process: "subprocess.Popen[bytes]", got: list[int]) -> int:
-    """The exit status of the process, or what a signal that came makes of ours: Ctrl-C is the ordinary end."""
+    """Return the exit status of the process, or that of a received signal: Ctrl-C is the ordinary end."""
     while not got:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(LOOK_SECONDS)

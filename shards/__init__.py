@@ -1,8 +1,9 @@
-"""WebDataset shards in and out: `{name}-{split}-{000000..}.tar` with an image and a `.cls` a sample, and a manifest.
+"""Read and write WebDataset shards: `{name}-{split}-{000000..}.tar` with an image and a `.cls` per sample.
 
-Reading: `find` (check the shards, once, before any work), `train_loader`, `eval_loader`, `eval_samples`,
-`steps_per_epoch`.
-Writing: `write`, or `python -m shards digits|folder|torchvision|index`.
+A manifest lists the shards.
+
+Reading: `find` (checks the shards once, before any work), `train_loader`, `eval_loader`, `eval_samples`,
+`steps_per_epoch`. Writing: `write`, or `python -m shards digits|folder|torchvision|index`.
 """
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before anything here imports it)

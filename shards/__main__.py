@@ -1,4 +1,4 @@
-"""Make shards, or the manifest of shards: `python -m shards digits|folder|torchvision|index --help`."""
+"""Write shards, or the manifest of existing shards: `python -m shards digits|folder|torchvision|index --help`."""
 
 import argparse
 import logging
@@ -63,7 +63,7 @@ def index(args: argparse.Namespace) -> None:
     path_of_manifest = args.root / (f"{args.name}.json" if args.name else manifest.GENERAL)
     paths = sorted(args.root.glob(pattern))
     if not paths:
-        raise UserError(f"no shards {args.root / pattern}; give the folder that holds them")
+        raise UserError(f"there are no shards {args.root / pattern}; give the folder that holds them")
     infos = []
     for path in track(paths, "index", console=console, transient=True):
         infos.append(replace(manifest.scan(path, decoded=args.decode), sha256=manifest.sha256_of(path)))
@@ -83,25 +83,25 @@ def parser() -> argparse.ArgumentParser:
     commands = main.add_subparsers(required=True)
     make_digits = commands.add_parser("digits", help="scikit-learn's handwritten digits (no download)")
     make_digits.set_defaults(run=digits)
-    make_folder = commands.add_parser("folder", help="a folder with a subfolder of images a class")
+    make_folder = commands.add_parser("folder", help="a folder with a subfolder of images per class")
     make_folder.add_argument("source", type=Path)
     make_folder.set_defaults(run=folder)
     make_torchvision = commands.add_parser("torchvision", help="a data set that torchvision downloads")
     make_torchvision.add_argument("dataset", choices=sources.TORCHVISION_SETS)
     make_torchvision.set_defaults(run=torchvision)
-    make_index = commands.add_parser("index", help="the manifest of shards that exist")
+    make_index = commands.add_parser("index", help="write the manifest of existing shards")
     make_index.set_defaults(run=index)
     for command in (make_digits, make_folder, make_torchvision, make_index):
         command.add_argument("root", type=Path, help="folder of the shards")
     for command in (make_digits, make_folder, make_torchvision):
-        command.add_argument("--seed", type=int, default=0, help="of the order of the samples")
+        command.add_argument("--seed", type=int, default=0, help="seed of the order of the samples")
     for command in (make_folder, make_torchvision):
         command.add_argument("--overwrite", action="store_true", help="replace shards of this name and split")
     make_folder.add_argument("--name", required=True)
     make_folder.add_argument("--split", required=True, choices=("train", "test"))
     make_folder.add_argument("--per-shard", type=int, default=1000)
     make_folder.add_argument("--resize", type=int, help="shrink images whose short side is longer (JPEG 95)")
-    make_folder.add_argument("--only", type=Path, help="text file that names the images to take, one a line")
+    make_folder.add_argument("--only", type=Path, help="text file that lists the images to take, one per line")
     make_torchvision.add_argument("--name", help="default: the data set's, in lower case")
     make_torchvision.add_argument("--download-to", type=Path, help="default: ROOT/download")
     make_index.add_argument("--name", help="list NAME-*.tar in NAME.json; default: *.tar in manifest.json")

@@ -1,7 +1,7 @@
-"""Augmentations of training, each a function (image_HWC, seed) -> view_HWC, the same for the same seed.
+"""Training augmentations, each a function (image_HWC, seed) -> view_HWC, deterministic for a seed.
 
-A sample's seed is `mix(run seed, epoch, key)`: its view does not depend on what was drawn before it, on the
-loader's workers, or on whether the epoch was resumed.
+A sample's seed is `mix(run seed, epoch, key)`: its view depends neither on earlier draws, nor on the loader's workers,
+nor on whether the epoch was resumed.
 """
 
 import hashlib
@@ -18,21 +18,24 @@ from shards.decode import Pixels, fit
 from shards.kernels import mirrored, resized
 
 Augment = Callable[[Pixels, int], Pixels]
-JITTER = (0.4, 0.4, 0.4)  # of brightness, contrast and saturation: timm's
+JITTER = (0.4, 0.4, 0.4)  # of brightness, contrast and saturation: timm's defaults
 RANDAUG = "rand-m9-mstd0.5-inc1"  # timm's name for the recipe of DeiT
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random resized crop
-GRAY = (124, 116, 104)  # mean of ImageNet, fills what RandAugment moves away from
+GRAY = (124, 116, 104)  # mean of ImageNet, fills the area that RandAugment uncovers
 
 
 def mix(*parts: int | str) -> int:
-    """A 63-bit number from whatever identifies a draw; unlike `hash`, the same in every process."""
+    """Return a 63-bit number from the values that identify a draw; unlike `hash`, the same in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def augmentation(name: str, size: int, interpolation: str = "bilinear") -> Augment:
-    """`none`, `flip`, `flip_crop`, `flip_crop_jitter`, `inception` or `randaug` to size x size pixels; the crops of the
-    last two are resized `bilinear` or `bicubic`."""
+    """Return the augmentation `name` to size x size pixels.
+
+    Names: `none`, `flip`, `flip_crop`, `flip_crop_jitter`, `inception`, `randaug`. The crops of the last two are
+    resized `bilinear` or `bicubic`.
+    """
     if name == "none":
         return lambda image_HWC, seed: fit(image_HWC, size)
     if name == "flip":
@@ -50,7 +53,7 @@ def flip(image_HWC: Pixels, seed: int) -> Pixels:
 
 
 def flip_crop(image_HWC: Pixels, seed: int) -> Pixels:
-    """Shift by up to H/8 pixels into black and mirror half of the images: the draws are digits of the seed."""
+    """Shift by up to H/8 pixels, fill with black, and mirror half of the images: the draws are digits of the seed."""
     reach = max(image_HWC.shape[0] // 8, 1)
     seed, down = divmod(seed, 2 * reach + 1)
     seed, right = divmod(seed, 2 * reach + 1)
@@ -62,8 +65,8 @@ def flip_crop(image_HWC: Pixels, seed: int) -> Pixels:
 
 
 def _flip_crop_jitter(size: int) -> Augment:
-    """flip_crop behind torchvision's colour jitter, so that what is shifted in stays black."""
-    from torchvision.transforms import ColorJitter  # here: importing it takes a second
+    """Apply torchvision's colour jitter, then flip_crop, so that the filled area stays black."""
+    from torchvision.transforms import ColorJitter  # imported here because it takes a second
 
     import certizoo.compat  # noqa: F401  (repairs torchvision)
 
@@ -78,7 +81,7 @@ def _flip_crop_jitter(size: int) -> Augment:
 
 
 def _overlap(shift: int) -> tuple[slice, slice]:
-    """Slices (to, from) of an axis that is moved by `shift`."""
+    """Return the slices (to, from) of an axis that is moved by `shift`."""
     end = -abs(shift) or None
     return (slice(shift, None), slice(0, end)) if shift >= 0 else (slice(0, end), slice(-shift, None))
 
@@ -96,8 +99,8 @@ def _inception(size: int, interpolation: str) -> Augment:
 
 
 def _randaug(size: int, interpolation: str) -> Augment:
-    """Inception, then RandAugment (https://arxiv.org/abs/1909.13719) as timm has it."""
-    from timm.data.auto_augment import rand_augment_transform  # here: importing timm takes seconds
+    """Inception, then RandAugment (https://arxiv.org/abs/1909.13719) as in timm."""
+    from timm.data.auto_augment import rand_augment_transform  # imported here because it takes seconds
 
     inception = _inception(size, interpolation)
     rand_augment = rand_augment_transform(RANDAUG, {"translate_const": round(size * 0.45), "img_mean": GRAY})
@@ -110,8 +113,10 @@ def _randaug(size: int, interpolation: str) -> Augment:
 
 
 def crop_box(width: int, height: int, draw: random.Random) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of a crop with SCALE of the area and RATIO of width to height; the central one of
-    the nearest ratio where ten draws do not fit."""
+    """Return (left, top, right, bottom) of a crop with SCALE of the area and RATIO of width to height.
+
+    If ten draws do not fit, return the central crop of the nearest ratio.
+    """
     for _ in range(10):
         area = width * height * draw.uniform(*SCALE)
         ratio = math.exp(draw.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
@@ -126,7 +131,7 @@ def crop_box(width: int, height: int, draw: random.Random) -> tuple[int, int, in
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed what the libraries draw from (random, numpy, torch's CPU generator) and put it back afterwards."""
+    """Seed the generators of the libraries (random, numpy, torch's CPU generator) and restore them afterwards."""
     before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)

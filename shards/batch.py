@@ -1,4 +1,4 @@
-"""Samples to batches. A faulty sample travels as a value to the end of the line, where it is judged.
+"""Collect samples into batches. A faulty sample is passed on as a value and judged at the end of the pipeline.
 
 B: images of a batch, C: channels, H, W: height, width.
 """
@@ -19,7 +19,7 @@ View = Callable[[Sample], Pixels]
 
 
 class Batch(NamedTuple):
-    """Samples whose images lie in a page: (B, C, H, W), uint8, the first so many of it."""
+    """Samples whose images are the first entries of a page: (B, C, H, W), uint8."""
 
     keys: list[str]
     labels: list[int]
@@ -58,10 +58,10 @@ def eval_view(config: DataConfig) -> View:
 def batches(
     items: Iterable[Sample | SampleError], view: View, pages: Iterator[Page], *, patience: int
 ) -> Iterator[Batch]:
-    """Batches of good samples, each as many as fill a page, the last one perhaps smaller.
+    """Iterate over batches of good samples, each filling a page, the last one perhaps smaller.
 
-    Faults ride along with the batch they were met in; with patience 0 the first one is raised, and so is the
-    last of more than `patience` in a row.
+    Faults are attached to the batch in which they occurred. With patience 0 the first one is raised; otherwise the last
+    of more than `patience` consecutive ones.
     """
     batch: Batch | None = None
     faults: list[str] = []

@@ -1,10 +1,10 @@
-"""A folder of shards on the local disk, of bounded size, that all processes of a machine share.
+"""A size-limited folder of shards on the local disk, shared by all processes of a machine.
 
-A shard comes under another name and takes its own once it is whole and verified. Who fetches it holds its lock,
-so that it comes once. Only names that end in SUFFIX are ever removed, the least recently opened first; whoever still
-reads a removed one keeps it until he closes it. A file that is here is of the right size; that nobody has changed it
-since it came is known where its sha256 is taken at each opening (`data.verify=sha256`), and must be where others may
-write into the folder.
+A shard is written under a temporary name and renamed once it is complete and verified. The process that fetches it
+holds its lock, so that it is fetched once. Only names that end in SUFFIX are ever removed, the least recently opened
+first; a process that still reads a removed file keeps it until it closes it. A file in the cache has the right size.
+Later changes are detected only if its sha256 is computed at each opening (`data.verify=sha256`), which is required if
+others may write to the folder.
 """
 
 import logging
@@ -22,12 +22,12 @@ from certizoo.locks import locked
 
 log = logging.getLogger(__name__)
 SUFFIX = ".cached"
-PART = ".part"  # what `whole_file` adds
+PART = ".part"  # the suffix that `whole_file` adds
 
 
 @dataclass(frozen=True)
 class Cache:
-    """`folder` (made if absent), at most `limit` bytes, unless what comes at this moment is more by itself."""
+    """A cache in `folder` (created if absent) of at most `limit` bytes, unless a single shard is larger."""
 
     folder: Path
     limit: int
@@ -35,9 +35,9 @@ class Cache:
     def open(
         self, name: str, size: int, fill: Callable[[BinaryIO], None], holds: Callable[[BinaryIO], bool] | None = None
     ) -> BinaryIO:
-        """The file `name` of `size` bytes, written by `fill` unless it is here, and is what `holds` says it must be.
+        """Open the file `name` of `size` bytes, after `fill` has written it if it is absent and `holds` accepts it.
 
-        Raises `UserError`, also where others may write into the folder and there is no `holds`.
+        Raises `UserError`, also if others may write to the folder and `holds` is None.
         """
         path = self.folder / (name + SUFFIX)
         try:
@@ -64,7 +64,7 @@ class Cache:
 
     def _filled(self, path: Path, size: int, fill: Callable[[BinaryIO], None]) -> BinaryIO:
         if os.path.lexists(path):
-            log.warning("%s is not what came into the cache; fetched again", path)
+            log.warning("%s has changed in the cache; fetching it again", path)
         with ExitStack() as room, whole_file(path) as part:
             file = self._reserved(part, size)
             try:
@@ -75,17 +75,17 @@ class Cache:
             except BaseException:
                 file.close()
                 raise
-            # Until it has its own name: whoever adds up the files meanwhile would see it under neither.
+            # Before it has its own name, a process that sums up the files would see it under neither name.
             room.enter_context(locked(self._lock("room")))
         return file
 
     def _reserved(self, part: Path, size: int) -> BinaryIO:
-        """An empty file that owns its `size` bytes of the disk, so that the others count them at once."""
+        """Create a file with `size` bytes allocated on disk, so that other processes count them at once."""
         with locked(self._lock("room")):
             self._drop_abandoned()
             while self._used() + size > self.limit and self._evict():
                 pass
-            part.unlink(missing_ok=True)  # a half of a process that was killed, or a link to a file of ours
+            part.unlink(missing_ok=True)  # a partial file of a killed process, or a link to one of our files
             file = part.open("x+b")
             while True:
                 try:
@@ -97,28 +97,28 @@ class Cache:
                     file.close()
                     raise UserError(
                         f"no space for {size / 1e6:.0f} MB in data.cache={self.folder} ({error.strerror}); free "
-                        "space, choose another folder, or read without one: data.cache=null"
+                        "space, choose another folder, or set data.cache=null to read without a cache"
                     ) from None
 
     def _used(self) -> int:
         return sum(size for _, size, _ in self._files(""))
 
     def _evict(self) -> bool:
-        """Remove the least recently opened file; False if there is none."""
+        """Remove the least recently opened file; return False if there is none."""
         for _, _, path in sorted(self._files(SUFFIX)):
             path.unlink(missing_ok=True)
             return True
         return False
 
     def _drop_abandoned(self) -> None:
-        """Halves that a killed process left: nobody holds their lock."""
+        """Remove partial files of killed processes: nobody holds their lock."""
         for _, _, part in self._files(SUFFIX + PART):
             with locked(self._lock(part.name.removesuffix(PART)), wait=False) as free:
                 if free:
                     part.unlink(missing_ok=True)
 
     def _files(self, ending: str) -> Iterator[tuple[float, int, Path]]:
-        """(last use, bytes, path) of the files of this cache, whole ones and halves, whose name ends so."""
+        """Iterate over (last use, bytes, path) of this cache's complete or partial files with this ending."""
         for path in self.folder.iterdir():
             if path.name.endswith((SUFFIX, SUFFIX + PART)) and path.name.endswith(ending):
                 with suppress(FileNotFoundError):
@@ -130,7 +130,7 @@ class Cache:
 
 
 def _opened(path: Path, size: int, holds: Callable[[BinaryIO], bool] | None) -> BinaryIO | None:
-    """The file if it is here, no link, and right; its time of change becomes that of its last use."""
+    """Open the file if it exists, is no link and is right; its modification time then records this use."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except OSError:  # absent, or a link

@@ -1,4 +1,4 @@
-"""What a run says about its data: exactly the keys of `configs/data/*.yaml`."""
+"""The data settings of a run: exactly the keys of `configs/data/*.yaml`."""
 
 import math
 import re
@@ -9,8 +9,9 @@ from pathlib import Path
 from certizoo import UserError
 from certizoo.nearest import unknown
 
-PIPE = "pipe:"  # in front of a root that is a command
-PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")  # a name that means itself in a path, a URL and a command
+PIPE = "pipe:"  # prefix of a root that is a command
+# A name without special meaning in a path, a URL or a command
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
 
 CHOICES = {
     "augment": ("none", "flip", "flip_crop", "flip_crop_jitter", "inception", "randaug"),
@@ -34,17 +35,21 @@ MAX_TEXT = 4096
 class DataConfig:
     """One data set and how it is read.
 
-    `root` is the folder of the shards, `train` and `test` are globs in it. A root may be a URL (s3, gs, az, abfs,
-    https, http, file) or `pipe:COMMAND {shard}`; `timeout` is how many seconds it may be silent. With `cache=FOLDER`
-    shards are read from copies there, `cache_gb` (1e9 bytes) of them at most for all processes together. Images leave
-    the loaders as `channels` x `img_size` x `img_size`. `interpolation` is that of the crops of training; evaluation
-    resizes by Pillow's bicubic, always. `workers` are loader processes a rank. `on_corrupt="skip"` lets training (never
-    evaluation) pass over at most `max_corrupt` samples. `verify` says how far shards are held against their manifest:
-    `size`, `sha256`, or `auto` (sha256 where that takes a second, size otherwise); of shards that are fetched, all but
-    `size` mean the sha256 of each when it comes. What lies in the cache is held against its size when it is opened, and
-    only with `sha256` against its sha256 too: then a file that was changed there is fetched again.
+    Attributes:
+        root: the folder of the shards, a URL (s3, gs, az, abfs, https, http, file) or `pipe:COMMAND {shard}`.
+        train, test: globs in the root.
+        timeout: seconds that a remote root may be silent.
+        cache: folder for local copies of shards, at most `cache_gb` (1e9 bytes) for all processes together.
+        channels, img_size: images leave the loaders as `channels` x `img_size` x `img_size`.
+        interpolation: of training crops; evaluation always uses Pillow's bicubic resizing.
+        workers: loader processes per rank.
+        on_corrupt: "skip" lets training (never evaluation) skip at most `max_corrupt` samples.
+        verify: how shards are compared with their manifest: `size`, `sha256`, or `auto` (sha256 if it takes about a
+            second, else size). Fetched shards are always checked by sha256 on arrival, except with `size`. Cached files
+            are checked by size when opened, and with `sha256` also by sha256; a changed file is fetched again.
 
-    Raises `UserError` for a value that does not exist.
+    Raises:
+        UserError: a value does not exist.
     """
 
     name: str
@@ -72,7 +77,9 @@ class DataConfig:
         for key, (least, most) in WHOLE.items():
             value = getattr(self, key)
             if type(value) is not int or not least <= value <= most:
-                raise UserError(f"data.{key}={value!r}: not a whole number; use at least {least}, at most {most}")
+                raise UserError(
+                    f"data.{key}={value!r}is not a whole number in range; use at least {least}, at most {most}"
+                )
         for key in ("root", "train", "test", "cache"):
             if not _is_text(getattr(self, key)) and (key, self.cache) != ("cache", None):
                 raise UserError(f"data.{key}={str(getattr(self, key))[:80]!r}: not a place; give one line of text")
@@ -87,19 +94,19 @@ class DataConfig:
 
     @property
     def folder(self) -> Path:
-        """The root, if it is a folder of this machine. Raises UserError for a home that does not exist."""
+        """Return the root if it is a folder of this machine. Raises UserError for a home that does not exist."""
         return _expanded(self.root)
 
 
 def is_remote(root: str) -> bool:
-    """Whether `data.root` is no folder, but a URL or a command, which reads the same from every folder."""
+    """Return True if `data.root` is a URL or a command, which does not depend on the current folder."""
     return root.lower().startswith(PIPE) or "://" in root
 
 
 def config_of(said: object, where: str) -> DataConfig:
-    """The data that `where` describes by these keys. Raises UserError for keys that are wrong or missing."""
+    """Return the data that `where` describes by these keys. Raises UserError for keys that are wrong or missing."""
     if not isinstance(said, Mapping):
-        raise UserError(f"{where} names no data; add data=NAME data.root=FOLDER")
+        raise UserError(f"{where} does not name its data; add data=NAME data.root=FOLDER")
     keys = [field.name for field in fields(DataConfig)]
     for key in said:
         if key not in keys:
@@ -111,15 +118,20 @@ def config_of(said: object, where: str) -> DataConfig:
 
 
 def from_elsewhere(said: object, where: str, *, trusted: bool) -> DataConfig:
-    """The data that a file from elsewhere describes: a folder of this machine, read without a cache, which would be
-    written where the file says. If `trusted`, also a URL and a cache; a command never. Raises UserError."""
+    """Return the data that a file from elsewhere describes, restricted to a local folder without a cache.
+
+    A cache would be written where the file says. If `trusted`, a URL and a cache are allowed too, but never a command.
+
+    Raises:
+        UserError: the file asks for more.
+    """
     config = config_of(said, where)
-    own = "give the data yourself: data=NAME data.root=FOLDER"
+    own = "set data=NAME data.root=FOLDER yourself"
     if config.root.lower().startswith(PIPE):
         raise UserError(f"data.root={config.root[:200]} is a command that {where} names; {own}")
     if is_remote(config.root) and not trusted:
         raise UserError(
-            f"data.root={config.root[:200]} is a place elsewhere that {where} names; {own}, or trust_data=true"
+            f"data.root={config.root[:200]} is a remote place that {where} names; {own}, or trust_data=true"
         )
     return config if trusted else replace(config, cache=None)
 

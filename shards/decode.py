@@ -1,4 +1,4 @@
-"""Encoded bytes to pixels, with the size known before anything is decoded.
+"""Decode bytes to pixels, after the size has been checked.
 
 H, W: height, width; C: channels. Pixels are uint8 until a batch leaves the loader as float32 in [0, 1].
 """
@@ -18,43 +18,45 @@ from shards.tar import MEND_SAMPLE, SampleError
 
 try:
     import simplejpeg
-except ImportError:  # the extra `jpeg`
+except ImportError:  # the extra `jpeg` is not installed
     simplejpeg = None
 
-MAX_PIXELS = 24_000_000  # 72 MB decoded; the largest photographs of ImageNet are shrunk by the writer
-MAX_SCANS = 64  # of a progressive JPEG, each of which goes over all its pixels; 10 are customary
-SCAN = re.compile(b"\xff\xda")  # its marker, which pixels never contain
+MAX_PIXELS = 24_000_000  # 72 MB decoded; the writer shrinks the largest photographs of ImageNet
+MAX_SCANS = 64  # of a progressive JPEG, each of which passes over all pixels; 10 are usual
+SCAN = re.compile(b"\xff\xda")  # the scan marker, which never occurs in pixel data
 FORMATS = ("JPEG", "PNG", "WEBP")
 EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "La", "RGBa")
 MODE_OF = {1: "L", 3: "RGB"}
-PLAIN_COLOURS = ("YCbCr", "RGB", "Gray")  # the decoders disagree about CMYK, by 2 levels of 255
+PLAIN_COLOURS = ("YCbCr", "RGB", "Gray")  # the decoders differ on CMYK, by 2 levels of 255
 CROP_RATIO = 224 / 256  # centre crop of photographs: the usual protocol of ImageNet
 
 Pixels = NDArray[np.uint8]
 
-# Anything large enough for Pillow's warning is refused here with an error of one line.
+# Images large enough for Pillow's warning are refused here with a one-line error.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def pixels(data: bytes, where: str, channels: int) -> Pixels:
-    """The image in `data` as (H, W, `channels`). Raises `SampleError` as `decode` does."""
+    """Return the image in `data` as (H, W, `channels`). Raises `SampleError` as `decode` does."""
     soon_HWC = _plain_jpeg(data) if channels == 3 else None
     return _array(_with_channels(decode(data, where), channels)) if soon_HWC is None else soon_HWC
 
 
 def upright(data: bytes, where: str, channels: int) -> Pixels:
-    """The same of a photograph, which may lie on its side and say so. Raises `SampleError` as `decode` does."""
+    """Return the same after applying a photograph's orientation tag. Raises `SampleError` as `decode` does."""
     image = decode(data, where)
     try:
         turned = ImageOps.exif_transpose(image)
-    except Exception:  # hostile words about the picture
+    except Exception:  # hostile metadata
         turned = image
     return _array(_with_channels(turned, channels))
 
 
 def _plain_jpeg(data: bytes) -> Pixels | None:
-    """What Pillow would make of it, bit by bit, in two thirds of the time. None for anything but a plain, whole JPEG of
-    bounded size, and without simplejpeg: Pillow decides about it."""
+    """Decode exactly as Pillow would, in two thirds of the time.
+
+    Returns None for anything but a plain, complete JPEG of bounded size, and without simplejpeg; Pillow then decides.
+    """
     if simplejpeg is None:
         return None
     try:
@@ -68,18 +70,18 @@ def _plain_jpeg(data: bytes) -> Pixels | None:
 
 
 def scans_of(data: bytes) -> int:
-    """How often a JPEG draws, MAX_SCANS + 1 of more than MAX_SCANS. (`bytes.count` takes three times as long.)"""
+    """Return the number of scans of a JPEG, at most MAX_SCANS + 1; three times as fast as `bytes.count`."""
     return sum(1 for _ in islice(SCAN.finditer(data), MAX_SCANS + 1))
 
 
 def decode(data: bytes, where: str, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The image in `data`, loaded. Raises `SampleError`, headed by `where`, if it is corrupt, huge or not 8-bit."""
+    """Load the image in `data`. Raises `SampleError`, starting with `where`, if it is corrupt, huge or not 8-bit."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         fault = _fault_of_header(image, max_pixels) or _fault_of_scans(image, data)
         if fault is None:
             image.load()
-    except UnidentifiedImageError:  # whose message is an address in memory
+    except UnidentifiedImageError:  # its message is a memory address
         raise SampleError(f"{where}: the image is corrupt (no {', '.join(FORMATS)}); {MEND_SAMPLE}") from None
     except Exception as error:  # hostile bytes make decoders raise anything
         reason = " ".join(str(error).split())[:120]
@@ -94,7 +96,7 @@ def _fault_of_header(image: Image.Image, max_pixels: int) -> str | None:
     if width * height > max_pixels:
         return f"the image is {width} x {height} pixels, more than {max_pixels / 1e6:.0f} million"
     if image.mode not in EIGHT_BIT_MODES:
-        return f"the image has mode {image.mode}, not 8 bits a channel"
+        return f"the image has mode {image.mode}, not 8 bits per channel"
     return None
 
 
@@ -104,7 +106,7 @@ def _fault_of_scans(image: Image.Image, data: bytes) -> str | None:
 
 
 def _with_channels(image: Image.Image, channels: int) -> Image.Image:
-    """Gray (1) or RGB (3)."""
+    """Convert to gray (1) or RGB (3)."""
     mode = MODE_OF[channels]
     return image if image.mode == mode else image.convert(mode)
 
@@ -115,10 +117,10 @@ def _array(image: Image.Image) -> Pixels:
 
 
 def fit(image_HWC: Pixels, size: int) -> Pixels:
-    """The evaluation view, size x size: as it is if it fits, else the centre of the resized image (bicubic).
+    """Return the evaluation view, size x size: the image itself if it fits, else the resized centre (bicubic).
 
-    An image that is larger is resized to short side size / CROP_RATIO and cropped; one that is smaller is
-    enlarged to short side `size`, so that nothing of a small image is lost.
+    A larger image is resized to short side size / CROP_RATIO and cropped. A smaller one is enlarged to short side
+    `size`, so that nothing of it is lost.
     """
     if image_HWC.shape[:2] == (size, size):
         return image_HWC

@@ -1,7 +1,7 @@
-"""The manifest of a folder of shards: what each file must be.
+"""The manifest of a folder of shards: the expected content of each file.
 
-`{"files": [{"file", "samples", "bytes", "sha256", "classes", "label_histogram"}, ...]}`, where `classes` is the
-number of labels that occur. The writer adds `class_names`. `{name}.json` goes before `manifest.json`.
+`{"files": [{"file", "samples", "bytes", "sha256", "classes", "label_histogram"}, ...]}`, where `classes` is the number
+of labels that occur. The writer adds `class_names`. `{name}.json` has priority over `manifest.json`.
 """
 
 import json
@@ -24,7 +24,7 @@ GENERAL = "manifest.json"
 
 
 def mend(path: Path) -> str:
-    """What to do about shards that are not those of the manifest `path`."""
+    """Return the advice for shards that differ from the manifest `path`."""
     name = "" if path.name == GENERAL else f" --name {shlex.quote(path.stem)}"
     index = f"python -m shards index {shlex.quote(str(path.parent))}{name}"
     return f"write the shards again, or run `{index}` if they are right"
@@ -32,7 +32,7 @@ def mend(path: Path) -> str:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """What is known of one shard; `sha256` is None where nobody computed it, `histogram` where nobody counted."""
+    """Properties of one shard; `sha256` or `histogram` is None if it was not computed."""
 
     file: str
     samples: int
@@ -54,7 +54,7 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest as read from `where`; `general` unless it is of one set. `mend`: what to do about other shards."""
+    """A manifest as read from `where`; `general` unless it is of one set. `mend`: the advice for differing shards."""
 
     where: str
     files: dict[str, ShardInfo]
@@ -63,12 +63,12 @@ class Manifest:
     mend: str
 
     def covers(self, paths: Iterable[Path]) -> bool:
-        """False for the general manifest of a folder that names none of the shards: it is of other sets."""
+        """Return False for a folder's general manifest that lists none of the shards: it is of other sets."""
         return not self.general or any(path.name in self.files for path in paths)
 
 
 def read(root: Path, name: str) -> Manifest | None:
-    """`{name}.json` or else `manifest.json` of `root`; None if neither is there. Raises `UserError` if malformed."""
+    """Read `{name}.json` or else `manifest.json` of `root`; None if neither exists. Raises `UserError` if malformed."""
     for path in (root / f"{name}.json", root / GENERAL):
         if path.is_file():
             try:
@@ -80,7 +80,7 @@ def read(root: Path, name: str) -> Manifest | None:
 
 
 def parse(content: bytes, where: str, *, general: bool, mend: str) -> Manifest:
-    """The manifest that `where` holds. Raises `UserError` if it is malformed."""
+    """Parse the manifest that `where` holds. Raises `UserError` if it is malformed."""
     try:
         listing = json.loads(content)
         infos = [_info(entry) for entry in listing["files"]]
@@ -100,7 +100,7 @@ def _info(entry: dict[str, Any]) -> ShardInfo:
 
 
 def save(path: Path, infos: Iterable[ShardInfo], class_names: list[str] | None = None) -> None:
-    """Write a manifest in one step: a reader sees the old one or the new one, never half."""
+    """Write a manifest atomically: a reader sees the old one or the new one."""
     content: dict[str, Any] = {"class_names": class_names} if class_names else {}
     content["files"] = [info.as_json() for info in sorted(infos, key=lambda info: info.file)]
     try:
@@ -110,7 +110,7 @@ def save(path: Path, infos: Iterable[ShardInfo], class_names: list[str] | None =
 
 
 def check(path: Path, manifest: Manifest, *, hashed: bool) -> ShardInfo:
-    """What the manifest says of the shard `path`. Raises `UserError` if the file is another one."""
+    """Return the manifest's entry of the shard `path`. Raises `UserError` if the file differs from it."""
     info = expected(path.name, str(path), manifest)
     hold(str(path), path.stat().st_size if path.is_file() else None, info, manifest)
     if hashed and info.sha256 and sha256_of(path) != info.sha256:
@@ -119,19 +119,22 @@ def check(path: Path, manifest: Manifest, *, hashed: bool) -> ShardInfo:
 
 
 def expected(name: str, where: str, manifest: Manifest) -> ShardInfo:
-    """What the manifest says of the shard `name`, which people call `where`. Raises `UserError` if that cannot be."""
+    """Return the manifest's entry of the shard `name`, shown as `where`.
+
+    Raises `UserError` if there is no valid one.
+    """
     info = manifest.files.get(name)
     if info is None:
         raise UserError(f"{where} is not in {manifest.where}; {manifest.mend}")
     if min(info.samples, info.bytes) < 1 or (info.histogram and sum(info.histogram.values()) != info.samples):
-        raise UserError(f"{manifest.where}: the numbers of samples of {name} do not add up; {manifest.mend}")
+        raise UserError(f"{manifest.where}: the numbers of samples of {name} are inconsistent; {manifest.mend}")
     return info
 
 
 def hold(where: str, size: int | None, info: ShardInfo, manifest: Manifest) -> None:
-    """Raise `UserError` unless there is a file (`size` is not None) of the manifest's size."""
+    """Raise `UserError` unless the file exists (`size` is not None) with the manifest's size."""
     if size is None:
-        raise UserError(f"{where} is missing, though {manifest.where} names it; {manifest.mend}")
+        raise UserError(f"{where} is missing, but {manifest.where} lists it; {manifest.mend}")
     if size != info.bytes:
         raise UserError(f"{where} holds {size} bytes, {manifest.where} says {info.bytes}; {manifest.mend}")
 
@@ -139,8 +142,8 @@ def hold(where: str, size: int | None, info: ShardInfo, manifest: Manifest) -> N
 def scan(path: Shard, num_classes: int | None = None, *, lenient: bool = False, decoded: bool = False) -> ShardInfo:
     """Count the samples and labels of a shard by walking it; images are decoded only if `decoded`.
 
-    Raises `UserError` for a damaged tar, and for a faulty sample unless `lenient` (then it is logged and counted
-    among the samples, not in the histogram).
+    Raises `UserError` for a damaged tar, and for a faulty sample unless `lenient` (then it is logged and counted among
+    the samples, not in the histogram).
     """
     histogram: Counter[int] = Counter()
     samples = 0

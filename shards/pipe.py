@@ -1,8 +1,8 @@
-"""Shards that a command prints: `data.root='pipe:aws s3 cp s3://bucket/imagenet/{shard} -'`.
+"""Shards printed by a command: `data.root='pipe:aws s3 cp s3://bucket/imagenet/{shard} -'`.
 
-No shell: the command is split into words once, and the name of a shard takes the place of {shard} inside its
-word. Only programs run that this machine's user has named in CERTIZOO_PIPES (`CERTIZOO_PIPES=aws,gsutil`), and none
-that only the config of a hand-over names (`shards.config.from_elsewhere`).
+There is no shell: the command is split into words once, and the shard's name replaces {shard} inside its word. Only
+programs that this machine's user lists in CERTIZOO_PIPES (`CERTIZOO_PIPES=aws,gsutil`) run. A command that only the
+config of a hand-over names never runs (`shards.config.from_elsewhere`).
 """
 
 import os
@@ -26,7 +26,7 @@ LAST_WORDS = 200  # bytes of a failing command's stderr
 
 
 class CommandError(OSError):
-    """The command ended with an error: the shard may be absent, or the network."""
+    """The command failed: the shard may be absent, or the network down."""
 
 
 @dataclass(frozen=True)
@@ -39,26 +39,28 @@ class Pipe:
     def __post_init__(self) -> None:
         words = self._words()
         if not words or SLOT not in self.root or SLOT in words[0]:
-            raise UserError(f"data.root={self.root}: not a command for a shard; use {PIPE}PROGRAM ARGUMENTS {SLOT}")
+            raise UserError(f"data.root={self.root}is not a command for a shard; use {PIPE}PROGRAM ARGUMENTS {SLOT}")
         if words[0] not in os.environ.get(ALLOWED, "").split(","):
-            raise UserError(f"data.root runs the program {words[0]!r}; if you want that, set {ALLOWED}={words[0]}")
+            raise UserError(
+                f"data.root runs the program {words[0]!r}, which is not allowed; to allow it, set {ALLOWED}={words[0]}"
+            )
         if shutil.which(words[0]) is None:
-            raise UserError(f"data.root={self.root}: the program {words[0]!r} is not here; install it")
+            raise UserError(f"data.root={self.root}: the program {words[0]!r} is not installed; install it")
 
     def _words(self) -> list[str]:
         try:
             return shlex.split(self.root.removeprefix(PIPE))
         except ValueError as error:
-            raise UserError(f"data.root={self.root}: {error}; mend the quotes") from None
+            raise UserError(f"data.root={self.root}: {error}; correct the quotes") from None
 
     def where(self, name: str) -> str:
         return self.root.replace(SLOT, name)
 
     def sizes(self, names: Sequence[str]) -> None:
-        """A command cannot be asked: each shard is held against the manifest when it comes."""
+        """Return None: a command cannot list sizes, so each shard is checked on arrival."""
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """What the command prints, in order. Raises `CommandError`, or TimeoutError if it stays silent."""
+        """Iterate over the command's output. Raises `CommandError`, or TimeoutError if it stays silent."""
         words = [word.replace(SLOT, name) for word in self._words()]
         with tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(

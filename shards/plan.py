@@ -1,8 +1,8 @@
-"""Who reads what: an epoch is one line of samples, the shards in their order one behind the other.
+"""The division of an epoch: one line of samples, the shards concatenated in order.
 
-Ranks, and workers within a rank, each take a contiguous part of that line, equal to one sample, and open only the
-shards it touches. (Giving whole shards to ranks, as webdataset's splitters do, makes ranks uneven, and workers
-empty where shards are few.)
+Ranks, and workers within a rank, each take a contiguous part of that line, equal to within one sample, and open only
+the shards it touches. (webdataset's splitters assign whole shards, so that ranks are uneven and some workers are empty
+if there are few shards.)
 """
 
 import math
@@ -26,19 +26,19 @@ class Segment(NamedTuple):
 
 
 def steps_per_epoch(shard_set: ShardSet, batch_size: int, world_size: int = 1) -> int:
-    """ceil(N / (world_size batch_size)): the batches of every rank."""
+    """Return ceil(N / (world_size batch_size)), the number of batches on every rank."""
     return math.ceil(shard_set.samples / (world_size * batch_size))
 
 
 def share(start: int, stop: int, first: int, last: int, parts: int) -> tuple[int, int]:
-    """Parts first..last of start..stop cut into `parts`; all of it if that would be nothing."""
+    """Return parts first..last of start..stop cut into `parts`; all of it if that would be empty."""
     length = stop - start
     low, high = start + length * first // parts, start + length * last // parts
     return (low, high) if high > low else (start, stop)
 
 
 def segments(paths: Iterable[Shard], counts: Iterable[int], start: int, stop: int) -> list[Segment]:
-    """Where samples start..stop of the line of shards lie."""
+    """Return the segments that contain samples start..stop of the line of shards."""
     found, offset = [], 0
     for path, count in zip(paths, counts, strict=True):
         low, high = max(start - offset, 0), min(stop - offset, count)
@@ -49,7 +49,7 @@ def segments(paths: Iterable[Shard], counts: Iterable[int], start: int, stop: in
 
 
 def entries(source: Iterable[Segment]) -> Iterator[Entry]:
-    """The samples of segments, unread. Raises `UserError` where a shard no longer holds what it did."""
+    """Iterate over the samples of segments, unread. Raises `UserError` if a shard's number of samples has changed."""
     for segment, file in _opened_ahead(list(source)):
         seen = 0
         with file:
@@ -60,13 +60,13 @@ def entries(source: Iterable[Segment]) -> Iterator[Entry]:
                     break
         if seen < segment.stop or (segment.stop == segment.total < seen):
             raise UserError(
-                f"{segment.path} holds {seen} samples where {segment.total} were announced; "
+                f"{segment.path} holds {seen} samples instead of {segment.total};  "
                 "write the shards again, or run `python -m shards index` on their folder"
             )
 
 
 def _opened_ahead(source: Sequence[Segment]) -> Iterator[tuple[Segment, BinaryIO]]:
-    """Each segment with its file. The next shard is opened, perhaps fetched, while this one is read."""
+    """Iterate over segments with their files. The next shard is opened, perhaps fetched, while this one is read."""
     coming: Future[BinaryIO] | None = None
     with ThreadPoolExecutor(1) as pool:
         try:

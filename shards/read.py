@@ -1,6 +1,6 @@
 """The loaders: shards to batches by epoch, rank and worker, exact to the sample.
 
-In training a worker's part of the epoch (see plan.py) is shuffled, and repeated until its steps are full: every
+In training a worker's part of the epoch (see plan.py) is shuffled, and repeated until its steps are complete: every
 rank makes the same number of steps, and every sample of the epoch is used. Evaluation reads each sample once.
 """
 
@@ -33,12 +33,15 @@ from shards.sets import ShardSet
 from shards.tar import Entry, Sample, SampleError
 
 log = logging.getLogger(__name__)
-SHUFFLE_BUFFER = 1000  # encoded samples a worker holds
+SHUFFLE_BUFFER = 1000  # encoded samples that a worker holds
 
 
 @dataclass(eq=False)
 class Stream(IterableDataset, ABC):
-    """Batches of one rank. A `UserError` is yielded, not raised: a loader would wrap it in its traceback."""
+    """Batches of one rank.
+
+    A `UserError` is yielded instead of raised, because a loader would wrap it in its traceback.
+    """
 
     shard_set: ShardSet
     config: DataConfig
@@ -47,11 +50,11 @@ class Stream(IterableDataset, ABC):
     world_size: int
 
     def __iter__(self) -> Iterator[Batch | UserError]:
-        """In the process of the step."""
+        """Iterate in the training process."""
         yield from self.turns(0, 1, fresh_pages(*self.page))
 
     def turns(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch | UserError]:
-        """`read`, its end perhaps an error."""
+        """Iterate over `read`; a UserError becomes the last item."""
         try:
             yield from self.read(worker, workers, pages)
         except UserError as error:
@@ -59,24 +62,26 @@ class Stream(IterableDataset, ABC):
 
     @property
     def page(self) -> tuple[int, int, int]:
-        """Images of a batch, their channels and their side."""
+        """Return the number of images of a batch, their channels and their side."""
         return self.batch_size, self.config.channels, self.config.img_size
 
     @property
     def processes(self) -> int:
-        """How many loaders read; which batches are read may depend on it."""
+        """Return the number of loader processes; the choice of batches may depend on it."""
         return self.config.workers
 
     @abstractmethod
     def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
-        """The batches of one of the rank's loader processes."""
+        """Iterate over the batches of one of the rank's loader processes."""
 
 
 @dataclass(eq=False)
 class TrainStream(Stream):
-    """Epochs one behind the other, of each its first `per_epoch` batches. The n-th batch of all that are left is loader
-    n mod K's, as torch's loader asks its K loaders in turn: in each epoch they are workers 0 .. K - 1 from the one on
-    whose turn it is."""
+    """The first `per_epoch` batches of consecutive epochs.
+
+    The n-th remaining batch belongs to loader n mod K, since torch's loader asks its K loaders in turn. In each epoch
+    they are workers 0 .. K - 1, starting with the one whose turn it is.
+    """
 
     epochs: range
     per_epoch: int
@@ -90,14 +95,14 @@ class TrainStream(Stream):
             asked += self.per_epoch
 
     def read_epoch(self, epoch: int, worker: int, workers: int, skip: int, pages: Iterator[Page]) -> Iterator[Batch]:
-        """Worker w of K makes batches w, w + K, ... of the epoch, of which the first `skip` of all are left out."""
+        """Iterate over batches w, w + K, ... of the epoch for worker w of K, without the first `skip` of all."""
         own, skipped = len(range(worker, self.per_epoch, workers)), len(range(worker, skip, workers))
         if own <= skipped:
             return
         start, stop = self.part(worker, workers)
         items = iter(self.samples(epoch, start, stop, worker))
         patience = 0
-        if self.config.on_corrupt == "skip":  # which sample comes k-th is known only after decoding
+        if self.config.on_corrupt == "skip":  # the index of a good sample is known only after decoding
             patience = 2 * (stop - start)
         else:
             items = islice(items, skipped * self.batch_size, None)
@@ -106,14 +111,14 @@ class TrainStream(Stream):
         yield from islice(batches(items, view, pages, patience=patience), skipped, own)
 
     def part(self, worker: int, workers: int) -> tuple[int, int]:
-        """This worker's part of its rank's part of the line, in proportion to its batches."""
+        """Return this worker's part of its rank's part of the line, in proportion to its batches."""
         steps = steps_per_epoch(self.shard_set, self.batch_size, self.world_size)
         start, stop = share(0, self.shard_set.samples, self.rank, self.rank + 1, self.world_size)
         first = sum(len(range(before, steps, workers)) for before in range(worker))
         return share(start, stop, first, first + len(range(worker, steps, workers)), steps)
 
     def samples(self, epoch: int, start: int, stop: int, worker: int) -> Iterable[Sample | SampleError]:
-        """The part, shuffled, again and again (each time in another order)."""
+        """Iterate over the part, shuffled, again and again (each time in another order)."""
         line = list(zip(self.shard_set.paths, self.shard_set.counts, strict=True))
         random.Random(mix(self.seed, epoch)).shuffle(line)
         paths, counts = zip(*line, strict=True)
@@ -126,7 +131,7 @@ class TrainStream(Stream):
 
 @dataclass(eq=False)
 class EvalStream(Stream):
-    """The rank's part in file order; worker w of K reads batches w, w + K, ..., so that the loader restores it."""
+    """The rank's part in file order; worker w of K reads batches w, w + K, ..., and the loader restores the order."""
 
     first: int
     limit: int
@@ -178,7 +183,7 @@ def _turns(source: Iterable[Entry], size: int, turn: int, turns: int) -> Iterato
 
 @dataclass(frozen=True)
 class Batches:
-    """What the loaders share: batches out of the loader processes, errors as one line, `len()` batches."""
+    """The common part of the loaders: batches from loader processes, one-line errors, `len()` batches."""
 
     stream: Stream
     steps: int
@@ -187,7 +192,7 @@ class Batches:
         return self.steps
 
     def received(self) -> Iterator[Batch]:
-        """Images are to be copied before the next batch is asked for."""
+        """Iterate over batches. Copy the images before the next batch is requested."""
         workers = self.stream.processes
         ring = Ring(workers, *self.stream.page) if workers else None
         loader = DataLoader(
@@ -196,7 +201,7 @@ class Batches:
             num_workers=workers,
             prefetch_factor=PREFETCH if workers else None,
             collate_fn=_as_it_is,
-            generator=torch.Generator(),  # a loader draws a seed: not from the global generator
+            generator=torch.Generator(),  # a loader draws a seed: keep the global generator unchanged
             worker_init_fn=_settle,
         )
         try:
@@ -230,7 +235,7 @@ class TrainBatches(Batches):
             raise UserError(f"{self.stream.config.name}: {served} batches instead of {self.steps}; report this")
 
     def sent(self, values: Tensor) -> Tensor:
-        """To the device; a GPU copies while it computes, out of memory that is pinned for it."""
+        """Copy to the device; a GPU copies from pinned memory while it computes."""
         gpu = self.device.type == "cuda"
         return (values.pin_memory() if gpu else values).to(self.device, non_blocking=gpu)
 
@@ -273,13 +278,15 @@ def train_loader(
     per_epoch: int | None = None,
     device: torch.device | str = "cpu",
 ) -> TrainBatches:
-    """The `steps_per_epoch` batches of an epoch on every rank, less the first `skip_batches`; with `epochs`, also those
-    of the next ones, which the same loader processes go on to without a pause; with `per_epoch`, so many of each at
-    most. Images travel to the device as bytes.
+    """Return the `steps_per_epoch` batches of an epoch on every rank, without the first `skip_batches`.
 
-    The batches are those of (seed, epoch, rank, world_size, config.workers): a run that skips k goes on exactly where
-    one that stopped after k would have, and epochs together are those one by one. The global random generators are left
-    as they are.
+    The batches are a function of (seed, epoch, rank, world_size, config.workers). A run that skips k continues exactly
+    like one that stopped after k, and several epochs together equal the same epochs one by one. The global random
+    generators are left unchanged. Images travel to the device as bytes.
+
+    Args:
+        epochs: continue with the following epochs in the same loader processes, without a pause.
+        per_epoch: at most so many batches of each epoch.
     """
     each = steps_per_epoch(shard_set, batch_size, world_size)
     each = each if per_epoch is None else min(each, per_epoch)
@@ -298,8 +305,7 @@ def eval_loader(
     rank: int = 0,
     world_size: int = 1,
 ) -> EvalBatches:
-    """From sample `first` on `limit` of them (None: all) in file order, each on exactly one rank. Nothing is ever
-    skipped."""
+    """Return `limit` samples (None: all) from sample `first` in file order, each on one rank; none is skipped."""
     left = max(shard_set.samples - first, 0)
     limit = left if limit is None else min(limit, left)
     own = limit * (rank + 1) // world_size - limit * rank // world_size
@@ -311,7 +317,7 @@ def eval_loader(
 def eval_samples(
     shard_set: ShardSet, config: DataConfig, *, first: int = 0, limit: int | None = None
 ) -> Iterator[Sample]:
-    """What `eval_loader` reads, in its order and still encoded, for who wants to know which images these are."""
+    """Iterate over the samples of `eval_loader` in its order, still encoded, to identify the images."""
     stop = shard_set.samples if limit is None else min(first + limit, shard_set.samples)
     line = segments(shard_set.paths, shard_set.counts, first, stop)
     for sample in loaded(entries(line), config.num_classes):
@@ -321,14 +327,17 @@ def eval_samples(
 
 
 def cores() -> int:
-    """Those that this process may use; more loaders only wait for each other."""
+    """Return the number of cores that this process may use; more loaders would only wait for each other."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _started(loader: "DataLoader[Any]") -> Iterator[Any]:
-    """With its processes forked. What the rank had is the rank's to tidy up: a loader process that collects its
-    connection to a web server would wait for a thread that is not there."""
-    gc.freeze()  # for ever in the processes that begin here
+    """Start the loader processes.
+
+    Objects of the rank are frozen first: a loader process that collected the rank's connection to a web server would
+    wait for a thread that does not exist there.
+    """
+    gc.freeze()  # permanently, in the processes that start here
     try:
         return iter(loader)
     finally:
@@ -336,8 +345,11 @@ def _started(loader: "DataLoader[Any]") -> Iterator[Any]:
 
 
 def _settle(worker: int) -> None:
-    """A loader process takes memory for each image and each batch, and ends with its rank: a launcher that is asked to
-    stop ends the whole tree, and the rank still needs its loaders to finish its step."""
+    """Prepare a loader process: reuse memory, and ignore the signals that stop a training.
+
+    A launcher that is asked to stop signals the whole process tree, but the rank still needs its loaders to finish a
+    step.
+    """
     keep_freed_memory()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

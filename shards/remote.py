@@ -1,7 +1,7 @@
-"""Shards that are not files of this machine: fetched whole, held against the manifest, then read as files.
+"""Remote shards: fetched whole, checked against the manifest, then read as files.
 
-The manifest must lie beside them: it says which shards there are, what they hold and what each must be, without
-a listing (web servers and commands have none) and without reading the set once before it is used.
+The manifest must lie beside them. It states which shards exist and what each must contain, without a listing (web
+servers and commands have none) and without reading the whole set first.
 """
 
 import hashlib
@@ -26,28 +26,28 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PAUSES = (1, 5)  # seconds before the second and the third attempt
 MAX_MANIFEST_BYTES = 64 * 2**20
-MEND = "see that the server is up and the file whole, or copy it there again"
+MEND = "check that the server is up and the file complete, or copy it there again"
 
 
 class Absent(UserError):
-    """The place says that it has no such file."""
+    """The source states that it has no such file."""
 
 
 class Source(Protocol):
-    """A folder somewhere else."""
+    """A folder on another machine."""
 
     def where(self, name: str) -> str:
-        """How people call the file."""
+        """Return the file's name for messages."""
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """Its bytes, in order; FileNotFoundError or PermissionError where asking again is useless."""
+        """Iterate over the file's bytes; FileNotFoundError or PermissionError if asking again is useless."""
 
     def sizes(self, names: Sequence[str]) -> dict[str, int | None] | None:
-        """Bytes (None: not said) of those of the files that are there; None if the place cannot be asked."""
+        """Return the sizes (None: unknown) of those files that exist; None if the source cannot be asked."""
 
 
 def source_of(config: DataConfig) -> Source | None:
-    """None for a folder of this machine, which a cache makes a place like any other."""
+    """Return the source; None for a folder of this machine without a cache."""
     if is_remote(config.root):
         return (Pipe if config.root.startswith(PIPE) else Store)(config.root, config.timeout)
     if config.cache:
@@ -57,8 +57,10 @@ def source_of(config: DataConfig) -> Source | None:
 
 @dataclass(frozen=True)
 class RemoteShard:
-    """One shard, and what the manifest says of it. Its sha256 is taken when it comes if `hashed`, and each time that it
-    is opened in the cache if `each_time`."""
+    """One shard and its manifest entry.
+
+    `hashed` checks the sha256 on arrival, `each_time` at each opening in the cache.
+    """
 
     source: Source
     info: ShardInfo
@@ -74,7 +76,7 @@ class RemoteShard:
         return self.info.file
 
     def open(self, mode: Literal["rb"]) -> BinaryIO:
-        """The whole shard as a file, from the cache or a nameless one that is gone with its reader."""
+        """Open the complete shard as a file, from the cache or a temporary one that is deleted on close."""
         if self.cache is not None:
             holds = self._holds if self.each_time and self.info.sha256 else None
             return self.cache.open(f"{self.name}.{self._content}", self.info.bytes, self._fill, holds)
@@ -95,7 +97,7 @@ class RemoteShard:
 
     @property
     def _content(self) -> str:
-        """Tells apart shards of the same name."""
+        """Return a text that distinguishes shards of the same name."""
         known = self.info.sha256 or f"{self} {self.info.bytes}"
         return hashlib.sha256(known.encode()).hexdigest()[:16]
 
@@ -127,13 +129,13 @@ class RemoteShard:
 
 
 def tried(act: Callable[[], T], where: str) -> T:
-    """`act()`, again after a pause where it fails as networks do. Raises `UserError`, of one line."""
+    """Call `act()`, again after a pause if it fails as networks do. Raises a one-line `UserError`."""
     for pause in (*PAUSES, None):
         try:
             return act()
         except UserError:
             raise
-        except Exception as error:  # every library has its own
+        except Exception as error:  # every library has its own exceptions
             reason = f"{type(error).__name__} {' '.join(str(error).split())[:200]}".strip()
             final = isinstance(error, FileNotFoundError | PermissionError)
             if pause is None or final:
@@ -145,7 +147,7 @@ def tried(act: Callable[[], T], where: str) -> T:
 
 
 def read_manifest(source: Source, name: str) -> Manifest:
-    """`{name}.json` or else `manifest.json`. Raises `UserError` if neither can be read or it is malformed."""
+    """Read `{name}.json` or else `manifest.json`. Raises `UserError` if neither can be read or it is malformed."""
     failures = []
     for file in (f"{name}.json", manifest.GENERAL):
         try:
@@ -179,7 +181,7 @@ def _mend(where: str) -> str:
 
 
 def check(names: Sequence[str], source: Source, listing: Manifest, config: DataConfig) -> list[RemoteShard]:
-    """The shards, as far as they can be held against the manifest before they come. Raises `UserError`."""
+    """Return the shards, checked as far as possible before they are fetched. Raises `UserError`."""
     cache = Cache(Path(config.cache).expanduser(), int(config.cache_gb * 1e9)) if config.cache else None
     infos = [manifest.expected(name, source.where(name), listing) for name in names]
     sizes = tried(lambda: source.sizes(names), source.where(""))

@@ -1,10 +1,10 @@
-"""Where batches are put together, image by image: in a loader process, memory that is used again and again.
+"""The memory in which batches are assembled, image by image: a loader process reuses it.
 
-A batch in memory of its own is a page fault for every 4 KB of it, on either side: in virtual machines as much time as
-decoding its JPEGs. Here worker w puts its n-th batch into slot n mod S of its own, and the process of the step reads it
-there before it asks for another one. `DataLoader` has at most PREFETCH batches of a worker under way beside the one
-that is read, and where a worker has ended perhaps one more of another: S = PREFETCH + 2. Every slot holds the number of
-its batch, so that one which was overwritten too early would be seen.
+A batch in fresh memory costs a page fault per 4 KB on either side, in virtual machines as much time as decoding its
+JPEGs. Here worker w puts its n-th batch into its slot n mod S, and the training process reads it there before it asks
+for another one. `DataLoader` has at most PREFETCH batches of a worker in flight besides the one being read, and perhaps
+one more after another worker has ended: S = PREFETCH + 2. Every slot holds the number of its batch, so that one that
+was overwritten too early would be detected.
 
 Letters: W loader processes, S slots; B images of a batch, C channels, H, W: height, width.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from certizoo import UserError
 
-PREFETCH = 2  # DataLoader's own choice
+PREFETCH = 2  # DataLoader's default
 SLOTS = PREFETCH + 2
 
 
@@ -30,27 +30,27 @@ class Slot(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Room for a batch; `slot` is where it lies, if that is in a ring."""
+    """Memory for a batch; `slot` is its place if it lies in a ring."""
 
     images_BCHW: Tensor
     slot: Slot | None
 
 
 def fresh_pages(size: int, channels: int, side: int) -> Iterator[Page]:
-    """Each in memory of its own, for a process that reads for itself."""
+    """Iterate over pages in fresh memory, for a process that reads for itself."""
     while True:
         yield Page(torch.empty((size, channels, side, side), dtype=torch.uint8), None)
 
 
 def shared_bytes(workers: int, size: int, channels: int, side: int) -> int:
-    """What a ring takes of the machine's shared memory."""
+    """Return the shared memory that a ring needs."""
     return workers * SLOTS * size * channels * side * side
 
 
 class Ring:
-    """Shared memory for so many loader processes, with batches of `size` images.
+    """Shared memory for `workers` loader processes, with batches of `size` images.
 
-    Raises `UserError` where the machine has too little of it.
+    Raises `UserError` if the machine has too little of it.
     """
 
     def __init__(self, workers: int, size: int, channels: int, side: int) -> None:
@@ -65,14 +65,14 @@ class Ring:
             ) from None
 
     def pages(self, worker: int) -> Iterator[Page]:
-        """In a loader process: its slots, in turns."""
+        """Iterate over this worker's slots in turn, in a loader process."""
         for number in count():
             place = number % SLOTS
             self.number_WS[worker, place] = number
             yield Page(self.images_WSBCHW[worker, place], Slot(worker, number))
 
     def page(self, slot: Slot) -> Page:
-        """In the process of the step: the page, to be copied before the next batch is asked for."""
+        """Return the page in the training process; copy it before the next batch is requested."""
         place = slot.number % SLOTS
         if self.number_WS[slot.worker, place] != slot.number:
             raise RuntimeError(f"batch {slot.number} of loader process {slot.worker} is gone; report this")

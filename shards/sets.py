@@ -1,4 +1,4 @@
-"""From a `DataConfig` to shards that are known to be whole, before any work is done."""
+"""From a `DataConfig` to shards that are verified before any work is done."""
 
 import fnmatch
 import hashlib
@@ -30,8 +30,8 @@ FOLDER = "python -m shards folder /path/to/{name}/{split} {root} --name {name} -
 class ShardSet:
     """Checked shards of one split.
 
-    `counts` are the samples a shard, `histogram` the samples a label (0 .. num_classes - 1), `digest` the
-    sha256 over the list of (file, bytes, sha256 or null).
+    `counts` are the samples per shard, `histogram` the samples per label (0 .. num_classes - 1), `digest` the sha256
+    over the list of (file, bytes, sha256 or null).
     """
 
     paths: tuple[Shard, ...]
@@ -46,7 +46,7 @@ class ShardSet:
 
 
 def find(config: DataConfig, split: str) -> ShardSet:
-    """The shards of `split` ("train" or "test"), held against their manifest, or walked where there is none.
+    """Return the shards of `split` ("train" or "test"), checked against their manifest, or walked without one.
 
     Raises `UserError` if there are none, if one disagrees with the manifest, is damaged, or holds a label that
     `config.num_classes` does not allow. With `on_corrupt="skip"` faulty training samples are only logged.
@@ -69,7 +69,7 @@ def find(config: DataConfig, split: str) -> ShardSet:
 
 
 def listing_of(config: DataConfig) -> Manifest | None:
-    """The manifest, wherever the shards are; None for a folder without one."""
+    """Return the manifest, wherever the shards are; None for a folder without one."""
     source = source_of(config)
     return read_manifest(source, config.name) if source else manifest.read(config.folder, config.name)
 
@@ -93,7 +93,7 @@ def _remote(source: Source, config: DataConfig, split: str) -> tuple[list[Remote
 
 
 def _matching(root: Path, pattern: str, listing: Manifest | None) -> list[Path]:
-    """Files that match, and shards that should because the manifest names them."""
+    """Return the files that match, and missing shards that the manifest lists."""
     found = set(root.glob(pattern))
     if listing is not None:
         found |= {root / file for file in listing.files if fnmatch.fnmatch(file, pattern)}
@@ -102,7 +102,7 @@ def _matching(root: Path, pattern: str, listing: Manifest | None) -> list[Path]:
 
 def _how(config: DataConfig, split: str) -> str:
     command = HOW_TO_MAKE.get(config.name, FOLDER).format(root=shlex.quote(config.root), name=config.name, split=split)
-    return f"make them with `{command}`, or say where they are: data.root=FOLDER data.{split}=GLOB"
+    return f"make them with `{command}`, or set their place: data.root=FOLDER data.{split}=GLOB"
 
 
 def _checked(paths: list[Path], listing: Manifest | None, config: DataConfig, split: str) -> list[ShardInfo]:
@@ -121,7 +121,7 @@ def _scanned(path: Shard, config: DataConfig, split: str) -> ShardInfo:
 
 
 def _with_labels(path: Shard, listed: ShardInfo, listing: Manifest, config: DataConfig, split: str) -> ShardInfo:
-    """A manifest without labels: take them from the walk, and hold the number of samples against it."""
+    """Complete a manifest entry without labels by walking the shard, and check the number of samples."""
     if listed.histogram:
         return listed
     scanned = _scanned(path, config, split)
@@ -138,7 +138,7 @@ def _histogram(paths: Sequence[Shard], infos: list[ShardInfo], num_classes: int)
         for label, count in (info.histogram or {}).items():
             if not 0 <= label < num_classes:
                 raise UserError(
-                    f"{path}: label {label} is not one of 0..{num_classes - 1}; mend the label or data.num_classes"
+                    f"{path}: label {label} is not one of 0..{num_classes - 1}; correct the label or data.num_classes"
                 )
             counts[label] += count
     return tuple(counts)

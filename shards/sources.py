@@ -1,4 +1,4 @@
-"""What shards are made from. A source is anything indexable that gives (image, label), and has a length.
+"""Sources of shards: anything indexable that gives (image, label), and has a length.
 
 An image is a path, a PIL image or a uint8 array (HW, HWC). Torchvision data sets are sources as they are.
 """
@@ -19,17 +19,20 @@ TORCHVISION_SETS = ("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST")
 
 
 class Folder(Sequence[tuple[Path, int]]):
-    """A folder with a subfolder of images a class; labels number the subfolders in alphabetical order.
+    """A folder with a subfolder of images per class; labels number the subfolders in alphabetical order.
 
-    Args: only: a text file that names an image a line, the official list of a benchmark perhaps; of a path in it the
-        last part counts. The classes stay those of the folder.
+    Args:
+        root: the folder.
+        only: a text file that lists one image per line, such as a benchmark's official list; the last part of a path
+            counts. The classes stay those of the folder.
 
-    Raises `UserError` if there are no images, or not exactly one of each name in `only`.
+    Raises:
+        UserError: there are no images, or not exactly one of each name in `only`.
     """
 
     def __init__(self, root: Path, only: Path | None = None) -> None:
         if not root.is_dir():
-            raise UserError(f"{root} is not a folder; give the one that holds a subfolder of images a class")
+            raise UserError(f"{root} is not a folder; give the one that holds a subfolder of images per class")
         self.classes = sorted(path.name for path in root.iterdir() if path.is_dir())
         self.items: list[tuple[Path, int]] = []
         others = 0
@@ -53,22 +56,22 @@ class Folder(Sequence[tuple[Path, int]]):
 
 
 def _listed(items: list[tuple[Path, int]], only: Path) -> list[tuple[Path, int]]:
-    """Those that the file names."""
+    """Return the items that the file lists."""
     try:
         names = {Path(line.strip()).name for line in only.read_text().splitlines() if line.strip()}
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--only {only} cannot be read ({error}); give a text file, an image a line") from None
+        raise UserError(f"--only {only} cannot be read ({error}); give a text file with one image per line") from None
     listed = [item for item in items if item[0].name in names]
     found = Counter(path.name for path, _ in listed)
     wrong = sorted(name for name in names if found[name] != 1)
     if wrong or not names:
         what = f"{wrong[0]} is there {found[wrong[0]]} times" if wrong else "it names no image"
-        raise UserError(f"--only {only}: {what}; give a list of the folder's files, an image a line")
+        raise UserError(f"--only {only}: {what}; list the folder's files, one per line")
     return listed
 
 
 def digits(seed: int = 0, test_fraction: float = 0.2) -> dict[str, list[tuple[NDArray[np.uint8], int]]]:
-    """The 1797 handwritten digits of scikit-learn (8 x 8, gray), split 1437 / 360 with equal shares of each class."""
+    """Return the 1797 handwritten digits of scikit-learn (8 x 8, gray), split 1437 / 360 and balanced by class."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -83,7 +86,7 @@ def digits(seed: int = 0, test_fraction: float = 0.2) -> dict[str, list[tuple[ND
 
 
 def torchvision_set(name: str, split: str, download_to: Path) -> Sequence[tuple[object, int]]:
-    """A data set of torchvision, downloaded if it is not there. Raises `UserError` if that fails."""
+    """Return a torchvision data set, downloaded if absent. Raises `UserError` if that fails."""
     from torchvision import datasets
 
     try:

@@ -1,4 +1,4 @@
-"""Shards in object stores and on web servers; the one door to fsspec.
+"""Shards in object stores and on web servers; the only module that imports fsspec.
 
 Passwords and keys come from where the libraries look for them (environment, ~/.aws, fsspec's own configuration; for web
 servers see web.py), never from `data.root`, which is written into every run's config.
@@ -16,8 +16,8 @@ import fsspec
 from certizoo import UserError
 from shards import web
 
-CHUNK = 8 * 2**20  # bytes asked for at once
-AT_ONCE = 16  # questions to a web server, which has no listing
+CHUNK = 8 * 2**20  # bytes requested at once
+AT_ONCE = 16  # requests to a web server, which has no listing
 # protocol -> the package that fsspec needs for it
 PACKAGES = {
     "s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs",
@@ -43,23 +43,24 @@ class Store:
                 "~/.netrc and CERTIZOO_NETRC=HOST"
             )
         if parts.scheme == "file" and not self.url.startswith("file:///"):
-            raise UserError(f"data.root={self.url} is no absolute path; use file:///FOLDER")
+            raise UserError(f"data.root={self.url} is not an absolute path; use file:///FOLDER")
         if parts.scheme != "file" and (parts.query or parts.fragment or not parts.netloc):
-            raise UserError(f"data.root={self.url} is no folder; use {parts.scheme}://HOST_OR_BUCKET/FOLDER")
+            raise UserError(f"data.root={self.url} is not a folder; use {parts.scheme}://HOST_OR_BUCKET/FOLDER")
 
     def where(self, name: str) -> str:
         return f"{self.url.rstrip('/')}/{name}"
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """The bytes of a file, in order. Raises whatever the library raises."""
-        # A web server sends one stream: not every one knows ranges. With a size, fsspec asks for none beforehand.
+        """Iterate over the bytes of a file. Raises whatever the library raises."""
+        # A web server sends one stream, since not every server supports ranges. With a known size, fsspec requests none
+        # first.
         how = {"block_size": 0, "size": 1} if self._web else {"cache_type": "none"}
         with self._files().open(self.where(name), "rb", **how) as file:
             while chunk := file.read(CHUNK):
                 yield chunk
 
     def sizes(self, names: Sequence[str]) -> dict[str, int | None]:
-        """Bytes (None: not said) of those of the files that are there."""
+        """Return the sizes (None: unknown) of those files that exist."""
         if self._web:
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 return {name: size for one in pool.map(self._asked, names) for name, size in one.items()}
@@ -71,7 +72,7 @@ class Store:
     def _asked(self, name: str) -> dict[str, int | None]:
         try:
             return {name: self._files().info(self.where(name))["size"]}
-        except FileNotFoundError as error:  # what fsspec makes of every failure
+        except FileNotFoundError as error:  # fsspec reports every failure as this error
             if getattr(error.__cause__, "status", None) in (404, 410):
                 return {}
             raise error.__cause__ or error from None
@@ -81,13 +82,15 @@ class Store:
         return self.url.startswith("http")
 
     def _files(self) -> Any:
-        """fsspec's file system. Made anew in each process and thread: its connections outlive neither."""
+        """Return fsspec's file system, new in each process and thread: its connections survive neither."""
         protocol = self.url.partition(":")[0]
         try:
             return fsspec.filesystem(protocol, **self._options(protocol))
         except ImportError:
             package = PACKAGES[protocol]
-            raise UserError(f"data.root={self.url} needs {package}, which is absent; pip install {package}") from None
+            raise UserError(
+                f"data.root={self.url} needs {package}, which is not installed; pip install {package}"
+            ) from None
 
     def _options(self, protocol: str) -> dict[str, Any]:
         if self._web:

@@ -1,7 +1,7 @@
-"""One walk over a shard, for checking and for reading alike.
+"""One walk over a shard, for both checking and reading.
 
-webdataset's own tar stage lets pass a shard cut between members, a sample without its label, a member of any
-size and a name that escapes. This walk refuses them, and it reads no byte of a sample that nobody asked for.
+webdataset's own tar stage accepts a shard cut between members, a sample without its label, a member of any size and a
+name that leaves the folder. This walk refuses them, and it reads only the bytes that are requested.
 """
 
 import os
@@ -18,9 +18,9 @@ from certizoo import UserError
 MAX_MEMBER_BYTES = 64 * 2**20
 MAX_LABEL_BYTES = 32
 MAX_MEMBERS = 64  # of one sample
-# Of a header that says more of the next member: a long name, or pax. Paths end at 4096 bytes on every system.
+# Bytes of a header that describes the next member: a long name, or pax. Paths end at 4096 bytes on every system.
 MAX_EXTENSION_BYTES = 8192
-MAX_EXTENSIONS = 4  # one behind the other; tarfile reads each inside the one before
+MAX_EXTENSIONS = 4  # consecutive ones; tarfile reads each inside the previous one
 EXTENSIONS = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
@@ -28,16 +28,16 @@ EXTENSIONS = (
     tarfile.XGLTYPE,
     tarfile.SOLARIS_XHDTYPE,
 )
-LONG_NUMBER = re.compile(rb"[0-9]{32}")  # tarfile's patterns take the square of its length
+LONG_NUMBER = re.compile(rb"[0-9]{32}")  # tarfile's patterns take quadratic time in its length
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 END_OF_ARCHIVE = 1024  # bytes: two blocks of zeros close every tar
 OCTAL = re.compile(rb"[0-7]+")
 MEND_SHARD = "copy or write the shard again"
-MEND_SAMPLE = "mend it and write the shard again (training can skip it: data.on_corrupt=skip)"
+MEND_SAMPLE = "correct it and write the shard again (training can skip it: data.on_corrupt=skip)"
 
 
 class Shard(Protocol):
-    """A tar that can be opened as a local file: a `Path`, or a shard that is fetched first. `str` is for people."""
+    """A tar that can be opened as a local file: a `Path`, or a shard that is fetched first. `str` is for messages."""
 
     @property
     def name(self) -> str: ...
@@ -51,7 +51,7 @@ class SampleError(UserError):
 
 @dataclass(frozen=True)
 class Sample:
-    """An encoded image and its label. `where` is 'SHARD: sample KEY', the head of every error about it."""
+    """An encoded image and its label. `where` is 'SHARD: sample KEY', the start of every error about it."""
 
     where: str
     key: str
@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Entry:
-    """A sample still in its shard: members by extension. Readable until the walk that gave it moves on."""
+    """A sample still in its shard: members by extension. Readable until the walk that yielded it moves on."""
 
     shard: Shard
     key: str
@@ -73,8 +73,10 @@ class Entry:
         return f"{self.shard}: sample {self.key}"
 
     def read(self, extension: str, most: int = MAX_MEMBER_BYTES) -> bytes:
-        """The bytes of one member. Raises `SampleError` if they are more than `most`, `UserError` if the shard ends
-        early."""
+        """Return the bytes of one member.
+
+        Raises `SampleError` if they are more than `most`, `UserError` if the shard ends early.
+        """
         member = self.parts[extension]
         if member.size > most:
             raise SampleError(f"{self.where}: .{extension} holds {member.size} bytes, more than {most}; {MEND_SAMPLE}")
@@ -84,7 +86,7 @@ class Entry:
         return data
 
     def label(self, num_classes: int | None) -> int:
-        """The integer of `.cls`, below `num_classes` where that is known. Raises `SampleError`."""
+        """Return the integer of `.cls`, below `num_classes` if that is known. Raises `SampleError`."""
         if _escapes(self.key):
             raise SampleError(f"{self.where}: the member name leaves the folder; {MEND_SAMPLE}")
         if "cls" not in self.parts:
@@ -92,12 +94,14 @@ class Entry:
         text = self.read("cls", MAX_LABEL_BYTES).decode("ascii", "replace").strip()
         if not text.isdigit() or (num_classes is not None and int(text) >= num_classes):
             allowed = "a whole number" if num_classes is None else f"one of the labels 0..{num_classes - 1}"
-            raise SampleError(f"{self.where}: .cls holds {text!r}, not {allowed}; mend the label (or data.num_classes)")
+            raise SampleError(
+                f"{self.where}: .cls holds {text!r}, not {allowed}; correct the label (or data.num_classes)"
+            )
         return int(text)
 
     @property
     def image_extension(self) -> str:
-        """Raises `SampleError` unless the sample has exactly one image."""
+        """Return the image's extension. Raises `SampleError` unless the sample has exactly one image."""
         found = [extension for extension in self.parts if extension in IMAGE_EXTENSIONS]
         if len(found) != 1:
             raise SampleError(
@@ -110,12 +114,14 @@ class Entry:
 
 
 class Header(tarfile.TarInfo):
-    """As tarfile reads it, but nothing without bound; and a plain file's in less time."""
+    """A header as tarfile reads it, but with bounds, and faster for a plain file."""
 
     @classmethod
     def plain(cls, block: bytes) -> "Header | None":
-        """A plain file's, as nearly all of a shard are, in a fraction of tarfile's time; of it the name and the size.
-        None: it is something else, or damaged."""
+        """Parse name and size of a plain file's header, like nearly all of a shard, in a fraction of tarfile's time.
+
+        Returns None for anything else, or for damage.
+        """
         if len(block) < tarfile.BLOCKSIZE or block[156:157] != tarfile.REGTYPE or block[345]:  # no name prefix
             return None
         size, checksum = block[124:136].rstrip(b" \0"), block[148:156].rstrip(b" \0")
@@ -127,10 +133,9 @@ class Header(tarfile.TarInfo):
         return header
 
     def _proc_member(self, tar: "Tar") -> tarfile.TarInfo:
-        """tarfile's place for subclasses that read headers of more than one block. Raises `tarfile.ReadError` for those
-        that it would read without bound."""
+        """Bound headers of more than one block, at tarfile's extension point. Raises `tarfile.ReadError`."""
         if self.type == tarfile.GNUTYPE_SPARSE or self.size < 0:
-            raise tarfile.ReadError(f"a member of kind {self.type!r} and {self.size} bytes, no plain file")
+            raise tarfile.ReadError(f"a member of kind {self.type!r} and {self.size} bytes, not a plain file")
         tar.extensions = tar.extensions + 1 if self.type in EXTENSIONS else 0
         if tar.extensions:
             if self.size > MAX_EXTENSION_BYTES or tar.extensions > MAX_EXTENSIONS:
@@ -139,7 +144,10 @@ class Header(tarfile.TarInfo):
         return super()._proc_member(tar)  # type: ignore[misc]
 
     def _refuse_what_tarfile_expands(self, file: Any) -> None:
-        """Sparse files by pax, whose map is as long as the shard, and long numbers. The file stays where it is."""
+        """Refuse pax sparse files, whose map is as long as the shard, and long numbers.
+
+        The file position is unchanged.
+        """
         text = file.read(self.size)
         file.seek(-len(text), os.SEEK_CUR)
         if b"GNU.sparse" in text or LONG_NUMBER.search(text):
@@ -147,15 +155,15 @@ class Header(tarfile.TarInfo):
 
 
 class Tar(tarfile.TarFile):
-    """`extensions`: how many headers that belong to the next member came since the last one."""
+    """A tar reader. `extensions` counts the headers for the next member since the last one."""
 
     tarinfo = Header
     extensions = 0
 
     def next(self) -> tarfile.TarInfo | None:
-        """The next member: a plain one by one read of its header, any other as tarfile reads it."""
+        """Return the next member: a plain one from one read of its header, any other as tarfile reads it."""
         if self.firstmember is not None or self.pax_headers:  # type: ignore[attr-defined]
-            return super().next()  # opening has read it, or something was said of all that follow
+            return super().next()  # opening has read it, or a global header affects all that follow
         header = Header.plain(os.pread(self.fileobj.fileno(), tarfile.BLOCKSIZE, self.offset))  # type: ignore[attr-defined]
         if header is None:
             return super().next()
@@ -165,7 +173,7 @@ class Tar(tarfile.TarFile):
 
 
 def opened(shard: Shard) -> BinaryIO:
-    """The shard as a file. Raises `UserError`, also for what is there and no file: a pipe would keep us waiting."""
+    """Open the shard as a file. Raises `UserError`, also for anything but a file: reading a pipe could block."""
     if isinstance(shard, Path) and shard.exists() and not shard.is_file():
         raise UserError(f"{shard} is not a file; {MEND_SHARD}")
     try:
@@ -175,7 +183,7 @@ def opened(shard: Shard) -> BinaryIO:
 
 
 def walk(path: Shard, file: BinaryIO) -> Iterator[Entry]:
-    """The samples of a shard, opened as `file`, in file order. Raises `UserError` unless it is a whole, plain tar."""
+    """Iterate over the samples of a shard, opened as `file`. Raises `UserError` unless it is a complete, plain tar."""
     try:
         with Tar.open(fileobj=file, mode="r:") as tar:
             for key, group in groupby(_members(path, tar), key=lambda named: named[0]):
@@ -191,12 +199,12 @@ def walk(path: Shard, file: BinaryIO) -> Iterator[Entry]:
 
 
 def _members(path: Shard, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """(key, extension, member) of each file that belongs to a sample."""
+    """Iterate over (key, extension, member) of each file that belongs to a sample."""
     while (member := tar.next()) is not None:
         tar.members.clear()  # type: ignore[attr-defined]  # tarfile keeps them all
         if member.isdir():
             continue
-        if not member.isreg() or member.issparse() or member.size < 0:  # tarfile would walk back for ever
+        if not member.isreg() or member.issparse() or member.size < 0:  # tarfile would walk back forever
             raise UserError(f"{path}: member {member.name} is not a plain file; {MEND_SHARD}")
         key, extension = split_name(member.name)
         if key:
@@ -215,7 +223,7 @@ def _parts(path: Shard, key: str, group: Iterator[tuple[str, str, tarfile.TarInf
 
 
 def split_name(member: str) -> tuple[str, str]:
-    """'a/b.c.JPG' -> ('a/b', 'c.jpg'), webdataset's rule; ('', '') for a name without stem or extension."""
+    """Split 'a/b.c.JPG' into ('a/b', 'c.jpg') by webdataset's rule; ('', '') for a name without stem or extension."""
     folder, slash, base = member.rpartition("/")
     stem, _, extension = base.partition(".")
     return (folder + slash + stem, extension.lower()) if stem and extension else ("", "")

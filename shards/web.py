@@ -1,9 +1,9 @@
-"""What a web server gets from us and may do with us: no secret that its host was not named for, and no other address.
+"""The limits of what web servers receive and may do: secrets only for named hosts, redirects only within a server.
 
-~/.netrc is read for the hosts that this machine's user names in CERTIZOO_NETRC (`CERTIZOO_NETRC=data.example.org`); the
-library by itself would send what it holds, also its `default`, to every host. A server may lead to another path of its
-own, or from http to https; to another host, port or scheme it may not, since addresses inside a network would be asked
-in our name. Proxies come from the environment.
+~/.netrc is read for the hosts that this machine's user lists in CERTIZOO_NETRC (`CERTIZOO_NETRC=data.example.org`). The
+library alone would send its content, also its `default`, to every host. A server may redirect to another path of its
+own, or from http to https. Another host, port or scheme is refused, since it could make us request addresses inside a
+network. Proxies come from the environment.
 """
 
 import base64
@@ -20,7 +20,7 @@ PORTS = {"http": 80, "https": 443}
 
 
 def options(url: str, timeout: int) -> dict[str, Any]:
-    """Of fsspec's file system for `url`. Raises UserError for a .netrc that cannot be read."""
+    """Return the options of fsspec's file system for `url`. Raises UserError for a .netrc that cannot be read."""
     from aiohttp import ClientTimeout, TraceConfig
 
     trace = TraceConfig()
@@ -29,7 +29,7 @@ def options(url: str, timeout: int) -> dict[str, Any]:
         "timeout": ClientTimeout(total=None, connect=timeout, sock_read=timeout),
         "trace_configs": [trace],
         "headers": {"Accept-Encoding": "identity", **_secret(urlsplit(url).hostname or "")},
-        "auto_decompress": False,  # a small answer would become a large one
+        "auto_decompress": False,  # a small answer could expand to a large one
     }
     return {"client_kwargs": session, **_proxy(urlsplit(url))}
 
@@ -38,16 +38,16 @@ async def _refuse_to_leave(session: Any, context: Any, parameters: Any) -> None:
     source, target = str(parameters.url), parameters.response.headers.get("Location", "")
     try:
         stays = _same_server(urlsplit(source), urlsplit(urljoin(source, target)))
-    except ValueError:  # a port or a host that is none
+    except ValueError:  # an invalid port or host
         stays = False
     if not stays:
         raise UserError(
-            f"{source} leads to {target[:200]}, which is another server; give that one as data.root if it is right"
+            f"{source} leads to {target[:200]}, which is another server; set data.root to that one if it is right"
         )
 
 
 def _same_server(source: SplitResult, target: SplitResult) -> bool:
-    """The same host, by the same scheme and port, or by https instead of http at their usual ports."""
+    """Return True for the same host, scheme and port, or for https instead of http at their default ports."""
     if target.username is not None or target.hostname != source.hostname:
         return False
     here, there = ((url.scheme, url.port or PORTS.get(url.scheme)) for url in (source, target))
@@ -55,14 +55,14 @@ def _same_server(source: SplitResult, target: SplitResult) -> bool:
 
 
 def _secret(host: str) -> dict[str, str]:
-    """The header with what ~/.netrc (or $NETRC) holds for a host that the user has named."""
+    """Return the header with the credentials of ~/.netrc (or $NETRC) for a host that the user has named."""
     if host not in os.environ.get(ALLOWED, "").split(","):
         return {}
     path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
     try:
         found = netrc.netrc(path).authenticators(host)
     except (OSError, netrc.NetrcParseError) as error:
-        raise UserError(f"{ALLOWED} names {host}, but {path} cannot be read ({error}); mend it") from None
+        raise UserError(f"{ALLOWED} names {host}, but {path} cannot be read ({error}); correct it") from None
     if found is None:
         raise UserError(f"{ALLOWED} names {host}, but {path} holds nothing for it; add it there")
     login, _, password = found

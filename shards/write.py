@@ -1,4 +1,4 @@
-"""Images to shards: mixed by seed, reproducible byte for byte, and never half a shard under its final name."""
+"""Write images to shards: shuffled by seed, reproducible byte for byte, and never partial under the final name."""
 
 import io
 import logging
@@ -47,15 +47,17 @@ def write(
 ) -> Path:
     """Write `{name}-{split}-{000000..}.tar` into `root`, list them in `{name}.json`, return its path.
 
-    Samples are shuffled by `seed`, so that each shard is a fair sample of the classes. Image files are copied
-    byte by byte once they have been decoded; images in memory become PNG. `resize` shrinks images whose short side
-    is longer. Raises `UserError` if the shards exist (unless `overwrite`), an image is corrupt or the disk is full.
+    Samples are shuffled by `seed`, so that each shard is a fair sample of the classes. Image files are copied byte by
+    byte after a test decoding; images in memory become PNG. `resize` shrinks images whose short side is longer.
+
+    Raises:
+        UserError: the shards exist (unless `overwrite`), an image is corrupt or the disk is full.
     """
     pattern = f"{name}-{split}-*.tar"
     _make(root)
     old = set(root.glob(pattern))
     if old and not overwrite:
-        raise UserError(f"{root / pattern} exist; remove them, take another --name, or add --overwrite")
+        raise UserError(f"{root / pattern} exist; remove them, choose another --name, or add --overwrite")
     others, names = _listed(root, name, split, class_names)
     order = random.Random(seed).sample(range(len(source)), len(source))
     if not order:
@@ -88,7 +90,7 @@ def _make(root: Path) -> None:
 def _listed(
     root: Path, name: str, split: str, class_names: list[str] | None
 ) -> tuple[list[ShardInfo], list[str] | None]:
-    """The shards of other splits in `{name}.json`. Raises `UserError` if those have other classes."""
+    """Return the shards of other splits in `{name}.json`. Raises `UserError` if those have other classes."""
     path = root / f"{name}.json"
     if not path.is_file() or (listing := manifest.read(root, name)) is None:
         return [], class_names
@@ -102,7 +104,7 @@ def _listed(
 
 
 def _write_shard(path: Path, members: Iterable[dict[str, Any]]) -> ShardInfo:
-    """Write under another name, then rename: what has the final name is whole."""
+    """Write under another name, then rename: a file with the final name is complete."""
     labels: Counter[int] = Counter()
     try:
         with (
@@ -127,7 +129,7 @@ def _sample(item: tuple[Any, int], key: str, resize: int | None) -> dict[str, An
 
 
 def encode(image: Any, resize: int | None = None) -> tuple[str, bytes]:
-    """(extension, bytes) of a path (as the file is), a PIL image or a uint8 array (as PNG)."""
+    """Return (extension, bytes) of a path (unchanged), a PIL image or a uint8 array (as PNG)."""
     if isinstance(image, str | Path):
         data = _bytes_of(Path(image))
         limit = {"max_pixels": MAX_SOURCE_PIXELS} if resize else {}
@@ -143,7 +145,7 @@ def _bytes_of(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); mend or remove the file") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); repair or remove the file") from None
 
 
 def _from_array(array: np.ndarray) -> Image.Image:

@@ -1,7 +1,7 @@
-"""From a command line to a run: the launcher's flag, Hydra, and errors of one line.
+"""The entry point of training: the launcher's flag, Hydra, and one-line errors.
 
-The configuration is composed here instead of by `hydra.main`, which would give each rank an output folder of its own
-and know nothing of the launcher's `--local_rank`. Every rank composes the same; rank 0 writes run_dir/config.yaml.
+The configuration is composed here instead of by `hydra.main`, which would give each rank its own output folder and does
+not accept the launcher's `--local_rank`. Every rank composes the same configuration; rank 0 writes run_dir/config.yaml.
 """
 
 import errno
@@ -25,8 +25,7 @@ Work = Callable[[str, Sequence[str]], None]
 
 
 def main(config_name: str, argv: Sequence[str] | None = None, work: Work | None = None) -> None:
-    """Train (or what `work` does) as `configs/{config_name}.yaml` and the arguments say. Exit status 2: an error of one
-    line."""
+    """Train (or call `work`) with `configs/{config_name}.yaml` and the arguments; exit 2 after a one-line error."""
     launchers()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     overrides = launcher_argv(sys.argv[1:] if argv is None else argv)
@@ -35,7 +34,7 @@ def main(config_name: str, argv: Sequence[str] | None = None, work: Work | None 
 
 
 def one_of_a_machine(work: Work, config_name: str, overrides: Sequence[str]) -> None:
-    """`work`; a UserError leaves local rank 0 at once and the others later, when the launcher has ended them."""
+    """Call `work`; a UserError ends local rank 0 at once and the others after the launcher's signal."""
     try:
         with full_disks_in_one_line():
             work(config_name, overrides)
@@ -46,41 +45,41 @@ def one_of_a_machine(work: Work, config_name: str, overrides: Sequence[str]) -> 
 
 @contextmanager
 def full_disks_in_one_line() -> Iterator[None]:
-    """Whatever a run was writing. (Checkpoints have words of their own: trainers/weights/saving.py.)"""
+    """Turn a full disk into a one-line error. Checkpoints report their own: trainers/weights/saving.py."""
     try:
         yield
     except OSError as error:
         if error.errno not in FULL:
             raise
         raise UserError(
-            f"{error.filename or 'a file of the run'} could not be written ({error.strerror}); make room, then go on "
-            "by the same command and resume=auto"
+            f"{error.filename or 'a file of the run'} could not be written ({error.strerror}); free some "
+            "space, then repeat the command with resume=auto"
         ) from None
 
 
 def train(config_name: str, overrides: Sequence[str]) -> None:
-    """Compose, check, train; then rank 0 certifies and publishes."""
+    """Compose, check and train; then rank 0 certifies and publishes."""
     with ranks.said_once():
         config = compose_config(config_name, overrides)
-        with large_imports():  # after the cheap errors
+        with large_imports():  # after the checks that need no large imports
             from trainers.job.prepare import prepare
         job = prepare(config)
     with large_imports():
         from trainers.engine import engine
         from trainers.job.folder import refuse_changed
         from trainers.steps import loop
-        from trainers.steps.sole import sole_trainer
+        from trainers.steps.run_lock import run_lock
         from trainers.weights import handover
 
     world = engine.start(job.deepspeed.timeout_minutes)
-    with sole_trainer(job.run_dir, world, partial(refuse_changed, job)):
+    with run_lock(job.run_dir, world, partial(refuse_changed, job)):
         run_id = loop.train(job, world)
         if world.rank == 0:
             handover.certify_and_publish(job, run_id)
 
 
 def launcher_argv(argv: Sequence[str]) -> list[str]:
-    """The arguments without the launcher's --local_rank=N, which goes into the environment, beside RANK."""
+    """Return the arguments without the launcher's --local_rank=N, which is set in the environment beside RANK."""
     kept, rest = [], iter(argv)
     for argument in rest:
         key, given, value = argument.partition("=")
@@ -93,7 +92,7 @@ def launcher_argv(argv: Sequence[str]) -> list[str]:
 
 @contextmanager
 def leaving_no_rank_behind() -> Iterator[None]:
-    """A rank that fails while others wait for it ends at once: leaving politely could wait for them forever.
+    """End a failed rank at once: a regular exit could wait forever for the other ranks.
 
     The launcher sees the exit status and ends the rest.
     """
@@ -107,7 +106,7 @@ def leaving_no_rank_behind() -> Iterator[None]:
         if isinstance(error, SystemExit):
             status = error.code if isinstance(error.code, int) else EXIT_USER_ERROR
         elif isinstance(error, RuntimeError) and any(words in str(error) for words in ranks.PEER_GONE):
-            # Not this rank's fault: the one that ended first has printed why, unless it was killed.
+            # Not this rank's fault: the rank that ended first has printed why, unless it was killed.
             sys.stderr.write(f"{lost(dist.get_rank())}\n")
             status = 1
         else:
@@ -119,8 +118,8 @@ def leaving_no_rank_behind() -> Iterator[None]:
 
 
 def lost(rank: int) -> str:
-    """What a rank says that was left by another. One that was killed could not say anything itself."""
+    """Describe the loss of another rank. A rank that was killed could print nothing itself."""
     how = killed()
     if how:
-        return f"error: {'; '.join(how)}; go on from the newest checkpoint by the same command and resume=auto"
+        return f"error: {'; '.join(how)}; repeat the command with resume=auto to continue from the newest checkpoint"
     return f"rank {rank} lost another rank and ends too"

@@ -1,10 +1,10 @@
-"""A run goes on with another number of ranks:  python -m trainers.reshape runs/NAME
+"""Continue a run with another number of ranks: `python -m trainers.reshape runs/NAME`.
 
-A checkpoint is of parameters, not of ranks (trainers/weights/states.py): any number can load it. But inside an epoch
-that would be wrong: which images are still to come depends on the ranks. So the newest one of an epoch's end is marked
-as fit for any number, and later ones are put aside (checkpoints/other_ranks/); their steps are made again.
+A checkpoint holds parameters, not ranks (trainers/weights/states.py), so any number of ranks can load it. Within an
+epoch this would be wrong: the images still to come depend on the ranks. So the newest checkpoint at an epoch's end is
+marked for any number of ranks. Later ones are moved to checkpoints/other_ranks/, and their steps are repeated.
 
-Random streams belong to ranks, so the run is then another one than it would have been, and as good.
+Random streams belong to ranks. The continued run is therefore a different, equally valid one.
 """
 
 import os
@@ -25,9 +25,9 @@ ASIDE = "other_ranks"
 
 @one_line_errors
 def main(argv: Sequence[str]) -> None:
-    """Mark in place. Raises UserError where there is nothing to mark."""
+    """Mark the checkpoint in place. Raises UserError if there is none."""
     if len(argv) != 1:
-        raise UserError("which run? python -m trainers.reshape runs/NAME")
+        raise UserError("no run folder given; use python -m trainers.reshape runs/NAME")
     run_dir = Path(argv[0])
     if not checkpoint.folder(run_dir).is_dir():
         raise UserError(f"{run_dir} holds no checkpoints; give the folder of a run")
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def reshape(run_dir: Path) -> None:
-    """The newest checkpoint of an epoch's end is for any number of ranks; later ones are put aside."""
+    """Mark the newest checkpoint at an epoch's end for any number of ranks; move later ones aside."""
     saved = last_epoch(run_dir)
     aside = checkpoint.folder(run_dir) / ASIDE
     aside.mkdir(exist_ok=True)
@@ -47,22 +47,22 @@ def reshape(run_dir: Path) -> None:
     path = checkpoint.folder(run_dir) / saved.tag
     write_whole(path / checkpoint.MARK, replace(saved, world_size=None).mark())
     sys.stdout.write(
-        f"{path} can be loaded by any number of ranks now (step {saved.position.step}; {len(later)} later ones are in "
-        f"{ASIDE}/): go on with resume=auto\n"
+        f"{path} can now be loaded by any number of ranks (step {saved.position.step}; {len(later)} later ones are in "
+        f"{ASIDE}/); continue with resume=auto\n"
     )
 
 
 def last_epoch(run_dir: Path) -> Saved:
-    """The newest complete checkpoint that ends an epoch."""
+    """Return the newest complete checkpoint that ends an epoch."""
     for path in reversed(checkpoint.folders(run_dir)):
         saved = checkpoint.read(path)
         if saved is not None and saved.position.ends_epoch:
             if saved.world_size is None:
-                raise UserError(f"{path} can be loaded by any number of ranks already; go on with resume=auto")
+                raise UserError(f"{path} can already be loaded by any number of ranks; continue with resume=auto")
             return saved
     raise UserError(
-        f"{checkpoint.folder(run_dir)} holds no checkpoint of an epoch's end; go on to one with as many ranks as "
-        "before, or start anew with name=ANOTHER"
+        f"{checkpoint.folder(run_dir)} holds no checkpoint of an epoch's end; train to one with the old number of "
+        "ranks, or start anew with name=ANOTHER"
     )
 
 

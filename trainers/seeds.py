@@ -1,9 +1,9 @@
-"""Random streams named by what they are for, so that no generator's state has to be saved."""
+"""Random streams named by their purpose, so that no generator's state has to be saved."""
 
 import hashlib
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 63-bit seed from (run seed, purpose, step, rank, ...): different parts, unrelated streams."""
+    """Return a 63-bit seed from (run seed, purpose, step, rank, ...): different parts give unrelated streams."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""The typed parts of the configuration. A wrong value is named, with what would be right."""
+"""The typed parts of the configuration. Errors name the wrong value and the allowed ones."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,13 +7,13 @@ from certizoo import UserError
 
 
 def require(holds: bool, message: str) -> None:
-    """Raise UserError with the message unless it holds."""
+    """Raise UserError with the message unless the condition holds."""
     if not holds:
         raise UserError(message)
 
 
 def require_least(config: object, group: str, keys: Iterable[str], least: float, mend: str) -> None:
-    """Raise UserError naming the first of these values that is below `least`; None is no value."""
+    """Raise UserError naming the first of these values that is below `least`; None is not checked."""
     for key in keys:
         value = getattr(config, key)
         require(value is None or value >= least, f"{group}.{key}={value} does not work; {mend}")
@@ -31,8 +31,9 @@ class TrainConfig:
     """configs/adv_train.yaml, `train`. `batch_size` counts images of all ranks in one optimiser step.
 
     Attributes:
-        certify_images: that are certified and attacked at the end of every certify_every-th epoch, the last of the
-            test set (0: none), at the radii certify_eps (None: certify.headline_eps), for about certify_seconds.
+        certify_images: number of images that are certified and attacked at the end of every certify_every-th epoch, the
+            last of the test set (0: none), at the radii certify_eps (None: certify.headline_eps), for about
+            certify_seconds.
     """
 
     epochs: int
@@ -83,12 +84,14 @@ class TrainConfig:
         )
 
     def micro_batch(self, world_size: int) -> int:
-        """Images a rank sees in one forward."""
+        """Return the images of a rank in one forward pass."""
         return self.micro_batch_size or self.batch_size // world_size
 
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches of a rank in one optimiser step: batch_size / (micro_batch_size * world_size), which is whole
-        (trainers/job/recipe.py)."""
+        """Return the micro-batches of a rank in one optimiser step: batch_size / (micro_batch_size * world_size).
+
+        The quotient is whole (trainers/job/compatibility.py).
+        """
         return self.batch_size // (self.micro_batch(world_size) * world_size)
 
 
@@ -124,7 +127,7 @@ class OptimizerConfig:
         )
 
     def for_batch(self, size: int) -> "OptimizerConfig":
-        """lr * size / lr_batch, or the root of the ratio; the same as it is for `lr_batch` itself."""
+        """Return the settings with lr * size / lr_batch, or with the root of the ratio."""
         if self.lr_batch in (None, size):
             return self
         ratio = size / self.lr_batch
@@ -150,16 +153,16 @@ class PenaltyConfig:
 
     @property
     def branches(self) -> list[str]:
-        """Those with a weight, as `zoo.penalty` names them."""
+        """Return the branches with a weight, as `zoo.penalty` names them."""
         return [key.removeprefix("lambda_") for key, value in vars(self).items() if value]
 
 
 @dataclass(frozen=True)
 class HingeConfig:
-    """configs/hinge: the weight of the hinge on spectral norms (0 is off) and the caps of its branches (null: free).
+    """configs/hinge: the weight of the hinge on spectral norms (0 is off) and the caps of its branches (null: none).
 
-    The caps start `slack` times as large and shrink to their values, geometrically, while the share of the training
-    that is done goes from `tighten[0]` to `tighten[1]`.
+    The caps start `slack` times as large and shrink geometrically to their values while the share of the training that
+    is done goes from `tighten[0]` to `tighten[1]`.
     """
 
     weight: float = 0.0
@@ -192,11 +195,11 @@ class HingeConfig:
 
     @property
     def branches(self) -> list[str]:
-        """Those with a cap."""
+        """Return the branches with a cap."""
         return [branch for branch, cap in self.caps.items() if cap is not None]
 
     def slack_at(self, progress: float) -> float:
-        """slack^(1 - s), s in [0, 1] the share of the way from tighten[0] to tighten[1]."""
+        """Return slack^(1 - s), s in [0, 1] the share of the way from tighten[0] to tighten[1]."""
         start, end = self.tighten
         done = min(max((progress - start) / (end - start), 0.0), 1.0)
         return float(self.slack ** (1 - done))
@@ -210,9 +213,9 @@ class ObjectiveConfig:
         eps: an L2 radius in [0,1] pixels, reached after `ramp` (a share) of the training: lmce, emma, curvature, gloro,
             lmt, local_lip.
         random_rivals: a share of the images: lmce, emma, curvature.
-        beta: the weight of the divergence, between clean and attacked: trades, mart; to bottom: gloro.
-        sparsity: the weight of the loss that makes more hidden units stand still: local_lip.
-        curvature: the weight of what the margin loses to second order: curvature.
+        beta: the weight of the divergence between clean and attacked (trades, mart) or to bottom (gloro).
+        sparsity: the weight of the loss that makes more hidden units constant in the ball: local_lip.
+        curvature: the weight of the margin's second-order loss: curvature.
         offset, temperature, gamma: xi, T and gamma of logit_annealing.
     """
 
@@ -236,8 +239,10 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class MixConfig:
-    """configs/adv_train.yaml, `mix`: alpha of mixup and of CutMix (0 is off), the probability that a batch is mixed at
-    all, and that it is by CutMix where both are on."""
+    """configs/adv_train.yaml, `mix`: alpha of mixup and CutMix (0 is off) and two probabilities.
+
+    The first is that a batch is mixed at all, the second that it is mixed by CutMix if both are on.
+    """
 
     mixup: float = 0.0
     cutmix: float = 0.0
@@ -255,8 +260,10 @@ class MixConfig:
 
 @dataclass(frozen=True)
 class MasksConfig:
-    """configs/adv_train.yaml, `masks`: ARD and PRM of Mo et al. 2022 in the training's attack, and the share of the
-    training over which they fade."""
+    """configs/adv_train.yaml, `masks`: ARD and PRM of Mo et al. 2022 in the attack of adversarial training.
+
+    `warmup` is the share of the training over which they fade.
+    """
 
     ard: bool = False
     prm: bool = False
@@ -270,7 +277,7 @@ class MasksConfig:
         return self.ard or self.prm
 
     def share(self, progress: float) -> float:
-        """max(0, 1 - t / warmup): what is left out when a share t of the training is done."""
+        """Return max(0, 1 - t / warmup), the share that is masked when a share t of the training is done."""
         return max(0.0, 1 - progress / self.warmup)
 
 
@@ -303,11 +310,11 @@ class DeepSpeedConfig:
     """configs/deepspeed.
 
     Attributes:
-        stage: of ZeRO: 0 all on each rank; 1 optimiser state cut over the ranks; 2 gradients too; 3 weights too.
-        timeout_minutes: how long a rank waits for the others before it gives the run up.
+        stage: of ZeRO: 0 everything on each rank; 1 optimiser state cut over the ranks; 2 gradients too; 3 weights too.
+        timeout_minutes: how long a rank waits for the others before it ends the run.
         persistent_below: at stage 3, parameters with at most so many entries stay whole on each rank.
         live_parameters: at stage 3, entries that may stay gathered because they are needed again soon.
-        offload_optimizer: keep optimiser state, and update the weights, in the memory of the CPU (stages 1-3).
+        offload_optimizer: keep optimiser state, and update the weights, in CPU memory (stages 1-3).
     """
 
     stage: int

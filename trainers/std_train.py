@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the project, not trainers/, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # imports start at the project root, not at trainers/
     from trainers.entry import main
 
     main("std_train")

@@ -1,7 +1,7 @@
-"""What a search leaves: `results.csv`, a Pareto plot and parallel coordinates as PNG, and both on one page.
+"""Results of a search: `results.csv`, a Pareto plot and parallel coordinates as PNG, and one page with both.
 
-A trial is on the front if no other is at least as good in every objective and better in one:
-front = {i : no j with f_j >= f_i in all and f_j > f_i in some objective}.
+A trial is on the front if no other is at least as good in every objective and better in one: front = {i : no j with f_j
+>= f_i in all and f_j > f_i in some objective}.
 """
 
 import base64
@@ -31,14 +31,14 @@ LABELS = {"clean_acc": "clean accuracy in %", "pgd_acc": "attacked accuracy in %
 
 
 def front(values: np.ndarray) -> np.ndarray:
-    """front_N of values_NK, all maximised. Equal rows are all on it."""
-    at_least_NN = (values[None] >= values[:, None]).all(-1)  # [i, j]: j at least as good as i everywhere
+    """Return front_N of values_NK, all maximised. Equal rows are all on it."""
+    at_least_NN = (values[None] >= values[:, None]).all(-1)  # [i, j]: j is at least as good as i in every objective
     better_NN = (values[None] > values[:, None]).any(-1)
     return ~np.any(at_least_NN & better_NN, axis=1)
 
 
 def table(board: Board) -> pd.DataFrame:
-    """One row a trial: its state, parameters and figures."""
+    """Return one row per trial: its state, parameters and figures."""
     rows = [
         {"trial": trial, "state": line.state, **line.values, **{key: line.figures.get(key) for key in board.shown},
          "epoch": line.figures.get("epoch"), "seconds": line.seconds,
@@ -50,12 +50,12 @@ def table(board: Board) -> pd.DataFrame:
 
 
 def axes_of(metric: Sequence[str]) -> list[str]:
-    """The objectives of the front: those asked for; a single one is traded against clean accuracy."""
+    """Return the objectives of the front: the requested ones, or a single one and clean accuracy."""
     return list(metric) if len(metric) > 1 else list(dict.fromkeys([*metric, "clean_acc"]))
 
 
 def write(search: Search, board: Board) -> Path:
-    """All files, in the search's folder; returns the page."""
+    """Write all files into the search's folder and return the page."""
     rows = table(board)
     with whole_file(search.folder / TABLE) as part:
         rows.to_csv(part, index=False)
@@ -69,7 +69,7 @@ def write(search: Search, board: Board) -> Path:
 
 
 def pareto(done: pd.DataFrame, keys: Sequence[str], on_front: np.ndarray) -> Figure:
-    """Finished trials, the first objective upwards against the second; the third, if any, is the colour."""
+    """Plot finished trials, the first objective upwards against the second; a third is the colour."""
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     axes = figure.add_subplot()
     y, x = keys[0], keys[-1] if len(keys) == 1 else keys[1]
@@ -91,7 +91,7 @@ def pareto(done: pd.DataFrame, keys: Sequence[str], on_front: np.ndarray) -> Fig
 
 
 def parallel(done: pd.DataFrame, parameters: Mapping[str, Parameter], objective: str) -> Figure:
-    """One line a trial through its parameters and the objective, which is its colour."""
+    """Draw one line per trial through its parameters and the objective, which is its colour."""
     figure = Figure(figsize=(1.6 * (len(parameters) + 1) + 1, 4), layout="constrained")
     axes = figure.add_subplot()
     keys = [*parameters, objective]
@@ -108,7 +108,7 @@ def parallel(done: pd.DataFrame, parameters: Mapping[str, Parameter], objective:
 
 
 def _heights(column: pd.Series, parameter: Parameter | None) -> np.ndarray:
-    """Values on [0, 1]: logarithmic where they were drawn so, 0 at the foot; names by their order."""
+    """Scale values to [0, 1]: logarithmic if they were drawn so, with 0 at the bottom; names by their order."""
     if parameter is not None and parameter.kind == "choice":
         return np.array([parameter.options.index(value) for value in column]) / max(1, len(parameter.options) - 1)
     values = column.to_numpy(float)
@@ -121,7 +121,7 @@ def _heights(column: pd.Series, parameter: Parameter | None) -> np.ndarray:
 
 
 def _ticks(axes: Axes, place: int, column: pd.Series, parameter: Parameter | None) -> None:
-    """The ends of one axis."""
+    """Label the ends of one axis."""
     ends: tuple[Any, Any] = ("", "")
     if parameter is None and len(column):
         ends = (f"{column.min():.1%}", f"{column.max():.1%}")
@@ -153,7 +153,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def page(search: Search, rows: pd.DataFrame, best: Sequence[str]) -> str:
-    """Both figures and the table of all trials; needs nothing but itself."""
+    """Return a self-contained page with both figures and the table of all trials."""
     order = rows.sort_values(search.metric[0], ascending=False).drop(columns=["run_dir"])
     title = escape(f"Search {search.name}, space {search.space}")
     words = f"{len(rows)} trials; on the Pareto front: {escape(', '.join(best) or 'none')}."

@@ -1,8 +1,8 @@
-"""The door of searches to Ray (https://docs.ray.io): trials as Tune functions, schedulers, searchers, restart, resume.
+"""The only module that imports Ray Tune (https://docs.ray.io): trials, schedulers, searchers, restart, resume.
 
-A trial reports its evaluations, each with the checkpoint written after it: the objectives on a few images of the
-trainer's own, and with its last report those of the certificate. Schedulers compare the first objective at equal
-epochs; searchers go by all of them.
+A trial reports its evaluations, each with the checkpoint written after it. They contain the objectives on a few images
+that the trainer certifies itself; the last report contains those of the certificate. Schedulers compare the first
+objective at equal epochs; searchers use all of them.
 """
 
 import logging
@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "1")  # or a killed driver forgets its last ten seconds
-os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 gives a trial what other programs leave
+os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "1")  # otherwise a killed driver loses its last ten seconds
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 leaves a trial only idle time
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the board is our own
-os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "60")  # before a worker takes the next trial, it ends the last
+os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "60")  # a worker ends its last trial before it takes the next
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # TensorBoard files: MLflow has the curves
-os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")  # objectives are known from the first look on
+os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")  # objectives are known from the first evaluation
 
 import ray
 from ray import tune
@@ -37,23 +37,26 @@ from tuning.live import Board
 from tuning.search import Search
 from tuning.spaces import Parameter, Space
 
-WAITING_SECONDS = 30.0  # without a trial that runs, before it is said why
-FAILED, REFUSED = "Failed: ", "Refused: "  # as tracebacks end: tuning/trial.py
-KEPT_OF_A_POPULATION = 8  # checkpoints of a trial: another one may be about to go on from an older one
+WAITING_SECONDS = 30.0  # without a running trial, before the reason is printed
+FAILED, REFUSED = "Failed: ", "Refused: "  # the ends of tracebacks: tuning/trial.py
+KEPT_OF_A_POPULATION = 8  # checkpoints of a trial: another one may be about to continue from an older one
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """`registry`: variables by which this session's trials find MLflow; `session` differs from start to start."""
+    """The environment of this session's trials.
 
-    registry: Mapping[str, str] = field(repr=False)  # a password may be among them
+    `registry` holds variables by which trials find MLflow; `session` differs between starts.
+    """
+
+    registry: Mapping[str, str] = field(repr=False)  # may contain a password
     session: str
 
 
 @contextmanager
 def cluster() -> Iterator[int]:
-    """Join the cluster of this machine, or start one of its own; gives the number of nodes."""
-    quiet = logging.CRITICAL  # less would be a page of traceback for what the board says in a line
+    """Join this machine's cluster, or start one; yield the number of nodes."""
+    quiet = logging.CRITICAL  # otherwise a page of traceback for what the board prints in a line
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=quiet, ignore_reinit_error=True)
     try:
         yield sum(node["Alive"] for node in ray.nodes())
@@ -62,7 +65,10 @@ def cluster() -> Iterator[int]:
 
 
 def run(search: Search, around: Surroundings, board: Board, resume: bool) -> None:
-    """All trials, to the end of the search; the board hears of each. A resumed search keeps its finished trials."""
+    """Run all trials to the end of the search; the board is told of each.
+
+    A resumed search keeps its finished trials.
+    """
     watch, population = Watch(board, search), search.scheduler == "pbt"
     function = tune.with_parameters(trial, search=search, around=around)
     analysis = tune.run(
@@ -79,23 +85,23 @@ def run(search: Search, around: Surroundings, board: Board, resume: bool) -> Non
         trial_name_creator=trial_id,
         trial_dirname_creator=trial_id,
         callbacks=[watch],
-        reuse_actors=not population,  # it starts in seconds; but who is replaced would first have to end
+        reuse_actors=not population,  # this starts in seconds; but a replaced trial would first have to end
         raise_on_failed_trial=False,
         resume="AUTO+ERRORED" if resume else None,
         verbose=0,
     )
-    for ended in analysis.trials:  # those of an earlier session too
+    for ended in analysis.trials:  # includes trials of an earlier session
         watch.on_trial_result(0, [], ended, ended.last_result)
         if ended.status == "TERMINATED":
             board.ended(ended.trial_id)
 
 
 def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
-    """One trial, on a worker: train, report, and hand the certificate's figures back."""
+    """Run one trial on a worker: train, report, and return the certificate's figures."""
     name = tune.get_context().get_trial_id()
     folder = search.folder / "trials" / name
     refused = folder / f"refused-{around.session}"
-    if refused.is_file():  # Tune tries again whatever failed; the trainer's own refusal is final
+    if refused.is_file():  # Tune retries after any failure, but the trainer's own refusal is final
         raise training.Refused(refused.read_text())
     run_dir = folder / f"run-{1 + len(list(folder.glob('run-*.log')))}"
     inner, values = search.certified_run(run_dir), search.parameters.values(point)
@@ -105,18 +111,18 @@ def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
             training.adopt(Path(kept), inner, values)
     overrides = search.trial_overrides(name, point, run_dir)
     command = training.Command(search.script, overrides, search.ranks, around.registry)
-    row, known = dict[str, float](), dict[str, float]()  # the objectives, as they were seen last
+    row, known = dict[str, float](), dict[str, float]()  # the last known objectives
     log = run_dir.with_suffix(".log")
     try:
         with nodes.spanned(search, command, log) as (own, others):
             for found in training.train(own, inner, log, others.check):
                 gauges.show(search.name, name, training.latest(inner))
                 row = found.row | {"epoch": found.row["epoch"] + 1}
-                if row["epoch"] < search.epochs:  # the last one waits for its certificate
+                if row["epoch"] < search.epochs:  # the last epoch waits for its certificate
                     known |= objectives.early(search.shown, row) | comparison(search, row)
                     report(row | known, found, inner)
     except training.Refused as refusal:
-        with suppress(OSError):  # a full disk costs a second try of what is refused again
+        with suppress(OSError):  # a full disk costs one more try of a refused trial
             write_whole(refused, str(refusal))
         raise
     certificate = training.certificate(inner)
@@ -125,22 +131,24 @@ def trial(point: dict[str, Any], search: Search, around: Surroundings) -> None:
     facts = {"clean_acc": certificate["clean"], "certified": 1, "run_dir": str(inner)}
     row = last | {"epoch": search.epochs} | facts | figures | comparison(search, last)
     ended = training.progress(inner)
-    if search.store and ended:  # this node's disk may go with it
+    if search.store and ended:  # this node's disk may disappear with the node
         report(row, ended, inner, training.RESULTS)
     else:
         tune.report(row)
 
 
 def comparison(search: Search, row: dict[str, float]) -> dict[str, float]:
-    """By which schedulers compare trials that still train; nothing where the trainer did not look."""
+    """Return the figure by which schedulers compare running trials; empty if the trainer certified nothing."""
     value = search.objectives[0].compared(row)
     return {} if value is None else {objectives.COMPARED: value}
 
 
 def report(row: dict[str, float], found: training.Progress, run_dir: Path, results: Sequence[str] = ()) -> None:
-    """A row with its checkpoint, and with these folders of the run; without, if the trainer has dropped the checkpoint
-    already."""
-    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".") as scratch:  # one file system: files are linked
+    """Report a row with its checkpoint and these folders of the run.
+
+    The checkpoint is missing if the trainer has already deleted it.
+    """
+    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".") as scratch:  # the same file system: files are linked
         try:
             kept = training.snapshot(found, run_dir, Path(scratch) / "checkpoint", results)
         except FileNotFoundError:
@@ -150,7 +158,7 @@ def report(row: dict[str, float], found: training.Progress, run_dir: Path, resul
 
 
 def domain(parameter: Parameter) -> Any:
-    """The parameter in Tune's words; raw values (`Space.values` gives them their meaning)."""
+    """Return the parameter as a Tune domain of raw values, which `Space.values` interprets."""
     match parameter.kind:
         case "log_uniform":
             return tune.loguniform(parameter.raw_low, parameter.high)
@@ -183,7 +191,7 @@ def scheduler(search: Search) -> TrialScheduler:
             return ASHAScheduler(**compared, max_t=search.epochs, grace_period=every, reduction_factor=3)
         case "pbt":
             mutations = {key: domain(p) for key, p in mutable(search.parameters).items()}
-            # Before the first look there is nothing to compare.
+            # Before the first evaluation there is nothing to compare.
             return PopulationBasedTraining(
                 **compared, perturbation_interval=every, require_attrs=False, hyperparam_mutations=mutations
             )
@@ -192,12 +200,10 @@ def scheduler(search: Search) -> TrialScheduler:
 
 
 def mutable(space: Space) -> dict[str, Parameter]:
-    """The parameters, none of which may shape the model: weights of one shape fit no other."""
+    """Return the parameters. None may change the model: weights of one shape fit no other."""
     shapes = [key for key in space.parameters if key.startswith("model.")]
     if shapes:
-        raise UserError(
-            f"--scheduler pbt hands weights from trial to trial, and {shapes[0]} changes the model; use asha"
-        )
+        raise UserError(f"--scheduler pbt copies weights between trials, but {shapes[0]} changes the model; use asha")
     return dict(space.parameters)
 
 
@@ -206,14 +212,14 @@ def trial_id(trial: Any) -> str:
 
 
 class Watch(tune.Callback):
-    """Tells the board what Tune tells, and when nothing happens."""
+    """A callback that passes Tune's events to the board and reports when nothing runs."""
 
     def __init__(self, board: Board, search: Search) -> None:
         self.board, self.search = board, search
         self._since, self._patience = time.monotonic(), WAITING_SECONDS
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Say it when no trial has run for a while, and less and less often."""
+        """Report, less and less often, that no trial has run for a while."""
         now = time.monotonic()
         if not trials or any(trial.status == "RUNNING" for trial in trials):
             self._since, self._patience = now, WAITING_SECONDS
@@ -234,7 +240,7 @@ class Watch(tune.Callback):
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         said = last_line(Path(trial.error_file or ""))
-        if REFUSED not in said:  # it fails in a moment: trying again changes nothing
+        if REFUSED not in said:  # a refused trial fails in a moment: retrying changes nothing
             self.board.restarting(trial.trial_id, reason(said))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -242,7 +248,7 @@ class Watch(tune.Callback):
 
 
 def last_line(error_file: Path) -> str:
-    """Of the tracebacks that Tune keeps of a trial."""
+    """Return the last line of the tracebacks that Tune keeps of a trial."""
     try:
         lines = [line.strip() for line in error_file.read_text().splitlines() if line.strip()]
     except OSError:
@@ -251,5 +257,5 @@ def last_line(error_file: Path) -> str:
 
 
 def reason(said: str) -> str:
-    """In the trainer's own words, where the last line of a traceback holds them."""
+    """Return the trainer's own words if the last line of a traceback contains them."""
     return next((said.split(word)[-1] for word in (FAILED, REFUSED) if word in said), said)

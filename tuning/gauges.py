@@ -1,10 +1,10 @@
-"""Figures of trials while they run, for Prometheus: Ray's agents on the nodes serve them (cluster/README.md).
+"""Prometheus gauges of running trials, served by Ray's agents on the nodes (cluster/README.md).
 
-ray_certizoo_images_per_s      training, the attack included
-ray_certizoo_loader_wait       share of the time in which the step waited for images
-ray_certizoo_clean_acc, ray_certizoo_pgd_acc, ray_certizoo_certified_acc      of the trainer's test images; by `eps`
+    ray_certizoo_images_per_s      training, attack included
+    ray_certizoo_loader_wait       share of the time in which the step waited for images
+    ray_certizoo_clean_acc, ray_certizoo_pgd_acc, ray_certizoo_certified_acc      of the trainer's test images; by `eps`
 
-Each with the labels `search`, `trial` and `eps` ('' where there is none).
+Each has the labels `search`, `trial` and `eps` ('' if there is none).
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from functools import cache
 from ray.util.metrics import Gauge
 
 TITLES = {
-    "images_per_s": "images a second that a trial trains on",
+    "images_per_s": "training images per second of a trial",
     "loader_wait": "share of a trial's time in which its step waits for images",
     "clean_acc": "accuracy of a trial on test images",
     "pgd_acc": "accuracy of a trial under attack, with eps that of the certificate",
@@ -23,7 +23,7 @@ LABELS = ("search", "trial", "eps")
 
 
 def show(search: str, trial: str, row: Mapping[str, float]) -> None:
-    """The figures of a row of the trainer's metrics, whose accuracies at a radius are called NAME.EPS."""
+    """Set the gauges from a row of the trainer's metrics, where accuracies at a radius are called NAME.EPS."""
     for key, value in row.items():
         name, _, eps = key.partition(".")
         if name in TITLES:

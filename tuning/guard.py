@@ -1,10 +1,10 @@
-"""Between a Ray worker and its trial: `python guard.py COMMAND...` runs the command and ends it with itself.
+"""A process between a Ray worker and its trial: `python guard.py COMMAND...` runs the command and ends it with itself.
 
     worker -> guard -> launcher -> ranks          worker -> guard -> guard -> the only rank
 
-A worker that ends kills its children without a word (SIGKILL), and a launcher or a rank killed so leaves its own
-children behind. The first guard is the child that is killed; the kernel then tells who comes next (SIGTERM), and it
-ends the rest. Standard library only: it starts in milliseconds.
+A worker that ends kills its children with SIGKILL, and a launcher or rank that is killed leaves its own children
+running. The first guard is the child that is killed. The kernel then signals the second one (SIGTERM), and it ends the
+rest. Standard library only, so that it starts in milliseconds.
 """
 
 import ctypes
@@ -14,27 +14,30 @@ import subprocess
 import sys
 from contextlib import suppress
 
-PATIENCE_SECONDS = 30  # the launcher's
+PATIENCE_SECONDS = 30  # the launcher's patience
 
 
 class Told(Exception):
-    """This process was told to end (SIGTERM)."""
+    """This process received SIGTERM."""
 
 
 def end_with_parent() -> None:
-    """In a new child, on Linux: SIGTERM when the thread that started it ends."""
+    """Request SIGTERM for a new child when the thread that started it ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def told(*_: object) -> None:
-    """The signal's handler, once."""
+    """Handle the signal once."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Told
 
 
 def main() -> int:
-    """The command's exit status. Told to end, the command has time to; then nothing of the process group is left."""
+    """Run the command and return its exit status.
+
+    After a signal the command has time to end; then the rest of the process group is killed.
+    """
     child = subprocess.Popen(sys.argv[1:], preexec_fn=end_with_parent)
     signal.signal(signal.SIGTERM, told)
     try:

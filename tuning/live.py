@@ -1,4 +1,4 @@
-"""What a person sees of a running search: one line a trial, in a table that refreshes, or as plain lines in a log."""
+"""The display of a running search: one line per trial, in a live table, or as plain lines in a log."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ COLOURS = {"certified": "green", "failed": "red", "running": "cyan"}
 
 @dataclass
 class Line:
-    """A trial as it stands. `figures`: its last report's numbers."""
+    """The state of a trial. `figures`: the numbers of its last report."""
 
     state: str = "waiting"
     values: dict[str, Any] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Line:
 
 
 class Board:
-    """Told of every event; shows the table. A context manager: live on a terminal, lines otherwise."""
+    """A display that is told of every event. A context manager: live on a terminal, lines otherwise."""
 
     def __init__(self, space: Space, metric: Sequence[str], total: int, epochs: int) -> None:
         self.space, self.metric, self.total, self.epochs = space, metric, total, epochs
@@ -56,14 +56,14 @@ class Board:
         line.seconds = float(figures.get("time_total_s") or 0)
 
     def ended(self, trial: str) -> None:
-        """Of itself, with a certificate, or stopped by the scheduler."""
+        """Mark a trial as finished, with a certificate, or as stopped by the scheduler."""
         line = self.lines[trial]
         before, line.state, line.why = line.state, "certified" if line.figures.get("certified") else "stopped early", ""
         if before == "running":
             self._say(trial)
 
     def restarting(self, trial: str, why: str) -> None:
-        """After the loss of its worker, or a failure that trying again may mend."""
+        """Record a restart after the loss of a worker or a failure that a retry may solve."""
         line = self.lines[trial]
         line.state, before, line.why = "restarting", line.why, why
         if why != before:
@@ -81,11 +81,11 @@ class Board:
         return sum(self.count(state) for state in ENDED)
 
     def waiting(self, why: str) -> None:
-        """Nothing runs, for a while already."""
+        """Report that no trial has run for a while."""
         self.console.print(f"no trial runs: {why}", soft_wrap=True, markup=False)
 
     def table(self) -> Table:
-        """The trials, the best first, and those with a certificate before those with an estimate."""
+        """Return the trials, best first, those with a certificate before those with an estimate."""
         table = Table(title=f"{self.space.name}: {self.ended_trials} of {self.total} trials")
         for column in ("trial", "state", "epoch", *(key.split(".", 1)[-1] for key in self.space.parameters)):
             table.add_column(column)
@@ -98,8 +98,10 @@ class Board:
 
     @property
     def shown(self) -> list[str]:
-        """Objectives with what is attacked at their radii, and clean accuracy. While a trial trains: of the few images
-        that the trainer looks at, and of its monitor."""
+        """Return the columns: objectives, attacked accuracy at their radii, and clean accuracy.
+
+        While a trial trains, the figures come from the few images that the trainer certifies and from its monitor.
+        """
         return list(dict.fromkeys([*self.metric, "clean_acc"]))
 
     def _cells(self, trial: str, line: Line) -> list[str]:
@@ -117,7 +119,7 @@ class Board:
         return line
 
     def _say(self, trial: str) -> None:
-        """A line of the log: with what the trial ended, or why it failed."""
+        """Log how a trial ended, or why it failed."""
         line = self.lines[trial]
         values = " ".join(f"{key}={value}" for key, value in line.values.items())
         figures = " ".join(f"{key} {line.figures[key]:.1%}" for key in self.shown if key in line.figures)
@@ -131,6 +133,6 @@ def _rank(line: Line, metric: str) -> tuple[bool, float]:
 
 
 def failures(board: Board, log_folder: Path) -> list[str]:
-    """One line for each trial that failed."""
+    """Return one line for each failed trial."""
     failed = [(trial, line.why) for trial, line in board.lines.items() if line.state == "failed"]
-    return [f"trial {trial} failed: {why}; its logs are in {log_folder / trial}" for trial, why in failed]
+    return [f"trial {trial} failed: {why}; see its logs in {log_folder / trial}" for trial, why in failed]

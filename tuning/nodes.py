@@ -1,8 +1,8 @@
-"""The nodes of a Ray cluster: how many trials they have room for, and the ranks of a trial that spans several of them.
+"""The nodes of a Ray cluster: how many trials they can run, and the ranks of a trial that spans several nodes.
 
 Such a trial is a placement group with one bundle, of the resources of a trial, on each of its nodes. The trial itself
-runs in the first one and starts the ranks there; a task in each other bundle starts those of its node. They meet at the
-first node's address, as the ranks of DeepSpeed's launcher on several machines do.
+runs in the first bundle and starts the ranks there; a task in each other bundle starts those of its node. They meet at
+the first node's address, like the ranks of DeepSpeed's launcher on several machines.
 """
 
 import os
@@ -30,8 +30,13 @@ ANSWER_SECONDS = 120.0
 
 
 def at_once(search: Search) -> int:
-    """How many trials may run together. Raises UserError where none fits, unless nodes are waited for: then as many as
-    the search would start."""
+    """Return how many trials may run together.
+
+    With `wait`, a search for which no trial fits yet returns as many as it would start.
+
+    Raises:
+        UserError: no trial fits, and the search does not wait for nodes.
+    """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = room_on([trials_on(node, search.resources) for node in nodes], search.nodes)
     most = search.max_concurrent or search.num_samples
@@ -39,19 +44,19 @@ def at_once(search: Search) -> int:
         offered = "; ".join(" ".join(f"{name}={node.get(name, 0):g}" for name in ("CPU", "GPU")) for node in nodes)
         many = "a node" if search.nodes == 1 else f"{search.nodes} nodes"
         raise UserError(
-            f"no trial fits on {many}: --resources-per-trial {dict(search.resources)}, the nodes have {offered}; ask "
-            "for less, start larger ones, or add --wait where an autoscaler brings them"
+            f"no trial fits on {many}: --resources-per-trial {dict(search.resources)}, the nodes have {offered}; "
+            "request less, start larger nodes, or add --wait if an autoscaler adds them"
         )
     return min(room, most) if room else most
 
 
 def trials_on(node: Mapping[str, float], wanted: Mapping[str, float]) -> int:
-    """How many shares of a trial fit there: what is left over on two nodes makes no third."""
+    """Return how many shares of a trial fit on the node; the remainders of two nodes do not add up to another share."""
     return int(min((node.get(name, 0) // share for name, share in wanted.items() if share > 0), default=0))
 
 
 def room_on(shares: Sequence[int], nodes: int) -> int:
-    """The largest number of trials of which each takes a share on so many different nodes."""
+    """Return the largest number of trials for which each gets a share on `nodes` different nodes."""
     room = sum(shares) // nodes
     while room and sum(min(share, room) for share in shares) < room * nodes:  # no trial takes two shares of one node
         room -= 1
@@ -59,21 +64,23 @@ def room_on(shares: Sequence[int], nodes: int) -> int:
 
 
 def waiting_for(search: Search) -> str:
-    """Why no trial runs."""
+    """Explain why no trial runs."""
     free = ray.available_resources()
     asked = " ".join(f"{name}={share:g}" for name, share in search.resources.items())
     left = " ".join(f"{name}={free.get(name, 0):g}" for name in search.resources)
     nodes = sum(node["Alive"] for node in ray.nodes())
     where = "one node" if search.nodes == 1 else f"each of {search.nodes} nodes"
     return (
-        f"each wants {asked} on {where}, and of {nodes} nodes {left} are free; others may hold the rest, or nodes are "
-        "still to come (ray status)"
+        f"each wants {asked} on {where}, and of {nodes} nodes {left} are free; other jobs may use the rest, or nodes "
+        "are still starting (ray status)"
     )
 
 
 def require_shared(search: Search) -> None:
-    """Raise UserError unless every node sees what its trials need: the object store, or without one the search's
-    folder; and the shards, if they are in a folder."""
+    """Raise UserError unless every node sees what its trials need.
+
+    That is the object store, or without one the search's folder; and the shards, if they are in a folder.
+    """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     if len(nodes) == 1 and not search.store:
         return
@@ -93,7 +100,7 @@ def require_shared(search: Search) -> None:
 
 @contextmanager
 def _marked(place: str) -> Iterator[str]:
-    """The name of a file that is there."""
+    """Yield the name of a temporary marker file."""
     mark = f".seen-{secrets.token_hex(8)}"
     try:
         files, folder = FileSystem.from_uri(place)
@@ -102,7 +109,7 @@ def _marked(place: str) -> Iterator[str]:
             file.write(b"seen")
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())[:300]
-        raise UserError(f"--storage {place} cannot be written ({why}); see to its address and its keys") from None
+        raise UserError(f"--storage {place} cannot be written ({why}); check its address and keys") from None
     try:
         yield mark
     finally:
@@ -121,13 +128,13 @@ def _answered(address: str, answer: Any) -> list[str]:
     except ray.exceptions.RayError as error:
         why = str(error).strip().splitlines()[-1][:200]
         raise UserError(
-            f"node {address} cannot run trials ({why}); see that it has this project, as `ray up` puts it there"
+            f"node {address} cannot run trials ({why}); install this project there, as `ray up` does"
         ) from None
     return unseen
 
 
 def _unseen(place: str, mark: str, folders: Sequence[str]) -> list[str]:
-    """On a node: what it does not see of these."""
+    """Return which of these this node does not see."""
     try:
         files, folder = FileSystem.from_uri(place)
         seen = files.get_file_info(f"{folder}/{mark}").type is FileType.File
@@ -137,7 +144,7 @@ def _unseen(place: str, mark: str, folders: Sequence[str]) -> list[str]:
 
 
 def resources(search: Search) -> Any:
-    """What a trial asks of Ray."""
+    """Return what a trial requests from Ray."""
     share = dict(search.resources)
     if search.nodes == 1:
         return share
@@ -146,12 +153,12 @@ def resources(search: Search) -> Any:
 
 @dataclass(frozen=True)
 class Companions:
-    """The ranks of a trial on its other nodes, and what they print."""
+    """The ranks of a trial on its other nodes, and their output."""
 
     tasks: Mapping[Any, Path]
 
     def check(self) -> None:
-        """Raises Failed, or Refused, where those of a node have ended with an error."""
+        """Raise Failed or Refused if a node's ranks have ended with an error."""
         ended, _ = ray.wait([*self.tasks], timeout=0) if self.tasks else ((), ())
         for task in ended:
             try:
@@ -165,7 +172,7 @@ class Companions:
 
 @contextmanager
 def spanned(search: Search, command: Command, log: Path) -> Iterator[tuple[Command, Companions]]:
-    """Around a trial: the ranks on its other nodes, which end with it, and its own command, which meets them."""
+    """Start the ranks on a trial's other nodes, yield the trial's own command, and end all of them with it."""
     if search.nodes == 1:
         yield command, Companions({})
         return
@@ -181,12 +188,12 @@ def spanned(search: Search, command: Command, log: Path) -> Iterator[tuple[Comma
         yield replace(command, group=group), companions
     finally:
         for task in companions.tasks:
-            ray.cancel(task, force=True)  # the guard of the ranks ends them with the process of the task
+            ray.cancel(task, force=True)  # the guard ends the ranks with the process of the task
         ray.wait([*companions.tasks], num_returns=search.nodes - 1, timeout=training.PATIENCE_SECONDS)
 
 
 def _begin(search: Search, command: Command, log: Path) -> Any:
-    """A task in the bundle of one node."""
+    """Start a task in the bundle of one node."""
     place = PlacementGroupSchedulingStrategy(
         get_current_placement_group(), placement_group_bundle_index=command.group.own
     )
@@ -205,6 +212,6 @@ def _begin(search: Search, command: Command, log: Path) -> Any:
 
 
 def _ranks(command: Command, log: Path) -> int:
-    """The ranks of this node, to their end; returns their exit status."""
+    """Run the ranks of this node to their end and return their exit status."""
     with training.launched(command, log) as process:
         return process.wait()

@@ -1,8 +1,8 @@
-"""What a search goes by: accuracies of the certificate, written NAME or NAME@EPS.
+"""Objectives of a search: accuracies of the certificate, written NAME or NAME@EPS.
 
-`clean_acc`, `pgd_acc@0.1` (attacked: an upper bound of the robust accuracy), `certified_acc@0.1` (a lower bound).
-While a trial trains, the trainer looks at a few images of its own (trainers/steps/look.py): a trial that is stopped
-early counts as what was seen last.
+`clean_acc`, `pgd_acc@0.1` (attacked: an upper bound of the robust accuracy), `certified_acc@0.1` (a lower bound). While
+a trial trains, the trainer certifies a few images (trainers/steps/certify_probe.py). A trial that is stopped early
+counts with the last of these figures.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any
 
 from certizoo import UserError
 
-COMPARED = "compared"  # of the first objective, in what a trial reports
+COMPARED = "compared"  # key of the first objective in a trial's report
 KINDS = {"certified_acc": "certified", "pgd_acc": "pgd"}  # name -> key in certificate.json
 
 
@@ -28,24 +28,26 @@ class Objective:
         return f"{self.name}@{self.eps}" if self.eps else self.name
 
     def radius(self, grid: Sequence[float]) -> float:
-        """The radius of `grid` that `eps` abbreviates (0.141 for 36/255); `eps` itself where there is none."""
+        """Return the radius of `grid` that `eps` abbreviates (0.141 for 36/255); `eps` itself if there is none."""
         return next((eps for eps in grid if math.isclose(eps, float(self.eps), rel_tol=0.005)), float(self.eps))
 
     def seen(self, row: Mapping[str, float]) -> float | None:
-        """In an evaluation of the trainer, whose figures are called NAME.EPS; None where it did not look."""
+        """Return the figure of an evaluation by the trainer, called NAME.EPS there; None if it is missing."""
         radii = [float(key.removeprefix(f"{self.name}.")) for key in row if key.startswith(f"{self.name}.")]
         return row.get(f"{self.name}.{self.radius(radii):g}" if self.eps else self.name)
 
     def compared(self, row: Mapping[str, float]) -> float | None:
-        """What schedulers compare of the same evaluation: `seen`; of certified shares `certified_near`, which knows how
-        far each image is from the other side (certify/stage/glance.py). A share of few images moves by whole images,
-        and ranks trials by which of them happens to be near."""
+        """Return the figure that schedulers compare: `seen`, or `certified_near` for certified shares.
+
+        `certified_near` changes smoothly (certify/stage/probe_model.py). A share of few images moves by whole images,
+        so that chance would rank the trials.
+        """
         if self.name == "certified_acc":
             return replace(self, name="certified_near").seen(row)
         return self.seen(row)
 
     def value(self, certificate: Mapping[str, Any]) -> float:
-        """The accuracy in [0, 1] that certificate.json states."""
+        """Return the accuracy in [0, 1] that certificate.json states."""
         if not self.eps:
             return float(certificate["clean"])
         radius = self.radius(certificate["eps"])
@@ -53,7 +55,7 @@ class Objective:
 
 
 def parse(text: str) -> Objective:
-    """`certified_acc@0.141`, `pgd_acc@0.1` or `clean_acc`."""
+    """Parse `certified_acc@0.141`, `pgd_acc@0.1` or `clean_acc`."""
     name, _, eps = text.partition("@")
     if text == "clean_acc":
         return Objective(name)
@@ -69,17 +71,17 @@ def parse(text: str) -> Objective:
 
 
 def grid_with(grid: Sequence[float], objectives: Sequence[Objective]) -> list[float]:
-    """The radii to certify: those of `grid` and those of the objectives."""
+    """Return the radii to certify: those of `grid` and those of the objectives."""
     return sorted({*grid, *(objective.radius(grid) for objective in objectives if objective.eps)})
 
 
 def early(objectives: Sequence[Objective], row: Mapping[str, float]) -> dict[str, float]:
-    """Those of the objectives that are known of a trial that still trains."""
+    """Return the known objectives of a trial that still trains."""
     seen = {objective.key: objective.seen(row) for objective in objectives}
     return {key: value for key, value in seen.items() if value is not None}
 
 
 def with_attacked(objectives: Sequence[Objective]) -> tuple[Objective, ...]:
-    """The objectives, each certified accuracy with the attacked one at the same radius."""
+    """Return the objectives, each certified accuracy with the attacked one at the same radius."""
     pairs = [(one, Objective("pgd_acc", one.eps)) if one.name == "certified_acc" else (one,) for one in objectives]
     return tuple(dict.fromkeys(objective for pair in pairs for objective in pair))

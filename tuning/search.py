@@ -1,9 +1,11 @@
-"""One search as values: what its driver was asked, and what each trial is started with.
+"""One search as values: the driver's options, and the command line of each trial.
 
-STORAGE/NAME/search.json            this, for `--resume`
-STORAGE/NAME/trials/ID/run-1/       a trial's run folder; run-2 after the loss of its node, and so on
-STORAGE/NAME/trials/ID/run-1.log    what the trainer printed
-STORE/NAME/ID/checkpoint_000003/    with an object store: the newest two; the last has hand-over and certificate
+    STORAGE/NAME/search.json            this, for `--resume`
+    STORAGE/NAME/trials/ID/run-1/       a trial's run folder; run-2 after the loss of its node, and so on
+    STORAGE/NAME/trials/ID/run-1.log    the trainer's output
+    STORE/NAME/ID/checkpoint_000003/    with an object store: the newest two; the last has hand-over and certificate
+
+STORAGE and STORE are set by `--storage`.
 """
 
 import json
@@ -30,9 +32,15 @@ CERTIFIED = {"constrain": "finetune"}  # trainer -> the stage that is certified,
 
 @dataclass(frozen=True)
 class Search:
-    """`overrides` are the whole fixed part of a trial's command line; `resources` is what it takes on each of its
-    `nodes`; with `wait` a search begins though no node has room yet. With `store`, the URL of an object store, that is
-    where checkpoints and finished trials go, and `storage` is a folder of each node's own.
+    """The options of a search.
+
+    Attributes:
+        overrides: the whole fixed part of a trial's command line.
+        resources: what a trial takes on each of its `nodes`.
+        wait: start the search even if no node can run a trial yet.
+        store: URL of an object store for checkpoints and finished trials, or ''. With it, `storage` is a local folder
+            of
+            each node.
     """
 
     name: str
@@ -63,12 +71,12 @@ class Search:
 
     @property
     def shown(self) -> tuple[Objective, ...]:
-        """What a person sees of a trial: the objectives, and attacked beside certified accuracy."""
+        """Return the displayed figures of a trial: the objectives, and attacked beside certified accuracy."""
         return objectives.with_attacked(self.objectives)
 
     @property
     def compared_every(self) -> int:
-        """Epochs after which schedulers compare trials, which are looked at then: a quarter of the training."""
+        """Return the epochs between comparisons of trials, a quarter of the training."""
         return _quarter(self.epochs)
 
     @property
@@ -77,16 +85,16 @@ class Search:
 
     @property
     def ranks(self) -> int:
-        """Of a trial on each of its nodes: one for each GPU, else one for each CPU."""
+        """Return the ranks of a trial on each of its nodes: one per GPU, else one per CPU."""
         return max(1, int(self.resources.get("GPU") or self.resources.get("CPU", 1)))
 
     def certified_run(self, run_dir: Path) -> Path:
-        """Where the run that ends with the certificate lies."""
+        """Return the folder of the run that is certified."""
         return run_dir / CERTIFIED.get(self.trainer, "")
 
     @property
     def data_root(self) -> str:
-        """Where its trials find their shards."""
+        """Return the root of the trials' shards."""
         return str(compose_config(self.trainer, self.overrides)["data"]["root"])
 
     @property
@@ -98,9 +106,10 @@ class Search:
         write_whole(self.folder / SETTINGS, json.dumps(asdict(self), indent=1))
 
     def trial_overrides(self, trial: str, point: spaces.Point, run_dir: Path) -> list[str]:
-        """The command line of a trial. Its version in the registry says which search, space and values made it.
+        """Return the command line of a trial.
 
-        Where the registry is stands in the environment (`registry/credentials.py`).
+        Its version in the registry records the search, the space and the values. The registry's place is in the
+        environment (`registry/credentials.py`).
         """
         values = self.parameters.values(point)
         tags = {"space": self.space, "search": self.name, "trial": f"{self.name}/{trial}"}
@@ -116,31 +125,31 @@ class Search:
 
 
 def load(folder: Path) -> Search:
-    """The search that was begun in `folder`."""
+    """Load the search in `folder`."""
     if not (folder / SETTINGS).is_file():
-        raise UserError(f"{folder} holds no search ({SETTINGS} is missing); see --storage and --resume")
+        raise UserError(f"{folder} holds no search ({SETTINGS} is missing); check --storage and --resume")
     content = read_json(folder / SETTINGS)
     return Search(**content | {key: tuple(content[key]) for key in ("overrides", "metric")})
 
 
 def begun(folder: Path) -> bool:
-    """Whether there is more than the lock of who asks."""
+    """Return True if the folder holds more than the caller's lock."""
     return any(path.name not in (LOCK, HOLDER) for path in folder.iterdir())
 
 
 def newest(storage: Path) -> Path:
-    """The search that was begun last."""
+    """Return the most recently started search."""
     found = sorted(storage.glob(f"*/{SETTINGS}"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise UserError(f"there is no search in {storage} to resume; start one by --space NAME")
+        raise UserError(f"there is no search in {storage} to resume; start one with --space NAME")
     return found[-1].parent
 
 
 def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], trainer: str) -> tuple[list[str], int]:
-    """(the fixed part of every trial's command line, epochs of a trial), checked by composing it.
+    """Return (the fixed part of every trial's command line, epochs of a trial), checked by composing it.
 
-    `given`, the person's, come last and win. The objectives' radii join certify.eps, and the first of them decides
-    about the champion. Paths are made absolute: a trial runs elsewhere.
+    The user's overrides, `given`, come last and take priority. The objectives' radii join certify.eps, and the first of
+    them decides about the champion. Paths become absolute: a trial runs elsewhere.
     """
     from certify.methods.ball import known
     from certify.stage.settings import EPS
@@ -156,26 +165,30 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
     grid = objectives.grid_with(EPS[known(config["certify"]["norm"])] if asked is None else asked, wanted)
     fixed += [f"certify.eps={grid}", f"data.root={_quoted(_anywhere(config['data']['root']))}"]
     if not config["train"]["eval_images"] and not any("train.eval_images=" in override for override in given):
-        fixed.append(f"train.eval_images={TrainConfig.eval_images}")  # a recipe may train unseen
+        fixed.append(f"train.eval_images={TrainConfig.eval_images}")  # a recipe may train without evaluation
     if radii:
         fixed.append(f"certify.headline_eps={radii[0].radius(grid)}")
         fixed.append(f"train.certify_eps={sorted({objective.radius(grid) for objective in radii})}")
         fixed.append(f"train.certify_every={_quarter(_epochs(config, trainer))}")
     config = compose_config(trainer, [*fixed, *(f"{key}={value}" for key, value in _middle(space).items())])
     if not config["certify"]["enabled"] or not config["registry"]["enabled"]:
-        raise UserError("a search needs certificates and the registry; leave certify.enabled and registry.enabled true")
+        raise UserError(
+            "a search needs certificates and the registry; set certify.enabled=true and registry.enabled=true"
+        )
     if config["registry"]["uri"]:
-        raise UserError("name the registry of a search by MLFLOW_TRACKING_URI instead of registry.uri")
+        raise UserError("a search does not use registry.uri; set MLFLOW_TRACKING_URI instead")
     if radii and not config["train"]["certify_images"]:
-        raise UserError("a search compares trials by train.certify_images test images; leave it above 0")
+        raise UserError("a search compares trials by train.certify_images test images; set it above 0")
     if not config["train"]["eval_images"]:
-        raise UserError("a search follows trials by train.eval_images test images; leave it above 0")
+        raise UserError("a search follows trials by train.eval_images test images; set it above 0")
     return fixed, _epochs(config, trainer)
 
 
 def find_data(search: Search) -> Search:
-    """Make the digits where they are searched and absent; then all that the trainer checks before it begins. Gives the
-    search with certificates of test images apart from those by which trials are compared."""
+    """Make the digits if they are missing, then check everything that the trainer checks before it starts.
+
+    Returns the search with certificates of test images disjoint from those by which trials are compared.
+    """
     from trainers.job.stages import prepare_first
 
     nowhere = f"run_dir={_quoted(str(search.folder / 'none'))}"
@@ -188,7 +201,7 @@ def find_data(search: Search) -> Search:
     looked_at, config["train"]["certify_images"] = config["train"]["certify_images"], 0
     test_set = prepare_first(config).test_set
     if test_set is None:
-        raise UserError(f"a search needs test images to certify on; put test shards into {root}")
+        raise UserError(f"a search needs test images to certify; put test shards into {root}")
     reported, wanted = test_set.samples - looked_at, config["certify"]["images"]
     if reported < 1:
         raise UserError(f"{root} has {test_set.samples} test images, and train.certify_images={looked_at}; lower it")
@@ -198,7 +211,7 @@ def find_data(search: Search) -> Search:
 
 
 def _epochs(config: Mapping[str, Any], trainer: str) -> int:
-    """Of the stage that is certified."""
+    """Return the epochs of the stage that is certified."""
     return int(config["constrain"]["finetune_epochs"] if trainer == "constrain" else config["train"]["epochs"])
 
 
@@ -207,18 +220,18 @@ def _quarter(epochs: int) -> int:
 
 
 def _middle(space: Space) -> dict[str, Any]:
-    """Some point of the space: enough to find a key that does not exist before anything is started."""
+    """Return some point of the space: enough to find a key that does not exist before anything is started."""
     return space.values({key: p.options[0] if p.options else p.high for key, p in space.parameters.items()})
 
 
 def _anywhere(root: str) -> str:
-    """data.root, as it reads from every folder."""
+    """Return data.root in a form that is valid from every folder."""
     from shards.config import is_remote
 
     return root if is_remote(root) else str(Path(root).expanduser().absolute())
 
 
 def _quoted(text: str) -> str:
-    """A string for Hydra's grammar, in which a backslash is one, unless a quote comes after it."""
+    """Quote a string for Hydra's grammar, in which a backslash is literal unless a quote follows."""
     escaped = re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
     return f"'{escaped}'"

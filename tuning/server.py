@@ -1,7 +1,7 @@
-"""Where the trials of a search send their results.
+"""The MLflow server to which a search's trials send their results.
 
-SQLite is written by one process: several trials at once need a server. On one machine it is started here, on the
-loopback and for as long as the search takes; for several machines the person has to name one.
+SQLite allows one writer, so several concurrent trials need a server. On one machine it is started here on the loopback
+for the duration of the search; for several machines the user names one.
 """
 
 import os
@@ -31,7 +31,7 @@ START_SECONDS = 600
 
 @contextmanager
 def registry(nodes: int, at_once: int, log: Path) -> Iterator[str]:
-    """The URI for the trials: the person's, or that of a server that is ended with the search."""
+    """Yield the trials' URI: the user's, or that of a server that ends with the search."""
     uri = store.resolve_uri()
     if nodes > 1 and (uri.startswith(store.SQLITE) or urlsplit(uri).hostname in LOOPBACK):
         raise UserError(f"{nodes} nodes cannot share {store.public(uri)}; {HOW}")
@@ -44,7 +44,10 @@ def registry(nodes: int, at_once: int, log: Path) -> Iterator[str]:
 
 @contextmanager
 def started(uri: str, log: Path, host: str = "127.0.0.1") -> Iterator[str]:
-    """`python -m registry ui` on a free port of `host`. The URI goes by environment: it may hold a password."""
+    """Run `python -m registry ui` on a free port of `host`.
+
+    The URI is passed by environment: it may hold a password.
+    """
     port = free_port()
     command = [sys.executable, "-m", "registry", "ui", "--host", host, "--port", str(port)]
     code = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -65,7 +68,7 @@ def started(uri: str, log: Path, host: str = "127.0.0.1") -> Iterator[str]:
 
 
 def wait_for(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Until the server answers. Raises UserError where it ended, or takes too long."""
+    """Wait for the server's answer. Raises UserError if it ended or takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
@@ -76,9 +79,9 @@ def wait_for(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 
 def send_what_waits(trials: Path, uri: str) -> list[Path]:
-    """Send what trials kept while the registry was away to `uri`; returns the run folders that still wait.
+    """Send to `uri` what trials kept while the registry did not answer; return the run folders that still wait.
 
-    The spools may name the server of this search, which is gone by now: `uri` is the store behind it.
+    The spools may name the server of this search, which has ended: `uri` is the store behind it.
     """
     left = []
     for run_dir in sorted(trials.glob("*/run-*/")):

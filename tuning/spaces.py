@@ -1,13 +1,13 @@
 """Search spaces: `configs/space/NAME.yaml`, keys of the trainer's configuration with a distribution each.
 
-    trainer: adv_train                                     # trainers/NAME.py; this one where it is left out
+    trainer: adv_train                                     # trainers/NAME.py; the default
     overrides: [penalty=msvp]                              # what every trial of this space needs
-    without_model: [+model=spec_vit_digits, data=digits]   # the trial, where the person names no model
+    without_model: [+model=spec_vit_digits, data=digits]   # used if the command names no model
     parameters:
       penalty.lambda_q: {log_uniform: [1.0e-6, 1.0e-2], zero: 0.1}
       model.num_heads: {choice: [1, 2, 4]}
 
-A point of a space maps every key to a raw number; `values` turns it into what the trainer gets.
+A point of a space maps every key to a raw number; `values` converts it to the trainer's value.
 """
 
 import math
@@ -30,8 +30,8 @@ Point = dict[str, Any]
 class Parameter:
     """One distribution: `log_uniform` and `uniform` on [low, high], `integer` on low..high, `choice` among options.
 
-    zero: the share of draws that mean 0 (log_uniform only). The range is continued below `low` by so much, and what
-    falls there is 0: the limit of small weights, next to them for a searcher that models the logarithm.
+    zero: the share of draws that mean 0 (log_uniform only). The range is extended below `low` by that share, and every
+    value there is 0. So 0 is next to the small weights for a searcher that models the logarithm.
     """
 
     kind: str
@@ -42,11 +42,11 @@ class Parameter:
 
     @property
     def raw_low(self) -> float:
-        """low * (low / high)^(zero / (1 - zero)): `zero` of the logarithmic range lies below `low`."""
+        """Return low * (low / high)^(zero / (1 - zero)): the share `zero` of the logarithmic range lies below `low`."""
         return self.low * (self.low / self.high) ** (self.zero / (1 - self.zero)) if self.zero else self.low
 
     def draw(self, random: Random) -> Any:
-        """A raw value."""
+        """Draw a raw value."""
         match self.kind:
             case "log_uniform":
                 return math.exp(random.uniform(math.log(self.raw_low), math.log(self.high)))
@@ -58,7 +58,7 @@ class Parameter:
                 return random.choice(self.options)
 
     def value(self, raw: Any) -> Any:
-        """What the trainer gets: 0 below `low`; four significant digits, so that a tag says it all."""
+        """Return the trainer's value: 0 below `low`; four significant digits, so that a tag states it exactly."""
         if self.kind == "choice":
             return raw
         if self.kind == "integer":
@@ -70,7 +70,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Space:
-    """The keys that vary (`parameters`), and the fixed part of the command line around them."""
+    """The varying keys (`parameters`), and the fixed part of the command line."""
 
     name: str
     trainer: str
@@ -82,7 +82,7 @@ class Space:
         return {key: parameter.draw(random) for key, parameter in self.parameters.items()}
 
     def values(self, point: Point) -> dict[str, Any]:
-        """The keys of the trainer's configuration, in the file's order."""
+        """Return the keys of the trainer's configuration, in the file's order."""
         return {key: parameter.value(point[key]) for key, parameter in self.parameters.items()}
 
 
@@ -91,7 +91,7 @@ def names(configs: Path = CONFIGS) -> list[str]:
 
 
 def load(name: str, configs: Path = CONFIGS) -> Space:
-    """The space `name`. Raises UserError where there is none, or its file says something else than a space."""
+    """Load the space `name`. Raises UserError if it does not exist or its file is not a space."""
     path = configs / "space" / f"{name}.yaml"
     if not path.is_file():
         raise unknown("space", name, names(configs), "configs/space")
@@ -104,13 +104,13 @@ def load(name: str, configs: Path = CONFIGS) -> Space:
 def _parameter(where: str, facts: Mapping[str, Any]) -> Parameter:
     kinds = [kind for kind in facts if kind in KINDS]
     if len(kinds) != 1 or set(facts) - {*kinds, "zero"}:
-        raise UserError(f"{where}: give one of {', '.join(KINDS)}, and zero with log_uniform if 0 is allowed")
+        raise UserError(f"{where}: give one of {', '.join(KINDS)}, and with log_uniform optionally zero")
     kind, values = kinds[0], tuple(facts[kinds[0]])
     if kind == "choice" and values:
         return Parameter(kind, options=values)
     zero = float(facts.get("zero", 0))
     if len(values) != 2 or not values[0] < values[1] or (kind == "log_uniform" and values[0] <= 0):
-        raise UserError(f"{where}: {kind} wants [low, high], low < high, and above 0 for log_uniform")
+        raise UserError(f"{where}: {kind} needs [low, high] with low < high, and above 0 for log_uniform")
     if not 0 <= zero < 1 or (zero and kind != "log_uniform"):
-        raise UserError(f"{where}: zero is a share below 1, of log_uniform only")
+        raise UserError(f"{where}: zero must be a share below 1, and only for log_uniform")
     return Parameter(kind, float(values[0]), float(values[1]), zero=zero)

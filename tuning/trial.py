@@ -1,8 +1,8 @@
-"""One trial: the trainer itself, started as DeepSpeed's launcher does, watched through the files of its run folder.
+"""One trial: the trainer itself, started as DeepSpeed's launcher does and observed through its run folder.
 
-The same script and code path as `deepspeed trainers/adv_train.py ...`. The `deepspeed` command in front of the launcher
-is left out: it forwards no signal on one node, so that ranks would outlive their trial. A single rank needs no launcher
-either, whose imports take as long as the trainer's own: it gets here what the launcher would give it.
+It runs the same script and code path as `deepspeed trainers/adv_train.py ...`. The `deepspeed` command in front of the
+launcher is left out: it forwards no signal on one node, so that ranks would outlive their trial. A single rank needs no
+launcher, whose imports take as long as the trainer's own; it gets the launcher's variables here.
 """
 
 import base64
@@ -40,23 +40,25 @@ class Failed(Exception):
 
 
 class Refused(Failed):
-    """The trainer itself said what is wrong: trying again changes nothing."""
+    """The trainer refused its configuration: retrying changes nothing."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The nodes that a trial's ranks are on: how many, which of them this one is, and where the first is met."""
+    """The nodes of a trial's ranks: their number, the index of this one, and the address of the first."""
 
     nodes: int = 1
     own: int = 0
     address: str = "127.0.0.1"
-    port: int = 0  # 0: any that is free
+    port: int = 0  # 0: any free port
 
 
 @dataclass(frozen=True)
 class Command:
-    """The trainer as it is started on one node, with so many ranks there. `variables` join its environment: what no
-    command line may show."""
+    """The trainer's command on one node, with its number of ranks there.
+
+    `variables` join its environment: they hold what no command line may show.
+    """
 
     script: Path
     overrides: Sequence[str]
@@ -74,10 +76,10 @@ class Progress:
 
 
 def train(command: Command, run_dir: Path, log: Path, check: Callable[[], None]) -> Iterator[Progress]:
-    """Run the trainer to its end; yields an evaluation whenever there is a new one with its checkpoint.
+    """Run the trainer to its end; yield each new evaluation once its checkpoint exists.
 
-    Closing the generator ends every process of the trial on this node. Raises Failed, or Refused, with the trainer's
-    own words, and what `check` raises meanwhile.
+    Closing the generator ends every process of the trial on this node. Raises Failed or Refused with the trainer's own
+    words, and anything that `check` raises meanwhile.
     """
     adopted = progress(run_dir)
     told = adopted.row["step"] if adopted else 0.0
@@ -95,16 +97,16 @@ def train(command: Command, run_dir: Path, log: Path, check: Callable[[], None])
 
 
 def certificate(run_dir: Path) -> dict[str, Any]:
-    """What was proved of a finished trial."""
+    """Return the certificate of a finished trial."""
     content: dict[str, Any] = read_json(run_dir / CERTIFICATE)
     return content
 
 
 @contextmanager
 def launched(command: Command, log: Path) -> "Iterator[subprocess.Popen[bytes]]":
-    """The trainer's ranks in a process group of their own; on leaving, nothing of it is left.
+    """Start the trainer's ranks in their own process group; end the whole group at exit.
 
-    The kernel ends it too where this process is killed.
+    The kernel also ends it if this process is killed.
     """
     only = command.ranks == command.group.nodes == 1
     words, variables = alone(command) if only else by_launcher(command)
@@ -123,9 +125,10 @@ def launched(command: Command, log: Path) -> "Iterator[subprocess.Popen[bytes]]"
 
 
 def by_launcher(command: Command) -> tuple[list[str], dict[str, str]]:
-    """(words, environment) of DeepSpeed's launcher, which starts the ranks, tells them who they are and ends them."""
+    """Return (words, environment) of DeepSpeed's launcher, which starts, numbers and ends the ranks."""
     group = command.group
-    hosts = {f"node{node}": slots(command.ranks) for node in range(group.nodes)}  # of the others only how many counts
+    # Only the number of the other nodes' ranks matters
+    hosts = {f"node{node}": slots(command.ranks) for node in range(group.nodes)}
     world = base64.urlsafe_b64encode(json.dumps(hosts).encode()).decode()
     words = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
     words += [f"--node_rank={group.own}", f"--master_addr={group.address}"]
@@ -134,20 +137,20 @@ def by_launcher(command: Command) -> tuple[list[str], dict[str, str]]:
 
 
 def alone(command: Command) -> tuple[list[str], dict[str, str]]:
-    """(words, environment) of a single rank as the launcher would start it; in its place, a second guard ends it."""
+    """Return (words, environment) of a single rank as the launcher would start it; a second guard ends it."""
     words = [*GUARD, sys.executable, "-u", str(command.script), "--local_rank=0", *command.overrides]
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return words, {**ALONE, **group, "CUDA_VISIBLE_DEVICES": slots(1)[0]}
 
 
 def slots(ranks: int) -> list[str]:
-    """Names of the ranks' devices: the GPUs that Ray gave to this trial, else numbers."""
+    """Return the names of the ranks' devices: the GPUs that Ray assigned to this trial, else numbers."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return gpus[:ranks] if len(gpus) >= ranks and gpus[0] else [str(rank) for rank in range(ranks)]
 
 
 def progress(run_dir: Path) -> Progress | None:
-    """The newest evaluation that has its checkpoint."""
+    """Return the newest evaluation that has its checkpoint."""
     marks = sorted((run_dir / "checkpoints").glob(f"step*/{checkpoint.MARK}"), reverse=True)
     if not marks:
         return None
@@ -157,17 +160,17 @@ def progress(run_dir: Path) -> Progress | None:
 
 
 def evaluations(run_dir: Path) -> list[Row]:
-    """The rows of metrics.jsonl with accuracies."""
+    """Return the rows of metrics.jsonl with accuracies."""
     return [row for row in _rows(run_dir) if "clean_acc" in row]
 
 
 def latest(run_dir: Path) -> Row:
-    """The newest value of each figure in metrics.jsonl."""
+    """Return the newest value of each figure in metrics.jsonl."""
     return {key: value for row in _rows(run_dir) for key, value in row.items()}
 
 
 def _rows(run_dir: Path) -> Iterator[Row]:
-    """A line that is being written counts as not there."""
+    """Iterate over the complete rows; skip a line that is being written."""
     with suppress(FileNotFoundError):
         for line in (run_dir / ROWS).read_text().splitlines():
             with suppress(ValueError):
@@ -175,8 +178,10 @@ def _rows(run_dir: Path) -> Iterator[Row]:
 
 
 def snapshot(found: Progress, run_dir: Path, to: Path, results: Sequence[str] = ()) -> Path:
-    """The checkpoint and the rows so far under `to`, and these folders of the run, linked: the trainer may drop its own
-    while this is copied."""
+    """Link the checkpoint, the rows so far and these folders of the run into `to`.
+
+    Links keep the files even if the trainer deletes its own while this is copied.
+    """
     shutil.copytree(found.checkpoint, to / "checkpoints" / found.checkpoint.name, copy_function=os.link)
     for name in results:
         shutil.copytree(run_dir / name, to / name, copy_function=os.link)
@@ -185,11 +190,16 @@ def snapshot(found: Progress, run_dir: Path, to: Path, results: Sequence[str] = 
 
 
 def adopt(snapshot_dir: Path, run_dir: Path, changed: dict[str, Any]) -> None:
-    """Begin a run folder with a snapshot, so that `resume=auto` goes on from it.
+    """Start a run folder from a snapshot, so that `resume=auto` continues from it.
 
-    changed: keys of the configuration that the search has given other values since (population-based training);
-    the checkpoint's fingerprint is told, any other difference is still refused. It goes on as a run of its own,
-    without the results that an ended one left.
+    The run continues as a run of its own, without the results of an ended one.
+
+    Args:
+        snapshot_dir: the snapshot.
+        run_dir: the new run folder.
+        changed: keys that the search has changed since (population-based training). They are written to the
+            checkpoint's
+            fingerprint; any other difference is still refused.
     """
     shutil.copytree(snapshot_dir, run_dir, dirs_exist_ok=True, ignore=lambda _, names: {*names} & {*RESULTS})
     for mark in run_dir.glob(f"checkpoints/*/{checkpoint.MARK}"):
@@ -201,7 +211,7 @@ def adopt(snapshot_dir: Path, run_dir: Path, changed: dict[str, Any]) -> None:
 
 
 def why(log: Path, status: int) -> str:
-    """The trainer's own error line, else its last words."""
+    """Return the trainer's own error line, else its last words."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("error: ")]
     ours = [line for line in lines if "launch.py" not in line and not line.startswith("_rank_mapping")]

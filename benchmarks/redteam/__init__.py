@@ -1,12 +1,12 @@
-"""The standing red team: it looks for a certificate, or an inequality below one, that is false.
+"""The red team: a permanent search for a false certificate, or a false inequality that one rests on.
 
     python -m benchmarks.redteam [--minutes M] [--seed S] [--only weights pairs lemmas scales]
 
-Every attack is a file with `findings(seed)`, an endless stream. A finding's ratio is what was found over what was
+Every attack is a file with `findings(seed)`, an endless stream. A finding's ratio is the value found over the value
 claimed, outward slack included: above 1 the claim is false.
 
-    weights   climbs on the weights of small models, and on the image, for drop / claimed loss
+    weights   ascends on the weights of small models, and on the image, for drop / claimed loss
     pairs     pairs of linear maps that cancel, 2^20 to 2^100, behind norms, attention, stems and pools
-    lemmas    climbs on the promise of every module: radius, remainder, beta, gain, quadratic forms, rounding
+    lemmas    ascends on the promise of every module: radius, remainder, beta, gain, quadratic forms, rounding
     scales    a layer times S and the next by 1 / S; parameters of every shape that torch accepts
 """

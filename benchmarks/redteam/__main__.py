@@ -1,4 +1,4 @@
-"""`python -m benchmarks.redteam`: the attacks side by side, each for as long as the others; see the package."""
+"""`python -m benchmarks.redteam`: run the attacks side by side for equal times; see the package."""
 
 import argparse
 import sys
@@ -17,8 +17,10 @@ ATTACKS = {"weights": weights.findings, "pairs": pairs.findings, "lemmas": lemma
 
 
 def attacked(names: Sequence[str], seed: int, seconds: float) -> Tally:
-    """All findings within the time: the next is of the attack that has had least of it. A finding that has begun is
-    waited for."""
+    """Collect all findings within the time; the next comes from the attack that has used the least time.
+
+    A finding that has begun is waited for.
+    """
     tally, spent = Tally(), dict.fromkeys(names, 0.0)
     streams: dict[str, Iterator[Finding]] = {name: ATTACKS[name](seed) for name in names}
     end = time.monotonic() + seconds

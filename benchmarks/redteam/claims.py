@@ -1,4 +1,4 @@
-"""What a method claims of one image, and the largest drop of the same margin that ascent finds.
+"""A method's claim about one image, and the largest drop of the same margin that ascent finds.
 
 Letters: B images, J classes; y the label, m_j = logit_y - logit_j.
 """
@@ -18,14 +18,14 @@ from certizoo import UserError
 from tests.tools.ascent import ascend, ascend_box
 from tests.tools.trials import inside
 
-METHODS = ("lofast", "lofast_local", "adjoint", "image")  # `best` says what one of them says
+METHODS = ("lofast", "lofast_local", "adjoint", "image")  # `best` takes its claims from these
 STEPS, STARTS = 20, 8
-SLACK = 1e-9  # of rounding in the drop, relative to the logits
+SLACK = 1e-9  # for rounding in the drop, relative to the logits
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Within a ball of eps the margin over class `rival` falls by `loss` at most: (B,) each."""
+    """The claim that within a ball of eps the margin over class `rival` falls by at most `loss`: (B,) each."""
 
     eps_B: Tensor
     rival_B: Tensor
@@ -33,7 +33,7 @@ class Claim:
 
 
 def analysis_of(model: Any, x: Tensor, method: str, norm: str, nonce: str = "n") -> Analysis | None:
-    """Of the model's own answers; None where it is refused, which claims nothing."""
+    """Return the analysis of the model's own answers; None for a refused model, for which nothing is claimed."""
     with torch.no_grad():
         y = model(x.to(next(model.parameters()).dtype)).argmax(-1)
     try:
@@ -43,19 +43,19 @@ def analysis_of(model: Any, x: Tensor, method: str, norm: str, nonce: str = "n")
 
 
 def claim_at(analysis: Analysis, eps_B: Tensor) -> Claim:
-    """The class is that whose margin the certificate tells."""
+    """Return the claim about the class whose margin the certificate states."""
     answer = analysis.at(eps_B)
     rival_B = (analysis.clean.margin_BJ - answer.margin_B[:, None]).abs().argmin(-1)
     return Claim(eps_B, rival_B, answer.loss_B)
 
 
 def certified_claim(analysis: Analysis) -> Claim:
-    """At the certified radius; of images without one nothing is claimed (eps 0)."""
+    """Return the claim at the certified radius; nothing is claimed for images without one (eps 0)."""
     return claim_at(analysis, radius_of(analysis))
 
 
 def margin(model: Any, label_B: Tensor, rival_B: Tensor) -> Callable[[Tensor], Tensor]:
-    """m_rival of a batch that repeats the images."""
+    """Return m_rival as a function of a batch that repeats the images."""
 
     def of(z: Tensor) -> Tensor:
         logits, many = model(z), len(z) // len(label_B)
@@ -65,7 +65,7 @@ def margin(model: Any, label_B: Tensor, rival_B: Tensor) -> Callable[[Tensor], T
 
 
 def drop(model: Any, x: Tensor, label_B: Tensor, claim: Claim, norm: str, starts: int = STARTS) -> Tensor:
-    """The largest fall of the margin found on the ball, of the float64 function, less rounding: (B,)."""
+    """Return the largest fall of the margin found in the ball (float64 function), minus rounding: (B,)."""
     baked, x = bake(model), x.double()
     of = margin(baked, label_B, claim.rival_B)
     within_B = inside(x, claim.eps_B, norm, torch.float64)
@@ -78,7 +78,7 @@ def drop(model: Any, x: Tensor, label_B: Tensor, claim: Claim, norm: str, starts
 
 
 def ratio(model: Any, x: Tensor, analysis: Analysis, claim: Claim, norm: str) -> float:
-    """The largest drop / loss of the images with a certified radius; 0 of none."""
+    """Return the largest drop / loss of the images with a certified radius; 0 if there is none."""
     dropped_B = drop(model, x, analysis.clean.label_B, claim, norm)
     wanted_B = (claim.eps_B > 0) & claim.loss_B.isfinite()
     share_B = dropped_B.clamp_min(0) / claim.loss_B.clamp_min(1e-300)

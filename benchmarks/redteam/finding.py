@@ -1,4 +1,4 @@
-"""What an attack reports, and what is kept of many reports: tries and the largest ratio."""
+"""Reports of attacks and their summary: the number of tries and the largest ratio."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -6,8 +6,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """Some tries on one case. `case`: the module, method or inequality; `ratio`: the largest of found / claimed;
-    `where`: what it takes to meet it again."""
+    """Some tries on one case.
+
+    `case` is the module, method or inequality, `ratio` the largest of found / claimed, and `where` is what reproduces
+    it.
+    """
 
     case: str
     ratio: float
@@ -16,12 +19,12 @@ class Finding:
 
     @property
     def refutes(self) -> bool:
-        """Is the claim false? What is not a number is."""
+        """Return True if the claim is false; a ratio that is not a number refutes it too."""
         return not self.ratio <= 1
 
 
 class Tally:
-    """The sum of tries and the largest ratio of every (attack, case), and all that refutes."""
+    """The sum of tries and the largest ratio of every (attack, case), and all findings that refute."""
 
     def __init__(self) -> None:
         self._best: dict[tuple[str, str], Finding] = {}

@@ -1,4 +1,4 @@
-"""Climbs on the promise of every module in the registry, on modules, inputs and radii drawn at random:
+"""Ascent on the promise of every module in the registry, on random modules, inputs and radii.
 
     radius, local   |f(x + G) - f(x)| <= lip(r)
     remainder       -<g, R(G)> <= rem(r)
@@ -8,7 +8,7 @@
     core            the forms of attention's core, within the reaches of its scores and values
     rounding        |served(x^) - f(x')| <= error(r, e)
 
-The searches and the modules are those of tests/zoo; the seeds go on where theirs end.
+The searches and the modules are those of tests/zoo; the seeds continue after theirs.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,13 +31,13 @@ from zoo.bounds.contracts import QuadraticForm
 from zoo.rules import affine, types_where
 
 STEPS, STARTS = 30, 4
-OUT = 1 + 1e-9  # outward slack of what is found
-FIRST_SEED = 100  # tests have those below
+OUT = 1 + 1e-9  # outward slack of the values found
+FIRST_SEED = 100  # tests use those below
 Search = Callable[[int], Iterator[Finding]]
 
 
 def findings(seed: int) -> Iterator[Finding]:
-    """Every search of every type, seed after seed."""
+    """Run every search of every type, seed after seed."""
     every = searches()
     for number in count(FIRST_SEED + seed):
         for search in every:
@@ -45,7 +45,10 @@ def findings(seed: int) -> Iterator[Finding]:
 
 
 def searches() -> list[Search]:
-    """One for each type and promise in the registry. Raises LookupError where a type has no modules to try."""
+    """Return one search for each type and promise in the registry.
+
+    Raises LookupError if a type has no modules to try.
+    """
     first, local = types_where(lambda rules: rules.rule or rules.chain), types_where(lambda rules: rules.local)
     second = types_where(lambda rules: rules.expansion not in (None, affine))
     instances = _instances()
@@ -76,7 +79,7 @@ def _first_order(kind: type[nn.Module], local: bool) -> Search:
 
 
 def _instances() -> dict[type[nn.Module], Callable[[int], Iterator[Instance]]]:
-    """A few modules of every type that bends."""
+    """Return a few modules of every nonlinear type."""
 
     def layers(cases: list[test_curvature.Case]) -> Callable[[int], Iterator[Instance]]:
         return lambda seed: test_curvature.instances(cases[seed % len(cases)], seed, 3)
@@ -110,7 +113,7 @@ def _second_order(kind: type[nn.Module], instances: Callable[[int], Iterator[Ins
 
 
 def _of_instance(name: str, case: Instance, seed: int) -> Iterator[Finding]:
-    """Rounding is relative to the radius and to the output of which R is a difference."""
+    """Attack one instance. Rounding is relative to the radius and to the output of which R is a difference."""
     expansion, size_B = case.expansion(), case.size_B()
     dip_CB, g_CB = largest_dip(case, STEPS, STARTS), case.g.flatten(2).norm(dim=2)
     yield _found(f"remainder: {name}", _share(dip_CB, expansion.remainder(case.g)(case.r_B[None]), g_CB * size_B), seed)
@@ -120,12 +123,12 @@ def _of_instance(name: str, case: Instance, seed: int) -> Iterator[Finding]:
 
 
 def _share(found: Tensor, bound: Tensor, size: Tensor) -> Tensor:
-    """found / bound; 0 where no more than rounding was found."""
+    """Return found / bound; 0 if no more than rounding was found."""
     return torch.where(found > 1e-12 * size, (found - 1e-12 * size) / (bound * OUT).clamp_min(1e-300), 0.0)
 
 
 def _forms(kind: type[nn.Module], case: test_curvature.Case) -> Search:
-    """Intermediate inequalities of leaves with hidden units, activations and norms."""
+    """Attack intermediate inequalities of leaves with hidden units, activations and norms."""
 
     def search(seed: int) -> Iterator[Finding]:
         for attack in test_forms.attacks(case, seed, 2):
@@ -140,7 +143,7 @@ def _forms(kind: type[nn.Module], case: test_curvature.Case) -> Search:
 
 
 def _climbed(attack: Attack, share: Callable[[Tensor], Tensor]) -> Tensor:
-    """Over changes within the ellipsoid: (B,)."""
+    """Maximise over changes within the ellipsoid: (B,)."""
     one_B = torch.ones_like(attack.instance.r_B)
     start = torch.zeros(len(one_B), test_forms.RANK, dtype=torch.float64)
     return ascend(lambda v: share(attack.change(v)).flatten(), start, one_B, STEPS, STARTS)
@@ -165,8 +168,10 @@ def _largest(attack: Attack, form: QuadraticForm) -> Tensor:
 
 
 def _shrunk(attack: Attack) -> Tensor:
-    """How much of the small form the large one, times t, holds: the largest generalised eigenvalue, by their traces'
-    scale where the large one is singular."""
+    """Return the largest generalised eigenvalue of the small form relative to t times the large form.
+
+    If the large form is singular, it is regularised at the scale of the traces.
+    """
     small = attack.reach * torch.rand_like(attack.reach)
     t = attack.forms.shrink(small, attack.reach)[:, None, None]
     less, more = (
@@ -189,7 +194,7 @@ def _core(score: str) -> Search:
 
 
 def _rounding(name: str) -> Search:
-    """Random points, which find rounding as well as ascent does."""
+    """Try random points, which find rounding as well as ascent does."""
 
     def search(seed: int) -> Iterator[Finding]:
         dtype = test_rounding.DTYPES[seed % 2]

@@ -1,8 +1,8 @@
-"""Pairs of linear maps that cancel, in architectures drawn at random: tests/tools/forgeries.py with other sizes, norms,
-depths, poolings and scales between 2^20 and 2^100.
+"""Pairs of linear maps that cancel, in random architectures.
 
-Of every model the change of one pixel is known that gives the image to another class, and how far that lets the margin
-fall: ratio = fall / claimed loss at a radius that holds the change, for all methods and both norms.
+They are those of tests/tools/forgeries.py with other sizes, norms, depths, poolings and scales between 2^20 and 2^100.
+For every model a change of one pixel is known that changes the class, and also the resulting fall of the margin: ratio
+= fall / claimed loss at a radius that contains the change, for all methods and both norms.
 """
 
 from collections.abc import Iterator
@@ -33,13 +33,13 @@ PLACES = {
     "projection, mlp": forgeries.projection_and_mlp,
     "mlp, mlp": forgeries.mlp_and_mlp,
 }
-GAINED = ("mixing", "value, projection")  # places that may have the gain in front of the unit
+GAINED = ("mixing", "value, projection")  # places that may have the gain before the unit
 TURNS = tuple((method, norm) for method in ("adjoint", "image", "adjoint", "image", *METHODS) for norm in NORMS)
 BEYOND = (1.001, 8.0)  # of the change that is known to be enough
 
 
 def findings(seed: int) -> Iterator[Finding]:
-    """The families of the tests at a random scale, and one of the places in a random architecture, in turn."""
+    """Alternate between the tests' families at a random scale and a place in a random architecture."""
     for number in count(seed):
         generator = torch.Generator().manual_seed(number)
         scale = 2.0 ** _number(generator, 20, 101)
@@ -57,7 +57,7 @@ def _number(generator: torch.Generator, low: int, high: int) -> int:
 
 
 def drawn(generator: torch.Generator) -> tuple[str, Build]:
-    """A place, in an architecture."""
+    """Draw a place in an architecture."""
 
     def one(choices: Any) -> Any:
         return tuple(choices)[_number(generator, 0, len(choices))]
@@ -76,8 +76,10 @@ def drawn(generator: torch.Generator) -> tuple[str, Build]:
 
 
 def ratio(build: Build, scale: float, method: str, norm: str) -> float | None:
-    """The fall of the margin that the change is known to bring, over the loss that is claimed. None where no change of
-    one pixel decides; 0 where the model is refused."""
+    """Return the fall of the margin by the known change, over the claimed loss.
+
+    None if no change of one pixel decides; 0 if the model is refused.
+    """
     truth = build(0.0).double()
     change = change_needed(truth)
     if change == MOST:

@@ -1,11 +1,11 @@
 """Weights of other sizes and shapes.
 
-    scales   a layer times S and the next one by 1 / S, S a power of two from 1e-300 to 1e300: the same function, of
-             which no method may claim a smaller loss than the drop that is found without S; and none that is free
-             of chance a smaller one than without S, but for 1e-6
+    scales   a layer times S and the next one by 1 / S, S a power of two from 1e-300 to 1e300: the same function. No
+             method may claim a smaller loss than the drop found without S. A method without randomness may not claim
+             a smaller loss than without S, up to 1e-6
     shapes   a parameter in every shape that torch accepts in its place: another function, which is attacked as it is
 
-Scaled models are float64, as float32 ends at 1e38.
+Scaled models are float64, because float32 ends at 1e38.
 """
 
 import copy
@@ -24,7 +24,7 @@ from certify.methods.ball import NORMS
 from tests.tools.trials import KINDS, SIZES, Subject
 
 EXPONENTS = tuple(sign * e for e in (10, 40, 130, 330, 560, 996) for sign in (1, -1))  # of two: 2^996 is 7e299
-GROWTH = 1e-6  # by how much less may be claimed of the same function where nothing hangs on chance, relative
+GROWTH = 1e-6  # relative decrease allowed for the claim about the same function, without randomness
 Scale = Callable[[float], None]
 
 
@@ -38,7 +38,7 @@ class Scaled:
 
 
 def findings(seed: int) -> Iterator[Finding]:
-    """Scales and shapes in turn, over all kinds of models, methods and norms."""
+    """Alternate between scales and shapes, over all kinds of models, methods and norms."""
     for number in count(seed):
         kind = KINDS[number % len(KINDS)]
         subject = Subject(kind, list(SIZES)[number // 3 % len(SIZES)], number)
@@ -47,7 +47,7 @@ def findings(seed: int) -> Iterator[Finding]:
 
 
 def of_scales(subject: Subject, method: str, norm: str) -> Iterator[Finding]:
-    """One place of the model, with a few S."""
+    """Try one place of the model with a few S."""
     generator = torch.Generator().manual_seed(subject.seed)
     plain, x = subject.model().double(), subject.images(1)
     if not (found := places(plain)):
@@ -69,8 +69,10 @@ def of_scales(subject: Subject, method: str, norm: str) -> Iterator[Finding]:
 
 
 def places(model: nn.Module) -> dict[str, Scale]:
-    """Where S and 1 / S cancel: values and projection, a norm and what reads it, convolutions around a ReLU, the last
-    norm and the head."""
+    """Return the places where S and 1 / S cancel.
+
+    They are values and projection, a norm and its reader, convolutions around a ReLU, the last norm and the head.
+    """
     found: dict[str, Scale] = {}
     for name, module in model.named_modules():
         if hasattr(module, "qkv") and hasattr(module, "proj"):
@@ -93,7 +95,7 @@ def places(model: nn.Module) -> dict[str, Scale]:
 
 
 def _pair(first: Any, second: Any) -> Scale:
-    """A map with its offset, and the weight of the next."""
+    """Scale a map with its offset, and the weight of the next."""
 
     def scale(s: float) -> None:
         for parameter in (first.weight, first.bias):
@@ -119,7 +121,7 @@ def _values(attention: Any) -> Scale:
 
 
 def of_shapes(subject: Subject, method: str, norm: str) -> Iterator[Finding]:
-    """One parameter, in every shape in which the model still answers."""
+    """Try one parameter in every shape in which the model still answers."""
     generator = torch.Generator().manual_seed(subject.seed)
     model, x = subject.model(), subject.images(2)
     names = [name for name, _ in model.named_parameters()]
@@ -135,7 +137,7 @@ def of_shapes(subject: Subject, method: str, norm: str) -> Iterator[Finding]:
 
 
 def shapes(shape: tuple[int, ...], tokens: int) -> list[tuple[int, ...]]:
-    """Axes of length 1, axes in front, axes behind, and, of vectors, one for each token."""
+    """Return shapes with axes of length 1, axes in front, axes behind, and, for vectors, one entry per token."""
     kept = [tuple(length if keep else 1 for length, keep in zip(shape, keeps, strict=True))
             for keeps in product((True, False), repeat=len(shape))]  # fmt: skip
     found = [(), *kept, *((1, *one) for one in kept), *((1, 1, *one) for one in kept), *((*one, 1) for one in kept)]
@@ -147,13 +149,13 @@ def shapes(shape: tuple[int, ...], tokens: int) -> list[tuple[int, ...]]:
 
 
 def tokens_of(model: Any, x: Tensor) -> int:
-    """How many tokens, or pixels, the first layer makes."""
+    """Return the number of tokens, or pixels, after the first layer."""
     patches = getattr(getattr(model, "patch_embed", None), "num_patches", None)
     return x[0, 0].numel() if patches is None else int(patches)
 
 
 def with_shape(model: Any, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Any:
-    """A copy with random numbers of this shape, of the size of those in their place."""
+    """Return a copy with random numbers of this shape, of the size of the original ones."""
     copied = copy.deepcopy(model)
     path, _, last = name.rpartition(".")
     old = model.get_parameter(name)
@@ -163,10 +165,10 @@ def with_shape(model: Any, name: str, shape: tuple[int, ...], generator: torch.G
 
 
 def answers(model: Any, x: Tensor) -> bool:
-    """Does the model still give each image its logits?"""
+    """Return True if the model still gives each image its logits."""
     try:
         with torch.no_grad():
             logits = model(x)
-    except Exception:  # whatever torch, or a module, says of the shape
+    except Exception:  # any error of torch, or of a module, about the shape
         return False
     return bool(logits.ndim == 2 and len(logits) == len(x) and logits.isfinite().all())

@@ -1,10 +1,10 @@
-"""Climbs on the weights of a small model and on its image for drop / claimed loss.
+"""Ascent on the weights of a small model and on its image for drop / claimed loss.
 
-At a radius that stays fixed, ascent finds the point x' of the ball where a margin is least, and
+At a fixed radius, ascent finds the point x' of the ball where a margin is smallest, and
 
-    drop(w, x) = m(x) - m(x')          its gradient for w and x says how weights and image make the margin fall further;
+    drop(w, x) = m(x) - m(x')          its gradient for w and x says how weights and image lower the margin further;
 
-a step along it, with noise, is kept if drop / claimed loss has grown, and halved if not: the claim itself has no
+a step along it, with noise, is kept if drop / claimed loss has grown, and halved otherwise: the claim itself has no
 gradient.
 """
 
@@ -30,7 +30,7 @@ CASES = tuple(product(METHODS, NORMS))
 
 @dataclass(frozen=True)
 class State:
-    """A model and one image, what is claimed of it at its radius, and drop / loss."""
+    """A model and one image, the claim at its radius, and drop / loss."""
 
     model: Any
     x: Tensor
@@ -40,7 +40,7 @@ class State:
 
     @staticmethod
     def of(model: Any, x: Tensor, method: str, norm: str, eps_B: Tensor | None = None) -> "State | None":
-        """At the certified radius, or at eps. None where nothing is claimed."""
+        """Return the state at the certified radius, or at eps; None if nothing is claimed."""
         analysis = analysis_of(model, x, method, norm)
         if analysis is None or not bool(analysis.clean.correct_B.all()):
             return None
@@ -53,7 +53,7 @@ class State:
 
 
 def findings(seed: int, steps: int = CLIMB) -> Iterator[Finding]:
-    """Every kind of model with all methods and norms in turn."""
+    """Run every kind of model with all methods and norms in turn."""
     for number in count(seed):
         turn, kind = divmod(number, len(KINDS))
         method, norm = CASES[number % len(CASES)]
@@ -66,7 +66,7 @@ def findings(seed: int, steps: int = CLIMB) -> Iterator[Finding]:
 
 
 def climbed(state: State, method: str, norm: str, seed: int, steps: int) -> State:
-    """After so many steps."""
+    """Return the state after this number of steps."""
     generator, size = torch.Generator().manual_seed(seed), FIRST_STEP
     for _ in range(steps):
         model, x = _moved(state, size, norm, generator)
@@ -79,7 +79,7 @@ def climbed(state: State, method: str, norm: str, seed: int, steps: int) -> Stat
 
 
 def _moved(state: State, size: float, norm: str, generator: torch.Generator) -> tuple[Any, Tensor]:
-    """A step for weights and image along the gradient of log(drop), with as much noise."""
+    """Return weights and image after a step along the gradient of log(drop), with as much noise."""
     model = bake(state.model).to(next(state.model.parameters()).dtype).requires_grad_(True)
     x = state.x.clone().requires_grad_(True)
     towards = _worst(state, norm) - state.x.double()
@@ -98,7 +98,7 @@ def _moved(state: State, size: float, norm: str, generator: torch.Generator) -> 
 
 
 def _worst(state: State, norm: str) -> Tensor:
-    """A point of the ball where the margin is low: some steps of projected ascent from the image."""
+    """Return a point of the ball where the margin is low: some steps of projected ascent from the image."""
     x, of = state.x.double(), margin(bake(state.model), state.label_B, state.claim.rival_B)
     eps = state.claim.eps_B.view(-1, 1, 1, 1)
     generator = torch.Generator().manual_seed(0)
@@ -116,7 +116,7 @@ def _worst(state: State, norm: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Climbed(Subject):
-    """A subject of benchmarks/trials.py with the weights that a climb against `adjoint` ends with."""
+    """A subject of benchmarks/trials.py with the weights at the end of an ascent against `adjoint`."""
 
     def model(self) -> Any:
         model = super().model()

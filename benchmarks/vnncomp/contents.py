@@ -1,4 +1,4 @@
-"""The bytes of a benchmark's files, plain or as .gz, bounded: they were made by somebody else."""
+"""The bytes of a benchmark's files, plain or as .gz, with a size limit: they come from someone else."""
 
 import gzip
 import zlib
@@ -10,8 +10,11 @@ MAX_BYTES = 16 * 2**20  # fifty times the largest net of the benchmark
 
 
 def content(folder: Path, name: str) -> bytes:
-    """Of the file `name` below `folder`, or of NAME.gz unpacked. Raises UserError for one that is not there, leads out
-    of the folder or is larger than MAX_BYTES."""
+    """Return the bytes of the file `name` below `folder`, or of NAME.gz unpacked.
+
+    Raises:
+        UserError: the file does not exist, leads out of the folder or is larger than MAX_BYTES.
+    """
     try:
         found = _found(folder, name)
     except (OSError, EOFError, zlib.error) as error:
@@ -23,7 +26,7 @@ def content(folder: Path, name: str) -> bytes:
 
 
 def _found(folder: Path, name: str) -> bytes:
-    """At most one byte more than MAX_BYTES."""
+    """Read at most one byte more than MAX_BYTES."""
     path = next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
     if path is None:
         raise UserError(f"{folder / name} is not there, nor with .gz; give the folder that holds instances.csv")

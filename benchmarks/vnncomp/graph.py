@@ -1,9 +1,9 @@
-"""An ONNX file as one expression: what every tensor is computed of, for one image.
+"""An ONNX file as one expression: the inputs and operation of every tensor, for one image.
 
-What the file computes of shapes is worked out here; what it computes of numbers stays as `Term`s with their shapes.
-Operations and attributes are those that torch writes of a Vision Transformer with opset 9; any other is refused, so
-that an expression says all that the file does. The file was made by somebody else: nothing in it is run, weights lie
-within it, and nothing is made of a size that only a number in it claims.
+Computations on shapes are evaluated here; computations on numbers stay as `Term`s with their shapes. Operations and
+attributes are those that torch writes for a Vision Transformer with opset 9. Any other is refused, so that an
+expression is complete. The file comes from someone else: nothing in it is executed, its weights lie within it, and no
+memory is allocated because of a number in it alone.
 """
 
 import math
@@ -20,10 +20,10 @@ from onnx import TensorProto, numpy_helper
 from certizoo import UserError
 
 OPSET = 9
-FEW = 64  # numbers of a shape, far more than there are
+FEW = 64  # numbers of a shape, far more than occur
 MAX_SIDE = 2048  # of an image
 TYPES = {TensorProto.FLOAT: np.float32, TensorProto.INT64: np.int64}
-# operation: its attributes, and the one value of those that have to have it
+# operation: its attributes, and the one allowed value of some of them
 OPERATIONS: dict[str, dict[str, Any]] = {
     "Add": {},
     "BatchNormalization": {"epsilon": None, "momentum": None},
@@ -50,7 +50,7 @@ Attributes = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """A tensor: the operation that makes it, of what, and its shape. `value` of those that are no computation."""
+    """A tensor: its operation, inputs and shape; `value` if it is a constant."""
 
     op: str
     name: str
@@ -61,7 +61,7 @@ class Term:
 
 
 def expression(content: bytes) -> Term:
-    """The one output of the file with this content, in terms of its input 'Input' and constants. Raises UserError."""
+    """Return the file's one output in terms of its input 'Input' and constants. Raises UserError."""
     graph = _graph(content)
     terms = {tensor.name: _constant(tensor.name, tensor) for tensor in graph.initializer}
     if len(terms) != len(graph.initializer):
@@ -94,7 +94,7 @@ def _graph(content: bytes) -> onnx.GraphProto:
 
 
 def _constant(name: str, tensor: TensorProto) -> Term:
-    """Of a weight. Its dimensions are held against its bytes by numpy's reshape."""
+    """Return a weight; numpy's reshape checks its dimensions against its bytes."""
     if tensor.data_location == TensorProto.EXTERNAL or tensor.external_data:
         raise UserError(f"the weight {name!r} lies in another file; put all weights into the net's own")
     if tensor.data_type not in TYPES:
@@ -107,7 +107,7 @@ def _constant(name: str, tensor: TensorProto) -> Term:
 
 
 def _input_shape(given: onnx.ValueInfoProto) -> Shape:
-    """Of one image; the first dimension counts images."""
+    """Return the shape of one image; the first dimension counts images."""
     kind = given.type.tensor_type
     dims = [dim.dim_value for dim in kind.shape.dim]
     if kind.elem_type != TensorProto.FLOAT or len(dims) != 4 or not all(0 < dim <= MAX_SIDE for dim in dims[1:]):
@@ -118,7 +118,7 @@ def _input_shape(given: onnx.ValueInfoProto) -> Shape:
 
 
 def _term(node: onnx.NodeProto, terms: Mapping[str, Term]) -> Term:
-    """What a node makes of what is known."""
+    """Return the term of a node whose inputs are known."""
     op = node.op_type
     if node.domain or op not in OPERATIONS or len(node.output) != 1:
         raise UserError(f"the node {node.name!r} is {node.domain}{op}, which is not read; only a ViT's are")
@@ -139,7 +139,7 @@ def _term(node: onnx.NodeProto, terms: Mapping[str, Term]) -> Term:
 
 
 def _attributes(node: onnx.NodeProto) -> Attributes:
-    """All of them, none more and none other than known."""
+    """Return all attributes; refuse missing or unknown ones."""
     found = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
     wanted = OPERATIONS[node.op_type]
     fits = len(found) == len(node.attribute) and found.keys() == wanted.keys()
@@ -160,7 +160,7 @@ def _is_shape(term: Term) -> bool:
 
 
 def _numbers(term: Term) -> list[int]:
-    """Of a shape that is known."""
+    """Return the numbers of a known shape."""
     _need(_is_shape(term) and term.value is not None and len(term.shape) == 1 and term.shape[0] <= FEW)
     assert term.value is not None
     return [int(number) for number in term.value]
@@ -217,7 +217,7 @@ def _zeros(attributes: Attributes, shape: Term) -> Shape:
 
 
 def _conv(attributes: Attributes, x: Term, weight: Term, bias: Term) -> Shape:
-    """Patches that do not overlap and fill the image."""
+    """Return the shape for patches that do not overlap and fill the image."""
     (_, channels, height, width), (dim, of, p, q) = x.shape, weight.shape
     _need(attributes["kernel_shape"] == attributes["strides"] == [p, q] and bias.shape == (dim,))
     _need(of == channels and height % p == width % q == 0)

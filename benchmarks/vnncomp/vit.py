@@ -1,12 +1,14 @@
-"""The competition's Vision Transformers (Shi et al. 2023) as our ViT: what the file computes has to be
+"""The competition's Vision Transformers (Shi et al. 2023) as our ViT.
+
+The file must compute
 
     patches -> class token, positions -> blocks x + attn(norm(x)), x + mlp(norm(x)) -> mean of tokens -> norm -> head
 
-with batch norms, which are affine in eval mode and become a part of the linear map behind them, in float64:
+with batch norms. These are affine in eval mode and are folded into the following linear map in float64:
 
     W (s x + t) + b = (W diag(s)) x + (W t + b),      s = gamma / sqrt(var + eps),   t = beta - s mean.
 
-Every node of the file has its place in this, or the file is refused.
+Every node of the file must have its place in this, or the file is refused.
 
 Letters: I and O inputs and outputs of a linear map, D width of a token.
 """
@@ -24,25 +26,25 @@ from zoo.layers.block import PostNormBlock
 from zoo.layers.mlp import Mlp
 from zoo.models.vit import ViT
 
-# of CIFAR-10, in the benchmark's own generator of properties: its nets take (pixels - mean) / std
+# of CIFAR-10, from the benchmark's own generator of properties: its nets take (pixels - mean) / std
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 
 
 @dataclass(frozen=True)
 class Linear:
-    """weight_OI x + bias_O in float64."""
+    """A linear map, weight_OI x + bias_O in float64."""
 
     weight_OI: Tensor
     bias_O: Tensor
 
     def behind(self, s_I: Tensor, t_I: Tensor) -> "Linear":
-        """The same of s x + t."""
+        """Return the same map applied to s x + t."""
         return Linear(self.weight_OI * s_I, self.weight_OI @ t_I + self.bias_O)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """softmax(scale q k^T) v in heads, projected; the norm in front of it is a part of q, k, v."""
+    """softmax(scale q k^T) v in heads, projected; the norm before it is folded into q, k, v."""
 
     heads: int
     scale: float
@@ -52,7 +54,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Feedforward:
-    """fc2(relu(fc1 x)); the norm in front of it is a part of fc1."""
+    """fc2(relu(fc1 x)); the norm before it is folded into fc1."""
 
     fc1: Linear
     fc2: Linear
@@ -60,7 +62,7 @@ class Feedforward:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Of patches of one image (1, C, side, side)."""
+    """The patch embedding of one image (1, C, side, side)."""
 
     image: tuple[int, ...]
     patches_DCPP: Tensor
@@ -70,8 +72,11 @@ class Embedding:
 
 
 def read(content: bytes) -> ViT:
-    """Our model of the net in a file: float64, in eval mode, of images in [0,1]. Raises UserError for a file that is no
-    such net."""
+    """Return our model of the net in a file: float64, in eval mode, of images in [0,1].
+
+    Raises:
+        UserError: the file is not such a net.
+    """
     pooled, weight, bias = _inputs(expression(content), "Gemm")
     normed, s_D, t_D = _batch_norm(pooled)
     (x,) = _inputs(normed, "ReduceMean")
@@ -87,7 +92,7 @@ def read(content: bytes) -> ViT:
 
 
 def _inputs(term: Term, op: str, **attributes: Any) -> tuple[Term, ...]:
-    """Of a term that is this operation with these attributes. Raises UserError for another."""
+    """Return the inputs of a term that is this operation with these attributes; raise UserError for another."""
     if term.op != op or any(term.attributes[key] != value for key, value in attributes.items()):
         raise UserError(
             f"{term.name!r} is made by {term.op}, and a ViT of the benchmark has {op} there; it is not read"
@@ -96,7 +101,7 @@ def _inputs(term: Term, op: str, **attributes: Any) -> tuple[Term, ...]:
 
 
 def _weight(term: Term) -> Tensor:
-    """Of a float32 constant."""
+    """Return a float32 constant."""
     if term.value is None or term.value.dtype != "float32":
         raise UserError(f"{term.name!r} is computed, and a ViT of the benchmark has a weight there; it is not read")
     return torch.from_numpy(term.value.copy()).double()
@@ -108,7 +113,7 @@ def _refuse_unless(fits: bool, term: Term, why: str) -> None:
 
 
 def _batch_norm(term: Term) -> tuple[Term, Tensor, Tensor]:
-    """Its input, s and t."""
+    """Return its input, s and t."""
     x, *statistics = _inputs(term, "BatchNormalization")
     gamma, beta, mean, variance = map(_weight, statistics)
     spread = variance + term.attributes["epsilon"]
@@ -118,7 +123,7 @@ def _batch_norm(term: Term) -> tuple[Term, Tensor, Tensor]:
 
 
 def _token_norm(term: Term) -> tuple[Term, Tensor, Tensor]:
-    """A batch norm of the channels of tokens (1, N, D)."""
+    """Return the same for a batch norm of the channels of tokens (1, N, D)."""
     (normed,) = _inputs(term, "Transpose", perm=[0, 2, 1])
     channels_first, s_D, t_D = _batch_norm(normed)
     (x,) = _inputs(channels_first, "Transpose", perm=[0, 2, 1])
@@ -126,7 +131,7 @@ def _token_norm(term: Term) -> tuple[Term, Tensor, Tensor]:
 
 
 def _linear(term: Term) -> tuple[Term, Linear]:
-    """A linear map of tokens and its input."""
+    """Return the input of a linear map of tokens, and the map."""
     one, other = _inputs(term, "Add")
     bias, product = (one, other) if one.value is not None else (other, one)
     x, weight = _inputs(product, "MatMul")
@@ -136,7 +141,7 @@ def _linear(term: Term) -> tuple[Term, Linear]:
 
 
 def _branch(term: Term) -> tuple[Term, Term]:
-    """Of a residual sum: what is added to what."""
+    """Return the two operands of a residual sum."""
     branch, skip = _inputs(term, "Add")
     _refuse_unless(branch.shape == skip.shape, term, "a sum of two shapes")
     return branch, skip
@@ -174,7 +179,7 @@ def _attention(term: Term) -> tuple[Term, Attention]:
 
 
 def _heads(term: Term, perm: list[int]) -> tuple[Term, tuple[int, ...], Linear]:
-    """Queries, keys or values: of what they are made, their shape (1, N, H, D / H), and by which map."""
+    """Return the input of queries, keys or values, their shape (1, N, H, D / H), and their linear map."""
     (split,) = _inputs(term, "Transpose", perm=perm)
     whole, _ = _inputs(split, "Reshape")
     _refuse_unless(len(split.shape) == 4 and whole.shape[:2] == split.shape[:2], split, "no division into heads")
@@ -209,8 +214,11 @@ def _embedding(term: Term) -> Embedding:
 
 
 def _built(embedding: Embedding, blocks: list[tuple[Attention, Feedforward]], head: Linear) -> ViT:
-    """With its norms in the weights a block has none, so that PreNormBlock and PostNormBlock are one function; the
-    latter's residual sums are measured in one norm."""
+    """Return our model.
+
+    Without norms of its own a block is the same function as PreNormBlock and PostNormBlock; the latter's residual sums
+    are measured in one norm.
+    """
     dim, channels, side, _ = embedding.patches_DCPP.shape
 
     def block(index: int, drop_path: float) -> nn.Module:

@@ -25,7 +25,7 @@ _RIVAL = re.compile(r"Y_(\d+) Y_(\d+)", re.ASCII)
 
 @dataclass(frozen=True)
 class Property:
-    """Whether the class `label` is kept on the box. lower_I, upper_I: as written, in float64."""
+    """The property that the class `label` is kept on the box. lower_I, upper_I: as written, in float64."""
 
     lower_I: NDArray[np.float64]
     upper_I: NDArray[np.float64]
@@ -33,7 +33,7 @@ class Property:
 
 
 def parse(content: bytes, name: str) -> Property:
-    """The property of a file's content; `name` says in messages where it is from. Raises UserError for another form."""
+    """Parse the property of a file's content; `name` is its origin in messages. Raises UserError for another form."""
     declared: dict[str, set[int]] = {"X": set(), "Y": set()}
     bounds: dict[str, dict[int, float]] = {"<=": {}, ">=": {}}
     rivals: list[tuple[int, int]] = []
@@ -62,7 +62,7 @@ def parse(content: bytes, name: str) -> Property:
 
 
 def _statements(content: bytes, name: str) -> list[re.Match[str]]:
-    """What it says, comments left out."""
+    """Return the statements without comments."""
     lines = content.decode("ascii", "replace").splitlines()
     text = " ".join(" ".join(line.partition(";")[0] for line in lines).split())
     found, at = [], 0

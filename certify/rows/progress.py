@@ -1,5 +1,6 @@
-"""How far a long command is: `progress(done, total)` after every piece of work, and the bar that shows it."""
+"""Progress of long commands: `progress(done, total)` after every piece of work, shown as a bar or as plain lines."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -8,22 +9,51 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 Progress = Callable[[int, int], None]
+LINE_SECONDS = 10.0  # at most one line in so many seconds
 
 
 def silent(done: int, total: int) -> None:
-    """The progress that is shown to nobody."""
+    """Ignore the progress."""
 
 
 def counting(progress: Progress, total: int) -> Callable[[], None]:
-    """A function that reports 1, 2, ... `total` of it done, call by call."""
+    """Return a function that reports 1, 2, ... `total` pieces done, one more at each call."""
     done = iter(range(1, total + 1))
     return lambda: progress(next(done), total)
 
 
 @contextmanager
 def progress_bar(title: str, console: Console) -> Iterator[Progress]:
-    """A bar on the terminal while the block runs."""
+    """Show progress while the block runs: a bar on a terminal, lines in a file or pipe."""
+    if not console.is_terminal:
+        yield progress_lines(title, console)
+        return
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def progress_lines(title: str, console: Console, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """Return a progress that prints "certifying 20/100, 2.00/s, 40 s left", at most every LINE_SECONDS.
+
+    The rate and the time left count from the first report, so that rows of an earlier run do not enter them.
+    """
+    first: tuple[float, int] | None = None
+    printed = clock()
+
+    def report(done: int, total: int) -> None:
+        nonlocal first, printed
+        now = clock()
+        first = first or (now, done)
+        if now - printed < LINE_SECONDS:
+            return
+        printed = now
+        seconds, pieces = now - first[0], done - first[1]
+        line = f"{title} {done}/{total}"
+        if seconds > 0 and pieces > 0:
+            rate = pieces / seconds
+            line += f", {rate:.3g}/s, {(total - done) / rate:.0f} s left"
+        console.print(line, markup=False, soft_wrap=True)
+
+    return report

@@ -12,7 +12,7 @@ from certify.stage import tables
 from certify.stage.run import CARD, CERTIFICATE, TABLE
 from certizoo import UserError
 from certizoo.locks import HOLDER, LOCK
-from registry import champion, credentials, facts
+from registry import champion, credentials, version_tags
 from registry.publish import publish as publish_version
 
 
@@ -34,7 +34,7 @@ def publish(
     The version holds the hand-over's files and those of `out`, collected in `published/` beside `out`.
     """
     champion.refuse_given(champion_images)
-    facts.refuse_given(tags, "registry.tags")
+    version_tags.refuse_given(tags, "registry.tags")
     folder = _collect([handover, out], out.parent / "published")
     summary = require_rows(folder / CERTIFICATE, TABLE)
     if not summary:
@@ -50,7 +50,7 @@ def publish(
         metrics=tables.metrics(summary),
         run_id=run_id,
         experiment=experiment,
-        headline=facts.share(facts.CERTIFIED, norm_of(summary), f"{summary['headline_eps']:g}"),
+        headline=version_tags.share(version_tags.CERTIFIED, norm_of(summary), f"{summary['headline_eps']:g}"),
         uri=uri,
     )
     if version.version is None:

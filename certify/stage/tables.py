@@ -13,7 +13,7 @@ from certify.rows.intervals import NAMES, axis_of, eps_in, percent, wilson
 from certify.rows.records import write_png
 from certify.rows.summary import Summary, norm_of
 from certizoo.text import plain
-from registry import facts
+from registry import version_tags
 from zoo import penalty
 
 
@@ -57,7 +57,7 @@ def table(summary: Summary) -> Table:
 
 def tags(summary: Summary) -> dict[str, str]:
     """Tags of the registered version: `certified_acc.<eps>`, `clean_acc`, `pgd_acc.<eps>`, `method`, ...; of a norm
-    other than L2 `certified_acc.<norm>.<eps>` (registry/facts.py)."""
+    other than L2 `certified_acc.<norm>.<eps>` (registry/version_tags.py)."""
     norm, accuracy = norm_of(summary), summary["accuracy"]
     return {key: f"{value:.4f}" for key, value in metrics(summary).items()} | {
         "method": summary["method"],
@@ -71,7 +71,10 @@ def tags(summary: Summary) -> dict[str, str]:
         "torch": summary["numerics"]["torch"],
         "certizoo": summary["certizoo"],
         **{key: summary[key] for key in ("weights_sha256", "data_digest", "image_list_sha256")},
-        **{facts.share(facts.LOW, norm, eps): _low(of["certified"], summary["images"]) for eps, of in accuracy.items()},
+        **{
+            version_tags.share(version_tags.LOW, norm, eps): _low(of["certified"], summary["images"])
+            for eps, of in accuracy.items()
+        },
     }
 
 
@@ -84,6 +87,6 @@ def metrics(summary: Summary) -> dict[str, float]:
     """The accuracies as numbers."""
     values = {"clean_acc": summary["clean"]}
     for eps, accuracy in summary["accuracy"].items():
-        for family, key in facts.SHARES.items():
-            values[facts.share(family, norm_of(summary), eps)] = accuracy[key]
+        for family, key in version_tags.SHARES.items():
+            values[version_tags.share(family, norm_of(summary), eps)] = accuracy[key]
     return values

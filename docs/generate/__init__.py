@@ -1,1 +1,1 @@
-"""Parts of the site that are made of the code when it is built: see docs/hooks.py."""
+"""Parts of the site that are generated from the code when it is built: see docs/hooks.py."""

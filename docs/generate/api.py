@@ -1,4 +1,4 @@
-"""Pages of packages whose public names are modules too: what `__all__` lists, read from the code and not run."""
+"""Pages of packages: the names of `__all__`, read from the code without running it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +9,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def page_of(package: str) -> Callable[[], str]:
-    """Of one package, as a part of a page."""
+    """Return a function that makes the page of one package."""
     return lambda: _markdown(package)
 
 
 def _markdown(package: str) -> str:
-    """The package with its functions and classes, then each of its public modules."""
+    """Return the package with its functions and classes, then each of its public modules."""
     module = docstrings.loaded(ROOT)[package]
     names = docstrings.public(module)
     modules = [name for name in names if module[name].is_module and module[name].canonical_path not in ON_PAGES]
@@ -24,4 +24,4 @@ def _markdown(package: str) -> str:
     return "\n".join(parts)
 
 
-ON_PAGES = set(docstrings.PACKAGES)  # those that have a page of their own
+ON_PAGES = set(docstrings.PACKAGES)  # packages with pages of their own

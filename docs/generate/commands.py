@@ -1,4 +1,4 @@
-"""What `--help` says, command by command."""
+"""The output of `--help` of every command."""
 
 import argparse
 import os
@@ -9,13 +9,13 @@ WIDTH = "84"
 
 
 def markdown() -> str:
-    """A section a program, with its sub-commands."""
+    """Return a section per program, with its sub-commands."""
     with patch.dict(os.environ, {"COLUMNS": WIDTH}):
         return "\n".join(_section(parser) for parser in _parsers())
 
 
 def _parsers() -> Iterator[argparse.ArgumentParser]:
-    """Imported here: together they take seconds."""
+    """Iterate over the parsers; they are imported here because together they take seconds."""
     import registry.__main__
     import shards.__main__
     import tune

@@ -1,4 +1,4 @@
-"""Every configuration file with its keys: default and meaning, as the file itself says them."""
+"""Every configuration file with its keys: default and meaning, as stated in the file."""
 
 import re
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ import yaml
 from docs.generate.tables import cell, code, table
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-# Commands, in the order in which one meets them; other files are of `python -m certify`. Then the groups that their
-# `defaults` choose from. Recipes (model, experiment) have a page of their own.
+# Commands, in the order in which users meet them; other files belong to `python -m certify`. Then the groups that their
+# `defaults` choose from. Recipes (model, experiment) have their own page.
 COMMANDS = {
     "adv_train": "deepspeed trainers/adv_train.py",
     "std_train": "deepspeed trainers/std_train.py",
@@ -23,12 +23,12 @@ COMMANDS = {
     "tune": "python tune.py",
 }
 OWN_PAGE = {"model", "experiment"}
-EXAMPLE = re.compile(r"^ {2,}\S|^$")  # of a header: a command, set off
+EXAMPLE = re.compile(r"^ {2,}\S|^$")  # an indented command in a header
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a file: its dotted name, its default as the file writes it, and what the file says of it."""
+    """One key of a file: its dotted name, its default as written in the file, and its comment."""
 
     name: str
     default: str
@@ -36,7 +36,7 @@ class Key:
 
 
 def markdown() -> str:
-    """One section a command, one a group."""
+    """Return one section per command and one per group."""
     others = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {*COMMANDS, "names"})
     commands = COMMANDS | {name: f"python -m certify {name}" for name in others}
     parts = [_section(CONFIGS / f"{name}.yaml", f"`{command}`", 2) for name, command in commands.items()]
@@ -47,12 +47,12 @@ def markdown() -> str:
 
 
 def groups() -> list[str]:
-    """Folders of files that a command line chooses from, without those of recipes."""
+    """Return the groups of files that a command line chooses from, without those of recipes."""
     return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name not in OWN_PAGE)
 
 
 def keys_of(text: str) -> list[Key]:
-    """The keys of a YAML file in its order; lists are values."""
+    """Return the keys of a YAML file in its order; lists are values."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(root, yaml.MappingNode):
         return []
@@ -60,7 +60,7 @@ def keys_of(text: str) -> list[Key]:
 
 
 def header(text: str) -> str:
-    """The comment at the head of a file as Markdown: its examples, which are set off, as code."""
+    """Return the comment at the head of a file as Markdown, with indented examples as code."""
     paragraphs, examples = "", False
     for line in _comment(text):
         is_example = bool(EXAMPLE.match(line)) and (examples or line != "")
@@ -72,7 +72,7 @@ def header(text: str) -> str:
 
 
 def _comment(text: str) -> list[str]:
-    """Lines of the head, their examples without blank lines around them."""
+    """Return the lines of the head, with blank lines around examples removed."""
     lines = []
     for line in text.splitlines():
         if line.startswith("# @"):
@@ -106,7 +106,7 @@ def _keys(node: yaml.MappingNode, lines: list[str], prefix: str) -> Iterator[Key
 
 
 def _source(value: yaml.Node, lines: list[str]) -> str:
-    """As the file has it; of a list over several lines, its items."""
+    """Return the value as written in the file; for a list over several lines, its items."""
     start, end = value.start_mark, value.end_mark
     if start.line == end.line:
         return lines[start.line][start.column : end.column]
@@ -122,7 +122,7 @@ def _plain(value: yaml.Node) -> object:
 
 
 def _said(lines: list[str], line: int, column: int) -> str:
-    """The comment behind a value, and the lines of comment below that go on with it; else that in the lines above."""
+    """Return the comment after a value and its continuation lines; else that in the lines above."""
     if line >= len(lines):
         return ""
     _, mark, comment = lines[line][min(column, len(lines[line]) - 1) :].partition("#")

@@ -1,4 +1,4 @@
-"""Public names that say nothing of themselves: those of `__all__`, and public methods of public classes."""
+"""Public names without a docstring: those of `__all__`, and public methods of public classes."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -10,7 +10,7 @@ PACKAGES = ("zoo", "zoo.rules", "certify", "shards", "attacks", "registry")
 
 
 def missing(root: Path) -> list[str]:
-    """Dotted names without a docstring."""
+    """Return dotted names without a docstring."""
     found, modules = [], loaded(root)
     for package in PACKAGES:
         module = modules[package]
@@ -20,7 +20,7 @@ def missing(root: Path) -> list[str]:
 
 @cache
 def loaded(root: Path) -> griffe.ModulesCollection:
-    """The packages below `root`. Their code is read, not run."""
+    """Return the packages below `root`. Their code is read but not run."""
     loader = griffe.GriffeLoader(search_paths=[str(root)])
     for package in dict.fromkeys(name.partition(".")[0] for name in (*PACKAGES, "certizoo")):
         loader.load(package)
@@ -29,12 +29,12 @@ def loaded(root: Path) -> griffe.ModulesCollection:
 
 
 def public(module: griffe.Module | griffe.Alias) -> list[str]:
-    """The names of `__all__`."""
+    """Return the names of `__all__`."""
     return [str(name) for name in module.exports or []]
 
 
 def _silent(item: griffe.Object | griffe.Alias, name: str) -> Iterator[str]:
-    """The name and those of its public functions that have no docstring; what a module imports is not its own."""
+    """Iterate over the name and its public functions without a docstring; imported names do not count."""
     if not item.has_docstring:
         yield name
     if item.is_class or item.is_module:

@@ -1,26 +1,26 @@
-"""Formulas as MathML, which browsers draw without a script."""
+"""Formulas as MathML, which browsers render without a script."""
 
 import re
 from html import unescape
 
 from latex2mathml.converter import convert
 
-# What pymdownx.arithmatex leaves: \(...\) in a span, \[...\] in a div.
+# The output of pymdownx.arithmatex: \(...\) in a span, \[...\] in a div.
 FOUND = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
-# Bars around something are brackets, which browsers would space as operators between two things.
+# Bars around an expression are brackets; browsers would space them as operators.
 BAR = re.compile("<mo>(&#x0007C;|&#x02016;)</mo>")
-# Commands that latex2mathml does not know, in words that it does.
+# Commands unknown to latex2mathml, in equivalent ones.
 UNKNOWN = {r"\arg": r"\mathrm{arg}", r"\lvert": "|", r"\rvert": "|"}
 LEFT = re.compile(r"\\[A-Za-z]+")
 
 
 def as_mathml(html: str) -> str:
-    """The page with every formula as <math>. Raises ValueError for one with a command that is not understood."""
+    """Return the page with every formula as <math>. Raises ValueError for an unknown command."""
     return FOUND.sub(lambda found: mathml(unescape(found[3]).strip(), block=found[2] == "["), html)
 
 
 def mathml(formula: str, block: bool) -> str:
-    """One formula; of a block, in a line of its own."""
+    """Convert one formula; a block gets its own line."""
     result = _converted(formula, block)
     if LEFT.search(result):
         result = _converted(_known(formula), block)

@@ -1,4 +1,4 @@
-"""One title a page: of a file with several headings of the first level, such as proofs.md, all but one stand lower."""
+"""One title per page: all but one first-level heading of a file, such as proofs.md, are lowered."""
 
 import re
 
@@ -8,7 +8,7 @@ HEADING = re.compile(r"^(#{1,5}) ", re.M)
 
 
 def one_title(markdown: str) -> str:
-    """The text with one heading of the first level. Anchors are made of words and stay."""
+    """Return the text with one heading of the first level. Anchors depend on the words and stay."""
     without = CODE.sub(lambda block: re.sub(r"[^\n]", " ", block[0]), markdown)
     places = [found.start() for found in HEADING.finditer(without)]
     if sum(markdown.startswith("# ", place) for place in places) < 2:

@@ -1,6 +1,6 @@
 """The leaderboard: every file of `leaderboard/` as a row of a table, and its curves as pictures.
 
-Entries whose figures we made are apart from those that others published: of the latter nothing was run here.
+Entries with our figures are separate from published ones, for which nothing was run here.
 """
 
 import io
@@ -19,13 +19,13 @@ FOLDER = Path(__file__).resolve().parents[2] / "leaderboard"
 FIGURES = "leaderboard"  # folder of the site
 NONE = "There are no entries yet.\n"
 COLOURS = ("#3949ab", "#d81b60", "#00897b", "#f4511e", "#6d4c41", "#7cb342", "#5e35b1", "#546e7a")
-HEADLINE = {"l2": 36 / 255, "linf": 1 / 255}  # rows begin in the order of what is certified there
+HEADLINE = {"l2": 36 / 255, "linf": 1 / 255}  # rows are sorted by what is certified at this radius
 FRACTIONS = {n / 255: f"{n:g}/255" for n in (0.5, 1, 2, 4, 8, 16, 36, 72, 108)}
 
 
 @dataclass(frozen=True)
 class Point:
-    """At one radius: shares of all images, in per cent; None where nothing was measured."""
+    """Shares of all images at one radius, in per cent; None if not measured."""
 
     eps: float
     certified: float | None
@@ -35,7 +35,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Entry:
-    """One file. What it does not say is ''."""
+    """One file. Missing values are ''."""
 
     file: str
     said: Mapping[str, Any]
@@ -50,30 +50,30 @@ class Entry:
 
     @property
     def place(self) -> str:
-        """A name that means itself in a path and a link."""
+        """Return a name without special meaning in a path or link."""
         return f"entry-{_simple(self.file)}"
 
     @property
     def published(self) -> bool:
-        """Whether the figures are somebody else's word."""
+        """Return True if the figures are taken from a publication."""
         return bool(self.said.get("published"))
 
     @property
     def clean(self) -> float | None:
-        """In per cent."""
+        """Return the clean accuracy in per cent."""
         return _number(self.said.get("clean"))
 
     def at(self, norm: str, eps: float) -> Point | None:
-        """What it says at this radius."""
+        """Return the entry's point at this radius."""
         return next((point for point in self.curve(norm) if abs(point.eps - eps) < 5e-5), None)
 
     def headline(self, norm: str) -> float:
-        """What is certified at HEADLINE; -1 where it is unknown."""
+        """Return what is certified at HEADLINE; -1 if unknown."""
         there = self.at(norm, HEADLINE[norm])
         return -1.0 if there is None or there.certified is None else there.certified
 
     def curve(self, norm: str) -> list[Point]:
-        """By growing radius."""
+        """Return the points by growing radius."""
         found = self.said.get("curves") or {}
         points = [
             Point(
@@ -88,7 +88,7 @@ class Entry:
 
 
 def markdown() -> str:
-    """Tables, pictures and what stands behind each entry."""
+    """Return tables, pictures and the background of each entry."""
     found = entries()
     if not found:
         return NONE
@@ -106,7 +106,7 @@ was checked: read the note on soundness of each below.
 
 
 def figures() -> dict[str, str]:
-    """Pictures by their place in the site."""
+    """Return pictures by their path in the site."""
     found = {f"{FIGURES}/{entry.place}.svg": picture([entry]) for entry in entries() if _has_curve(entry)}
     for (dataset, norm), board in _by_question([entry for entry in entries() if not entry.published]).items():
         found[f"{FIGURES}/{_board_name(dataset, norm)}.svg"] = picture(board, norm)
@@ -115,13 +115,13 @@ def figures() -> dict[str, str]:
 
 @cache
 def entries(folder: Path = FOLDER) -> tuple[Entry, ...]:
-    """Every file of the folder but its schema. None where there is no such folder."""
+    """Return every file of the folder but its schema; nothing if the folder does not exist."""
     paths = [path for path in sorted(folder.glob("*.json")) if path.stem != "schema"]
     return tuple(Entry(path.stem, json.loads(path.read_text())) for path in paths)
 
 
 def eps_name(eps: float) -> str:
-    """0.1411764705882353 -> '36/255'."""
+    """Format 0.1411764705882353 as '36/255'."""
     near = [name for value, name in FRACTIONS.items() if abs(eps - value) < 5e-5]
     return near[0] if near else f"{eps:g}"
 
@@ -131,7 +131,7 @@ def _boards(found: Sequence[Entry], level: int = 2) -> str:
 
 
 def _by_question(found: Iterable[Entry]) -> dict[tuple[str, str], list[Entry]]:
-    """(data set, norm) -> the entries that answer it, best first."""
+    """Return (data set, norm) -> its entries, best first."""
     boards: dict[tuple[str, str], list[Entry]] = {}
     for entry in found:
         for norm in NORMS:
@@ -141,7 +141,7 @@ def _by_question(found: Iterable[Entry]) -> dict[tuple[str, str], list[Entry]]:
 
 
 def _rank(entry: Entry, norm: str) -> tuple[float, str]:
-    """By certified accuracy at the headline radius; where it is unknown, behind all others."""
+    """Return the sort key: by certified accuracy at the headline radius, unknown last."""
     return -entry.headline(norm), entry.name
 
 
@@ -159,7 +159,7 @@ def _board(dataset: str, norm: str, board: Sequence[Entry], level: int) -> str:
 
 
 def _figures(entry: Entry, norm: str, radii: Sequence[float]) -> list[str]:
-    """Images, clean accuracy, and 'certified / attacked' at each radius."""
+    """Return images, clean accuracy, and 'certified / attacked' at each radius."""
     points = {point.eps: point for point in entry.curve(norm)}
     found = [points.get(eps, Point(eps, None, None, "")) for eps in radii]
     pairs = [(_share(p.certified), _share(p.attacked)) for p in found]
@@ -168,7 +168,7 @@ def _figures(entry: Entry, norm: str, radii: Sequence[float]) -> list[str]:
 
 
 def _function(served_dtype: str) -> str:
-    """What the certificates speak of; entries that do not say it are of earlier code, which knew one."""
+    """Describe the certified function; entries of earlier code, which knew only one, do not state it."""
     if served_dtype:
         return f"the model as served in {served_dtype}, rounding included"
     return "the float64 function of the served weights"
@@ -198,7 +198,7 @@ def _details(entry: Entry) -> str:
 
 
 def picture(found: Sequence[Entry], norm: str | None = None) -> str:
-    """Certified (line) and attacked (dots) accuracy over the radius, as SVG that is the same whenever it is made."""
+    """Draw certified (line) and attacked (dots) accuracy over the radius, as reproducible SVG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -245,7 +245,7 @@ def _simple(text: str) -> str:
 
 
 def _source(text: str) -> str:
-    """A link where it is one."""
+    """Return a link if the text is one."""
     return f"<{text}>" if re.fullmatch(r"https?://[^\s<>\"'`]+", text) else cell(text)
 
 

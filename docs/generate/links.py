@@ -1,5 +1,7 @@
-"""Links of pages to what lies outside `docs`. On GitHub they lead into the repository; on the site to a page made of a
-file, to a copy of it, or nowhere, where it is a folder. They are relative to where the text comes from.
+"""Links from pages to targets outside `docs`, relative to the source of the text.
+
+On GitHub they lead into the repository. On the site they lead to a page made from the file, to a copy of it, or, for a
+folder, nowhere.
 """
 
 import os
@@ -10,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIES = "files"  # folder of the site with copies of files
-# What the site has pages of, by its path in the repository; a folder stands for all that is in it.
+# Pages of the site by path in the repository; a folder stands for everything in it.
 PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "project/changes.md",
@@ -28,7 +30,7 @@ OUTSIDE = re.compile(r"^(?:[a-z][a-z+.-]*:|#|/)", re.I)
 
 
 def mended(markdown: str, page: str) -> str:
-    """The text of docs/`page` with its links as the site has them. Fenced code stays as it is."""
+    """Return the text of docs/`page` with its links rewritten for the site. Fenced code is unchanged."""
     parts, last = [], 0
     for block in CODE.finditer(markdown):
         parts += [_mended(markdown[last : block.start()], page), block[0]]
@@ -37,7 +39,7 @@ def mended(markdown: str, page: str) -> str:
 
 
 def rebased(markdown: str, folder: str, page: str) -> str:
-    """The text of a file in `folder` of the repository as if it stood at docs/`page`."""
+    """Return the text of a file in `folder` of the repository as if it were at docs/`page`."""
 
     def link(found: re.Match[str]) -> str:
         if OUTSIDE.match(found[3]):
@@ -50,7 +52,7 @@ def rebased(markdown: str, folder: str, page: str) -> str:
 
 
 def of_docstrings(html: str, page: str) -> str:
-    """The HTML of a page of the API with the anchors that it names as links."""
+    """Return the HTML of an API page with the anchors that it names as links."""
     if not page.startswith("reference/api/"):
         return html
     up = os.path.relpath(".", posixpath.dirname(page))
@@ -58,20 +60,20 @@ def of_docstrings(html: str, page: str) -> str:
 
 
 def copied(pages: Mapping[str, str]) -> list[str]:
-    """Paths in the repository of the files that pages refer to and that have no page of their own."""
+    """Return the repository paths of referenced files without a page of their own."""
     found = {path for page, text in pages.items() for path, _ in _targets(text, page) if _page_of(path) is None}
     return sorted(path for path in found if (ROOT / path).is_file())
 
 
 def _targets(markdown: str, page: str) -> Iterator[tuple[str, str]]:
-    """(path in the repository, the link) of every link that leaves `docs`."""
+    """Iterate over (path in the repository, the link) of every link that leaves `docs`."""
     for found in LINK.finditer(CODE.sub("", markdown)):
         if (path := _path(found[3], page)) is not None:
             yield path, found[3]
 
 
 def _path(link: str, page: str) -> str | None:
-    """Where in the repository a link leads; None: elsewhere, or inside `docs`."""
+    """Return the link's target in the repository; None if it is elsewhere or inside `docs`."""
     if OUTSIDE.match(link):
         return None
     target = link.partition("#")[0]
@@ -92,7 +94,7 @@ def _mended(markdown: str, page: str) -> str:
         if path is None:
             return found[0]
         if not (ROOT / path).exists():
-            return found[0]  # MkDocs says that it is missing
+            return found[0]  # MkDocs reports that it is missing
         _, mark, anchor = found[3].partition("#")
         if (to := _page_of(path)) is None:
             if not (ROOT / path).is_file():

@@ -1,4 +1,4 @@
-"""What pages name by a line `<!-- made at build: WORD [ARGUMENT] -->`, by its word."""
+"""The parts that pages include by a line `<!-- made at build: WORD [ARGUMENT] -->`, by word."""
 
 import re
 from collections.abc import Callable
@@ -21,12 +21,12 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def filled(markdown: str) -> str:
-    """The text with everything that it names. Raises ValueError for a word that means nothing."""
+    """Return the text with all included parts. Raises ValueError for an unknown word."""
     return MARK.sub(lambda found: _part(found[1], found[2], found[3]), markdown)
 
 
 def files() -> dict[str, str]:
-    """Files of the site that no page holds, by their place in it."""
+    """Return generated files of the site by path, except pages."""
     return leaderboard.figures()
 
 
@@ -40,13 +40,13 @@ def _part(word: str, path: str | None, page: str | None) -> str:
 
 
 def _included(path: str, page: str) -> str:
-    """A Markdown file of the repository without its first heading, as a part of docs/`page`."""
+    """Return a Markdown file of the repository without its first heading, as a part of docs/`page`."""
     text = re.sub(r"\A# .*\n", "", (links.ROOT / path).read_text())
     return four_spaces(links.rebased(text, path.rpartition("/")[0], page))
 
 
 def four_spaces(markdown: str) -> str:
-    """What belongs to a numbered item by three spaces, which do for GitHub, by the four of Python-Markdown."""
+    """Convert three-space indentation of numbered items, which GitHub accepts, to Python-Markdown's four."""
     lines, inside = [], False
     for line in markdown.splitlines():
         if re.match(r"\d\. ", line):

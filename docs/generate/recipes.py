@@ -1,4 +1,4 @@
-"""Recipes and experiments: every file as it is, for each is a lab note."""
+"""Recipes and experiments: every file in full, as a lab note."""
 
 from docs.generate.config_keys import CONFIGS
 
@@ -9,7 +9,7 @@ GROUPS = {
 
 
 def markdown() -> str:
-    """A section a group, a box that opens a file."""
+    """Return a section per group, with a box that opens for each file."""
     return "\n".join(_group(name, command) for name, command in GROUPS.items())
 
 

@@ -1,16 +1,16 @@
-"""Markdown tables of texts that may hold anything."""
+"""Markdown tables of texts that may contain anything."""
 
 from collections.abc import Iterable, Sequence
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> str:
-    """Cells are Markdown already (`cell`, `code`). `right`: columns of numbers."""
+    """Return a table; cells are Markdown already (`cell`, `code`). `right`: columns of numbers."""
     line = "|" + "|".join(" --: " if column in right else " --- " for column in columns) + "|"
     return "\n".join([_row(columns), line, *map(_row, rows)]) + "\n"
 
 
 def cell(text: str, pipes: bool = True) -> str:
-    """Plain words as Markdown that shows them as they are, words in backquotes as code."""
+    """Escape plain words for Markdown; words in backquotes become code."""
     parts = text.split("`")
     if len(parts) % 2 == 0:
         return _escaped(text, pipes)
@@ -18,7 +18,7 @@ def cell(text: str, pipes: bool = True) -> str:
 
 
 def code(text: str) -> str:
-    """As code; '' stays ''."""
+    """Format as code; '' stays ''."""
     mark = "``" if "`" in text else "`"
     pad = " " if "`" in text else ""
     return f"{mark}{pad}{text.replace('|', chr(92) + '|')}{pad}{mark}" if text else ""

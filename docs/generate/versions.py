@@ -1,6 +1,6 @@
-"""Which versions the project asks for, is tested with, and what for, from pyproject.toml and constraints.txt.
+"""Required and tested versions of libraries and their purpose, from pyproject.toml and constraints.txt.
 
-What for is said in comments, which TOML's own reader drops: lists of requirements are read line by line.
+The purpose is in comments, which TOML's own reader drops, so lists of requirements are read line by line.
 """
 
 import re
@@ -17,7 +17,7 @@ ONE_LINE = re.compile(r"^(\w+) = \[(.+)\]\s*(?:#\s*(.*))?$")
 
 
 def markdown() -> str:
-    """A table of what is always installed, one of each extra, and all that was installed in the tests."""
+    """Return a table of required libraries, one per extra, and everything installed in the tests."""
     tested, project = pins(), _project()
     parts = [f"Python {project['requires-python']}.\n", _table("dependencies", tested)]
     parts += [f"## Extra `{name}`\n\n{_table(name, tested)}" for name in project["optional-dependencies"]]
@@ -26,13 +26,13 @@ def markdown() -> str:
 
 
 def pins() -> dict[str, str]:
-    """library -> version, of constraints.txt."""
+    """Return library -> version from constraints.txt."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
 
 
 def requirements(section: str) -> list[tuple[str, str, str]]:
-    """(library, what is asked for, what for) of a list in pyproject.toml."""
+    """Return (library, required version, purpose) of a list in pyproject.toml."""
     found, inside = [], False
     for line in (ROOT / "pyproject.toml").read_text().splitlines():
         if one := ONE_LINE.match(line):

@@ -1,5 +1,6 @@
-"""The table of `python -m zoo`. It takes a minute, so that it is kept in build/ until the code of `zoo` changes; with
-CERTIZOO_DOCS_MODELS=PATTERN it is of the models that fit, which is what the tests do.
+"""The table of `python -m zoo`, cached in build/ until the code of `zoo` changes, because it takes a minute.
+
+With CERTIZOO_DOCS_MODELS=PATTERN it contains the matching models only, as in the tests.
 """
 
 import hashlib
@@ -14,15 +15,15 @@ KEPT = ROOT / "build" / "zoo_table.json"
 
 
 def markdown() -> str:
-    """One row a model."""
-    from zoo.models.overview import COLUMNS, NUMBERS  # torch takes seconds
+    """Return one row per model."""
+    from zoo.models.overview import COLUMNS, NUMBERS  # torch takes seconds to import
 
     rows = [(code(name), *map(cell, others)) for name, *others in _rows(os.environ.get("CERTIZOO_DOCS_MODELS", "*"))]
     return table(COLUMNS, rows, right=NUMBERS)
 
 
 def _rows(pattern: str) -> list[list[str]]:
-    """The cells of the overview; kept by what they follow from."""
+    """Return the cells of the overview, cached by their inputs."""
     digest = _digest()
     if pattern == "*" and KEPT.is_file() and (kept := json.loads(KEPT.read_text()))["of"] == digest:
         return list(kept["rows"])
@@ -36,7 +37,7 @@ def _rows(pattern: str) -> list[list[str]]:
 
 
 def _digest() -> str:
-    """Of the code of zoo, what has weights, the names of the models, the versions of libraries, and this file."""
+    """Return a digest of zoo's code, the published weights, the names, the libraries' versions, and this file."""
     named = (ROOT / "zoo" / "weights" / "table.yaml", Path(__file__))
     files = [*sorted((ROOT / "zoo").rglob("*.py")), *named, ROOT / "configs" / "names.yaml", ROOT / "constraints.txt"]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()

@@ -47,5 +47,5 @@ def test_without_the_library_of_corruptions_the_mend_is_said(monkeypatch: pytest
 
 def test_small_images_are_not_corrupted() -> None:
     pytest.importorskip("imagecorruptions", reason="the extra `corruptions` is not installed")
-    with pytest.raises(UserError, match="32 pixels a side or more, these have 28x28"):
+    with pytest.raises(UserError, match="32 pixels a side or more, but these have 28x28"):
         Corruption("fog").run(mlp(), torch.rand(1, 1, 28, 28), torch.zeros(1, dtype=torch.int64))

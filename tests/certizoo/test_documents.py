@@ -31,10 +31,10 @@ HOSTILE = {
     "depth in indents": ("\n".join(" " * n + f"k{n}:" for n in range(MAX_DEPTH + 2)), "levels"),
     "many values": ("[" + "1," * 300_000 + "]", "values"),
     "too large": ("# " + "x" * MAX_BYTES, "larger"),
-    "escape sequence": ("a: \x1b[2J", "no YAML"),
-    "no YAML": ("a: [", "no YAML"),
-    "no date": ("a: 2020-13-45", "no YAML"),
-    "int of many digits": ("a: " + "9" * 10_000, "no YAML"),
+    "escape sequence": ("a: \x1b[2J", "not readable YAML"),
+    "no YAML": ("a: [", "not readable YAML"),
+    "no date": ("a: 2020-13-45", "not readable YAML"),
+    "int of many digits": ("a: " + "9" * 10_000, "not readable YAML"),
     "sexagesimal of many digits": ("a: " + "9:" * 5_000 + "9", ""),
 }
 

@@ -62,7 +62,7 @@ def test_a_killed_writer_keeps_nothing_though_its_workers_live(tmp_path: Path) -
 def test_two_writers_within_one_process_are_kept_apart(tmp_path: Path) -> None:
     with sole_writer(tmp_path, "rows", "choose another folder"):
         for _ in range(2):  # the refusal leaves the first his lock
-            with pytest.raises(UserError, match=f"somebody else writes rows here .process {os.getpid()}"):
+            with pytest.raises(UserError, match=f"another process writes rows here .process {os.getpid()}"):
                 write(tmp_path / "." / "x" / "..")
     write(tmp_path)
 

@@ -202,7 +202,7 @@ def test_configs_travel_with_the_package() -> None:
         ("adv_train", ["+model=dp_vit_b", "attention=l2"], "write +attention=NAME, with a plus sign"),
         ("adv_train", ["dp_vit_b"], "'dp_vit_b' sets nothing; write +model=dp_vit_b"),
         ("adv_train", ["dp_vit_x"], "'dp_vit_x' sets nothing; write KEY=VALUE"),
-        ("adv_train", ["+model=dp_vit_b", "--help"], "--help: there are no flags; write KEY=VALUE, keys and meanings"),
+        ("adv_train", ["+model=dp_vit_b", "--help"], "--help is a flag, but options are KEY=VALUE; see configs/"),
         ("certify", ["-h"], "configs/certify.yaml"),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ from benchmarks.experiments import ATTACKS, TABLES, certified, markdown, run
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
 from tests.tools.cases import mostly_slow
-from trainers.job.settle import settled
+from trainers.job.auto_settings import resolve_auto
 from trainers.job.typed import typed
 from trainers.settings import ConstrainConfig, MasksConfig, MixConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from zoo.models.overview import tiny_options
@@ -49,7 +49,7 @@ def check_fields(config: dict[str, Any], said: dict[str, Any]) -> None:
     for group, values in said.items():
         if isinstance(values, dict):
             assert {key: config[group][key] for key in values} == values, group
-    typed(TrainConfig, settled(config, 1, None)[0], "train")
+    typed(TrainConfig, resolve_auto(config, 1, None)[0], "train")
     for cls, group in ((ObjectiveConfig, "objective"), (OptimizerConfig, "optimizer"), (MixConfig, "mix")):
         typed(cls, config, group)
     typed(MasksConfig, config, "masks")

@@ -130,7 +130,7 @@ def test_it_has_models_recipes_and_certificates(tree: Path) -> None:
     done = run(tree, "-c", BY_HAND)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert "train without by certify.enabled=false" in found["refused"]
+    assert "train without certificates by certify.enabled=false" in found["refused"]
     sizes = {"vit_ti", "vit_s", "vit_b", "vit_l"}
     assert {f"{name}_{size}" for name in ("tempered", "mean") for size in sizes} <= set(found["names"])
     assert {"tempered_deit_s", "tempered_convit_ti", "tempered_swin_t"} <= set(found["names"])

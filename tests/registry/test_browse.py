@@ -72,7 +72,7 @@ def test_conditions_must_all_hold(uri: str, where: list[str], left: list[str]) -
 
 @pytest.mark.parametrize("text", ["dataset", "=x", "certified_acc.0.141>=much"])
 def test_a_condition_that_is_none_says_how_to_write_one(uri: str, text: str) -> None:
-    with pytest.raises(UserError, match=r"KEY=VALUE|is no number"):
+    with pytest.raises(UserError, match=r"KEY=VALUE|is not a number"):
         order(uri, text)
 
 

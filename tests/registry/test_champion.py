@@ -52,7 +52,7 @@ def test_it_moves_only_to_strictly_better_of_its_dataset(issue: Issue, tmp_path:
 
 NOT_ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "one image at a tiny eps": ({"share": 0.0, "images": 1, "eps": "0.001"}, "1 images are fewer"),
-    "another eps": ({"share": 1.0, "eps": "0.001"}, "another question.*headline"),
+    "another eps": ({"share": 1.0, "eps": "0.001"}, "question differs.*headline"),
     "another norm": ({"share": 1.0, "threat_model": {"norm": "linf"}}, "question.*norm linf"),
     "other shards of that name": ({"share": 1.0, "data_digest": "f" * 64}, "question.*data_digest ffff"),
     "few images": ({"share": 1.0, "images": 299}, "299 images are fewer than champion_images=300"),
@@ -153,7 +153,7 @@ def test_a_change_of_question_is_a_person_s(issue: Issue, monkeypatch: pytest.Mo
 @pytest.mark.hostile
 def test_an_alias_of_another_dataset_is_not_given(issue: Issue) -> None:
     issue(0.6)
-    with pytest.raises(UserError, match="champion-cifar10 is for versions of that dataset"):
+    with pytest.raises(UserError, match="champion-cifar10 belongs to another dataset"):
         browse.promote("tiny/1", "champion-cifar10", force=True)
 
 
@@ -195,7 +195,7 @@ def test_it_is_the_best_though_two_processes_crown_at_once() -> None:
         registry.aliases |= {"champion": "2", "champion-d": "2"}
 
     client = Racing({"1": 0.4}, another)
-    assert not champion.crown(client, "m", "1").is_champion  # type: ignore[arg-type]
+    assert not champion.elect_champion(client, "m", "1").is_champion  # type: ignore[arg-type]
     assert client.aliases == {"champion": "2", "champion-d": "2"}
 
 
@@ -203,8 +203,8 @@ def test_of_two_equals_that_see_each_other_one_takes_the_alias() -> None:
     """Both are registered before either is crowned, and a worse version holds the alias."""
     client = Racing({"1": 0.3, "2": 0.6, "3": 0.6})
     client.aliases = {"champion": "1", "champion-d": "1"}
-    assert not champion.crown(client, "m", "3").is_champion  # type: ignore[arg-type]
-    assert champion.crown(client, "m", "2").is_champion  # type: ignore[arg-type]
+    assert not champion.elect_champion(client, "m", "3").is_champion  # type: ignore[arg-type]
+    assert champion.elect_champion(client, "m", "2").is_champion  # type: ignore[arg-type]
     assert client.aliases == {"champion": "2", "champion-d": "2"}
 
 
@@ -214,7 +214,7 @@ def test_a_hand_that_promotes_while_the_rule_crowns_is_obeyed() -> None:
         registry.aliases |= {"champion": "1", "champion-d": "1"}
 
     client = Racing({"1": 0.3, "2": 0.6}, promoted)
-    assert not champion.crown(client, "m", "2").is_champion  # type: ignore[arg-type]
+    assert not champion.elect_champion(client, "m", "2").is_champion  # type: ignore[arg-type]
     assert client.aliases == {"champion": "1", "champion-d": "1"}
 
 
@@ -227,5 +227,5 @@ def test_a_certificate_says_what_the_tags_say(issue: Issue, tmp_path: Path) -> N
             versions.issue(folder, None, tags={tag: value})
     said = json.loads((folder / "certificate.json").read_text())
     (folder / "certificate.json").write_text(json.dumps(said | {"weights_sha256": "0" * 64}))
-    with pytest.raises(UserError, match="not of the weights beside it"):
+    with pytest.raises(UserError, match="does not belong to the weights beside it"):
         versions.issue(folder, None)

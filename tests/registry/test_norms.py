@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from certizoo import UserError
-from registry import browse, facts
+from registry import browse, version_tags
 from registry.__main__ import main
 from registry.select import select
 from tests.tools import versions
@@ -28,9 +28,9 @@ LINF: dict[str, Any] = {"threat_model": {"norm": "linf"}}
     ],
 )
 def test_the_name_of_a_share_is_taken_apart(name: str, parts: tuple[str, str, str]) -> None:
-    assert facts.parts(name) == parts
+    assert version_tags.parts(name) == parts
     if parts[2] and "l2" not in name:
-        assert facts.share(*parts) == name
+        assert version_tags.share(*parts) == name
 
 
 @pytest.fixture
@@ -73,13 +73,13 @@ def test_a_champion_of_one_norm_is_not_beaten_by_the_other(uri: str) -> None:
 @pytest.mark.parametrize(
     ("stated", "tags", "words"),
     [
-        (LINF, {"certified_acc.0.0156863": "0.4000", "norm": "linf"}, "is of l2, and certificate.json of linf"),
-        ({}, {"certified_acc.linf.0.0156863": "0.4000"}, "is of linf, and certificate.json of l2"),
-        ({}, {"pgd_acc.linf.0.0156863": "0.9000"}, "is of linf, and certificate.json of l2"),
-        ({}, {"certified_low.linf.0.0156863": "0.1000"}, "is of linf, and certificate.json of l2"),
-        (LINF, {"certified_acc.linf.0.0156863": "0.9900"}, "is 0.9900, and certificate.json says 0.4"),
-        (LINF, {"norm": "l2"}, "norm is l2, and certificate.json says linf"),
-        ({"threat_model": {}}, {"norm": "linf"}, "norm is linf, and certificate.json says l2"),
+        (LINF, {"certified_acc.0.0156863": "0.4000", "norm": "linf"}, "is for norm l2, but certificate.json for linf"),
+        ({}, {"certified_acc.linf.0.0156863": "0.4000"}, "is for norm linf, but certificate.json for l2"),
+        ({}, {"pgd_acc.linf.0.0156863": "0.9000"}, "is for norm linf, but certificate.json for l2"),
+        ({}, {"certified_low.linf.0.0156863": "0.1000"}, "is for norm linf, but certificate.json for l2"),
+        (LINF, {"certified_acc.linf.0.0156863": "0.9900"}, "is 0.9900, but certificate.json says 0.4"),
+        (LINF, {"norm": "l2"}, "norm is l2, but certificate.json says linf"),
+        ({"threat_model": {}}, {"norm": "linf"}, "norm is linf, but certificate.json says l2"),
         ({"threat_model": {"norm": ["l2"]}}, {}, "is not published"),
     ],
 )

@@ -92,7 +92,7 @@ def test_without_certificate_nothing_is_registered(issue: Publish, uri: str, tmp
     folder = handover(tmp_path / "a")
     tags = versions.tags_of(folder)
     (folder / "certificate.json").write_text("{torn")
-    with pytest.raises(UserError, match="no JSON"):
+    with pytest.raises(UserError, match="not readable JSON"):
         issue(folder, all_tags=tags)
     (folder / "certificate.json").unlink()
     with pytest.raises(UserError, match=r"certificate\.json is missing"):
@@ -143,7 +143,7 @@ def test_unknown_names_list_what_exists(issue: Publish, uri: str, tmp_path: Path
         browse.download("tiny@best")
     with pytest.raises(UserError, match="NAME/VERSION"):
         browse.download("tiny/1/2")
-    with pytest.raises(UserError, match="is away"):
+    with pytest.raises(UserError, match="does not answer"):
         browse.download("tiny/1", AWAY)
 
 
@@ -178,10 +178,10 @@ def test_commands(
 
     issue(handover(tmp_path / "runs" / "a"), uri=AWAY)
     assert run("sync", "--uri", uri).splitlines() == [
-        f"runs/a: was to go to {AWAY}, goes to {uri}",
+        f"runs/a: meant for {AWAY}, sent to {uri}",
         "runs/a: published models:/tiny/1 @champion",
     ]
-    assert run("sync", "--uri", uri) == "nothing waits to be sent\n"
+    assert run("sync", "--uri", uri) == "nothing to send\n"
     listed = run("list")
     assert all(text in listed for text in ("tiny", "champion", HEADLINE, "0.4000", "digits"))
     shown = run("show", "tiny@champion")
@@ -194,5 +194,5 @@ def test_an_error_of_a_command_is_one_line(uri: str, monkeypatch: pytest.MonkeyP
     arguments = [sys.executable, "-m", "registry", "show", "tiny@best", "--uri", AWAY]
     wrong = subprocess.run(arguments, capture_output=True, text=True)
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith(f"error: MLflow at {AWAY} is away")
+    assert wrong.stderr.startswith(f"error: MLflow at {AWAY} does not answer")
     assert len(wrong.stderr.splitlines()) == 1

@@ -286,7 +286,7 @@ def test_what_was_changed_in_the_cache_comes_again(
     assert epoch(data, 0) == right
     assert victim.read_bytes() == content
     assert not victim.is_symlink()
-    assert caplog.text.count("fetched again") == 1
+    assert caplog.text.count("fetching it again") == 1
 
 
 @pytest.mark.hostile

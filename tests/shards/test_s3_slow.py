@@ -130,7 +130,7 @@ def test_a_server_that_goes_in_mid_epoch_is_said_and_the_epoch_goes_on(
             if len(seen) == 1:
                 bucket.stop()
 
-    with pytest.raises(UserError, match="see that the server is up") as caught:
+    with pytest.raises(UserError, match="check that the server is up") as caught:
         read()
     assert "\n" not in str(caught.value)
     assert 0 < len(seen) < len(expected)

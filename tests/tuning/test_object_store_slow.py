@@ -106,5 +106,5 @@ def test_a_wrong_key_is_said_before_anything_begins(
         server.stop()
     assert status == 2
     assert "cannot be written" in output
-    assert "see to its address and its keys" in output
+    assert "check its address and keys" in output
     assert not (tmp_path / "runs" / "tune" / "keyless" / "search.json").exists()

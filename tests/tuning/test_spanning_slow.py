@@ -83,7 +83,7 @@ def test_a_search_that_waits_begins_without_a_node_for_it(tmp_path: Path, monkey
     with shared_server(tmp_path) as url, two_nodes(monkeypatch) as (cluster, _):
         status, output = finish(begin(tmp_path, *trial, "--name", "now", *small, uri=url), tmp_path, 300)
         assert status == 2
-        assert "add --wait where an autoscaler brings them" in output
+        assert "add --wait if an autoscaler adds them" in output
         driver = begin(tmp_path, *trial, "--wait", "--name", "later", *small, uri=url)
         deadline = time.monotonic() + 300
         while "each wants CPU=2" not in (tmp_path / "tune.log").read_text():

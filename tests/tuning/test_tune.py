@@ -181,7 +181,7 @@ def test_trials_are_looked_at_where_schedulers_compare_them(epochs: int) -> None
 @pytest.mark.parametrize("images", ["certify_images", "eval_images"])
 def test_a_search_that_sees_nothing_of_its_trials_is_refused(images: str) -> None:
     """Without the second a trial had nothing to report, and ended in an IndexError after its certificate."""
-    with pytest.raises(UserError, match=f"train.{images} .*leave it above 0"):
+    with pytest.raises(UserError, match=f"train.{images} .*set it above 0"):
         asked("--space", "msvp", "--", f"train.{images}=0")
 
 
@@ -231,8 +231,8 @@ def test_what_the_person_writes_wins_and_a_model_of_their_own_replaces_the_digit
         (["--space", "msv"], "no space .msv.; nearest: msvp, "),
         (["--space", "msvp", "--", "train.epcohs=3"], "nearest: train.epochs"),
         (["--space", "msvp", "--", "certify.enabled=false"], "a search needs certificates"),
-        (["--space", "msvp", "--", "registry.uri=http://me:secret@h:1"], "by MLFLOW_TRACKING_URI"),
-        (["--space", "msvp", "--scheduler", "pbt", "--search", "optuna"], "leave --search away"),
+        (["--space", "msvp", "--", "registry.uri=http://me:secret@h:1"], "set MLFLOW_TRACKING_URI"),
+        (["--space", "msvp", "--scheduler", "pbt", "--search", "optuna"], "remove --search"),
     ],
 )
 def test_errors_come_before_anything_is_started(arguments: list[str], words: str) -> None:
@@ -523,7 +523,7 @@ def test_the_command_that_goes_on_names_the_storage_where_it_is_not_the_usual_on
     ),
 )
 def test_a_name_that_is_no_folder_of_a_trial_is_refused_at_once(name: str) -> None:
-    with pytest.raises(UserError, match="is no name of a folder"):
+    with pytest.raises(UserError, match="is not a valid folder name"):
         asked("--space", "l2", "--name", name)
 
 
@@ -540,7 +540,7 @@ def test_with_an_object_store_run_folders_are_the_nodes_own(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     wanted = asked("--space", "l2", "--name", "x", "--storage", "s3://bucket/searches")
     assert (wanted.store, wanted.folder) == ("s3://bucket/searches", tmp_path / "runs" / "tune" / "x")
-    with pytest.raises(UserError, match="keys belong into the environment"):
+    with pytest.raises(UserError, match="set keys in the environment"):
         asked("--space", "l2", "--storage", "s3://anna:secret@bucket/searches")
     with pytest.raises(UserError, match="there is no search in"):
         tune.main_search(tune.parser(DEFAULTS).parse_args(["--resume", "--storage", "s3://bucket/searches"]), DEFAULTS)
@@ -569,7 +569,7 @@ def test_the_second_driver_of_a_search_is_told_at_once(
         first.stdout.readline()
         before = sorted(tmp_path.rglob("*"))
         try:
-            with pytest.raises(UserError, match=f"somebody else writes this search here .process {first.pid} "):
+            with pytest.raises(UserError, match=f"another process writes this search here .process {first.pid} "):
                 tune.main_search(tune.parser(DEFAULTS).parse_args([*arguments, "--storage", str(tmp_path)]), DEFAULTS)
         finally:
             first.kill()
@@ -589,7 +589,7 @@ def test_a_search_that_ended_before_it_began_leaves_its_name_free(
         with pytest.raises(UserError, match="no data"):
             tune.main_search(args, DEFAULTS)
     asked("--space", "l2", "--name", "mine", "--storage", str(tmp_path)).save()
-    with pytest.raises(UserError, match="finish that search by --resume mine"):
+    with pytest.raises(UserError, match="finish that search with --resume mine"):
         tune.main_search(args, DEFAULTS)
 
 

@@ -108,7 +108,7 @@ def test_ctrl_c_leaves_a_search_that_says_how_to_go_on(tmp_path: Path) -> None:
     driver.send_signal(signal.SIGINT)
     status, output = finish(driver, tmp_path, 300)
     assert status == 130, output
-    assert "2 trials to go; go on by: python tune.py --resume stopped" in output
+    assert "2 trials to go; continue with: python tune.py --resume stopped" in output
     assert "Traceback" not in output
     assert not alive(str(search))
     status, output = finish(begin(tmp_path, "--resume", "stopped"), tmp_path, 1200)

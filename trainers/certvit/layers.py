@@ -1,4 +1,4 @@
-"""The layers of a model that CertViT constrains: their weights as matrices, their inputs and outputs as rows.
+"""The layers that CertViT constrains: weights as matrices, inputs and outputs as rows.
 
     y = W x + b, W (O, I):   nn.Linear on tokens;   nn.Conv2d on the patches of its input, I = C k k
 
@@ -24,7 +24,7 @@ KINDS = (nn.Linear, nn.Conv2d, CellConv2d, PatchProjection)
 
 
 def constrainable(model: nn.Module) -> list[str]:
-    """Names of all linear layers and convolutions with free weights, in the order of the model; the head is one."""
+    """Return the names of all linear layers and convolutions with free weights, in model order, head included."""
     return [
         name
         for name, module in model.named_modules()
@@ -34,7 +34,7 @@ def constrainable(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class LayerData:
-    """What goes through one layer, batch by batch, and the size of its output image (convolutions)."""
+    """Inputs and outputs of one layer, batch by batch, and the size of its output image (convolutions)."""
 
     rows: list[Rows]
     out_size: tuple[int, int]
@@ -42,9 +42,10 @@ class LayerData:
 
 @torch.no_grad()
 def observe(model: nn.Module, name: str, images: Sequence[Tensor], count: int, seed: int) -> LayerData:
-    """At most `count` random rows of each batch of images, in float64. The model is in eval mode, unchanged.
+    """Record at most `count` random rows of each batch of images, in float64. The model is in eval mode and unchanged.
 
-    W_V of L2 attention is never called (its product with W_Q is formed first): it is held on the tokens that W_Q sees.
+    W_V of L2 attention is never called, because its product with W_Q is formed first. It is constrained on the tokens
+    that W_Q receives.
     """
     module, caught = model.get_submodule(name), []
     hook = model.get_submodule(_watched(model, name)).register_forward_hook(lambda m, x, y: caught.append((x[0], y)))
@@ -66,7 +67,7 @@ def observe(model: nn.Module, name: str, images: Sequence[Tensor], count: int, s
 
 
 def norm(module: nn.Module, out_size: tuple[int, int]) -> float:
-    """An upper bound of the layer's norm, as certificates measure it."""
+    """Return an upper bound of the layer's norm, as certificates compute it."""
     weight = module.get_parameter("weight").detach()
     if isinstance(module, nn.Conv2d):
         return float(conv_norm(weight, (module.stride[0], module.stride[1]), out_size))
@@ -86,8 +87,10 @@ def _rows(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _threshold(model: nn.Module, name: str) -> Tensor | None:
-    """theta of the ReLU or ReLU_theta right behind the layer; None where there is none. (GELU is no proximity operator:
-    layers before it are held at what they give to it.)"""
+    """Return theta of the ReLU or ReLU_theta directly behind the layer; None if there is none.
+
+    GELU is not a proximity operator, so layers before it are constrained on their own outputs.
+    """
     parent, _, index = name.rpartition(".")
     sequence = model.get_submodule(parent)
     if not (isinstance(sequence, nn.Sequential) and int(index) + 1 < len(sequence)):
@@ -99,6 +102,6 @@ def _threshold(model: nn.Module, name: str) -> Tensor | None:
 
 
 def _thresholds(theta: Tensor, y: Tensor) -> Tensor:
-    """theta of one image (O, H, W) or (O,) for every row of y: (T, O)."""
+    """Expand theta of one image, (O, H, W) or (O,), to every row of y: (T, O)."""
     all_ = theta.expand(y.shape)
     return all_.flatten(2).mT.flatten(0, 1) if y.ndim == 4 else all_.flatten(0, -2)

@@ -1,11 +1,11 @@
 """CertViT (docs/references.md#certvit, section 3.5): a pretrained model with smaller norms, in three stages.
 
-    run_dir/adapt/         1. dot-product weights in L2 attention (or none), trained on: an ordinary run
-    run_dir/layers/        2. every layer constrained by itself (douglas_rachford.py), one file each, by all ranks
+    run_dir/adapt/         1. dot-product weights in L2 attention (or none), trained: an ordinary run
+    run_dir/layers/        2. every layer constrained separately (douglas_rachford.py), one file each, by all ranks
     run_dir/constrained/      all layers together: a hand-over, and report.json with norms before and after
-    run_dir/finetune/      3. trained on from there: an ordinary run, certified and published as any other
+    run_dir/finetune/      3. trained from there: an ordinary run, certified and published like any other
 
-With resume=auto each stage goes on where it was: the runs at their checkpoints, stage 2 after its last layer.
+With resume=auto each stage continues: the runs from their checkpoints, stage 2 after its last layer.
 """
 
 import json
@@ -39,18 +39,18 @@ from trainers.job.stages import Stages, prepare_stages
 from trainers.seeds import seed_of
 from trainers.settings import ConstrainConfig
 from trainers.steps import loop
-from trainers.steps.sole import sole_trainer
+from trainers.steps.run_lock import run_lock
 from trainers.weights import handover, states
 
 FACT = ("layer", "norm_before", "norm_after", "zeros", "missed")
 
 
 def run(config_name: str, overrides: Sequence[str]) -> None:
-    """All three stages, on every rank."""
+    """Run all three stages, on every rank."""
     with ranks.said_once():
         stages = prepare_stages(compose_config(config_name, overrides))
     world = engine.start(stages.adapt.deepspeed.timeout_minutes)
-    with sole_trainer(stages.folder, world, stages.refuse_changed):
+    with run_lock(stages.folder, world, stages.refuse_changed):
         with engine.kept():
             if stages.settings.adapt_epochs and not Path(stages.weights).is_file():
                 loop.train(stages.adapt, world)
@@ -62,7 +62,10 @@ def run(config_name: str, overrides: Sequence[str]) -> None:
 
 
 def finetune(stages: Stages, world: World) -> tuple[Job, str | None]:
-    """Stage 3: its job and tracking id. The zeros may grow again: report.json says what the norms were before it."""
+    """Run stage 3 and return its job and tracking id.
+
+    The zeros may grow again; report.json states the norms before this stage.
+    """
     with ranks.said_once():
         job = stages.finetune()
     return job, loop.train(job, world)
@@ -72,7 +75,7 @@ def finetune(stages: Stages, world: World) -> tuple[Job, str | None]:
 
 
 def constrain(stages: Stages, world: World) -> None:
-    """Every layer that has no file yet, shared out over the ranks; then rank 0 puts them together."""
+    """Constrain every layer that has no file yet, divided among the ranks; then rank 0 assembles them."""
     job, settings, layers = stages.adapt, stages.settings, stages.settings_file.parent
     if stages.report.is_file():
         return
@@ -88,14 +91,14 @@ def constrain(stages: Stages, world: World) -> None:
         if not path.is_file():
             constrain_layer(model, name, images, settings, seed_of(job.seed, "rows", name), path)
     while not all((layers / f"{name}.safetensors").is_file() for name in names):
-        time.sleep(1)  # ranks finish at different times, hours apart for large models: no collective is that patient
+        time.sleep(1)  # ranks finish at different times, hours apart for large models; a collective would time out
     if world.rank == 0:
         assemble(stages, model, names, images)
     world.barrier()
 
 
 def batches(job: Job, settings: ConstrainConfig) -> list[Tensor]:
-    """The first mini-batches of training images; the same on every rank."""
+    """Return the first mini-batches of training images; the same on every rank."""
     loader = train_loader(job.train_set, job.data, batch_size=settings.batch_size, epoch=0, seed=job.seed)
     return [batch[-2] for batch, _ in zip(loader, range(settings.batches), strict=False)]
 
@@ -103,7 +106,7 @@ def batches(job: Job, settings: ConstrainConfig) -> list[Tensor]:
 def constrain_layer(
     model: nn.Module, name: str, images: Sequence[Tensor], settings: ConstrainConfig, seed: int, path: Path
 ) -> None:
-    """One file with the layer's new weight and what became of it. A function of its arguments."""
+    """Write one file with the layer's new weight and its statistics, a function of the arguments."""
     data, module = observe(model, name, images, settings.rows, seed), model.get_submodule(name)
     weight = module.get_parameter("weight")
     before, old = norm(module, data.out_size), weight.detach().clone()
@@ -118,7 +121,7 @@ def constrain_layer(
         after, zeros = norm(module, data.out_size), float((weight == 0).double().mean())
         missed = max(rows.share(weight.flatten(1).double()) for rows in data.rows)
         new = weight.detach().clone()
-        weight.copy_(old)  # the other layers are constrained on what the whole model gave
+        weight.copy_(old)  # the other layers are constrained on activations of the original model
     fact = dict(zip(FACT, (name, before, after, zeros, missed), strict=True))
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as part:
@@ -126,7 +129,7 @@ def constrain_layer(
 
 
 def assemble(stages: Stages, model: nn.Module, names: Sequence[str], images: Sequence[Tensor]) -> None:
-    """Rank 0: run_dir/constrained, and a table for people."""
+    """Write run_dir/constrained on rank 0 and print a table."""
     job, before, rows = stages.adapt, float(paper_bounds.product(model, images[0])), []
     with torch.no_grad():
         for name in names:
@@ -144,23 +147,26 @@ def assemble(stages: Stages, model: nn.Module, names: Sequence[str], images: Seq
 
 
 def read_layer(path: Path, weight: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """What `constrain_layer` wrote: the new weight, formed as `weight`, and its facts. Raises UserError where the file
-    is another."""
+    """Read the file of `constrain_layer`: the new weight, shaped as `weight`, and its statistics.
+
+    Raises:
+        UserError: the file was not written by this run.
+    """
     try:
         new = states.read_exact(path, {"weight": weight})["weight"]
         with safe_open(path, "pt") as file:
             fact = json.loads((file.metadata() or {}).get("fact", "null"))
         if not isinstance(fact, dict) or tuple(fact) != FACT or {type(fact[key]) for key in FACT[1:]} != {float}:
-            raise ValueError("it does not tell what became of the layer")
+            raise ValueError("the layer's statistics are missing")
     except states.UNREADABLE as error:
         raise UserError(
-            f"{path} is not as this run writes it ({str(error)[:200]}); delete it, and go on by the same command"
+            f"{path} is not a file of this run ({str(error)[:200]}); delete it and repeat the command"
         ) from None
     return new, fact
 
 
 def table(report: dict[str, Any]) -> Table:
-    """One line a layer; the products of CertViT, eq. 2."""
+    """Return a table with one line per layer and the products of CertViT, eq. 2."""
     title = f"product bound {report['product_before']:.3g} -> {report['product_after']:.3g}"
     found = Table("layer", "norm before", "after", "zeros", "output missed", title=title)
     for row in report["layers"]:

@@ -1,1 +1,1 @@
-"""`python -m trainers.doctor`: what this machine can do, and whether a run fits it."""
+"""`python -m trainers.doctor`: what this machine can do, and whether a run fits on it."""

@@ -1,4 +1,4 @@
-"""`python -m trainers.doctor +model=NAME data=NAME ...`: what this machine can do, and whether the run fits."""
+"""`python -m trainers.doctor +model=NAME data=NAME ...`: what this machine can do, and whether the run fits on it."""
 
 import sys
 

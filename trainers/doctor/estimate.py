@@ -1,15 +1,15 @@
-"""What a run will need, before it begins: memory on each rank, disk, steps.
+"""Estimates for a run before it starts: memory on each rank, disk, steps.
 
 Bytes per rank of P parameters on N ranks, ZeRO stage s (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054,
-section 5; k = 2 states a weight for AdamW, 1 for SGD with momentum, 0 without):
+section 5; k = 2 states per weight for AdamW, 1 for SGD with momentum, 0 without):
 
-    weights     4 P            / N from s = 3         masters   4 P    / N, there from s = 1
+    weights     4 P            / N from s = 3         masters   4 P    / N, present from s = 1
     gradients   4 P            / N from s = 2         states    4 k P  / N from s = 1
 
-all of them float32, also in bf16.
+All of them are float32, also with bf16.
 
-Activations are measured, not derived: what autograd keeps of a forward pass of one image and of two on this CPU, and a
-straight line through both. It is an estimate: other kernels keep other things, and temporary memory is not in it.
+Activations are measured: the bytes that autograd keeps for one image and for two on this CPU, extrapolated linearly.
+This is an estimate: other kernels keep other tensors, and temporary memory is not included.
 """
 
 from contextlib import AbstractContextManager
@@ -25,7 +25,10 @@ from trainers.job.job import Job
 
 @dataclass(frozen=True)
 class Estimate:
-    """In bytes, but for parameters and steps. `average`: of the weights, if it is kept; `disk`: all that is written."""
+    """Estimates in bytes, except for parameters and steps.
+
+    `average` is the moving average of the weights, if it is kept; `disk` is everything that is written.
+    """
 
     parameters: int
     weights: int
@@ -40,12 +43,12 @@ class Estimate:
 
     @property
     def a_rank(self) -> int:
-        """On one rank."""
+        """Return the bytes on one rank."""
         return self.weights + self.gradients + self.states + self.average + self.activations
 
 
 def estimate(job: Job, ranks: int) -> Estimate:
-    """What a job on so many ranks will need. Builds the model and runs it on two images."""
+    """Estimate the needs of a job on `ranks` ranks. Builds the model and runs it on two images."""
     model = zoo.create_model(**job.model)
     count = sum(parameter.numel() for parameter in model.parameters())
     stage = job.deepspeed.stage
@@ -61,24 +64,25 @@ def estimate(job: Job, ranks: int) -> Estimate:
         average=average,
         activations=activations(job, model, job.train.micro_batch(ranks)),
         checkpoint=checkpoint,
-        disk=checkpoint * (job.train.keep_checkpoints + 1) + 4 * count,  # one is written aside; and the hand-over
+        # One more checkpoint while the next is written, and the hand-over.
+        disk=checkpoint * (job.train.keep_checkpoints + 1) + 4 * count,
         steps_per_epoch=job.steps_per_epoch(ranks),
         total_steps=job.total_steps(ranks),
     )
 
 
 def share(size: int, ranks: int, cut: bool) -> int:
-    """A rank's part."""
+    """Return one rank's part."""
     return -(-size // ranks) if cut else size
 
 
 def states_a_weight(job: Job) -> int:
-    """k above; of Muon that of its AdamW, as matrices, which want half of that, are not all there is."""
+    """Return k of the module docstring; for Muon that of its AdamW, an upper bound, since its matrices need half."""
     return int(job.optimizer.momentum > 0) if job.optimizer.name == "sgd" else 2
 
 
 def activations(job: Job, model: nn.Module, micro_batch: int) -> int:
-    """Bytes that autograd keeps of one forward pass of a micro-batch, beside the parameters."""
+    """Return the bytes that autograd keeps of one forward pass of a micro-batch, without parameters."""
     if job.train.grad_checkpointing:
         recompute_blocks_(model)
     one, two = (saved_by_autograd(job, model, images) for images in (1, 2))
@@ -86,10 +90,10 @@ def activations(job: Job, model: nn.Module, micro_batch: int) -> int:
 
 
 def saved_by_autograd(job: Job, model: nn.Module, images: int) -> int:
-    """Bytes, measured, each storage counted once."""
+    """Measure the bytes that autograd keeps, each storage counted once."""
     x_BCHW = torch.rand(images, job.data.channels, job.data.img_size, job.data.img_size)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    sizes: dict[int, tuple[int, Tensor]] = {}  # the tensor is kept, or its address would be used again
+    sizes: dict[int, tuple[int, Tensor]] = {}  # keep the tensor, or its address would be reused
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

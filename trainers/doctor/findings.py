@@ -1,13 +1,13 @@
-"""What this machine can do, and what a configuration will need on it:
+"""Findings about this machine and about the needs of a configuration on it.
 
     python -m trainers.doctor
     python -m trainers.doctor +model=spec_vit_b data=cifar10 deepspeed=zero2
     python -m trainers.doctor trainers/constrain.py +model=l2_deit_ti pretrained=WEIGHTS
 
-The arguments are those of the `deepspeed` command; without a script they are for trainers/adv_train.py. What the script
-would refuse is refused here in the same words (trainers/job/prepare.py). Nothing is trained or written. Exit status 1
-where something needed is missing, 2 for a wrong command. Ranks: WORLD_SIZE, else as many as the launcher would start:
-one a GPU, or LOCAL_SIZE.
+The arguments are those of the `deepspeed` command; without a script they are for trainers/adv_train.py. The doctor
+raises the same errors as the script (trainers/job/prepare.py), and neither trains nor writes. Exit status: 1 if
+something needed is missing, 2 for a wrong command. The number of ranks is WORLD_SIZE, or what the launcher would start:
+one per GPU, or LOCAL_SIZE.
 """
 
 import os
@@ -32,13 +32,13 @@ from trainers.job.job import Job
 from trainers.job.stages import prepare_first
 
 STATUS_MISSING = 1
-SCRIPTS = ("adv_train", "std_train", "constrain")  # each with a configuration of that name
+SCRIPTS = ("adv_train", "std_train", "constrain")  # each has a configuration of the same name
 MARKS = {None: "", True: "[green]ok[/]", False: "[red]missing[/]"}
 
 
 @one_line_errors
 def main(argv: Sequence[str]) -> int:
-    """Print the table; returns the exit status."""
+    """Print the table and return the exit status."""
     os.environ.setdefault("WORLD_SIZE", str(ranks_here()))
     findings = list(machine(ranks.world_size()))
     findings += configured(argv) if argv else [registry(None), disk(Path("runs"), 0)]
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """As people read it."""
+    """Format the findings for the terminal."""
     shown = Table(title="doctor", title_justify="left", show_header=False)
     for finding in findings:
         mend = f"\n[red]{finding.mend}[/]" if finding.fits is False and finding.mend else ""
@@ -56,12 +56,12 @@ def table(findings: Sequence[Finding]) -> Table:
 
 
 def ranks_here() -> int:
-    """What the `deepspeed` launcher starts on this machine, which share its memory."""
+    """Return the number of ranks that the `deepspeed` launcher starts on this machine; they share its memory."""
     return torch.cuda.device_count() or int(os.environ.get("LOCAL_SIZE", "1"))
 
 
 def configured(argv: Sequence[str]) -> list[Finding]:
-    """What a run by this command needs, and whether it is there."""
+    """Compare the needs of this command's run with what the machine has."""
     config = compose_config(*command(argv))
     settings: dict[str, Any] = config["registry"]
     found = [registry(settings["uri"])] if settings["enabled"] else []
@@ -75,36 +75,38 @@ def configured(argv: Sequence[str]) -> list[Finding]:
 
 
 def command(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """(the name of the configuration, the overrides)."""
+    """Return (name of the configuration, overrides)."""
     script = Path(argv[0])
     return (script.stem, argv[1:]) if script.suffix == ".py" and script.stem in SCRIPTS else (SCRIPTS[0], argv)
 
 
 def data(job: Job, need: Estimate) -> Iterator[Finding]:
-    """Shards, and the steps they make."""
+    """Report the shards and the number of steps they give."""
     sets = {"train": job.train_set, "test": job.test_set}
     found = [f"{name}: {len(each.paths)} shards, {each.samples} images" for name, each in sets.items() if each]
     yield Finding("data", ", ".join(found), True)
-    batch = f"{job.train.batch_size} images a step ({job.train.micro_batch(ranks.world_size())} a rank at once)"
-    if job.settled:
-        yield Finding("settled", ", ".join(job.settled))
-    yield Finding("steps", f"{need.steps_per_epoch} an epoch, {need.total_steps} in all; {batch}")
+    batch = f"{job.train.batch_size} images per step ({job.train.micro_batch(ranks.world_size())} per rank and pass)"
+    if job.auto_settings:
+        yield Finding("auto settings", ", ".join(job.auto_settings))
+    yield Finding("steps", f"{need.steps_per_epoch} per epoch, {need.total_steps} in all; {batch}")
 
 
 def memory(job: Job, need: Estimate, libraries: int) -> Iterator[Finding]:
-    """Of a rank, against what is free for it."""
+    """Compare the memory of a rank with the free memory."""
     average = f", average {size(need.average)}" if need.average else ""
     held = f"weights {size(need.weights)}, gradients {size(need.gradients)}, optimiser {size(need.states)}{average}"
     yield Finding("model", f"{need.parameters / 1e6:.2f} M parameters")
     yield Finding(f"ZeRO {job.deepspeed.stage}", f"a rank holds {held}")
-    yield Finding("activations", f"about {size(need.activations)} a rank (an estimate)")
+    yield Finding("activations", f"about {size(need.activations)} per rank (an estimate)")
     if torch.cuda.is_available():
         needed = need.a_rank - (need.states if job.deepspeed.offload_optimizer else 0)
         free = torch.cuda.mem_get_info()[0]
     else:
         needed = need.a_rank + libraries
         free = psutil.virtual_memory().available // min(ranks.world_size(), ranks_here())
-    text = f"about {size(needed)} a rank (an estimate; libraries on a CPU {size(libraries)}); {size(free)} free a rank"
+    text = (
+        f"about {size(needed)} per rank (an estimate; libraries on a CPU {size(libraries)}); {size(free)} free per rank"
+    )
     mend = "a smaller train.micro_batch_size, train.grad_checkpointing=true, train.precision=bf16 or deepspeed=zero2"
     yield Finding("memory", text, needed <= free, mend)
     kept = f"{job.train.keep_checkpoints} kept, one being written, and the hand-over"
@@ -112,10 +114,10 @@ def memory(job: Job, need: Estimate, libraries: int) -> Iterator[Finding]:
 
 
 def loaders(job: Job) -> Iterator[Finding]:
-    """Shared memory for the loader processes."""
+    """Check the shared memory for the loader processes."""
     if job.data.workers and Path("/dev/shm").is_dir():
         micro, data = job.train.micro_batch(ranks.world_size()), job.data
         wanted = ranks_here() * shared_bytes(data.workers, micro, data.channels, data.img_size)
         free = shutil.disk_usage("/dev/shm").free
-        text = f"{data.workers} loaders a rank take {size(wanted)}; {size(free)} free"
+        text = f"{data.workers} loaders per rank take {size(wanted)}; {size(free)} free"
         yield Finding("/dev/shm", text, free >= wanted, "fewer data.workers, or a larger /dev/shm (docker: --shm-size)")

@@ -1,4 +1,4 @@
-"""What this machine can do, a `Finding` at a time (trainers/doctor/findings.py prints them)."""
+"""Properties of this machine, one `Finding` at a time (trainers/doctor/findings.py prints them)."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from registry import store
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the doctor's table. `fits` None: nothing to judge. `mend` is shown where it does not fit."""
+    """A line of the doctor's table. `fits` is None if there is nothing to judge; `mend` is shown if it does not fit."""
 
     what: str
     found: str
@@ -27,7 +27,7 @@ class Finding:
 
 
 def machine(ranks: int) -> Iterator[Finding]:
-    """What holds for every run."""
+    """Report what matters for every run."""
     cores = len(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS", "not set: torch takes all cores on each rank")
     yield Finding("ranks", f"{ranks} on {cores} cores; OMP_NUM_THREADS {threads}")
@@ -43,9 +43,9 @@ def machine(ranks: int) -> Iterator[Finding]:
 
 
 def gpus() -> Finding:
-    """Names and free memory; without one, ranks talk by gloo."""
+    """Report names and free memory of the GPUs; without a GPU, ranks use gloo."""
     if not torch.cuda.is_available():
-        return Finding("GPUs", "none: ranks compute on the CPU and talk by gloo", torch.distributed.is_gloo_available())
+        return Finding("GPUs", "none: ranks compute on the CPU and use gloo", torch.distributed.is_gloo_available())
     free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
     names = {torch.cuda.get_device_name(index) for index in range(len(free))}
     text = f"{len(free)} x {', '.join(names)}, {size(min(free))} free"
@@ -53,7 +53,7 @@ def gpus() -> Finding:
 
 
 def bf16() -> str:
-    """On a GPU whether it has it; on a CPU its speed against float32."""
+    """Report whether a GPU supports bf16; on a CPU, its speed relative to float32."""
     if torch.cuda.is_available():
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return "yes: train.precision=bf16 takes a fraction of the time of fp32" if native else "emulated: slow"
@@ -62,7 +62,7 @@ def bf16() -> str:
 
 
 def seconds(dtype: torch.dtype) -> float:
-    """Of three products of matrices, warm."""
+    """Time three warm matrix products."""
     a = torch.ones(768, 768, dtype=dtype)
     a @ a
     begin = time.perf_counter()
@@ -72,7 +72,7 @@ def seconds(dtype: torch.dtype) -> float:
 
 
 def requirements() -> Iterator[Finding]:
-    """Installed versions against what the project asks for, extras left out."""
+    """Compare installed versions with the project's requirements, without extras."""
     try:
         wanted = [Requirement(text) for text in metadata.requires("certizoo") or []]
     except metadata.PackageNotFoundError:
@@ -96,7 +96,7 @@ def version_of(name: str) -> str | None:
 
 
 def registry(uri: str | None) -> Finding:
-    """Does MLflow answer? A SQLite file that is not there yet is created by the first run, not here."""
+    """Check that MLflow answers. A missing SQLite file is created by the first run, not here."""
     uri = store.resolve_uri(uri)
     if uri.startswith(store.SQLITE) and not store.database(uri).exists():
         return Finding("registry", f"{store.public(uri)} will be created", True)
@@ -104,19 +104,19 @@ def registry(uri: str | None) -> Finding:
         with store.one_line(uri):
             store.connect(uri).search_experiments(max_results=1)
     except UserError as error:
-        return Finding("registry", str(error), False, "start it, or registry.enabled=false")
+        return Finding("registry", str(error), False, "start it, or set registry.enabled=false")
     return Finding("registry", f"{store.public(uri)} answers", True)
 
 
 def disk(folder: Path, needed: int) -> Finding:
-    """Free space where the run folder will be."""
+    """Report the free space at the run folder."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
-    return Finding("disk", f"{size(free)} free at {there}", free >= needed, "make room, or run_dir=ELSEWHERE")
+    return Finding("disk", f"{size(free)} free at {there}", free >= needed, "free some space, or set run_dir=ELSEWHERE")
 
 
 def size(count: float) -> str:
-    """123 -> '123 B', 3e9 -> '2.8 GiB'."""
+    """Format bytes: 123 -> '123 B', 3e9 -> '2.8 GiB'."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""DeepSpeed's processes above this rank, and how the ranks beside it ended."""
+"""DeepSpeed's launcher processes above this rank, and how the neighbouring ranks ended."""
 
 import os
 from contextlib import suppress
@@ -13,8 +13,10 @@ from trainers import ranks
 
 @cache
 def launchers() -> tuple[psutil.Process, ...]:
-    """`deepspeed.launcher.launch`, and the `deepspeed` command above that. A rank asks when it starts, and remembers:
-    once they are gone, nothing shows that they were there."""
+    """Return the processes `deepspeed.launcher.launch` and, above it, the `deepspeed` command.
+
+    A rank asks at its start and keeps the answer: once they have ended, nothing shows that they existed.
+    """
     found: list[psutil.Process] = []
     with suppress(psutil.Error):
         for process in psutil.Process().parents()[:2]:
@@ -25,7 +27,7 @@ def launchers() -> tuple[psutil.Process, ...]:
 
 
 def ended(process: psutil.Process) -> bool:
-    """Whether or not its parent has waited for it (a zombie has ended)."""
+    """Return True if the process has ended, even if its parent has not waited for it (a zombie)."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -33,8 +35,10 @@ def ended(process: psutil.Process) -> bool:
 
 
 def killed() -> list[str]:
-    """For each rank of this machine that a signal has ended: "rank 1 was killed (SIGKILL): out of memory?" The kernel
-    knows until the launcher has looked, once a second."""
+    """Describe each rank of this machine that a signal ended: "rank 1 was killed (SIGKILL): out of memory?".
+
+    The kernel knows this until the launcher reaps the process, which happens once a second.
+    """
     try:
         children = sorted(launchers()[0].children() if launchers() else [], key=psutil.Process.create_time)
         first = ranks.rank() - ranks.local_rank()
@@ -45,7 +49,7 @@ def killed() -> list[str]:
 
 
 def _signal(process: psutil.Process) -> int:
-    """The number of the one that ended it, 0 where it lives or ended by itself (proc(5), field 52)."""
+    """Return the number of the signal that ended it; 0 if it lives or exited by itself (proc(5), field 52)."""
     if process.status() != psutil.STATUS_ZOMBIE:
         return 0
     return os.WTERMSIG(int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[-1]))

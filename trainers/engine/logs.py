@@ -1,4 +1,4 @@
-"""Each rank's log in run_dir/logs/rankN.log: what happened and when, and the stacks of a crash."""
+"""Each rank's log in run_dir/logs/rankN.log: events with times, and stack traces of a crash."""
 
 import faulthandler
 import logging
@@ -14,7 +14,7 @@ def path_of(run_dir: Path, rank: int) -> Path:
 
 
 def to_files(run_dir: Path) -> None:
-    """From now on: INFO and above into this rank's file; warnings on the terminal from the first rank of a machine."""
+    """Log INFO and above to this rank's file; warnings also to the terminal on the first rank of a machine."""
     path = path_of(run_dir, ranks.rank())
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = logging.FileHandler(path)
@@ -25,5 +25,5 @@ def to_files(run_dir: Path) -> None:
     root.addHandler(kept)
     for folder in ("trainers", "shards", "registry", "zoo", "attacks"):
         logging.getLogger(folder).setLevel(logging.INFO)
-    logging.raiseExceptions = False  # a log that cannot be written is no reason for a traceback a line
+    logging.raiseExceptions = False  # a log that cannot be written must not print a traceback for every line
     faulthandler.enable(path.open("a"))

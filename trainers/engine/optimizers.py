@@ -1,12 +1,12 @@
-"""The optimisers of a training, and what each keeps of a parameter.
+"""The optimisers of training and the state each keeps per parameter.
 
 Muon (Jordan et al. 2024): with g the gradient of a matrix,
 
     M <- mu M + (1 - mu) g,    W <- W - lr 0.2 max(out, in)^(1/2) U V^T,    U S V^T = M,
 
-U V^T by five Newton-Schulz steps in bfloat16 (timm's, singular values within about 0.7 and 1.2 where S is not tiny).
-With that factor (Liu et al. 2025, arXiv:2502.16982) a step is as long as one of AdamW, which all other parameters have,
-and one lr serves both.
+U V^T comes from five Newton-Schulz steps in bfloat16 (timm's; singular values between about 0.7 and 1.2 unless S is
+tiny). This factor (Liu et al. 2025, arXiv:2502.16982) makes a step as long as one of AdamW, which updates all other
+parameters, so one lr serves both.
 """
 
 from collections.abc import Collection, Iterator
@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from trainers.settings import OptimizerConfig
 
 ADAMW, MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
-EPS = 1e-8  # of AdamW, as torch has it
+EPS = 1e-8  # AdamW's default in torch
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW, SGD or Muon. Weight decay is for parameters of at least two axes that `model.no_weight_decay()` does not
-    name; for all with optimizer.decay_all."""
+    """Return AdamW, SGD or Muon.
+
+    Weight decay applies to parameters with at least two axes, except those in `model.no_weight_decay()`; to all
+    parameters with optimizer.decay_all.
+    """
     spared: Collection[str] = getattr(model, "no_weight_decay", tuple)()
     exempt = () if config.decay_all else spared
     groups = param_groups_weight_decay(model, config.weight_decay, not config.decay_all, exempt)
@@ -34,18 +37,18 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     if config.name == "muon":
         matrices = {id(weight) for name, weight in model.named_parameters() if is_hidden_matrix(name, weight, spared)}
         return Muon(list(_apart(groups, matrices)), lr=config.lr, momentum=config.momentum, betas=betas)
-    # The plain kernels go through memory fifteen times, the fused one once.
+    # The plain kernels pass through memory fifteen times, the fused kernel once.
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters())
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=fused)
 
 
 def is_hidden_matrix(name: str, weight: nn.Parameter, spared: Collection[str]) -> bool:
-    """What Muon turns: neither the first layer nor the last, no vectors, positions or tables of them."""
+    """Return True for the matrices that Muon updates: not the first or last layer, no vectors, no position tables."""
     return weight.ndim == 2 and name not in spared and not name.startswith(("patch_embed.", "head."))
 
 
 def kept_of(optimizer: torch.optim.Optimizer, weight: Tensor | None) -> tuple[str, ...]:
-    """The tensors that it keeps beside this one, which it updates; None: one that another rank's updates."""
+    """Return the names of the state tensors kept for this weight; none if another rank updates it."""
     if isinstance(optimizer, torch.optim.SGD):
         return MOMENTUM if optimizer.defaults["momentum"] else ()
     turned = (group["params"] for group in optimizer.param_groups if group.get("use_muon"))
@@ -53,7 +56,7 @@ def kept_of(optimizer: torch.optim.Optimizer, weight: Tensor | None) -> tuple[st
 
 
 def _apart(groups: list[dict[str, Any]], matrices: set[int]) -> Iterator[dict[str, Any]]:
-    """Each group as two, those that Muon turns and the others; none that is empty."""
+    """Split each group into Muon's matrices and the rest; skip empty groups."""
     for group in groups:
         for turned in (True, False):
             chosen = [weight for weight in group["params"] if (id(weight) in matrices) == turned]

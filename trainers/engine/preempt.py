@@ -1,11 +1,11 @@
-"""Asked to stop: SIGTERM (clusters, launchers) or SIGUSR1 (Slurm's warning) ends a run at a step's end, resumable.
+"""Stop requests: SIGTERM (clusters, launchers) or SIGUSR1 (Slurm's warning) ends a run after a step, resumable.
 
     signal -> a flag on this rank -> after each step the flags of all ranks are summed -> checkpoint -> exit status 0
 
-One signal suffices, on any rank. The `deepspeed` launcher passes SIGTERM on to one rank after the other, waits up to
-30 s for each to leave, and itself exits with 1 whatever the ranks do; the outer `deepspeed` command passes nothing on
-and leaves its ranks running: they notice that it is gone. SIGUSR1 would kill both commands, unless they start with it
-ignored: `#SBATCH --signal=USR1@120`, `trap '' USR1`, `srun deepspeed ...` ends with 0.
+One signal on any rank is enough. The `deepspeed` launcher sends SIGTERM to one rank after another, waits up to 30 s for
+each, and exits with 1 whatever the ranks return. The outer `deepspeed` command forwards nothing and leaves its ranks
+running; they notice that it has ended. SIGUSR1 would kill both commands unless they start with the signal ignored:
+`#SBATCH --signal=USR1@120`, `trap '' USR1`, `srun deepspeed ...` exits with 0.
 """
 
 import os
@@ -21,18 +21,18 @@ from trainers.engine.launcher import ended, launchers
 from trainers.engine.world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-SAME_REQUEST = 5.0  # seconds: a cluster signals every process, and the launcher passes its own signal on
+SAME_REQUEST = 5.0  # seconds: a cluster signals every process, and the launcher forwards its own signal
 
 
 class Stopped(SystemExit):
-    """The run was asked to stop, and did, with a checkpoint. Exit status 0."""
+    """The run stopped as requested, with a checkpoint. Exit status 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
 class Request:
-    """Was this run asked to stop, and by what? A second signal ends the process at once."""
+    """A stop request and its signal, if one has arrived. A second signal ends the process at once."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -41,7 +41,7 @@ class Request:
         self._launchers = launchers()
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """The signals' handler."""
+        """Handle a signal."""
         if self.reason is None:
             self.reason, self.signum, self._at = signal.Signals(signum).name, signum, time.monotonic()
         elif time.monotonic() - self._at > SAME_REQUEST:
@@ -49,7 +49,7 @@ class Request:
             os.kill(os.getpid(), signum)
 
     def agreed(self, world: World) -> bool:
-        """Collective: was any rank asked?"""
+        """Return True if any rank has a request. Collective."""
         if self.reason is None and any(map(ended, self._launchers)):
             self.reason = "the end of its launcher"
         return bool(world.sums(torch.tensor([float(self.reason is not None)])).item())
@@ -57,7 +57,7 @@ class Request:
 
 @contextmanager
 def listening() -> Iterator[Request]:
-    """Signals make a `Request` instead of ending the process; one that nobody acted on ends it afterwards."""
+    """Turn signals into a `Request` during the block; a request that nobody acted on ends the process afterwards."""
     request = Request()
     before = {number: signal.signal(number, request.on_signal) for number in SIGNALS}
     try:

@@ -1,8 +1,8 @@
-"""A run in which nothing happens any more ends by itself: a loader that hangs, a rank that is stopped, a lost network.
+"""A watchdog that ends a run that makes no progress: a hanging loader, a stopped rank, a lost network.
 
-Each rank has a thread that expects a heartbeat after every step. Where none came for `patience` seconds it prints in
-one line where the rank is, writes all stacks to the rank's log, and ends the process; the launcher ends the others. A
-rank that only waits for the others does so `grace` seconds later, after the one that they wait for.
+Each rank has a thread that expects a heartbeat after every step. After `patience` seconds without one it prints in one
+line where the rank is, writes all stacks to the rank's log, and ends the process; the launcher ends the others. A rank
+that only waits for other ranks does so `grace` seconds later, after the rank that blocks it.
 """
 
 import faulthandler
@@ -19,12 +19,12 @@ from types import FrameType
 from trainers.ranks import GRACE_SECONDS
 
 HERE = str(Path(__file__).resolve().parents[2])
-WAITING = ("/torch/distributed/", "/deepspeed/")  # where a rank waits for the others
+WAITING = ("/torch/distributed/", "/deepspeed/")  # files of a rank that waits for other ranks
 STATUS = 1
 
 
 class Watchdog:
-    """`heartbeat` after every step; `patience` and `grace` in seconds."""
+    """A watchdog; call `heartbeat` after every step. `patience` and `grace` are in seconds."""
 
     def __init__(self, patience: float, rank: int, log: Path, grace: float = GRACE_SECONDS) -> None:
         self.patience, self.rank, self.log, self.grace = patience, rank, log, grace
@@ -33,12 +33,12 @@ class Watchdog:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """A step was made."""
+        """Record that a step was made."""
         self._last = time.monotonic()
 
     @contextmanager
     def watching(self) -> Iterator["Watchdog"]:
-        """While it lasts, silence ends the process."""
+        """End the process during the block if heartbeats stop."""
         self.heartbeat()
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
         try:
@@ -66,13 +66,13 @@ class Watchdog:
         what = "waits for another rank that does not answer" if self._waits_for_others() else "is stuck"
         sys.stderr.write(
             f"error: no step in {self.patience / 60:.3g} minutes (deepspeed.timeout_minutes): rank {self.rank} {what} "
-            f"at {self._where()}, its stacks are in {self.log}; go on by the same command and resume=auto\n"
+            f"at {self._where()}, its stacks are in {self.log}; repeat the command with resume=auto\n"
         )
         sys.stderr.flush()
         os._exit(STATUS)
 
     def _where(self) -> str:
-        """The innermost line of this project that the rank is in."""
+        """Return the innermost line of this project that the rank executes."""
         own = [frame for frame in self._stack() if frame.filename.startswith(HERE) and ".venv" not in frame.filename]
         inner = own[-1] if own else self._stack()[-1]
         return f"{os.path.relpath(inner.filename, HERE)}:{inner.lineno} ({inner.name})"

@@ -1,4 +1,4 @@
-"""The ranks of a run and what they do together; `engine.start` makes it."""
+"""The ranks of a run and their collective operations; `engine.start` creates it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,27 +11,30 @@ from torch.nn.functional import one_hot, pad
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of this run and what they do together. Every method is collective: all ranks call it."""
+    """The ranks of this run and their collective operations. All ranks must call every method."""
 
     rank: int
     size: int
     device: torch.device
 
     def sums(self, values: Tensor) -> Tensor:
-        """Elementwise sum over ranks; a number that is not finite on one rank is not finite on all."""
+        """Sum over ranks elementwise; a value that is not finite on one rank is not finite on all."""
         values = values.to(self.device, torch.float64)
         dist.all_reduce(values)
         return values
 
     def means(self, terms: Mapping[str, Tensor | float]) -> dict[str, float]:
-        """Mean over ranks of named numbers; the names must be the same everywhere."""
+        """Average named numbers over ranks; the names must be the same on every rank."""
         mine = torch.stack(
             [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in terms.values()]
         )
         return dict(zip(terms, (self.sums(mine) / self.size).tolist(), strict=True))
 
     def same_buffers(self, module: nn.Module) -> None:
-        """Rank 0's buffers everywhere. Batch statistics differ by rank, and a checkpoint keeps only rank 0's."""
+        """Copy rank 0's buffers to every rank.
+
+        Batch statistics differ by rank, and a checkpoint keeps only rank 0's.
+        """
         buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         if self.size == 1 or not buffers:
             return
@@ -43,7 +46,7 @@ class World:
                 buffer.copy_(part.view_as(buffer))
 
     def texts(self, own: str) -> list[str]:
-        """Every rank's text, in their order, as bytes: nothing that another rank sends is unpickled."""
+        """Return every rank's text in rank order. Sent as bytes: nothing from another rank is unpickled."""
         sent = torch.frombuffer(bytearray(own.encode() + b"\n"), dtype=torch.uint8).to(self.device)
         sizes = self.sums(one_hot(torch.tensor(self.rank), self.size) * len(sent)).long().tolist()
         received = [torch.empty(max(sizes), dtype=torch.uint8, device=self.device) for _ in range(self.size)]

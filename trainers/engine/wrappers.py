@@ -1,10 +1,10 @@
-"""Modules around the model: what the engine calls in its place.
+"""Modules around the model that the engine calls in its place.
 
-    EngineModel          what DeepSpeed calls the model
-        model            at ZeRO stage 3 gathered block by block, as it runs
-        gathered[i]      the weights of one module, for a penalty: gathered alone, forward and backward
+    EngineModel          the module that DeepSpeed receives
+        model            gathered block by block at ZeRO stage 3, as it runs
+        gathered[i]      the weights of one module, for a penalty: gathered separately, forward and backward
 
-At stages 0-2 every rank has all weights, and there is no `gathered`.
+At stages 0-2 every rank has all weights, and `gathered` does not exist.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +19,10 @@ from trainers.model_parts import blocks_of
 
 
 class EngineModel(nn.Module):
-    """A forward pass is whatever `measure` does with the model, not only its logits.
+    """A module whose forward pass runs any function `measure` of the model, not only its logits.
 
-    Args: owners: modules of the model whose weights are penalised.
+    Args:
+        owners: modules of the model whose weights are penalised.
     """
 
     def __init__(self, model: nn.Module, owners: Sequence[nn.Module]) -> None:
@@ -33,17 +34,17 @@ class EngineModel(nn.Module):
         return measure(self.model, *inputs)
 
     def gathered_around(self) -> Iterator[tuple[nn.Module, nn.Module]]:
-        """(module, owner): all weights of the owner are gathered while the module runs."""
+        """Iterate over (module, owner): all weights of the owner are gathered while the module runs."""
         yield from ((block, block) for block in blocks_of(self.model))
         yield from ((each, each.owner) for each in self.gathered if isinstance(each, GatheredWeights))
 
 
 class GatheredWeights(nn.Module):
-    """total -> total + measure(owner), a function of the owner's weights alone.
+    """total -> total + measure(owner), where measure depends on the owner's weights only.
 
-    The owner is the model's: it is kept out of this module's own children, so that no checkpoint has it twice. The
-    running total ties the modules of one penalty into a chain: in the backward pass ZeRO-3 gathers where the gradient
-    of what came out arrives, and gives back where that of what went in is done.
+    The owner belongs to the model and is not registered as a child here, so that no checkpoint contains it twice. The
+    running total chains the modules of one penalty: in the backward pass ZeRO-3 gathers weights when the gradient of an
+    output arrives, and frees them when the gradient of the input is done.
     """
 
     def __init__(self, owner: nn.Module) -> None:
@@ -59,8 +60,10 @@ class GatheredWeights(nn.Module):
 
 
 def recompute_blocks_(model: nn.Module) -> int:
-    """Activation checkpointing: of each block only its input is kept, and the backward pass runs the block once more.
-    Returns the number of blocks."""
+    """Enable activation checkpointing and return the number of blocks.
+
+    Only the input of each block is kept, and the backward pass runs the block once more.
+    """
     blocks = blocks_of(model)
     for block in blocks:
         forward = block.forward
@@ -71,8 +74,11 @@ def recompute_blocks_(model: nn.Module) -> int:
 
 
 def _seen_twice(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around the block's first pass and around its second, which must compute the same. Power iterations of caps move
-    their vectors in each pass: the second gets a copy of those that the first had, and its own moves are forgotten."""
+    """Return the contexts of a block's first and second pass, which must compute the same.
+
+    Power iterations of capped weights move their vectors in each pass. The second pass starts from a copy of the first
+    pass's vectors, and its own updates are discarded.
+    """
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in block.modules()

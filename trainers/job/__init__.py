@@ -1,1 +1,1 @@
-"""One run as values: from a resolved configuration to a `Job`, everything wrong refused before work (prepare.py)."""
+"""One run as values: a resolved configuration becomes a checked `Job` (prepare.py)."""

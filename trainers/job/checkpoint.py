@@ -2,10 +2,10 @@
 
     run_dir/checkpoints/step00000500/{rank00000.safetensors ..., buffers.safetensors, ema.safetensors, complete.json}
 
-A checkpoint is written to a temporary folder (trainers/weights/saving.py), read again and compared, given
-`complete.json`, which names every file with its size and digest, and only then renamed; a folder without that mark, or
-with a file that is shorter, does not count. No random state is stored: each step derives its own from (seed, step,
-rank). A mark may come from anywhere: what it says is checked, and it names files of its own folder only.
+A checkpoint is written to a temporary folder (trainers/weights/saving.py), read again and compared. It then gets the
+mark `complete.json`, which lists every file with its size and digest, and is renamed. A folder without the mark, or
+with a shorter file, does not count. No random state is stored: each step derives its own from (seed, step, rank). A
+mark may come from anywhere, so it is checked, and it can name files of its own folder only.
 """
 
 import json
@@ -25,7 +25,7 @@ FORMAT = 2  # 1 was DeepSpeed's: pickles
 FILE = re.compile(r"(rank\d{5}|buffers|ema)\.safetensors")
 TAG, DIGEST, RUN_ID = re.compile(r"step\d{8,15}"), re.compile("[0-9a-f]{64}"), re.compile(r"[\w.-]{1,100}")
 
-# What may change between a run and its continuation: nothing that the weights depend on.
+# Keys that may change between a run and its continuation: the weights do not depend on them.
 FREE = (
     "name", "run_dir", "resume", "certify", "registry", "data.root", "data.test", "data.verify",
     "data.cache", "data.cache_gb", "data.timeout",
@@ -37,28 +37,31 @@ FREE = (
 
 @dataclass(frozen=True)
 class Position:
-    """Optimiser steps done: in all, and in the current epoch (epochs count from 0)."""
+    """The number of optimiser steps done: in all, and in the current epoch (epochs count from 0)."""
 
     step: int = 0
     epoch: int = 0
     batch_in_epoch: int = 0
 
     def after_step(self, steps_per_epoch: int) -> "Position":
-        """One step further."""
+        """Return the position one step later."""
         batch = self.batch_in_epoch + 1
         ends = batch == steps_per_epoch
         return Position(self.step + 1, self.epoch + ends, 0 if ends else batch)
 
     @property
     def ends_epoch(self) -> bool:
-        """Between two epochs."""
+        """Return True between two epochs."""
         return self.step > 0 and self.batch_in_epoch == 0
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What `complete.json` tells. `world_size` None: any number of ranks can load it (trainers/reshape.py); `files`:
-    sizes; `sha256`: their digests."""
+    """The contents of `complete.json`.
+
+    `world_size` is None if any number of ranks can load it (trainers/reshape.py); `files` holds sizes, `sha256`
+    digests.
+    """
 
     tag: str
     position: Position
@@ -69,12 +72,12 @@ class Saved:
     sha256: dict[str, str] = field(default_factory=dict)
 
     def mark(self) -> str:
-        """The text of `complete.json`."""
+        """Return the text of `complete.json`."""
         return json.dumps({"format": FORMAT} | {k: v for k, v in asdict(self).items() if k != "tag"}, indent=1)
 
     @property
     def of_ranks(self) -> list[str]:
-        """The ranks' files."""
+        """Return the ranks' files."""
         return [name for name in self.files if name.startswith("rank")]
 
 
@@ -83,13 +86,15 @@ def folder(run_dir: Path) -> Path:
 
 
 def folders(run_dir: Path) -> list[Path]:
-    """Of all checkpoints, complete or not, by step."""
+    """Return the folders of all checkpoints, complete or not, ordered by step."""
     return sorted(path for path in folder(run_dir).glob("step*") if TAG.fullmatch(path.name))
 
 
 def fingerprint(config: Mapping[str, Any], data_digest: str) -> dict[str, Any]:
-    """The keys that decide the weights, flat: {"train.epochs": 3, ...}, and the digest of the training shards; as the
-    mark of a checkpoint gives them back, with lists for tuples."""
+    """Return the keys that determine the weights, flat, {"train.epochs": 3, ...}, and the training shards' digest.
+
+    Tuples become lists, as in the mark of a checkpoint.
+    """
     flat = _flat(config) | {"data shards": data_digest}
     decide = {key: value for key, value in flat.items() if not any(key == f or key.startswith(f + ".") for f in FREE)}
     return json.loads(json.dumps(decide))
@@ -103,52 +108,55 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def newest(run_dir: Path) -> Saved | None:
-    """The newest complete checkpoint; newer ones that are not complete are named in a warning."""
+    """Return the newest complete checkpoint; warn about newer incomplete ones."""
     for path in reversed(folders(run_dir)):
         saved = read(path)
         if saved is not None:
             return saved
-        log.warning("%s is not complete (the run was stopped while writing it); using the one before", path)
+        log.warning("%s is incomplete (the run was stopped while writing it); using the previous one", path)
     return None
 
 
 def read(path: Path) -> Saved | None:
-    """What the mark tells; None for a folder without one, or where a file of its list is shorter, or none: a run that
-    was killed leaves no more. Raises UserError for a mark that no run of this version wrote."""
+    """Read the mark; None for a folder without one or with a missing or shorter file, as a killed run leaves it.
+
+    Raises:
+        UserError: no run of this version wrote the mark.
+    """
     if not _is_file(path / MARK):
         return None
     mark = read_json(path / MARK)
     if isinstance(mark, dict) and mark.get("format", 1) != FORMAT:
         raise UserError(
-            f"{path} was written by another version, as pickles, which may hold code and are not read; go on with that "
-            "version, or start anew with name=ANOTHER"
+            f"{path} was written by another version, as pickles, which are not read because they may hold "
+            "code; use that version, or start anew with name=ANOTHER"
         )
     try:
         saved = _saved(path.name, mark)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path / MARK} is not as training writes it ({str(error)[:100]}); delete {path}, and resume from the one "
-            "before"
+            f"{path / MARK} is not a valid mark ({str(error)[:100]}); delete {path} to resume from the "
+            "previous checkpoint"
         ) from None
     whole = all(_is_file(path / name) and (path / name).stat().st_size == size for name, size in saved.files.items())
     return saved if whole else None
 
 
 def _saved(name: str, mark: dict[str, Any]) -> Saved:
-    """Every value of the kind that it should be. Raises ValueError and its like."""
+    """Check the type of every value. Raises ValueError, KeyError or TypeError."""
     position = Position(**mark["position"])
     counts = [*vars(position).values(), *mark["files"].values(), mark["world_size"] or 1]
     if not all(type(count) is int and 0 <= count < 2**53 for count in counts) or tag(position.step) != name:
-        raise ValueError(f"counts that are none: {position}, {mark['world_size']} ranks")
+        raise ValueError(f"invalid counts: {position}, {mark['world_size']} ranks")
     if not all(FILE.fullmatch(file) and DIGEST.fullmatch(mark["sha256"][file]) for file in mark["files"]):
-        raise ValueError("files that are none of a checkpoint")
+        raise ValueError("a file that does not belong to a checkpoint")
     if not (mark["run_id"] is None or RUN_ID.fullmatch(mark["run_id"])) or not isinstance(mark["fingerprint"], dict):
-        raise ValueError("a run that is none")
+        raise ValueError("an invalid run id or fingerprint")
     return Saved(name, position, mark["world_size"], mark["run_id"], mark["fingerprint"], mark["files"], mark["sha256"])
 
 
 def _is_file(path: Path) -> bool:
-    """A file of its own: what a link leads to may be anything, and a pipe would keep its reader for ever."""
+    """Return True for a regular file: a link could lead anywhere, and reading a pipe could block forever."""
     return not path.is_symlink() and path.is_file()
 
 
@@ -158,27 +166,27 @@ def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_di
         then, value = saved.fingerprint.get(key), now.get(key)
         if then != value:
             raise UserError(
-                f"{run_dir} was trained with {key}={str(then)[:100]}, this command says {key}={value}; "
+                f"{run_dir} was trained with {key}={str(then)[:100]}, but this command has {key}={value};  "
                 "resume with the same settings, or start anew with name=ANOTHER"
             )
     if saved.world_size not in (None, world_size):
         raise UserError(
-            f"{run_dir} was trained by {saved.world_size} ranks, now there are {world_size}; start as many "
-            f"(`deepspeed --num_gpus {saved.world_size} ...`), or convert its last epoch's end for any number: "
+            f"{run_dir} was trained by {saved.world_size} ranks, but now there are {world_size}; start as many "
+            f"(`deepspeed --num_gpus {saved.world_size} ...`), or convert its last checkpoint of an epoch's end: "
             f"`python -m trainers.reshape {run_dir}`"
         )
 
 
 def check_position(saved: Saved, steps_per_epoch: int, total_steps: int) -> None:
-    """Raise UserError where a run of so many steps is never where this checkpoint says it was."""
+    """Raise UserError if no run of `total_steps` steps ever has the checkpoint's position."""
     at = saved.position
     counted = at.step == at.epoch * steps_per_epoch + at.batch_in_epoch and at.batch_in_epoch < steps_per_epoch
-    if saved.world_size is None:  # other ranks may have made another number of steps in an epoch
+    if saved.world_size is None:  # another number of ranks may have made another number of steps per epoch
         counted = at.ends_epoch and at.epoch <= at.step
     if not counted or at.step > total_steps:
         raise UserError(
-            f"{saved.tag} says that it is of {at}, where no run of {total_steps} steps, {steps_per_epoch} an epoch, "
-            "ever is; delete it, and resume from the one before"
+            f"{saved.tag} claims {at}, which no run of {total_steps} steps, {steps_per_epoch} per epoch, reaches; "
+            "delete it to resume from the previous checkpoint"
         )
 
 

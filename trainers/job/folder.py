@@ -1,7 +1,7 @@
-"""The run folder: who may write in it, and what may be found there.
+"""The run folder: who may write to it, and what it may contain.
 
-A run that goes on may do so in a folder that came from elsewhere: what is read there is checked (checkpoint.py,
-trainers/weights/states.py), and nothing is written through a link, which may lead to any file of the person's.
+A resumed run may use a folder that came from elsewhere. Everything read there is checked (checkpoint.py,
+trainers/weights/states.py). Nothing is written through a link, which could lead to any file of the user.
 """
 
 import os
@@ -16,12 +16,12 @@ from trainers.settings import require
 
 
 def held(run_dir: Path) -> AbstractContextManager[None]:
-    """Be the only one who writes in the folder. Raises UserError at once where there is another."""
+    """Lock the folder for one writer. Raises UserError at once if there is another."""
     return sole_writer(run_dir, "a training", "start another one with name=ANOTHER")
 
 
 def refuse_used_folder(run_dir: Path, resume: str | None) -> None:
-    """Raise UserError for a folder that is not empty, unless what is in it is to go on, and is no link."""
+    """Raise UserError for a folder that is not empty, unless the run resumes and the folder contains no links."""
     require(resume in (None, "auto"), f"resume={resume} does not exist; use resume=auto")
     content = {path.name for path in run_dir.iterdir()} - {LOCK, HOLDER} if run_dir.is_dir() else set()
     require(
@@ -33,13 +33,13 @@ def refuse_used_folder(run_dir: Path, resume: str | None) -> None:
             path = Path(folder, name)
             require(
                 not path.is_symlink(),
-                f"{path} is a link, and a run writes through none in its folder; put what it leads to in its place",
+                f"{path} is a link, and a run does not write through links; replace it by its target",
             )
 
 
 def refuse_changed(job: Job) -> None:
-    """Raise UserError where another run has written in the folder since the job was prepared."""
+    """Raise UserError if another run has written to the folder since the job was prepared."""
     resume = job.config["resume"]
     refuse_used_folder(job.run_dir, resume)
     if resume and checkpoint.newest(job.run_dir) != job.saved:
-        raise UserError(f"{job.run_dir} was written in while this run started; give the same command again")
+        raise UserError(f"{job.run_dir} was changed while this run started; repeat the command")

@@ -1,4 +1,4 @@
-"""One training run as values; `prepare.py` makes it, checked."""
+"""One training run as values; `prepare.py` creates and checks it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +21,16 @@ from trainers.settings import (
     TrainConfig,
 )
 
-HANDOVER = "handover"  # the folder with float32 weights and the configuration, in that of the run
+HANDOVER = "handover"  # the folder in run_dir with float32 weights and the configuration
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run as values. `config` is the whole resolved configuration; `model` what `zoo.create_model` takes; `settled`
-    what the command left open (settle.py), for the person."""
+    """A run as values.
+
+    `config` is the whole resolved configuration and `model` the arguments of `zoo.create_model`. `auto_settings` lists
+    what auto_settings.py chose, for display.
+    """
 
     config: dict[str, Any]
     seed: int
@@ -47,17 +50,16 @@ class Job:
     train: TrainConfig
     deepspeed: DeepSpeedConfig
     saved: checkpoint.Saved | None
-    settled: tuple[str, ...]
+    auto_settings: tuple[str, ...]
 
     @property
     def first_weights(self) -> str | bool | None:
-        """The source of pretrained weights, True for those of the name itself; a resumed run has its own and needs
-        none."""
+        """Return the source of pretrained weights, True for those of the name itself; None for a resumed run."""
         return None if self.saved else self.config["pretrained"]
 
     @property
     def handover(self) -> Path:
-        """What the run leaves behind."""
+        """Return the folder of the hand-over."""
         return self.run_dir / HANDOVER
 
     @property
@@ -65,17 +67,17 @@ class Job:
         return checkpoint.fingerprint(self.config, self.train_set.digest)
 
     def steps_per_epoch(self, world_size: int) -> int:
-        """Optimiser steps; micro-batches left over at the end of an epoch are dropped."""
+        """Return the optimiser steps of an epoch; micro-batches left over at its end are dropped."""
         batches = steps_per_epoch(self.train_set, self.train.micro_batch(world_size), world_size)
         return batches // self.train.accumulation(world_size)
 
     def total_steps(self, world_size: int) -> int:
-        """Optimiser steps of the whole run: train.epochs, cut by train.max_steps."""
+        """Return the optimiser steps of the whole run: train.epochs, cut by train.max_steps."""
         steps = self.train.epochs * self.steps_per_epoch(world_size)
         return min(steps, self.train.max_steps or steps)
 
 
 def certify_settings(job: Job) -> CertifySettings:
-    """The `certify` keys, typed."""
+    """Return the typed `certify` keys."""
     keys = {key: value for key, value in job.config["certify"].items() if key != "enabled"}
     return typed(CertifySettings, {"certify": keys}, "certify")

@@ -1,7 +1,7 @@
-"""From a resolved configuration to a `Job`: everything that can be known to be wrong before work begins is refused.
+"""From a resolved configuration to a `Job`: every detectable error is raised before work begins.
 
-`prepare` is run by all ranks alike and by the doctor; it starts nothing and writes nothing. What contradicts what is
-listed in recipe.py.
+All ranks and the doctor call `prepare`; it starts and writes nothing. compatibility.py lists options that exclude each
+other.
 """
 
 import logging
@@ -16,11 +16,11 @@ from registry import store
 from shards import DataConfig, ShardSet, find
 from trainers import ranks
 from trainers.job import checkpoint
+from trainers.job.auto_settings import bf16_is_emulated, resolve_auto, scale_lr
+from trainers.job.compatibility import check_compatibility
 from trainers.job.folder import refuse_used_folder
 from trainers.job.job import Job, certify_settings
-from trainers.job.recipe import check_recipe
 from trainers.job.schedule import ScheduleConfig
-from trainers.job.settle import emulated, settled, with_lr
 from trainers.job.typed import typed
 from trainers.settings import (
     DeepSpeedConfig,
@@ -42,16 +42,17 @@ log = logging.getLogger(__name__)
 def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
     """Check a resolved configuration and the data it names. Raises UserError naming the key, file or folder.
 
-    source_exists: False where an earlier stage has yet to make the file that `pretrained` names.
+    Args:
+        source_exists: False if an earlier stage has yet to create the file that `pretrained` names.
     """
     saved = _saved(Path(config["run_dir"]), config["resume"])
-    config, lines = settled(config, ranks.world_size(), saved)
-    if emulated(config) and ranks.local_rank() == 0:
-        log.warning("this CPU computes bf16 in software, many times as slowly as fp32: give train.precision=fp32")
+    config, lines = resolve_auto(config, ranks.world_size(), saved)
+    if bf16_is_emulated(config) and ranks.local_rank() == 0:
+        log.warning("this CPU emulates bf16, many times slower than fp32; set train.precision=fp32")
     _refuse_password(config["registry"]["uri"])
     data = typed(DataConfig, config, "data")
     train, optimizer = typed(TrainConfig, config, "train"), typed(OptimizerConfig, config, "optimizer")
-    config, optimizer, of_lr = with_lr(config, optimizer, train.batch_size)
+    config, optimizer, of_lr = scale_lr(config, optimizer, train.batch_size)
     config = {**config, "model": _model_config(config["model"], data)}
     job = Job(
         config=config,
@@ -72,7 +73,7 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         train=train,
         deepspeed=typed(DeepSpeedConfig, config, "deepspeed"),
         saved=saved,
-        settled=(*lines, *of_lr),
+        auto_settings=(*lines, *of_lr),
     )
     if job.first_weights is True:
         table.entry(job.model["name"])
@@ -80,7 +81,7 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         check_source(job.first_weights)
     if job.config["certify"]["enabled"]:
         certify_settings(job)
-    check_recipe(job, ranks.world_size())
+    check_compatibility(job, ranks.world_size())
     if job.saved is not None:
         size = ranks.world_size()
         checkpoint.check_same_run(job.saved, job.fingerprint, size, job.run_dir)
@@ -90,12 +91,14 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
 
 def _refuse_password(uri: str | None) -> None:
     if uri and store.public(uri) != uri:
-        raise UserError("registry.uri holds a password, which the run's files show; put it into MLFLOW_TRACKING_URI")
+        raise UserError(
+            "registry.uri holds a password, which the run's files would show; set MLFLOW_TRACKING_URI instead"
+        )
 
 
 def _model_config(model: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:
-    """The recipe's options, on images as the data gives them."""
-    require("pretrained" not in model, "weights to start from are no option of the model; write pretrained=SOURCE")
+    """Return the model's options with the shape of the images."""
+    require("pretrained" not in model, "model.pretrained does not exist; set pretrained=SOURCE at the top level")
     shape = {"num_classes": data.num_classes, "img_size": data.img_size, "in_chans": data.channels}
     return {"name": model["name"], **zoo.model_options(**(shape | dict(model)))}
 

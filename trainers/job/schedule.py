@@ -1,23 +1,23 @@
-"""Learning rate and momentum as pure functions of the step: nothing to save, nothing that resume could get wrong."""
+"""Learning rate and momentum as pure functions of the step: no state to save or resume."""
 
 import math
 from dataclasses import dataclass
 
 from trainers.settings import require
 
-FIRST, LAST = 1 / 25, 1 / 25e4  # of the peak: where one cycle begins and ends
+FIRST, LAST = 1 / 25, 1 / 25e4  # of the peak: first and last learning rate of one cycle
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """configs/schedule.
+    """configs/schedule: the factor of the learning rate at step t.
 
     warm-up   lr * (t + 1) / W                                        t < W = warmup_epochs * steps an epoch
     cosine    lr * (r + (1 - r) * (1 + cos(pi (t - W) / (T - W))) / 2)   r = min_lr_ratio, T steps in all
     step      lr * gamma^(number of milestones, in epochs, passed at t)
-    onecycle  lr from 1/25 of it to the whole in the share `peak` of the steps, then to 1/25e4, by half cosines, while
-              the momentum (the first beta of AdamW) goes from the second of `momenta` to the first and back (Smith and
-              Topin 2018, https://arxiv.org/abs/1708.07120; the values of torch's OneCycleLR)
+    onecycle  lr rises from lr/25 to lr in the share `peak` of the steps, then falls to lr/25e4, by half cosines;
+              meanwhile the momentum (first beta of AdamW) goes from the second of `momenta` to the first and back
+              (Smith and Topin 2018, https://arxiv.org/abs/1708.07120; the values of torch's OneCycleLR)
     """
 
     name: str
@@ -39,7 +39,7 @@ class ScheduleConfig:
         require(self.warmup_epochs >= 0, f"schedule.warmup_epochs={self.warmup_epochs} does not work; use 0 or more")
 
     def factor(self, step: int, total_steps: int, steps_per_epoch: int) -> float:
-        """lr(step) / lr for step = 0 .. total_steps - 1."""
+        """Return lr(step) / lr for step = 0 .. total_steps - 1."""
         if self.name == "onecycle":
             return self._cycled((FIRST, 1.0, LAST), step, total_steps)
         warmup = round(self.warmup_epochs * steps_per_epoch)
@@ -51,12 +51,12 @@ class ScheduleConfig:
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
     def momentum(self, step: int, total_steps: int) -> float | None:
-        """None: the optimiser's own."""
+        """Return the momentum; None keeps the optimiser's own."""
         low, high = self.momenta
         return self._cycled((high, low, high), step, total_steps) if self.name == "onecycle" else None
 
     def _cycled(self, values: tuple[float, float, float], step: int, total_steps: int) -> float:
-        """From the first of these values to the second, which is reached at the peak, and on to the last."""
+        """Interpolate from the first value to the second, reached at the peak, and on to the last."""
         turn, end = max(self.peak * total_steps - 1, 0.0), max(total_steps - 1, 1)
         rising = step <= turn
         (start, goal), begin, length = (values[:2], 0.0, turn) if rising else (values[1:], turn, end - turn)

@@ -1,5 +1,4 @@
-"""CertViT's three stages (trainers/certvit/run.py) as jobs: all that is wrong with any of them is refused before the
-first begins."""
+"""CertViT's three stages (trainers/certvit/run.py) as jobs, all checked before the first begins."""
 
 import json
 from dataclasses import dataclass
@@ -7,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from trainers import ranks
+from trainers.job.compatibility import check_constrain
 from trainers.job.folder import refuse_changed, refuse_used_folder
 from trainers.job.job import Job
 from trainers.job.prepare import prepare
-from trainers.job.recipe import check_constrain
 from trainers.job.typed import typed
 from trainers.settings import ConstrainConfig, require
 from zoo.handover import WEIGHTS
@@ -20,7 +19,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stages:
-    """What CertViT does in `folder`: `adapt` is the job of stage 1, and says what model and images stage 2 has."""
+    """The stages in `folder`. `adapt` is the job of stage 1 and states model and images of stage 2."""
 
     config: Config
     settings: ConstrainConfig
@@ -29,44 +28,44 @@ class Stages:
 
     @property
     def weights(self) -> str:
-        """Those that stage 2 constrains: stage 1's, or `pretrained` as it is."""
+        """Return the weights that stage 2 constrains: those of stage 1, or `pretrained`."""
         return str(self.adapt.handover / WEIGHTS) if self.settings.adapt_epochs else str(self.config["pretrained"])
 
     @property
     def constrained(self) -> Path:
-        """The hand-over of stage 2."""
+        """Return the hand-over of stage 2."""
         return self.folder / "constrained"
 
     def finetune(self, source_exists: bool = True) -> Job:
-        """The job of stage 3, certified and published as the configuration says."""
+        """Return the job of stage 3, certified and published as configured."""
         own = {key: self.config[key] for key in ("certify", "registry")}
         own |= {"pretrained": str(self.constrained / WEIGHTS)}
         return prepare(stage(self.config, "finetune", self.settings.finetune_epochs) | own, source_exists)
 
     def refuse_changed(self) -> None:
-        """Raise UserError where another run has written in the folder since this was prepared."""
+        """Raise UserError if another run has written to the folder since this was prepared."""
         refuse_used_folder(self.folder, self.config["resume"])
         refuse_changed(self.adapt)
 
     @property
     def report(self) -> Path:
-        """The last file that stage 2 writes."""
+        """Return the last file that stage 2 writes."""
         return self.constrained / "report.json"
 
     @property
     def settings_file(self) -> Path:
-        """Where stage 2 keeps `settings_text`, beside the layers."""
+        """Return the file with `settings_text`, beside the layers."""
         return self.folder / "layers" / "settings.json"
 
     @property
     def settings_text(self) -> str:
-        """What the constrained layers depend on."""
+        """Return the settings that the constrained layers depend on."""
         found = {"constrain": vars(self.settings), "seed": self.adapt.seed, "weights": self.weights}
         return json.dumps(found | {"model": self.adapt.model}, indent=1, sort_keys=True, default=str)
 
 
 def prepare_stages(config: Config) -> Stages:
-    """Check all of CertViT's configuration. Raises UserError as `prepare` does."""
+    """Check the whole CertViT configuration. Raises UserError as `prepare` does."""
     settings, folder = typed(ConstrainConfig, config, "constrain"), Path(config["run_dir"])
     refuse_used_folder(folder, config["resume"])
     stages = Stages(config, settings, folder, prepare(stage(config, "adapt", settings.adapt_epochs or 1)))
@@ -76,13 +75,13 @@ def prepare_stages(config: Config) -> Stages:
     if stages.settings_file.is_file() and not stages.report.is_file():
         require(
             stages.settings_file.read_bytes() == stages.settings_text.encode(),
-            f"{stages.settings_file.parent} was made with other settings than these; use another name=...",
+            f"{stages.settings_file.parent} was made with other settings; set another name=...",
         )
     return stages
 
 
 def stage(config: Config, name: str, epochs: int) -> Config:
-    """The configuration of an ordinary run within this one, neither certified nor published."""
+    """Return the configuration of one of the ordinary runs, neither certified nor published."""
     off = {key: config[key] | {"enabled": False} for key in ("certify", "registry")}
     train = config["train"] | {"epochs": epochs}
     own = {"name": f"{config['name']}-{name}", "run_dir": str(Path(config["run_dir"]) / name)}
@@ -90,5 +89,5 @@ def stage(config: Config, name: str, epochs: int) -> Config:
 
 
 def prepare_first(config: Config) -> Job:
-    """The first job of any trainer's configuration, all of which is checked."""
+    """Check any trainer's configuration and return its first job."""
     return prepare_stages(config).adapt if "constrain" in config else prepare(config)

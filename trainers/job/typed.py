@@ -13,12 +13,13 @@ T = TypeVar("T")
 
 
 def typed(cls: type[T], config: Mapping[str, Any], group: str) -> T:
-    """The dataclass from the keys of one group; OmegaConf checks names and types."""
+    """Return the dataclass from the keys of one group; OmegaConf checks names and types."""
     try:
         schema = OmegaConf.structured(cls)
         for key in schema:
             if not OmegaConf.is_missing(schema, key) and OmegaConf.is_config(schema[key]):
-                OmegaConf.set_readonly(schema[key], False)  # a frozen dataclass in another would refuse its own keys
+                # A frozen dataclass inside another would refuse its own keys.
+                OmegaConf.set_readonly(schema[key], False)
         value = OmegaConf.to_object(OmegaConf.merge(schema, config[group]))
     except OmegaConfBaseException as error:
         if isinstance(error.__cause__, UserError):

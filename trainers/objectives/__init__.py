@@ -27,7 +27,7 @@ OBJECTIVES: dict[str, Objective] = {
     "trades": trades,
 }
 SOFT_LABELS = ("clean", "pgd_at", "trades")  # labels may be probabilities
-LIPSCHITZ = ("gloro", "lmt", "local_lip")  # the model has to have a Lipschitz constant to train for
-SECOND_ORDER = ("curvature", "emma", "lmce")  # the loss holds an input gradient, taken inside the forward pass
+LIPSCHITZ = ("gloro", "lmt", "local_lip")  # the model must have a Lipschitz constant to train for
+SECOND_ORDER = ("curvature", "emma", "lmce")  # the loss contains an input gradient, taken inside the forward pass
 
 __all__ = ["LIPSCHITZ", "OBJECTIVES", "SECOND_ORDER", "SOFT_LABELS", "Objective", "Probe", "Terms"]

@@ -1,11 +1,11 @@
-"""Linearised-margin cross-entropy with a term of second order: how much the margin's slope changes within the ball.
+"""Linearised-margin cross-entropy with a second-order term: the change of the margin's slope within the ball.
 
     L = CE( z_i + (eps_t ||g(x)|| + c/2 eps_t ||g(x + eps v) - g(x)||) 1[i != y],  y ),
     g(x) = grad_x (z_y - z_j)(x),      j = the runner-up at x,      v = g(x) / ||g(x)||, a constant for the gradient
 
-To second order the difference is eps H v, H the margin's Hessian, and eps_t/2 times its length what the ball may lose
-beside the slope, in the direction in which networks bend most (Moosavi-Dezfooli et al. 2019,
-https://arxiv.org/abs/1811.09716, penalise the square). c is objective.curvature. One more double backward than `lmce`.
+To second order the difference is eps H v, H the margin's Hessian. Its length times eps_t/2 is the loss within the ball
+beyond the slope, in the direction of largest curvature (Moosavi-Dezfooli et al. 2019, https://arxiv.org/abs/1811.09716,
+penalise the square). c is objective.curvature. It costs one more double backward than `lmce`.
 
 Letters: B images, K classes.
 """
@@ -22,7 +22,10 @@ from zoo.layers.cap import caps_still
 
 
 def curvature(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` and `slope` as of `lmce`; `bend` the mean of ||g(x + eps v) - g(x)||. Proof: docs/proofs.md#lmce."""
+    """Return `loss`; `acc` and `slope` as in `lmce`; `bend`, the mean of ||g(x + eps v) - g(x)||.
+
+    Proof: docs/proofs.md#lmce.
+    """
     settings = probe.settings
     logits_BK, slope_B, bend_B = probe.through(
         slopes_and_bends, images_BCHW, labels_B, settings.random_rivals, settings.eps
@@ -40,8 +43,10 @@ def curvature(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
 def slopes_and_bends(
     model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, random_rivals: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logits_BK, ||g(x)|| (B,) and ||g(x + eps v) - g(x)|| (B,), differentiable in the weights. Both passes drop the
-    same paths, and only the first moves the power iteration of capped layers."""
+    """Return logits_BK, ||g(x)|| (B,) and ||g(x + eps v) - g(x)|| (B,), differentiable in the weights.
+
+    Both passes drop the same paths, and only the first advances the power iteration of capped layers.
+    """
     choose = partial(rivals, random_share=random_rivals)
     with torch.random.fork_rng([images_BCHW.device] if images_BCHW.is_cuda else []):
         logits_BK, slope_BCHW, rivals_B = margin_gradients(model, images_BCHW, labels_B, choose)

@@ -1,11 +1,11 @@
-"""EMMA (Hu et al. 2023, https://arxiv.org/abs/2301.12549) on linearised margins: to the boundary, and no further.
+"""EMMA (Hu et al. 2023, https://arxiv.org/abs/2301.12549) on linearised margins: to the boundary and no further.
 
     L = CE( z_i + e_i ||grad_x (z_y - z_j)|| 1[i != y],  y ),      j = the runner-up,
     e_i = min( eps_t, max(0, z_y - z_i) / ||grad_x (z_y - z_j)|| ),      a constant for the gradient
 
-`lmce` gives every wrong logit all that the ball of radius eps_t may give it; this one no more than makes it equal to
-z_y, so an image that the ball leaves unproved counts as one at the boundary, and not the more the less hope there is
-for it. The paper has Lipschitz constants of pairs of classes in the place of the norms.
+`lmce` raises every wrong logit by the most that it can gain in the ball of radius eps_t. EMMA raises it at most to z_y,
+so an unproved image counts as one on the boundary, and a hopeless image does not count more. The paper uses Lipschitz
+constants of pairs of classes in place of the norms.
 
 Letters: B images, K classes.
 """
@@ -18,8 +18,10 @@ from trainers.objectives.probe import Probe, Terms, accuracy, wide
 
 
 def emma(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` and `slope` as of `lmce`; `reach` is the mean of min_i e_i / eps_t of wrong classes i: 1 where the ball
-    leaves all margins. Proof: docs/proofs.md#margin-losses."""
+    """Return `loss`; `acc` and `slope` as in `lmce`; `reach`, the mean of min_i e_i / eps_t over wrong classes i.
+
+    `reach` is 1 where the ball changes no decision. Proof: docs/proofs.md#margin-losses.
+    """
     logits_BK, slope_B = probe.through(margin_slopes, images_BCHW, labels_B, probe.settings.random_rivals)
     logits_BK, slope_B = wide(logits_BK), wide(slope_B)
     wrong_BK = 1 - F.one_hot(labels_B, logits_BK.shape[1])

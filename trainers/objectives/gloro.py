@@ -3,10 +3,10 @@
     z_bot = max_{k != j} ( z_k + eps_t K_jk ),     j = argmax z,     K_jk = ||w_j - w_k|| Lip,
     L = CE( z, y ) + beta KL( (p, 0) || q ),       p = softmax z,     q = softmax (z, z_bot)
 
-w are the rows of the head and Lip the Lipschitz constant up to it, an estimate here (zoo/models/hidden_radius.py);
-eps_t is objective.eps, reached after `ramp`. Where z_bot < z_j the image would be certified, were Lip a bound. The
-divergence is log(1 + e^(z_bot - lse z)): with beta = 1 the loss is the paper's CE( (z, z_bot), y ), with any other its
-form after TRADES, which weighs robustness against accuracy.
+w are the rows of the head. Lip is the Lipschitz constant up to the head, an estimate here (zoo/models/hidden_radius.py). eps_t
+is objective.eps, reached after `ramp`. If Lip were a bound, an image with z_bot < z_j would be certified. The
+divergence is log(1 + e^(z_bot - lse z)): with beta = 1 the loss is the paper's CE( (z, z_bot), y ); with any other beta
+it is the paper's TRADES variant, which weighs robustness against accuracy.
 
 Letters: B images, K classes, F units of the last hidden layer.
 """
@@ -21,9 +21,9 @@ from zoo.models.hidden_radius import reach
 
 
 def gloro(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `robust` the share that is right and not bottom. For models of hidden_radius.py.
+    """Return `loss`; `acc`, clean accuracy; `robust`, the share that is correct and not bottom.
 
-    Proof: docs/proofs.md#lipschitz-losses.
+    For models in `zoo.models.hidden_radius`. Proof: docs/proofs.md#lipschitz-losses.
     """
     logits_BK, bottom_B = probe.through(with_bottom, images_BCHW, probe.eps)
     wide_BK = wide(logits_BK)
@@ -36,7 +36,7 @@ def gloro(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
 
 
 def with_bottom(model: ConvNet, images_BCHW: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """logits_BK and z_bot (B,)."""
+    """Return logits_BK and z_bot (B,)."""
     found = reach(model, images_BCHW, eps, local=False)
     logits_BK, radius_B = found.logits_BK, found.radius_B
     predicted_B = logits_BK.argmax(dim=1)

@@ -2,8 +2,8 @@
 
     L = CE( z_i + eps_t ||grad_x (z_y - z_j)|| 1[i != y],  y ),      j = the runner-up,  eps_t = eps min(1, t / ramp)
 
-Every wrong logit gets what the margin to j loses to first order in the ball of radius eps_t; t is the share of the
-training that is done. For some images j is a random wrong class, or the gradients of the other margins would grow.
+Every wrong logit is raised by the margin's first-order loss in the ball of radius eps_t; t is the share of the training
+that is done. For some images j is a random wrong class; otherwise the gradients of the other margins would grow.
 
 Letters: B images, K classes.
 """
@@ -23,7 +23,7 @@ Choice = Callable[[Tensor, Tensor], Tensor]  # (logits_BK, labels_B) -> rivals_B
 
 
 def lmce(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `slope` the mean of ||grad_x (z_y - z_j)||. Proof: docs/proofs.md#lmce."""
+    """Return `loss`; `acc`, clean accuracy; `slope`, the mean of ||grad_x (z_y - z_j)||. Proof: docs/proofs.md#lmce."""
     logits_BK, slope_B = probe.through(margin_slopes, images_BCHW, labels_B, probe.settings.random_rivals)
     wrong_BK = 1 - F.one_hot(labels_B, logits_BK.shape[1])
     loss = probe.cross_entropy(wide(logits_BK) + probe.eps * wide(slope_B)[:, None] * wrong_BK, labels_B)
@@ -33,7 +33,7 @@ def lmce(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
 def margin_slopes(
     model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, random_rivals: float
 ) -> tuple[Tensor, Tensor]:
-    """logits_BK and ||grad_x (z_y - z_j)|| (B,), both differentiable in the weights."""
+    """Return logits_BK and ||grad_x (z_y - z_j)|| (B,), both differentiable in the weights."""
     choose = partial(rivals, random_share=random_rivals)
     logits_BK, slope_BCHW, _ = margin_gradients(model, images_BCHW, labels_B, choose)
     return logits_BK, length(slope_BCHW)
@@ -42,10 +42,10 @@ def margin_slopes(
 def margin_gradients(
     model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, choose: Choice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logits_BK, grad_x (z_y - z_j) (B, C, H, W), both differentiable in the weights, and j = choose(logits, labels).
+    """Return logits_BK and grad_x (z_y - z_j) (B, C, H, W), both differentiable, and j = choose(logits, labels).
 
     The gradient is taken inside the one forward pass that the engine sees. The fused attention kernels have no second
-    derivative; the plain form has.
+    derivative, so the plain form is used.
     """
     x_BCHW = images_BCHW.detach().requires_grad_()
     with sdpa_kernel(SDPBackend.MATH):
@@ -57,12 +57,12 @@ def margin_gradients(
 
 
 def length(g_BCHW: Tensor) -> Tensor:
-    """||g|| (B,), with a derivative at 0."""
+    """Return ||g|| (B,), with a derivative at 0."""
     return (g_BCHW.flatten(1).square().sum(1) + TINY).sqrt()
 
 
 def rivals(logits_BK: Tensor, labels_B: Tensor, random_share: float) -> Tensor:
-    """(B,): the largest wrong logit; for a random share of the images any wrong class, uniformly."""
+    """Return the largest wrong class (B,); for a random share of the images, any wrong class uniformly."""
     runner_up_B = logits_BK.scatter(1, labels_B[:, None], -torch.inf).argmax(dim=1)
     if not random_share:
         return runner_up_B

@@ -1,9 +1,9 @@
-"""Lipschitz-margin training (Tsuzuku et al. 2018, https://arxiv.org/abs/1802.04034, Algorithm 1):
+"""Lipschitz-margin training (Tsuzuku et al. 2018, https://arxiv.org/abs/1802.04034, Algorithm 1).
 
     L = CE( z_k + sqrt(2) eps_t L_f 1[k != y],  y ),     L_f the product of the layers' norms, pixels to logits
 
-Every wrong logit gets what no margin can lose in the ball. L_f is an estimate here (zoo/models/hidden_radius.py); eps_t
-is objective.eps, reached after `ramp`.
+Every wrong logit is raised by the most that a margin can lose in the ball. L_f is an estimate here
+(zoo/models/hidden_radius.py); eps_t is objective.eps, reached after `ramp`.
 
 Letters: B images, K classes, z logits.
 """
@@ -20,7 +20,7 @@ from zoo.spectral import sigma_estimate
 
 
 def lmt(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `growth` is sqrt(2) eps L_f. For models that `zoo.models.hidden_radius` knows.
+    """Return `loss`; `acc`, clean accuracy; `growth`, sqrt(2) eps L_f. For models in `zoo.models.hidden_radius`.
 
     Proof: docs/proofs.md#lipschitz-losses.
     """
@@ -31,7 +31,7 @@ def lmt(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
 
 
 def margin_growth(model: ConvNet, images_BCHW: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """logits_BK and sqrt(2) eps L_f (B,), the same for all images."""
+    """Return logits_BK and sqrt(2) eps L_f (B,), the same for all images."""
     found = reach(model, images_BCHW, eps, local=False)
     logits_BK, radius_B = found.logits_BK, found.radius_B
     return logits_BK, math.sqrt(2) * radius_B * sigma_estimate(model.head.weight)

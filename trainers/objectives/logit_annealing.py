@@ -1,11 +1,11 @@
-"""Logit annealing (Lai et al. 2025, https://arxiv.org/abs/2505.15174), for networks whose norms are bounded.
+"""Logit annealing (Lai et al. 2025, https://arxiv.org/abs/2505.15174), for networks with bounded norms.
 
     p = softmax( (z - xi u_y) / T ),      L = -T (1 - p_y)^gamma log p_y
 
-u_y is 1 at the label and 0 elsewhere, xi the `offset` that a margin has to be above, T the `temperature`. The factor
-(1 - p_y)^gamma lets go of an image whose margin is large: small networks have too little capacity to give all images
-one, and otherwise spend it on those that have it. xi is in units of logits: of use where something else (caps, the
-hinge, AOL or orthogonal layers) keeps the network's Lipschitz constant where it is.
+u_y is 1 at the label and 0 elsewhere, xi the `offset` that a margin must exceed, T the `temperature`. The factor (1 -
+p_y)^gamma ignores images whose margin is large: small networks cannot give every image a large margin and would
+otherwise spend their capacity on these. xi is in units of logits, so it is useful only if something else (caps, the
+hinge, AOL or orthogonal layers) bounds the network's Lipschitz constant.
 
 Letters: B images, K classes.
 """
@@ -17,7 +17,10 @@ from trainers.objectives.probe import Probe, Terms, accuracy, wide
 
 
 def logit_annealing(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is clean accuracy, `kept` the mean of (1 - p_y)^gamma. Proof: docs/proofs.md#margin-losses."""
+    """Return `loss`; `acc`, clean accuracy; `kept`, the mean of (1 - p_y)^gamma.
+
+    Proof: docs/proofs.md#margin-losses.
+    """
     settings = probe.settings
     logits_BK = wide(probe.forward(images_BCHW))
     chosen_BK = F.one_hot(labels_B, logits_BK.shape[1])

@@ -1,6 +1,6 @@
-"""What an objective may do with the model. Legend: images_BCHW in [0,1], logits_BK, labels_B.
+"""The operations that an objective may use. Legend: images_BCHW in [0,1], logits_BK, labels_B.
 
-With mixup or CutMix labels are probabilities labels_BK; objectives in `SOFT_LABELS` take both.
+With mixup or CutMix labels are probabilities labels_BK; objectives in `SOFT_LABELS` accept both.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ Terms = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Probe:
-    """The ways through the model in a training step, the loss of all, and what the objective is set to.
+    """The passes through the model in a training step, the common loss, and the objective's settings.
 
     Attributes:
         through: (measure, *inputs) -> measure(model, *inputs) in train mode, recorded for the optimiser; call it once.
-        attack: (images_BCHW, labels_B or probabilities_BK) -> adversarial_BCHW; leaves no trace on the model.
-        predict: images_BCHW -> logits_BK in eval mode, not recorded; leaves no trace on the model.
+        attack: (images_BCHW, labels_B or probabilities_BK) -> adversarial_BCHW; leaves the model unchanged.
+        predict: images_BCHW -> logits_BK in eval mode, not recorded; leaves the model unchanged.
         progress: the share of the training that is done, in [0, 1).
     """
 
@@ -35,17 +35,17 @@ class Probe:
     label_smoothing: float = 0.0
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """The plain pass, images_BCHW -> logits_BK."""
+        """Run the plain pass, images_BCHW -> logits_BK."""
         logits_BK: Tensor = self.through(nn.Module.__call__, images_BCHW)
         return logits_BK
 
     def cross_entropy(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-        """Mean over the batch, in float32 or better whatever the model computes in."""
+        """Return the mean over the batch, in float32 or better whatever the model computes in."""
         return F.cross_entropy(wide(logits_BK), labels_B, label_smoothing=self.label_smoothing)
 
     @property
     def eps(self) -> float:
-        """objective.eps times min(1, t / ramp), t the share of the training that is done."""
+        """Return objective.eps times min(1, t / ramp), t the share of the training that is done."""
         ramp = self.settings.ramp
         return self.settings.eps * (min(1.0, self.progress / ramp) if ramp else 1.0)
 
@@ -54,12 +54,12 @@ Objective = Callable[[Probe, Tensor, Tensor], Terms]
 
 
 def wide(logits_BK: Tensor) -> Tensor:
-    """In float32, or float64 where they are."""
+    """Return the logits in float32, or unchanged in float64."""
     return logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32))
 
 
 def accuracy(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-    """The share of the batch that is right, without gradient; of mixed labels the largest counts."""
+    """Return the share of the batch that is correct, without gradient; for mixed labels the largest counts."""
     with torch.no_grad():
         classes_B = labels_B if labels_B.ndim == 1 else labels_B.argmax(dim=1)
         return (logits_BK.argmax(dim=1) == classes_B).float().mean()

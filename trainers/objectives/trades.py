@@ -1,4 +1,4 @@
-"""TRADES (Zhang et al. 2019, https://arxiv.org/abs/1901.08573, eq. 5):
+"""TRADES (Zhang et al. 2019, https://arxiv.org/abs/1901.08573, eq. 5).
 
     L = CE(f(x), y) + beta KL( p(x) || p(x') ),     p = softmax f,  beta = 1 / lambda,
     x' ~ argmax over the ball of KL( p(x) || p(x') ), found by the attack in eval mode.
@@ -14,11 +14,9 @@ from trainers.objectives.probe import Probe, Terms, accuracy, wide
 
 
 def trades(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
-    """`acc` is accuracy on adversarial images, `clean_acc` on clean ones, `kl` the divergence. beta: `objective.beta`.
+    """Return `loss`; `acc`, accuracy on adversarial images; `clean_acc`, on clean ones; `kl`, the divergence.
 
-    Both halves go through the model in one pass.
-
-    Proof: docs/proofs.md#adversarial-losses.
+    beta is `objective.beta`. Both halves go through the model in one pass. Proof: docs/proofs.md#adversarial-losses.
     """
     # Cross-entropy with p(x) for labels is KL(p(x) || p(x')) up to a constant.
     p_BK = wide(probe.predict(images_BCHW)).softmax(dim=1)
@@ -31,6 +29,6 @@ def trades(probe: Probe, images_BCHW: Tensor, labels_B: Tensor) -> Terms:
 
 
 def divergence(clean_BK: Tensor, attacked_BK: Tensor) -> Tensor:
-    """KL( softmax(clean) || softmax(attacked) ), (B,)."""
+    """Return KL( softmax(clean) || softmax(attacked) ), (B,)."""
     log_p_BK, log_q_BK = wide(clean_BK).log_softmax(dim=1), wide(attacked_BK).log_softmax(dim=1)
     return F.kl_div(log_q_BK, log_p_BK, reduction="none", log_target=True).sum(dim=1)

@@ -1,9 +1,10 @@
-"""Training, in the order things happen.
+"""Training, in the order of execution.
 
     process group -> model -> ZeRO engine -> average of the weights -> resume -> for every step:
         attack, objective, penalties, gradient, update: step.py lists every technique in its order
-        average of the weights; a heartbeat for the watchdog; all ranks agree whether one was asked to stop
-        at an epoch's end, when due, when asked to stop: a checkpoint; at an epoch's end: evaluate (monitor.py, look.py)
+        average of the weights; a heartbeat for the watchdog; all ranks agree whether a stop was requested
+        at an epoch's end, when due, or on a stop request: a checkpoint; at an epoch's end: evaluate
+        (monitor.py, certify_probe.py)
     -> hand-over -> leave the process group
 
 A step is one update of the weights: `accumulation` micro-batches on each rank (trainers/steps/step.py).
@@ -29,7 +30,7 @@ from trainers.job.checkpoint import Position, Saved
 from trainers.job.job import Job
 from trainers.ranks import said_once
 from trainers.settings import TrainConfig
-from trainers.steps import look, nan_batch, pictures
+from trainers.steps import certify_probe, nan_batch, pictures
 from trainers.steps.monitor import evaluate, monitor_batches
 from trainers.steps.run import Run, assemble
 from trainers.steps.step import Batch, NonFinite, train_step
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Session:
-    """A run, the average of its weights, and what guards it."""
+    """A run, the average of its weights, its watchdog and its stop requests."""
 
     run: Run
     average: Average | None
@@ -51,33 +52,35 @@ class Session:
 
     @property
     def module(self) -> nn.Module:
-        """What is evaluated and handed over."""
+        """Return the module that is evaluated and handed over."""
         return self.average.module if self.average else self.run.engine.module
 
     def batches(self, position: Position) -> Generator[Batch, None, None]:
-        """Of all epochs that are left, each wait for one counted."""
+        """Iterate over the batches of all remaining epochs and measure the time spent waiting for each."""
         return self.with_heartbeats(self.run.report.awaited(micro_batches(self.run, position)))
 
     def with_heartbeats(self, batches: Iterable[T]) -> Generator[T, None, None]:
-        """The batches, each with a heartbeat for the watchdog."""
+        """Iterate over the batches with a heartbeat for the watchdog after each."""
         for batch in batches:
             self.watchdog.heartbeat()
             yield batch
 
 
 def train(job: Job, world: World) -> str | None:
-    """Run the job to its hand-over, on every rank of a started group. Returns rank 0's tracking id; the group is gone
-    then.
+    """Run the job to its hand-over on every rank of a started group; return rank 0's tracking id.
 
-    Raises Stopped where the run was asked to stop.
+    The group is closed afterwards.
+
+    Raises:
+        Stopped: the run was asked to stop.
     """
     with said_once():
         run = assemble(job, world)
         average = Average(job, run.engine) if job.train.ema_decay else None
     logs.to_files(job.run_dir)
     watchdog = Watchdog(job.deepspeed.timeout_minutes * 60, world.rank, logs.path_of(job.run_dir, world.rank))
-    if job.settled:
-        run.report.say("settled: " + ", ".join(job.settled))
+    if job.auto_settings:
+        run.report.say("auto settings: " + ", ".join(job.auto_settings))
     position = resume(run, average)
     with run.report.shown(position.step), watchdog.watching():
         with listening() as request:
@@ -98,7 +101,7 @@ def train(job: Job, world: World) -> str | None:
 
 
 def resume(run: Run, average: Average | None) -> Position:
-    """Where the run goes on: after its newest complete checkpoint, if it has one."""
+    """Restore the newest complete checkpoint, if any, and return the position to continue from."""
     saved = run.job.saved
     if saved is None:
         return Position()
@@ -109,7 +112,7 @@ def resume(run: Run, average: Average | None) -> Position:
 
 
 def train_epoch(session: Session, position: Position, batches: Iterator[Batch]) -> tuple[Position, dict[str, float]]:
-    """From `position` to the end of its epoch or of the run. Returns where it stopped, and the evaluation there."""
+    """Train from `position` to the end of its epoch or of the run; return the new position and the evaluation there."""
     run, job = session.run, session.run.job
     while True:
         step, epoch = position.step, position.epoch
@@ -133,14 +136,14 @@ def train_epoch(session: Session, position: Position, batches: Iterator[Batch]) 
 
 
 def checkpoint_due(train: TrainConfig, position: Position, total_steps: int) -> bool:
-    """After this step, as the recipe says; always at the end of the run."""
+    """Return True if a checkpoint is due after this step; always at the end of the run."""
     by_steps = train.checkpoint_every and position.step % train.checkpoint_every == 0
     by_epochs = position.ends_epoch and position.epoch % train.checkpoint_epochs == 0
     return bool(by_steps or by_epochs or position.step == total_steps)
 
 
 def checked_step(run: Run, batches: Iterator[Batch], position: Position, lr: float) -> dict[str, float]:
-    """`train_step`; the images of a batch that gives no finite numbers are listed in nan_batch.json."""
+    """Call `train_step`; after a step without finite numbers, list its images in nan_batch.json."""
     try:
         return train_step(run, batches, position.step, lr)
     except NonFinite as error:
@@ -150,8 +153,10 @@ def checked_step(run: Run, batches: Iterator[Batch], position: Position, lr: flo
 
 
 def micro_batches(run: Run, position: Position) -> Iterator[Batch]:
-    """The rest of the run, exactly as an undisturbed one would see it. Loader processes begin once: of a small data set
-    an epoch is over in less time than they take for that."""
+    """Iterate over the rest of the run exactly as an uninterrupted run would.
+
+    Loader processes start once: an epoch of a small data set takes less time than starting them.
+    """
     job, world, count = run.job, run.world, run.engine.accumulation
     return iter(
         train_loader(
@@ -171,26 +176,28 @@ def micro_batches(run: Run, position: Position) -> Iterator[Batch]:
 
 
 def monitored(session: Session, step: int, epoch: int) -> dict[str, float]:
-    """Clean and robust accuracy on train.eval_images test images, and what is proved of train.certify_images others;
-    nothing without test shards."""
+    """Return clean and robust accuracy on train.eval_images test images, and certified shares of train.certify_images.
+
+    Empty without test shards.
+    """
     run, job, world, metrics = session.run, session.run.job, session.run.world, dict[str, float]()
     if job.test_set is not None and job.train.eval_images:
-        with run.engine.precision():  # a monitor; the hand-over is attacked and certified in float32
+        with run.engine.precision():  # for monitoring only; the hand-over is attacked and certified in float32
             batches = session.with_heartbeats(monitor_batches(job, run.engine.micro_batch, world))
             metrics = evaluate(session.module, batches, job.attack, job.seed, world)
-    metrics |= look.proved(job, run.engine, session.average, epoch)
+    metrics |= certify_probe.probe(job, run.engine, session.average, epoch)
     if metrics:
         run.report.row(step, epoch, metrics)
     return metrics
 
 
 def write_checkpoint(session: Session, position: Position) -> None:
-    """Of finite weights only, so that the newest one can always be resumed."""
+    """Write a checkpoint; refuse weights that are not finite, so that the newest checkpoint can always be resumed."""
     run = session.run
     with said_once():
         if not run.engine.finite():
             raise UserError(
-                f"step {position.step}: weights are no longer finite; no checkpoint was written, earlier ones are in "
+                f"step {position.step}: weights are no longer finite; no checkpoint was written; earlier ones are in "
                 f"{checkpoint.folder(run.job.run_dir)}; train again with a lower optimizer.lr and another name=..."
             )
     run_id = run.report.tracker.run_id if run.report.tracker else None
@@ -200,11 +207,11 @@ def write_checkpoint(session: Session, position: Position) -> None:
 
 
 def end_stopped(session: Session, position: Position) -> None:
-    """All ranks: stopped as asked, the checkpoint is written. Raises Stopped."""
+    """Report the requested stop on all ranks; the checkpoint is written. Raises Stopped."""
     why = session.request.reason or "another rank"
     session.run.report.say(
         f"stopped by {why} after step {position.step}/{session.run.total_steps}; the checkpoint is in "
-        f"{checkpoint.folder(session.run.job.run_dir)}: go on by the same command and resume=auto"
+        f"{checkpoint.folder(session.run.job.run_dir)}: repeat the command with resume=auto to continue"
     )
     log.info("stopped by %s after step %d", why, position.step)
     raise Stopped

@@ -14,8 +14,8 @@ from trainers.job.job import Job
 from trainers.seeds import seed_of
 
 Batch = tuple[list[str], Tensor, Tensor]
-BLANK = ""  # stands for the key of an image that does not count
-LEAST_STEPS = 10  # a model trained on few attack steps may only look robust to few (catastrophic overfitting)
+BLANK = ""  # key of an image that does not count
+LEAST_STEPS = 10  # a model trained on few attack steps may look robust to few steps only (catastrophic overfitting)
 
 
 def evaluate(
@@ -25,8 +25,10 @@ def evaluate(
     seed: int,
     world: World,
 ) -> dict[str, float]:
-    """{"clean_acc", "pgd_acc", "eval_images"}; the attack takes at least 10 steps, and starts each image where its key
-    says, whichever rank and batch it is in. Collective; leaves eval mode on."""
+    """Return {"clean_acc", "pgd_acc", "eval_images"}. Collective; leaves eval mode on.
+
+    The attack takes at least 10 steps. An image's start depends on its key, not on its rank or batch.
+    """
     attack, module = attack.stronger(LEAST_STEPS), module.eval()
     counts_3 = torch.zeros(3, dtype=torch.float64, device=world.device)
     for keys, images_BCHW, labels_B in batches:
@@ -34,7 +36,7 @@ def evaluate(
         draws = [Generator().manual_seed(seed_of(seed, "evaluate", key)) for key in keys or [BLANK]]
         adversarial_BCHW = attack.run(module, images_BCHW, labels_B, draws)
         right = [correct(module, x_BCHW, labels_B).sum() for x_BCHW in (images_BCHW, adversarial_BCHW)]
-        if keys:  # a batch without keys only keeps the ranks in step
+        if keys:  # a batch without keys only keeps the ranks synchronised
             counts_3 += torch.stack([torch.tensor(len(keys), device=world.device), *right])
     images, clean, robust = world.sums(counts_3).tolist()
     return {"clean_acc": clean / images, "pgd_acc": robust / images, "eval_images": images}
@@ -42,14 +44,17 @@ def evaluate(
 
 @torch.no_grad()
 def correct(module: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
-    """correct_B; logits that are not finite are wrong, whatever argmax makes of them."""
+    """Return correct_B; logits that are not finite count as wrong, whatever their argmax."""
     logits_BK: Tensor = module(images_BCHW)
     return (logits_BK.argmax(dim=1) == labels_B) & logits_BK.isfinite().all(dim=1)
 
 
 def monitor_batches(job: Job, micro_batch: int, world: World) -> Iterator[Batch]:
-    """This rank's of the first train.eval_images test images. As many batches on every rank, the last ones perhaps
-    without a key: at ZeRO 3 ranks gather weights together."""
+    """Iterate over this rank's part of the first train.eval_images test images.
+
+    Every rank gets the same number of batches, perhaps without keys at the end: at ZeRO 3 ranks gather weights
+    together.
+    """
     assert job.test_set is not None, "callers ask only where there are test shards"
     limit = min(job.train.eval_images, job.test_set.samples)
     loader = eval_loader(

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not a number: run_dir/nan_batch.json tells which images every rank had in that step."""
+"""The images of a step with a non-finite loss or gradient, in run_dir/nan_batch.json."""
 
 import json
 import math
@@ -13,9 +13,9 @@ FILE = "nan_batch.json"
 
 
 def write(run: Run, position: Position, own: dict[str, float]) -> None:
-    """Collective. `own`: this rank's terms of the step that began at `position`.
+    """Write the file. Collective. `own`: this rank's terms of the step that began at `position`.
 
-    The file: step, epoch, and for each rank its terms, whether they are finite, and the keys of its micro-batches.
+    It holds step and epoch, and for each rank its terms, whether they are finite, and the keys of its micro-batches.
     """
     mine = {"finite": all(map(math.isfinite, own.values())), "terms": own, "keys": keys_of(run, position)}
     ranks = [json.loads(text) for text in run.world.texts(json.dumps(mine))]
@@ -25,7 +25,7 @@ def write(run: Run, position: Position, own: dict[str, float]) -> None:
 
 
 def keys_of(run: Run, position: Position) -> list[list[str]]:
-    """The keys of this rank's samples in that step, read again: a list a micro-batch."""
+    """Return the keys of this rank's samples in that step, read again: one list per micro-batch."""
     count = run.engine.accumulation
     loader = train_loader(
         run.job.train_set,

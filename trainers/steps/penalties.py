@@ -1,4 +1,4 @@
-"""Penalties on weights, in the form in which the engine can take them: a sum over the modules that own such weights."""
+"""Penalties on weights in the form that the engine needs: a sum over the modules with such weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ class Penalty:
     measure: Callable[[nn.Module, float], Tensor]
 
     def at(self, progress: float) -> Callable[[nn.Module], Tensor]:
-        """What of an owner is summed when a share `progress` of the training is done."""
+        """Return the function to sum over owners when a share `progress` of the training is done."""
         return lambda owner: self.measure(owner, progress)
 
 
 def penalties_on(job: Job, model: nn.Module) -> dict[str, Penalty]:
-    """MSVP and the hinge, as the job weighs them."""
+    """Return MSVP and the hinge with the job's weights."""
     found = {}
     if job.penalty.active:
         lambdas = vars(job.penalty)

@@ -1,4 +1,4 @@
-"""Two pictures at a run's end, in run_dir/pictures and among the run's MLflow artifacts. No display is needed.
+"""Two pictures at a run's end, in run_dir/pictures and among the MLflow artifacts. No display is needed.
 
     adversarial.png   test images: clean, attacked, and their difference times 10 around gray
     sigma_max.png     the spectral norm of every weight matrix that attention and MLPs apply, layer by layer
@@ -24,11 +24,11 @@ from zoo.penalty import HasSpectralTerms
 
 FOLDER = "pictures"
 IMAGES, GAIN = 8, 10
-ITERATIONS = 50  # of the power iteration: an estimate from below, for the eye
+ITERATIONS = 50  # of the power iteration: an estimate from below, for display
 
 
 def draw(job: Job, handover: Path, device: torch.device) -> Path:
-    """Both pictures of a hand-over, of its float32 weights. Returns their folder."""
+    """Draw both pictures from a hand-over's float32 weights and return their folder."""
     model, _ = zoo.handover.load(handover)
     model.to(device)
     folder = job.run_dir / FOLDER
@@ -43,7 +43,7 @@ def draw(job: Job, handover: Path, device: torch.device) -> Path:
 
 @contextmanager
 def _axes(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[Sequence[Sequence[Any]]]:
-    """A grid of axes; the file is written at the end."""
+    """Yield a grid of axes; write the file at the end."""
     import matplotlib  # only rank 0 draws, once
 
     matplotlib.use("Agg")
@@ -58,7 +58,7 @@ def _axes(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Ite
 
 
 def adversarial(job: Job, model: nn.Module, device: torch.device, path: Path) -> None:
-    """The first test images under the run's attack, with what the model says of both."""
+    """Draw the first test images under the run's attack, with the model's predictions for both."""
     attack = job.attack.stronger(LEAST_STEPS)
     _, x_BCHW, labels_B = next(iter(eval_loader(job.test_set, job.data, batch_size=IMAGES, limit=IMAGES)))  # type: ignore[arg-type]
     x_BCHW, labels_B = x_BCHW.to(device), labels_B.to(device)
@@ -73,19 +73,19 @@ def adversarial(job: Job, model: nn.Module, device: torch.device, path: Path) ->
             for row, images_BCHW in enumerate(rows):
                 axis = axes[row][column]
                 pixels_HWC = images_BCHW[column].permute(1, 2, 0).numpy(force=True)
-                axis.imshow(pixels_HWC, cmap="gray", vmin=0, vmax=1)  # the map is for one channel
+                axis.imshow(pixels_HWC, cmap="gray", vmin=0, vmax=1)  # the colour map is for one channel
                 axis.set_title(titles[row], fontsize=7)
                 axis.axis("off")
 
 
 def difference(x_BCHW: Tensor, attacked_BCHW: Tensor) -> Tensor:
-    """1/2 + GAIN (x' - x), cut to [0, 1]."""
+    """Return 1/2 + GAIN (x' - x), clipped to [0, 1]."""
     return (0.5 + GAIN * (attacked_BCHW - x_BCHW)).clamp(0, 1)
 
 
 @torch.no_grad()
 def sigma_max(model: nn.Module) -> dict[str, list[float]]:
-    """{branch: its norms in the order of layers}, branches as in `zoo.penalty`; estimates."""
+    """Return {branch: estimated norms in layer order}, branches as in `zoo.penalty`."""
     norms: dict[str, list[float]] = defaultdict(list)
     for module in model.modules():
         if isinstance(module, HasSpectralTerms):
@@ -96,7 +96,7 @@ def sigma_max(model: nn.Module) -> dict[str, list[float]]:
 
 
 def plot_norms(norms: dict[str, list[float]], path: Path) -> None:
-    """A line a branch."""
+    """Draw one line per branch."""
     with _axes(path, 1, 1, (6.4, 4.2)) as ((axis,),):
         for branch, values in norms.items():
             axis.plot(range(1, len(values) + 1), values, "o-", label=branch)

@@ -1,4 +1,4 @@
-"""What rank 0 prints and writes: a progress bar or plain lines, `metrics.jsonl`, MLflow. Other ranks do neither."""
+"""Output of rank 0: a progress bar or plain lines, `metrics.jsonl`, MLflow. Other ranks write nothing."""
 
 import json
 import time
@@ -22,7 +22,7 @@ ROWS = "metrics.jsonl"
 
 
 class Report:
-    """Every method does nothing unless `enabled`."""
+    """A report whose methods do nothing unless `enabled`."""
 
     def __init__(self, run_dir: Path, total_steps: int, enabled: bool, tracker: Tracker | None = None) -> None:
         self.path, self.total, self.enabled, self.tracker = run_dir / ROWS, total_steps, enabled, tracker
@@ -40,8 +40,10 @@ class Report:
 
     @contextmanager
     def shown(self, first_step: int) -> Iterator["Report"]:
-        """What a resumed run does again is dropped: later steps, and the evaluation of `first_step`. MLflow gets how
-        the run ended."""
+        """Open the report; at its end, tell MLflow how the run ended.
+
+        A resumed run first drops the rows that it will repeat: later steps, and the evaluation of `first_step`.
+        """
         self._since = self._began = (time.monotonic(), first_step)
         if self.enabled:
             self._drop_rows_after(first_step)
@@ -51,7 +53,7 @@ class Report:
                 self._progress.update(self._task, completed=first_step)
                 yield self
             status = "FINISHED"
-        except (KeyboardInterrupt, SystemExit):  # a SystemExit: asked to stop, or a fault that another rank reports
+        except (KeyboardInterrupt, SystemExit):  # a SystemExit: a requested stop, or a fault that another rank reports
             status = "KILLED"
             raise
         finally:
@@ -59,16 +61,16 @@ class Report:
                 self.tracker.finish(status)
 
     def say(self, text: str) -> None:
-        """A line for the person."""
+        """Print a line."""
         if self.enabled:
             self.console.print(text, soft_wrap=True, markup=False)
 
     def advance(self, step: int) -> None:
-        """Move the bar."""
+        """Advance the bar."""
         self._progress.update(self._task, completed=step)
 
     def awaited(self, batches: Iterator[T]) -> Iterator[T]:
-        """The batches; the time that each was waited for counts."""
+        """Iterate over the batches and measure the time spent waiting for each."""
         while True:
             begun = time.monotonic()
             batch = next(batches, None)
@@ -78,14 +80,14 @@ class Report:
             yield batch
 
     def pace(self, step: int, batch_size: int) -> Row:
-        """Since it was asked last: images a second, and the share of the time in which a step waited for its images."""
+        """Return images per second and the share of time spent waiting for images, since the last call."""
         (then, before), now = self._since, time.monotonic()
         passed, waited = max(now - then, 1e-9), self._waited
         self._since, self._waited = (now, step), 0.0
         return {"images_per_s": (step - before) * batch_size / passed, "loader_wait": min(waited / passed, 1.0)}
 
     def row(self, step: int, epoch: int, metrics: Row) -> None:
-        """One line of metrics.jsonl, one point of every curve; the bar keeps the newest value of each."""
+        """Write one line of metrics.jsonl and one point of every curve; the bar shows the newest values."""
         if not self.enabled:
             return
         self._append(json.dumps({"step": step, "epoch": epoch, **metrics}) + "\n")
@@ -102,12 +104,12 @@ class Report:
                 file.write(line)
         except OSError as error:
             raise UserError(
-                f"{self.path} could not be written ({error.strerror}); make room, then go on by the same command and "
+                f"{self.path} could not be written ({error.strerror}); free some space, then repeat the command with "
                 "resume=auto"
             ) from None
 
     def _left(self, step: int) -> timedelta:
-        """At the pace since the run began or was resumed."""
+        """Return the time left at the pace since the run started or was resumed."""
         then, first = self._began
         pace = (time.monotonic() - then) / max(step - first, 1)
         return timedelta(seconds=round(pace * (self.total - step)))
@@ -125,7 +127,7 @@ def _listed(metrics: Row) -> str:
 
 
 def _step_of(line: str) -> float:
-    """A line cut off by a kill, or that is no row, counts as the future."""
+    """Return the step of a row; infinite for a line that a kill cut off or that is no row."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):

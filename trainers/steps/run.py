@@ -30,8 +30,8 @@ class Run:
     penalties: dict[str, Penalty]
 
     def penalties_at(self, progress: float) -> dict[str, Tensor]:
-        """Those on weights, by name, when a share `progress` of the training is done."""
-        with caps_still(self.engine.module):  # what reads a capped weight would move its vectors
+        """Return the penalties on weights by name when a share `progress` of the training is done."""
+        with caps_still(self.engine.module):  # reading a capped weight would advance its power iteration
             return {
                 name: self.engine.of_weights(penalty.owners, penalty.at(progress))
                 for name, penalty in self.penalties.items()
@@ -43,7 +43,7 @@ class Run:
 
 
 def assemble(job: Job, world: World) -> Run:
-    """The model, the same on every rank, under its engine; rank 0 opens the run folder and the tracking."""
+    """Build the model, the same on every rank, and its engine; rank 0 opens the run folder and the tracking."""
     torch.manual_seed(job.seed)
     model = zoo.create_model(**job.model, pretrained=job.first_weights)
     settle_caps_(model)
@@ -52,7 +52,7 @@ def assemble(job: Job, world: World) -> Run:
     penalties = penalties_on(job, model)
     owners = list(dict.fromkeys(owner for penalty in penalties.values() for owner in penalty.owners))
     built = Engine(model, owners, job.train, job.optimizer, job.deepspeed, world)
-    world.barrier()  # all ranks have looked into the run folder; now it may change
+    world.barrier()  # all ranks have checked the run folder; now it may change
     tracker = None
     if world.rank == 0:
         job.run_dir.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def assemble(job: Job, world: World) -> Run:
 
 
 def open_tracker(job: Job) -> Tracker | None:
-    """MLflow, unless registry.enabled=false; a resumed run goes on in its old MLflow run."""
+    """Open the MLflow run, unless registry.enabled=false; a resumed run continues its old MLflow run."""
     settings = job.config["registry"]
     if not settings["enabled"]:
         return None

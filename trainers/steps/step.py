@@ -1,14 +1,14 @@
 """One optimiser step: every technique, in the order in which `train_step` calls it.
 
-    for every micro-batch (of which only the last moves the power iteration of capped layers)
+    for every micro-batch (of which only the last advances the power iteration of capped layers)
         mixed_batch          Mixup and CutMix                                       techniques/mix.py
-        sharpness            SAM: until the gradient is there, weights are w + e    techniques/sam.py
+        sharpness            SAM: until the gradient is computed, weights are w + e techniques/sam.py
         OBJECTIVES[name]     the loss; its attack sees the bare module, masked      objectives/, techniques/masks.py
         with_penalties       MSVP and hinge, with the last micro-batch              penalties.py
         backward             gradients, which ZeRO sums and cuts over ranks         engine/engine.py
     refuse_non_finite        all ranks agree that the terms are finite
-    step                     clip, update, clear; refused as well where the gradient was not finite
-    same_buffers             batch statistics are rank 0's everywhere               engine/world.py
+    step                     clip, update, clear; refused as well if the gradient was not finite
+    same_buffers             batch statistics of rank 0 are copied to all ranks     engine/world.py
 
 The moving average, the checkpoint and the evaluation come after it (loop.py).
 
@@ -39,7 +39,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class NonFinite(UserError):
-    """On all ranks alike: a term or a gradient is not a number. `own`: this rank's terms, summed over micro-batches."""
+    """A term or a gradient is not a number, on all ranks alike. `own`: this rank's terms, summed over micro-batches."""
 
     def __init__(self, message: str, own: dict[str, float]) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class NonFinite(UserError):
 
 
 def train_step(run: Run, batches: Iterator[Batch], step: int, lr: float) -> dict[str, float]:
-    """One update. Returns the objective's terms, averaged over its images on all ranks."""
+    """Make one update; return the objective's terms, averaged over the images of all ranks."""
     core, count = run.engine, run.engine.accumulation
     core.train()
     probe = make_probe(run, step)
@@ -67,23 +67,23 @@ def train_step(run: Run, batches: Iterator[Batch], step: int, lr: float) -> dict
             means = run.world.means({name: value / count for name, value in sums.items()})
             refuse_non_finite(run, means, step, lr, sums)
         core.step(lr, run.job.schedule.momentum(step, run.total_steps))
-    if not core.updated():  # ZeRO would go on without a word, step after step
+    if not core.updated():  # ZeRO would silently continue, step after step
         refuse_non_finite(run, {"gradient": math.nan}, step, lr, sums)
     run.world.same_buffers(core.module)
     return means
 
 
 def make_probe(run: Run, step: int) -> Probe:
-    """The objective's view of the model. Dropout and attack draw from streams of (seed, step, rank)."""
+    """Return the objective's view of the model. Dropout and attack draw from streams of (seed, step, rank)."""
     job, core, rank, progress = run.job, run.engine, run.world.rank, step / run.total_steps
     warmup = job.train.attack_warmup
     torch.manual_seed(seed_of(job.seed, "dropout", step, rank))
-    # Drawn where the images are: drawing a batch at 224 on a CPU takes longer than a GPU's whole step.
+    # Drawn on the images' device: drawing a batch at 224 pixels on a CPU takes longer than a GPU's whole step.
     generator = Generator(run.world.device).manual_seed(seed_of(job.seed, "attack", step, rank))
     of_masks = Generator().manual_seed(seed_of(job.seed, "masks", step, rank))
 
     def attack(images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
-        # The last iterate is what adversarial training follows; several restarts need a choice between them.
+        # Adversarial training uses the last iterate; several restarts need a choice between them.
         worst = job.attack.restarts > 1
         grown = job.attack.within(min(1.0, progress / warmup)) if warmup else job.attack
         with core.attacked() as module, masked(core.module, job.masks, progress, of_masks) as disturb:
@@ -98,15 +98,15 @@ def make_probe(run: Run, step: int) -> Probe:
 
 
 def mixed_batch(run: Run, batch: Batch, step: int, index: int) -> Batch:
-    """Mixup and CutMix, as the job says. The draws are those of (seed, step, rank, micro-batch)."""
+    """Apply Mixup and CutMix as configured. The draws are those of (seed, step, rank, micro-batch)."""
     seed = seed_of(run.job.seed, "mix", step, run.world.rank, index)
     return mixed(run.job.mix, *batch, run.job.data.num_classes, seed)
 
 
 def sharpness(run: Run, probe: Probe, batch: Batch) -> AbstractContextManager[None]:
-    """Within it, with train.sam_rho, the weights are at w + e (techniques/sam.py); without, they are as they were.
+    """Move the weights to w + e in the block if train.sam_rho is set (techniques/sam.py).
 
-    The pass that finds e draws dropout and drop-path as the one at w + e will, and leaves no trace.
+    The pass that finds e draws dropout and drop-path exactly as the pass at w + e, and leaves no trace.
     """
     core, rho, gpu = run.engine, run.job.train.sam_rho, run.world.device.type == "cuda"
     if not rho:
@@ -121,13 +121,13 @@ def sharpness(run: Run, probe: Probe, batch: Batch) -> AbstractContextManager[No
 
 
 def with_penalties(terms: Terms, penalties: Terms, accumulation: int) -> Terms:
-    """loss + accumulation * penalty: `backward` and the means divide by `accumulation`, so it counts once a step."""
+    """Add accumulation * penalty: `backward` and the means divide by `accumulation`, so it counts once a step."""
     scaled = {name: penalty * accumulation for name, penalty in penalties.items()}
     return {**terms, **scaled, "loss": sum(scaled.values(), terms["loss"])}
 
 
 def refuse_non_finite(run: Run, means: dict[str, float], step: int, lr: float, own: Terms) -> None:
-    """Before the update: the numbers were summed over ranks, so all ranks stop or none does."""
+    """Raise NonFinite before the update: the numbers were summed over ranks, so all ranks stop or none does."""
     broken = [name for name in sorted(means, key=lambda name: name == "loss") if not math.isfinite(means[name])]
     if broken:
         raise NonFinite(

@@ -1,1 +1,1 @@
-"""What may be added to any objective: masks of the attack, mixed labels, SAM."""
+"""Additions to any objective: attack masks, mixed labels, SAM."""

@@ -1,11 +1,11 @@
-"""The masks of Mo et al. 2022 (https://arxiv.org/abs/2210.07540), in the attack of adversarial training only.
+"""The masks of Mo et al. 2022 (https://arxiv.org/abs/2210.07540), only in the attack of adversarial training.
 
-    ARD  attention random dropping: the attack's gradient leaves out attention branches, x + F(x) -> x + [F(x)]
+    ARD  attention random dropping: the attack's gradient skips attention branches, x + F(x) -> x + [F(x)]
     PRM  perturbation random masking: delta -> M delta before each gradient, M = 0 on a random share of the patches
 
-Each branch is left out, and each patch masked, with the share 1 - t / warmup, t the share of the training that is done:
-from all at the start to none after `warmup`. ([.]: without gradient. Their code drops the MLP's branch as well: both
-have one drop-path module there; the paper names the attention only.)
+Each branch is skipped, and each patch masked, with probability 1 - t / warmup, t the share of the training that is
+done: all at the start, none after `warmup`. ([.] means without gradient. Their code also drops the MLP's branch, since
+both branches share one drop-path module there; the paper names attention only.)
 
 Letters: B images, C channels, H x W pixels, P patch size.
 """
@@ -24,7 +24,10 @@ from trainers.settings import MasksConfig
 
 @contextmanager
 def masked(model: nn.Module, config: MasksConfig, progress: float, generator: Generator) -> Iterator[Disturb | None]:
-    """Within it ARD is on; yields what PRM does to the attack's points (None: nothing). Draws come from `generator`."""
+    """Enable ARD in the block and yield PRM's change of the attack's points (None: no change).
+
+    Draws come from `generator`.
+    """
     share = config.share(progress)
     with ExitStack() as stack:
         if config.ard and share:
@@ -43,7 +46,7 @@ def masked(model: nn.Module, config: MasksConfig, progress: float, generator: Ge
 
 
 def patches(x_BCHW: Tensor, size: int, share: float, generator: Generator) -> Tensor:
-    """M (1, 1, H, W): 0 on a share of the patches, rounded down, the same for all images; 1 elsewhere."""
+    """Return M (1, 1, H, W): 0 on a share of the patches, rounded down, the same for all images; 1 elsewhere."""
     rows, columns = (side // size for side in x_BCHW.shape[2:])
     kept = torch.ones(rows * columns)
     kept[torch.randperm(rows * columns, generator=generator)[: int(share * rows * columns)]] = 0

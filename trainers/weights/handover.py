@@ -1,4 +1,4 @@
-"""What training leaves behind: float32 weights and the resolved configuration; then certification and register."""
+"""The results of training: float32 weights and the resolved configuration; then certification and registration."""
 
 import json
 from pathlib import Path
@@ -27,9 +27,9 @@ CERTIFICATE = "certificate"
 
 
 def write(job: Job, engine: Engine, average: Average | None, step: int, metrics: dict[str, float]) -> None:
-    """Collective: run_dir/handover/{model.safetensors, config.yaml, metrics.json}, written by rank 0.
+    """Write run_dir/handover/{model.safetensors, config.yaml, metrics.json} on rank 0. Collective.
 
-    The weights are the average's, where there is one.
+    The weights are the average's, if there is one.
     """
     model = trained(job, engine, average)
     if model is not None:
@@ -39,7 +39,7 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
             zoo.handover.save(job.handover, model, job.model, extra)
         except SafetensorError as error:
             raise UserError(
-                f"{job.handover} could not be written ({error}); make room, then go on by the same command and "
+                f"{job.handover} could not be written ({error}); free some space, then repeat the command with "
                 "resume=auto"
             ) from None
         write_whole(job.handover / "metrics.json", json.dumps({"step": step, **metrics}, indent=1))
@@ -47,7 +47,7 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
 
 
 def trained(job: Job, engine: Engine, average: Average | None) -> nn.Module | None:
-    """Collective: the model with the weights of now, the average's where there is one; on rank 0 only."""
+    """Return the model with the current weights, or the average's, on rank 0 only. Collective."""
     state = average.module.state_dict() if average else engine.whole_state()
     if engine.world.rank:
         return None
@@ -58,15 +58,15 @@ def trained(job: Job, engine: Engine, average: Average | None) -> nn.Module | No
 
 
 def certify_and_publish(job: Job, run_id: str | None) -> None:
-    """Rank 0, after the process group is gone: certificates, a registered version, and a table of both."""
+    """Certify, register a version and print a table, on rank 0 after the process group is closed."""
     console = Console(highlight=False)
     folder, out = job.handover, job.run_dir / CERTIFICATE
     summary: dict[str, Any] = {}
     published = "no (registry.enabled=false)"
     if not job.config["certify"]["enabled"]:
-        published = "no: certify.enabled=false, and nothing is registered without a certificate"
+        published = "no: certify.enabled=false, and only certified runs are registered"
     elif job.test_set is None:
-        published = "no: there are no test shards to certify on"
+        published = "no: there are no test shards to certify"
     else:
         summary = _certified(job, folder, out, console)
         if job.config["registry"]["enabled"]:
@@ -76,7 +76,7 @@ def certify_and_publish(job: Job, run_id: str | None) -> None:
 
 
 def _certified(job: Job, folder: Path, out: Path, console: Console) -> dict[str, Any]:
-    from certify.stage import run as stage  # here: with pandas, which a rank that trains has no use for
+    from certify.stage import run as stage  # imported here because it needs pandas, which training ranks do not use
 
     try:
         with Progress(*Progress.get_default_columns(), console=console) as bar:
@@ -87,7 +87,7 @@ def _certified(job: Job, folder: Path, out: Path, console: Console) -> dict[str,
 
             return stage.run(folder, job.data, certify_settings(job), out, progress)
     except UserError as error:
-        raise UserError(f"training is done and safe in {folder}, but it could not be certified: {error}") from None
+        raise UserError(f"training is complete, but the hand-over {folder} could not be certified: {error}") from None
 
 
 def _published(job: Job, folder: Path, out: Path, run_id: str | None) -> str:
@@ -107,7 +107,7 @@ def _published(job: Job, folder: Path, out: Path, run_id: str | None) -> str:
 
 
 def closing_table(job: Job, metrics: dict[str, float], summary: dict[str, Any], published: str) -> Table:
-    """Accuracies on test images, and where things are."""
+    """Return a table of accuracies on test images and of file locations."""
     table = Table(title=Text(plain(job.config["name"])), show_header=False)
     for key in ("clean_acc", "pgd_acc"):
         if key in metrics:

@@ -1,5 +1,7 @@
-"""Writing and reading a checkpoint, all ranks together: to a temporary folder, read again, marked, renamed
-(trainers/job/checkpoint.py)."""
+"""Write and read a checkpoint on all ranks: to a temporary folder, read again, marked, renamed.
+
+trainers/job/checkpoint.py describes the format.
+"""
 
 import json
 import os
@@ -23,9 +25,10 @@ PART = "part"
 
 
 def save(engine: Engine, average: Average | None, run_dir: Path, saved: Saved, keep: int) -> None:
-    """Collective. After it returns, on every rank, the checkpoint is complete and older ones but `keep` are gone.
+    """Write a complete checkpoint and delete all older ones but `keep`. Collective.
 
-    Raises UserError naming the folder where it could not be written; earlier checkpoints are as they were.
+    Raises:
+        UserError: naming the folder that could not be written; earlier checkpoints are unchanged.
     """
     world, aside = engine.world, folder(run_dir) / PART
     if world.rank == 0:
@@ -47,7 +50,7 @@ def save(engine: Engine, average: Average | None, run_dir: Path, saved: Saved, k
 
 
 def load(engine: Engine, average: Average | None, run_dir: Path, saved: Saved) -> None:
-    """Collective. Raises UserError naming a checkpoint that cannot be read."""
+    """Load a checkpoint. Collective. Raises UserError naming a checkpoint that cannot be read."""
     path = folder(run_dir) / saved.tag
     verify(path, saved, engine.world.rank, engine.world.size)
     with engine.restoring() as share:
@@ -57,7 +60,7 @@ def load(engine: Engine, average: Average | None, run_dir: Path, saved: Saved) -
 
 
 def verify(path: Path, saved: Saved, rank: int, size: int) -> None:
-    """Read this rank's share of the files as they are on the disk. Raises UserError where a digest is wrong."""
+    """Read this rank's share of the files back from the disk. Raises UserError if a digest is wrong."""
     with states.one_line(path):
         for name in sorted(saved.files)[rank::size]:
             if sha256(path / name) != saved.sha256[name]:
@@ -66,8 +69,10 @@ def verify(path: Path, saved: Saved, rank: int, size: int) -> None:
 
 @contextmanager
 def _one_line(checkpoints: Path, aside: Path) -> Iterator[None]:
-    """What a full disk raises here (OSError, or SafetensorError) becomes a UserError, and what was written aside is
-    deleted: it would keep the disk full. RuntimeError: a rank that waits for one that could not write."""
+    """Turn the errors of a full disk (OSError, SafetensorError) into a UserError and delete the partial checkpoint.
+
+    The partial checkpoint would keep the disk full. A RuntimeError comes from waiting for a rank that could not write.
+    """
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -76,18 +81,18 @@ def _one_line(checkpoints: Path, aside: Path) -> Iterator[None]:
         shutil.rmtree(aside, ignore_errors=True)
         free = shutil.disk_usage(checkpoints).free
         raise UserError(
-            f"a checkpoint could not be written to {checkpoints} ({_reason(error)}; {free / 2**20:.0f} MB free); make "
-            "room, then go on from the checkpoint before by the same command and resume=auto"
+            f"a checkpoint could not be written to {checkpoints} ({_reason(error)}; {free / 2**20:.0f} MB free); free "
+            "some space, then repeat the command with resume=auto to continue from the previous checkpoint"
         ) from None
 
 
 def _reason(error: Exception) -> str:
-    """The system's words, without the source lines and stack that torch adds."""
+    """Return the system's words, without the source lines and stack that torch adds."""
     return str(error).split(". Exception raised from")[0].splitlines()[0]
 
 
 def complete(aside: Path, path: Path, saved: Saved) -> None:
-    """Mark, then rename; a damaged folder of the same step makes room."""
+    """Write the mark, then rename; a damaged folder of the same step is replaced."""
     write_whole(aside / MARK, saved.mark())
     if path.exists():
         os.replace(path, aside.with_name("replaced"))
@@ -98,5 +103,5 @@ def complete(aside: Path, path: Path, saved: Saved) -> None:
 def _prune(run_dir: Path, keep: int) -> None:
     whole = [path for path in folders(run_dir) if (path / MARK).is_file()]
     for path in whole[:-keep]:
-        (path / MARK).unlink()  # first: a folder half deleted must not count as complete
+        (path / MARK).unlink()  # first: a half-deleted folder must not count as complete
         shutil.rmtree(path)

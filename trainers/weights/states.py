@@ -1,11 +1,11 @@
-"""A checkpoint's tensors: safetensors, which hold numbers and names and nothing that runs.
+"""A checkpoint's tensors: safetensors, which hold numbers and names and no code.
 
     rank00000.safetensors ...   {"NAME:START:KEY": entries}, each rank's pieces (trainers/engine/share.py), float32
     buffers.safetensors         by name, as the model has them; written by rank 0
 
-The pieces of all files together are every entry of every parameter exactly once. So any number of ranks can read what
-another number wrote, each what is its own (the idea of docs/references.md#universal-checkpointing). Whatever a file
-says is checked against the model before a number is copied; it may come from anywhere.
+The pieces of all files together are every entry of every parameter exactly once. So any number of ranks can read the
+files of any other number, each its own part (the idea of docs/references.md#universal-checkpointing). A file may come
+from anywhere, so all its names and shapes are checked against the model before a number is copied.
 """
 
 import os
@@ -33,7 +33,7 @@ def rank_file(rank: int) -> str:
 
 
 def write(share: Share, folder: Path, rank: int) -> list[Path]:
-    """This rank's files."""
+    """Write this rank's files."""
     pieces = {
         f"{piece.name}:{piece.start}:{key}": share.part(piece, key)
         for piece in share.written
@@ -46,7 +46,7 @@ def write(share: Share, folder: Path, rank: int) -> list[Path]:
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """On the disk when it returns, and read again. Raises OSError where the file does not hold what was written."""
+    """Write to the disk and read again. Raises OSError if the file does not hold the tensors."""
     kept = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     save_file(kept, path)
     with path.open("rb") as file:
@@ -65,19 +65,22 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Entries [start, end) of one parameter or momentum, as a file has them."""
+    """Entries [start, end) of one parameter or momentum in a file."""
 
     start: int
     end: int
-    tensor: Any  # a slice of safetensors: nothing is read before it is asked for entries
+    tensor: Any  # a safetensors slice: read only when indexed
 
 
 Stretches = dict[tuple[str, str], list[Stretch]]
 
 
 def read(share: Share, folder: Path, files: list[str], step: int) -> None:
-    """Overwrite the share by what the files of all ranks tell, after `step` steps. Raises UserError where they are not
-    of this model and optimiser, entry by entry, or hold what is no number."""
+    """Overwrite the share with the state after `step` steps from the files of all ranks.
+
+    Raises:
+        UserError: a file is not of this model and optimiser, entry by entry, or holds values that are not finite.
+    """
     with ExitStack() as opened, one_line(folder):
         stretches = _stretches([opened.enter_context(safe_open(folder / name, "pt")) for name in sorted(files)])
         _fit(share, stretches)
@@ -90,14 +93,16 @@ def read(share: Share, folder: Path, files: list[str], step: int) -> None:
 
 
 def read_file(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`read_exact` of a file of a checkpoint."""
+    """Call `read_exact` on a file of a checkpoint."""
     with one_line(path.parent):
         return read_exact(path, expected)
 
 
 def read_exact(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file that has exactly the names, shapes and types of `expected`, and only numbers. Raises one of
-    UNREADABLE."""
+    """Read a file that has exactly the names, shapes and types of `expected`, and only finite values.
+
+    Raises one of UNREADABLE.
+    """
     with safe_open(path, "pt") as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
         if slices.keys() != expected.keys():
@@ -117,7 +122,7 @@ def _stretches(opened: list[Any]) -> Stretches:
             tensor = file.get_slice(entry)
             shape = tensor.get_shape()
             if tensor.get_dtype() != "F32" or len(shape) != 1 or not start.isdecimal() or len(start) > 18:
-                raise ValueError(f"{entry} is no piece of a parameter")
+                raise ValueError(f"{entry} is not a piece of a parameter")
             found.setdefault((name, key), []).append(Stretch(int(start), int(start) + shape[0], tensor))
     for stretches in found.values():
         stretches.sort(key=lambda stretch: stretch.start)
@@ -125,14 +130,14 @@ def _stretches(opened: list[Any]) -> Stretches:
 
 
 def _fit(share: Share, stretches: Stretches) -> None:
-    """Together they are all entries, each once."""
+    """Check that the pieces together cover all entries, each once."""
     wanted = {(name, key) for name, keys in share.keys.items() for key in keys}
     if stretches.keys() != wanted:
         raise ValueError(f"it has other parameters: {_some(map(':'.join, stretches.keys() ^ wanted))}")
     for (name, key), parts in stretches.items():
         starts, ends = [part.start for part in parts], [part.end for part in parts]
         if [0, *ends] != [*starts, share.sizes[name]]:
-            raise ValueError(f"the pieces of {name}:{key} are not {share.sizes[name]} entries, each once")
+            raise ValueError(f"the pieces of {name}:{key} do not cover {share.sizes[name]} entries once each")
 
 
 def _fill(target: Tensor, piece: Piece, parts: list[Stretch]) -> None:
@@ -145,7 +150,7 @@ def _fill(target: Tensor, piece: Piece, parts: list[Stretch]) -> None:
 
 def _numbers(values: Tensor, name: str) -> Tensor:
     if values.is_floating_point() and not values.isfinite().all():
-        raise ValueError(f"{name} holds what is no number")
+        raise ValueError(f"{name} holds values that are not finite")
     return values
 
 
@@ -155,10 +160,10 @@ def _some(names: Any) -> str:
 
 @contextmanager
 def one_line(folder: Path) -> Iterator[None]:
-    """What a file that is damaged, or of another model, raises."""
+    """Turn the errors of a damaged file, or of another model's, into a UserError."""
     try:
         yield
     except UNREADABLE as error:
         raise UserError(
-            f"{folder} cannot be resumed from ({str(error)[:200]}); delete it, and resume from the one before"
+            f"{folder} cannot be loaded ({str(error)[:200]}); delete it to resume from the previous checkpoint"
         ) from None

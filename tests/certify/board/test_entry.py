@@ -70,7 +70,7 @@ CHANGES = {
     "chance": (lambda e: e.update(failure_probability=2), "is '2', no probability"),
     "nonce": (lambda e: e.update(nonces=["n1"]), r"nonces\.0 is 'n1'"),
     "origin": (lambda e: e.update(nonces=[{"nonce": "n1", "beacon": None}]), r"nonces\.0\.origin is missing"),
-    "path": (lambda e: e.update(name="../x"), "no name of a folder"),
+    "path": (lambda e: e.update(name="../x"), "not a valid folder name"),
 }
 
 

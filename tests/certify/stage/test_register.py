@@ -102,7 +102,7 @@ def test_a_fact_of_a_configuration_is_refused_before_anything_is_sent(
     made: tuple[Path, dict[str, Any]], store_in: str, tag: str
 ) -> None:
     folder, _ = made
-    with pytest.raises(UserError, match="is a fact"):
+    with pytest.raises(UserError, match="is reserved"):
         register.publish(
             folder / "handover", folder / "certificate", registered_name="digits", run_id=None, experiment="test",
             tags={tag: "1.0"}, uri=store_in,

@@ -18,7 +18,7 @@ from certify.stage import run as stage
 from tests.tools.launching import ROOT, environment
 
 KILLS, SEED = 20, 17
-TOLD = "somebody else writes results here"
+TOLD = "another process writes results here"
 
 
 @dataclass

@@ -52,7 +52,7 @@ def test_something_missing_is_exit_status_1(
     assert doctor.main([*TINY, "data.root=nowhere", "registry.enabled=true"]) == 1
     shown = capsys.readouterr().out
     assert "nowhere" in shown
-    assert "is away" in shown
+    assert "does not answer" in shown
     assert shown.count("missing") == 2
 
 

@@ -221,7 +221,7 @@ def test_a_disk_that_is_full_from_any_moment_of_a_save(tmp_path: Path, room: int
         said.append(str(error))
         shutil.rmtree(checkpoint.folder(tmp_path) / checkpoint.tag(2), ignore_errors=True)
     assert len(said) > 10
-    assert sum("make room" in line and "resume=auto" in line for line in said) > 5
+    assert sum("free some space" in line and "resume=auto" in line for line in said) > 5
     assert steps(tmp_path) == [checkpoint.tag(1), checkpoint.tag(2)]
 
 
@@ -255,7 +255,7 @@ def test_one_flipped_bit_is_found_before_it_is_loaded(tmp_path: Path) -> None:
     file.write_bytes(bytes(content))
     saved = checkpoint.newest(tmp_path)
     assert saved is not None, "its size is right"
-    with pytest.raises(UserError, match=f"{saved.tag} cannot be resumed from .*is damaged.*delete it"):
+    with pytest.raises(UserError, match=f"{saved.tag} cannot be loaded .*is damaged.*delete it"):
         saving.load(Trained(), None, tmp_path, saved)  # type: ignore[arg-type]
 
 

@@ -129,7 +129,7 @@ def after_a_full_disk(folder: Path, disk: Path, name: str, spoil) -> None:  # ty
     error = the_error(output)
     assert status == 2, output
     assert str(run_dir) in error
-    assert "make room" in error
+    assert "free some space" in error
     assert newest_step(run_dir) >= 4
     assert not (run_dir / "checkpoints" / PART).exists()
 

@@ -32,7 +32,7 @@ def arguments(name: str) -> list[str]:
 def undisturbed(folder: Path) -> Path:
     status, output = finish(launch(SCRIPT, *arguments("calm"), cwd=folder))
     assert status == 0, output
-    assert "settled: train.precision=fp32, train.compile=false" in output
+    assert "auto settings: train.precision=fp32, train.compile=false" in output
     return folder / "runs" / "calm"
 
 
@@ -77,7 +77,7 @@ def test_killed_and_resumed_equals_undisturbed(folder: Path, undisturbed: Path) 
         torn.write_bytes(torn.read_bytes()[:1000])  # as if it had been killed while writing this one
     status, output = finish(launch(SCRIPT, *arguments("killed"), "resume=auto", cwd=folder))
     assert status == 0, output
-    assert "is not complete" in output
+    assert "is incomplete" in output
     resumed = int(output.split("at step ")[1].split()[0])
     assert resumed % STEPS_PER_EPOCH, "the resume should begin inside an epoch"
     weights = [path / "handover" / "model.safetensors" for path in (run_dir, undisturbed)]

@@ -468,7 +468,7 @@ def test_a_source_that_cannot_be_is_refused_before_training(
         "pretrained=w.pth": "w.pth does not exist",
         "pretrained=true": "dp_vit_ti has no published weights",
         "pretrained=vit_tiny_patch16_224": "full tag",
-        "+model.pretrained=w.pth": "write pretrained=SOURCE",
+        "+model.pretrained=w.pth": "set pretrained=SOURCE",
     }.items():
         with pytest.raises(UserError, match=words):
             prepare(compose_config("adv_train", [*TINY, override]))

@@ -1,7 +1,7 @@
-"""A glance at a model that still trains: certified and attacked shares of a few images, at few radii, in little time.
+"""Certify and attack a few images at a few radii within a time limit, for a model that is still training.
 
-The certificates and attacks are those of the stage, without what takes it longest: each image's radius. Shares of so
-few images are for choosing; nothing of them is written into a certificate.
+Certificates and attacks are those of the stage, without the search for each image's radius, which takes longest. The
+shares are for choosing between trials; none of them enters a certificate.
 """
 
 import time
@@ -15,15 +15,23 @@ from certify.stage.outcomes import confirmed, survives
 from certify.stage.settings import Settings
 
 
-def glance(
+def certify_probe(
     model: nn.Module, batches: Iterable[tuple[list[str], Tensor, Tensor]], asked: Settings, seconds: float
 ) -> dict[str, float]:
-    """{"certified_images", "certified_acc.EPS", "certified_near.EPS", "pgd_acc.EPS"} of the images that were reached in
-    time, at least those of one batch. `certified_near` is a share that does not move by whole images: the mean of
-    1 / (1 + (loss / margin)^2), which is 1/2 where an image is just certified and 0 where it is misclassified.
+    """Return {"certified_images", "certified_acc.EPS", "certified_near.EPS", "pgd_acc.EPS"} as shares of those images.
 
-    batches: (keys, images (B, C, H, W) in [0,1], labels (B,)); of `asked`: the radii, method, norm, attack and nonce.
-    Raises UnsoundCertificate.
+    Stops after the first batch that ends past the time limit. `certified_near` changes smoothly where shares of few
+    images jump: it is the mean of 1 / (1 + (loss / margin)^2), which is 1/2 for an image that is just certified and 0
+    for a misclassified one.
+
+    Args:
+        model: in eval mode; images in [0,1] -> logits.
+        batches: (keys, images (B, C, H, W) in [0,1], labels (B,)).
+        asked: radii, method, norm, attack and nonce.
+        seconds: time limit.
+
+    Raises:
+        UnsoundCertificate: an attack succeeds inside a certified radius.
     """
     end, images = time.monotonic() + seconds, 0
     asked = asked.of(model)

@@ -7,8 +7,8 @@ import torch
 
 from certify.api import certifier
 from certify.methods.certificate import UnsoundCertificate
-from certify.stage.glance import glance
 from certify.stage.outcomes import evaluate
+from certify.stage.probe_model import certify_probe
 from certify.stage.settings import Settings
 from tests.tools.small_models import labelled, small_model
 
@@ -26,7 +26,7 @@ def test_shares_are_those_of_the_stage() -> None:
     model = small_model("smooth", 0)
     images, labels = labelled(model, 20, 0)
     labels[::5] = (labels[::5] + 1) % 4
-    found = glance(model, in_batches(images, labels), ASKED, seconds=1000.0)
+    found = certify_probe(model, in_batches(images, labels), ASKED, seconds=1000.0)
     table = evaluate(model, images, labels, eps=EPS, method="lofast", nonce="n")
     assert found["certified_images"] == 20
     for eps in EPS:
@@ -40,7 +40,7 @@ def test_shares_are_those_of_the_stage() -> None:
 
 def test_who_has_no_time_looks_at_one_batch() -> None:
     model = small_model("smooth", 0)
-    found = glance(model, in_batches(*labelled(model, 20, 0)), ASKED, seconds=1e-9)
+    found = certify_probe(model, in_batches(*labelled(model, 20, 0)), ASKED, seconds=1e-9)
     assert found["certified_images"] == 8
 
 
@@ -48,7 +48,7 @@ def test_an_attack_that_refutes_a_certificate_stops_it(monkeypatch: pytest.Monke
     """With an attack that fools the model everywhere."""
     model = small_model("smooth", 0)
     monkeypatch.setattr(
-        "certify.stage.glance.survives", lambda model, keys, *_: torch.zeros(len(keys), dtype=torch.bool)
+        "certify.stage.probe_model.survives", lambda model, keys, *_: torch.zeros(len(keys), dtype=torch.bool)
     )
     with pytest.raises(UnsoundCertificate, match=r"image \d+ is certified by lofast at eps 0.01"):
-        glance(model, in_batches(*labelled(model, 20, 0)), ASKED, seconds=1000.0)
+        certify_probe(model, in_batches(*labelled(model, 20, 0)), ASKED, seconds=1000.0)

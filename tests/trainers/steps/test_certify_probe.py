@@ -8,7 +8,7 @@ import pytest
 
 import shards
 from tests.tools.launching import ROOT, TINY, finish, launch, rows
-from trainers.steps import look
+from trainers.steps import certify_probe
 
 
 def test_images_are_the_last_ones(digits: Path) -> None:
@@ -16,12 +16,12 @@ def test_images_are_the_last_ones(digits: Path) -> None:
     test_set = shards.find(data, "test")
     whole = [key for keys, _, _ in shards.eval_loader(test_set, data, batch_size=50) for key in keys]
     job: Any = type("Job", (), {"test_set": test_set, "data": data})
-    assert [key for keys, _, _ in look.last_images(job, 20) for key in keys] == whole[-20:]
+    assert [key for keys, _, _ in certify_probe.last_images(job, 20) for key in keys] == whole[-20:]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 0), (2, 2)])
-def test_a_look_leaves_no_trace_in_the_run(ranks: int, stage: int, digits: Path, tmp_path: Path) -> None:
+def test_a_probe_leaves_no_trace_in_the_run(ranks: int, stage: int, digits: Path, tmp_path: Path) -> None:
     """Figures at the end of every second epoch, and the same losses and accuracies as without."""
     common = (*TINY, f"data.root={digits}", "train.epochs=4", "train.eval_images=16", "train.log_every=1",
               f"deepspeed=zero{stage}", "certify.images=4", "data.workers=0")  # fmt: skip

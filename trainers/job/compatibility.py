@@ -1,10 +1,10 @@
-"""What goes with what: every refusal of options that contradict each other, a small function each, listed in RULES.
+"""Options that exclude each other: one small function for every refusal, listed in RULES.
 
-`prepare` asks them all, on every rank, before there is a process group and before anything is written;
-`python -m trainers.doctor` asks `prepare`. A rule raises UserError: what contradicts what, and the mend, in one line.
+`prepare` calls all rules on every rank, before the process group exists and before anything is written. `python -m
+trainers.doctor` calls `prepare`. A rule raises UserError: one line that names the conflict and how to resolve it.
 
-Not here: a value that is wrong by itself (settings.py, schedule.py, and those of attacks, shards and certify), a name
-that does not exist in the zoo, a run folder in use and a checkpoint of other settings (prepare.py, checkpoint.py).
+Checked elsewhere: single wrong values (settings.py, schedule.py, and those of attacks, shards and certify), names that
+the zoo does not know, a run folder in use and a checkpoint of other settings (prepare.py, checkpoint.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from attacks.attention import loss_of
 from certizoo import UserError
 from certizoo.files import require_file_name
 from certizoo.nearest import choices
-from registry import champion, facts
+from registry import champion, version_tags
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, SECOND_ORDER, SOFT_LABELS
@@ -32,8 +32,8 @@ from zoo.models.hidden_radius import check_reach
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What a rule may look at."""
+class Combination:
+    """The values that rules may read."""
 
     job: Job
     ranks: int
@@ -48,73 +48,73 @@ class Recipe:
 
     @property
     def attacks(self) -> dict[str, AttackConfig]:
-        """By the key in front of theirs: that of the training and its monitor, and that beside the certificates."""
+        """Return the attacks by key prefix: that of training and its monitor, and that beside the certificates."""
         certified = self.job.config["certify"]["enabled"]
         return {"": self.job.attack} | ({"certify.": certify_settings(self.job).attack} if certified else {})
 
     @cached_property
     def model(self) -> nn.Module:
-        """Modules and shapes without memory for the weights: a ViT-L takes a tenth of a second."""
+        """Return the modules with shapes but no memory for weights: a ViT-L takes a tenth of a second."""
         with torch.device("meta"):
             return zoo.create_model(**self.job.model)
 
 
-Rule = Callable[[Recipe], None]
+Rule = Callable[[Combination], None]
 
 
-def check_recipe(job: Job, ranks: int) -> None:
-    """Raise UserError for the first rule that the job breaks on so many ranks."""
-    recipe = Recipe(job, ranks)
+def check_compatibility(job: Job, ranks: int) -> None:
+    """Raise UserError for the first rule that the job breaks on this number of ranks."""
+    combination = Combination(job, ranks)
     for rule in RULES:
-        rule(recipe)
+        rule(combination)
 
 
 # objective, labels, attack -------------------------------------------------------------------------------------------
 
 
-def the_name_is_that_of_one_folder(r: Recipe) -> None:
+def the_name_is_that_of_one_folder(r: Combination) -> None:
     require_file_name(r.job.config["name"], "name")
 
 
-def the_objective_exists(r: Recipe) -> None:
+def the_objective_exists(r: Combination) -> None:
     require(
         r.objective in OBJECTIVES,
         f"objective.name={r.objective} does not exist; {choices(r.objective, OBJECTIVES)}",
     )
 
 
-def blurred_labels_suit_the_objective(r: Recipe) -> None:
+def blurred_labels_suit_the_objective(r: Combination) -> None:
     smooth = "train.label_smoothing" if r.job.train.label_smoothing else ""
     blur = "mix.mixup and mix.cutmix" if r.job.mix.active else smooth
     require(
         not blur or r.objective in SOFT_LABELS,
-        f"objective={r.objective} needs one class an image, which {blur} would blur; set 0, or use objective="
+        f"objective={r.objective} needs one class per image, but {blur} gives probabilities; set 0, or use objective="
         f"{'|'.join(SOFT_LABELS)}",
     )
 
 
-def an_attack_on_probabilities_climbs_their_cross_entropy(r: Recipe) -> None:
+def an_attack_on_probabilities_climbs_their_cross_entropy(r: Combination) -> None:
     soft = r.objective == "trades" or (r.objective == "pgd_at" and r.job.mix.active)
     loss = r.job.attack.loss
     require(
         not soft or loss == "ce",
-        f"attack.loss={loss} needs one class an image, and here it is told probabilities; set attack.loss=ce",
+        f"attack.loss={loss} needs one class per image, but it gets probabilities here; set attack.loss=ce",
     )
 
 
-def trades_starts_beside_the_image(r: Recipe) -> None:
+def trades_starts_beside_the_image(r: Combination) -> None:
     require(
         r.objective != "trades" or r.job.attack.random_start,
-        "objective=trades needs attack.random_start=true: its divergence has no slope at the image itself",
+        "objective=trades needs attack.random_start=true: the gradient of its divergence is 0 at the image itself",
     )
 
 
-def attacks_suit_the_model(r: Recipe) -> None:
+def attacks_suit_the_model(r: Combination) -> None:
     classes = r.job.model["num_classes"]
     for key, attack in r.attacks.items():
         require(
             attack.loss != "dlr" or classes >= 3,
-            f"{key}attack.loss=dlr needs three classes or more, the model has {classes}; use margin",
+            f"{key}attack.loss=dlr needs three classes or more, but the model has {classes}; use margin",
         )
         try:
             with loss_of(attack.loss, r.model):
@@ -126,12 +126,12 @@ def attacks_suit_the_model(r: Recipe) -> None:
 # batches -------------------------------------------------------------------------------------------------------------
 
 
-def ranks_share_the_batch(r: Recipe) -> None:
+def ranks_share_the_batch(r: Combination) -> None:
     size = r.job.train.batch_size
-    require(size % r.ranks == 0, f"train.batch_size={size} cannot be shared by {r.ranks} ranks; make it a multiple")
+    require(size % r.ranks == 0, f"train.batch_size={size} is not a multiple of the {r.ranks} ranks; change it")
 
 
-def micro_batches_make_the_batch(r: Recipe) -> None:
+def micro_batches_make_the_batch(r: Combination) -> None:
     train = r.job.train
     require(
         train.batch_size % (train.micro_batch(r.ranks) * r.ranks) == 0,
@@ -140,37 +140,37 @@ def micro_batches_make_the_batch(r: Recipe) -> None:
     )
 
 
-def images_make_a_batch(r: Recipe) -> None:
+def images_make_a_batch(r: Combination) -> None:
     size, images = r.job.train.batch_size, r.job.train_set.samples
     require(size <= images, f"train.batch_size={size} is more than the {images} training images; lower it")
 
 
-def mixing_finds_pairs(r: Recipe) -> None:
+def mixing_finds_pairs(r: Combination) -> None:
     micro = r.job.train.micro_batch(r.ranks)
     require(
         not r.job.mix.active or micro % 2 == 0,
-        f"mix.* pairs images: make the micro-batch of {micro} even (train.batch_size)",
+        f"mix.* pairs images, but a micro-batch has {micro}; make it even by train.batch_size",
     )
 
 
 # ZeRO, precision, memory, speed --------------------------------------------------------------------------------------
 
 
-def offloading_needs_optimiser_state_of_zero(r: Recipe) -> None:
+def offloading_needs_optimiser_state_of_zero(r: Combination) -> None:
     require(
         not r.job.deepspeed.offload_optimizer or r.stage > 0,
         "deepspeed.offload_optimizer=true needs deepspeed=zero1 or higher",
     )
 
 
-def muon_needs_whole_matrices(r: Recipe) -> None:
+def muon_needs_whole_matrices(r: Combination) -> None:
     require(
         r.job.optimizer.name != "muon" or r.stage == 0,
-        "optimizer=muon turns whole matrices, and each rank has parts of them; use deepspeed=zero0, or optimizer=adamw",
+        "optimizer=muon needs whole matrices, but ZeRO cuts them over ranks; use deepspeed=zero0, or optimizer=adamw",
     )
 
 
-def the_average_needs_whole_weights(r: Recipe) -> None:
+def the_average_needs_whole_weights(r: Combination) -> None:
     decay = r.job.train.ema_decay
     require(
         not decay or r.stage < 3,
@@ -178,62 +178,62 @@ def the_average_needs_whole_weights(r: Recipe) -> None:
     )
 
 
-def lipschitz_objectives_need_whole_weights(r: Recipe) -> None:
+def lipschitz_objectives_need_whole_weights(r: Combination) -> None:
     require(
         r.objective not in LIPSCHITZ or r.stage < 3,
-        f"objective={r.objective} reads weights outside their layers, and deepspeed=zero3 has them only inside; "
+        f"objective={r.objective} reads weights outside their layers, but deepspeed=zero3 gathers them only inside;  "
         "use deepspeed=zero2",
     )
 
 
-def second_derivatives_need_whole_weights(r: Recipe) -> None:
+def second_derivatives_need_whole_weights(r: Combination) -> None:
     require(
         r.objective not in SECOND_ORDER or r.stage < 3,
-        f"objective={r.objective} differentiates an input gradient, for which deepspeed=zero3 no longer has the "
+        f"objective={r.objective} differentiates an input gradient, but deepspeed=zero3 has by then freed the "
         "weights; use deepspeed=zero2",
     )
 
 
-def sam_needs_whole_weights(r: Recipe) -> None:
+def sam_needs_whole_weights(r: Combination) -> None:
     rho = r.job.train.sam_rho
     require(
         not rho or r.stage < 3,
-        f"train.sam_rho={rho} moves whole weights, which deepspeed=zero3 cuts; use deepspeed=zero2",
+        f"train.sam_rho={rho} needs whole weights, but deepspeed=zero3 cuts them over ranks; use deepspeed=zero2",
     )
 
 
-def sam_needs_float32(r: Recipe) -> None:
+def sam_needs_float32(r: Combination) -> None:
     rho = r.job.train.sam_rho
     require(
         not rho or r.job.train.precision == "fp32",
-        f"train.sam_rho={rho} moves weights by less than bf16 can tell; use train.precision=fp32",
+        f"train.sam_rho={rho} moves weights by less than bf16 can represent; use train.precision=fp32",
     )
 
 
-def what_is_compiled_runs_once_and_has_one_derivative(r: Recipe) -> None:
+def what_is_compiled_runs_once_and_has_one_derivative(r: Combination) -> None:
     train = r.job.train
     require(
         not (train.compile and (train.grad_checkpointing or r.objective in SECOND_ORDER)),
         "train.compile=true works neither with train.grad_checkpointing nor with second derivatives (objective="
-        f"{r.objective}); leave it out",
+        f"{r.objective}); set train.compile=false",
     )
 
 
-def a_recomputed_block_draws_no_mask(r: Recipe) -> None:
+def a_recomputed_block_draws_no_mask(r: Combination) -> None:
     require(
         not (r.job.train.grad_checkpointing and r.job.masks.ard),
-        "train.grad_checkpointing=true would draw the masks of masks.ard anew in its second pass; set one to false",
+        "train.grad_checkpointing=true would draw new masks of masks.ard in its second pass; set one of them to false",
     )
 
 
 # the model -----------------------------------------------------------------------------------------------------------
 
 
-def the_model_can_be_built(r: Recipe) -> None:
+def the_model_can_be_built(r: Combination) -> None:
     _ = r.model
 
 
-def lipschitz_objectives_suit_the_model(r: Recipe) -> None:
+def lipschitz_objectives_suit_the_model(r: Combination) -> None:
     if r.objective in LIPSCHITZ:
         try:
             check_reach(r.model)
@@ -241,14 +241,14 @@ def lipschitz_objectives_suit_the_model(r: Recipe) -> None:
             raise UserError(f"objective={r.objective}: {error}") from None
 
 
-def recomputing_finds_blocks(r: Recipe) -> None:
+def recomputing_finds_blocks(r: Combination) -> None:
     require(
         not r.job.train.grad_checkpointing or bool(blocks_of(r.model)),
-        "train.grad_checkpointing=true recomputes blocks, and this model has none; leave it out",
+        "train.grad_checkpointing=true recomputes blocks, but this model has none; set it to false",
     )
 
 
-def masks_find_attention_and_patches(r: Recipe) -> None:
+def masks_find_attention_and_patches(r: Combination) -> None:
     masks, kind = r.job.masks, type(r.model).__name__
     require(
         not masks.ard or bool(attentions_of(r.model)),
@@ -260,49 +260,49 @@ def masks_find_attention_and_patches(r: Recipe) -> None:
     )
 
 
-def penalties_find_weights(r: Recipe) -> None:
+def penalties_find_weights(r: Combination) -> None:
     for group, config in (("penalty", r.job.penalty), ("hinge", r.job.hinge)):
         require(
             not config.active or bool(owners_of(r.model, config.branches)),
-            f"{group}: {type(r.model).__name__} has no weights of the branches it is set for "
+            f"{group}: {type(r.model).__name__} has no weights in the chosen branches "
             f"({', '.join(config.branches) or 'none'}); use {group}=none",
         )
 
 
-def certificates_have_rules_for_the_model(r: Recipe) -> None:
+def certificates_have_rules_for_the_model(r: Combination) -> None:
     if r.job.config["certify"]["enabled"]:
         method = certify_settings(r.job).method
         reason = missing_rule(
             r.job.model,
             {"auto": "lofast", "lofast_local": "lofast", "best": "lofast", "image": "adjoint"}.get(method, method),
         )
-        require(not reason, f"certify.method={method}: {reason}; train without by certify.enabled=false")
+        require(not reason, f"certify.method={method}: {reason}; train without certificates by certify.enabled=false")
 
 
-def looks_are_apart_from_what_is_reported(r: Recipe) -> None:
+def probes_exclude_reported_images(r: Combination) -> None:
     job, certify = r.job, r.job.config["certify"]
     if not (certify["enabled"] and job.train.certify_images and job.test_set):
         return
     free = job.test_set.samples - job.train.certify_images
     require(
         free > 0 and certify["images"] is not None and certify["images"] <= free,
-        f"train.certify_images={job.train.certify_images} are the last of {job.test_set.samples} test images, and "
-        f"certify.images={certify['images']} reaches them: who chooses by them may not report them; "
+        f"train.certify_images={job.train.certify_images} takes the last of {job.test_set.samples} test images, and "
+        f"certify.images={certify['images']} overlaps them, but images used to choose a run must not be reported; "
         + (f"set certify.images={free} or less" if free > 0 else "set train.certify_images lower"),
     )
 
 
-def looks_need_torch_as_it_is(r: Recipe) -> None:
-    """ZeRO 3 puts a linear layer of its own into torch, which no certificate is of."""
+def probes_need_unpatched_torch(r: Combination) -> None:
+    """Refuse ZeRO 3, which replaces torch's linear function by one without a certificate."""
     require(
         r.stage < 3 or not r.job.train.certify_images or not r.job.config["certify"]["enabled"],
-        "train.certify_images: nothing can be certified while deepspeed.stage=3 trains; set it to 0, or use a stage "
-        "below 3",
+        "train.certify_images: a model cannot be certified during training with deepspeed.stage=3; set it to 0, or use "
+        "a stage below 3",
     )
 
 
 def missing_rule(model: Mapping[str, Any], method: str) -> str:
-    """Why a method has no certificates for the model; '' where it has, or where only the method itself can tell."""
+    """Return why a method cannot certify the model; '' if it can, or if only the method itself can tell."""
     options = {key: value for key, value in model.items() if key != "name"}
     try:
         return overview.rules_refusal(model["name"], method, **options) if method in overview.RULES else ""
@@ -313,10 +313,10 @@ def missing_rule(model: Mapping[str, Any], method: str) -> str:
 # the registry --------------------------------------------------------------------------------------------------------
 
 
-def tags_are_no_facts(r: Recipe) -> None:
+def tags_are_not_reserved(r: Combination) -> None:
     registry = r.job.config["registry"]
     champion.refuse_given(registry["champion_images"])
-    facts.refuse_given(registry["tags"] or {}, "registry.tags")
+    version_tags.refuse_given(registry["tags"] or {}, "registry.tags")
 
 
 RULES: tuple[Rule, ...] = (
@@ -345,9 +345,9 @@ RULES: tuple[Rule, ...] = (
     penalties_find_weights,
     attacks_suit_the_model,
     certificates_have_rules_for_the_model,
-    looks_are_apart_from_what_is_reported,
-    looks_need_torch_as_it_is,
-    tags_are_no_facts,
+    probes_exclude_reported_images,
+    probes_need_unpatched_torch,
+    tags_are_not_reserved,
 )
 
 
@@ -355,31 +355,34 @@ RULES: tuple[Rule, ...] = (
 
 
 @dataclass(frozen=True)
-class ConstrainRecipe(Recipe):
-    """What its rules may look at besides; the job is that of stage 1."""
+class ConstrainCombination(Combination):
+    """The values that CertViT's rules may also read; the job is that of stage 1."""
 
     settings: ConstrainConfig
 
 
-ConstrainRule = Callable[[ConstrainRecipe], None]
+ConstrainRule = Callable[[ConstrainCombination], None]
 
 
 def check_constrain(job: Job, ranks: int, settings: ConstrainConfig) -> None:
-    """Raise UserError for the first rule that CertViT breaks, beyond those of its jobs."""
-    recipe = ConstrainRecipe(job, ranks, settings)
+    """Raise UserError for the first of CertViT's own rules that the job breaks."""
+    combination = ConstrainCombination(job, ranks, settings)
     for rule in CONSTRAIN_RULES:
-        rule(recipe)
+        rule(combination)
 
 
-def there_are_weights_to_constrain(r: ConstrainRecipe) -> None:
+def there_are_weights_to_constrain(r: ConstrainCombination) -> None:
     require(
         bool(r.settings.adapt_epochs or r.job.config["pretrained"]),
         "constrain.adapt_epochs=0 leaves nothing to constrain; add pretrained=WEIGHTS",
     )
 
 
-def the_product_has_rules_for_the_model(r: ConstrainRecipe) -> None:
-    """Of `certify.papers.published.product`, which report.json holds; dot-product attention needs none."""
+def the_product_has_rules_for_the_model(r: ConstrainCombination) -> None:
+    """Require rules for `certify.papers.published.product`, which report.json contains.
+
+    Dot-product attention needs none.
+    """
     if not any(isinstance(module, DotProductAttention) for module in r.model.modules()):
         reason = missing_rule(r.job.model, "lofast")
         require(not reason, f"{r.job.model['name']} has no product of norms to lower: {reason}")

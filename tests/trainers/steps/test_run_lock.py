@@ -15,7 +15,7 @@ from tests.tools.trained import Alone
 from trainers import ranks as of_launcher
 from trainers import reshape
 from trainers.job.folder import refuse_used_folder
-from trainers.steps.sole import sole_trainer
+from trainers.steps.run_lock import run_lock
 
 SCRIPT = ROOT / "trainers" / "adv_train.py"
 HOLD = """
@@ -50,7 +50,7 @@ class Second(Alone):
 
 def enter(run_dir: Path, world: Any, unchanged: Any = lambda: None) -> list[str]:
     """Names in the folder while it is held."""
-    with sole_trainer(run_dir, world, unchanged):
+    with run_lock(run_dir, world, unchanged):
         return sorted(path.name for path in run_dir.iterdir()) if run_dir.is_dir() else []
 
 
@@ -58,7 +58,7 @@ def test_the_second_is_told_at_once_and_a_killed_one_holds_nothing(tmp_path: Pat
     process = another(tmp_path / "run")
     since = time.monotonic()
     with pytest.raises(
-        UserError, match=rf"somebody else writes a training here \(process {process.pid} .*name=ANOTHER"
+        UserError, match=rf"another process writes a training here \(process {process.pid} .*name=ANOTHER"
     ):
         enter(tmp_path / "run", Alone())
     with pytest.raises(SystemExit):
@@ -105,7 +105,7 @@ def test_a_second_command_ends_and_after_a_kill_the_next_goes_on(folder: Path) -
     status, output = finish(launch(SCRIPT, *run, "resume=auto", cwd=folder), seconds=60)
     assert status == 2, output
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert "somebody else writes a training here" in error
+    assert "another process writes a training here" in error
     assert "Traceback" not in output
     step = max(row["step"] for row in rows(run_dir))
     reach(first, run_dir, int(step) + 2)  # the first did not notice

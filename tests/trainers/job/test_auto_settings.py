@@ -9,9 +9,9 @@ import torch
 import yaml
 
 from certizoo.compose import CONFIGS, compose_config
-from trainers.job import settle
+from trainers.job import auto_settings
+from trainers.job.auto_settings import resolve_auto, scale_lr
 from trainers.job.checkpoint import Position, Saved
-from trainers.job.settle import settled, with_lr
 from trainers.settings import OptimizerConfig
 
 TUNED = [
@@ -38,11 +38,11 @@ def test_the_learning_rate_follows_the_batch(scaling: str, of: int | None, batch
     """Once: what is settled stays."""
     config = composed(f"optimizer.lr_batch={'null' if of is None else of}", f"optimizer.lr_scaling={scaling}")
     optimizer = OptimizerConfig("adamw", 1e-3, lr_batch=of, lr_scaling=scaling)
-    config, own, lines = with_lr(config, optimizer, batch)
+    config, own, lines = scale_lr(config, optimizer, batch)
     assert own.lr == pytest.approx(1e-3 * factor)
     assert config["optimizer"]["lr"] == own.lr
     assert bool(lines) == (factor != 1)
-    assert with_lr(config, own, batch) == (config, own, [])
+    assert scale_lr(config, own, batch) == (config, own, [])
 
 
 @pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
@@ -72,33 +72,33 @@ def test_a_gpu_is_used_as_far_as_the_technique_allows(
 ) -> None:
     config = composed("train.batch_size=8", "data.workers=0", *overrides)
     for there in (True, False):
-        monkeypatch.setattr(settle, "narrow", lambda there=there: there)
-        monkeypatch.setattr(settle, "compiles", lambda there=there: there)
-        found, lines = settled(config, 1, None)
+        monkeypatch.setattr(auto_settings, "has_fast_bf16", lambda there=there: there)
+        monkeypatch.setattr(auto_settings, "can_compile", lambda there=there: there)
+        found, lines = resolve_auto(config, 1, None)
         for key, value in (expected if there else EXACT).items():
             assert found["train"][key.removeprefix("train.")] == value
         assert len(lines) == len(expected)
-        assert settled(found, 1, None) == (found, [])
+        assert resolve_auto(found, 1, None) == (found, [])
 
 
 def test_without_a_gpu_nothing_is_compiled() -> None:
     if not torch.cuda.is_available():
-        assert not settle.narrow()
-        assert not settle.compiles()
+        assert not auto_settings.has_fast_bf16()
+        assert not auto_settings.can_compile()
 
 
 def test_loaders_are_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "cores", lambda: 3)
-    assert settled(composed("data.workers=8"), 1, None)[0]["data"]["workers"] == 3
-    assert settled(composed("data.workers=2"), 1, None)[0]["data"]["workers"] == 2
+    monkeypatch.setattr(auto_settings, "cores", lambda: 3)
+    assert resolve_auto(composed("data.workers=8"), 1, None)[0]["data"]["workers"] == 3
+    assert resolve_auto(composed("data.workers=2"), 1, None)[0]["data"]["workers"] == 2
 
 
 def test_a_resumed_run_goes_on_as_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with another number of cores, a GPU, or another number of ranks; the order of images depends on the
     number of loaders."""
     began = {"train.batch_size": 16, "train.precision": "bf16", "train.compile": True, "data.workers": 2}
-    monkeypatch.setattr(settle, "cores", lambda: 64)
-    found, lines = settled(composed("data.workers=8"), 4, saved_of(began))
+    monkeypatch.setattr(auto_settings, "cores", lambda: 64)
+    found, lines = resolve_auto(composed("data.workers=8"), 4, saved_of(began))
     assert {key: found[key.split(".")[0]][key.split(".")[1]] for key in began} == began
     assert len(lines) == 4
 
@@ -113,4 +113,4 @@ def test_a_cpu_that_computes_bfloat16_in_software_is_said(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cpu = {"architecture": "x86_64", "avx512_bw": avx512, "amx_bf16": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu, raising=False)
-    assert settle.emulated(composed(f"train.precision={precision}")) is said
+    assert auto_settings.bf16_is_emulated(composed(f"train.precision={precision}")) is said

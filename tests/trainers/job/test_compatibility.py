@@ -1,4 +1,4 @@
-"""Every rule of trainers/job/recipe.py refuses its case before work, and trainer and doctor say so in the same line."""
+"""Every rule of compatibility.py refuses its case before work; the trainer and the doctor print the same line."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ from trainers import entry
 from trainers.certvit import run as certvit
 from trainers.doctor import findings
 from trainers.engine import engine
-from trainers.job.recipe import CONSTRAIN_RULES, RULES
+from trainers.job.compatibility import CONSTRAIN_RULES, RULES
 from trainers.job.stages import prepare_first
 
 CERTVIT = (
@@ -38,13 +38,17 @@ LOOK = (*TINY, "certify.enabled=true", "certify.images=20", "train.certify_image
 Case = tuple[str, Sequence[str], str]
 CASES: dict[str, list[Case]] = {
     "the_name_is_that_of_one_folder": [
-        ("adv_train", [*TINY, "name=../../x", "run_dir=runs/x"], "no name of a folder"),
-        ("adv_train", [*TINY, "name=.hidden", "run_dir=runs/x"], "no name of a folder"),
+        ("adv_train", [*TINY, "name=../../x", "run_dir=runs/x"], "not a valid folder name"),
+        ("adv_train", [*TINY, "name=.hidden", "run_dir=runs/x"], "not a valid folder name"),
     ],
     "the_objective_exists": [("adv_train", [*TINY, "objective.name=nope"], "objective.name=nope")],
     "blurred_labels_suit_the_objective": [
-        ("adv_train", [*TINY, "objective=mart", "mix.mixup=0.8"], "one class an image, which mix"),
-        ("adv_train", [*TINY, "objective=lmce", "train.label_smoothing=0.1"], "train.label_smoothing would blur"),
+        ("adv_train", [*TINY, "objective=mart", "mix.mixup=0.8"], "one class per image, but mix"),
+        (
+            "adv_train",
+            [*TINY, "objective=lmce", "train.label_smoothing=0.1"],
+            "train.label_smoothing gives probabilities",
+        ),
         ("adv_train", [*CONV, "objective=gloro", "mix.cutmix=1"], "objective=clean"),
     ],
     "an_attack_on_probabilities_climbs_their_cross_entropy": [
@@ -63,12 +67,12 @@ CASES: dict[str, list[Case]] = {
             "certify.attack.loss=attention: ConvNet",
         ),
     ],
-    "tags_are_no_facts": [
-        ("adv_train", [*TINY, "registry.tags={clean_acc:1.0}"], "clean_acc is a fact"),
-        ("adv_train", [*TINY, "registry.tags={certified_acc.0.1:1.0}"], "certified_acc.0.1 is a fact"),
+    "tags_are_not_reserved": [
+        ("adv_train", [*TINY, "registry.tags={clean_acc:1.0}"], "clean_acc is reserved"),
+        ("adv_train", [*TINY, "registry.tags={certified_acc.0.1:1.0}"], "certified_acc.0.1 is reserved"),
         ("adv_train", [*TINY, "registry.champion_images=0"], "champion_images=0"),
     ],
-    "ranks_share_the_batch": [("adv_train", [*TINY, "train.batch_size=63"], "cannot be shared by 2 ranks")],
+    "ranks_share_the_batch": [("adv_train", [*TINY, "train.batch_size=63"], "not a multiple of the 2 ranks")],
     "micro_batches_make_the_batch": [("adv_train", [*TINY, "train.micro_batch_size=5"], "train.micro_batch_size")],
     "images_make_a_batch": [("adv_train", [*TINY, "train.batch_size=4096"], "1437 training images")],
     "mixing_finds_pairs": [("adv_train", [*TINY, "mix.mixup=1", "train.batch_size=30"], "even")],
@@ -120,12 +124,12 @@ CASES: dict[str, list[Case]] = {
         ("adv_train", [*CERTVIT, UNTIED, "certify.enabled=true"], "certify.method=auto: NoRule(zoo.attention.l2"),
         ("adv_train", [*CERTVIT, UNTIED, "certify.enabled=true", "certify.method=best"], "certify.enabled=false"),
     ],
-    "looks_are_apart_from_what_is_reported": [
+    "probes_exclude_reported_images": [
         ("adv_train", [*LOOK, "certify.images=340"], "set certify.images=328 or less"),
         ("adv_train", [*LOOK, "certify.images=null"], "set certify.images=328 or less"),
         ("adv_train", [*LOOK, "train.certify_images=400"], "set train.certify_images lower"),
     ],
-    "looks_need_torch_as_it_is": [("adv_train", [*LOOK, "deepspeed=zero3"], "set it to 0, or use a stage")],
+    "probes_need_unpatched_torch": [("adv_train", [*LOOK, "deepspeed=zero3"], "set it to 0, or use a stage below 3")],
     "there_are_weights_to_constrain": [("constrain", [*CERTVIT, "constrain.adapt_epochs=0"], "pretrained=WEIGHTS")],
     "the_product_has_rules_for_the_model": [("constrain", [*CERTVIT, UNTIED], "no product of norms")],
 }

@@ -1,4 +1,4 @@
-"""One trainer at a time in a run folder: rank 0 holds it, whatever number of machines there are."""
+"""A lock for one trainer at a time in a run folder; rank 0 holds it, for any number of machines."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,19 +15,24 @@ from trainers.job.folder import held
 
 
 @contextmanager
-def sole_trainer(run_dir: Path, world: World, unchanged: Callable[[], None]) -> Iterator[None]:
-    """Collective: the folder is this run's until the end, and nothing is written before. `unchanged` raises UserError
-    where the folder, now that it is held, is not as all ranks have seen it.
+def run_lock(run_dir: Path, world: World, unchanged: Callable[[], None]) -> Iterator[None]:
+    """Hold the folder until the block ends. Collective; nothing is written before.
 
-    Raises UserError on rank 0 where it cannot be had; the other ranks end without a word. The lock is the kernel's: it
-    goes with rank 0's process, however that ends.
+    The lock belongs to the kernel: it ends with rank 0's process, however that ends.
+
+    Args:
+        unchanged: raises UserError if the folder, once locked, differs from what all ranks have seen.
+
+    Raises:
+        UserError: on rank 0 if the lock is taken; the other ranks end silently.
     """
     with ExitStack() as lock:
         refusal = _refusal(lock, run_dir, unchanged) if world.rank == 0 else None
         if world.sums(torch.tensor([float(refusal is not None)])).item():
             if refusal is not None:
                 raise refusal
-            time.sleep(ranks.GRACE_SECONDS)  # the launcher, which ends a machine's ranks with the first, sees rank 0
+            # The launcher ends all ranks of a machine after the first exit: let it see rank 0 first.
+            time.sleep(ranks.GRACE_SECONDS)
             raise SystemExit(EXIT_USER_ERROR)
         yield
 

@@ -1,0 +1,42 @@
+"""Progress in a log file: plain lines, not too often, with the rate and the time left."""
+
+import io
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from certify.rows.progress import progress_bar, progress_lines
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=40)
+
+
+def printed(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_lines_come_at_most_every_ten_seconds() -> None:
+    seconds: Iterator[float] = iter(range(0, 1000, 4))
+    log = console()
+    report = progress_lines("certifying", log, lambda: next(seconds))
+    for done in range(20, 100, 10):  # 4 s apart, and 20 of them from an earlier run
+        report(done, 100)
+    assert printed(log) == ["certifying 40/100, 2.5/s, 24 s left", "certifying 70/100, 2.5/s, 12 s left"]
+
+
+def test_a_single_slow_piece_has_no_rate_yet() -> None:
+    seconds = iter([0.0, 60.0])
+    log = console()
+    progress_lines("certifying", log, lambda: next(seconds))(8, 100)
+    assert printed(log) == ["certifying 8/100"]
+
+
+def test_a_file_gets_lines_and_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("certify.rows.progress.LINE_SECONDS", 0.0)
+    log = console()
+    with progress_bar("certifying", log) as progress:
+        progress(1, 2)
+    assert printed(log) == ["certifying 1/2"]
