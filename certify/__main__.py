@@ -6,8 +6,8 @@ analyse     the figures of the papers, inside it        configs/analyse.yaml    
 features    the figures of the papers, under attack     configs/features.yaml   certify/papers/cli.py
 image       photographs: class, radius, nearest attack  configs/image.yaml      certify/photos/cli.py
 serve       the same as a page on this machine          configs/serve.yaml      certify/photos/cli.py
-submit      an entry of the leaderboard of results      configs/submit.yaml     certify/board/cli.py
-check       do an entry again                           configs/check.yaml      certify/board/cli.py
+submit      an entry of the leaderboard of results      configs/submit.yaml     certify/leaderboard/cli.py
+check       do an entry again                           configs/check.yaml      certify/leaderboard/cli.py
 """
 
 import logging
@@ -93,13 +93,13 @@ def _serve(config: dict[str, Any]) -> None:
 
 
 def _submit(config: dict[str, Any]) -> None:
-    from certify.board.cli import submit
+    from certify.leaderboard.cli import submit
 
     submit(config)
 
 
 def _check(config: dict[str, Any]) -> None:
-    from certify.board.cli import check
+    from certify.leaderboard.cli import check
 
     check(config)
 

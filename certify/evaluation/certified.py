@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from certify.rows import records
-from certify.rows.columns import Columns, Listed, Row, amount, chance
 from certify.rows.draws import Nonce, recorded
+from certify.rows.row_schema import Listed, Row, RowSchema, amount, chance
 from certify.rows.summary import Summary, norm_of
 from certizoo import UserError
 
@@ -45,7 +45,7 @@ class Certified:
             if self.said.get(key) != subject[key]:
                 raise UserError(f"certificate={self.folder} is of another {words}; certify these anew, or leave it out")
         names = {f"radius.{self.method}": amount, "seconds": amount, "failure": chance}
-        columns = Columns(names, {"": lambda value: True})
+        columns = RowSchema(names, {"": lambda value: True})
         for image in images:
             if image.key not in self.rows:
                 raise UserError(

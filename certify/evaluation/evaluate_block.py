@@ -24,9 +24,9 @@ from certify.evaluation.settings import Settings
 from certify.methods.bake import logit_differences
 from certify.methods.ball import L2
 from certify.methods.served import certifier_of
-from certify.rows.columns import Columns, Kind, Row, amount, chance, flag, perhaps, real, whole
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.draws import draws
+from certify.rows.row_schema import Kind, Row, RowSchema, amount, chance, flag, perhaps, real, whole
 from certify.rows.workers import Batch
 
 
@@ -146,7 +146,7 @@ def _where(chosen_B: Tensor, values_B: Tensor) -> list[object]:
     return [value if chosen else None for value, chosen in zip(values_B.tolist(), chosen_B.tolist(), strict=True)]
 
 
-def columns_of(settings: Settings, attacks: Mapping[str, Attack]) -> Columns:
+def row_schema_of(settings: Settings, attacks: Mapping[str, Attack]) -> RowSchema:
     """What a row of `EvaluateBlock` is made of."""
     needed: dict[str, Kind] = {"prediction": whole, "correct": flag, "margin": real}
     if settings.method:
@@ -167,7 +167,7 @@ def columns_of(settings: Settings, attacks: Mapping[str, Attack]) -> Columns:
                 return f"is certified and does not survive {name}, or that and not correct"
         return None
 
-    return Columns(needed, contradiction=contradiction)
+    return RowSchema(needed, contradiction=contradiction)
 
 
 def in_dtype(model: nn.Module, dtype: str | None) -> nn.Module:

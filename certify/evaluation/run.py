@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import shards
-from certify.evaluation import accuracies, checks, leaderboard, tables
+from certify.evaluation import accuracies, checks, robustbench, tables
 from certify.evaluation.certified import read
-from certify.evaluation.evaluate_block import EvaluateBlock, columns_of
+from certify.evaluation.evaluate_block import EvaluateBlock, row_schema_of
 from certify.evaluation.settings import Settings
 from certify.rows import images, records, runner
 from certify.rows.draws import nonce_of
@@ -71,14 +71,14 @@ def _run(
     settings = own.settings
     subject |= _asked(settings) | nonce.said()
     records.require_rows(out / EVALUATION, ROWS)
-    rows = runner.resume(out / ROWS, subject, listed, columns_of(settings, own.attacks), settings.block)
+    rows = runner.resume(out / ROWS, subject, listed, row_schema_of(settings, own.attacks), settings.block)
     rows = rows.with_parts(share.parts)
     flags = _flags(own, listed, {"images": settings.check_images, "subject": subject}, out / CHECKS)
     table = rows.complete(own, handover, make, settings.crew, progress)
     records.write_parquet(out / TABLE, table)
     records.write_csv(out / CSV, table)
     summary = _summary(table, subject, own, flags) | records.digests(out, ROWS, TABLE, CSV)
-    for threat, entry in leaderboard.entries(summary, own.attacks):
+    for threat, entry in robustbench.entries(summary, own.attacks):
         records.write_json(out / f"robustbench_{threat}.json", entry)
     tables.bars(summary, out / BARS)
     write_whole(out / CARD, tables.card(summary))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certify.maps.effort import at_once
+from certify.maps.budget import at_once
 from zoo.arithmetic import beside, product
 from zoo.bounds.contracts import Forms
 from zoo.bounds.rounding import OUT

@@ -93,7 +93,7 @@ def coupled(ellipsoids: Ellipsoids, margins: Margins, g_0: Tensor, first: Tensor
             forms[k] = _sum(forms.get(k), form, weights[k] * held_B)
     parts = {part: joint.part(part, last) for part in weights}
     scale = _scale(weights, parts)
-    kappa = ellipsoids.seminorms(forms, "coupled", margins.numbers, ellipsoids.effort.close, scale).square()
+    kappa = ellipsoids.seminorms(forms, "coupled", margins.numbers, ellipsoids.budget.close, scale).square()
     slope = g_0.flatten(2) * joint.most_B[:, None]
     b = F.pad(slope, (0, joint.room(last) - slope.shape[-1]))  # the image is the first part
     z, length = joint.gram(forms)(b), torch.linalg.vector_norm(b, dim=-1)

@@ -27,8 +27,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from certify.maps.budget import at_once, budget
 from certify.maps.columns import Columns
-from certify.maps.effort import at_once, effort
 from certify.maps.joint import Joint, Scale, Sizes
 from certify.maps.rounding import ALLOWED, Rounding
 from zoo.arithmetic import beside, nan_to_inf, product
@@ -42,7 +42,7 @@ LEAST_LENGTH = 1e-100  # of a map that is nearly 0
 TOGETHER = 16  # random vectors that find how far functionals reach, at most: more are no faster
 PROBE_FAILURE = 1e-11  # the chance that one reach of an image is too small
 SIZES = 1.5  # of `share`: pushes are off by half of it at most, and pulls by twice that, as images may be 2 x
-COARSE = 1.2  # of norms, as in zoo/bounds/lanczos.py; what is close, effort.py says
+COARSE = 1.2  # of norms, as in zoo/bounds/lanczos.py; what is close, budget.py says
 
 Known = Callable[[Tensor], Sizes]  # e (B,) -> bounds of |H_i| within e, of some leaves, from elsewhere
 Off = Callable[[int, Tensor], Tensor]  # node, r (B,) -> what is off at its end for inputs within r: (B,)
@@ -109,13 +109,13 @@ class Ellipsoids:
     def __init__(self, joint: Joint, draw: Draw, known: Known, off: Off, first: Columns | None) -> None:
         self.joint, self.tape, self.most_B, self._draw = joint, joint.tape, joint.most_B, draw
         self._known, self._off = known, off
-        self.effort, self.failure = effort(self.tape), PROBE_FAILURE  # the chance, of an image
+        self.budget, self.failure = budget(self.tape), PROBE_FAILURE  # the chance, of an image
         self.rounding = self._measured()
         self._reaches = self._probed()
         if first is not None:
             length = first.lengths(self.tape, self.most_B, joint.noise.weights)
             self._reaches[first.at] = torch.fmin(self._reaches[first.at], length)
-        self._norms = {} if self.effort.large else self._norms_of_sizes()
+        self._norms = {} if self.budget.large else self._norms_of_sizes()
         self.rests = dict[int, Rest]()
 
         def measured(at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
@@ -131,7 +131,7 @@ class Ellipsoids:
         self.rounding = Rounding(self.joint, {at: torch.zeros_like(weight_B) for at, weight_B in weights.items()})
         met = {at: torch.zeros_like(weight_B) for at, weight_B in weights.items()}
         forms = {at: _met(met, at, _multiple(weight_B.square())) for at, weight_B in weights.items()}
-        norm_B = self.seminorms(forms, "sizes", [self.most_B[:, None]], self.effort.close)[0]
+        norm_B = self.seminorms(forms, "sizes", [self.most_B[:, None]], self.budget.close)[0]
         measured = Rounding(self.joint, {at: norm_B / weight_B * OUT for at, weight_B in weights.items()})
         within_B = torch.stack([met[at] <= size_B for at, size_B in measured.sizes.items()]).all(0)
         return measured.only(within_B & (SIZES * measured.share(max(weights)) <= ALLOWED))
@@ -244,7 +244,7 @@ class Ellipsoids:
             return Rest(self._norm(at), None, None)
         reach = self._reach(at, total_B, sizes)
         form = leaf.forms.of_rest(reach, 1 / self.joint.weights[at])
-        norm_B = self.seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.effort.close)[0]
+        norm_B = self.seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.budget.close)[0]
         return Rest(norm_B, reach, form)
 
     def _norm(self, at: int) -> Tensor:
@@ -309,20 +309,20 @@ class Ellipsoids:
                 squares[at] = formed[at].squares(v) + squares.get(at, 0.0)
 
         fit, longest_B = at_once(self.most_B.numel() * room), torch.zeros_like(self.most_B)
-        for start in range(0, self.effort.probes, TOGETHER):  # the same vectors, however many fit
-            rooms = torch.Size([min(TOGETHER, self.effort.probes - start), room])
+        for start in range(0, self.budget.probes, TOGETHER):  # the same vectors, however many fit
+            rooms = torch.Size([min(TOGETHER, self.budget.probes - start), room])
             u = self._draw(rooms, f"probes {start}", self.most_B[:, None]).movedim(1, 0)
             longest_B = torch.maximum(longest_B, torch.linalg.vector_norm(u, dim=-1).amax(0))
             for fitting in u.split(fit):
                 self.joint.push(fitting, visit, last)
         count = sum(found[0].numel() for found in squares.values())
-        share = least_square_sum(self.effort.probes, PROBE_FAILURE / count)
+        share = least_square_sum(self.budget.probes, PROBE_FAILURE / count)
         return {at: self._length(at, found, share, longest_B) for at, found in squares.items()}
 
     def _length(self, at: int, squares: Tensor, share: float, longest_B: Tensor) -> Tensor:
         """|M_i^T a| at most, of sums of squares of <a, M_i u> with |u| <= longest, as torch computed them: each is
         <a, M_i u'> for |u' - u| <= share() |u| / 2, and what the functional itself rounds."""
-        forms, root = self.tape.leaves[at].forms, self.effort.probes**0.5
+        forms, root = self.tape.leaves[at].forms, self.budget.probes**0.5
         assert forms is not None
         moved_B = self.rounding.share(at) * longest_B * OUT
         far_B = product(self.rounding.sizes[at], longest_B) * OUT

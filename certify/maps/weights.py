@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.maps.effort import effort
+from certify.maps.budget import budget
 from certify.maps.ellipsoid import Draw, Known, Off, identity, within
 from certify.maps.joint import IMAGE, NOISE, Joint, Noise, Sizes
 from zoo.arithmetic import beside
@@ -39,13 +39,13 @@ LENGTHS = (1e-100, 1e100)  # from, to
 WEIGHTS = (1e-100, 1e30)  # from, to: where a look diverges, what it says is finite
 
 
-class Look:
+class WeightEstimate:
     """At some images, for all eps up to `most_B`. g (1, B, *y): gradients of one margin of each at the leaves."""
 
     def __init__(self, tape: Tape, images_BCHW: Tensor, most_B: Tensor, g: Vectors, draw: Draw, known: Known) -> None:
         self._tape, self._images, self._most_B, self._g, self._draw = tape, images_BCHW, most_B, g, draw
         self._sizes = known(most_B)
-        self._effort = effort(tape)
+        self._budget = budget(tape)
         self._formed = {at: forms for at in tape.bent if (forms := tape.leaves[at].forms) is not None}
         self._forms, self._pulled, self._energy_B = dict[int, QuadraticForm](), Vectors(), torch.zeros_like(most_B)
         if self._formed:
@@ -55,11 +55,11 @@ class Look:
         """With W_k (B, ...) of every leaf that bends, and w_n for what is about off at the ends of nodes."""
         nodes = enumerate(self._tape.of_nodes)
         defects = {leaves[-1]: off(node, MOVED * self._lengths[leaves[0]]) for node, leaves in nodes}
-        weights = _scaled(self._again, self._theta, self._parts)
+        weights = _scaled(self._rebalanced_weights, self._theta, self._parts)
         return Joint(self._tape, self._images, self._most_B, weights, self._noise(defects))
 
     @cached_property
-    def _again(self) -> dict[int, Tensor]:
+    def _rebalanced_weights(self) -> dict[int, Tensor]:
         """The weights that are looked at once more: those of the first look in proportion to what remainders add if
         theta is GUESS everywhere. It is another where those in front were out of proportion."""
         theta = {at: torch.full_like(self._most_B, GUESS) for at in self._weights}
@@ -77,20 +77,20 @@ class Look:
 
     @cached_property
     def _second(self) -> tuple[Sizes, Sizes]:
-        thetas, joint = Sizes(), self._silent(self._again)
+        thetas, joint = Sizes(), self._silent(self._rebalanced_weights)
 
         def weight(at: int, v: Tensor) -> Tensor:
             total_B = 1 + sum(thetas.values(), torch.zeros_like(self._most_B))
-            theta_B = self._length(at, v, joint, self._again[at], total_B).square()
+            theta_B = self._length(at, v, joint, self._rebalanced_weights[at], total_B).square()
             thetas[at] = theta_B.nan_to_num(THETA[1], THETA[1]).clamp_min(LEAST_THETA)
-            return self._again[at]
+            return self._rebalanced_weights[at]
 
         return thetas, self._walk(weight)
 
     @cached_property
     def _parts(self) -> dict[int, Tensor]:
         """What the image and the remainders of leaves add to the seminorm of the margin's forms."""
-        return self._parts_of(self._again, self._theta)
+        return self._parts_of(self._rebalanced_weights, self._theta)
 
     def _noise(self, defects: Sizes) -> Noise:
         """With theta_0 as those of remainders, and a place for rounding at the output of every leaf."""
@@ -121,7 +121,7 @@ class Look:
         first eps as long as that is twice as much, beyond it a eps^2 + first^2 / 4 a: the cost of coupled.py where b
         sees nothing of A."""
         whole_B = sum(self._parts.values(), torch.zeros_like(self._most_B))
-        a_B = ALIGNED * 0.5 * (self._effort.over * whole_B / self._most_B).square().clamp_min(1e-300)
+        a_B = ALIGNED * 0.5 * (self._budget.over * whole_B / self._most_B).square().clamp_min(1e-300)
         turn_B = first_B.square() / (4 * a_B)
         root_B = torch.where(margin_B < 2 * turn_B, margin_B / first_B, ((margin_B - turn_B) / a_B).sqrt())
         return torch.fmin(root_B, self._most_B).clamp_min(LEAST_RADIUS * self._most_B)
@@ -150,7 +150,7 @@ class Look:
 
     def _around(self, total_B: Tensor) -> Tensor:
         """Theta^(1/2), and what is proved in units of what a look finds."""
-        return self._effort.over * total_B.sqrt()
+        return self._budget.over * total_B.sqrt()
 
     @cached_property
     def _weights(self) -> dict[int, Tensor]:
@@ -190,7 +190,7 @@ class Look:
         joint = self._silent(weights)
         parts = {IMAGE: self._of_image_B}
         for at in joint.sources(max(self._forms)):
-            part_B = self._seen(at, weights[at]) if self._effort.large else self._part(joint, at)
+            part_B = self._seen(at, weights[at]) if self._budget.large else self._part(joint, at)
             parts[at] = theta[at].sqrt() * part_B
         return parts
 
@@ -241,7 +241,7 @@ class Look:
 
     def _gaussian(self, room: torch.Size, word: str) -> Tensor:
         """The random vectors (M, B, *room)."""
-        return self._draw(torch.Size([self._effort.looks, *room]), word, self._most_B[:, None]).movedim(1, 0)
+        return self._draw(torch.Size([self._budget.samples, *room]), word, self._most_B[:, None]).movedim(1, 0)
 
     def _ritz(self, joint: Joint, forms: Mapping[int, QuadraticForm], start_BN: Tensor) -> Tensor:
         """lambda_max^(1/2) of the forms, about, in the part of u where the start is not 0."""
@@ -250,7 +250,7 @@ class Look:
         def apply(u_BN: Tensor) -> Tensor:
             return (gram(u_BN[None])[0] * part_BN).nan_to_num(0.0, 0.0, 0.0)
 
-        return lanczos.ritz(apply, start_BN, self._effort.steps).clamp_min(1e-300).sqrt()
+        return lanczos.ritz(apply, start_BN, self._budget.steps).clamp_min(1e-300).sqrt()
 
 
 def _scaled(weights: Mapping[int, Tensor], theta: Sizes, adds: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -30,6 +30,7 @@ from certify.maps.operator_norms import Norms, operator_norms
 from certify.methods.backwards import Chain, Radii, Rivals
 from certify.methods.bake import SERVED, model_of
 from certify.methods.ball import L2, Ball, known
+from certify.methods.batching import CorrectImages, analyse_correct
 from certify.methods.breakdown import names, shares
 from certify.methods.certificate import (
     Breakdown,
@@ -44,7 +45,6 @@ from certify.methods.certificate import (
     pair_weights,
     per_image,
 )
-from certify.methods.correct import OfCorrect, of_correct
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos, running
 from zoo.bounds.contracts import Bound
@@ -223,13 +223,13 @@ class Adjoint:
         self.names = names(self.baked, [layer for layer, _ in self.nodes])
 
     @torch.no_grad()
-    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> OfCorrect:
+    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> CorrectImages:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
         clean = self.model.answers(images, labels)
         few = self._few(images)
         ball = Ball(self.norm, images[0].numel())
-        return of_correct(clean, ball, few, lambda index_I: self.closer(images[index_I], clean[index_I]))
+        return analyse_correct(clean, ball, few, lambda index_I: self.closer(images[index_I], clean[index_I]))
 
     def _few(self, images_BCHW: Tensor) -> int:
         """How many images, or pairs of an image and a rival, fit the memory: of attention, pairs of tokens have a

@@ -11,8 +11,8 @@ often a hundredth of ||C_i|| |H_i|^2. What stays open by that is asked again wit
 image does the worst of both. The least of this and of the adjoint certificate counts. Proofs:
 docs/proofs.md#image-forms, docs/proofs.md#coupled.
 
-The maps M_i are made for one largest eps, and hold below: a *rung* (rung.py). The first of an image is at the radius
-that a look expects; from there others go up or down (certify/maps/ladder.py).
+The maps M_i are made for one largest eps, and hold below: a *rung* (stage.py). The first of an image is at the radius
+that a look expects; from there others go up or down (certify/maps/schedule.py).
 
 Letters: B images, J classes, C rivals of each, I some of the images; e the radius of the L2 ball around a ball of eps.
 """
@@ -24,20 +24,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from certify.maps.budget import Budget, budget
 from certify.maps.columns import Columns
-from certify.maps.effort import Effort, effort
-from certify.maps.ladder import Sought
-from certify.maps.weights import Look
+from certify.maps.schedule import RadiusSchedule
+from certify.maps.weights import WeightEstimate
 from certify.methods.adjoint import Adjoint, AdjointAnalysis
 from certify.methods.ball import Ball
 from certify.methods.certificate import Breakdown, Certificate, Clean, binding_class, decide_by, open_pairs, per_image
-from certify.methods.rung import Rung, Situation
+from certify.methods.radius_stage import RadiusStage, Situation
 from zoo.arithmetic import nan_to_inf
 from zoo.bounds.tape import Tape
 
-RUNGS = 8
-SETTLED = 1.25  # of two looks: they need no third one if they differ by less
-BEYOND, BELOW = 1.0, 0.8  # the first largest e, in units of what is expected; and where a search begins
+MAX_STAGES = 8
+SETTLED = 1.25  # of two samples: they need no third one if they differ by less
+FIRST_STAGE, SEARCH_START = 1.0, 0.8  # the first largest e, in units of what is expected; and where a search begins
 RAISE, RAISES = 1.2, 8  # of what is expected, where the adjoint analysis proves more
 MOST = 2.0**10
 FEW_RIVALS = 16  # whose gradients say what to expect
@@ -58,27 +58,27 @@ class Level:
     """A rung of those images that have one here, open or not: a search for their radii will want it, and together they
     cost less."""
 
-    sought: Sought
+    schedule: RadiusSchedule
     index_I: Tensor
-    rung: Rung
+    stage: RadiusStage
 
     @staticmethod
-    def of(sought: Sought, build: Callable[[Tensor, Tensor], Rung]) -> "Level":
+    def of(schedule: RadiusSchedule, build: Callable[[Tensor, Tensor], RadiusStage]) -> "Level":
         """`build`: of the rung of these images, by the largest e of all."""
-        index_I = (~sought.most_B.isnan()).nonzero().flatten()
-        return Level(sought, index_I, build(index_I, sought.most_B))
+        index_I = (~schedule.most_B.isnan()).nonzero().flatten()
+        return Level(schedule, index_I, build(index_I, schedule.most_B))
 
     @cached_property
-    def next(self) -> Sought:
+    def next(self) -> RadiusSchedule:
         """Beyond what the adjoint analysis proves; none where it promises little."""
-        most_B, index_I, here = self.sought.most_B, self.index_I, self.rung.here
-        reach_B = torch.full_like(most_B, torch.nan).index_put((index_I,), self.rung.reach_B)
+        most_B, index_I, here = self.schedule.most_B, self.index_I, self.stage.here
+        reach_B = torch.full_like(most_B, torch.nan).index_put((index_I,), self.stage.reach_B)
 
         def proved(e_B: Tensor) -> Tensor:
             sure_B = torch.zeros_like(most_B, dtype=torch.bool)
             return sure_B.index_put((index_I,), here.proved(e_B[index_I]))
 
-        return self.sought.after(reach_B).beyond(proved, self.rung.ellipsoids.effort.gain)
+        return self.schedule.after(reach_B).skip_proved(proved, self.stage.ellipsoids.budget.gain)
 
 
 class ImageAnalysis:
@@ -101,16 +101,16 @@ class ImageAnalysis:
     def failure(self) -> float:
         failure_B = torch.zeros_like(self.clean.margin_BJ[:, 0])
         for level in self.levels:
-            failure_B[level.index_I] += level.rung.ellipsoids.failure
+            failure_B[level.index_I] += level.stage.ellipsoids.failure
         return self.inner.failure + float(failure_B.max())
 
     def guess(self) -> Tensor:
-        return self.ball.eps_within(BELOW * self.expected_B)
+        return self.ball.eps_within(SEARCH_START * self.expected_B)
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
         e_B = self.ball.radius(eps_B)
-        loss_BJ, class_B = self._unknown() if self._effort.large else self._answered(e_B)
+        loss_BJ, class_B = self._unknown() if self._budget.large else self._answered(e_B)
         loss_BJ, class_B = self._sharper(e_B, loss_BJ, class_B)
         return decide_by(self.clean, loss_BJ, eps_B, class_B)
 
@@ -119,8 +119,8 @@ class ImageAnalysis:
         return self.inner.breakdown(eps)
 
     @cached_property
-    def _effort(self) -> Effort:
-        return effort(Tape(self.inner.chain.expansions))
+    def _budget(self) -> Budget:
+        return budget(Tape(self.inner.chain.expansions))
 
     def _answered(self, e_B: Tensor) -> tuple[Tensor, Tensor]:
         """What the adjoint analysis says; what it keeps back of margins is a part of what they lose."""
@@ -142,26 +142,26 @@ class ImageAnalysis:
         open_B = was_open_B = _open(clean, loss_BJ)
         if not bool(open_B.any()):
             return loss_BJ, class_B
-        sought = self._first
-        for number in range(RUNGS):
-            open_B = open_B & sought.may_decide(e_B)
+        schedule = self._first
+        for number in range(MAX_STAGES):
+            open_B = open_B & schedule.may_decide(e_B)
             if not bool(open_B.any()):
                 break
             if number == len(self.levels):
-                self.levels.append(Level.of(sought, self._rung))
+                self.levels.append(Level.of(schedule, self._stage))
             level = self.levels[number]
-            sought = level.next  # first, as the search for it forms rivals: an answer does not hang on earlier ones
+            schedule = level.next  # first, as the search for it forms rivals: an answer does not hang on earlier ones
             self._lower(level, e_B, loss_BJ, open_B)
             open_B = open_B & _open(clean, loss_BJ)
         won_B = was_open_B & ~_open(clean, loss_BJ)
         return loss_BJ, torch.where(won_B, binding_class(clean, loss_BJ), class_B)
 
     def _lower(self, level: Level, e_B: Tensor, loss_BJ: Tensor, open_B: Tensor) -> None:
-        """The losses of those that are open and within this rung, in place."""
-        index_I, rung = level.index_I, level.rung
-        asked_I = open_B[index_I] & (e_B[index_I] < rung.most_B)
+        """The losses of those that are open and within this stage, in place."""
+        index_I, stage = level.index_I, level.stage
+        asked_I = open_B[index_I] & (e_B[index_I] < stage.most_B)
         if bool(asked_I.any()):
-            found_IJ = rung.losses(torch.where(asked_I, e_B[index_I], 0.0), loss_BJ[index_I])
+            found_IJ = stage.losses(torch.where(asked_I, e_B[index_I], 0.0), loss_BJ[index_I])
             loss_BJ[index_I] = torch.where(asked_I[:, None], found_IJ, loss_BJ[index_I])
 
     @cached_property
@@ -179,11 +179,11 @@ class ImageAnalysis:
         here, alone = self._whole, self._first_order
         g = here.gradients(alone.class_B[None]).leaves
         above_B, below_B = alone.end_B.clamp_max(MOST), torch.zeros_like(alone.end_B)
-        most_B = self._effort.start * above_B
+        most_B = self._budget.start * above_B
         settled_B = torch.zeros_like(self.clean.correct_B)  # an image's own, whatever its neighbours need
-        for _ in range(self._effort.times):
-            look = Look(here.tape, self.images, most_B, g, here.draw, here.sizes)
-            found_B = look.radius(alone.first_B, alone.margin_B)
+        for _ in range(self._budget.rounds):
+            estimate = WeightEstimate(here.tape, self.images, most_B, g, here.draw, here.sizes)
+            found_B = estimate.radius(alone.first_B, alone.margin_B)
             above_B = torch.where(found_B < most_B, most_B, above_B)
             below_B = torch.where(found_B < most_B, below_B, most_B)
             next_B = (most_B * torch.where(found_B < most_B, found_B, above_B)).sqrt()
@@ -193,22 +193,22 @@ class ImageAnalysis:
             most_B = next_B
             if bool(settled_B.all()):
                 break
-        return _raised(here, torch.where(settled_B | (below_B == 0), most_B, below_B))
+        return _grow_while_proved(here, torch.where(settled_B | (below_B == 0), most_B, below_B))
 
     @cached_property
     @torch.no_grad()
-    def _first(self) -> Sought:
+    def _first(self) -> RadiusSchedule:
         """No rung where nothing is expected."""
-        first = Sought.first(BEYOND * self.expected_B, self._first_order.end_B)
-        return first.beyond(self._whole.proved, self._effort.gain)
+        first = RadiusSchedule.first(FIRST_STAGE * self.expected_B, self._first_order.end_B)
+        return first.skip_proved(self._whole.proved, self._budget.gain)
 
     @cached_property
     def _whole(self) -> Situation:
         """Of all images."""
         return self._situation(torch.arange(len(self.images), device=self.images.device))
 
-    def _rung(self, index_I: Tensor, most_B: Tensor) -> Rung:
-        return Rung(self._situation(index_I), most_B[index_I], self._columns)
+    def _stage(self, index_I: Tensor, most_B: Tensor) -> RadiusStage:
+        return RadiusStage(self._situation(index_I), most_B[index_I], self._columns)
 
     @cached_property
     @torch.no_grad()
@@ -220,7 +220,7 @@ class ImageAnalysis:
         return Situation.of(self.inner, self.images, index_I, self._seed)
 
 
-def _raised(here: Situation, e_B: Tensor) -> Tensor:
+def _grow_while_proved(here: Situation, e_B: Tensor) -> Tensor:
     """To about what the adjoint analysis proves, where that is more."""
     raised_B = torch.ones_like(e_B, dtype=torch.bool)
     for _ in range(RAISES):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from certify.methods.bake import SERVED, model_of
 from certify.methods.ball import L2, Ball, known
+from certify.methods.batching import CorrectImages, analyse_correct
 from certify.methods.breakdown import growth, names
 from certify.methods.certificate import (
     Breakdown,
@@ -30,7 +31,6 @@ from certify.methods.certificate import (
     pair_weights,
     per_image,
 )
-from certify.methods.correct import OfCorrect, of_correct
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import running
 from zoo.bounds.contracts import Bound, Layer
@@ -89,12 +89,14 @@ class LoFAST:
         return steps_of(layer_of(link, local=self.local))
 
     @torch.no_grad()
-    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> OfCorrect:
+    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> CorrectImages:
         """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
         clean = self.model.answers(images, labels)
         ball = Ball(self.norm, images[0].numel())
-        return of_correct(clean, ball, len(images), lambda index_I: self.bounds(images[index_I], clean[index_I], ball))
+        return analyse_correct(
+            clean, ball, len(images), lambda index_I: self.bounds(images[index_I], clean[index_I], ball)
+        )
 
     def bounds(self, x: Tensor, clean: Clean, ball: Ball) -> LoFASTAnalysis:
         """The terms of these images, all of them correct."""

@@ -15,8 +15,8 @@ from certify.methods import named
 from certify.methods.bake import logit_differences
 from certify.methods.ball import known
 from certify.methods.certificate import Certifier
+from certify.photos.closest_attack import closest_attack
 from certify.photos.names import names_of
-from certify.photos.nearest import nearest
 from certify.photos.photo import Photo
 from certify.rows.devices import device_of, require_device
 from certify.rows.draws import draws
@@ -144,7 +144,7 @@ class Predictor:
         analysis = prover.analyse(image_CHW[None], torch.tensor([label], device=self.device))
         radius = float(radius_of(analysis))
         attack = AttackConfig(norm=norm, steps=self.asked.steps, loss="margin", stop_when_fooled=True)
-        attacked_CHW = nearest(self.model, image_CHW, label, radius, attack, lambda: draws([photo.name])[0])
+        attacked_CHW = closest_attack(self.model, image_CHW, label, radius, attack, lambda: draws([photo.name])[0])
         away, other = None, ""
         if attacked_CHW is not None:
             away = float(distance(attacked_CHW[None].double(), image_CHW[None].double(), norm))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from certify.rows.columns import Row
+from certify.rows.row_schema import Row
 from certify.rows.workers import Batch, Crew, Make, Work
 from certizoo import UserError
 from certizoo.memory import keep_freed_memory

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import shards
-from certify.rows.columns import Listed
+from certify.rows.row_schema import Listed
 from certify.rows.workers import Batch
 from certizoo import UserError
 from shards.sets import listing_of

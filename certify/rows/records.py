@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from certify.rows.columns import Columns, Listed, Row
+from certify.rows.row_schema import Listed, Row, RowSchema
 from certizoo import UserError
 from certizoo.documents import read_json
 from certizoo.files import disk_errors, sha256, whole_file, write_whole
@@ -37,7 +37,7 @@ def results(folder: Path) -> Iterator[None]:
 
 
 def resume(
-    path: Path, subject: Mapping[str, Any], images: Sequence[Listed], columns: Columns, block: int = 1
+    path: Path, subject: Mapping[str, Any], images: Sequence[Listed], columns: RowSchema, block: int = 1
 ) -> list[Row]:
     """Rows of an earlier start with the same subject, kept in the folder's `subject.json`: those of the first `images`.
     A last line that was cut off is dropped, and a last block of rows that is not whole.
@@ -76,7 +76,9 @@ def begins(folder: Path) -> int:
         return -1
 
 
-def taken_over(path: Path, folder: Path, rows: Sequence[Row], images: Sequence[Listed], columns: Columns) -> list[Row]:
+def taken_over(
+    path: Path, folder: Path, rows: Sequence[Row], images: Sequence[Listed], columns: RowSchema
+) -> list[Row]:
     """The rows that `folder` has of the images after those of `rows`: a finished result of a range of the same subject
     as that of `path`, which begins where `rows` end or before.
 
@@ -105,7 +107,7 @@ def taken_over(path: Path, folder: Path, rows: Sequence[Row], images: Sequence[L
     return found[len(rows) - begin :]
 
 
-def require(rows: Sequence[Any], images: Sequence[Listed], columns: Columns, path: Path) -> None:
+def require(rows: Sequence[Any], images: Sequence[Listed], columns: RowSchema, path: Path) -> None:
     """Raises UserError naming the first row that is not the one of its image."""
     if found := columns.fault(rows, images):
         place, said = found

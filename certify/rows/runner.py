@@ -8,9 +8,9 @@ from pathlib import Path
 import pandas as pd
 
 from certify.rows import records
-from certify.rows.columns import Columns, Row
 from certify.rows.images import ImageList
 from certify.rows.progress import Progress, silent
+from certify.rows.row_schema import Row, RowSchema
 from certify.rows.summary import Summary
 from certify.rows.workers import RAY, Batch, Crew, Make, Work, by_processes
 from certizoo import UserError
@@ -22,7 +22,7 @@ class Run:
 
     path: Path
     listed: ImageList
-    columns: Columns
+    columns: RowSchema
     rows: list[Row]
 
     def with_parts(self, parts: Sequence[Path]) -> "Run":
@@ -74,7 +74,7 @@ def _computed(
         yield from by_processes(handover, make, crew, batches)
 
 
-def resume(path: Path, subject: Summary, listed: ImageList, columns: Columns, block: int = 1) -> Run:
+def resume(path: Path, subject: Summary, listed: ImageList, columns: RowSchema, block: int = 1) -> Run:
     """The run whose rows are at `path`, new or where an earlier start of it stopped, cut to whole blocks of rows.
 
     Raises UserError where the folder of `path` holds the rows of another subject, or of other images.

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from certify.rows.columns import Row
+from certify.rows.row_schema import Row
 from certizoo import UserError
 from certizoo.memory import keep_freed_memory
 

@@ -8,10 +8,10 @@ import torch
 import zoo
 from certify.methods.bake import COARSE, LOGIT_TOLERANCE, logit_differences
 from certify.methods.served import certifier_of
-from certify.rows.columns import Row
 from certify.rows.devices import DTYPES, InType, device_of
+from certify.rows.row_schema import Row
 from certify.rows.workers import Batch
-from certify.stage.outcomes import WITHOUT_CONTENT, rows_of
+from certify.stage.outcomes import POSITION_ONLY, rows_of
 from certify.stage.settings import Settings
 
 
@@ -52,5 +52,5 @@ class CertifyBatch:
             with torch.no_grad():
                 correct = (self.positional(images).argmax(-1) == labels).tolist()
             for row, alone in zip(rows, correct, strict=True):
-                row[WITHOUT_CONTENT] = alone
+                row[POSITION_ONLY] = alone
         return rows

@@ -20,14 +20,14 @@ from certify.methods import named
 from certify.methods.ball import L2
 from certify.methods.breakdown import QUANTITIES, columns
 from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate, batch_given
-from certify.rows.columns import Columns, Kind, Row, amount, chance, flag, one_of, perhaps, real, whole
 from certify.rows.draws import draws
+from certify.rows.row_schema import Kind, Row, RowSchema, amount, chance, flag, one_of, perhaps, real, whole
 from certizoo import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-WITHOUT_CONTENT = "correct_without_content"  # column: by the model whose attention scores are all 0
+POSITION_ONLY = "correct_without_content"  # column: by the model whose attention scores are all 0
 CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
 DEFAULT_ATTACK = AttackConfig(norm="l2", steps=40, loss="margin", stop_when_fooled=True)
 
@@ -137,8 +137,8 @@ def rows_of(
     return rows
 
 
-def columns_of(method: str, eps_grid: Sequence[float]) -> Columns:
-    """What a row of `rows_of` is made of, `served_difference`, and WITHOUT_CONTENT where attention has scores."""
+def row_schema_of(method: str, eps_grid: Sequence[float]) -> RowSchema:
+    """What a row of `rows_of` is made of, `served_difference`, and POSITION_ONLY where attention has scores."""
     answers = {f"certified.{eps:g}": one_of(CERTIFIED, NOT_CERTIFIED, UNKNOWN) for eps in eps_grid}
     needed = {
         "prediction": whole,
@@ -165,7 +165,7 @@ def columns_of(method: str, eps_grid: Sequence[float]) -> Columns:
                 return f"is certified at {eps:g} and not attacked in vain, or that and not correct"
         return None
 
-    return Columns(needed, costs | {WITHOUT_CONTENT: flag}, contradiction)
+    return RowSchema(needed, costs | {POSITION_ONLY: flag}, contradiction)
 
 
 def confirmed(keys: Sequence[str], certified_B: list[bool], survives_B: Tensor, method: str, eps: float) -> None:

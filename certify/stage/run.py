@@ -28,7 +28,7 @@ from certify.rows.summary import Summary, chances, image_facts, model_facts, sub
 from certify.stage import assumptions, report, reproduce, tables
 from certify.stage.certify_batch import CertifyBatch
 from certify.stage.model_card import model_card
-from certify.stage.outcomes import WITHOUT_CONTENT, columns_of
+from certify.stage.outcomes import POSITION_ONLY, row_schema_of
 from certify.stage.report import gallery
 from certify.stage.settings import Settings
 from certizoo import UserError
@@ -72,7 +72,7 @@ def _run(
     settings = own.settings
     subject = subject_of(handover, listed, **_asked(settings) | nonce.said())
     records.require_rows(out / CERTIFICATE, ROWS)
-    rows = runner.resume(out / ROWS, subject, listed, columns_of(settings.method, settings.grid))
+    rows = runner.resume(out / ROWS, subject, listed, row_schema_of(settings.method, settings.grid))
     rows = rows.with_parts(share.parts)
     table = rows.complete(own, handover, make, settings.crew, progress)
     records.write_parquet(out / TABLE, table)
@@ -137,8 +137,8 @@ def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: S
 
 def _without_content(table: pd.DataFrame) -> float | None:
     """None too where some of the rows are of earlier code, which did not ask."""
-    known = WITHOUT_CONTENT in table and table[WITHOUT_CONTENT].notna().all()
-    return float(table[WITHOUT_CONTENT].mean()) if known else None
+    known = POSITION_ONLY in table and table[POSITION_ONLY].notna().all()
+    return float(table[POSITION_ONLY].mean()) if known else None
 
 
 def _accuracy(table: pd.DataFrame, eps: str) -> Summary:

@@ -10,12 +10,12 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
+from certify.maps.budget import at_once, budget
 from certify.maps.columns import Columns
 from certify.maps.coupled import Coupled, coupled
-from certify.maps.effort import at_once, effort
 from certify.maps.ellipsoid import Ellipsoids, Grown, Margins, Off
 from certify.maps.joint import Sizes
-from certify.maps.weights import Look
+from certify.maps.weights import WeightEstimate
 from certify.methods.adjoint import AdjointAnalysis, groups
 from certify.methods.ball import Ball
 from certify.methods.certificate import Clean, gaps, open_pairs, pair_weights
@@ -58,7 +58,7 @@ class Situation:
     @staticmethod
     def of(inner: AdjointAnalysis, images: Tensor, index_I: Tensor, seed: bytes) -> "Situation":
         tape = Tape((inner.chain if len(index_I) == len(images) else inner.chain.of(index_I)).expansions)
-        asked = not effort(tape).large  # the adjoint analysis
+        asked = not budget(tape).large  # the adjoint analysis
 
         def of_all(e_I: Tensor) -> Tensor:
             return images.new_zeros(len(images), dtype=e_I.dtype).index_put((index_I,), e_I)
@@ -151,13 +151,13 @@ class Asked:
     kept_BJ: Tensor
 
 
-class Rung:
+class RadiusStage:
     """For all e up to `most_B`. `first`: how far functionals of the first leaf reach, where that is known."""
 
     def __init__(self, here: Situation, most_B: Tensor, first: Columns | None) -> None:
         self.here, self.most_B = here, most_B
         g = here.gradients(here.rivals_BR[:, :1].mT)
-        joint = Look(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
+        joint = WeightEstimate(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
         self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, here.off, first)
         room = self.ellipsoids.joint.room(here.tape.bent[-1]) * len(here.images)
         self._at_once = min(AT_ONCE, at_once(room * lanczos.STARTS, lanczos.STEPS[-1]))
@@ -181,7 +181,7 @@ class Rung:
     def losses(self, e_B: Tensor, loss_BJ: Tensor) -> Tensor:
         """What margins can lose, where that is less than it was: the closest rivals first, until one stays open."""
         here, loss_BJ = self._asked(e_B), loss_BJ.clone()
-        if self.ellipsoids.effort.large:  # of smaller models the adjoint analysis tells the far rivals
+        if self.ellipsoids.budget.large:  # of smaller models the adjoint analysis tells the far rivals
             loss_BJ = torch.minimum(loss_BJ, self._of_pairs(here))
         lost_B = torch.zeros_like(self.here.clean.correct_B)
         for formed in self._formed:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import zoo
-from certify.board.entry import Entry, faults, served_in
-from certify.board.nonces import of_entry
 from certify.evaluation.run import EVALUATION
 from certify.evaluation.run import ROWS as EVALUATED
+from certify.leaderboard.entry import Entry, faults, served_in
+from certify.leaderboard.nonces import of_entry
 from certify.rows import records
 from certify.rows.draws import recorded
 from certify.rows.intervals import at_most

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from certify.board import nonces
-from certify.board.entry import Entry, points
-from certify.board.of_results import failure_of, nonces_of, summary_of
-from certify.rows.columns import Row
+from certify.leaderboard import nonces
+from certify.leaderboard.entry import Entry, points
+from certify.leaderboard.of_results import failure_of, nonces_of, summary_of
+from certify.rows.row_schema import Row
 from certify.rows.summary import norm_of
 from certify.stage.outcomes import CERTIFIED
 from certify.stage.run import ROWS

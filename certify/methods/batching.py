@@ -23,7 +23,7 @@ from certify.methods.certificate import (
 
 
 @dataclass(frozen=True)
-class OfCorrect:
+class CorrectImages:
     """An analysis of the whole batch, made of those of its parts: (index_I, analysis of those images)."""
 
     clean: Clean
@@ -69,7 +69,7 @@ class OfCorrect:
         return Breakdown(quantity, costs)
 
 
-def of_correct(clean: Clean, ball: Ball, few: int, analyse: Callable[[Tensor], Explained]) -> OfCorrect:
+def analyse_correct(clean: Clean, ball: Ball, few: int, analyse: Callable[[Tensor], Explained]) -> CorrectImages:
     """`analyse(index_I)` of the images that are classified correctly, at most `few` at a time."""
     index = clean.correct_B.nonzero().flatten()
-    return OfCorrect(clean, ball, [(index_I, analyse(index_I)) for index_I in index.split(few) if len(index_I)])
+    return CorrectImages(clean, ball, [(index_I, analyse(index_I)) for index_I in index.split(few) if len(index_I)])

@@ -20,15 +20,15 @@ import torch
 
 import shards
 import zoo
-from certify.board import nonces
-from certify.board.entry import Entry, faults, points, served_in
-from certify.board.of_results import parameters_of
-from certify.board.rows import Rows, forged, shares
+from certify.leaderboard import nonces
+from certify.leaderboard.entry import Entry, faults, points, served_in
+from certify.leaderboard.of_results import parameters_of
+from certify.leaderboard.rows import Rows, forged, shares
 from certify.methods import METHODS
 from certify.methods.served import require_served
 from certify.rows import images
-from certify.rows.columns import Row
 from certify.rows.progress import Progress, silent
+from certify.rows.row_schema import Row
 from certify.rows.workers import Batch
 from certify.stage.certify_batch import CertifyBatch
 from certify.stage.outcomes import CERTIFIED, DEFAULT_ATTACK

@@ -59,7 +59,7 @@ def no_contradiction(row: Row) -> str | None:
 
 
 @dataclass(frozen=True)
-class Columns:
+class RowSchema:
     """The columns of a command beside key and label: those that every row has, by their names; those that a row
     may have, by how their names begin. `contradiction` says what in a row cannot be true at
     once."""

@@ -9,12 +9,12 @@ import jsonschema
 import pytest
 
 from certify.__main__ import main
-from certify.board.again import likely
-from certify.board.of_results import entry_of, summary_of
-from certify.board.rows import forged, rows_of
+from certify.leaderboard.of_results import entry_of, summary_of
+from certify.leaderboard.recheck import likely
+from certify.leaderboard.rows import forged, rows_of
 from certify.rows.intervals import at_most
 from certizoo import UserError
-from tests.certify.board.test_entry import SCHEMA
+from tests.certify.leaderboard.test_entry import SCHEMA
 
 IMAGES = 24
 
@@ -177,7 +177,7 @@ def test_a_folder_without_results_is_one_line(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_how_far_off_a_claim_is_seen() -> None:
-    """The figures at the head of certify/board/again.py, and that a right claim is refused as good as never."""
+    """The figures at the head of certify/leaderboard/recheck.py, and that a right claim is refused as good as never."""
     for n, points in ((50, 0.32), (200, 0.15), (500, 0.085), (1000, 0.02)):
         for truth in (0.3, 0.5):
             assert not likely(round(n * truth), n, 1000 * (truth + points), 1000, both=True)

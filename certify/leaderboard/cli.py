@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 import zoo
-from certify.board import again, entry, of_results, rows
+from certify.leaderboard import entry, of_results, recheck, rows
 from certify.rows import records
 from certify.rows.arguments import Config, data_of, handover_of
 from certify.rows.draws import UNKNOWN
@@ -51,7 +51,7 @@ def check(config: Config) -> None:
     console = Console(highlight=False)
     with progress_bar("certifying again", console) as progress:
         claimed = rows.rows_of([Path(folder) for folder in config["results"]], claim)
-        found = again.check(claim, handover, data, config["images"], claimed, config["served_dtype"], progress)
+        found = recheck.check(claim, handover, data, config["images"], claimed, config["served_dtype"], progress)
     for words in found.words:
         console.print(words, markup=False, soft_wrap=True)
     if found.wrong:

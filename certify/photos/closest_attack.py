@@ -23,7 +23,7 @@ HALVINGS = 6
 POINTS = 12  # of the line back
 
 
-def nearest(
+def closest_attack(
     model: nn.Module, image_CHW: Tensor, label: int, radius: float, attack: AttackConfig, draws: Callable[[], Generator]
 ) -> Tensor | None:
     """The image (C, H, W), and None where no ball up to grey images has any. `attack`: its norm and its steps."""

@@ -16,7 +16,7 @@ from certizoo.files import require_file_name
 Entry = dict[str, Any]
 TEXT, NUMBER, WHOLE, FLAG = (str,), (int, float), (int,), (bool,)
 NONE = (type(None),)
-# field -> what it may be; tests/certify/board/test_entry.py holds it against the schema
+# field -> what it may be; tests/certify/leaderboard/test_entry.py holds it against the schema
 FIELDS: dict[str, tuple[type, ...]] = {
     "name": TEXT,
     "title": TEXT,

@@ -11,8 +11,8 @@ from zoo.bounds.tape import Tape
 
 LARGE = 2**19  # entries of the outputs of all leaves: from here on models get less
 PROBES = (96, 640)  # random vectors that find how far functionals reach: to twice what they do, or a third more
-LOOKS = (8, 64)  # random vectors of a look: with 16, radii differed by up to 8 % from nonce to nonce
-TIMES = (2, 8)  # that a look is taken to find the first radius, at most
+SAMPLES = (8, 64)  # random vectors of a look: with 16, radii differed by up to 8 % from nonce to nonce
+ROUNDS = (2, 8)  # that a look is taken to find the first radius, at most
 START = (0.02, 1.0)  # where the first of them is taken, in units of where the first order alone ends
 STEPS = (2, 5)  # of Lanczos, of a look
 CLOSE = (2.0, 1.03)  # of norms, as in zoo/bounds/lanczos.py
@@ -22,14 +22,14 @@ BYTES = 2**30  # of the vectors of one basis, and of probes
 
 
 @dataclass(frozen=True)
-class Effort:
+class Budget:
     """The numbers that are meant at the head of this file. `large`: nothing is measured layer by layer, as the norms of
     many layers are astronomic together."""
 
     large: bool
     probes: int
-    looks: int
-    times: int
+    samples: int
+    rounds: int
     start: float
     steps: int
     close: float
@@ -37,15 +37,15 @@ class Effort:
     over: float
 
 
-def effort(tape: Tape) -> Effort:
+def budget(tape: Tape) -> Budget:
     share = min(1.0, LARGE / sum(leaf.y[0].numel() for leaf in tape.leaves.values()))
 
     def between(least: float, most: float) -> float:
         return most - (1 - share) * (most - least)
 
-    probes, looks, times, steps = (round(between(*ends)) for ends in (PROBES, LOOKS, TIMES, STEPS))
+    probes, samples, rounds, steps = (round(between(*ends)) for ends in (PROBES, SAMPLES, ROUNDS, STEPS))
     start = START[0] ** (1 - share) * START[1] ** share
-    return Effort(share < 1 / 2, probes, looks, times, start, steps, between(*CLOSE), between(*GAIN), between(*OVER))
+    return Budget(share < 1 / 2, probes, samples, rounds, start, steps, between(*CLOSE), between(*GAIN), between(*OVER))
 
 
 def at_once(entries: int, vectors: int = 1) -> int:

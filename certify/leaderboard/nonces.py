@@ -8,7 +8,7 @@ that was published after both; who checks an entry draws another one in any case
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from certify.board.entry import Entry
+from certify.leaderboard.entry import Entry
 from certify.rows.draws import DERIVED, DRAWN, GIVEN, derived_nonce
 from certizoo import UserError
 from certizoo.text import shown
