@@ -1,5 +1,4 @@
-"""Only correctly classified images are worth a bound, a few at a time: a method looks at those, and the others are
-answered here.
+"""Batches of which a method analyses only the correctly classified images, a few at a time.
 
 Letters: B images of the batch, I some of the correct ones.
 """
@@ -24,7 +23,7 @@ from certify.methods.certificate import (
 
 @dataclass(frozen=True)
 class CorrectImages:
-    """An analysis of the whole batch, made of those of its parts: (index_I, analysis of those images)."""
+    """The analysis of a whole batch, made of the analyses of its parts: (index_I, analysis of those images)."""
 
     clean: Clean
     ball: Ball
@@ -58,7 +57,7 @@ class CorrectImages:
         return guess_B
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
-        """That of the correct images; not a number for the others. Nothing if there are none."""
+        """Return the breakdown of the correct images, NaN for the others; an empty one if no image is correct."""
         eps_B = per_image(eps, self.clean)
         quantity, costs = "share", dict[str, Tensor]()
         for index_I, analysis in self.parts:
@@ -70,6 +69,6 @@ class CorrectImages:
 
 
 def analyse_correct(clean: Clean, ball: Ball, few: int, analyse: Callable[[Tensor], Explained]) -> CorrectImages:
-    """`analyse(index_I)` of the images that are classified correctly, at most `few` at a time."""
+    """Call `analyse(index_I)` for the correctly classified images, at most `few` at a time."""
     index = clean.correct_B.nonzero().flatten()
     return CorrectImages(clean, ball, [(index_I, analyse(index_I)) for index_I in index.split(few) if len(index_I)])
