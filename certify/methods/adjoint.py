@@ -66,7 +66,7 @@ class Step:
     rounding_B: Tensor  # rounding of products with J_k^T, relative to the length
 
     def off(self, e_B: Tensor) -> Tensor:
-        """Bound the error at the end of the node, and in products with the gradient there, for inputs within e: (B,)."""
+        """Bound the errors at the node's end and of products with the gradient there, for inputs within e: (B,)."""
         return self.defect_B + product(self.rounding_B, e_B)
 
 

@@ -77,7 +77,7 @@ class Model:
 
 
 def model_of(model: nn.Module, types: Collection[torch.dtype] = SERVED) -> Model:
-    """Return what to certify of a model with weights of these types. Raises UserError for an invalid model, see `bake`."""
+    """Return what is certified of a model with weights of these types. Raises UserError for an invalid model."""
     served = _copied(model)
     _refuse_types(served, types)
     served, exact = served.requires_grad_(False), _widened(served)
@@ -176,7 +176,7 @@ def _widened(served: nn.Module) -> nn.Module:
 
 
 def _refuse(baked: nn.Module) -> None:
-    """Raise UserError if dropout stays active after eval(), a weight or buffer is not finite, or a std is not positive."""
+    """Raise UserError for dropout that stays active after eval(), for numbers that are not finite, or for a bad std."""
     for name, module in genuine.modules_of(baked):
         if module.training:
             raise UserError(

@@ -100,8 +100,8 @@ class Guessing(Analysis, Protocol):
 class Breakdown:
     """The cost of every step of a model at one eps, image by image, in one of two quantities.
 
-        growth   e_k / e_{k-1}: by how much the step widens the radius; their product is e_K / e_0
-        share    the step's part of the loss of the binding class; they add up to 1
+    growth   e_k / e_{k-1}: by how much the step widens the radius; their product is e_K / e_0
+    share    the step's part of the loss of the binding class; they add up to 1
     """
 
     quantity: str
@@ -141,15 +141,13 @@ def batch_given(images_BCHW: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
     """
     for name, given in (("images", images_BCHW), ("labels", labels_B)):
         if not isinstance(given, Tensor):
-            raise UserError(f"{name} must be a tensor, not a {type(given).__name__}; pass torch.as_tensor({name})")
+            raise UserError(f"{name} are a {type(given).__name__}; pass a tensor, such as torch.as_tensor({name})")
     with torch._C.DisableTorchFunctionSubclass():  # torchvision images and other tensor subclasses
         require_numbers("images", images_BCHW)
         require_numbers("labels", labels_B)
         images, labels = (given.detach().as_subclass(Tensor).clone() for given in (images_BCHW, labels_B))
     if images.dtype not in (torch.float32, torch.float64):
-        raise UserError(
-            f"images are {images.dtype}; pass float32 in [0,1]: images.float(), or images / 255 for bytes"
-        )
+        raise UserError(f"images are {images.dtype}; pass float32 in [0,1]: images.float(), or images / 255 for bytes")
     if labels.dtype not in INTEGERS:
         raise UserError(f"labels are {labels.dtype}; pass integers: labels.long()")
     if images.ndim != 4 or labels.shape != images.shape[:1] or not images.numel():
@@ -167,7 +165,7 @@ def require_numbers(name: str, given: Tensor) -> None:
     if given.is_nested or given.is_meta or given.layout is not torch.strided or given.is_quantized:
         raise UserError(f"{name} hold no dense numbers ({given.layout}, {given.device}); pass a plain dense tensor")
     if torch._C._functorch.is_functorch_wrapped_tensor(given):
-        raise UserError(f"{name} are inside a torch.func transform (vmap, grad, ...); call certify outside of it")
+        raise UserError(f"{name} are inside a transform of torch.func (vmap, grad, ...); call certify outside of it")
 
 
 def margins_of(logits_BJ: Tensor, labels_B: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ HIGH = 0.8  # position of the next step in the bracket, as most radii lie close 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of some margins at the image (C, B, *x) and at some leaves, and their lengths (C, B) at all leaves."""
+    """The gradients of some margins, at the image (C, B, *x) and at some leaves; their lengths (C, B) at all leaves."""
 
     image: Tensor
     leaves: Vectors

@@ -154,7 +154,7 @@ def _in_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def head_error(head: nn.Linear, x_BD: Tensor, precision: Precision) -> Callable[[Tensor], Tensor]:
-    """Return r (B,) -> |fl(m_j) - m_j| (B, J), a bound of the head's own rounding for the margin of any label over j."""
+    """Return bounds r (B,) -> |fl(m_j) - m_j| (B, J) of the head's own rounding, for the margin of any label over j."""
     length_J = torch.linalg.vector_norm(head.weight, dim=1)
     bias_J = torch.zeros_like(length_J) if head.bias is None else head.bias.abs()
     x_B = torch.linalg.vector_norm(x_BD, dim=1)
