@@ -1,30 +1,32 @@
-"""How much is spent on one image: the size of a model decides, here and nowhere else. Less is looser, and sound.
+"""The computing budget per image, which depends only on the size of the model.
 
-A push through a ViT-Ti at 224 pixels costs a thousand times what it costs through a small model at 32, and a map has
-millions of entries. So of what is only estimated, or found to a factor, large models get less, and what may be done at
-once is what fits the memory.
+A smaller budget loosens the bounds and keeps them sound. A push through a ViT-Ti at 224 pixels costs a thousand times a
+push through a small model at 32, and a map has millions of entries. Large models therefore get fewer vectors for
+estimates and coarser norms, and the memory decides how much is computed together.
 """
 
 from dataclasses import dataclass
 
 from zoo.bounds.tape import Tape
 
-LARGE = 2**19  # entries of the outputs of all leaves: from here on models get less
-PROBES = (96, 640)  # random vectors that find how far functionals reach: to twice what they do, or a third more
-SAMPLES = (8, 64)  # random vectors of a look: with 16, radii differed by up to 8 % from nonce to nonce
-ROUNDS = (2, 8)  # that a look is taken to find the first radius, at most
-START = (0.02, 1.0)  # where the first of them is taken, in units of where the first order alone ends
-STEPS = (2, 5)  # of Lanczos, of a look
-CLOSE = (2.0, 1.03)  # of norms, as in zoo/bounds/lanczos.py
-GAIN = (1.16, 1.1)  # what a next rung has to promise, in units of what is proved (ladder.py)
-OVER = (2.0, 1.2)  # what will be proved of reaches and lengths, in units of what a look finds
-BYTES = 2**30  # of the vectors of one basis, and of probes
+LARGE = 2**19  # entries of the outputs of all leaves; larger models get a smaller budget
+PROBES = (96, 640)  # random vectors that bound the functionals: to twice their reach, or a third above it
+SAMPLES = (8, 64)  # random vectors of a weight estimate; with 16, radii varied by up to 8 % between nonces
+ROUNDS = (2, 8)  # weight estimates for the first radius, at most
+START = (0.02, 1.0)  # radius of the first of them, relative to where the first order alone uses up the margin
+STEPS = (2, 5)  # Lanczos steps of a weight estimate
+CLOSE = (2.0, 1.03)  # precision of norms, as in zoo/bounds/lanczos.py
+GAIN = (1.16, 1.1)  # what a next stage must promise, relative to the proved radius (schedule.py)
+OVER = (2.0, 1.2)  # proved reaches and lengths relative to the estimated ones, approximately
+BYTES = 2**30  # memory for the vectors of one basis, and for probes
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The numbers that are meant at the head of this file. `large`: nothing is measured layer by layer, as the norms of
-    many layers are astronomic together."""
+    """The numbers of this module for one model.
+
+    `large`: nothing is measured layer by layer, as the product of the norms of many layers is astronomic.
+    """
 
     large: bool
     probes: int
@@ -49,5 +51,5 @@ def budget(tape: Tape) -> Budget:
 
 
 def at_once(entries: int, vectors: int = 1) -> int:
-    """How many things fit the memory, of so many vectors with so many entries each."""
+    """Return how many items fit the memory, each of `vectors` vectors with `entries` entries."""
     return max(1, BYTES // (8 * entries * vectors))
