@@ -1,4 +1,4 @@
-"""What one process of the certify stage does: certify and attack the images of a batch, on its own device."""
+"""The work of one process of the certify stage: certify and attack the images of a batch on its own device."""
 
 import copy
 from pathlib import Path
@@ -16,7 +16,7 @@ from certify.stage.settings import Settings
 
 
 class CertifyBatch:
-    """A hand-over and its certifier, on one device: called with a batch, it returns its rows."""
+    """A hand-over and its certifier on one device; a call with a batch returns its rows."""
 
     def __init__(self, handover: Path, worker: int = 0, *, settings: Settings) -> None:
         self.device = device_of(worker, settings.device)
@@ -30,8 +30,11 @@ class CertifyBatch:
             self.model = InType(copy.deepcopy(self.model).to(DTYPES[dtype]))
 
     def __call__(self, batch: Batch) -> list[Row]:
-        """The rows of `outcomes.rows_of`, how far the served logits of each image are from the certified ones, and
-        whether it is classified correctly by positions alone."""
+        """Return the rows of `outcomes.rows_of`, with two further columns.
+
+        They are the largest difference between served and certified logits of each image, and whether the image is
+        classified correctly by positions alone.
+        """
         keys, images, labels = batch[0], batch[1].to(self.device), batch[2].to(self.device)
         tolerance = COARSE if self.settings.served_dtype == "bfloat16" else LOGIT_TOLERANCE
         differences = logit_differences(self.model, self.certifier.baked, images, tolerance).tolist()

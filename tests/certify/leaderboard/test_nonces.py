@@ -103,7 +103,7 @@ def test_a_nonce_and_a_beacon_are_too_much(
     handover: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"handover={handover}", f"out={tmp_path}", *ASKED, f"data.root={digits}", "nonce=n", "beacon=b"]
-    assert "a nonce is given or derived" in refusal(capsys, *words)
+    assert "exclude each other" in refusal(capsys, *words)
 
 
 def test_results_of_earlier_code_are_not_submitted(

@@ -127,10 +127,10 @@ def test_mixed_rows_are_refused_and_left_as_they_are(
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"radius.lofast": 5.0, "certified.0.01": "not certified"}, "radius 5.0 and is not certified"),
-        ({"certified.0.1": "certified", "pgd.0.1": False}, "in vain"),
+        ({"radius.lofast": 5.0, "certified.0.01": "not certified"}, "radius 5.0 but is not certified"),
+        ({"certified.0.1": "certified", "pgd.0.1": False}, "an attack succeeds"),
         ({"certified.0.1": "maybe"}, "certified.0.1=maybe"),
-        ({"certified.0.1": "certified", "pgd.0.1": True, "correct": False}, "not correct"),
+        ({"certified.0.1": "certified", "pgd.0.1": True, "correct": False}, "the prediction is wrong"),
     ],
 )  # fmt: skip
 def test_rows_that_contradict_themselves_are_refused(
