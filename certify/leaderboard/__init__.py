@@ -1,2 +1,5 @@
-"""Entries of the leaderboard (leaderboard/*.json): made of finished results by `python -m certify submit`, and done
-again with draws of one's own by `python -m certify check`."""
+"""Entries of the leaderboard (leaderboard/*.json).
+
+`python -m certify submit` makes them from finished results, and `python -m certify check` rechecks them with new random
+draws.
+"""

@@ -116,9 +116,9 @@ def test_figures_of_others_and_other_methods_are_not_done_again(
     changed: Callable[..., Path], handover: Path, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published = changed(lambda entry: entry.update(published=True))
-    assert "a published figure of others" in refusal(capsys, published, handover, digits)
+    assert "a figure published by others" in refusal(capsys, published, handover, digits)
     other = changed(lambda entry: entry.update(method="global Lipschitz bound"))
-    assert "none of ours" in refusal(capsys, other, handover, digits)
+    assert "cannot be rechecked" in refusal(capsys, other, handover, digits)
 
 
 def test_an_entry_says_in_which_type_its_model_is_served(
@@ -166,9 +166,9 @@ def test_results_of_two_models_make_no_entry(results: Path) -> None:
 
 def test_a_folder_without_results_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, mend in (
-        (["submit", f"results={tmp_path}"], "let python -m certify finish there first"),
-        (["submit"], "say what to certify"),
-        (["check"], "which entry?"),
+        (["submit", f"results={tmp_path}"], "finish python -m certify there first"),
+        (["submit"], "set what to certify"),
+        (["check"], "name one entry"),
         (["check", str(tmp_path / "none.json")], "cannot be read"),
     ):
         with pytest.raises(SystemExit):
