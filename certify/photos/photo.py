@@ -12,7 +12,7 @@ from shards import SampleError
 from shards.decode import MAX_PIXELS, fit, upright
 
 MAX_BYTES = 32 * 2**20  # of a file; 24 million pixels as JPEG or WEBP take less
-MEND = f"give a JPEG, PNG or WEBP of at most {MAX_PIXELS / 1e6:.0f} million pixels and {MAX_BYTES >> 20} MiB"
+ADVICE = f"give a JPEG, PNG or WEBP of at most {MAX_PIXELS / 1e6:.0f} million pixels and {MAX_BYTES >> 20} MiB"
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,22 @@ class Photo:
 def read(path: Path, channels: int, size: int) -> Photo:
     """Return the photograph in a file. Raises UserError."""
     if not path.is_file():
-        raise UserError(f"there is no file {path}; {MEND}")
+        raise UserError(f"there is no file {path}; {ADVICE}")
     try:
         with path.open("rb") as file:
             return photo(file.read(MAX_BYTES + 1), str(path), channels, size)
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); {MEND}") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); {ADVICE}") from None
 
 
 def photo(data: bytes, name: str, channels: int, size: int) -> Photo:
     """Return the photograph in encoded bytes. Raises UserError for invalid or oversized images (shards/decode.py)."""
     if len(data) > MAX_BYTES:
-        raise UserError(f"{name} is larger than {MAX_BYTES >> 20} MiB; {MEND}")
+        raise UserError(f"{name} is larger than {MAX_BYTES >> 20} MiB; {ADVICE}")
     try:
         pixels_HWC = upright(data, plain(name)[:200], channels)
     except SampleError as error:
-        raise UserError(f"{str(error).partition(';')[0]}; {MEND}") from None
+        raise UserError(f"{str(error).partition(';')[0]}; {ADVICE}") from None
     height, width = pixels_HWC.shape[:2]
     seen_CHW = torch.from_numpy(fit(pixels_HWC, size).transpose(2, 0, 1).copy())
     return Photo(plain(name), seen_CHW.float().div(255), width, height)

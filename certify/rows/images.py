@@ -69,7 +69,7 @@ def image_list(data: shards.DataConfig, count: int | None, batch_size: int, firs
     """
     test = shards.find(data, "test")
     if first >= test.samples:
-        raise UserError(f"first={first}: {data.root} has only {test.samples} test images; set less")
+        raise UserError(f"first={first}: {data.root} has {test.samples} test images; set less")
     found: dict[str, int] = {}
     content = hashlib.sha256(f"{data.channels} x {data.img_size}\n".encode())
     for sample in shards.eval_samples(test, data, first=first, limit=count):
