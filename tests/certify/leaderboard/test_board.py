@@ -158,9 +158,9 @@ def test_a_forged_row_is_found(results: Path, made: Path) -> None:
 
 def test_results_of_two_models_make_no_entry(results: Path) -> None:
     summary = summary_of(results)
-    with pytest.raises(UserError, match="another weights_sha256 each"):
+    with pytest.raises(UserError, match="differ in weights_sha256"):
         entry_of([summary, summary | {"weights_sha256": "0" * 64}])
-    with pytest.raises(UserError, match="another images_sha256 each"):
+    with pytest.raises(UserError, match="differ in images_sha256"):
         entry_of([summary, summary | {"norm": "linf", "images_sha256": "0" * 64}])
 
 
