@@ -5,9 +5,9 @@ and u_n of defects. The loss is at most the largest value of
 
     <b, u_0> + <u, S u> / 2,    |u_0| <= t = e / E,   |u_k|^2 <= <u, Q_k u>,   |u_k|^2 <= theta_k,   |u_n|^2 <= theta_0,
 
-b = -E g_0, S = sum_i M_i^T C_i M_i, Q_k = M_k^T C'_k M_k the form of the remainder of leaf k. The S-procedure: let m be
-the multiplier of the first constraint, d_k = q_k + rest those of u_k, and d_n that of the defects. For all multipliers
-for which P = diag(m, d) - S - sum_k q_k Q_k is positive definite,
+b = -E g_0, S = sum_i M_i^T C_i M_i, Q_k = M_k^T C'_k M_k the form of the remainder of leaf k. The S-procedure: let m
+be the multiplier of the first constraint, d_k = q_k + rest the sum of the two of u_k, and d_n that of u_n. For all
+multipliers for which P = diag(m, d) - S - sum_k q_k Q_k is positive definite,
 
     loss <= (m t^2 + sum_k (d_k - q_k) theta_k + d_n theta_0) / 2 + <b, P^-1 b> / 2.
 

@@ -47,7 +47,10 @@ class Rounding:
         return nan_to_inf(2 * OUT * total.sqrt() + 16 * U)
 
     def left(self, last: int, scale: Scale | None = None) -> Tensor:
-        """Return the error of products that maps leave to forms; where it is not positive, no bound holds."""
+        """Return the part of the allowed product error that maps leave to forms.
+
+        No bound holds where it is not positive.
+        """
         return ALLOWED - self.share(last, scale)
 
     def shift(self, forms: Mapping[int, QuadraticForm], scale: Scale | None = None) -> Tensor:

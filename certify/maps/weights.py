@@ -3,11 +3,13 @@
 All numbers here are estimates; any positive weights are sound.
 
 The bounded quantity is a seminorm |F G + sum_k F_k r_k|, with r_k anywhere where |r_k / W_k|^2 <= theta_k. The product
-of |F_k W_k| and |r_k / W_k|, in Frobenius norms, is smallest for W_u^2 = |r_u| / |F_u|, entry by entry. And (sum_k
-a_k)^2 equals (sum_k a_k^2 / theta_k) (sum_k theta_k) for theta_k proportional to a_k, the part of leaf k's remainder in
-the seminorm relative to that of the image. Both a_k and theta_k depend on the weights of the leaves in front. They are
-therefore estimated twice: a theta_k that is overestimated tenfold gives an oversized W_k, which loosens the bound
-tenfold.
+of |F_k W_k| and |r_k / W_k|, in Frobenius norms, is smallest for W_u^2 = |r_u| / |F_u|, entry by entry. Let a_k be the
+part of leaf k's remainder in the seminorm, relative to that of the image. For theta_k proportional to a_k,
+
+    (sum_k a_k)^2 = (sum_k a_k^2 / theta_k) (sum_k theta_k).
+
+Both a_k and theta_k depend on the weights of the leaves in front. They are therefore estimated twice: a theta_k that is
+overestimated tenfold gives an oversized W_k, which loosens the bound tenfold.
 
 Letters: B images, M random vectors.
 """
@@ -36,7 +38,7 @@ LEAST_THETA = 1e-12  # smallest estimate, so that weights do not vanish
 SEEN = 4.0  # most that a remainder adds, relative to what it adds where the image moves, approximately
 ALIGNED = 0.75  # share of remainders that acts in the direction of the first order
 LEAST = 0.1  # smallest entry, relative to the mean
-LEAST_RADIUS = 1e-3  # smallest estimated radius, relative to the largest; where the maps diverge
+LEAST_RADIUS = 1e-3  # smallest estimated radius, relative to the largest; the result where maps diverge
 MOVED = 0.3  # |M_i| relative to its Frobenius norm, approximately
 LENGTHS = (1e-100, 1e100)  # range of lengths
 WEIGHTS = (1e-100, 1e30)  # range of weights; finite even where an estimate diverges
