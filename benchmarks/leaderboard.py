@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import RESULTS
-from certify.board.entry import Entry
-from certify.board.of_results import entry_of
+from certify.leaderboard.entry import Entry
+from certify.leaderboard.of_results import entry_of
 
 LEADERBOARD = Path(__file__).parents[1] / "leaderboard"
 XEON = "of one core of a 2.5 GHz Xeon"

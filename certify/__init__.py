@@ -1,4 +1,4 @@
-"""Proves, image by image, how robust a model is; measures the attacks beside the proofs; publishes both."""
+"""Certificates of robustness, image by image, with attacks on the same images; both can be published."""
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before timm imports it)
 from certify.api import certified_radius, certify

@@ -1,13 +1,13 @@
-"""`python -m certify [COMMAND] KEY=VALUE ...`, each command with its configuration and its code:
+"""The command `python -m certify [COMMAND] KEY=VALUE ...`; each command has its configuration and its code.
 
-(none)      prove of a hand-over how robust it is       configs/certify.yaml    certify/stage/cli.py
-evaluate    hold it against attacks as well             configs/evaluate.yaml   certify/evaluation/cli.py
-analyse     the figures of the papers, inside it        configs/analyse.yaml    certify/papers/cli.py
-features    the figures of the papers, under attack     configs/features.yaml   certify/papers/cli.py
+(none)      certify a hand-over                         configs/certify.yaml    certify/stage/cli.py
+evaluate    certify and attack it                       configs/evaluate.yaml   certify/evaluation/cli.py
+analyse     the papers' figures, inside a model         configs/analyse.yaml    certify/papers/cli.py
+features    the papers' figures, under attack           configs/features.yaml   certify/papers/cli.py
 image       photographs: class, radius, nearest attack  configs/image.yaml      certify/photos/cli.py
 serve       the same as a page on this machine          configs/serve.yaml      certify/photos/cli.py
-submit      an entry of the leaderboard of results      configs/submit.yaml     certify/board/cli.py
-check       do an entry again                           configs/check.yaml      certify/board/cli.py
+submit      make a leaderboard entry from results       configs/submit.yaml     certify/leaderboard/cli.py
+check       recheck an entry                            configs/check.yaml      certify/leaderboard/cli.py
 """
 
 import logging
@@ -26,7 +26,7 @@ from certizoo.nearest import unknown
 
 @one_line_errors
 def main(argv: Sequence[str]) -> None:
-    """Run one command. Exit status 2: an error of one line."""
+    """Run one command. A one-line error exits with status 2."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     name = argv[0] if argv and argv[0] in COMMANDS else "certify"
     if argv and argv[0].isidentifier() and argv[0] not in COMMANDS:
@@ -35,13 +35,16 @@ def main(argv: Sequence[str]) -> None:
     try:
         COMMANDS[name](compose_config(name, words) | apart)
     except KeyboardInterrupt:
-        raise UserError("stopped; the same command goes on after the last row") from None
+        raise UserError("stopped; the same command continues after the last row") from None
     except UnsoundCertificate as error:
         raise UserError(str(error)) from None
 
 
 def set_apart(name: str, argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The words for Hydra, and what is none of its: `model=`, which would choose a recipe there, and files."""
+    """Split the words into those for Hydra and the others.
+
+    The others are `model=`, which would choose a recipe in Hydra, and files.
+    """
     words, apart, files = [], dict[str, Any](), []
     for word in argv:
         key, equals, value = word.partition("=")
@@ -93,13 +96,13 @@ def _serve(config: dict[str, Any]) -> None:
 
 
 def _submit(config: dict[str, Any]) -> None:
-    from certify.board.cli import submit
+    from certify.leaderboard.cli import submit
 
     submit(config)
 
 
 def _check(config: dict[str, Any]) -> None:
-    from certify.board.cli import check
+    from certify.leaderboard.cli import check
 
     check(config)
 

@@ -1,4 +1,4 @@
-"""The two questions one asks of a model and some images: certified at eps? and: up to which eps?"""
+"""The two questions about a model and some images: is it certified at eps, and up to which eps is it certified?"""
 
 import math
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from certizoo import UserError
 from certizoo.nearest import unknown
 from certizoo.text import shown
 
-MAX_EPS = 2.0**10  # far beyond the diameter of any image's box, in either norm
+MAX_EPS = 2.0**10  # far above the diameter of any image's box, in either norm
 TOLERANCE = 2.0**-9  # relative precision of a radius
-WIDE = 1.2  # high / low of a bracket that may be halved
-STRIDE = 1.5  # the least step upwards, as a factor
+WIDE = 1.2  # high / low from which on a bracket may be halved
+STRIDE = 1.5  # smallest factor of a step upwards
 MAX_TRIALS = 60  # a radius below 8^-20 of the first guess counts as 0
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def outside_inference_mode(call: Callable[P, R]) -> Callable[P, R]:
-    """The call where torch remembers what is computed: Jacobians are made of that."""
+    """Wrap the call so that torch records operations in it, as Jacobians are computed from the record."""
 
     @wraps(call)
     def outside(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -39,16 +39,18 @@ def outside_inference_mode(call: Callable[P, R]) -> Callable[P, R]:
 
 @outside_inference_mode
 def certifier(model: nn.Module, method: str, nonce: str | None = None, norm: str = L2) -> Certifier:
-    """The certifier of a method, one of METHODS or "auto" (certify/methods/__init__.py), for balls in a norm, "l2" or
-    "linf"; raises UserError for an unknown one of either, and NoRule for an uncertifiable model.
+    """Return the certifier of a method for balls in a norm, "l2" or "linf".
 
-    `nonce` chooses the random starts of a method that has any, so that an answer can be had again; None: one that is
-    drawn now. A probability to fail holds against whoever fixed the weights and images before the nonce was drawn.
+    The method is one of METHODS or "auto" (certify/methods/__init__.py). `nonce` chooses the random starts of a method
+    that has any, so that a result can be reproduced; None draws a new one. A failure probability holds against anyone
+    who fixed the weights and images before the nonce was drawn.
+
+    Raises UserError for an unknown method or norm, and NoRule for an uncertifiable model.
     """
     if not isinstance(method, str) or method not in NAMES:
         raise unknown("certification method", shown(method), NAMES)
     if nonce is not None and (not isinstance(nonce, str) or not nonce or not nonce.isprintable()):
-        raise UserError(f"nonce={shown(nonce)} is no text; give one such as 'n1f3', or None for one that is drawn now")
+        raise UserError(f"nonce={shown(nonce)} is no text; pass one such as 'n1f3', or None to draw one")
     return METHODS[named(method, model)](model, nonce, known(norm))
 
 
@@ -62,16 +64,25 @@ def certify(
     nonce: str | None = None,
     norm: str = L2,
 ) -> Certificate:
-    """Certificates at one radius `eps` in [0,1] pixel space, or at one an image, (B,); `norm`: "l2" or "linf".
+    """Return certificates at one radius `eps` in [0,1] pixel space, or at one per image, (B,).
 
-    images (B, C, H, W) in [0,1], float32 or float64; labels (B,), of any integer type. Returns (B,) tensors margin_B,
-    loss_B, certified_B, correct_B, unknown_B. The whole ball is covered, also the part of it outside the [0,1] box.
-    `nonce`: that of `certifier`.
+    The whole ball is covered, including the part outside the [0,1] box. Proof: docs/proofs.md#threat-model.
 
-    Raises UserError for input that is not that, and for a model that does something else than its code and its weights
-    say; NoRule, which is one, where nothing is proved of a module.
+    Args:
+        model: any module that maps images to logits and has rules for all its parts.
+        images_BCHW: (B, C, H, W) in [0,1], float32 or float64.
+        labels_B: (B,), of any integer type.
+        eps: one radius, or one per image.
+        method: one of METHODS, or "auto".
+        nonce: see `certifier`.
+        norm: "l2" or "linf".
 
-    Proof: docs/proofs.md#threat-model.
+    Returns:
+        (B,) tensors margin_B, loss_B, certified_B, correct_B, unknown_B.
+
+    Raises:
+        UserError: for invalid input, and for a model that computes something else than its code and its weights say.
+        NoRule: a UserError, for a module about which nothing is proved.
     """
     radius = radius_given(eps, labels_B.numel() if isinstance(labels_B, Tensor) else 1)
     return certifier(model, method, nonce, norm).analyse(images_BCHW, labels_B).at(radius)
@@ -86,25 +97,26 @@ def certified_radius(
     nonce: str | None = None,
     norm: str = L2,
 ) -> Tensor:
-    """The largest eps proved for each image, rounded down: (B,) float64, 0 where misclassified. `nonce` and `norm`:
-    those of `certifier`."""
+    """Return the largest eps proved for each image, rounded down: (B,) float64, 0 where misclassified.
+
+    Arguments and errors are those of `certify`.
+    """
     return radius_of(certifier(model, method, nonce, norm).analyse(images_BCHW, labels_B))
 
 
 @outside_inference_mode
 def radius_of(analysis: Analysis) -> Tensor:
-    """The radii of `certified_radius` from stored terms, without a new forward pass.
+    """Return the radii of `certified_radius` from stored terms, without a new forward pass.
 
-    Every answer was tested itself, so the result is sound for any bound; it is the largest one because bounds are
-    nondecreasing in eps. The search looks for loss / margin = 1, which between two eps grows nearly like a power:
-    the next eps is where the power through the ends of the bracket meets 1, or where there is one end only, the power 1
-    through that. Shares of certified images may be too large (cheap bounds come first), so that guesses may be too
-    small: a step is at least a half with one end, and every other one halves a bracket that is still wide or does not
-    close.
+    Every returned radius was tested itself, so the result is sound for any bound; it is the largest one because bounds
+    are nondecreasing in eps. The search solves loss / margin = 1. Between two eps that ratio grows nearly like a power,
+    so the next eps is where the power through the ends of the bracket reaches 1; with one end only, the power is 1.
+    Ratios of certified images may be too large (cheap bounds come first), and guesses therefore too small. So a step
+    grows by at least a half with one end, and every other step halves a bracket that is still wide or does not close.
 
     Proof: docs/proofs.md#certified-radius.
     """
-    sure_B = analysis.at(0.0).certified_B  # where rounding alone may cost the class, no radius is looked for
+    sure_B = analysis.at(0.0).certified_B  # no radius is searched where rounding alone may change the class
     low_B = torch.zeros(len(sure_B), dtype=torch.float64, device=sure_B.device)
     low, high = End(low_B, low_B), End(torch.full_like(low_B, torch.inf), torch.full_like(low_B, torch.inf))
     eps_B = guess_of(analysis)
@@ -121,9 +133,9 @@ def radius_of(analysis: Analysis) -> Tensor:
 
 
 def radius_given(eps: object, count: int) -> float | Tensor:
-    """eps, one or one an image, as numbers that are radii. Raises UserError."""
+    """Return eps, one or one per image, as a number or tensor of radii. Raises UserError if it is invalid."""
     if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating | Tensor):
-        raise UserError(f"eps={shown(eps)} is no number; give a radius in [0,1] pixel space, such as 0.1")
+        raise UserError(f"eps={shown(eps)} is no number; pass a radius in [0,1] pixel space, such as 0.1")
     if isinstance(eps, Tensor):
         return _radii_given(eps, count)
     try:
@@ -131,35 +143,38 @@ def radius_given(eps: object, count: int) -> float | Tensor:
     except OverflowError:
         radius = math.inf
     if not 0 <= radius < math.inf:
-        raise UserError(f"eps={shown(eps)} has to be finite and at least 0")
+        raise UserError(f"eps={shown(eps)} must be finite and at least 0")
     return radius
 
 
 def _radii_given(eps: Tensor, count: int) -> float | Tensor:
     require_numbers("eps", eps)
     if eps.is_complex() or eps.dtype is torch.bool or eps.shape not in ((), (count,)):
-        raise UserError(f"eps={shown(eps)} has to be one number, or one for each of the {count} images")
+        raise UserError(f"eps={shown(eps)} must be one number, or one for each of the {count} images")
     given = eps.detach().double()
     if not bool((torch.isfinite(given) & (given >= 0)).all()):
-        raise UserError(f"eps={shown(eps)} has to be finite and at least 0")
+        raise UserError(f"eps={shown(eps)} must be finite and at least 0")
     return float(given) if given.ndim == 0 else given
 
 
 @dataclass(frozen=True)
 class End:
-    """Of a bracket: eps, and loss / margin there."""
+    """One end of a bracket: eps, and loss / margin there."""
 
     eps_B: Tensor
     share_B: Tensor
 
     def where(self, chosen_B: Tensor, other: "End") -> "End":
-        """This end for some images, the other for the rest."""
+        """Return this end for the chosen images, the other one for the rest."""
         return End(torch.where(chosen_B, self.eps_B, other.eps_B), torch.where(chosen_B, self.share_B, other.share_B))
 
 
 def _next(low: End, high: End, wide: float) -> Tensor:
-    """The eps to try, inside the bracket; a guess close to an end goes half the tolerance beyond the root, so that the
-    bracket closes. A bracket with high > wide low is halved."""
+    """Return the eps to try, inside the bracket.
+
+    A guess close to an end is moved half the tolerance beyond the root, so that the bracket closes. A bracket with high
+    > wide low is halved.
+    """
     one_sided_B = torch.isinf(high.eps_B) | (low.eps_B == 0)
     end = low.where(low.eps_B > 0, high)
     power_B = (high.share_B / low.share_B).log() / (high.eps_B / low.eps_B).log()

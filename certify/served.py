@@ -1,6 +1,6 @@
-"""How MLflow loads a published version (`mlflow.pyfunc.load_model`): the project's own code, no pickle.
+"""The loader by which MLflow loads a published version (`mlflow.pyfunc.load_model`), without pickle.
 
-MLflow calls `_load_pyfunc` with the folder of the version's files, which have to be those that were published.
+MLflow calls `_load_pyfunc` with the folder of the version's files, which must be those that were published.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from zoo import handover
 
 
 class Served:
-    """images (B, C, H, W) in [0,1] -> logits (B, J), as NumPy arrays in float32."""
+    """A model from images (B, C, H, W) in [0,1] to logits (B, J), as NumPy arrays in float32."""
 
     def __init__(self, folder: Path) -> None:
         self.model, self.config = handover.load(folder)

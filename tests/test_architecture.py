@@ -43,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "certify/stage": {"certify/api.py", "certify/methods", "certify/rows", "certify/stage/report"},
     "certify/evaluation": {"certify/api.py", "certify/methods", "certify/rows"},
     "certify/photos": {"certify/api.py", "certify/methods", "certify/rows", "certify/evaluation"},
-    "certify/board": {"certify/methods", "certify/rows", "certify/stage", "certify/evaluation"},
+    "certify/leaderboard": {"certify/methods", "certify/rows", "certify/stage", "certify/evaluation"},
     "certify/__init__.py": {"certify/api.py", "certify/methods", "certify/stage"},
     "certify/__main__.py": {
         "certify/methods",
@@ -51,7 +51,7 @@ ROOMS: dict[str, set[str]] = {
         "certify/evaluation",
         "certify/papers",
         "certify/photos",
-        "certify/board",
+        "certify/leaderboard",
     },
     "trainers/__init__.py": set(),
     "trainers/settings.py": set(),

@@ -1,2 +1,5 @@
-"""The evaluation, `python -m certify evaluate`: attacks beside certificates on the same images. From cli.py, the keys
-of the command, to run.py, the evaluation from end to end, to evaluate_block.py, what is done to images."""
+"""The evaluation, `python -m certify evaluate`: attacks and certificates on the same images.
+
+Start at cli.py, the keys of the command; run.py is the evaluation from end to end, and evaluate_block.py the work per
+image.
+"""

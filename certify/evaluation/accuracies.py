@@ -1,4 +1,4 @@
-"""From the rows of an evaluation to its accuracies: attack by attack, and worst case by threat model."""
+"""Accuracies from the rows of an evaluation: attack by attack, and the worst case by threat model."""
 
 import math
 from collections.abc import Mapping
@@ -13,13 +13,19 @@ Accuracy = dict[str, Any]
 
 
 def by_attack(table: pd.DataFrame, attacks: Mapping[str, Attack]) -> dict[str, Accuracy]:
-    """{name: norm, eps, accuracy and its Wilson interval, certified (share proved against the attack's whole ball, None
-    where there is none), median_l2 of the points that fool (None where none does), seconds an image}."""
+    """Return the accuracy under each attack, by its name.
+
+    {name: norm, eps, accuracy and its Wilson interval, certified (share proved against the attack's whole ball, None if
+    it has no ball), median_l2 of the points that fool (None if there are none), seconds per image}.
+    """
     return {name: _of(table, name, attack) for name, attack in attacks.items()}
 
 
 def by_ball(table: pd.DataFrame, attacks: Mapping[str, Attack]) -> list[Accuracy]:
-    """Threat models that two attacks or more share: {norm, eps, attacks, accuracy (survives all of them), interval}."""
+    """Return the accuracy in each threat model that two or more attacks share.
+
+    Entries are {norm, eps, attacks, accuracy (survives all of them), interval}.
+    """
     balls: dict[tuple[str, float], list[str]] = {}
     for name, attack in attacks.items():
         if attack.eps is not None:
@@ -32,7 +38,7 @@ def by_ball(table: pd.DataFrame, attacks: Mapping[str, Attack]) -> list[Accuracy
 
 
 def within_radius(table: pd.DataFrame, attacks: Mapping[str, Attack], method: str | None, norm: str) -> int:
-    """Points that fool at a distance that was certified, over all images and attacks."""
+    """Return the number of points that fool within a certified radius, over all images and attacks."""
     if method is None:
         return 0
     return int(sum((table[f"{norm}.{name}"] <= table[f"radius.{method}"]).sum() for name in attacks))

@@ -1,12 +1,12 @@
-"""What a finished certification proved of its images, for an evaluation that would prove it again."""
+"""The results of a finished certification, which an evaluation uses instead of computing them again."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from certify.rows import records
-from certify.rows.columns import Columns, Listed, Row, amount, chance
 from certify.rows.draws import Nonce, recorded
+from certify.rows.row_schema import Listed, Row, RowSchema, amount, chance
 from certify.rows.summary import Summary, norm_of
 from certizoo import UserError
 
@@ -15,7 +15,7 @@ SAME = {"weights_sha256": "weights", "data_digest": "data", "certizoo": "version
 
 @dataclass(frozen=True)
 class Certified:
-    """What the folder of results says of itself, and its rows by the names of their images."""
+    """The summary in a folder of results, and its rows by image key."""
 
     folder: Path
     said: Summary
@@ -39,28 +39,31 @@ class Certified:
         return recorded(self.said)
 
     def of(self, subject: Summary, images: Sequence[Listed]) -> dict[str, Row]:
-        """The rows of these images. Raises UserError where they are of another `subject` (rows.summary.subject_of), and
-        where one is missing or not what a certification writes."""
+        """Return the rows of these images.
+
+        Raises UserError if they belong to another `subject` (rows.summary.subject_of), or if a row is missing or
+        invalid.
+        """
         for key, words in SAME.items():
             if self.said.get(key) != subject[key]:
-                raise UserError(f"certificate={self.folder} is of another {words}; certify these anew, or leave it out")
+                raise UserError(f"certificate={self.folder} is of another {words}; certify again, or leave it out")
         names = {f"radius.{self.method}": amount, "seconds": amount, "failure": chance}
-        columns = Columns(names, {"": lambda value: True})
+        columns = RowSchema(names, {"": lambda value: True})
         for image in images:
             if image.key not in self.rows:
                 raise UserError(
-                    f"certificate={self.folder} has no row of image {image.key}; give images= and first= of that result"
+                    f"certificate={self.folder} has no row of image {image.key}; set images= and first= as it has"
                 )
             if fault := columns.fault([self.rows[image.key]], [image]):
-                raise UserError(f"certificate={self.folder}: a row {fault[1][:300]}; certify these images anew")
+                raise UserError(f"certificate={self.folder}: a row {fault[1][:300]}; certify these images again")
         return {image.key: self.rows[image.key] for image in images}
 
 
 def read(folder: Path) -> Certified:
-    """Of the folder of a finished certification. Raises UserError where it is none, not finished, or changed since."""
+    """Read the folder of a finished certification. Raises UserError if it is not one, or has changed since."""
     said = records.require_rows(folder / records.CERTIFICATE, records.CERTIFICATES)
     if not all(isinstance(said.get(key), str) for key in ("method", "nonce")):
-        raise UserError(f"certificate={folder} holds no finished certification; give the folder that certify wrote")
+        raise UserError(f"certificate={folder} holds no finished certification; set it to a folder that certify wrote")
     if said.get("served_dtype") not in (None, "float32"):
-        raise UserError(f"certificate={folder} is of the model served in {said['served_dtype']}, which is not attacked")
+        raise UserError(f"certificate={folder} is of a model served in {said['served_dtype']}; attacks take float32")
     return Certified(folder, said, {row["key"]: row for row in records.rows_at(folder / records.CERTIFICATES)})

@@ -1,9 +1,9 @@
-"""Checks that warn where an evaluation may flatter: masked gradients, weak attacks, outputs that are no logits.
+"""Checks that warn of attacked accuracies that may be too high: masked gradients, weak attacks, outputs without logits.
 
-After the flags of AutoAttack (Croce & Hein 2020, flags_doc.md of its repository) and Carlini et al. 2019,
-"On Evaluating Adversarial Robustness", section 5 (docs/references.md#evaluating). A flag is a reason to distrust the
-attacked accuracy, which may then be far above the true one; it is no verdict on a certificate, which does not rest on
-attacks.
+They follow the flags of AutoAttack (Croce & Hein 2020, flags_doc.md of its repository) and Carlini et al. 2019, "On
+Evaluating Adversarial Robustness", section 5 (docs/references.md#evaluating). A flag is a reason to distrust the
+attacked accuracy, which may then be far above the true one. It says nothing about a certificate, which does not depend
+on attacks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,15 +22,15 @@ from attacks.auto import AutoAttack
 from attacks.loop import probing
 
 STEPS, MORE_STEPS = 20, 100
-QUERIES = 1000  # of Square: masked gradients lose to it long before its 5000
-CHANCE = 0.1  # how far above chance the accuracy in a ball may be that holds a grey image
-SAME = 1e-5  # between two answers to one image, relative; GPUs sum in varying order
+QUERIES = 1000  # queries of Square, which beats masked gradients long before its 5000
+CHANCE = 0.1  # allowed accuracy above chance in a ball that contains a grey image
+SAME = 1e-5  # relative difference of two answers to one image; GPUs sum in varying order
 FULL = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A name to look up here, and what was seen, in words."""
+    """The name of a check in this module, and a message with what it found."""
 
     name: str
     message: str
@@ -38,7 +38,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Case:
-    """The model under attack, some correctly classified images, and the ball they are attacked in."""
+    """The attacked model, some correctly classified images, and the ball in which they are attacked."""
 
     model: nn.Module
     images_BCHW: Tensor
@@ -47,7 +47,7 @@ class Case:
     eps: float
 
     def survivors(self, attack: Attack) -> Tensor:
-        """Which images keep their label (B,)."""
+        """Return which images keep their label (B,)."""
         found = attack.run(self.model, self.images_BCHW, self.labels_B, Generator().manual_seed(0))
         return self.logits(found).argmax(1) == self.labels_B
 
@@ -58,7 +58,7 @@ class Case:
 
     @cached_property
     def after_pgd(self) -> Tensor:
-        """The survivors of MORE_STEPS steps, which two checks ask for."""
+        """The survivors of MORE_STEPS steps, which two checks use."""
         return self.survivors(self.pgd(MORE_STEPS))
 
     def pgd(self, steps: int) -> AttackConfig:
@@ -66,7 +66,7 @@ class Case:
 
 
 def of_model(case: Case) -> list[Flag]:
-    """What a model's own behaviour says against attacks on it. No images: no flags."""
+    """Return the flags that the model's behaviour raises; none without images."""
     if not len(case.labels_B):
         return []
     return [Flag(check.__name__, said) for check in CHECKS for said in check(case)]
@@ -85,11 +85,11 @@ def random_answers(case: Case) -> Iterator[str]:
 def softmax_outputs(case: Case) -> Iterator[str]:
     logits = case.logits(case.images_BCHW)
     if bool((logits >= 0).all()) and torch.allclose(logits.sum(1), torch.ones(len(logits)).to(logits), atol=1e-4):
-        yield "the outputs are probabilities: their softmax hides gradients; give the attacks logits"
+        yield "the outputs are probabilities: their softmax hides gradients; attack the logits"
 
 
 def zero_gradients(case: Case) -> Iterator[str]:
-    """Of cross-entropy, as the attacks see it."""
+    """Yield a message if cross-entropy has no gradient, as the attacks see it."""
     with probing(case.model), torch.enable_grad():
         x_BCHW = case.images_BCHW.clone().requires_grad_(True)
         loss = F.cross_entropy(case.model(x_BCHW), case.labels_B, reduction="sum")
@@ -98,7 +98,7 @@ def zero_gradients(case: Case) -> Iterator[str]:
     if silent:
         yield (
             f"the loss has no gradient at {silent} of {len(x_BCHW)} images: saturated or quantised, so that attacks by "
-            "gradient cannot move; believe black-box and transfer attacks only"
+            "gradient cannot move; trust only black-box and transfer attacks"
         )
 
 
@@ -112,7 +112,10 @@ def more_steps_raise_accuracy(case: Case) -> Iterator[str]:
 
 
 def large_ball_leaves_accuracy(case: Case) -> Iterator[str]:
-    """With Linf 1/2, or L2 sqrt(n)/2, every image can become grey, and a model can only guess."""
+    """Yield a message if images survive in a ball with Linf 1/2 or L2 sqrt(n)/2.
+
+    Every image can become grey there, so that a model can only guess.
+    """
     image = case.images_BCHW[0]
     large = 0.5 if case.norm == "linf" else 0.5 * image.numel() ** 0.5
     left = float(case.survivors(replace(case.pgd(MORE_STEPS), eps=large)).float().mean())
@@ -131,7 +134,7 @@ def black_box_beats_white_box(case: Case) -> Iterator[str]:
         broken = int((white & ~case.survivors(square)).sum())
         if broken:
             yield (
-                f"Square, which sees no gradient, breaks {broken} images that PGD of {MORE_STEPS} steps leaves: "
+                f"Square, which uses no gradient, breaks {broken} images that PGD of {MORE_STEPS} steps leaves: "
                 "gradients are masked"
             )
 
@@ -157,7 +160,7 @@ CHECKS: tuple[Callable[[Case], Iterator[str]], ...] = (
 
 
 def of_table(table: pd.DataFrame, attacks: Mapping[str, Attack]) -> list[Flag]:
-    """What the outcomes of a protocol say against it: pairs of attacks in one ball that are the wrong way round."""
+    """Return the flags that the outcomes raise: pairs of attacks in one ball of which the weaker one finds more."""
     flags = []
     for one, other in combinations(attacks, 2):
         for weak, strong in ((one, other), (other, one)):
@@ -172,12 +175,16 @@ def of_table(table: pd.DataFrame, attacks: Mapping[str, Attack]) -> list[Flag]:
 
 
 def _should_be_stronger(strong: Attack, weak: Attack) -> bool:
-    """In one ball: AutoAttack (all of it) than anything; of PGD with one loss, more steps or restarts."""
+    """Return whether one attack should beat another in the same ball.
+
+    The whole of AutoAttack should beat anything else; of two PGD attacks with one loss, the one with more steps or
+    restarts.
+    """
     if strong.eps is None or (strong.norm, strong.eps) != (weak.norm, weak.eps):
         return False
     if isinstance(strong, AutoAttack):
         return not isinstance(weak, AutoAttack) and len(strong.attacks) > 1
     if not isinstance(strong, AttackConfig) or not isinstance(weak, AttackConfig) or strong.loss != weak.loss:
         return False
-    effort = [(attack.steps, attack.restarts) for attack in (weak, strong)]
-    return effort[0] != effort[1] and all(less <= more for less, more in zip(*effort, strict=True))
+    budgets = [(attack.steps, attack.restarts) for attack in (weak, strong)]
+    return budgets[0] != budgets[1] and all(less <= more for less, more in zip(*budgets, strict=True))

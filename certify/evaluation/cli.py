@@ -1,4 +1,4 @@
-"""`python -m certify evaluate handover=DIR protocol=NAME ...`: the keys of configs/evaluate.yaml."""
+"""The command `python -m certify evaluate handover=DIR protocol=NAME ...`: the keys of configs/evaluate.yaml."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from certizoo import UserError
 
 
 def evaluate(config: Config) -> None:
-    """Evaluate one hand-over, print its table, its flags and where things are; tag the `version`, if it is one."""
+    """Evaluate one hand-over, print its table, flags and paths, and tag the `version` if one is given."""
     handover, protocol = handover_of(config), config["protocol"]
     out = out_of(config, handover, f"evaluation_{protocol['name']}")
     data = data_of(config, handover)
@@ -24,7 +24,7 @@ def evaluate(config: Config) -> None:
     settings = settings_of(Settings, config, **asked)
     share = share_of(config)
     if share.first and config["version"]:
-        raise UserError(f"first={share.first}: a version gets no figures of a range; join the ranges by parts")
+        raise UserError(f"first={share.first}: a version takes no figures of a range; join the ranges with parts=")
     console = Console(highlight=False)
     with progress_bar("evaluating", console) as progress:
         summary = run.run(handover, data, settings, out, progress, share)
@@ -42,7 +42,7 @@ def evaluate(config: Config) -> None:
 
 
 def _folder(given: object) -> Path | None:
-    """The key `certificate`."""
+    """Return the folder of the key `certificate`."""
     if given is not None and not isinstance(given, str):
-        raise UserError(f"certificate={given}: give the folder that certify wrote")
+        raise UserError(f"certificate={given} must be a folder that certify wrote")
     return Path(given) if given else None

@@ -1,8 +1,8 @@
-"""What one process of the evaluation does: the answers of a model to a block of images, clean and under every attack,
-beside what is proved of them.
+"""The work of one process of the evaluation: clean, attacked and certified answers for a block of images.
 
-Letters: B images of a block, I those of them that are classified correctly. An image that is not has no robustness to
-lose: it counts as broken by every attack.
+A misclassified image has no robustness to lose: it counts as broken by every attack.
+
+Letters: B images of a block, I those of them that are classified correctly.
 """
 
 import time
@@ -24,15 +24,17 @@ from certify.evaluation.settings import Settings
 from certify.methods.bake import logit_differences
 from certify.methods.ball import L2
 from certify.methods.served import certifier_of
-from certify.rows.columns import Columns, Kind, Row, amount, chance, flag, perhaps, real, whole
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.draws import draws
+from certify.rows.row_schema import Kind, Row, RowSchema, amount, chance, flag, perhaps, real, whole
 from certify.rows.workers import Batch
 
 
 class EvaluateBlock:
-    """A hand-over, its certifier and the attacks of a protocol, on one device: called with a block, it
-    returns its rows. `proved`: rows of a certification by the names of the images, in the certifier's place."""
+    """A hand-over, its certifier and the attacks of a protocol on one device; a call with a block returns its rows.
+
+    `proved`: rows of a certification by image key, used instead of the certifier.
+    """
 
     def __init__(
         self,
@@ -55,12 +57,14 @@ class EvaluateBlock:
         self.attacks = {name: attack_of(name, options, self.device) for name, options in settings.attacks.items()}
 
     def __call__(self, block: Batch) -> list[Row]:
-        """A row an image: {key, label, prediction, correct, margin}; with a method {radius.<method>, failure,
-        seconds.certify}; for every attack {survives.<name>, l2.<name>: how far the point that fools is, None if none,
-        <norm>.<name>: the same in the norm of the radii, seconds.<name>, and certified.<name> where it keeps to a
+        """Return one row per image.
+
+        Columns: {key, label, prediction, correct, margin}; with a method {radius.<method>, failure, seconds.certify};
+        for every attack {survives.<name>, l2.<name>: the distance of the point that fools, None if none does,
+        <norm>.<name>: the same in the norm of the radii, seconds.<name>, and certified.<name> if the attack stays in a
         ball}.
 
-        Raises UnsoundCertificate where an attack fools within a certified radius; its image is in OUT/refuted.
+        Raises UnsoundCertificate if an attack fools within a certified radius; its image is then in OUT/refuted.
         """
         keys, images, labels = block[0], block[1].to(self.device), block[2].to(self.device)
         logits = torch.cat([self.model(x) for x in self._split(images)])
@@ -79,7 +83,7 @@ class EvaluateBlock:
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def _certified(self, keys: Sequence[str], images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, list[object]]]:
-        """The certified radii (B,), -1 without a method, and the columns about them."""
+        """Return the certified radii (B,), -1 without a method, and their columns."""
         radius = f"radius.{self.settings.method}"
         if self.proved is not None:
             rows = [self.proved[key] for key in keys]
@@ -133,7 +137,10 @@ class EvaluateBlock:
         return columns
 
     def _parts(self, attack: Attack, index_I: Tensor) -> Iterator[Tensor]:
-        """Indices of the images that go together: beyond rounding it matters only to attacks that draw for all."""
+        """Yield the indices of images that are attacked together.
+
+        Beyond rounding, the grouping matters only to attacks that draw for all images at once.
+        """
         size = self.settings.block if attack.together else self.settings.batch_size
         return (part for part in index_I.split(size) if len(part))
 
@@ -142,12 +149,12 @@ class EvaluateBlock:
 
 
 def _where(chosen_B: Tensor, values_B: Tensor) -> list[object]:
-    """None where not chosen."""
+    """Return the chosen values, None for the others."""
     return [value if chosen else None for value, chosen in zip(values_B.tolist(), chosen_B.tolist(), strict=True)]
 
 
-def columns_of(settings: Settings, attacks: Mapping[str, Attack]) -> Columns:
-    """What a row of `EvaluateBlock` is made of."""
+def row_schema_of(settings: Settings, attacks: Mapping[str, Attack]) -> RowSchema:
+    """Return the schema of the rows of `EvaluateBlock`."""
     needed: dict[str, Kind] = {"prediction": whole, "correct": flag, "margin": real}
     if settings.method:
         needed |= {f"radius.{settings.method}": amount, "failure": chance, "seconds.certify": amount}
@@ -158,18 +165,18 @@ def columns_of(settings: Settings, attacks: Mapping[str, Attack]) -> Columns:
         needed |= {f"survives.{name}": flag, f"seconds.{name}": amount}
 
     def contradiction(row: Row) -> str | None:
-        """Certificates, attacks and clean answers are nested; who survives was not fooled."""
+        """Check that certificates, attacks and clean answers are nested, and that survivors were not fooled."""
         if row["correct"] != (row["prediction"] == row["label"]):
             return f"has correct={row['correct']}, prediction {row['prediction']} and label {row['label']}"
         for name in attacks:
             survives, fooled = row[f"survives.{name}"], row[f"l2.{name}"] is not None
             if row.get(f"certified.{name}", False) > survives or fooled != (row["correct"] and not survives):
-                return f"is certified and does not survive {name}, or that and not correct"
+                return f"is certified but does not survive {name}, or survives it with a wrong prediction"
         return None
 
-    return Columns(needed, contradiction=contradiction)
+    return RowSchema(needed, contradiction=contradiction)
 
 
 def in_dtype(model: nn.Module, dtype: str | None) -> nn.Module:
-    """The model that is attacked; what the attacks find is judged by the model itself."""
+    """Return the model that is attacked; its adversarial points are judged by the model itself."""
     return model if dtype is None else InType(deepcopy(model).to(DTYPES[dtype]))

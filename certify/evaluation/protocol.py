@@ -1,4 +1,4 @@
-"""Protocols: the attacks a model is held against, by name, as `configs/protocol/*.yaml` list them."""
+"""Protocols: the attacks of an evaluation by name, as `configs/protocol/*.yaml` list them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +16,10 @@ Options = Mapping[str, object]
 
 
 def attack_of(name: str, options: Options, device: torch.device) -> Attack:
-    """The attack of one entry, {kind: ..., its settings}. `kind: transfer` with `source`, the hand-over folder of an
-    undefended model, and `attack`, an entry of its own, finds its points on that model.
+    """Return the attack of one entry, {kind: ..., its settings}.
+
+    `kind: transfer` finds its points on another model: `source` is the hand-over folder of an undefended model, and
+    `attack` an entry of its own.
 
     Raises UserError naming the entry.
     """
@@ -30,15 +32,17 @@ def attack_of(name: str, options: Options, device: torch.device) -> Attack:
 def _transfer(options: Options, device: torch.device) -> Attack:
     source, attack = options.get("source"), options.get("attack")
     if not source or not isinstance(attack, Mapping) or set(options) != {"kind", "source", "attack"}:
-        raise UserError("a transfer attack has the keys source=FOLDER (the hand-over of another model) and attack")
+        raise UserError(
+            "a transfer attack needs the keys source=FOLDER (another model's hand-over) and attack, and no other"
+        )
     model, _ = zoo.handover.load(Path(str(source)))
     return Transfer(model.to(device), make(attack))
 
 
 def covering(attack: Attack, norm: str, pixels: int) -> float | None:
-    """The smallest radius in the norm whose ball holds that of the attack; an image certified there survives it.
+    """Return the smallest radius in the norm whose ball contains that of the attack; None if the attack has no ball.
 
-    ||d||_inf <= ||d||_2 <= sqrt(n) ||d||_inf for n numbers an image. None where the attack keeps to no ball.
+    An image certified there survives the attack. ||d||_inf <= ||d||_2 <= sqrt(n) ||d||_inf for n numbers per image.
     """
     if attack.eps is None or attack.norm not in NORMS:
         return None
@@ -46,5 +50,5 @@ def covering(attack: Attack, norm: str, pixels: int) -> float | None:
 
 
 def outwards(radius: float) -> float:
-    """More than the rounding of a product and a root."""
+    """Return a radius enlarged by more than the rounding of a product and a root."""
     return radius * (1 + 1e-12)

@@ -1,4 +1,4 @@
-"""A counter-example to a certificate: kept with everything that is needed to look into it."""
+"""A counter-example to a certificate, saved with everything that is needed to analyse it."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ FOLDER = "refuted"
 
 @dataclass(frozen=True)
 class Found:
-    """An image (C, H, W) in [0,1] whose class an attack changed at a distance in `norm` <= `radius`, the certified."""
+    """An image (C, H, W) in [0,1] whose class an attack changed at a distance in `norm` <= the certified `radius`."""
 
     key: str
     image_CHW: Tensor
@@ -29,7 +29,7 @@ class Found:
 
 
 def refuse(found: Found, out: Path) -> None:
-    """Raise UnsoundCertificate, and keep the images where the disk takes them."""
+    """Save the images, if the disk permits, and raise UnsoundCertificate."""
     kept = _kept(found, out)
     raise UnsoundCertificate(
         f"image {found.key} is certified up to {found.radius:.6g} ({NAMES[found.norm]}), but {found.attack} changes "
@@ -38,7 +38,7 @@ def refuse(found: Found, out: Path) -> None:
 
 
 def _kept(found: Found, out: Path) -> str:
-    """OUT/refuted/KEY.safetensors: image and adversarial, the rest as metadata."""
+    """Write OUT/refuted/KEY.safetensors: image and adversarial, the rest as metadata; return a sentence about it."""
     path = out / FOLDER / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', found.key).lstrip('.')}.safetensors"
     facts = {"key": found.key, "label": str(found.label), "attack": found.attack}
     facts |= {found.norm: repr(found.distance), "certified_radius": repr(found.radius)}

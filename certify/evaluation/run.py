@@ -1,12 +1,12 @@
-"""The evaluation: clean, attacked and certified on the same images, by every attack of a protocol.
+"""The evaluation: clean, attacked and certified answers for the same images, by every attack of a protocol.
 
-OUT/evaluation.jsonl     one row an image, written block by block; a second start goes on after the last one
-OUT/evaluation.parquet, evaluation.csv    the same rows as tables, when all are there
-OUT/evaluation.json      accuracies with intervals, of which weights, images and attacks, and what the checks say
+OUT/evaluation.jsonl     one row per image, written block by block; a second start continues after the last one
+OUT/evaluation.parquet, evaluation.csv    the same rows as tables, once all are there
+OUT/evaluation.json      accuracies with intervals, the weights, images and attacks, and the flags of the checks
 OUT/evaluation.md        the same for people: the card
 OUT/evaluation.png       the accuracies as bars
-OUT/robustbench_Linf.json, ..._L2.json    entries of RobustBench's model_info, where AutoAttack was run
-OUT/refuted/             the images of a wrong certificate, if one was caught
+OUT/robustbench_Linf.json, ..._L2.json    entries of RobustBench's model_info, if AutoAttack was run
+OUT/refuted/             the images of a wrong certificate, if one was found
 """
 
 import json
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import shards
-from certify.evaluation import accuracies, checks, leaderboard, tables
+from certify.evaluation import accuracies, checks, robustbench, tables
 from certify.evaluation.certified import read
-from certify.evaluation.evaluate_block import EvaluateBlock, columns_of
+from certify.evaluation.evaluate_block import EvaluateBlock, row_schema_of
 from certify.evaluation.settings import Settings
 from certify.rows import images, records, runner
 from certify.rows.draws import nonce_of
@@ -33,7 +33,7 @@ from certizoo.files import write_whole
 
 ROWS, EVALUATION, CHECKS = "evaluation.jsonl", "evaluation.json", "checks.json"
 TABLE, CSV, CARD, BARS = "evaluation.parquet", "evaluation.csv", "evaluation.md", "evaluation.png"
-DEFAULT_BALL = ("linf", 8 / 255)  # of the checks, where no attack has a ball
+DEFAULT_BALL = ("linf", 8 / 255)  # of the checks if no attack has a ball
 
 
 def run(
@@ -44,11 +44,11 @@ def run(
     progress: Progress = silent,
     share: images.Share = images.WHOLE,
 ) -> Summary:
-    """Evaluate the model in `handover` on the test images; returns the content of evaluation.json.
+    """Evaluate the model in `handover` on the test images; return the content of evaluation.json.
 
     Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings,
-    or in which another process is at work. Raises UnsoundCertificate, with the image kept, where an attack succeeds
-    within a certified radius.
+    or in which another process is at work. Raises UnsoundCertificate, with the image kept, if an attack succeeds within
+    a certified radius.
     """
     with records.results(out):
         return _run(handover, data, settings, out, progress, share)
@@ -62,23 +62,23 @@ def _run(
     nonce = certified.recorded if certified else nonce_of(settings.nonce, out / ROWS, share.parts)
     settings = replace(settings, nonce=nonce.text)
     if share.first % settings.block:
-        raise UserError(f"first={share.first}: outcomes belong to blocks of {settings.block}; give a multiple of that")
+        raise UserError(f"first={share.first} must be a multiple of block={settings.block}: outcomes belong to blocks")
     listed = images.image_list(data, settings.images, settings.block, share.first)
     subject = subject_of(handover, listed)
     proved = certified.of(subject, listed.images) if certified else None
     make = partial(EvaluateBlock, settings=settings, out=out, proved=proved)
-    own = make(handover)  # refuses what cannot be done before anything is written
+    own = make(handover)  # refuses invalid requests before anything is written
     settings = own.settings
     subject |= _asked(settings) | nonce.said()
     records.require_rows(out / EVALUATION, ROWS)
-    rows = runner.resume(out / ROWS, subject, listed, columns_of(settings, own.attacks), settings.block)
+    rows = runner.resume(out / ROWS, subject, listed, row_schema_of(settings, own.attacks), settings.block)
     rows = rows.with_parts(share.parts)
     flags = _flags(own, listed, {"images": settings.check_images, "subject": subject}, out / CHECKS)
     table = rows.complete(own, handover, make, settings.crew, progress)
     records.write_parquet(out / TABLE, table)
     records.write_csv(out / CSV, table)
     summary = _summary(table, subject, own, flags) | records.digests(out, ROWS, TABLE, CSV)
-    for threat, entry in leaderboard.entries(summary, own.attacks):
+    for threat, entry in robustbench.entries(summary, own.attacks):
         records.write_json(out / f"robustbench_{threat}.json", entry)
     tables.bars(summary, out / BARS)
     write_whole(out / CARD, tables.card(summary))
@@ -87,7 +87,7 @@ def _run(
 
 
 def _asked(settings: Settings) -> Summary:
-    """What decides the rows besides weights and images."""
+    """Return the settings that determine the rows, besides weights and images."""
     return {
         "protocol": settings.protocol,
         "attacks": {name: dict(options) for name, options in settings.attacks.items()},
@@ -102,8 +102,10 @@ def _asked(settings: Settings) -> Summary:
 
 
 def _flags(own: EvaluateBlock, listed: images.ImageList, asked: Summary, path: Path) -> list[checks.Flag]:
-    """Of the first `images` correct images, in the ball of the protocol's first attack that has one; kept for a second
-    start that asks the same of the same subject."""
+    """Check the first `images` correct images, in the ball of the protocol's first attack that has one.
+
+    The result is kept for a second start with the same subject and settings.
+    """
     asked = json.loads(json.dumps(asked))
     known = read_json(path) if path.exists() else {}
     if not isinstance(known, dict) or {key: known.get(key) for key in asked} != asked:
@@ -115,7 +117,7 @@ def _flags(own: EvaluateBlock, listed: images.ImageList, asked: Summary, path: P
 
 
 def _correct(own: EvaluateBlock, listed: images.ImageList, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` images that the model classifies correctly, and their labels."""
+    """Return the first `count` images that the model classifies correctly, and their labels."""
     found: list[tuple[Tensor, Tensor]] = []
     for _, images_BCHW, labels in listed.batches():
         x, y = images_BCHW.to(own.device), labels.to(own.device)
@@ -128,7 +130,7 @@ def _correct(own: EvaluateBlock, listed: images.ImageList, count: int) -> tuple[
 
 
 def _summary(table: pd.DataFrame, subject: Summary, own: EvaluateBlock, flags: list[checks.Flag]) -> Summary:
-    """evaluation.json: accuracies in [0,1] over the same images."""
+    """Return the content of evaluation.json: accuracies in [0,1] over the same images."""
     attacks, method = own.attacks, own.settings.method
     return {
         **subject,

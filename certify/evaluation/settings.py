@@ -1,4 +1,4 @@
-"""What is asked of the evaluation; wrong values are refused in one line before any work."""
+"""The settings of the evaluation; invalid values are refused in one line before any work."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,25 +17,26 @@ from certizoo import UserError
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of the evaluation. `batch_size`, `workers` and `device` change how sums are rounded and nothing
-    else: an outcome depends on them only where it lies within rounding of its boundary. Outcomes of attacks that draw
-    for many images at once (AutoAttack) belong to `block`.
+    """The settings of the evaluation.
+
+    `batch_size`, `workers` and `device` change only how sums are rounded: an outcome depends on them only if it lies
+    within rounding of its boundary. Outcomes of attacks that draw for many images at once (AutoAttack) belong to
+    `block`.
 
     Attributes:
         protocol: its name; `attacks`: its entries, {name: {kind: ..., ...}}, eps in [0,1] pixel units.
-        method: how radii are certified; None: not at all. norm: of these radii, 'l2' or 'linf'.
-        served_dtype: 'float32': radii are those of the model as it is served, rounding included; None: of its float64
-            function.
-        nonce: of its random starts; None: that of the rows that are there, or one that is drawn now.
-        certificate: the folder of a finished certification of these weights and images, whose radii are taken over,
-            with their method and nonce; None: they are computed.
-        images: the first so many test images; None: all.
-        block: images that are handed out, and written, together; batch_size: of those, how many at a time.
+        method: the method that certifies radii; None: no certificates. norm: of these radii, 'l2' or 'linf'.
+        served_dtype: 'float32': radii of the model as it is served, rounding included; None: of its float64 function.
+        nonce: of the method's random starts; None: that of existing rows, or a new one.
+        certificate: the folder of a finished certification of these weights and images; its radii, method and nonce are
+            used; None: radii are computed.
+        images: number of test images, from the first on; None: all.
+        block: images that are distributed and written together; batch_size: images of a block computed at a time.
         seed: of every image's own random numbers.
-        check_images: correct images that the checks for masked gradients look at; 0: no checks.
-        attack_dtype: in which the attacks compute, if not in that of the model ('bfloat16'); a check warns.
+        check_images: correct images used by the checks for masked gradients; 0: no checks.
+        attack_dtype: type in which the attacks compute, if not that of the model ('bfloat16'); a check warns.
         on: 'here', or 'ray': the nodes of a Ray cluster.
-        workers: processes, one thread each or a GPU each with device='cuda'; None: one here, all of a cluster.
+        workers: processes, one thread each, or a GPU each with device='cuda'; None: one here, as many as fit a cluster.
     """
 
     protocol: str
@@ -58,11 +59,11 @@ class Settings:
     def __post_init__(self) -> None:
         known(self.norm)
         if not self.attacks:
-            raise UserError(f"protocol {self.protocol} has no attacks; choose one of configs/protocol")
+            raise UserError(f"protocol {self.protocol} has no attacks; choose another of configs/protocol")
         for key, least in {"images": 1, "batch_size": 1, "block": 1, "check_images": 0, "workers": 1}.items():
             value = getattr(self, key)
             if value is not None and value < least:
-                raise UserError(f"{key}={value}: give a whole number of at least {least}")
+                raise UserError(f"{key}={value} must be a whole number of at least {least}")
         for key, choices in {"device": DEVICES, "attack_dtype": (None, *DTYPES), "on": PLACES}.items():
             if getattr(self, key) not in choices:
                 words = ", ".join("null" if choice is None else choice for choice in choices)
@@ -71,25 +72,28 @@ class Settings:
         if self.method and not self.certificate:
             require_served(self.served_dtype, self.method, "served_dtype")
         if self.served_dtype not in (None, "float32"):
-            raise UserError(f"served_dtype={self.served_dtype}: the model that is attacked is served in float32")
+            raise UserError(f"served_dtype={self.served_dtype}: attacks run on the float32 model; set float32 or null")
 
     @property
     def crew(self) -> Crew:
-        """Who computes the rows."""
+        """The processes that compute the rows."""
         return Crew(self.on, self.workers, self.device)
 
     def answered_by(self, certified: Certified) -> "Settings":
-        """With its method, type and nonce. Raises UserError where others are asked, or radii in another norm."""
+        """Return the settings with the certificate's method, type and nonce.
+
+        Raises UserError if others are requested, or radii in another norm.
+        """
         if not self.method:
-            raise UserError("method=null asks for no certificate; leave it out, or certificate=")
+            raise UserError("method=null and certificate= exclude each other; remove one of them")
         for key, open_value in {"method": AUTO, "nonce": None, "norm": None}.items():
             asked, there = getattr(self, key), getattr(certified, key)
             if asked not in (open_value, there):
-                raise UserError(f"certificate={certified.folder} is of {key}={there}, not {asked}; give {key}={there}")
+                raise UserError(f"certificate={certified.folder} has {key}={there}, not {asked}; set {key}={there}")
         return replace(
             self, method=certified.method, nonce=certified.nonce, served_dtype=certified.said.get("served_dtype")
         )
 
     def of(self, model: nn.Module) -> "Settings":
-        """With a method that is named, if any."""
+        """Return the settings with `auto` replaced by the method that it means for this model."""
         return replace(self, method=named(self.method, model)) if self.method else self

@@ -1,4 +1,4 @@
-"""What people read of an evaluation: the table of the terminal, the card, the bars, the registry's tags."""
+"""The presentation of an evaluation: the terminal's table, the card, the bars, and the registry's tags."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ COLUMNS = ("attack", "norm", "eps", "accuracy %", "certified %", "median L2", "s
 
 
 def table(summary: Summary) -> Table:
-    """The closing table of a run, for the terminal; the intervals are in the card."""
+    """Return the final table of a run, for the terminal; the intervals are in the card."""
     title = f"{summary['model']['name']} on {summary['images']} images of {summary['dataset']}, {summary['protocol']}"
     made = Table(title=Text(plain(title)))
     for i, column in enumerate(COLUMNS):
@@ -27,7 +27,7 @@ def table(summary: Summary) -> Table:
 
 
 def card(summary: Summary) -> str:
-    """Markdown; a paragraph is one line, since the registry shows every line break."""
+    """Return the card in Markdown; a paragraph is one line, since the registry shows every line break."""
     attacks = [
         f"- {code(name)}: " + markdown(", ".join(f"{key} {value}" for key, value in options.items()))
         for name, options in summary["attacks"].items()
@@ -62,7 +62,7 @@ def card(summary: Summary) -> str:
 
 
 def bars(summary: Summary, path: Path) -> None:
-    """Attacked and certified accuracy of every attack, with intervals, and the clean one as a line."""
+    """Plot the attacked and certified accuracy of every attack, with intervals, and the clean one as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -84,7 +84,7 @@ def bars(summary: Summary, path: Path) -> None:
 
 
 def _bars(axes: Any, names: list[str], shares: Summary, shift: float, **style: str) -> None:
-    """One bar with its interval for every name that has a share."""
+    """Draw one bar with its interval for every name that has a share."""
     places = [names.index(name) + shift for name in shares]
     heights = [100 * of["accuracy"] for of in shares.values()]
     below = [100 * (of["accuracy"] - of["interval"][0]) for of in shares.values()]
@@ -93,7 +93,7 @@ def _bars(axes: Any, names: list[str], shares: Summary, shift: float, **style: s
 
 
 def metrics(summary: Summary) -> dict[str, float]:
-    """The accuracies as numbers: `attacked_acc.<protocol>.<attack>`, and `proved_acc` against its whole ball."""
+    """Return the accuracies as numbers: `attacked_acc.<protocol>.<attack>`, and `proved_acc` against its whole ball."""
     values = {}
     for name, of in summary["accuracy"].items():
         values[f"attacked_acc.{summary['protocol']}.{name}"] = of["accuracy"]
@@ -103,7 +103,7 @@ def metrics(summary: Summary) -> dict[str, float]:
 
 
 def tags(summary: Summary) -> dict[str, str]:
-    """Tags of the registered version."""
+    """Return the tags of the registered version."""
     flags = ", ".join(flag["name"] for flag in summary["flags"]) or "none"
     return {key: f"{value:.4f}" for key, value in metrics(summary).items()} | {f"flags.{summary['protocol']}": flags}
 

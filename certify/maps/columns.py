@@ -1,11 +1,11 @@
-"""How far functionals of the first leaf that bends reach, without chance: by all columns of the map from the image.
+"""Deterministic bounds on the functionals of the first nonlinear leaf, from all columns of the map from the image.
 
-Only affine leaves are in front of it, whose maps are those of every image. Where the functionals a are so too
-(`Forms.shared`), |A^T a|^2 = sum_c <a, A e_c>^2, over the unit vectors e_c of images, and the images of a batch may
-show different columns: all of them together cost as much as one. What comes in on the way to that leaf, with weights
-w_n at the outputs of leaves, adds at most (w_n ||J_n|| |a|)^2, and what torch rounds in a column, ||J_n|| |a| times it.
-Random vectors (ellipsoid.py) find lengths to a third, and the remainders of units to the square of that. Proof:
-docs/proofs.md#columns.
+Only affine leaves precede it, and their maps are the same for every image. Where the functionals a are the same, too
+(`Forms.shared`), |A^T a|^2 = sum_c <a, A e_c>^2 over the unit vectors e_c of images. The images of a batch can then
+carry different columns, so all of them together cost as much as one. Inputs on the way to that leaf, with weights w_n
+at the outputs of leaves, add at most (w_n ||J_n|| |a|)^2, and an error of torch in a column adds at most ||J_n|| |a|
+times that error. Random vectors (ellipsoid.py) find lengths only to within a third, and hence the remainders of units
+to the square of that factor. Proof: docs/proofs.md#columns.
 
 Letters: B images, M unit vectors an image.
 """
@@ -16,18 +16,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certify.maps.effort import at_once
+from certify.maps.budget import at_once
 from zoo.arithmetic import OUT, broadcast_batch, product
 from zoo.bounds.contracts import Forms
 from zoo.bounds.tape import Tape
 
-COLUMNS = 2**13  # at most: beyond, random vectors do
-TOGETHER = 16  # columns an image, at most
+COLUMNS = 2**13  # largest number of columns; random vectors are used above it
+TOGETHER = 16  # columns per image and push, at most
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Of the first leaf that bends: its place, |A^T a|^2 of all its functionals, (1, ...), and how many columns."""
+    """The columns of the first nonlinear leaf.
+
+    `at` is its place, `square` the |A^T a|^2 of all its functionals, (1, ...), and `count` the number of columns.
+    """
 
     at: int
     square: Tensor
@@ -35,7 +38,7 @@ class Columns:
 
     @staticmethod
     def of(tape: Tape, images_BCHW: Tensor) -> "Columns | None":
-        """None where functionals are not shared, or images have too many pixels."""
+        """Return the columns; None where functionals are not shared, or images have too many pixels."""
         at = tape.nonlinear[0]
         forms = tape.leaves[at].forms
         if forms is None or not forms.shared or images_BCHW[0].numel() > COLUMNS:
@@ -43,8 +46,11 @@ class Columns:
         return Columns(at, _squares(tape, at, forms, images_BCHW), images_BCHW[0].numel())
 
     def lengths(self, tape: Tape, most_B: Tensor, outputs: Mapping[int, Tensor]) -> Tensor:
-        """|M^T a| (B, ...) of the functionals, at most. M starts from the image, times `most_B`, and from the outputs
-        of these leaves, times w_n (B,); the tape may be that of some of the images."""
+        """Return upper bounds of |M^T a| (B, ...) for the functionals.
+
+        M starts from the image, times `most_B`, and from the outputs of these leaves, times w_n (B,). The tape may
+        cover a subset of the images.
+        """
         forms, room = tape.leaves[self.at].forms, self.square.shape[1:]
         assert forms is not None
         own = self.square.sqrt() + self.count**0.5 * self._rounded(tape, forms)
@@ -56,7 +62,7 @@ class Columns:
         return OUT * total.sqrt()
 
     def _rounded(self, tape: Tape, forms: Forms) -> Tensor:
-        """How far torch is from <a, A e_c> of one column, at most: (B, ...)."""
+        """Bound how far torch's value is from <a, A e_c> for one column: (B, ...)."""
         room, off_B = self.square.shape[1:], torch.zeros_like(tape.leaves[self.at].gain_B)
         before_B, computed_B = torch.ones_like(off_B), torch.ones_like(off_B)
         for at, leaf in tape.leaves.items():

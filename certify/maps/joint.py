@@ -13,9 +13,9 @@ from zoo.arithmetic import broadcast_batch
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Tape, Vectors
 
-IMAGE, NOISE = -1, -2  # sources beside the leaves that bend
+IMAGE, NOISE = -1, -2  # sources besides the nonlinear leaves
 
-Sizes = dict[int, Tensor]  # of leaves: (B,)
+Sizes = dict[int, Tensor]  # leaf -> (B,)
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,20 @@ class Scale:
 
 @dataclass(frozen=True)
 class Noise:
-    """What is off at the outputs of leaves: w_n (B,) of every leaf. `lengths`: about |M_i|, of the inputs of all
-    leaves."""
+    """The errors that enter at the outputs of leaves: w_n (B,) of every leaf.
+
+    `lengths` are approximately |M_i| of the inputs of all leaves.
+    """
 
     weights: Sizes
     lengths: Sizes
 
     @staticmethod
     def of(defects: Sizes, theta_B: Tensor, floors: Sizes, lengths: Sizes) -> "Noise":
-        """w_n above these floors, and for defects (B,) of about these lengths so large that theta_0 is about that."""
+        """Return w_n above these floors, for defects (B,) of approximately these lengths.
+
+        The w_n are so large that theta_0 is approximately `theta_B`.
+        """
         scale_B, weights = (len(defects) / theta_B).sqrt(), dict(floors)
         for at, defect_B in defects.items():
             weight_B = (scale_B * defect_B).nan_to_num(1.0, 1.0)
@@ -46,7 +51,7 @@ class Noise:
 
 
 class Joint:
-    """u -> H_i, of all leaves at once: the weighted sources pushed through the tape. u is flat, (C, B, n)."""
+    """The map u -> H_i for all leaves at once: weighted sources pushed through the tape. u is flat, (C, B, n)."""
 
     def __init__(
         self, tape: Tape, images_BCHW: Tensor, most_B: Tensor, weights: Mapping[int, Tensor], noise: Noise
@@ -59,21 +64,21 @@ class Joint:
         return self.images.shape[1:]
 
     def sources(self, last: int) -> list[int]:
-        """Leaves whose remainders move the input of leaf `last`."""
+        """Return the leaves whose remainders move the input of leaf `last`."""
         return [k for k in self.weights if k < last]
 
     def room(self, last: int) -> int:
-        """The entries of u that count there."""
+        """Return the number of entries of u that reach leaf `last`."""
         return sum(self._sizes(last))
 
     def part(self, source: int, last: int) -> Tensor:
-        """1 for the entries of u that a source has (IMAGE, NOISE, or a leaf), 0 for the others: (n,)."""
+        """Return the mask (n,) of the entries of u that belong to a source: IMAGE, NOISE, or a leaf."""
         names = [IMAGE, *self.sources(last), *(NOISE for _ in self._ends(last))]
         parts = zip(names, self._sizes(last), strict=True)
         return torch.cat([self.ones_B.new_full((size,), float(name == source)) for name, size in parts])
 
     def push(self, u: Tensor, visit: Callable[[int, Tensor], None], last: int) -> None:
-        """Show H_i of every leaf up to `last`."""
+        """Call `visit` with H_i of every leaf up to `last`."""
         first, *rest = u.split(self._sizes(last), -1)
         sources, ends = self.sources(last), self._ends(last)
         remainders = dict(zip(sources, rest[: len(sources)], strict=True))
@@ -94,7 +99,7 @@ class Joint:
         self.tape.push(first.unflatten(-1, self._image) * broadcast_batch(self.most_B, self._image), at_leaf, last)
 
     def pull(self, joining: Vectors, last: int) -> Tensor:
-        """The transpose of what joins at the inputs of leaves up to `last`."""
+        """Return the transpose of the map, applied to vectors that join at the inputs of leaves up to `last`."""
         sources, ends = self.sources(last), self._ends(last)
         g, seen = self.tape.pull(None, joining, {*sources, *ends})
         back = [g * broadcast_batch(self.most_B, self._image)]
@@ -103,19 +108,22 @@ class Joint:
         return torch.cat([piece.flatten(2) for piece in back], -1)
 
     def _ends(self, last: int) -> list[int]:
-        """Leaves at the ends of nodes whose defects move the input of leaf `last`."""
+        """Return the leaves whose noise moves the input of leaf `last`."""
         return [n for n in self.noise.weights if n < last]
 
     def _end(self, at: int) -> torch.Size:
         return self.tape.leaves[at].y.shape[1:]
 
     def _sizes(self, last: int) -> list[int]:
-        """The entries of the image, of each source, and of each defect."""
+        """Return the numbers of entries of the image, of each source, and of each noise vector."""
         rooms = [self.tape.rooms[k] for k in self.sources(last)] + [self._end(n) for n in self._ends(last)]
         return [self._image.numel(), *(room.numel() for room in rooms)]
 
     def gram(self, forms: Mapping[int, QuadraticForm]) -> Callable[[Tensor], Tensor]:
-        """u -> sum_i M_i^T C_i M_i u; of C forms the vectors stand behind each other, equally many for each."""
+        """Return u -> sum_i M_i^T C_i M_i u.
+
+        With C forms per leaf, the vectors of all forms are concatenated, equally many for each form.
+        """
         last = max(forms)
 
         def apply(u: Tensor) -> Tensor:
@@ -132,7 +140,7 @@ class Joint:
 
 
 def _applied(form: QuadraticForm, v: Tensor) -> Tensor:
-    """C v of C forms, of vectors that stand behind each other; one form is that of all of them."""
+    """Return C v for C forms and concatenated vectors; a single form applies to all of them."""
     if len(form.largest) in (1, len(v)):
         return form.apply(v)
     each = v.unflatten(0, (len(form.largest), -1))

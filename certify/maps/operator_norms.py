@@ -1,11 +1,11 @@
-"""||J_k|| of every node of a chain and ||P_k|| of the products P_k = J_k ... J_1: upper bounds, three ways.
+"""Upper bounds of ||J_k|| of every node of a chain and of ||P_k|| of the products P_k = J_k ... J_1, in three ways.
 
     small       J_k and P_k are written out, and their norms verified (zoo.spectral.sigma_upper): proved
-    any size    by products with J and J^T, Lanczos (zoo.bounds.lanczos): proved but for a stated chance
+    any size    by products with J and J^T, Lanczos (zoo.bounds.lanczos): proved up to a stated probability
     J_k alone   the rules' own gain, where that is 1 or less already: proved
 
-||P_k|| <= ||J_k|| ||P_{k-1}|| will do behind nodes with gain <= 1, such as norms, and between the PRODUCTS that are
-measured of a long chain. What torch computes of P_k v is off by a_k |v|, with rho_k the rounding of node k,
+||P_k|| <= ||J_k|| ||P_{k-1}|| is used behind nodes with gain <= 1, such as norms, and in a long chain between the
+PRODUCTS that are measured. The error of torch's P_k v is at most a_k |v|, with rho_k the rounding of node k,
 
     a_k = ||J_k|| a_{k-1} + rho_k (||P_{k-1}|| + a_{k-1}).
 
@@ -24,28 +24,30 @@ from zoo.bounds import lanczos
 from zoo.bounds.contracts import Expansion
 from zoo.spectral import sigma_upper
 
-DENSE_LIMIT = 256  # entries of every X_k up to which matrices are written out
-PRODUCTS = 8  # products P_k that are measured; their cost is that of all nodes in front of each
+DENSE_LIMIT = 256  # largest number of entries of an X_k for which matrices are written out
+PRODUCTS = 8  # number of products P_k that are measured; each costs as much as all nodes in front of it
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Both lists have one (B,) a node."""
+    """The norms of nodes and of products, one (B,) per node in each list."""
 
     nodes: list[Tensor]
     products: list[Tensor]
-    failure: float  # the chance that one of an image's is too small
+    failure: float  # probability that one of an image's norms is too small
 
 
 def operator_norms(expansions: Sequence[Expansion], images_BCHW: Tensor, seed: bytes) -> Norms:
-    """Those of all nodes; of the first its rule says the norm. `seed`: of random starts. Proof:
-    docs/proofs.md#operator-norms."""
+    """Return the norms of all nodes; that of the first node comes from its rule.
+
+    `seed` is that of the random starts. Proof: docs/proofs.md#operator-norms.
+    """
     small = max(expansion.y[0].numel() for expansion in expansions) <= DENSE_LIMIT
     return dense(expansions) if small else random(expansions, images_BCHW, seed)
 
 
 def dense(expansions: Sequence[Expansion]) -> Norms:
-    """Every matrix written out by pushing the unit vectors through the nodes."""
+    """Write out every matrix by pushing the unit vectors through the nodes."""
     nodes, products = [expansions[0].gain_B], [expansions[0].gain_B]
     p_NBX, off_B = factor(expansions[0]), torch.zeros_like(expansions[0].gain_B)
     for expansion in expansions[1:]:
@@ -59,21 +61,26 @@ def dense(expansions: Sequence[Expansion]) -> Norms:
 
 
 def _off_of_first(first: Expansion) -> Tensor:
-    """a_1, also where J J^T is one product of weights: off by share |A|^2 with share |A| = rho and share >= 4 u."""
+    """Return a_1, including the case that J J^T is one product of weights.
+
+    That product has the error share |A|^2 with share |A| = rho and share >= 4 u.
+    """
     if first.own_gram is None:
         return first.rounding
     return torch.maximum(first.rounding, first.rounding.square() / (4 * U) / first.gain_B.clamp_min(1e-100))
 
 
 def _off(expansion: Expansion, node_B: Tensor, before_B: Tensor, off_B: Tensor) -> Tensor:
-    """a_k of a_{k-1}."""
+    """Return a_k from a_{k-1}."""
     return (node_B * off_B + expansion.rounding * (before_B + off_B)) * (1 + 1e-9)
 
 
 def factor(first: Expansion) -> Tensor:
-    """P (N, B, *y), columns first and as many as y has entries, with P P^T >= J J^T: every J delta, |delta| <= 1, is a
-    P delta' with |delta'| <= 1. A Cholesky factor of J J^T + s I; s is above the rounding of both (Higham 2002,
-    Theorem 10.3)."""
+    """Return P (N, B, *y), columns first and as many as y has entries, with P P^T >= J J^T.
+
+    Every J delta with |delta| <= 1 is then a P delta' with |delta'| <= 1. P is a Cholesky factor of J J^T + s I, with s
+    above the rounding of both (Higham 2002, Theorem 10.3).
+    """
     jacobian_BMN = jacobian(first)
     gram_BMM = jacobian_BMN @ jacobian_BMN.mT
     trace_B = gram_BMM.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -85,8 +92,10 @@ def factor(first: Expansion) -> Tensor:
 
 
 def random(expansions: Sequence[Expansion], images_BCHW: Tensor, seed: bytes) -> Norms:
-    """Lanczos for the nodes that can expand, and for products up to some of them, those with outputs of one shape at
-    once."""
+    """Measure by Lanczos the nodes that can expand, and the products up to some of them.
+
+    Products with outputs of one shape are measured together.
+    """
     wide = [k for k, expansion in enumerate(expansions) if k and bool((expansion.gain_B > 1).any())]
     ends = wide[::-1][:: -(-len(wide) // PRODUCTS) or 1][::-1]  # evenly, the last one included
     found: dict[int, Tensor] = {}
@@ -108,12 +117,15 @@ def random(expansions: Sequence[Expansion], images_BCHW: Tensor, seed: bytes) ->
 
 
 def _sure(norm_B: Tensor, off_B: Tensor) -> Tensor:
-    """A norm that was measured by products within off |v| of exact ones; infinite where that is too far."""
+    """Return a norm measured by products with errors up to off |v|; infinite where the errors are too large."""
     return torch.where(3 * off_B <= lanczos.ROUNDING / 2 * norm_B, norm_B, torch.inf)
 
 
 def _products(chain: Sequence[Expansion], ends: Sequence[int], images_BCHW: Tensor, seed: bytes) -> dict[int, Tensor]:
-    """||P_k|| (B,) of the chain for every k of `ends`, whose outputs have one shape; who asks looks at rounding."""
+    """Return ||P_k|| (B,) of the chain for every k of `ends`, whose outputs have one shape.
+
+    The caller checks that the rounding is small enough.
+    """
     room = torch.Size([lanczos.STARTS, *chain[ends[0]].y.shape[1:]])
     start_KBX = lanczos.starts(images_BCHW, room, seed).movedim(1, 0)
     exact = torch.zeros_like(chain[0].gain_B).expand(len(ends), -1)
@@ -122,9 +134,11 @@ def _products(chain: Sequence[Expansion], ends: Sequence[int], images_BCHW: Tens
 
 
 def _gram(chain: Sequence[Expansion], ends: Sequence[int]) -> lanczos.Map:
-    """v (S STARTS, B, *y) -> P_s P_s^T v_s with P_s = J_{ends[s]} ... J_0 of the chain: there and back again, the
-    vectors of shorter products joining late and leaving early. Tokens have fewer entries than the pixels at the other
-    end."""
+    """Return v (S STARTS, B, *y) -> P_s P_s^T v_s with P_s = J_{ends[s]} ... J_0 of the chain.
+
+    Vectors are pulled back and pushed forward again; those of shorter products join late and leave early. The map
+    starts at the tokens because they have fewer entries than the pixels at the other end.
+    """
 
     def gram(v: Tensor) -> Tensor:
         starts = lanczos.STARTS
@@ -145,11 +159,11 @@ def _gram(chain: Sequence[Expansion], ends: Sequence[int]) -> lanczos.Map:
 
 
 def jacobian(expansion: Expansion) -> Tensor:
-    """J (B, M, N) of a node, by its pullback."""
+    """Return J (B, M, N) of a node, by its pullback."""
     return expansion.pull(unit_vectors(expansion.y)).flatten(2).movedim(0, 1)
 
 
 def unit_vectors(x_BX: Tensor) -> Tensor:
-    """All of them for each image: (B, ...) -> (N, B, ...)."""
+    """Return all unit vectors for each image: (B, ...) -> (N, B, ...)."""
     eye_NX = torch.eye(x_BX[0].numel(), dtype=x_BX.dtype, device=x_BX.device).view(-1, 1, *x_BX.shape[1:])
     return eye_NX.expand(-1, *x_BX.shape)

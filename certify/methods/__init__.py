@@ -18,7 +18,7 @@ def _without_chance(method: Callable[[nn.Module, str], Certifier]) -> Method:
     return lambda model, nonce, norm: method(model, norm)
 
 
-# Of a model, the nonce of its random starts, None: one that is drawn anew, and the norm of the balls.
+# name -> certifier of (model, the nonce of its random starts or None to draw one, the norm of the balls)
 METHODS: dict[str, Method] = {
     "lofast": _without_chance(LoFAST),
     "lofast_local": _without_chance(LocalLoFAST),
@@ -28,16 +28,16 @@ METHODS: dict[str, Method] = {
     "best": Best,
 }
 
-# The method where none is named: the strongest that a model can afford. `best` takes about a second an image of a small
-# model and minutes of a ViT at 224 pixels, and hundreds are certified after every training. Results say which it was.
+# The default: the strongest method that a model can afford. `best` takes about a second per image for a small model and
+# minutes for a ViT at 224 pixels, and every training certifies hundreds. Results record which method it was.
 AUTO = "auto"
 NAMES = (AUTO, *METHODS)  # all that a user may ask for
 AFFORDABLE = 2**20  # parameters
 
 
 def named(method: str, model: nn.Module) -> str:
-    """The method itself, or the one that `auto` means for this model."""
+    """Return the method itself, or the one that `auto` means for this model."""
     if method != AUTO:
         return method
-    weights = model.parameters() if isinstance(model, nn.Module) else ()  # what is no model is refused by the method
+    weights = model.parameters() if isinstance(model, nn.Module) else ()  # the method itself refuses other objects
     return "best" if sum(weight.numel() for weight in weights) < AFFORDABLE else "lofast"

@@ -11,7 +11,7 @@ constant; J_k = Df_k at the clean X_{k-1}, R_k its remainder, G_k = X'_k - X_k, 
     e_k = min( lip_k(e_{k-1}),  ||J_k|| e_{k-1} + beta_k(e_{k-1}),  ||P_k|| e_0 + rho_k ),
     rho_k = min( ||J_k|| rho_{k-1} + beta_k(e_{k-1}),  e_k + ||P_k|| e_0 ).
 
-e_0 is the radius of the L2 ball around the ball of images, and ||g_0|| e_0 what the first order costs on that ball
+e_0 is the radius of the L2 ball around the ball of images, and ||g_0|| e_0 the cost of the first order on that ball
 (certify/methods/ball.py).
 
 ||J_k|| is the norm of I + J_branch, and ||P_k|| that of the product (certify/maps/operator_norms.py).
@@ -30,6 +30,7 @@ from certify.maps.operator_norms import Norms, operator_norms
 from certify.methods.backwards import Chain, Radii, Rivals
 from certify.methods.bake import SERVED, model_of
 from certify.methods.ball import L2, Ball, known
+from certify.methods.batching import CorrectImages, analyse_correct
 from certify.methods.breakdown import names, shares
 from certify.methods.certificate import (
     Breakdown,
@@ -44,15 +45,14 @@ from certify.methods.certificate import (
     pair_weights,
     per_image,
 )
-from certify.methods.correct import OfCorrect, of_correct
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import float_error, lanczos
 from zoo.bounds.contracts import Bound
 from zoo.bounds.curvature import nodes_of
 from zoo.bounds.first_order import trunk
 
-BYTES = 2**31  # memory for the terms of the images that are looked at together, and for those of their rivals
-PAIR = 16  # bytes an entry and token, about
+BYTES = 2**31  # memory for the terms of the images that are analysed together, and for those of their rivals
+PAIR = 16  # bytes per entry and token, approximately
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,20 @@ class Step:
     lip: Bound
     beta: Bound
     defect_B: Tensor  # ||X_k - f_k(X_{k-1})||: the clean points are rounded
-    rounding_B: Tensor  # and so are products with J_k^T
+    rounding_B: Tensor  # rounding of products with J_k^T, relative to the length
 
     def off(self, e_B: Tensor) -> Tensor:
-        """What is off at the end of the node, or with the gradient there, for an input within e: (B,)."""
+        """Bound the errors at the node's end and of products with the gradient there, for inputs within e: (B,)."""
         return self.defect_B + product(self.rounding_B, e_B)
 
 
 class AdjointAnalysis:
     """The stored terms of a batch of correct images; every eps is answered from them, without a forward pass.
 
-    Rivals are looked at in groups, the closest one first, and the cheap bounds before the dear ones (backwards.py): the
-    test of pairs ||w_y - w_j|| e_K, which is the cut c = K; gradients with beta, which may do; gradients alone, which
-    may show that nothing will do; and only then remainders. An image that is lost is not looked at again.
+    Rivals are bounded in groups, the closest one first, and cheap bounds come before expensive ones (backwards.py): the
+    test of pairs ||w_y - w_j|| e_K, which is the cut c = K; gradients with beta, which may prove the margin; gradients
+    alone, which may show that no remainder can help; and only then remainders. Once an image is lost, its other rivals
+    are skipped.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class AdjointAnalysis:
 
     @cached_property
     def norms(self) -> Norms:
-        """||J_k|| and ||P_k||, when they are first asked for."""
+        """The norms ||J_k|| and ||P_k||, measured on first use."""
         with torch.no_grad():
             return self.measure()
 
@@ -106,34 +107,37 @@ class AdjointAnalysis:
         return decide_by(clean, loss_BJ, eps_B, class_B)
 
     def answered(self, e_B: Tensor) -> tuple[Clean, Tensor, Tensor]:
-        """Within L2 balls of e_0: the margins that there are, what they can lose (B, J), and the class that decides."""
+        """Return the margins, their losses (B, J) and the deciding class within L2 balls of e_0."""
         radii = self.radii_within(e_B)
         return self.within(radii), *self.losses(radii)
 
     def off_behind(self, node: int, r_B: Tensor) -> Tensor:
-        """How far what a node answers may be from X_k + J_k G + R_k, for inputs within r: (B,)."""
+        """Bound how far the output of a node is from X_k + J_k G + R_k, for inputs within r: (B,)."""
         return self.steps[node].defect_B
 
     def kept(self, r_B: Tensor) -> Tensor:
-        """What has to be kept back of the clean margins for features within r, (B, J): here, nothing."""
+        """Return what to subtract from the clean margins for features within r, (B, J): nothing here."""
         return torch.zeros_like(self.clean.margin_BJ)
 
     def within(self, radii: Radii) -> Clean:
-        """The clean margins that there are within these radii."""
+        """Return the clean margins less what `kept` subtracts within these radii."""
         kept_BJ = self.kept(radii.e[-1]).nan_to_num(torch.inf)
         return replace(self.clean, margin_BJ=self.clean.margin_BJ - kept_BJ)
 
     @torch.no_grad()
     def losses(self, radii: Radii) -> tuple[Tensor, Tensor]:
-        """What every margin can lose at most (B, J), and the class that decides (B,): the one that comes closest to
-        taking over; of an image that is lost, the first that was seen to."""
+        """Return the largest loss of every margin (B, J) and the class that decides (B,).
+
+        The deciding class is the one that comes closest to taking over; for a lost image, the first one that was found
+        open.
+        """
         clean = self.within(radii)
         margin_RB = clean.margin_BJ.gather(1, self.rivals_BR).mT
         loss_BJ = nan_to_inf(product(self.weight_BJ, radii.e[-1][:, None]))
         loss_RB = loss_BJ.gather(1, self.rivals_BR).mT.contiguous()
-        decider_B = torch.full_like(self.clean.label_B, -1)  # a rank, once the image is lost
+        decider_B = torch.full_like(self.clean.label_B, -1)  # the rival's rank, once the image is lost
         for start, end in groups(len(margin_RB)):
-            margin, loss = margin_RB[start:end], loss_RB[start:end]  # a view: what is found here stays
+            margin, loss = margin_RB[start:end], loss_RB[start:end]  # views: assignments to `loss` change loss_RB
             asked = ~(gaps(margin, loss) > 0) & (decider_B < 0)
             if not bool(asked.any()):
                 continue
@@ -141,7 +145,7 @@ class AdjointAnalysis:
             loss[:] = torch.where(asked, torch.minimum(loss, rivals.coarse(radii)), loss)
             hopeless = asked & ~(gaps(margin, rivals.first(radii).amin(0)) > 0)
             worst = one_hot(torch.where(hopeless, loss - margin, -torch.inf).argmax(0), len(margin)).mT > 0
-            # Of an image that is lost one remainder is enough, so that the loss grows with eps as that of others does.
+            # One remainder is enough for a lost image; its loss then grows with eps as the others' do.
             wanted = asked & torch.where(hopeless.any(0), worst, ~(gaps(margin, loss) > 0))
             loss[:] = torch.minimum(loss, rivals.tight(radii, wanted))
             lost = hopeless | (wanted & ~(gaps(margin, loss) > 0))
@@ -152,7 +156,7 @@ class AdjointAnalysis:
         return loss_BJ, torch.where(decider_B < 0, binding_class(clean, loss_BJ), lost_to_B)
 
     def rivals(self, start: int, end: int) -> Rivals:
-        """Every image's rivals of these ranks, 0 the closest; followed backwards when they are first asked for."""
+        """Return every image's rivals of these ranks, 0 the closest; their gradients are computed on first use."""
         if (start, end) not in self._groups:
             weight = self.head.weight
             g_RBD = weight[self.clean.label_B] - weight[self.rivals_BR[:, start:end].mT]
@@ -160,11 +164,11 @@ class AdjointAnalysis:
         return self._groups[start, end]
 
     def radii(self, eps_B: Tensor) -> Radii:
-        """Of balls of eps in their norm; all radii are L2."""
+        """Return the radii of balls of eps in their norm; all radii are L2."""
         return self.radii_within(self.ball.radius(eps_B))
 
     def radii_within(self, e_B: Tensor) -> Radii:
-        """Of L2 balls of e_0. A bound that is not a number counts as infinite. Proof: docs/proofs.md#radii."""
+        """Return the radii of L2 balls of e_0. NaN counts as infinite. Proof: docs/proofs.md#radii."""
         radii, betas, offs, rho_B = [e_B], [], [], torch.zeros_like(e_B)
         for step, norm_B, prefix_B in zip(self.steps, self.norms.nodes, self.norms.products, strict=True):
             e_B = radii[-1]
@@ -182,7 +186,7 @@ class AdjointAnalysis:
 
     @torch.no_grad()
     def breakdown(self, eps: float | Tensor) -> Breakdown:
-        """The share of every node's remainder, and of the gradient at the image, in the loss of the binding class."""
+        """Return the share of the first order and of every node's remainder in the loss of the binding class."""
         radii = self.radii(per_image(eps, self.clean))
         _, binding_B = self.losses(radii)
         weight = self.head.weight
@@ -193,7 +197,7 @@ class AdjointAnalysis:
 
 
 def groups(ranks: int) -> Iterator[tuple[int, int]]:
-    """The closest rival; the next 8; then 64 at a time."""
+    """Yield the ranges of ranks that are bounded together: the closest rival, the next 8, then 64 at a time."""
     start, size = 0, 1
     while start < ranks:
         yield start, min(ranks, start + size)
@@ -203,7 +207,7 @@ def groups(ranks: int) -> Iterator[tuple[int, int]]:
 class Adjoint:
     """The certifier of one model: weights are measured once, here; images by `analyse`; eps by `AdjointAnalysis.at`.
 
-    `nonce` chooses the random starts of norms (zoo/bounds/lanczos.py); None: one that is drawn now. `norm`: of the
+    `nonce` chooses the random starts of norms (zoo/bounds/lanczos.py); None draws a new one. `norm` is that of the
     balls (certify/methods/ball.py). Raises NoRule for a model with a module that has no rule of first or of second
     order.
     """
@@ -219,30 +223,32 @@ class Adjoint:
         self.links, self.head = trunk(self.baked)
         nodes = [nodes_of(link) for link in self.links]
         self.nodes = [node for of_link in nodes for node in of_link]
-        self.ends = list(accumulate(map(len, nodes)))  # of the links, in numbers of nodes
+        self.ends = list(accumulate(map(len, nodes)))  # where each link ends, counted in nodes
         self.names = names(self.baked, [layer for layer, _ in self.nodes])
 
     @torch.no_grad()
-    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> OfCorrect:
-        """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
+    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> CorrectImages:
+        """Analyse images (B, C, H, W) in [0,1] with labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
         clean = self.model.answers(images, labels)
         few = self._few(images)
         ball = Ball(self.norm, images[0].numel())
-        return of_correct(clean, ball, few, lambda index_I: self.closer(images[index_I], clean[index_I]))
+        return analyse_correct(clean, ball, few, lambda index_I: self.closer(images[index_I], clean[index_I]))
 
     def _few(self, images_BCHW: Tensor) -> int:
-        """How many images, or pairs of an image and a rival, fit the memory: of attention, pairs of tokens have a
-        vector each."""
+        """Return how many images, or pairs of an image and a rival, fit the memory.
+
+        In attention every pair of tokens has a vector of its own.
+        """
         y = self.nodes[0][0](images_BCHW[:1])[0]
         return max(1, BYTES // (PAIR * len(self.nodes) * y.numel() * (y.shape[1] if y.ndim == 3 else 1)))
 
     def closer(self, images_BCHW: Tensor, clean: Clean) -> Explained:
-        """The analysis of these images, all of them correct."""
+        """Return the analysis of these images, all of them correct."""
         return self.expand(images_BCHW, clean)
 
     def expand(self, images_BCHW: Tensor, clean: Clean) -> AdjointAnalysis:
-        """The terms of these images, float64, all of them correct."""
+        """Return the adjoint terms of these images, float64, all of them correct."""
         points, lips, expansions = [images_BCHW], [], []
         for layer, expand in self.nodes:
             lips.append(layer(points[-1])[1])

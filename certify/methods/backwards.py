@@ -1,8 +1,8 @@
-"""Gradients of margins on their way back through the nodes of a chain, and what they make of the remainders.
+"""Gradients of margins pulled back through the nodes of a chain, and the losses that follow from them.
 
-For one margin, with ||G_k|| <= e_k and ||R_k(G_{k-1})|| <= beta_k, every cut c bounds what the ball can cost:
+For one margin, with ||G_k|| <= e_k and ||R_k(G_{k-1})|| <= beta_k, every cut c bounds the loss on the ball:
 
-    first    ||g_c|| e_c                                                  what no remainder can do without
+    first    ||g_c|| e_c                                                  a part that no better remainder lowers
     coarse   ||g_c|| e_c + sum_{k>c} ||g_k|| beta_k                       gradients alone
     tight    ||g_c|| e_c + sum_{k>c} min( rem_k(e_{k-1}), ||g_k|| beta_k )
 
@@ -21,26 +21,28 @@ from certify.methods.ball import Ball
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds.contracts import Bound, Expand, Expansion
 
-BATCHES = 8  # of pairs, that are kept apart
+BATCHES = 8  # batches of pairs that are kept before they are merged
 
 
 def cuts(first: Tensor, remainders: Tensor) -> Tensor:
-    """first_c + sum_{k>c} rem_k: (K + 1, ...) and (K, ...) -> (K + 1, ...). The cuts share their sums."""
+    """Return first_c + sum_{k>c} rem_k: (K + 1, ...) and (K, ...) -> (K + 1, ...). The cuts share their sums."""
     behind = torch.cat([remainders.flip(0).cumsum(0).flip(0), torch.zeros_like(first[:1])])
     return nan_to_inf(first + behind)
 
 
 @dataclass(frozen=True)
 class Radii:
-    """e_0 .. e_K (B,), beta_1(e_0) .. beta_K(e_{K-1}) (B,), and what clean points and pulled gradients are off
-    by, which is a part of both."""
+    """The radii e_0 .. e_K (B,), the remainders beta_1(e_0) .. beta_K(e_{K-1}) (B,), and the errors contained in both.
+
+    `off` is the error of clean points and of pulled gradients.
+    """
 
     e: Sequence[Tensor]
     beta: Sequence[Tensor]
     off: Sequence[Tensor]
 
     def of(self, image_P: Tensor, wanted_P: Tensor | float = 1.0) -> "Radii":
-        """Those of some images, 0 where not wanted: a radius of 0 costs nothing."""
+        """Return the radii of some images, 0 where not wanted: a radius of 0 costs nothing."""
 
         def some(values: Sequence[Tensor]) -> list[Tensor]:
             return [product(torch.as_tensor(wanted_P), value_B[image_P]) for value_B in values]
@@ -50,7 +52,7 @@ class Radii:
 
 @dataclass(frozen=True)
 class Chain:
-    """The nodes of a model around clean inputs X_0 .. X_{K-1}; X_K is the last. `ball`: that of the images X_0."""
+    """The nodes of a model around clean inputs X_0 .. X_{K-1}; X_K is the last. `ball` is that of the images X_0."""
 
     ball: Ball
     nodes: Sequence[Expand]
@@ -58,12 +60,12 @@ class Chain:
     expansions: Sequence[Expansion]
 
     def of(self, image_P: Tensor) -> "Chain":
-        """The same around some of the images; one may come more than once."""
+        """Return the chain around some of the images; an image may occur more than once."""
         points = [x[image_P] for x in self.points]
         return Chain(self.ball, self.nodes, points, [expand(x) for expand, x in zip(self.nodes, points, strict=False)])
 
     def lengths(self, g: Tensor) -> Tensor:
-        """g (R, B, ...) at X_K -> ||g_k|| (K + 1, R, B), k = 0 .. K."""
+        """Pull g (R, B, ...) back from X_K; return the lengths ||g_k|| (K + 1, R, B), k = 0 .. K."""
         found = [_length(g)]
         for expansion in reversed(self.expansions):
             g = expansion.pull(g)
@@ -72,7 +74,7 @@ class Chain:
         return torch.stack(found[::-1])
 
     def remainders(self, g: Tensor) -> list[Bound]:
-        """g (R, B, ...) at X_K -> rem_k of (R, B), k = 1 .. K."""
+        """Pull g (R, B, ...) back from X_K; return the remainders rem_k as functions of radii (R, B), k = 1 .. K."""
         found = []
         for expansion in reversed(self.expansions):
             found.append(expansion.remainder(g))
@@ -81,7 +83,7 @@ class Chain:
 
 
 def _length(g: Tensor) -> Tensor:
-    """(R, B, ...) -> (R, B)."""
+    """Return the L2 length of each gradient: (R, B, ...) -> (R, B)."""
     return torch.linalg.vector_norm(g.flatten(2), dim=-1)
 
 
@@ -94,7 +96,7 @@ class Pairs:
     bounds: Sequence[Bound]  # (1, P) -> (1, P)
 
     def remainders(self, here: Radii) -> Tensor:
-        """Of radii (P,): (K, P)."""
+        """Return the remainders at radii (P,): (K, P)."""
         found = [
             torch.fmin(bound(e_P[None])[0] + product(length_P, off_P), product(length_P, beta_P))
             for bound, e_P, length_P, beta_P, off_P in zip(
@@ -104,13 +106,15 @@ class Pairs:
         return torch.stack(found)
 
     def losses(self, here: Radii) -> Tensor:
-        """(P,): the best cut."""
+        """Return the loss at the best cut: (P,)."""
         return cuts(product(self.lengths, torch.stack(list(here.e))), self.remainders(here)).amin(0)
 
 
 class Rivals:
-    """A few rivals of every image, g_RBD the gradients of their margins at X_K. Remainders are made for the pairs that
-    are asked for, and remembered of at most `few` pairs."""
+    """A few rivals of every image, with the gradients g_RBD of their margins at X_K.
+
+    Remainders are computed for the requested pairs, and kept for at most `few` pairs.
+    """
 
     def __init__(self, chain: Chain, g_RBD: Tensor, few: int) -> None:
         self._chain, self._g, self._few = chain, g_RBD, few
@@ -119,15 +123,15 @@ class Rivals:
         self._held: list[tuple[Tensor, Pairs]] = []
 
     def first(self, radii: Radii) -> Tensor:
-        """(K + 1, R, B)."""
+        """Return the first-order costs of all cuts: (K + 1, R, B)."""
         return product(self.lengths, torch.stack(list(radii.e))[:, None])
 
     def coarse(self, radii: Radii) -> Tensor:
-        """(R, B)."""
+        """Return the losses by gradients alone: (R, B)."""
         return cuts(self.first(radii), product(self.lengths[1:], torch.stack(list(radii.beta))[:, None])).amin(0)
 
     def tight(self, radii: Radii, wanted_RB: Tensor) -> Tensor:
-        """(R, B), infinite where not wanted."""
+        """Return the losses by remainders: (R, B), infinite where not wanted."""
         loss_RB = torch.full_like(self.lengths[0], torch.inf)
         for rank_P, pairs in self._with(wanted_RB):
             wanted_P = wanted_RB[rank_P, pairs.image_P]
@@ -136,8 +140,11 @@ class Rivals:
         return loss_RB
 
     def _with(self, wanted_RB: Tensor) -> Iterable[tuple[Tensor, Pairs]]:
-        """What holds the wanted pairs: batches made before and one of what is new. Too many batches are made again as
-        one; of too many pairs the wanted ones are made a few at a time."""
+        """Return batches that hold the wanted pairs: those computed before, and one of the new pairs.
+
+        Too many batches are recomputed as one. If there are more than `few` pairs, the wanted ones are computed a few
+        at a time and not kept.
+        """
         new_RB = wanted_RB & ~self._held_RB
         if bool(new_RB.any()):
             together_RB = wanted_RB | self._held_RB
@@ -150,7 +157,7 @@ class Rivals:
         return [held for held in self._held if bool(wanted_RB[held[0], held[1].image_P].any())]
 
     def pairs(self, rank_P: Tensor, image_P: Tensor) -> tuple[Tensor, Pairs]:
-        """These, as new."""
+        """Compute these pairs anew."""
         chain = self._chain.of(image_P)
         bounds = chain.remainders(self._g[rank_P, image_P].view(1, *chain.points[-1].shape))
         return rank_P, Pairs(image_P, self.lengths[:, rank_P, image_P], bounds)

@@ -1,8 +1,8 @@
-"""The function that is certified: the model in eval mode, parametrisations folded, in float64.
+"""The function that is certified: the model in eval mode, with parametrisations folded, in float64.
 
-Weights are folded in the precision they are served in and only then widened, so that the float64 function has exactly
-the served weights (docs/proofs.md#served-weights). What is given must be what its code and its weights say
-(zoo/bounds/integrity.py): what is certified is a copy of it, and the copy has the same types and the same weights.
+Weights are folded in the precision in which they are served and then widened, so that the float64 function has exactly
+the served weights (docs/proofs.md#served-weights). The model must compute what its code and its weights say
+(zoo/bounds/integrity.py); a copy of it, with the same types and the same weights, is certified.
 """
 
 import copy
@@ -20,35 +20,44 @@ from zoo.bounds.rule_table import refuse_altered
 from zoo.layers.fold import folded
 from zoo.layers.patches import Normalize
 
-LOGIT_TOLERANCE = 1e-3  # margins of float32 logits against float64 ones, relative to 1 + |margin|, each to its own
-COARSE = 0.25  # the same of bfloat16, whose rounding is part of the certificate
+LOGIT_TOLERANCE = 1e-3  # float32 margins against float64 ones, each relative to its own 1 + |margin|
+COARSE = 0.25  # the same for bfloat16, whose rounding is part of the certificate
 SERVED = (torch.float32, torch.float64)
 PROBES = 4  # images of each kind at which served and certified logits are compared
-STEP = 1e-2  # of the probes beside an image
+STEP = 1e-2  # distance of the probes near an image
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is certified: `served`, a copy of the given model in its own type, and the float64 function `exact`; and
-    how these three were when they were measured."""
+    """A model that is certified.
+
+    `served` is a copy of the given model in its own type, `exact` the float64 function. `snapshots` hold the state of
+    the given model and of both copies when they were measured.
+    """
 
     served: nn.Module
     exact: nn.Module
     snapshots: tuple[Snapshot, ...]
 
     def also(self, given: nn.Module) -> "Model":
-        """With another model that has to stay as it is: `served` is a copy of that."""
+        """Return this model with a further one that must stay as it is, of which `served` is a copy."""
         return replace(self, snapshots=(*self.snapshots, Snapshot.of(given)))
 
     def require_unchanged(self, *, digests: bool = False) -> None:
-        """Raise UserError where one of them was changed. Without `digests` only what torch knows of is seen."""
+        """Raise UserError if one of the models has changed.
+
+        Without `digests`, only changes that torch records are detected.
+        """
         for snapshot in self.snapshots:
             snapshot.require(digests=digests)
 
     @torch.no_grad()
     def answers(self, images_BCHW: Tensor, labels_B: Tensor) -> Clean:
-        """What both say of images; correct is what both call correct. Raises UserError for images that the model does
-        not take, where the two are not one function, at these images or beside them, and where they were changed."""
+        """Return the answers of both functions for images; an image is correct if both give its label.
+
+        Raises UserError for images that the model does not accept, for a model that has changed, and if the two are not
+        one function at these images or near them.
+        """
         refuse_process()
         self.require_unchanged(digests=True)
         try:
@@ -58,7 +67,7 @@ class Model:
         except (RuntimeError, AssertionError, IndexError, ValueError) as error:
             shape = tuple(images_BCHW.shape[1:])
             raise UserError(
-                f"the model does not take images of {shape}: {error}; give the size it was made for"
+                f"the model does not take images of {shape}: {error}; pass images of the size it was made for"
             ) from None
         dtype = next(self.served.parameters()).dtype
         tolerance = COARSE if dtype is torch.bfloat16 else LOGIT_TOLERANCE
@@ -68,7 +77,7 @@ class Model:
 
 
 def model_of(model: nn.Module, types: Collection[torch.dtype] = SERVED) -> Model:
-    """A model with weights of one of these types. Raises UserError for one that is not what it seems, see `bake`."""
+    """Return what is certified of a model with weights of these types. Raises UserError for an invalid model."""
     served = _copied(model)
     _refuse_types(served, types)
     served, exact = served.requires_grad_(False), _widened(served)
@@ -76,25 +85,27 @@ def model_of(model: nn.Module, types: Collection[torch.dtype] = SERVED) -> Model
 
 
 def bake(model: nn.Module) -> nn.Module:
-    """A float64 copy of `model` in eval mode without parametrisations and gradients. `model` stays as it is.
+    """Return a float64 copy of `model` in eval mode, without parametrisations and gradients. `model` stays as it is.
 
-    Raises UserError for a model that is no one function, or none of numbers: see `_refuse`; and NoRule where something
-    else than the code of its types takes part.
+    Raises UserError for a model that is not a deterministic function of finite numbers, see `_refuse`; and NoRule if
+    anything but the code of its types takes part.
     """
     return _widened(_copied(model))
 
 
 def refuse_process() -> None:
-    """Raise UserError where this process has changed what every module does."""
+    """Raise UserError if this process has changed what every module computes."""
     if fault := integrity.fault_of_process():
         raise UserError(fault)
 
 
 def refuse_impostor(model: nn.Module) -> None:
-    """Raise UserError for a model that does something else than its code and its weights say. It is looked at, not
-    asked."""
+    """Raise UserError for a model that computes something else than its code and its weights say.
+
+    The model is inspected, and none of its own code is called.
+    """
     if not isinstance(model, nn.Module):
-        raise UserError(f"the model is a {type(model).__name__}; give a torch.nn.Module, such as zoo.create_model(...)")
+        raise UserError(f"the model is a {type(model).__name__}; pass a torch.nn.Module, such as zoo.create_model(...)")
     refuse_process()
     for path, module in integrity.modules_of(model):
         refuse_altered(module, path)
@@ -104,7 +115,10 @@ def refuse_impostor(model: nn.Module) -> None:
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """The folded copy of a model that is what it seems. A module of unknown type may still copy itself as another."""
+    """Return the folded copy of a model that passes `refuse_impostor`.
+
+    The copy is compared with the model, because a module of unknown type may copy itself as another.
+    """
     refuse_impostor(model)
     copied = folded(model)
     given = {path: integrity.kind_of(module) for path, module in integrity.modules_of(model) if _outlives(path)}
@@ -118,7 +132,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _outlives(path: str) -> bool:
-    """Whether folding leaves what stands there."""
+    """Return whether what has this path remains after folding."""
     return "parametrizations" not in path.split(".")
 
 
@@ -129,8 +143,11 @@ def _equal(one: Tensor | None, other: Tensor) -> bool:
 
 
 def _refuse_types(served: nn.Module, types: Collection[torch.dtype]) -> None:
-    """Weights of one type. Where types are mixed, sums are taken in one and kept in another: what is served is no
-    longer the widened function."""
+    """Raise UserError unless all weights have one of these types.
+
+    In a model of mixed types, sums are computed in one type and stored in another, so that the served function is no
+    longer the widened one.
+    """
     found = dict[torch.dtype, str]()
     for path, tensor in integrity.tensors_of(served):
         if tensor.is_floating_point() or tensor.is_complex():
@@ -146,7 +163,7 @@ def _refuse_types(served: nn.Module, types: Collection[torch.dtype]) -> None:
 
 
 def _probes(images_BCHW: Tensor) -> Tensor:
-    """The first few images, points beside them, and points anywhere in the box; the same every time."""
+    """Return the first few images, points near them, and points anywhere in the box; the same ones every time."""
     first = images_BCHW[:PROBES]
     noise = torch.rand(first.shape, generator=torch.Generator().manual_seed(0), dtype=first.dtype).to(first.device)
     return torch.cat([first, first + STEP * (2 * noise - 1), noise])
@@ -159,7 +176,7 @@ def _widened(served: nn.Module) -> nn.Module:
 
 
 def _refuse(baked: nn.Module) -> None:
-    """Dropout that eval() does not switch off, weights or buffers that are not finite, a std that does not divide."""
+    """Raise UserError for dropout that stays active after eval(), for numbers that are not finite, or for a bad std."""
     for name, module in integrity.modules_of(baked):
         if module.training:
             raise UserError(
@@ -176,15 +193,18 @@ def _refuse(baked: nn.Module) -> None:
 
 
 def logit_difference(model: nn.Module, baked: nn.Module, images_BCHW: Tensor) -> float:
-    """max |served logits - baked logits| on these images. Raises UserError where the margins of the class that is
-    predicted are not the same, image by image and class by class: huge logits of one excuse no other."""
+    """Return max |served logits - baked logits| on these images.
+
+    Raises UserError if the margins of the predicted class differ for any image or class: huge logits of one do not
+    excuse another.
+    """
     return float(logit_differences(model, baked, images_BCHW).max())
 
 
 def logit_differences(
     model: nn.Module, baked: nn.Module, images_BCHW: Tensor, tolerance: float = LOGIT_TOLERANCE
 ) -> Tensor:
-    """The same image by image: (B,)."""
+    """Return the same image by image: (B,)."""
     was_training = model.training
     model.eval()
     with torch.no_grad():

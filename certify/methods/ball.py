@@ -1,7 +1,7 @@
-"""The ball of images that a certificate speaks of, |G|_p <= eps for p = 2 or infinity, as far as a proof has to know.
+"""The ball of images that a certificate covers, |G|_p <= eps for p = 2 or infinity.
 
-Everything behind the image is measured in L2. What a method needs of the ball is the L2 ball around it, and how far a
-linear function can fall on it, with d the number of entries of an image:
+Everything behind the image is measured in L2. A method needs the L2 ball around this ball, and how far a linear
+function can fall on it, with d the number of entries of an image:
 
     |G|_inf <= eps   =>   |G|_2 <= sqrt(d) eps,        max <g, G> = |g|_1 eps = length(g) sqrt(d) eps.
 
@@ -25,7 +25,7 @@ NORMS = (L2, LINF)
 
 
 def known(norm: object) -> str:
-    """The norm. Raises UserError for another."""
+    """Return the norm if it is supported. Raises UserError otherwise."""
     if not isinstance(norm, str) or norm not in NORMS:
         raise unknown("norm of a certificate", shown(norm), NORMS)
     return norm
@@ -33,30 +33,32 @@ def known(norm: object) -> str:
 
 @dataclass(frozen=True)
 class Ball:
-    """Balls in this norm around images of `entries` numbers; of which eps, is asked later."""
+    """Balls in one norm around images with `entries` numbers; eps is an argument of the methods."""
 
     norm: str
     entries: int
 
     @property
     def _spread(self) -> float:
-        """The longest vector of the ball of eps = 1."""
+        """The L2 length of the longest vector in the ball of eps = 1."""
         return math.sqrt(self.entries) if self.norm == LINF else 1.0
 
     def radius(self, eps_B: Tensor) -> Tensor:
-        """Of the L2 balls around those of eps, rounded up: (B,)."""
+        """Return the radii of the L2 balls around the balls of eps, rounded up: (B,)."""
         return eps_B * (self._spread * (1 + 4 * U)) if self.norm == LINF else eps_B
 
     def length(self, g: Tensor) -> Tensor:
-        """(..., B, C, H, W) -> (..., B): what <g, G> can be at most on a ball, divided by `radius`. Its L2 norm in L2,
-        and never more than that."""
+        """Return the largest value of <g, G> on a ball, divided by `radius`: (..., B, C, H, W) -> (..., B).
+
+        It is the L2 norm of g in L2, and never more than that in Linf.
+        """
         flat = g.flatten(-3)
         return flat.abs().sum(-1) / self._spread if self.norm == LINF else torch.linalg.vector_norm(flat, dim=-1)
 
     def fall(self, g: Tensor, eps_B: Tensor) -> Tensor:
-        """How far linear functions with these gradients can fall: (..., B)."""
+        """Return how far linear functions with these gradients can fall: (..., B)."""
         return product(self.length(g), self.radius(eps_B))
 
     def eps_within(self, radius: Tensor) -> Tensor:
-        """Of balls that L2 balls of these radii hold, to rounding: a guess, no bound."""
+        """Return the eps of the balls inside L2 balls of these radii, without rounding: a guess, not a bound."""
         return radius / self._spread

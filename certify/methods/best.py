@@ -1,8 +1,9 @@
-"""The strongest that there is for a model: certified by one of its methods is certified. All speak of the same baked
-function, eps and set of inputs.
+"""The strongest certificate of a model: an image is certified if one of the model's methods certifies it.
 
-LoFAST stands in where the image certificate has no rules. Beside it, it would prove nothing more: of 160 images of 40
-kinds of models its radius was at most 0.82 of that of `adjoint`, for a fifth of the time.
+All methods certify the same baked function, eps and set of inputs.
+
+LoFAST replaces the image certificate where that has no rules. It would prove nothing in addition to it: on 160 images
+of 40 kinds of models its radius was at most 0.82 of that of `adjoint`, for a fifth of the time.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,10 @@ from zoo.bounds.rule_table import NoRule
 
 
 class BestAnalysis:
-    """Cheap methods first; a dearer one looks at the batch only when an eps leaves an image of it open."""
+    """Several methods, cheap ones first.
+
+    An expensive method analyses the batch only when an eps leaves one of its images open.
+    """
 
     def __init__(self, certifiers: Sequence[Certifier], images_BCHW: Tensor, labels_B: Tensor) -> None:
         self._certifiers, self._batch = certifiers, (images_BCHW, labels_B)
@@ -58,35 +62,36 @@ class BestAnalysis:
         return best
 
     def guess(self) -> Tensor:
-        """That of the first method; dearer ones are not made for it."""
+        """Return the guess of the first method, without analysing by the others."""
         return guess_of(self._analysis(0))
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
-        """That of the tightest method that can tell."""
+        """Return the breakdown of the tightest method that has one."""
         for k in range(len(self._certifiers) - 1, -1, -1):
             analysis = self._analysis(k)
             if isinstance(analysis, Explained):
                 return analysis.breakdown(eps)
-        raise AssertionError("the first can tell")
+        raise AssertionError("the first method always has a breakdown")
 
     def _analysis(self, k: int) -> Analysis:
-        """That of method k, made with those in front of it when it is first asked for."""
+        """Return the analysis of method k; it and those in front of it are made on first use."""
         while len(self._made) <= k:
             self._made.append(self._certifiers[len(self._made)].analyse(*self._batch))
         return self._made[k]
 
 
 def _better(one: Certificate, other: Certificate, open_B: Tensor) -> Certificate:
-    """Of the open images the certificate that leaves more of its margin."""
+    """Return, for each open image, the certificate that leaves more of its margin."""
     other_B = open_B & (other.margin_B - other.loss_B > one.margin_B - one.loss_B)
     chosen = {f.name: torch.where(other_B, getattr(other, f.name), getattr(one, f.name)) for f in fields(Certificate)}
     return Certificate(**chosen | {"certified_B": one.certified_B | (open_B & other.certified_B)})
 
 
 class Best:
-    """The adjoint certificate on the ball of images where the model has its rules, else LoFAST; and CROWN where
-    auto_LiRPA is installed. Raises NoRule where LoFAST has none. `nonce` and `norm` are those of `Adjoint`. Proof:
-    docs/proofs.md#best."""
+    """The image certificate where the model has its rules, else LoFAST; and CROWN where auto_LiRPA is installed.
+
+    Raises NoRule where LoFAST has no rule. `nonce` and `norm` are those of `Adjoint`. Proof: docs/proofs.md#best.
+    """
 
     def __init__(self, model: nn.Module, nonce: str | None = None, norm: str = L2) -> None:
         try:
@@ -98,5 +103,5 @@ class Best:
             self.certifiers.append(crown.Crown(model, norm))
 
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> BestAnalysis:
-        """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
+        """Analyse images (B, C, H, W) in [0,1] with labels (B,) of the model's classes."""
         return BestAnalysis(self.certifiers, *batch_given(images_BCHW, labels_B))

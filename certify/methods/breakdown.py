@@ -1,4 +1,4 @@
-"""Which part of the model costs most: names for the steps of its chain, their costs, and the average over images.
+"""The cost of every step of a model: names for the steps, their costs, and averages over images.
 
 Letters: B images, K steps; e_k the radius and g_k the gradient of the margin behind step k.
 """
@@ -24,7 +24,7 @@ QUANTITIES = ("growth", "share")
 
 
 def names(model: nn.Module, layers: Iterable[Layer]) -> list[str]:
-    """The qualified names of what each step is made of, such as 'blocks.0.(norm1, attn)'; every name once."""
+    """Return the qualified names of each step's modules, such as 'blocks.0.(norm1, attn)'; no name occurs twice."""
     qualified = {module: name for name, module in model.named_modules()}
     found: list[str] = []
     for k, layer in enumerate(layers):
@@ -36,7 +36,7 @@ def names(model: nn.Module, layers: Iterable[Layer]) -> list[str]:
 
 
 def _joined(words: Sequence[str]) -> str:
-    """['a.b', 'a.c'] -> 'a.(b, c)'."""
+    """Join names with a common parent: ['a.b', 'a.c'] -> 'a.(b, c)'."""
     if len(words) < 2:
         return "".join(words)
     parents = {word.rpartition(".")[0] for word in words}
@@ -46,15 +46,15 @@ def _joined(words: Sequence[str]) -> str:
 
 
 def growth(steps: Sequence[str], radii: Sequence[Tensor]) -> Breakdown:
-    """e_k / e_{k-1} of radii e_0 .. e_K (B,); their product is e_K / e_0."""
+    """Return e_k / e_{k-1} for radii e_0 .. e_K (B,); the product of all is e_K / e_0."""
     ratios = [after / before for before, after in pairwise(radii)]
     return Breakdown("growth", dict(zip(steps, ratios, strict=True)))
 
 
 def shares(steps: Sequence[str], gradient_KB: Tensor, radii: Sequence[Tensor], remainder_KB: Tensor) -> Breakdown:
-    """Parts of the loss min_c [ ||g_c|| e_c + sum_{k>c} rem_k ] of the class that binds, at its best cut c:
+    """Return the parts of the loss min_c [ ||g_c|| e_c + sum_{k>c} rem_k ] of the binding class, at its best cut c.
 
-    first order ||g_0|| e_0;  what the steps in front of the cut make of it, ||g_c|| e_c - ||g_0|| e_0;
+    The parts are the first order ||g_0|| e_0; what the steps in front of the cut add to it, ||g_c|| e_c - ||g_0|| e_0;
     and the remainder of every step, 0 in front of the cut. They add up to 1.
 
     Gradients ||g_k|| and radii e_k (B,), k = 0 .. K; remainders rem_k(e_{k-1}), k = 1 .. K.
@@ -73,8 +73,10 @@ def shares(steps: Sequence[str], gradient_KB: Tensor, radii: Sequence[Tensor], r
 
 
 def columns(breakdown: Breakdown) -> list[dict[str, float | None]]:
-    """One mapping an image from '<quantity>.<step>' to a number; to nothing where one of the image's is not finite.
-    No mappings if there are no steps."""
+    """Return one mapping per image from '<quantity>.<step>' to a number.
+
+    All values of an image are None if one of them is not finite. The list is empty if there are no steps.
+    """
     if not breakdown.costs:
         return []
     costs_BK = torch.stack(list(breakdown.costs.values()), dim=-1)
@@ -86,8 +88,10 @@ def columns(breakdown: Breakdown) -> list[dict[str, float | None]]:
 
 
 def averaged(table: "pd.DataFrame", eps: float) -> dict[str, Any] | None:
-    """Per step the mean over correctly classified images whose loss is finite; the geometric one where costs multiply.
-    None where the method gave no breakdown."""
+    """Average each step over the correctly classified images with a finite loss; None if the table has no breakdown.
+
+    The mean is geometric where costs multiply.
+    """
     for quantity in QUANTITIES:
         keys = [key for key in table.columns if key.startswith(f"{quantity}.")]
         if keys:

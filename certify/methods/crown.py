@@ -1,12 +1,12 @@
-"""CROWN (Zhang et al. 2018; Xu et al. 2020) by auto_LiRPA, where that is installed: its one door.
+"""CROWN (Zhang et al. 2018; Xu et al. 2020) by auto_LiRPA, if it is installed; the only module that imports it.
 
     m_j(x') >= min over ||x' - x||_p <= eps of  <a_j, x'> + b_j  =  <a_j, x> + b_j - eps ||a_j||_q,    1/p + 1/q = 1
 
 with the linear lower bounds (a_j, b_j) of m_j = <e_y - e_j, logits> that auto_LiRPA propagates backwards through the
-traced model. The ball is the whole one, without the [0,1] box, as everywhere here; bounds are computed in float64. A
-model that cannot be traced, a bound that fails or overflows, and the absence of auto_LiRPA all give `unknown`.
+traced model. As everywhere here, the whole ball is covered, without the [0,1] box; bounds are computed in float64. The
+answer is `unknown` if the model cannot be traced, a bound fails or overflows, or auto_LiRPA is missing.
 
-What is proved rests on auto_LiRPA's code, whose relaxations of exp and softmax are good to about 1e-10 only (constants
+The proof relies on auto_LiRPA's code, whose relaxations of exp and softmax are accurate to about 1e-10 only (constants
 of 1e-12 in denominators, tangents for chords of intervals below 1e-5): hence TOLERANCE. Run with auto_LiRPA 0.7.1.
 
 Letters: B images, J classes, y the label.
@@ -35,7 +35,7 @@ from zoo.layers.mlp import SLL
 from zoo.layers.norms import LayerProject, SmoothProject
 
 ORDER = {L2: 2.0, LINF: math.inf}
-TOLERANCE = 1e-6  # of 1 + |m_j|: far above what auto_LiRPA neglects, and added to every loss
+TOLERANCE = 1e-6  # relative to 1 + |m_j|; far above what auto_LiRPA neglects, and added to every loss
 INSTALL = (
     "pip install 'certizoo[crown]' && pip install --no-deps git+https://github.com/Verified-Intelligence/auto_LiRPA"
 )
@@ -45,8 +45,11 @@ _log = logging.getLogger(__name__)
 
 
 class CrownAnalysis:
-    """Every eps is a computation of its own, image by image; asked again, it is remembered. An image needs none where
-    a larger ball was certified or a smaller one was unknown. Proof: docs/proofs.md#crown."""
+    """Bounds computed for every eps anew, image by image, and remembered.
+
+    Nothing is computed for an image where a larger ball was certified or a smaller one was unknown. Proof:
+    docs/proofs.md#crown.
+    """
 
     failure = 0.0
 
@@ -66,7 +69,7 @@ class CrownAnalysis:
         if not bool(self.clean.correct_B[i]):
             return torch.full_like(margin_J, torch.inf)
         for e, loss_J in known.items():
-            if e >= eps and bool((margin_J > loss_J).all()):  # the larger ball holds the smaller one
+            if e >= eps and bool((margin_J > loss_J).all()):  # the larger ball contains the smaller one
                 return loss_J
             if e <= eps and not bool(torch.isfinite(loss_J).all()):
                 return loss_J
@@ -83,7 +86,7 @@ class CrownAnalysis:
         rows_RJ = eye_JJ[self.clean.label_B[i]] - eye_JJ[rival_J]
         try:
             lower_R = self._bounds(self._images[i : i + 1], rows_RJ, eps).to(margin_J)
-        except Exception as error:  # of a foreign library: whatever it is, the answer is unknown
+        except Exception as error:  # any error of the foreign library means unknown
             _log.warning("crown: auto_LiRPA failed at eps %g: %s", eps, _one_line(error))
             return loss_J
         loss_R = margin_J[rival_J] - lower_R + TOLERANCE * (1 + margin_J[rival_J].abs())
@@ -104,7 +107,7 @@ class Crown:
 
     @torch.no_grad()
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> CrownAnalysis:
-        """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
+        """Analyse images (B, C, H, W) in [0,1] with labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
         if not self._tried:
             self._bounds, self._tried = _bounds_or_none(self.baked, images[:1], self.norm), True
@@ -113,7 +116,7 @@ class Crown:
 
 
 def installed() -> bool:
-    """Whether there is an auto_LiRPA to ask."""
+    """Return whether auto_LiRPA is installed."""
     return importlib.util.find_spec("auto_LiRPA") is not None
 
 
@@ -123,13 +126,13 @@ def _bounds_or_none(baked: nn.Module, x_1CHW: Tensor, norm: str) -> Bounds | Non
         return None
     try:
         return _bounds(baked, x_1CHW, norm)
-    except Exception as error:  # an operation that auto_LiRPA does not know, most often
+    except Exception as error:  # usually an operation that auto_LiRPA does not support
         _log.warning("crown answers unknown: auto_LiRPA cannot take this model: %s", _one_line(error))
         return None
 
 
 def _bounds(baked: nn.Module, x_1CHW: Tensor, norm: str) -> Bounds:
-    """The model traced for one image. Raises where the trace is another function than the model."""
+    """Trace the model for one image. Raises AssertionError where the trace computes another function than the model."""
     import auto_LiRPA
 
     with _float64(), Plain():
@@ -151,7 +154,10 @@ def _bounds(baked: nn.Module, x_1CHW: Tensor, norm: str) -> Bounds:
 
 @contextmanager
 def _float64() -> Iterator[None]:
-    """auto_LiRPA makes its identities in the default type, which is the process's, and warns of what we know."""
+    """Run auto_LiRPA without warnings and with float64 as the default type, which its identity matrices take.
+
+    The default type belongs to the whole process, hence the lock.
+    """
     with _DEFAULT_DTYPE:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
@@ -171,8 +177,11 @@ def _one_line(error: Exception) -> str:
 
 
 def plain(baked: nn.Module) -> nn.Module:
-    """A copy without dropout, with the constants of SLL layers worked out, and norms written so that bounds of their
-    squares cannot fall below zero."""
+    """Return an equal model of operations that auto_LiRPA bounds well.
+
+    Dropout is removed, the constants of SLL layers are precomputed, and norms are written so that bounds of their
+    squares cannot fall below zero.
+    """
     model = copy.deepcopy(baked)
     for name, module in list(model.named_modules()):
         if type(module) in (nn.Dropout, DropPath):
@@ -185,7 +194,7 @@ def plain(baked: nn.Module) -> nn.Module:
 
 
 def _square_norm(x: Tensor) -> Tensor:
-    """|x|^2 per token; the hinge changes nothing but the bounds."""
+    """Return |x|^2 per token; the ReLU changes nothing but the bounds."""
     return F.relu((x**2).sum(-1, keepdim=True))
 
 
@@ -223,7 +232,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
 
 
 class _Gelu(torch.autograd.Function):
-    """Traced as one operation, for which auto_LiRPA has a relaxation."""
+    """GELU traced as one operation, for which auto_LiRPA has a relaxation."""
 
     @staticmethod
     def symbolic(g: Any, x: Any) -> Any:
@@ -241,7 +250,7 @@ def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 class Plain(torch.overrides.TorchFunctionMode):
-    """Fused and recent operations, while it is active, are the elementary ones they stand for."""
+    """A mode that replaces fused and recent operations by the elementary ones they stand for."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None

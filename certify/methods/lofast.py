@@ -1,11 +1,13 @@
-"""LoFAST certificates: the radius of the perturbation is passed on from layer to layer (docs/references.md#lofast,
-Theorem 1).
+"""LoFAST certificates: the radius of the perturbation is propagated from layer to layer.
+
+(docs/references.md#lofast, Theorem 1)
 
 Letters: B images, J classes; y the label, m_j = logit_y - logit_j, W = (w_j) the head, e the radius before the head.
 
     ||x' - x||_2 <= r  =>  ||h(x') - h(x)||_2 <= e(r)  =>  m_j(x') >= m_j(x) - ||w_y - w_j||_2 e(r)
 
-with r the radius of the L2 ball that holds the ball of eps (certify/methods/ball.py).
+with r the radius of the L2 ball around the ball of eps (certify/methods/ball.py).
+
 The last step compares classes in pairs (docs/references.md#erratum-lofast-pairs); it is never worse than the paper's
 sqrt(2) ||W|| e.
 """
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from certify.methods.bake import SERVED, model_of
 from certify.methods.ball import L2, Ball, known
+from certify.methods.batching import CorrectImages, analyse_correct
 from certify.methods.breakdown import growth, names
 from certify.methods.certificate import (
     Breakdown,
@@ -30,7 +33,6 @@ from certify.methods.certificate import (
     pair_weights,
     per_image,
 )
-from certify.methods.correct import OfCorrect, of_correct
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import float_error
 from zoo.bounds.contracts import Bound, Layer
@@ -46,7 +48,7 @@ class LoFASTAnalysis:
     ball: Ball
     weight_BJ: Tensor  # ||w_y - w_j||
     radius: Bound  # r -> e(r), in L2
-    steps: Sequence[tuple[str, Bound]]  # what it is the composition of
+    steps: Sequence[tuple[str, Bound]]  # name and bound of the steps that `radius` composes
     failure: float = 0.0
 
     def at(self, eps: float | Tensor) -> Certificate:
@@ -55,13 +57,13 @@ class LoFASTAnalysis:
         return decide(self.clean, product(self.weight_BJ, e_B[:, None]), eps_B)
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
-        """The growth of the radius in every step."""
+        """Return the growth of the radius in every step."""
         steps, bounds = zip(*self.steps, strict=True)
         return growth(steps, radii(bounds, self.ball.radius(per_image(eps, self.clean))))
 
 
-def broadcast_batch(bound: Bound, defect_B: Tensor) -> Bound:
-    """The radius around a point that is off by a defect."""
+def with_defect(bound: Bound, defect_B: Tensor) -> Bound:
+    """Return the bound around a point with an error of `defect_B`."""
     return lambda r: bound(r) + defect_B
 
 
@@ -81,30 +83,32 @@ class LoFAST:
         self.links, self.head = trunk(self.baked)
         layers = [self.layers(link) for link in self.links]
         self.steps = [step for steps in layers for step in steps]
-        self.ends = list(accumulate(map(len, layers)))  # of the links, in numbers of steps
+        self.ends = list(accumulate(map(len, layers)))  # where each link ends, counted in steps
         self.names = names(self.baked, self.steps)
 
     def layers(self, link: nn.Module | Link) -> Sequence[Layer]:
-        """The steps of one link."""
+        """Return the steps of one link."""
         return steps_of(layer_of(link, local=self.local))
 
     @torch.no_grad()
-    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> OfCorrect:
-        """images (B, C, H, W) in [0,1], labels (B,) of the model's classes."""
+    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> CorrectImages:
+        """Analyse images (B, C, H, W) in [0,1] with labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
         clean = self.model.answers(images, labels)
         ball = Ball(self.norm, images[0].numel())
-        return of_correct(clean, ball, len(images), lambda index_I: self.bounds(images[index_I], clean[index_I], ball))
+        return analyse_correct(
+            clean, ball, len(images), lambda index_I: self.bounds(images[index_I], clean[index_I], ball)
+        )
 
     def bounds(self, x: Tensor, clean: Clean, ball: Ball) -> LoFASTAnalysis:
-        """The terms of these images, all of them correct."""
+        """Return the terms of these images, all of them correct."""
         points, bounds = [x], list[Bound]()
         for step in self.steps:
             x, bound = step(x)
             points.append(x)
             bounds.append(bound)
         defects = float_error.defects(self.links, self.ends, points)
-        bounds = [broadcast_batch(bound, defect_B) for bound, defect_B in zip(bounds, defects, strict=True)]
+        bounds = [with_defect(bound, defect_B) for bound, defect_B in zip(bounds, defects, strict=True)]
         clean = lowered(self.head, x, clean)
         weight_BJ = pair_weights(self.head, clean.label_B)
         steps = list(zip(self.names, bounds, strict=True))
@@ -112,6 +116,6 @@ class LoFAST:
 
 
 class LocalLoFAST(LoFAST):
-    """The same with local rules: attention with the softmax where it is."""
+    """LoFAST with local rules: attention is bounded around its softmax weights at the image."""
 
     local = True

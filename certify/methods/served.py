@@ -1,12 +1,14 @@
-"""The certificates of the model that is served, float32 or bfloat16: rounding is part of what the ball can cost.
+"""Certificates of the model as it is served, in float32 or bfloat16: the loss includes its rounding.
 
-Theorem 1 (docs/proofs.md#identity) has a place for it (docs/proofs.md#served-model): with ||e'_k|| <= mu_k(e_{k-1}) the
-rounding of node k, at any point that the node can see (zoo/bounds/rounding.py),
+Rounding enters Theorem 1 (docs/proofs.md#identity) as docs/proofs.md#served-model describes. With ||e'_k|| <=
+mu_k(e_{k-1}) the rounding of node k, at any point that the node can see (zoo/bounds/rounding.py),
 
     e_k = the rule of the float64 node + mu_k(e_{k-1}),        m_j falls by  sum_k ||g_{k,j}|| mu_k(e_{k-1})  more,
 
-and the head's own rounding is kept back from the margins. On the ball of images mu_k joins what node k is off by at its
-end. x' is an image of the served type; what casting an image to bfloat16 does is counted. Letters: B images, J classes.
+and the head's own rounding is subtracted from the margins. On the ball of images mu_k is added to the error at the end
+of node k. x' is an image of the served type; casting an image to bfloat16 is included.
+
+Letters: B images, J classes.
 """
 
 import copy
@@ -32,7 +34,7 @@ from zoo.bounds.rule_table import Link, NoRule
 
 
 class ServedAnalysis(AdjointAnalysis):
-    """With steps whose radii count their rounding `mus`, and margins that are smaller by what the head rounds."""
+    """The adjoint analysis with radii that include the rounding `mus` of nodes, and margins less that of the head."""
 
     def __init__(self, exact: AdjointAnalysis, mus: Sequence[Bound], head_error: Bound) -> None:
         super().__init__(exact.clean, exact.steps, exact.chain, exact.head, exact.measure, exact.few)
@@ -65,12 +67,12 @@ class ServedAdjoint(Adjoint):
 
 
 class ServedImage(Image, ServedAdjoint):
-    """The same on the ball of images."""
+    """The certifier of `model` served in `dtype`, on the ball of images."""
 
 
 @dataclass(frozen=True)
 class ServedLoFASTAnalysis(LoFASTAnalysis):
-    """With margins that are smaller by what the head rounds."""
+    """The LoFAST analysis with margins less the head's rounding."""
 
     head_error: Bound = torch.zeros_like
 
@@ -83,7 +85,7 @@ class ServedLoFASTAnalysis(LoFASTAnalysis):
 
 
 class ServedLoFAST(LoFAST):
-    """The radius alone, e_k = the rule of link k + mu_k(e_{k-1}); a link is one step."""
+    """The certifier by radii alone: e_k = the rule of link k + mu_k(e_{k-1}); a link is one step."""
 
     types = tuple(PRECISIONS)
 
@@ -104,20 +106,20 @@ class ServedLoFAST(LoFAST):
 
 
 class ServedLocalLoFAST(ServedLoFAST):
-    """The same with local rules."""
+    """`ServedLoFAST` with local rules."""
 
     local = True
 
 
 def _best(model: nn.Module, dtype: torch.dtype, nonce: str | None, norm: str) -> Certifier:
-    """Without CROWN, which counts no rounding."""
+    """Return the strongest certifier; CROWN is left out because it does not bound rounding."""
     try:
         return ServedImage(model, dtype, nonce, norm)
     except NoRule:
         return ServedLoFAST(model, dtype, norm)
 
 
-# Of a model, the type it is served in, the nonce of random starts, and the norm of the balls.
+# name -> certifier of (model, the type it is served in, the nonce of random starts, the norm of the balls)
 SERVED_METHODS: dict[str, Callable[[nn.Module, torch.dtype, str | None, str], Certifier]] = {
     "lofast": lambda model, dtype, nonce, norm: ServedLoFAST(model, dtype, norm),
     "lofast_local": lambda model, dtype, nonce, norm: ServedLocalLoFAST(model, dtype, norm),
@@ -131,15 +133,14 @@ TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PRECISIONS}
 
 
 def require_served(dtype: str | None, method: str | None, key: str) -> None:
-    """Raise UserError, naming the key of the configuration, for another type than those that are served, and where the
-    method counts no rounding."""
+    """Raise UserError, naming the configuration key, for an unsupported type or a method that ignores rounding."""
     methods = (AUTO, *SERVED_METHODS)
     if dtype is not None and (method not in methods or dtype not in TYPES):
-        raise UserError(f"{key}={dtype}: null, or one of {', '.join(TYPES)} with method {', '.join(methods)}")
+        raise UserError(f"{key}={dtype}: set null, or one of {', '.join(TYPES)} with method {', '.join(methods)}")
 
 
 def certifier_of(model: nn.Module, method: str, served_dtype: str | None, nonce: str | None, norm: str) -> Certifier:
-    """By a method that is named: of the model as it is served in that type, or of its float64 function."""
+    """Return the certifier of a method, for the model as it is served in that type or for its float64 function."""
     if served_dtype is None:
         return METHODS[method](model, nonce, norm)
     return SERVED_METHODS[method](model, TYPES[served_dtype], nonce, norm)
@@ -153,7 +154,7 @@ def _in_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def head_error(head: nn.Linear, x_BD: Tensor, precision: Precision) -> Callable[[Tensor], Tensor]:
-    """r (B,) -> |fl(m_j) - m_j| (B, J) for the margin of any label over j, of what the head adds itself."""
+    """Return bounds r (B,) -> |fl(m_j) - m_j| (B, J) of the head's own rounding, for the margin of any label over j."""
     length_J = torch.linalg.vector_norm(head.weight, dim=1)
     bias_J = torch.zeros_like(length_J) if head.bias is None else head.bias.abs()
     x_B = torch.linalg.vector_norm(x_BD, dim=1)
@@ -167,13 +168,13 @@ def head_error(head: nn.Linear, x_BD: Tensor, precision: Precision) -> Callable[
 
 
 def _mu(rounding: Rounding, x: Tensor) -> Bound:
-    """What a node rounds at any point within r of x."""
+    """Return the bound of a node's rounding at any point within r of x."""
     rounded = rounding(x)
     return lambda r: nan_to_inf(rounded.error(r, torch.zeros_like(r)))
 
 
 def _rounded_layer(layer: Layer, rounding: Rounding) -> Layer:
-    """With mu in its radius."""
+    """Return the layer with mu added to its radius."""
 
     def rounded(x: Tensor) -> tuple[Tensor, Bound]:
         (y, bound), mu = layer(x), _mu(rounding, x)
@@ -183,7 +184,7 @@ def _rounded_layer(layer: Layer, rounding: Rounding) -> Layer:
 
 
 def _rounded(node: Node, rounding: Rounding) -> Node:
-    """The node with mu in its radius, its beta and its remainder."""
+    """Return the node with mu added to its radius, its beta and its remainder."""
     layer, expand = node
 
     def rounded_expand(x: Tensor) -> Expansion:

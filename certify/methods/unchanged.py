@@ -1,7 +1,7 @@
-"""A model as it was: what a certificate speaks of must still be there when it is given.
+"""Snapshots of a model: a certificate is valid only while the model is what it was when it was measured.
 
-What changes a tensor counts its version up or gives it other memory, which is seen at once. What writes behind torch's
-back (`weight.data`, NumPy) does not: numbers are compared by their digests, too, where there is time for it.
+Writes through torch raise a tensor's version or change its memory, which is detected at once. Writes that bypass torch
+(`weight.data`, NumPy) do not; to detect them, digests of the numbers are compared where there is time for it.
 """
 
 import hashlib
@@ -39,13 +39,16 @@ class Snapshot:
         )
 
     def require(self, *, digests: bool) -> None:
-        """Raise UserError where the model is another. Without `digests`, numbers are read only of tensors that are
-        not the same objects in the same memory, or that torch has written to."""
+        """Raise UserError if the model has changed.
+
+        Without `digests`, numbers are read only of tensors that are new objects, have other memory, or were written by
+        torch.
+        """
         model = self.model()
         if model is None:
             return
         if changed := self._changed(model, digests):
-            raise UserError(f"{changed} changed since this certifier was made; make a new one")
+            raise UserError(f"{changed} changed since this certifier was made; create a new certifier")
 
     def _changed(self, model: nn.Module, digests: bool) -> str | None:
         modules, tensors = dict(integrity.parts_of(model)), dict(integrity.tensors_of(model))
@@ -63,7 +66,7 @@ class Snapshot:
 
 
 def _mark(tensor: Tensor) -> Mark:
-    """The memory of a tensor, and how often torch wrote to it; inference tensors do not count that."""
+    """Return a tensor's memory and version; inference tensors have no version."""
     version = None if tensor.is_inference() else tensor._version
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version
 

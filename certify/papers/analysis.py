@@ -1,7 +1,6 @@
-"""What the papers look at inside a model: Jacobians of the blocks (CoViT), bounds of an attention layer (LoFAST,
-SpecFormer).
+"""The analyses of the papers: Jacobians of the blocks (CoViT), bounds of an attention layer (LoFAST, SpecFormer).
 
-Every function returns a table with one number a row; `certify.papers.figures` draws them. Nothing here enters a
+Every function returns a table with one number per row; `certify.papers.figures` draws them. Nothing here enters a
 certificate.
 """
 
@@ -69,13 +68,13 @@ class Settings:
     def __post_init__(self) -> None:
         for key in ("images", "attention_images", "samples"):
             if not isinstance(getattr(self, key), int) or getattr(self, key) < 1:
-                raise UserError(f"{key}={getattr(self, key)}: give a whole number above 0")
+                raise UserError(f"{key}={getattr(self, key)} must be a whole number above 0")
         for key in ("eps", "input_scales"):
             values = getattr(self, key)
             if isinstance(values, int | float | str) or not values or not all(map(_positive, values)):
-                raise UserError(f"{key}={values}: give a list of numbers above 0, such as {key}=[0.1,1]")
+                raise UserError(f"{key}={values} must be a list of numbers above 0, such as {key}=[0.1,1]")
         if not _positive(self.ablation_eps):
-            raise UserError(f"ablation_eps={self.ablation_eps}: give a number above 0")
+            raise UserError(f"ablation_eps={self.ablation_eps} must be a number above 0")
 
 
 def _positive(value: object) -> bool:
@@ -83,7 +82,7 @@ def _positive(value: object) -> bool:
 
 
 def jacobians(parts: Sequence[jacobian.Part], step: Step = lambda: None) -> pd.DataFrame:
-    """sigma_max of every block, and of its branch F = block - identity, image by image."""
+    """Return sigma_max of every block, and of its branch F = block - identity, image by image."""
     records = []
     for part in parts:
         for of, f in (("block", part.module), ("branch", jacobian.branch(part.module))):
@@ -97,13 +96,13 @@ def jacobians(parts: Sequence[jacobian.Part], step: Step = lambda: None) -> pd.D
 
 
 def attention_of(baked: nn.Module, blocks: Sequence[jacobian.Part], images_BCHW: Tensor) -> jacobian.Part:
-    """The attention of the first block, with its input (its windows, for a Swin)."""
+    """Return the attention of the first block, with its input (its windows, for a Swin)."""
     (part,) = jacobian.parts_of(baked, images_BCHW, [f"{blocks[0].name}.attn"])
     return part._replace(x=part.x[: len(images_BCHW)])
 
 
 def upper_bounds(module: nn.Module, x_BND: Tensor) -> Iterator[tuple[str, Bound]]:
-    """Every bound we have of the change of X + F(X), by name: our rules where the module has some, then the papers'."""
+    """Yield every known bound of the change of X + F(X), by name: those of our rules, if any, then the papers'."""
     try:
         ours = residual_layer_of(module)(x_BND)[1]
         sharper = residual_layer_of(module, local=True)(x_BND)[1]
@@ -123,8 +122,10 @@ def bounds(
     scales: Sequence[float] = (1.0,),
     step: Step = lambda: None,
 ) -> pd.DataFrame:
-    """Largest change of X + F(X) over ||X' - X||_F <= eps: the upper bounds, and what ascent finds. Figures 1 (right)
-    and 4 and Table 3 of LoFAST."""
+    """Return the largest change of X + F(X) over ||X' - X||_F <= eps, by the upper bounds and by ascent.
+
+    These are Figures 1 (right) and 4 and Table 3 of LoFAST.
+    """
     records = []
     for scale in scales:
         x = scale * x_BND
@@ -147,7 +148,10 @@ def bounds(
 def head_parts(
     module: DotProductAttention, x_BND: Tensor, eps_grid: Sequence[float], step: Step = lambda: None
 ) -> pd.DataFrame:
-    """Delta_21 = ||P(X') - P(X)||_F and Delta_22 = ||X' M|| of the first head, section 5.1 of LoFAST: Figure 1."""
+    """Return Delta_21 = ||P(X') - P(X)||_F and Delta_22 = ||X' M|| of the first head.
+
+    Section 5.1 of LoFAST: Figure 1.
+    """
     heads = paper_bounds.Heads(module, x_BND)
     m_DD = heads.m_HDD[0]
     slopes = {"delta_21^(2), xi (eq. 26)": heads.xi()}
@@ -175,7 +179,7 @@ def head_parts(
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """W_Q, W_K, W_V, W_O as views of the parameters, those that the attention has."""
+    """Return W_Q, W_K, W_V, W_O as views of the parameters, those that the attention has."""
     content = getattr(module, "content", module)
     if isinstance(content, QKVAttention):
         return dict(zip(("W_Q", "W_K", "W_V"), content.qkv.weight.chunk(3), strict=True)) | {"W_O": content.proj.weight}
@@ -189,7 +193,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 def ablation(
     module: nn.Module, x_1ND: Tensor, eps: float, samples: int = 10, step: Step = lambda: None
 ) -> pd.DataFrame:
-    """The lofast bound at eps after a change of one of W_Q, W_K, W_V, W_O, X, relative to the unchanged one.
+    """Return the lofast bound at eps after a change of one of W_Q, W_K, W_V, W_O, X, relative to the unchanged one.
 
     perturbed   W + size ||W||_F E, E Gaussian with ||E||_F = 1, `samples` times: Figure 3 of LoFAST
     scaled      factor W
@@ -219,19 +223,19 @@ def _changed(weight: Tensor, kind: str, size: float, generator: torch.Generator)
 
 
 def table_3(bounds_: pd.DataFrame) -> pd.DataFrame:
-    """Mean over the images at the model's own input: one row a method, one column an eps. Table 3 of LoFAST."""
+    """Return Table 3 of LoFAST: means over the images at the model's own input, by method and eps."""
     own = bounds_[bounds_["input_scale"] == 1]
     mean = own.pivot_table(index="bound", columns="eps", values="change", sort=False, dropna=False)
     return mean.rename(index=TABLE_3).rename(columns=lambda eps: f"eps={eps:g}")
 
 
 def text(table: pd.DataFrame) -> str:
-    """The table for the terminal; a bound that is not a number where its paper's condition fails shows as NaN."""
+    """Return the table for the terminal; a bound whose paper's condition fails is NaN."""
     return table.to_string(float_format=lambda value: f"{value:.4g}", index_names=False)
 
 
 def product_bound(model: nn.Module, images_BCHW: Tensor) -> float | None:
-    """CertViT's product of constants, or None where a part has no rule."""
+    """Return CertViT's product of constants, or None if a part has no rule."""
     try:
         return float(paper_bounds.product(model, images_BCHW))
     except NoRule:
@@ -245,9 +249,11 @@ def run(
     out: Path,
     progress: Progress = silent,
 ) -> pd.DataFrame:
-    """All tables and figures of one hand-over, into OUT/analysis; returns Table 3. `progress(done, total)` is called
-    after every step. Raises UserError for a model without transformer blocks, or where another process is at work in
-    OUT/analysis."""
+    """Write all tables and figures of one hand-over into OUT/analysis; return Table 3.
+
+    `progress(done, total)` is called after every step. Raises UserError for a model without transformer blocks, or if
+    another process is at work in OUT/analysis.
+    """
     with results(out / FOLDER):
         return _run(handover, data, settings, out / FOLDER, progress)
 
@@ -288,7 +294,7 @@ def _run(handover: Path, data: shards.DataConfig, settings: Settings, folder: Pa
 
 
 def _ablate(attention: jacobian.Part, settings: Settings, folder: Path, step: Step) -> None:
-    """Not where there is no rule whose bound could change."""
+    """Write the ablation, unless there is no rule whose bound could change."""
     try:
         table = ablation(attention.module, attention.x[:1], settings.ablation_eps, settings.samples, step)
     except NoRule:

@@ -1,6 +1,6 @@
-"""How much a map really changes over a ball: projected gradient ascent, a LOWER bound of the largest change.
+"""The actual change of a map over a ball by projected gradient ascent: a LOWER bound of the largest change.
 
-The other side of every upper bound in the comparisons; it proves nothing of a model.
+It complements the upper bounds in comparisons, and proves nothing about a model.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,11 @@ def largest(
     starts: int = STARTS,
     seed: int = 0,
 ) -> Tensor:
-    """max of objective (B, ...) -> (B,) found over ||x' - x||_F <= r, image by image.
+    """Return the largest objective (B, ...) -> (B,) found over ||x' - x||_F <= r, image by image.
 
-    All starts are one batch. The first half of the steps goes to the point of the sphere that the gradient points at
-    (on a linear map that is power iteration), the second adds a part of it to where one is, and projects on the ball.
+    All starts are one batch. In the first half of the steps, the next point is the point of the sphere in the direction
+    of the gradient (on a linear map that is power iteration). In the second half, a part of it is added to the current
+    point, which is then projected on the ball.
     """
     generator = torch.Generator().manual_seed(seed)
     ones = (1,) * (x.ndim - 1)
@@ -47,7 +48,7 @@ def largest(
 def largest_change(
     f: Callable[[Tensor], Tensor], x: Tensor, r_B: Tensor, steps: int = STEPS, starts: int = STARTS, seed: int = 0
 ) -> Tensor:
-    """max ||f(x') - f(x)||_F found over ||x' - x||_F <= r: x (B, ...), r (B,) -> (B,)."""
+    """Return the largest ||f(x') - f(x)||_F found over ||x' - x||_F <= r: x (B, ...), r (B,) -> (B,)."""
     with torch.no_grad():
         y = f(x).flatten(1).repeat(starts, 1)
     return largest(lambda z: (f(z).flatten(1) - y).norm(dim=1), x, r_B, steps, starts, seed)

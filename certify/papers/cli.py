@@ -1,7 +1,7 @@
 """The commands that draw the figures of the papers.
 
-`python -m certify analyse handover=DIR ...`: inside one model; the keys of configs/analyse.yaml.
-`python -m certify features handover=DIR [against=DIR2] ...`: features under attack; the keys of configs/features.yaml.
+python -m certify analyse handover=DIR ...                      inside one model; keys of configs/analyse.yaml
+python -m certify features handover=DIR [against=DIR2] ...      under attack; keys of configs/features.yaml
 """
 
 from pathlib import Path
@@ -14,7 +14,10 @@ from certify.rows.progress import progress_bar
 
 
 def analyse(config: Config) -> None:
-    """Jacobians of the blocks and bounds of the first attention of one hand-over; prints Table 3 of LoFAST."""
+    """Compute Jacobians of the blocks and bounds of the first attention of one hand-over.
+
+    Prints Table 3 of LoFAST.
+    """
     handover = handover_of(config)
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)
@@ -28,7 +31,7 @@ def analyse(config: Config) -> None:
 
 
 def features(config: Config) -> None:
-    """What attacks do to the features of one hand-over, or of two on the same images."""
+    """Compare the clean and attacked features of one hand-over, or of two on the same images."""
     handover = handover_of(config)
     out = out_of(config, handover, "features")
     against = Path(config["against"]) if config["against"] else None

@@ -1,10 +1,10 @@
-"""How far apart two samples of features are: the proxy A-distance, and both in one plane. By
-scikit-learn, which only this file of the package imports.
+"""The distance between two samples of features: the proxy A-distance, and both samples in one plane.
 
     d_A = 2 (1 - 2 err),     err = error on held-out images of a linear classifier that tells clean from attacked
 
-(Ben-David et al. 2006, 2010.) 0: it cannot tell, 2: it always can. An estimate: the distance itself has the best linear
-classifier, of all images of their kind, where this has one that logistic regression found on some of them.
+(Ben-David et al. 2006, 2010.) 0 means that it never can tell them apart, 2 that it always can. d_A is an estimate: the
+distance is defined by the best linear classifier on the whole distribution, whereas this one was fitted by logistic
+regression to some of the images. Only this file of the package imports scikit-learn.
 
 Letters: N images, D width of the features.
 """
@@ -22,8 +22,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Distance:
-    """`error` is that of the classifiers on the images they did not see. The interval of 95 % knows of the choice of
-    these images, not of that of the ones to learn from; it counts an image and its attacked version as one trial."""
+    """A distance estimate; `error` is that of the classifiers on held-out images.
+
+    The 95 % interval covers the choice of the held-out images, but not that of the training images. It counts an image
+    and its attacked version as one trial.
+    """
 
     error: float
     images: int
@@ -39,15 +42,16 @@ class Distance:
 
 
 def from_error(error: float) -> float:
-    """d_A in [0, 2]: a classifier that is wrong more often than right was found by chance."""
+    """Return d_A in [0, 2]; an error above 1/2 is due to chance and counts as 1/2."""
     return 2 * (1 - 2 * min(max(error, 0.0), 0.5))
 
 
 def a_distance(clean_ND: Array, attacked_ND: Array, seed: int = 0) -> Distance:
-    """d_A of the features of the same N images, row by row, clean and attacked; N at least `FOLDS`.
+    """Return d_A of the clean and attacked features of the same N images, row by row; N is at least `FOLDS`.
 
-    Every image is held out once, in FOLDS folds; its two versions are always on the same side, so that nothing of an
-    image is learned. Features are standardised by those learned from. Does not depend on the order of the images.
+    Every image is held out once, in FOLDS folds. Its two versions are always in the same fold, so that no image can be
+    recognised. Features are standardised by those of the training images. The result does not depend on the order of
+    the images.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GroupKFold, cross_val_predict
@@ -66,14 +70,14 @@ def a_distance(clean_ND: Array, attacked_ND: Array, seed: int = 0) -> Distance:
 
 
 def _own_order(pairs_NF: Array, seed: int) -> NDArray[np.intp]:
-    """Sorted by what the images are, then shuffled: whatever order they came in, they meet the same fold."""
+    """Return an order that depends only on the images: sorted by content, then shuffled."""
     return np.lexsort(pairs_NF.T)[np.random.default_rng(seed).permutation(len(pairs_NF))]
 
 
 def plane(clean_ND: Array, attacked_ND: Array, perplexity: float, seed: int = 0) -> Array:
-    """t-SNE (van der Maaten and Hinton 2008) of all 2N features together, the clean ones first: (2N, 2).
+    """Return the t-SNE (van der Maaten and Hinton 2008) of all 2N features together, the clean ones first: (2N, 2).
 
-    Starts from the first two principal components. Only who is near whom means something, no distance or size does.
+    It starts from the first two principal components. Only neighbourhoods are meaningful, not distances or sizes.
     """
     from sklearn.manifold import TSNE
 

@@ -1,4 +1,4 @@
-"""Figure 2 of SpecFormer from the tables of `certify.papers.feature_report`, and its closing table for the terminal."""
+"""Figure 2 of SpecFormer from the tables of `certify.papers.feature_report`, and its final table for the terminal."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,12 +13,12 @@ from certify.papers.layer_norms import WEIGHTS
 from certify.rows.intervals import percent
 
 MARKERS = {"clean": "o", "attacked": "x"}
-LISTED = 20  # classes up to which the legend names them all
+LISTED = 20  # largest number of classes that the legend lists
 Row = Mapping[str, Any]
 
 
 def planes(points: pd.DataFrame, rows: Sequence[Row], class_names: Sequence[str] | None, path: Path) -> None:
-    """t-SNE of clean and attacked features, a panel for each model: Figures 2b and 2c."""
+    """Plot the t-SNE of clean and attacked features, a panel for each model: Figures 2b and 2c."""
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
 
@@ -51,7 +51,7 @@ def _line(row: Row) -> str:
 
 
 def layers(table: pd.DataFrame, path: Path) -> None:
-    """The norms of W_Q, W_K, W_V over the layers, a line for each model: Figure 2a."""
+    """Plot the norms of W_Q, W_K, W_V over the layers, a line for each model: Figure 2a."""
     colour_of = {name: f"C{i}" for i, name in enumerate(table["model"].unique())}
     weights = sorted(table["weight"].unique(), key=list(WEIGHTS.values()).index)
     highest = 1.2 * table["sigma_max"].max()
@@ -67,7 +67,7 @@ def layers(table: pd.DataFrame, path: Path) -> None:
 
 
 def closing_table(summary: Row) -> Table:
-    """One column a model, for the terminal."""
+    """Return the table for the terminal, one column per model."""
     attack = summary["settings"]["attack"]
     title = f"PGD-{attack['steps']}, {attack['norm']} {attack['eps']:.4g}"
     table = Table(title=f"{summary['images']} images of {summary['dataset']}; {title}")

@@ -1,8 +1,8 @@
-"""Section 6.3 of SpecFormer for one model of yours, or for two on the same images.
+"""Section 6.3 of SpecFormer for one model, or for two on the same images.
 
-OUT/features.json                 A-distance, accuracies and largest singular values
-OUT/tsne.csv, .png                features of every image, clean and attacked, in the plane: Figures 2b, 2c
-OUT/sigma_max_weights.csv, .png   of W_Q, W_K, W_V in every attention layer: Figure 2a
+    OUT/features.json                 A-distance, accuracies and largest singular values
+    OUT/tsne.csv, .png                features of every image, clean and attacked, in the plane: Figures 2b, 2c
+    OUT/sigma_max_weights.csv, .png   of W_Q, W_K, W_V in every attention layer: Figure 2a
 
 Letters: N images, D width of the features.
 """
@@ -51,9 +51,9 @@ class Settings:
     def __post_init__(self) -> None:
         for key, least in {"images": FEWEST, "batch_size": 1, "seed": 0}.items():
             if not isinstance(getattr(self, key), int) or getattr(self, key) < least:
-                raise UserError(f"{key}={getattr(self, key)}: give a whole number, at least {least}")
+                raise UserError(f"{key}={getattr(self, key)} must be a whole number, at least {least}")
         if not isinstance(self.perplexity, int | float) or not 1 <= self.perplexity < math.inf:
-            raise UserError(f"perplexity={self.perplexity}: give a number, at least 1, such as 30")
+            raise UserError(f"perplexity={self.perplexity} must be a number, at least 1, such as 30")
         require_device(self.device, "device")
 
 
@@ -82,9 +82,11 @@ def run(
     out: Path,
     progress: Progress = silent,
 ) -> Summary:
-    """Writes all of OUT and returns the content of features.json. `progress(done, total)` is called after every step.
-    Raises UserError, before anything is computed, for models or images that do not fit, or where another process is at
-    work in OUT."""
+    """Write all of OUT and return the content of features.json. `progress(done, total)` is called after every step.
+
+    Raises UserError, before anything is computed, if models or images do not fit, or if another process is at work in
+    OUT.
+    """
     with results(out):
         return _run(handover, against, data, settings, out, progress)
 
@@ -120,7 +122,7 @@ def _run(
 def _one(
     loaded: LoadedModel, listed: LoadedImages, settings: Settings, step: Callable[[], None]
 ) -> tuple[Summary, pd.DataFrame, pd.DataFrame]:
-    """What features.json says of a model, its points in the plane, and its norms."""
+    """Return a model's part of features.json, its points in the plane, and its norms."""
     norms = layer_norms.sigma_max(loaded.baked)
     model = loaded.model.to(device_of(0, settings.device))
     found = clean_and_attacked(model, listed.batches, settings.attack, settings.seed, step)
@@ -145,7 +147,7 @@ def _one(
 
 
 def _points(name: str, listed: LoadedImages, found: Features, xy: feature_distance.Array) -> pd.DataFrame:
-    """One row for each image, clean, then as many attacked."""
+    """Return one row for each image, all clean ones first, then the attacked ones."""
     columns = {
         "model": name,
         "key": listed.keys * 2,
@@ -159,14 +161,14 @@ def _points(name: str, listed: LoadedImages, found: Features, xy: feature_distan
 
 
 def _models(folders: Sequence[Path], data: shards.DataConfig) -> Iterator[LoadedModel]:
-    """Refuses a model that does not take the images of `data`."""
+    """Yield the models. Raises UserError for a model that does not take the images of `data`."""
     asked = {"img_size": data.img_size, "in_chans": data.channels, "num_classes": data.num_classes}
     for place, folder in enumerate(folders):
         model, config = zoo.handover.load(folder)
         options = config["model"]
         for key, value in asked.items():
             if options.get(key, value) != value:
-                raise UserError(f"{folder} has {key}={options[key]}, the images of {data.name} need {key}={value}")
+                raise UserError(f"{folder} has {key}={options[key]}, but the images of {data.name} need {key}={value}")
         name = f"{options['name']}{' (against)' * place}"
         yield LoadedModel(name, model, bake(model), zoo.handover.weights_sha256(folder))
 
@@ -174,7 +176,7 @@ def _models(folders: Sequence[Path], data: shards.DataConfig) -> Iterator[Loaded
 def _loaded(listed: images.ImageList, settings: Settings) -> LoadedImages:
     if listed.total < FEWEST or settings.perplexity >= 2 * listed.total:
         raise UserError(
-            f"perplexity={settings.perplexity:g} with {listed.total} images: take at least {FEWEST} images and a "
+            f"perplexity={settings.perplexity:g} with {listed.total} images: use at least {FEWEST} images and a "
             "perplexity below twice their number"
         )
     batches = list(listed.batches())

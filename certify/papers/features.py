@@ -1,4 +1,4 @@
-"""What the head of a model reads of clean and of attacked images (SpecFormer, section 6.3).
+"""The inputs of a model's head for clean and for attacked images (SpecFormer, section 6.3).
 
     z(x): the features,      logits = head(z(x)),      x' = attack(x)
 
@@ -17,7 +17,7 @@ from certizoo import UserError
 
 
 class Features(NamedTuple):
-    """Of the same images, clean and attacked: z, and which ones are classified correctly."""
+    """The features z of the same images, clean and attacked, and which images are classified correctly."""
 
     clean_ND: Tensor
     attacked_ND: Tensor
@@ -27,7 +27,7 @@ class Features(NamedTuple):
 
 @torch.no_grad()
 def read_by_head(model: Any, images_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """z (B, D), what the last linear layer of any model of the zoo reads, and the model's logits (B, K)."""
+    """Return z (B, D), the input of the last linear layer of any model of the zoo, and the model's logits (B, K)."""
     tokens = model.forward_features(images_BCHW)
     return model.forward_head(tokens, pre_logits=True), model.forward_head(tokens)
 
@@ -35,8 +35,10 @@ def read_by_head(model: Any, images_BCHW: Tensor) -> tuple[Tensor, Tensor]:
 def clean_and_attacked(
     model: nn.Module, batches: Iterable[Batch], attack: AttackConfig, seed: int, progress: Callable[[], None]
 ) -> Features:
-    """Attacks the batches one after the other where the model is, with one generator for all; what it found is on the
-    CPU. Raises UserError where features are no numbers."""
+    """Attack the batches in order on the model's device, with one generator for all; return the results on the CPU.
+
+    Raises UserError if features are not finite.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     parts = []
@@ -49,5 +51,5 @@ def clean_and_attacked(
         progress()
     found = Features(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
     if not bool(torch.isfinite(found.clean_ND).all() and torch.isfinite(found.attacked_ND).all()):
-        raise UserError("the model's features hold NaN or infinite values; take an earlier checkpoint or train again")
+        raise UserError("the model's features hold NaN or infinite values; use an earlier checkpoint or train again")
     return found

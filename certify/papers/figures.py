@@ -1,4 +1,4 @@
-"""The papers' figures from the tables of `certify.papers.analysis`: PNG files, no display."""
+"""The papers' figures from the tables of `certify.papers.analysis`, as PNG files without a display."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,13 +12,13 @@ import pandas as pd
 from certify.rows.records import write_png
 
 EPS_LABEL = r"$\epsilon = \|X' - X\|_F$ at the layer's input (units of the activations)"
-NEAR = 2  # bounds up to so many times the smallest value are shown once more by themselves
+NEAR = 2  # bounds up to this multiple of the smallest value are shown again in a second row
 CHANGE_LABEL = r"$\|F(X') - F(X)\|_F$ (units of the activations)"
 
 
 @contextmanager
 def canvas(path: Path, panels: int, rows: int = 1) -> Iterator[Sequence[Sequence[Any]]]:
-    """Rows of axes side by side; the file is written at the end."""
+    """Yield rows of axes side by side; write the file at the end."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -31,7 +31,7 @@ def canvas(path: Path, panels: int, rows: int = 1) -> Iterator[Sequence[Sequence
 
 
 def violins(table: pd.DataFrame, path: Path) -> None:
-    """sigma_max of each block over the images: Figure 3 of CoViT, for blocks and for their branches."""
+    """Plot sigma_max of each block over the images: Figure 3 of CoViT, for blocks and for their branches."""
     titles = {"block": "block, $I + DF$", "branch": "branch alone, $DF$ (the paper's)"}
     with canvas(path, len(titles)) as (row,):
         for axes, (of, title) in zip(row, titles.items(), strict=True):
@@ -39,7 +39,7 @@ def violins(table: pd.DataFrame, path: Path) -> None:
             groups = dict(list(chosen.groupby("block", sort=False)))
             for place, group in enumerate(groups.values()):
                 sigma = group["sigma_max"].to_numpy()
-                if len(sigma) > 1 and sigma.std() > 1e-9 * abs(sigma).max():  # a density needs some spread
+                if len(sigma) > 1 and sigma.std() > 1e-9 * abs(sigma).max():  # a density estimate needs spread
                     axes.violinplot(sigma, [place], showmedians=True)
                 else:
                     axes.plot([place] * len(sigma), sigma, "o", color="C0")
@@ -52,8 +52,11 @@ def violins(table: pd.DataFrame, path: Path) -> None:
 
 
 def against_eps(table: pd.DataFrame, name: str, path: Path) -> None:
-    """Mean over the images of every bound against eps, one column for each scale of the input: Figures 1 and 4 of
-    LoFAST. Above all bounds, below those near what PGD finds. Dashed: not a bound."""
+    """Plot the mean over the images of every bound against eps: Figures 1 and 4 of LoFAST.
+
+    There is one column for each scale of the input. The upper row has all bounds, the lower one those near what PGD
+    finds. Dashed lines are not bounds.
+    """
     with canvas(path, table["input_scale"].nunique(), rows=2) as (whole, near):
         for above, below, (_, group) in zip(whole, near, table.groupby("input_scale"), strict=True):
             _lines(above, group, "change")
@@ -66,7 +69,7 @@ def against_eps(table: pd.DataFrame, name: str, path: Path) -> None:
 
 
 def head_parts(table: pd.DataFrame, name: str, path: Path) -> None:
-    """The two factors of Delta_2 for one head against eps: Figure 1 of LoFAST, left and middle."""
+    """Plot the two factors of Delta_2 for one head against eps: Figure 1 of LoFAST, left and middle."""
     labels = {
         "delta_21": r"$\|P(X') - P(X)\|_F$ (probability)",
         "delta_22": r"$\|X' W^V W^O\|$ (units of the activations)",
@@ -79,7 +82,7 @@ def head_parts(table: pd.DataFrame, name: str, path: Path) -> None:
 
 
 def _lines(axes: Any, table: pd.DataFrame, column: str, highest: float = math.inf) -> None:
-    """Those with a mean up to `highest`; a name keeps its colour whichever are left out."""
+    """Draw the lines with a mean up to `highest`; colours do not depend on which are omitted."""
     for i, (label, group) in enumerate(table.groupby("bound", sort=False)):
         mean = group.groupby("eps")[column].mean()
         if mean.mean() > highest:
@@ -92,7 +95,7 @@ def _lines(axes: Any, table: pd.DataFrame, column: str, highest: float = math.in
 
 
 def ablation(table: pd.DataFrame, eps: float, path: Path) -> None:
-    """How a change of one weight, or of the input, moves the lofast bound: Figure 3 of LoFAST, and scaling."""
+    """Plot the lofast bound against changes of one weight, or of the input: Figure 3 of LoFAST, and scaling."""
     labels = {
         "perturbed": r"size of the perturbation of W, $\|\Delta W\|_F / \|W\|_F$",
         "scaled": "factor on W",

@@ -2,11 +2,11 @@
 
     x_k = x_{k-1} + F_k(x_{k-1}):      ||J_k||, J_k = I + DF_k, of the block,      ||DF_k|| of its branch alone
 
-The paper speaks of DF_k. Three measures, chosen by size, and each says which one it is:
+The paper considers DF_k. There are three measures, chosen by size and named in the results:
 
     exact       the norm of the dense matrix, rounded up by a relative 1e-9 (zoo.spectral.sigma_upper)
     upper       sqrt(||J||_1 ||J||_inf) >= ||J||, eq. 16 of the paper, from exact sums of |entries|, row by row
-    estimate    power iteration without the matrix, never above the truth: for looking at, not for proofs
+    estimate    power iteration without the matrix, never above the truth: for illustration, not for proofs
 
 Letters: B images, M outputs and N inputs of an image, C rows at a time.
 """
@@ -26,13 +26,13 @@ from zoo.spectral import sigma_upper
 Map = Callable[[Tensor], Tensor]
 BLOCKS = (PreNormBlock, PostNormBlock, NormFirstBlock, SwinTransformerBlock)
 EXACT, UPPER, ESTIMATE = "exact", "upper", "estimate"
-DENSE_LIMIT = 2048  # entries of a block's input up to which the matrix is built
-SUMS_LIMIT = 2**14  # and up to which all its rows are computed, one by one
-ROW_BYTES = 2**28  # memory for the activations of the rows that are computed at a time
+DENSE_LIMIT = 2048  # largest number of entries of a block's input for which the matrix is built
+SUMS_LIMIT = 2**14  # and for which all its rows are computed, one by one
+ROW_BYTES = 2**28  # memory for the activations of the rows that are computed together
 
 
 class Part(NamedTuple):
-    """A module inside a model, with the input it gets for a batch of images."""
+    """A module inside a model, with its input for a batch of images."""
 
     name: str
     module: nn.Module
@@ -40,15 +40,15 @@ class Part(NamedTuple):
 
 
 def blocks_of(baked: nn.Module, images_BCHW: Tensor) -> list[Part]:
-    """The blocks of a float64 model (`bake`) in the order of the pass. Raises UserError where it has none."""
+    """Return the blocks of a float64 model (`bake`) in order. Raises UserError if it has none."""
     names = [name for name, module in baked.named_modules() if type(module) in BLOCKS]
     if not names:
-        raise UserError(f"{type(baked).__name__} has no transformer blocks to look at; analyse a ViT or a Swin")
+        raise UserError(f"{type(baked).__name__} has no transformer blocks; analyse a ViT or a Swin")
     return parts_of(baked, images_BCHW, names)
 
 
 def parts_of(baked: nn.Module, images_BCHW: Tensor, names: list[str]) -> list[Part]:
-    """These modules of a model with their inputs."""
+    """Return these modules of a model with their inputs."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, Any], None]:
@@ -65,12 +65,15 @@ def parts_of(baked: nn.Module, images_BCHW: Tensor, names: list[str]) -> list[Pa
 
 
 def branch(block: Map) -> Map:
-    """F(x) = block(x) - x."""
+    """Return F(x) = block(x) - x."""
     return lambda x: block(x) - x
 
 
 def rows(f: Map, x: Tensor) -> Iterator[Tensor]:
-    """The Jacobian of every image, a few rows at a time: (C, B, N). An image must not depend on its neighbours."""
+    """Yield the Jacobian of every image, a few rows at a time: (C, B, N).
+
+    The output for an image must not depend on the other images.
+    """
     with torch.no_grad():
         outputs = f(x)[0].numel()
     few = max(1, ROW_BYTES // (8 * 32 * x.numel()))
@@ -84,17 +87,17 @@ def rows(f: Map, x: Tensor) -> Iterator[Tensor]:
 
 
 def dense(f: Map, x: Tensor) -> Tensor:
-    """J (B, M, N)."""
+    """Return J (B, M, N)."""
     return torch.cat(list(rows(f, x))).movedim(0, 1)
 
 
 def jacobian_norm(f: Map, x: Tensor) -> Tensor:
-    """||J||_2 of the dense matrix: (B,), never below it, above by a relative 1e-9."""
+    """Return ||J||_2 of the dense matrix: (B,), never below it, above by a relative 1e-9."""
     return torch.stack([sigma_upper(dense(f, one[None])[0]) for one in x])
 
 
 def jacobian_upper(f: Map, x: Tensor) -> Tensor:
-    """sqrt(||J||_1 ||J||_inf) >= ||J||_2, eq. 16 of CoViT: (B,). The matrix is never held.
+    """Return sqrt(||J||_1 ||J||_inf) >= ||J||_2, eq. 16 of CoViT: (B,). The matrix is never stored.
 
     Proof: docs/proofs.md#paper-jacobian.
     """
@@ -106,8 +109,11 @@ def jacobian_upper(f: Map, x: Tensor) -> Tensor:
 
 
 def jacobian_estimate(f: Map, x: Tensor, iterations: int = 30) -> Tensor:
-    """Power iteration on J^T J: (B,), never above ||J||_2 (up to rounding). J v is the gradient of <J^T u, v> in u,
-    which needs second derivatives: the fused kernels of attention have none, so the plain one runs."""
+    """Estimate ||J||_2 by power iteration on J^T J: (B,), never above it (up to rounding).
+
+    J v is the gradient of <J^T u, v> in u, which needs second derivatives. The fused attention kernels have none, so
+    the plain one runs.
+    """
     x = x.detach().requires_grad_(True)
     v = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
     sigma_B = x.new_zeros(len(x))
@@ -124,12 +130,12 @@ def jacobian_estimate(f: Map, x: Tensor, iterations: int = 30) -> Tensor:
 
 
 def _length(x: Tensor) -> Tensor:
-    """(B, ...) -> (B, 1, ...)."""
+    """Return the length of each image's vector: (B, ...) -> (B, 1, ...)."""
     return torch.linalg.vector_norm(x.flatten(1), dim=1).view(-1, *(1,) * (x.ndim - 1))
 
 
 def measure(f: Map, x: Tensor) -> tuple[Tensor, str]:
-    """sigma_max of J (B,) by the best measure that the size allows, and which one it is."""
+    """Return sigma_max of J (B,) by the best measure that the size allows, and the name of that measure."""
     size = x[0].numel()
     if size <= DENSE_LIMIT:
         return jacobian_norm(f, x), EXACT

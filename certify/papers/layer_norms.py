@@ -2,7 +2,7 @@
 
     max_h ||W_Q^{l,h}||,   max_h ||W_K^{l,h}||,   max_h ||W_V^{l,h}||      over the heads h, as in the penalty (eq. 14)
 
-Weights are the ones that serve (caps folded), their norms in float64, rounded up by a relative 1e-9.
+Weights are the served ones (caps folded), their norms are computed in float64 and rounded up by a relative 1e-9.
 """
 
 import pandas as pd
@@ -16,8 +16,10 @@ COLUMNS = ("layer", "module", "weight", "heads", "sigma_max")
 
 
 def sigma_max(baked: nn.Module) -> pd.DataFrame:
-    """One row for each layer (from 1, in the order of the modules) and weight of a float64 model (`bake`). No row where
-    there is no such weight: conv nets and CoViT have none, tied L2 attention has no W_K."""
+    """Return one row for each layer (from 1, in the order of the modules) and weight of a float64 model (`bake`).
+
+    Layers without such a weight have no row: conv nets and CoViT have none, tied L2 attention has no W_K.
+    """
     records: list[tuple[int, str, str, int, float]] = []
     layer = 0
     for name, module in baked.named_modules():
@@ -30,14 +32,14 @@ def sigma_max(baked: nn.Module) -> pd.DataFrame:
 
 
 def largest(table: pd.DataFrame) -> dict[str, float]:
-    """Over all layers, by weight."""
+    """Return the largest value over all layers, by weight."""
     return {
         str(weight): float(value) for weight, value in table.groupby("weight", sort=False)["sigma_max"].max().items()
     }
 
 
 def note(table: pd.DataFrame) -> str:
-    """What to say in the place of a weight that is missing: 'none' without such weights, or 'is W_Q'."""
+    """Return a note about a missing weight: 'none' without such weights, or 'is W_Q'."""
     if table.empty:
         return "none"
     return "" if "W_K" in set(table["weight"]) else "is W_Q"

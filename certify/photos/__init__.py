@@ -1,2 +1,5 @@
-"""Photographs of anybody's, `python -m certify image` and `serve`: the class, how far it is proved, and the nearest
-attack that was found. From cli.py, the keys of the commands, to predict.py, what is done to one image."""
+"""Certificates of your own photographs, `python -m certify image` and `serve`.
+
+An answer is the class, the proved radius, and the nearest attack that was found. Start at cli.py, the keys of the
+commands; predict.py is the work per image.
+"""

@@ -1,5 +1,7 @@
-"""`python -m certify image PHOTO... model=NAME ...` and `python -m certify serve model=NAME ...`: the keys of
-configs/image.yaml and configs/serve.yaml."""
+"""The commands `python -m certify image PHOTO... model=NAME ...` and `python -m certify serve model=NAME ...`.
+
+Their keys are those of configs/image.yaml and configs/serve.yaml.
+"""
 
 import csv
 import re
@@ -20,10 +22,10 @@ TABLE = "images.csv"
 
 
 def image(config: Config) -> None:
-    """Answer of every photograph: in words, and as a picture and a row of OUT/images.csv with out=FOLDER."""
+    """Answer every photograph in words, and with out=FOLDER also as a picture and a row of OUT/images.csv."""
     files: Sequence[str] = config["files"]
     if not files:
-        raise UserError("which photographs? python -m certify image PHOTO.png [MORE...] model=NAME")
+        raise UserError("name a photograph: python -m certify image PHOTO.png [MORE...] model=NAME")
     out = Path(config["out"]) if config["out"] else None
     predict = Predictor(handover_of(config), settings_of(Asked, config), out or Path())
     console = Console(highlight=False)
@@ -32,7 +34,7 @@ def image(config: Config) -> None:
         answers.append(predict(photo.read(Path(name), predict.channels, predict.size)))
         console.print(answers[-1].words(), markup=False, soft_wrap=True)
     if out is not None:
-        with disk_errors("make room, or give another folder: out=FOLDER"):
+        with disk_errors("make room, or choose another folder: out=FOLDER"):
             _write(answers, out)
         console.print(f"pictures and {TABLE} in {out}", markup=False, soft_wrap=True)
     elif len(answers) > 1:
@@ -40,7 +42,7 @@ def image(config: Config) -> None:
 
 
 def serve(config: Config) -> None:
-    """A page on this machine where one drops photographs, until Ctrl-C."""
+    """Serve a page on this machine that answers dropped photographs, until Ctrl-C."""
     place = settings_of(Place, config)
     predict = Predictor(handover_of(config), settings_of(Asked, config), Path())
     console = Console(highlight=False)

@@ -1,4 +1,4 @@
-"""What the labels of a data set are called."""
+"""The names of the labels of known data sets."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
 
 
 def names_of(dataset: str, classes: int) -> Sequence[str]:
-    """The names of the classes, 'class 7' where they are not known."""
+    """Return the names of the classes, 'class 7' where they are unknown."""
     known = KNOWN.get(dataset, ())
     return known if len(known) == classes else [f"class {label}" for label in range(classes)]

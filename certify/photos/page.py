@@ -1,4 +1,4 @@
-"""The page (page.html): it loads nothing, and its one script writes what it was told as text."""
+"""The page (page.html): it loads nothing, and its one script writes what it receives as text."""
 
 import html as escaping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A photograph as the model sees it: read within bounds, upright, brought to size by the loader's evaluation view."""
+"""A photograph as the model sees it: read within bounds, upright, and resized like an evaluation image."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,13 @@ from certizoo.text import plain
 from shards import SampleError
 from shards.decode import MAX_PIXELS, fit, upright
 
-MAX_BYTES = 32 * 2**20  # of a file; 24 million pixels as JPEG or WEBP are less
-MEND = f"give a JPEG, PNG or WEBP of at most {MAX_PIXELS / 1e6:.0f} million pixels and {MAX_BYTES >> 20} MiB"
+MAX_BYTES = 32 * 2**20  # of a file; 24 million pixels as JPEG or WEBP take less
+ADVICE = f"give a JPEG, PNG or WEBP of at most {MAX_PIXELS / 1e6:.0f} million pixels and {MAX_BYTES >> 20} MiB"
 
 
 @dataclass(frozen=True)
 class Photo:
-    """`image_CHW` in [0,1]; `width` x `height` is what the file has."""
+    """A photograph: `image_CHW` in [0,1]; `width` x `height` is the size in the file."""
 
     name: str
     image_CHW: Tensor
@@ -30,24 +30,24 @@ class Photo:
 
 
 def read(path: Path, channels: int, size: int) -> Photo:
-    """The photograph in a file. Raises UserError."""
+    """Return the photograph in a file. Raises UserError."""
     if not path.is_file():
-        raise UserError(f"there is no file {path}; {MEND}")
+        raise UserError(f"there is no file {path}; {ADVICE}")
     try:
         with path.open("rb") as file:
             return photo(file.read(MAX_BYTES + 1), str(path), channels, size)
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); {MEND}") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); {ADVICE}") from None
 
 
 def photo(data: bytes, name: str, channels: int, size: int) -> Photo:
-    """The photograph in encoded bytes. Raises UserError for what is none, or would swell (shards/decode.py)."""
+    """Return the photograph in encoded bytes. Raises UserError for invalid or oversized images (shards/decode.py)."""
     if len(data) > MAX_BYTES:
-        raise UserError(f"{name} is larger than {MAX_BYTES >> 20} MiB; {MEND}")
+        raise UserError(f"{name} is larger than {MAX_BYTES >> 20} MiB; {ADVICE}")
     try:
         pixels_HWC = upright(data, plain(name)[:200], channels)
     except SampleError as error:
-        raise UserError(f"{str(error).partition(';')[0]}; {MEND}") from None
+        raise UserError(f"{str(error).partition(';')[0]}; {ADVICE}") from None
     height, width = pixels_HWC.shape[:2]
     seen_CHW = torch.from_numpy(fit(pixels_HWC, size).transpose(2, 0, 1).copy())
     return Photo(plain(name), seen_CHW.float().div(255), width, height)

@@ -9,12 +9,15 @@ from torch import Tensor
 from certify.photos.predict import Answer
 from certify.rows.intervals import NAMES
 
-SIDE, GAP, TEXT = 288, 16, 52  # pixels: of a panel, between two, and of the words below it
+SIDE, GAP, TEXT = 288, 16, 52  # pixels: of a panel, between panels, and of the text below
 INK, DIM, PAPER = "#1b1f24", "#5a6470", "#ffffff"
 
 
 def panels(answer: Answer) -> list[tuple[str, str, Tensor]]:
-    """(title, note, image (C, H, W) in [0,1]); the change is around grey, as large as it can be shown."""
+    """Return (title, note, image (C, H, W) in [0,1]) of each panel.
+
+    The change is drawn around grey, scaled to the full range.
+    """
     norm, image_CHW = NAMES[answer.norm], answer.photo.image_CHW
     proved = f"proved up to {norm} {answer.proved}" if answer.radius > 0 else "nothing proved"
     found = [(answer.name, proved, image_CHW)]
@@ -29,14 +32,14 @@ def panels(answer: Answer) -> list[tuple[str, str, Tensor]]:
 
 
 def png(image_CHW: Tensor, side: int | None = None) -> bytes:
-    """As a file; enlarged pixel by pixel to `side`."""
+    """Return the image as a PNG file, enlarged pixel by pixel to `side`."""
     image, buffer = _image(image_CHW), BytesIO()
     (image if side is None else image.resize((side, side), Image.Resampling.NEAREST)).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def picture(answer: Answer) -> bytes:
-    """All panels side by side, as PNG."""
+    """Return all panels side by side, as PNG."""
     shown = panels(answer)
     sheet = Image.new("RGB", (GAP + len(shown) * (SIDE + GAP), GAP + SIDE + TEXT), PAPER)
     draw = ImageDraw.Draw(sheet)

@@ -1,4 +1,4 @@
-"""What is said of one photograph: the class, its margin, the radius that is proved, the nearest attack found."""
+"""The answer for one photograph: the class, its margin, the proved radius, and the nearest attack that was found."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,8 @@ from certify.methods import named
 from certify.methods.bake import logit_differences
 from certify.methods.ball import known
 from certify.methods.certificate import Certifier
+from certify.photos.closest_attack import closest_attack
 from certify.photos.names import names_of
-from certify.photos.nearest import nearest
 from certify.photos.photo import Photo
 from certify.rows.devices import device_of, require_device
 from certify.rows.draws import draws
@@ -24,12 +24,12 @@ from certify.rows.intervals import NAMES, radius_in
 from certizoo import UserError
 from zoo.bounds import lanczos
 
-HALF = {"l2": 0.5e-4, "linf": 0.5e-3 / 255}  # of the last digit of a radius in words: taken away, it is rounded down
+HALF = {"l2": 0.5e-4, "linf": 0.5e-3 / 255}  # half of a radius's last printed digit, subtracted to round down
 
 
 @dataclass(frozen=True)
 class Asked:
-    """How photographs are certified and attacked: configs/image.yaml."""
+    """The settings for certifying and attacking photographs: configs/image.yaml."""
 
     method: str = "auto"
     norm: str = "l2"
@@ -41,12 +41,15 @@ class Asked:
         known(self.norm)
         require_device(self.device, "device")
         if type(self.steps) is not int or not 1 <= self.steps <= 10_000:
-            raise UserError(f"steps={self.steps}: give a whole number of at least 1, such as 40")
+            raise UserError(f"steps={self.steps} must be a whole number from 1 to 10000, such as 40")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one photograph. `attacked_CHW`: the nearest image of another class that was found, at `distance`."""
+    """The answer for one photograph.
+
+    `attacked_CHW` is the nearest image of another class that was found, at `distance`.
+    """
 
     photo: Photo
     label: int
@@ -55,7 +58,7 @@ class Answer:
     radius: float
     norm: str
     method: str
-    failure: float  # the chance that the radius is none
+    failure: float  # probability that the radius is wrong
     attacked_CHW: Tensor | None
     attacked_name: str
     distance: float | None
@@ -71,7 +74,7 @@ class Answer:
         return "none" if self.distance is None else radius_in(self.norm, self.distance)
 
     def words(self) -> str:
-        """Two or three sentences."""
+        """Return the answer in two or three sentences."""
         norm, size = NAMES[self.norm], "x".join(str(side) for side in reversed(self.photo.image_CHW.shape[1:]))
         proved = (
             f"Proved ({self.method}): no change of {norm} size up to {self.proved} changes the class."
@@ -87,14 +90,14 @@ class Answer:
         return f"{said} {proved} {found} {self._of(size)}"
 
     def _of(self, size: str) -> str:
-        """Of which image the radius is."""
+        """Return a sentence about the image that the radius applies to."""
         if not self.photo.resized:
             return f"Radii are of the {size} image in [0,1] pixels."
         there = f"{self.photo.width}x{self.photo.height}"
         return f"Radii are of the {size} image that the {there} photograph was resized to, in [0,1] pixels."
 
     def row(self) -> dict[str, object]:
-        """For CSV."""
+        """Return the answer as a row for CSV."""
         return {
             "file": self.photo.name,
             "class": self.label,
@@ -113,7 +116,7 @@ class Answer:
 
 
 class Predictor:
-    """A hand-over that answers; the certifier of a norm is made when it is first asked for."""
+    """A hand-over that answers photographs; the certifier of a norm is made on first use."""
 
     def __init__(self, handover: Path, asked: Asked, refuted: Path) -> None:
         self.asked, self.refuted = asked, refuted
@@ -127,7 +130,7 @@ class Predictor:
         self.method = named(asked.method, self.model)
         self._certifiers: dict[str, Certifier] = {}
         self._nonce = asked.nonce or lanczos.new_nonce()
-        self.certifier_of(asked.norm)  # refuses what cannot be certified before anything is asked
+        self.certifier_of(asked.norm)  # refuses a model that cannot be certified before any photograph
 
     def certifier_of(self, norm: str) -> Certifier:
         if norm not in self._certifiers:
@@ -135,7 +138,7 @@ class Predictor:
         return self._certifiers[norm]
 
     def __call__(self, photo: Photo, norm: str | None = None) -> Answer:
-        """Raises UnsoundCertificate where the attack is within the radius, with both images kept."""
+        """Answer a photograph. Raises UnsoundCertificate, with both images kept, if the attack is within the radius."""
         norm = known(norm or self.asked.norm)
         prover, image_CHW = self.certifier_of(norm), photo.image_CHW.to(self.device)
         logit_differences(self.model, prover.baked, image_CHW[None])
@@ -144,7 +147,7 @@ class Predictor:
         analysis = prover.analyse(image_CHW[None], torch.tensor([label], device=self.device))
         radius = float(radius_of(analysis))
         attack = AttackConfig(norm=norm, steps=self.asked.steps, loss="margin", stop_when_fooled=True)
-        attacked_CHW = nearest(self.model, image_CHW, label, radius, attack, lambda: draws([photo.name])[0])
+        attacked_CHW = closest_attack(self.model, image_CHW, label, radius, attack, lambda: draws([photo.name])[0])
         away, other = None, ""
         if attacked_CHW is not None:
             away = float(distance(attacked_CHW[None].double(), image_CHW[None].double(), norm))

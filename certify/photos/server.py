@@ -1,8 +1,10 @@
-"""The page as a server on this machine, by the standard library: one page and one question need no framework.
-(gradio is a hundred megabytes of dependencies that speak to other hosts; flask is here only through mlflow.)
+"""The page as a server on this machine, by the standard library alone.
 
-Who may ask: on a loopback address whoever can reach it by its own name, so that no page of another site does, neither
-by a form nor by a name that it points here (DNS rebinding). On any other address whoever has the token.
+One page and one request type need no framework: gradio is a hundred megabytes of dependencies that contact other hosts,
+and flask is here only through mlflow.
+
+Access: on a loopback address, any client that uses the server's own name. Pages of other sites are refused, whether
+they use a form or a name that resolves to this machine (DNS rebinding). On any other address, clients with the token.
 """
 
 import base64
@@ -26,16 +28,16 @@ from certizoo import UserError
 
 EVERY = ("0.0.0.0", "::")  # all addresses of this machine
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-AT_ONCE = 8  # connections; more are told to wait
-SECONDS = 30  # a connection may be silent
-PATIENCE = 120  # seconds in which a question has to be there
-BODY = "application/octet-stream"  # a form cannot send it: a page of another site would have to ask first
+AT_ONCE = 8  # connections; further ones are closed
+SECONDS = 30  # that a connection may be silent
+PATIENCE = 120  # seconds within which a whole request must arrive
+BODY = "application/octet-stream"  # a form cannot send it, so another site's page needs a preflight request
 MIN_TOKEN = 16
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the page is: configs/serve.yaml."""
+    """The address of the page: configs/serve.yaml."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -43,11 +45,11 @@ class Place:
 
     def __post_init__(self) -> None:
         if type(self.port) is not int or not 0 <= self.port < 2**16:
-            raise UserError(f"port={self.port}: give a whole number below 65536, or 0 for any that is free")
+            raise UserError(f"port={self.port} must be a whole number below 65536, or 0 for any free port")
         if not isinstance(self.host, str) or not self.host:
-            raise UserError(f"host={self.host}: give an address of this machine, such as 127.0.0.1 or 0.0.0.0")
+            raise UserError(f"host={self.host} must be an address of this machine, such as 127.0.0.1 or 0.0.0.0")
         if self.token is not None and (not isinstance(self.token, str) or len(self.token) < MIN_TOKEN):
-            raise UserError(f"token: give a text of at least {MIN_TOKEN} letters in quotes, or leave it away")
+            raise UserError(f"token must be a text of at least {MIN_TOKEN} letters in quotes; change it, or remove it")
 
     @property
     def local(self) -> bool:
@@ -55,12 +57,12 @@ class Place:
 
     @property
     def needed(self) -> str | None:
-        """The token that every question must carry."""
+        """The token that every request must carry."""
         return self.token or (None if self.local else secrets.token_urlsafe(24))
 
 
 class Server(ThreadingHTTPServer):
-    """Answers one photograph at a time, to few at once."""
+    """A server that answers one photograph at a time and accepts few connections at once."""
 
     daemon_threads = True
     request_queue_size = 16
@@ -73,7 +75,7 @@ class Server(ThreadingHTTPServer):
             super().__init__((place.host, place.port), Handler)
         except OSError as error:
             raise UserError(
-                f"{place.host} port {place.port} cannot be had ({error.strerror or error}); give another: port=0"
+                f"{place.host} port {place.port} is not available ({error.strerror or error}); set another: port=0"
             ) from None
 
     @property
@@ -83,7 +85,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{shown}:{port}/" + (f"?token={self.token}" if self.token else "")
 
     def names(self) -> set[str]:
-        """What a browser calls this server, where it is on a loopback address."""
+        """Return the names that a browser uses for this server on a loopback address."""
         return {f"{name}:{self.server_address[1]}" for name in ("127.0.0.1", "localhost", "[::1]")}
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -99,7 +101,7 @@ class Server(ThreadingHTTPServer):
             self.connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is none of our errors."""
+        """Ignore a client that disconnected."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -108,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "certizoo", ""
 
     def setup(self) -> None:
-        """A question has to be there as a whole in time, however slowly it drips."""
+        """Start a timer, within which the whole request must arrive, however slowly it is sent."""
         super().setup()
         self.patience = Timer(PATIENCE, self._hang_up)
         self.patience.daemon = True
@@ -134,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, html.encode(), "text/html; charset=utf-8", page.policy(nonce))
 
     def do_POST(self) -> None:
-        """Encoded photograph in; the answer as JSON, pictures included, out."""
+        """Answer an encoded photograph with JSON, pictures included."""
         if not self._may_ask(self.headers.get("X-Token", "")) or not self._is_ours():
             return
         length = self.headers.get("Content-Length", "")
@@ -146,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
             data = self.rfile.read(int(length))
             self.patience.cancel()
             if not self.server.working.acquire(timeout=SECONDS):
-                self._say(503, "another photograph is at work; try again")
+                self._say(503, "another photograph is being processed; try again")
                 return
             try:
                 self._answer(data)
@@ -165,7 +167,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, json.dumps(said(answer)).encode(), "application/json", page.NOTHING)
 
     def _may_ask(self, token: str) -> bool:
-        """The name by which a local server is asked, or the token."""
+        """Return whether the request has the token, or uses the server's own name on a loopback address."""
         server = self.server
         if server.token is not None:
             if hmac.compare_digest(token.encode(), server.token.encode()):
@@ -178,13 +180,13 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def _is_ours(self) -> bool:
-        """A question of our page, or of no page. (Another's page does not know the token.)"""
+        """Return whether the request comes from this page or from no page; other pages do not know the token."""
         if self.server.token is not None:
             return True
         origin = self.headers.get("Origin")
         if origin in (None, f"http://{self.headers.get('Host', '')}"):
             return True
-        self._say(403, "a page of another site may not ask")
+        self._say(403, "pages of other sites are refused")
         return False
 
     def _say(self, status: int, words: str) -> None:
@@ -197,7 +199,7 @@ class Handler(BaseHTTPRequestHandler):
             "Content-Length": str(len(content)),
             "Content-Security-Policy": policy,
             "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",  # the address may hold the token
+            "Referrer-Policy": "no-referrer",  # the address may contain the token
             "Cache-Control": "no-store",
         }.items():
             self.send_header(key, value)
@@ -205,11 +207,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line would hold the token, and what a stranger wrote."""
+        """Log nothing: a line would contain the token and text from strangers."""
 
 
 def said(answer: Answer) -> dict[str, Any]:
-    """An answer for the page."""
+    """Return an answer as JSON content for the page."""
     shown = [
         {"title": title, "note": note, "src": f"data:image/png;base64,{base64.b64encode(picture.png(image)).decode()}"}
         for title, note, image in picture.panels(answer)
@@ -218,7 +220,7 @@ def said(answer: Answer) -> dict[str, Any]:
 
 
 def serve_forever(predict: Predictor, place: Place, say: Callable[[str], None]) -> None:
-    """Until Ctrl-C."""
+    """Serve until Ctrl-C."""
     with Server(predict, place) as server:
         say(server.url)
         try:

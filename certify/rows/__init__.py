@@ -1,1 +1,1 @@
-"""What every long command stands on: the image list, one resumable runner, rows on disk, processes, intervals."""
+"""The basis of every long command: the image list, one resumable runner, rows on disk, processes, intervals."""

@@ -1,4 +1,4 @@
-"""What the keys of a command mean to all of them: `handover` or `version`, `data`, `out`, and those of its settings."""
+"""The keys that all commands share: `handover` or `version`, `data`, `out`, and those of settings."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -17,11 +17,11 @@ S = TypeVar("S")
 
 
 def handover_of(config: Config) -> Path:
-    """The folder `handover`, that of the published `version`, downloaded, or that of the `model` with weights."""
+    """Return the folder `handover`, that of the downloaded `version`, or that of the `model` with published weights."""
     given = [key for key in ("handover", "version", "model") if config.get(key)]
     if len(given) != 1:
         raise UserError(
-            "say what to certify: handover=DIR or version=NAME@ALIAS (one of them), or model=NAME of published weights"
+            "set what to certify, exactly one of handover=DIR, version=NAME@ALIAS, or model=NAME of published weights"
         )
     if given == ["model"]:
         return zoo.weights.handover_of(str(config["model"]))
@@ -33,16 +33,16 @@ def handover_of(config: Config) -> Path:
 
 
 def out_of(config: Config, handover: Path, name: str) -> Path:
-    """The folder `out`, or `name` beside the hand-over."""
+    """Return the folder `out`, or `name` beside the hand-over."""
     if config["out"]:
         return Path(config["out"])
     if config["version"] or config.get("model"):
-        raise UserError("results of a published version go to a folder of yours; add out=DIR")
+        raise UserError("results of a published version need a folder; set out=DIR")
     return handover.parent / name
 
 
 def data_of(config: Config, handover: Path) -> DataConfig:
-    """`data`, or what the model was trained on: a folder of this machine, unless the person says `trust_data`."""
+    """Return `data`, or the training data if they are in a folder of this machine or `trust_data` is set."""
     if config.get("data"):
         return config_of(config["data"], "the command")
     said = zoo.handover.read_config(handover).get("data")
@@ -50,15 +50,15 @@ def data_of(config: Config, handover: Path) -> DataConfig:
 
 
 def share_of(config: Config) -> Share:
-    """The keys `first` and `parts`."""
+    """Return the keys `first` and `parts`."""
     first, parts = config["first"], config["parts"] or []
     if not fits(first, int) or not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise UserError(f"first={first} parts={parts}: give a whole number, and a list of folders: parts=[DIR,DIR]")
+        raise UserError(f"first={first} parts={parts} must be a whole number, and a list of folders: parts=[DIR,DIR]")
     return Share(first, tuple(Path(part) for part in parts))
 
 
 def attack_of(config: Config) -> AttackConfig:
-    """The keys of `attack`."""
+    """Return the keys of `attack`."""
     names = [f"attack.{field.name}" for field in fields(AttackConfig)]
     for key in config["attack"]:
         if f"attack.{key}" not in names:
@@ -67,14 +67,14 @@ def attack_of(config: Config) -> AttackConfig:
 
 
 def settings_of(kind: type[S], config: Config, **given: object) -> S:
-    """Settings of this class: the keys of their names, but for those that are `given`."""
+    """Return settings of this class, from the keys with their names except those that are `given`."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: config[name] for name in names if name not in given}, **given)
 
 
 def refuse_other_types(kind: type, config: Config, *names: str) -> None:
-    """Raise UserError for a key of these names that has not the type of the setting."""
+    """Raise UserError if a key with one of these names does not have the type of the setting."""
     types = get_type_hints(kind)
     for name in names:
         if not fits(config[name], types[name]):
-            raise UserError(f"{name}={config[name]!r} does not work; give {words(types[name])}")
+            raise UserError(f"{name}={config[name]!r} has the wrong type; set {words(types[name])}")

@@ -1,10 +1,11 @@
-"""The random numbers of an image: its own, whatever images come with it and in whatever order, after a restart too;
-and the nonce of a result's certificates, with where it is from.
+"""The random numbers of images, and the nonce of a result's certificates with its origin.
+
+Every image has its own random numbers, independent of the other images, their order and restarts. The nonce is
 
     drawn     by the run itself, after weights and images were fixed
     derived   SHA-256 of the weights, the image list and a beacon, a text that was published after both
     given     chosen by somebody, who may have tried others before
-    unknown   results of earlier code do not say
+    unknown   not recorded, in results of earlier code
 """
 
 import hashlib
@@ -26,26 +27,28 @@ DRAWN, GIVEN, DERIVED, UNKNOWN = "drawn", "given", "derived", "unknown"
 
 @dataclass(frozen=True)
 class Nonce:
-    """What chooses the random starts of a result, and where it is from."""
+    """The seed of a result's random starts, and its origin."""
 
     text: str
     origin: str
     beacon: str | None = None
 
     def said(self) -> dict[str, str | None]:
-        """Its part of a subject."""
+        """Return its part of a subject."""
         return {"nonce": self.text, "nonce_origin": self.origin, "beacon": self.beacon}
 
 
 def recorded(said: Mapping[str, Any]) -> Nonce:
-    """The nonce of a subject or summary; `unknown` where earlier code wrote it."""
+    """Return the nonce of a subject or summary; its origin is `unknown` in those of earlier code."""
     return Nonce(said["nonce"], said.get("nonce_origin", UNKNOWN), said.get("beacon"))
 
 
 def nonce_of(given: str | None, rows: Path, parts: Sequence[Path] = ()) -> Nonce:
-    """The nonce of the random starts of a result: the `given` one; that of its rows, or of the folders of its parts,
-    where there are some; or one that is drawn now, after weights and images were fixed. One that the rows have already
-    stays what it is, given or not."""
+    """Return the nonce of the random starts of a result.
+
+    It is the `given` one; that of existing rows, or of the folders of its parts; or one drawn now, after weights and
+    images were fixed. The origin that existing rows record for a nonce is kept, even if the same nonce is given.
+    """
     for folder in (rows.parent, *(() if given else parts)):
         note = folder / SUBJECT
         said = read_json(note) if (folder / rows.name).exists() and note.exists() else {}
@@ -55,20 +58,20 @@ def nonce_of(given: str | None, rows: Path, parts: Sequence[Path] = ()) -> Nonce
 
 
 def derived(weights_sha256: str, images_sha256: str, beacon: str) -> Nonce:
-    """The nonce that nobody chose: of these weights and images, and of a beacon that was published after both."""
+    """Return the nonce that nobody chose, from these weights and images and a beacon that was published after both."""
     return Nonce(derived_nonce(weights_sha256, images_sha256, beacon), DERIVED, beacon)
 
 
 def derived_nonce(weights_sha256: str, images_sha256: str, beacon: str) -> str:
-    """d and the SHA-256 of the three, a line each. Raises UserError for a beacon that is no line of text."""
+    """Return d and the SHA-256 of the three, a line each. Raises UserError unless the beacon is a line of text."""
     if not beacon or not beacon.isprintable():
-        raise UserError(f"beacon={shown(beacon)} is no line of text; give one that was published after the weights")
+        raise UserError(f"beacon={shown(beacon)} is no line of text; use one that was published after the weights")
     lines = f"{weights_sha256}\n{images_sha256}\n{beacon}\n"
     return f"d{hashlib.sha256(lines.encode()).hexdigest()}"
 
 
 def draws(keys: Iterable[str], seed: int = 0) -> list[Generator]:
-    """A generator for each of these images, seeded by its key."""
+    """Return a generator for each of these images, seeded by its key."""
     return [_generator(f"{seed}:{key}") for key in keys]
 
 

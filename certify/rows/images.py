@@ -1,4 +1,4 @@
-"""The image list of a result: so many test images, in file order."""
+"""The image list of a result: a number of test images, in file order."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import shards
-from certify.rows.columns import Listed
+from certify.rows.row_schema import Listed
 from certify.rows.workers import Batch
 from certizoo import UserError
 from shards.sets import listing_of
@@ -14,15 +14,18 @@ from shards.sets import listing_of
 
 @dataclass(frozen=True)
 class Share:
-    """Of a test set the images from `first` on; `parts`: folders of finished results of such ranges, each of which goes
-    on where the one before it ends. Their rows are taken over."""
+    """The images of a test set from `first` on, and results of ranges to reuse.
+
+    `parts` are folders of finished results of such ranges, each continuing where the one before it ends. Their rows are
+    reused.
+    """
 
     first: int = 0
     parts: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         if self.first < 0:
-            raise UserError(f"first={self.first}: give the number of images before the range, 0 or more")
+            raise UserError(f"first={self.first} must be the number of images before the range, 0 or more")
 
 
 WHOLE = Share()
@@ -30,8 +33,11 @@ WHOLE = Share()
 
 @dataclass(frozen=True)
 class ImageList:
-    """Images of a test set from `first` on, which come in batches of `batch_size`. `sha256` is that of all that decides
-    what a model gets to see: keys, labels and encoded images, in their order, and to what size they are brought."""
+    """The images of a test set from `first` on, in batches of `batch_size`.
+
+    `sha256` covers everything that determines the model's input: keys, labels and encoded images, in order, and the
+    size to which images are resized.
+    """
 
     test: shards.ShardSet
     data: shards.DataConfig
@@ -45,7 +51,7 @@ class ImageList:
         return len(self.images)
 
     def batches(self, skip: int = 0) -> Iterator[Batch]:
-        """Images skip..total. Where a batch begins does not depend on `skip`, but for the first."""
+        """Yield images skip..total. Batch boundaries do not depend on `skip`, except for the first batch."""
         seen = 0
         for keys, images, labels in shards.eval_loader(
             self.test, self.data, batch_size=self.batch_size, first=self.first, limit=self.total
@@ -57,11 +63,13 @@ class ImageList:
 
 
 def image_list(data: shards.DataConfig, count: int | None, batch_size: int, first: int = 0) -> ImageList:
-    """`count` test images from `first` on, or all where there are fewer, or where it is None. Raises UserError where
-    `data` has none there, or two of one key."""
+    """Return `count` test images from `first` on; all if there are fewer, or if it is None.
+
+    Raises UserError if `data` has none there, or two with one key.
+    """
     test = shards.find(data, "test")
     if first >= test.samples:
-        raise UserError(f"first={first}: {data.root} has {test.samples} test images; give less")
+        raise UserError(f"first={first}: {data.root} has {test.samples} test images; set less")
     found: dict[str, int] = {}
     content = hashlib.sha256(f"{data.channels} x {data.img_size}\n".encode())
     for sample in shards.eval_samples(test, data, first=first, limit=count):
@@ -75,12 +83,12 @@ def image_list(data: shards.DataConfig, count: int | None, batch_size: int, firs
 
 
 def digest(keys: Iterable[str]) -> str:
-    """sha256 of the list, by which two results can be seen to be of the same images."""
+    """Return the sha256 of the list, which identifies results on the same images."""
     return hashlib.sha256("\n".join(keys).encode()).hexdigest()
 
 
 def class_names(data: shards.DataConfig) -> list[str] | None:
-    """What the manifest calls the labels, where it names them all."""
+    """Return the manifest's names of the labels, if it names them all."""
     listing = listing_of(data)
     names = listing.class_names if listing else None
     return names if names and len(names) == data.num_classes else None

@@ -1,5 +1,4 @@
-"""What a result says of itself, whichever command made it: what its rows belong to (the subject), and what is known of
-the model and of the clean images (part of the summary)."""
+"""The parts of a result that all commands share: its subject, and the facts of the model and of the clean images."""
 
 import math
 from pathlib import Path
@@ -15,9 +14,9 @@ Summary = dict[str, Any]
 
 
 def subject_of(handover: Path, listed: ImageList, **asked: Any) -> Summary:
-    """The subject of a result, `subject.json`: the weights, the images, what was `asked` of them, the code's version.
+    """Return the subject of a result, `subject.json`: weights, images, the settings `asked`, and the code's version.
 
-    Rows on disk are continued for the same subject only; any change makes them another result.
+    Rows on disk are continued for the same subject only; any change makes a different result.
     """
     return {
         "weights_sha256": zoo.handover.weights_sha256(handover),
@@ -31,13 +30,13 @@ def subject_of(handover: Path, listed: ImageList, **asked: Any) -> Summary:
 
 
 def norm_of(summary: Summary) -> str:
-    """The norm of the certified radii; earlier code knew L2 alone, and need not say so."""
+    """Return the norm of the certified radii; L2 in results of earlier code, which do not record it."""
     norm: str = summary.get("norm", "l2")
     return norm
 
 
 def model_facts(config: Summary) -> Summary:
-    """The model of a hand-over, by the `config` in it."""
+    """Return the facts of a hand-over's model from its `config`."""
     return {
         "model": config["model"],
         "attention": zoo.attention_name(**config["model"]),
@@ -47,8 +46,10 @@ def model_facts(config: Summary) -> Summary:
 
 
 def chances(table: pd.DataFrame) -> Summary:
-    """The probabilities that the bounds of one image, and that those of any image of the table, are no bounds: the
-    second is at most the sum over the images that are classified correctly, as nothing is said of others."""
+    """Return the probabilities that the bounds of one image, and those of any image of the table, are wrong.
+
+    The second is at most the sum over the correctly classified images, as nothing is claimed of others.
+    """
     together = math.fsum(table.loc[table["correct"], "failure"]) * (1 + 1e-9)
     return {
         "failure_probability_of_an_image": float(table["failure"].max()),
@@ -57,7 +58,7 @@ def chances(table: pd.DataFrame) -> Summary:
 
 
 def image_facts(table: pd.DataFrame, method: str | None) -> Summary:
-    """Which images the rows are of, the accuracy on them in [0,1], and the median radius that `method` certified."""
+    """Return the digest of the rows' images, their accuracy in [0,1], and the median radius certified by `method`."""
     return {
         "image_list_sha256": digest(table["key"].astype(str)),
         "clean": float(table["correct"].mean()),

@@ -1,8 +1,7 @@
-"""The image list over several processes: batches are dealt out in order and come back in order.
+"""The image list over several processes: batches are distributed and returned in order.
 
-Every process loads the hand-over and measures its weights once, and computes a batch as one process alone would, with
-one thread, or on a GPU, of which each takes the next. So rows do not depend on how many there are, beyond the rounding
-of sums.
+Every process loads the hand-over and measures its weights once. It computes a batch as a single process would, with one
+thread or on a GPU of its own. Rows therefore do not depend on the number of processes, beyond the rounding of sums.
 """
 
 import os
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from certify.rows.columns import Row
+from certify.rows.row_schema import Row
 from certizoo import UserError
 from certizoo.memory import keep_freed_memory
 
@@ -32,15 +31,17 @@ if TYPE_CHECKING:
 
 Batch = tuple[list[str], Tensor, Tensor]  # keys, images (B, C, H, W), labels (B,)
 Work = Callable[[Batch], list[Row]]
-Make = Callable[[Path, int], Work]  # of a hand-over, for the worker of a number
+Make = Callable[[Path, int], Work]  # (hand-over, worker number) -> work
 HERE, RAY = "here", "ray"
 PLACES = (HERE, RAY)
 
 
 @dataclass(frozen=True)
 class Crew:
-    """Processes of this machine, or actors of a Ray cluster; how many, on 'cpu' or 'cuda'. None: one here, and of a
-    cluster as many as it has room for."""
+    """The processes that compute rows, on this machine or as tasks of a Ray cluster, and their device 'cpu' or 'cuda'.
+
+    `workers` None means one process here, or as many as fit the cluster.
+    """
 
     on: str = HERE
     workers: int | None = None
@@ -49,15 +50,18 @@ class Crew:
 
 Context = ForkServerContext | SpawnContext
 
-# A fork of this process would share its threads and locks. A server that has only imported what takes long forks in no
-# time; CUDA does not survive a fork, so that workers with a GPU import for themselves.
+# A fork of this process would share its threads and locks. A fork server that has only imported the slow modules forks
+# quickly. CUDA does not survive a fork, so workers with a GPU are spawned and import the modules themselves.
 CONTEXTS: dict[str, Context] = {"cpu": get_context("forkserver"), "cuda": get_context("spawn")}
-CONTEXTS["cpu"].set_forkserver_preload(["torch._dynamo", "pandas"])  # torchvision imports the first
+CONTEXTS["cpu"].set_forkserver_preload(["torch._dynamo", "pandas"])  # torchvision imports torch._dynamo
 
 
 def by_processes(handover: Path, make: Make, crew: Crew, batches: Iterable[Batch]) -> Generator[list[Row], None, None]:
-    """The rows of every batch, by crew.workers processes. The generator is to be closed: what it started must end when
-    a full disk or Ctrl-C ends its reader. Raises UserError where a process is killed."""
+    """Yield the rows of every batch, by crew.workers processes.
+
+    The caller must close the generator: its processes must end when a full disk or Ctrl-C stops the reader. Raises
+    UserError if a process is killed.
+    """
     workers, context = crew.workers or 1, CONTEXTS[crew.device]
     numbers = context.SimpleQueue()
     for worker in range(workers):
@@ -68,28 +72,28 @@ def by_processes(handover: Path, make: Make, crew: Crew, batches: Iterable[Batch
     try:
         for keys, images, labels in batches:
             waiting.append(pool.submit(_rows, keys, images.numpy(), labels.numpy()))
-            if len(waiting) > 2 * workers:  # enough for all to be busy, and not all images in memory
+            if len(waiting) > 2 * workers:  # keeps all busy without all images in memory
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            "a worker was killed, for want of memory perhaps; the same command goes on after the last row, with "
-            "fewer workers or a smaller batch_size if need be"
+            "a worker was killed, perhaps for lack of memory; the same command continues after the last row; set "
+            "fewer workers or a smaller batch_size if it happens again"
         ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in active_children():  # those that are in the middle of a batch nobody waits for
+        for process in active_children():  # those in the middle of a batch that is no longer needed
             if process not in others and isinstance(process, context.Process):
                 process.terminate()
 
 
-_work: Work | None = None  # of this process, where it is a worker
+_work: Work | None = None  # of this process, if it is a worker
 
 
 def _start(make: Callable[[int], Work], numbers: "SimpleQueue[int]") -> None:
     global _work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -97,7 +101,7 @@ def _start(make: Callable[[int], Work], numbers: "SimpleQueue[int]") -> None:
 
 
 def _end_with_parent() -> None:
-    """A killed parent tells nobody: a worker would wait for its next batch for ever, with all its memory."""
+    """Exit when the parent is killed; otherwise a worker would wait for its next batch forever, with all its memory."""
     parent = parent_process()
     assert parent is not None
     parent.join()

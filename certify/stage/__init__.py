@@ -1,2 +1,4 @@
-"""The certify stage, `python -m certify`: hand-over in; certificate, curve, model card, report, version out. From
-cli.py, the keys of the command, to run.py, the stage from end to end, to certify_batch.py, what is done to images."""
+"""The certify stage, `python -m certify`: from a hand-over to a certificate, curve, model card, report and version.
+
+Start at cli.py, the keys of the command; run.py is the stage from end to end, and certify_batch.py the work per image.
+"""

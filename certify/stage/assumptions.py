@@ -1,7 +1,7 @@
-"""What a certificate rests on besides its proof: sentences, each with the place that says more (docs/proofs.md).
+"""The assumptions of a certificate besides its proof: sentences, each with the place that explains it (docs/proofs.md).
 
-Three kinds: kernels compute as IEEE arithmetic says, to stated errors; what rounds and is not bounded operation by
-operation is covered by a reserve; and what was drawn is as random as it should be.
+There are three kinds: kernels compute as IEEE arithmetic says, to stated errors; rounding that is not bounded operation
+by operation is covered by a reserve; and random numbers are as random as they should be.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Assumption:
     anchor: str
 
     def said(self) -> dict[str, Any]:
-        """Its entry of certificate.json."""
+        """Return its entry of certificate.json."""
         return {"sentence": self.sentence, "proof": f"{PROOFS}#{self.anchor}"}
 
 
@@ -60,8 +60,10 @@ EVERY = (KERNELS, RESERVE, SLACK, CROWN, EXACT, *SERVED, RANDOM, DRAWN_AFTER)
 
 
 def assumptions(served_dtype: str | None, failure: float, crown: bool) -> list[Assumption]:
-    """All that a table rests on. `failure`: the probability that any of its images fails; `crown`:
-    whether auto_LiRPA takes part."""
+    """Return all assumptions of a table.
+
+    `failure` is the probability that any of its images fails; `crown` says whether auto_LiRPA takes part.
+    """
     return [*_of_arithmetic(served_dtype, crown), *_of_chance(failure)]
 
 
@@ -73,7 +75,7 @@ def _of_arithmetic(served_dtype: str | None, crown: bool) -> Iterator[Assumption
 
 
 def _of_chance(failure: float) -> Iterator[Assumption]:
-    """Nothing where no norm was found by chance."""
+    """Yield the assumptions about random starts; nothing if no norm was found by a random method."""
     if failure:
         yield Assumption(f"{CHANCE} {at_most(failure)} for all images together.", "lanczos")
         yield from (RANDOM, DRAWN_AFTER)

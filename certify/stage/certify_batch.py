@@ -1,4 +1,4 @@
-"""What one process of the certify stage does: certify and attack the images of a batch, on its own device."""
+"""The work of one process of the certify stage: certify and attack the images of a batch on its own device."""
 
 import copy
 from pathlib import Path
@@ -8,15 +8,15 @@ import torch
 import zoo
 from certify.methods.bake import COARSE, LOGIT_TOLERANCE, logit_differences
 from certify.methods.served import certifier_of
-from certify.rows.columns import Row
 from certify.rows.devices import DTYPES, InType, device_of
+from certify.rows.row_schema import Row
 from certify.rows.workers import Batch
-from certify.stage.outcomes import WITHOUT_CONTENT, rows_of
+from certify.stage.outcomes import POSITION_ONLY, rows_of
 from certify.stage.settings import Settings
 
 
 class CertifyBatch:
-    """A hand-over and its certifier, on one device: called with a batch, it returns its rows."""
+    """A hand-over and its certifier on one device; a call with a batch returns its rows."""
 
     def __init__(self, handover: Path, worker: int = 0, *, settings: Settings) -> None:
         self.device = device_of(worker, settings.device)
@@ -30,8 +30,11 @@ class CertifyBatch:
             self.model = InType(copy.deepcopy(self.model).to(DTYPES[dtype]))
 
     def __call__(self, batch: Batch) -> list[Row]:
-        """The rows of `outcomes.rows_of`, how far the served logits of each image are from the certified ones, and
-        whether it is classified correctly by positions alone."""
+        """Return the rows of `outcomes.rows_of`, with two further columns.
+
+        They are the largest difference between served and certified logits of each image, and whether the image is
+        classified correctly by positions alone.
+        """
         keys, images, labels = batch[0], batch[1].to(self.device), batch[2].to(self.device)
         tolerance = COARSE if self.settings.served_dtype == "bfloat16" else LOGIT_TOLERANCE
         differences = logit_differences(self.model, self.certifier.baked, images, tolerance).tolist()
@@ -52,5 +55,5 @@ class CertifyBatch:
             with torch.no_grad():
                 correct = (self.positional(images).argmax(-1) == labels).tolist()
             for row, alone in zip(rows, correct, strict=True):
-                row[WITHOUT_CONTENT] = alone
+                row[POSITION_ONLY] = alone
         return rows

@@ -1,4 +1,7 @@
-"""`python -m certify handover=DIR [data=NAME data.root=FOLDER] [eps=[...]] ...`: the keys of configs/certify.yaml."""
+"""The command `python -m certify handover=DIR [data=NAME data.root=FOLDER] [eps=[...]] ...`.
+
+Its keys are those of configs/certify.yaml.
+"""
 
 from dataclasses import fields
 
@@ -22,7 +25,7 @@ from registry import champion
 
 
 def certify(config: Config) -> None:
-    """Certify one hand-over, print its table and where things are, and publish it if asked to."""
+    """Certify one hand-over, print its table and the paths of the results, and publish it if asked to."""
     champion.refuse_given(config["registry"]["champion_images"])
     handover = handover_of(config)
     out = out_of(config, handover, "certificate")
@@ -30,7 +33,7 @@ def certify(config: Config) -> None:
     refuse_other_types(Settings, config, *(field.name for field in fields(Settings) if field.name != "attack"))
     share = share_of(config)
     if share.first and config["publish"]:
-        raise UserError(f"first={share.first}: a certificate of a range is not published; join the ranges by parts")
+        raise UserError(f"first={share.first}: a certificate of a range is not published; join the ranges with parts=")
     eps = None if config["eps"] is None else tuple(config["eps"])
     settings = settings_of(Settings, config, eps=eps, attack=attack_of(config))
     console = Console(highlight=False)

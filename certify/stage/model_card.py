@@ -1,4 +1,7 @@
-"""The model card of the registry, Markdown; a paragraph is one line, since the registry shows every line break."""
+"""The model card of the registry, in Markdown.
+
+A paragraph is one line, since the registry shows every line break.
+"""
 
 from certify.rows.intervals import NAMES, at_most, eps_in, interval, percent, radius_in
 from certify.rows.summary import Summary, norm_of
@@ -7,7 +10,7 @@ from zoo import penalty
 
 
 def model_card(summary: Summary) -> str:
-    """What the model is, what is proved of it, how it was trained, how it is used, and what is not claimed."""
+    """Return the card: the model, what is proved, how it was trained, how to use it, and what is not claimed."""
     paragraphs = [
         f"# {markdown(summary['model']['name'])}",
         _about(summary),
@@ -33,7 +36,7 @@ def _about(summary: Summary) -> str:
 
 
 def _table(summary: Summary) -> str:
-    """Accuracies with their 95 % intervals; the headline is bold."""
+    """Return the accuracies with their 95 % intervals; the headline is bold."""
     n, bold, norm = summary["images"], f"{summary['headline_eps']:g}", norm_of(summary)
 
     def row(eps: str, at: dict[str, float]) -> str:
@@ -47,7 +50,7 @@ def _table(summary: Summary) -> str:
 
 
 def _proof(summary: Summary) -> list[str]:
-    """What the certificate says and rests on."""
+    """Return the paragraphs about the certificate and its assumptions."""
     attack, numerics, threat = summary["attack"], summary["numerics"], summary["threat_model"]
     return [
         f"**Threat model.** {NAMES[norm_of(summary)]} ball in {threat['space']}.",
@@ -68,14 +71,14 @@ def _function(numerics: Summary) -> str:
 
 
 def chance(numerics: Summary) -> str:
-    """The probability that `norms` speaks of."""
+    """Return a sentence with the probability that `norms` mentions."""
     image, table = (at_most(numerics[f"failure_probability_of_{of}"]) for of in ("an_image", "the_table"))
     known = f"That probability is at most {image} for an image, and {table} for all of these images together."
     return known if numerics["failure_probability_of_an_image"] else "No bound here rests on chance."
 
 
 def _model(summary: Summary) -> list[str]:
-    """Training, and what the certificate loses most by."""
+    """Return the paragraphs about training and about the step that costs the certificate most."""
     training, breakdown = summary["training"], summary["breakdown"]
     attack, train = training.get("attack") or {}, training.get("train") or {}
     words = {

@@ -1,7 +1,7 @@
-"""The outcomes of the certify stage: clean, attacked and certified on the same images, one row per image.
+"""The outcomes of the certify stage: clean, attacked and certified answers for the same images, one row per image.
 
-For every eps the three must be nested: an image that is certified survives every attack, one that survives is correct.
-A certified image that an attack changes would refute the certificate, so it stops everything.
+For every eps the three must be nested: a certified image survives every attack, and a surviving image is correct. A
+certified image whose class an attack changes would refute the certificate, so it stops the run.
 """
 
 import copy
@@ -20,20 +20,20 @@ from certify.methods import named
 from certify.methods.ball import L2
 from certify.methods.breakdown import QUANTITIES, columns
 from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate, batch_given
-from certify.rows.columns import Columns, Kind, Row, amount, chance, flag, one_of, perhaps, real, whole
 from certify.rows.draws import draws
+from certify.rows.row_schema import Kind, Row, RowSchema, amount, chance, flag, one_of, perhaps, real, whole
 from certizoo import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-WITHOUT_CONTENT = "correct_without_content"  # column: by the model whose attention scores are all 0
+POSITION_ONLY = "correct_without_content"  # column: correct with all attention scores set to 0
 CERTIFIED, NOT_CERTIFIED, UNKNOWN = "certified", "not certified", "unknown"
 DEFAULT_ATTACK = AttackConfig(norm="l2", steps=40, loss="margin", stop_when_fooled=True)
 
 
 def status(certificate: Certificate) -> list[str]:
-    """One answer per image; an overflowing bound is `unknown`, never `certified`."""
+    """Return one answer per image; an overflowing bound is `unknown`, never `certified`."""
     pairs = zip(certificate.certified_B.tolist(), certificate.unknown_B.tolist(), strict=True)
     return [CERTIFIED if yes else UNKNOWN if open_ else NOT_CERTIFIED for yes, open_ in pairs]
 
@@ -51,10 +51,11 @@ def evaluate(
     nonce: str | None = None,
     norm: str = L2,
 ) -> "pd.DataFrame":
-    """Clean, attacked and certified answers for the same images: one row an image, the columns of `rows_of`.
+    """Return clean, attacked and certified answers for the same images: one row per image, columns as in `rows_of`.
 
     images (B, C, H, W) in [0,1], labels (B,); eps: radii in [0,1] pixel space, of certificates and attack alike; keys
     default to 0..B-1; nonce and norm: those of `certify.api.certifier`.
+
     Raises NoRule, UserError for an unknown method, UnsoundCertificate.
     """
     certifier = certifier_of(model, method, nonce, norm)
@@ -66,21 +67,21 @@ def evaluate(
     grid = _grid(eps)
     names = [str(i) for i in range(len(labels))] if keys is None else list(keys)
     if len(names) != len(labels):
-        raise UserError(f"there are {len(names)} keys for {len(labels)} images; give one each")
+        raise UserError(f"there are {len(names)} keys for {len(labels)} images; pass one key per image")
     if not isinstance(attack, AttackConfig):
-        raise UserError(f"attack is a {type(attack).__name__}; give an attacks.AttackConfig")
-    import pandas as pd  # here: a fifth of a second, and a rank that trains has no use for it
+        raise UserError(f"attack is a {type(attack).__name__}; pass an attacks.AttackConfig")
+    import pandas as pd  # imported here: it takes 0.2 s, and training ranks do not need it
 
     return pd.DataFrame(rows_of(certifier, served, names, images, labels, method=method, eps_grid=grid, attack=attack))
 
 
 def _grid(eps: Sequence[float]) -> list[float]:
-    """Different radii above 0."""
+    """Return the radii. Raises UserError unless they are distinct and above 0."""
     if isinstance(eps, str) or not isinstance(eps, Iterable):
-        raise UserError(f"eps={eps!r}: give a list of radii, such as (0.02, 0.1)")
+        raise UserError(f"eps={eps!r} must be a list of radii, such as (0.02, 0.1)")
     grid = [float(radius_given(one, 1)) for one in eps]
     if not grid or len({f"{one:g}" for one in grid}) < len(grid):
-        raise UserError(f"eps={grid}: give at least one radius, and each one once")
+        raise UserError(f"eps={grid} must hold at least one radius, and each one once")
     return grid
 
 
@@ -96,17 +97,19 @@ def rows_of(
     attack: AttackConfig,
     explain_at: float | None = None,
 ) -> list[Row]:
-    """Rows {key, label, prediction, correct, margin, radius.<method>, certified.<eps>, pgd.<eps>, seconds, failure}.
+    """Return one row per image with its clean, attacked and certified answers.
 
-    certifier: that of `method`; served: the model as it is served (float32), which the attack sees; images
-    (B, C, H, W) in [0,1]. `attack` is run at every eps of the grid in the certifier's norm. With `explain_at`, an eps,
-    also what every step of the model costs there, where the method can tell: `growth.<step>` or `share.<step>`
-    (certificate.Breakdown). Raises UnsoundCertificate.
+    Columns: {key, label, prediction, correct, margin, radius.<method>, certified.<eps>, pgd.<eps>, seconds, failure}.
+
+    `certifier` is that of `method`; `served` is the model as it is served (float32), which is attacked; images are (B,
+    C, H, W) in [0,1]. The attack runs at every eps of the grid in the certifier's norm. With `explain_at`, an eps, rows
+    also hold the cost of every step of the model there, if the method has a breakdown: `growth.<step>` or
+    `share.<step>` (certificate.Breakdown). Raises UnsoundCertificate.
     """
     start = time.perf_counter()
     analysis = certifier.analyse(images_BCHW, labels_B)
     radius_B = radius_of(analysis)
-    # Within its radius an image is certified: it is asked again only beyond, to tell `unknown` from `not certified`.
+    # An image is certified within its radius. Only a larger eps is asked, to tell `unknown` from `not certified`.
     statuses = {eps: status(analysis.at(torch.where(radius_B >= eps, 0.0, eps))) for eps in eps_grid}
     seconds = (time.perf_counter() - start) / len(keys)
     costs: list[dict[str, float | None]] = [{} for _ in keys]
@@ -137,8 +140,11 @@ def rows_of(
     return rows
 
 
-def columns_of(method: str, eps_grid: Sequence[float]) -> Columns:
-    """What a row of `rows_of` is made of, `served_difference`, and WITHOUT_CONTENT where attention has scores."""
+def row_schema_of(method: str, eps_grid: Sequence[float]) -> RowSchema:
+    """Return the schema of the rows of `rows_of` with their two optional columns.
+
+    `served_difference` is always required; POSITION_ONLY is there where attention has scores.
+    """
     answers = {f"certified.{eps:g}": one_of(CERTIFIED, NOT_CERTIFIED, UNKNOWN) for eps in eps_grid}
     needed = {
         "prediction": whole,
@@ -154,22 +160,22 @@ def columns_of(method: str, eps_grid: Sequence[float]) -> Columns:
     costs: dict[str, Kind] = {f"{quantity}.": perhaps(real) for quantity in QUANTITIES}
 
     def contradiction(row: Row) -> str | None:
-        """Radii, certificates, attacks and clean answers are nested."""
+        """Check that radii, certificates, attacks and clean answers are nested."""
         if row["correct"] and row["prediction"] != row["label"]:
             return f"is correct with prediction {row['prediction']} and label {row['label']}"
         for eps in eps_grid:
             certified, survives = row[f"certified.{eps:g}"] == CERTIFIED, row[f"pgd.{eps:g}"]
             if row[f"radius.{method}"] >= eps and not certified:
-                return f"has radius {row[f'radius.{method}']} and is not certified at {eps:g}"
+                return f"has radius {row[f'radius.{method}']} but is not certified at {eps:g}"
             if certified > survives or survives > row["correct"]:
-                return f"is certified at {eps:g} and not attacked in vain, or that and not correct"
+                return f"is certified at {eps:g}, but an attack succeeds or the prediction is wrong"
         return None
 
-    return Columns(needed, costs | {WITHOUT_CONTENT: flag}, contradiction)
+    return RowSchema(needed, costs | {POSITION_ONLY: flag}, contradiction)
 
 
 def confirmed(keys: Sequence[str], certified_B: list[bool], survives_B: Tensor, method: str, eps: float) -> None:
-    """Raises UnsoundCertificate where an image is certified and does not survive."""
+    """Raise UnsoundCertificate if an image is certified and does not survive."""
     for key, certified, survived in zip(keys, certified_B, survives_B.tolist(), strict=True):
         if certified and not survived:
             raise UnsoundCertificate(
@@ -180,8 +186,10 @@ def confirmed(keys: Sequence[str], certified_B: list[bool], survives_B: Tensor, 
 def survives(
     model: nn.Module, keys: Sequence[str], images_BCHW: Tensor, labels_B: Tensor, attack: AttackConfig
 ) -> Tensor:
-    """Which images the model still classifies correctly after the attack: (B,) bool. The random start of an image is
-    that of its key, so neither `batch_size` nor where a stopped run goes on decides it."""
+    """Return which images the model still classifies correctly after the attack: (B,) bool.
+
+    The random start of an image depends on its key alone, so neither `batch_size` nor a resumed run changes it.
+    """
     adversarial_BCHW = attack.run(model, images_BCHW, labels_B, draws(keys))
     with torch.no_grad():
         return model(adversarial_BCHW).argmax(-1) == labels_B

@@ -1,4 +1,4 @@
-"""From a finished certificate to a version in the registry."""
+"""Publication of a finished certificate as a version in the registry."""
 
 import os
 import shutil
@@ -38,9 +38,9 @@ def publish(
     folder = _collect([handover, out], out.parent / "published")
     summary = require_rows(folder / CERTIFICATE, TABLE)
     if not summary:
-        raise UserError(f"{out} holds no {CERTIFICATE}: what is not certified is not published; certify it first")
+        raise UserError(f"{out} holds no {CERTIFICATE}, and only certified models are published; certify it first")
     if summary.get("first"):
-        raise UserError(f"{out} is of a range of the test images, from {summary['first']} on; join the ranges by parts")
+        raise UserError(f"{out} covers only test images from {summary['first']} on; join the ranges with parts=")
     version = publish_version(
         folder,
         name=registered_name,
@@ -60,13 +60,18 @@ def publish(
 
 
 def _collect(folders: list[Path], to: Path) -> Path:
-    """The files of several folders in one; linked where the file system can, so that weights are not kept twice."""
+    """Collect the files of several folders in one.
+
+    Files are linked where the file system allows it, so that weights are not stored twice.
+    """
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir(parents=True)
     for folder in folders:
         for path in (path for path in folder.iterdir() if path.name not in (LOCK, HOLDER)):
             if not path.resolve().is_relative_to(folder.resolve()):
-                raise UserError(f"{path} is a link to outside of its folder, which is not published; copy the file")
+                raise UserError(
+                    f"{path} is a link to outside its folder, which is not published; copy the file instead"
+                )
             try:
                 os.link(path.resolve(), to / path.name)
             except OSError:

@@ -1,4 +1,4 @@
-"""The command that makes a certificate again, as its report names it."""
+"""The command that reproduces a certificate, as its report shows it."""
 
 import json
 import shlex
@@ -15,7 +15,10 @@ KEYS = ("method", "norm", "served_dtype", "images", "batch_size")
 
 
 def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: Settings, first: int = 0) -> str:
-    """`python -m certify ...` with every setting; the data where a hand-over's config is not asked for them."""
+    """Return `python -m certify ...` with every setting.
+
+    The data are included unless the hand-over's own config names the same local data.
+    """
     arguments = {"handover": str(handover)}
     if config.get("data") != asdict(data) or is_remote(data.root):
         arguments |= {"data": data.name, "data.root": data.root}

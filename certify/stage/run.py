@@ -28,7 +28,7 @@ from certify.rows.summary import Summary, chances, image_facts, model_facts, sub
 from certify.stage import assumptions, report, reproduce, tables
 from certify.stage.certify_batch import CertifyBatch
 from certify.stage.model_card import model_card
-from certify.stage.outcomes import WITHOUT_CONTENT, columns_of
+from certify.stage.outcomes import POSITION_ONLY, row_schema_of
 from certify.stage.report import gallery
 from certify.stage.settings import Settings
 from certizoo import UserError
@@ -52,7 +52,7 @@ def run(
     progress: Progress = silent,
     share: images.Share = images.WHOLE,
 ) -> Summary:
-    """Certify and attack the test images for the model in `handover`; returns the content of certificate.json.
+    """Certify and attack the test images for the model in `handover`; return the content of certificate.json.
 
     Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings,
     or in which another process is at work. `progress(done, total)` is called after every batch.
@@ -68,11 +68,11 @@ def _run(
     nonce = _nonce(settings, handover, listed, out, share)
     settings = replace(settings, nonce=nonce.text)
     make = partial(CertifyBatch, settings=settings)
-    own = make(handover)  # refuses what cannot be certified before anything is written
+    own = make(handover)  # refuses a model that cannot be certified before anything is written
     settings = own.settings
     subject = subject_of(handover, listed, **_asked(settings) | nonce.said())
     records.require_rows(out / CERTIFICATE, ROWS)
-    rows = runner.resume(out / ROWS, subject, listed, columns_of(settings.method, settings.grid))
+    rows = runner.resume(out / ROWS, subject, listed, row_schema_of(settings.method, settings.grid))
     rows = rows.with_parts(share.parts)
     table = rows.complete(own, handover, make, settings.crew, progress)
     records.write_parquet(out / TABLE, table)
@@ -89,12 +89,12 @@ def _nonce(settings: Settings, handover: Path, listed: images.ImageList, out: Pa
     if settings.beacon is None:
         return nonce_of(settings.nonce, out / ROWS, share.parts)
     if settings.nonce is not None:
-        raise UserError(f"nonce={settings.nonce} beacon={settings.beacon}: a nonce is given or derived; leave one out")
+        raise UserError(f"nonce={settings.nonce} beacon={settings.beacon} exclude each other; remove one of them")
     return derived(zoo.handover.weights_sha256(handover), listed.sha256, settings.beacon)
 
 
 def _asked(settings: Settings) -> Summary:
-    """What decides the rows besides weights and images."""
+    """Return the settings that determine the rows, besides weights and images."""
     return {
         "method": settings.method,
         "norm": settings.norm,
@@ -107,7 +107,7 @@ def _asked(settings: Settings) -> Summary:
 
 
 def _report(table: pd.DataFrame, summary: Summary, listed: images.ImageList, command: str) -> str:
-    """report.html, with its pictures read from the shards."""
+    """Return report.html, with its pictures read from the shards."""
     shown = [row for side in gallery.chosen(table, summary["method"], summary["headline_eps"]) for row in side]
     pictures = gallery.pictures(listed.batches(), shown) if shown else {}
     date, names = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), images.class_names(listed.data)
@@ -115,7 +115,7 @@ def _report(table: pd.DataFrame, summary: Summary, listed: images.ImageList, com
 
 
 def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: Settings) -> Summary:
-    """certificate.json."""
+    """Return the content of certificate.json."""
     return {
         **subject,
         **model_facts(config),
@@ -136,13 +136,13 @@ def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: S
 
 
 def _without_content(table: pd.DataFrame) -> float | None:
-    """None too where some of the rows are of earlier code, which did not ask."""
-    known = WITHOUT_CONTENT in table and table[WITHOUT_CONTENT].notna().all()
-    return float(table[WITHOUT_CONTENT].mean()) if known else None
+    """Return the accuracy by positions alone; None if some rows are of earlier code that did not measure it."""
+    known = POSITION_ONLY in table and table[POSITION_ONLY].notna().all()
+    return float(table[POSITION_ONLY].mean()) if known else None
 
 
 def _accuracy(table: pd.DataFrame, eps: str) -> Summary:
-    """Shares of the images, in [0,1]."""
+    """Return shares of the images, in [0,1]."""
     return {
         "certified": float((table[f"certified.{eps}"] == "certified").mean()),
         "unknown": float((table[f"certified.{eps}"] == "unknown").mean()),
@@ -151,7 +151,7 @@ def _accuracy(table: pd.DataFrame, eps: str) -> Summary:
 
 
 def _numerics(table: pd.DataFrame, served_dtype: str | None) -> Summary:
-    """How the bounds were computed, and how they may fail."""
+    """Describe how the bounds were computed, and how they may fail."""
     return {
         "dtype": "float64 weights widened from the served float32 ones",
         "norms": NORMS,
@@ -165,7 +165,7 @@ def _numerics(table: pd.DataFrame, served_dtype: str | None) -> Summary:
 
 
 def _assumptions(table: pd.DataFrame, settings: Settings) -> list[Summary]:
-    """What the proof rests on, each with the place that says more."""
+    """Return the assumptions of the proof, each with the place that explains it."""
     failure = chances(table)["failure_probability_of_the_table"]
     of_best = settings.method == "best" and not settings.served_dtype and crown.installed()
     with_crown = settings.method == "crown" or of_best
@@ -174,6 +174,6 @@ def _assumptions(table: pd.DataFrame, settings: Settings) -> list[Summary]:
 
 
 def _size(model: Summary) -> str:
-    """'32x32' of a model config, or 'given' where the config does not say."""
+    """Return '32x32' for a model config, or 'given' where the config does not say."""
     size = model.get("img_size")
     return f"{size}x{size}" if size else "given"

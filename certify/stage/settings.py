@@ -1,4 +1,4 @@
-"""What is asked of the certify stage; wrong values are refused in one line before any work."""
+"""The settings of the certify stage; invalid values are refused in one line before any work."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,15 +15,18 @@ from certify.stage.outcomes import DEFAULT_ATTACK
 from certizoo import UserError
 from certizoo.nearest import unknown
 
-# Of a norm: the radii that are certified unless others are given, and the one by which versions are compared.
+# norm -> the default radii, and the one by which versions are compared
 EPS = {L2: (0.02, 0.05, 0.1, 36 / 255), LINF: (1 / 255, 2 / 255, 4 / 255, 8 / 255)}
 HEADLINE = {L2: 0.1, LINF: 1 / 255}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of the stage. eps are radii in `norm`, in [0,1] pixel space of the image the model takes; None:
-    those of EPS and HEADLINE. The attack's own norm and eps give way to them."""
+    """The settings of the stage.
+
+    `eps` and `headline_eps` are radii in `norm`, in [0,1] pixel space of the model's input; None means those of EPS and
+    HEADLINE. They replace the attack's own norm and eps.
+    """
 
     method: str = AUTO  # or another of NAMES
     norm: str = L2
@@ -32,11 +35,11 @@ class Settings:
     headline_eps: float | None = None
     batch_size: int = 50
     attack: AttackConfig = DEFAULT_ATTACK
-    nonce: str | None = None  # of random starts; None: that of the rows that are there, or one that is drawn now
-    beacon: str | None = None  # a text published after weights and images, from which the nonce is derived with them
+    nonce: str | None = None  # of random starts; None: that of existing rows, or a new one
+    beacon: str | None = None  # text published after weights and images; the nonce is derived from all three
     served_dtype: str | None = "float32"  # or 'bfloat16': the model as it is served; None: its float64 function
     on: str = HERE  # or 'ray': actors of a Ray cluster share the images; the rows are the same to rounding
-    workers: int | None = None  # processes that share them; None: one here, all that a cluster has room for
+    workers: int | None = None  # processes that share the images; None: one here, or as many as fit the cluster
     device: str = "cpu"  # or 'cuda': every process takes the next GPU
 
     def __post_init__(self) -> None:
@@ -44,19 +47,19 @@ class Settings:
             raise unknown("certification method", self.method, NAMES)
         known(self.norm)
         if not self.grid or any(not 0 < eps < math.inf for eps in self.grid):
-            raise UserError(f"certify.eps={list(self.grid)}: give radii above 0, such as certify.eps=[0.02,0.1]")
+            raise UserError(f"certify.eps={list(self.grid)} must be radii above 0, such as certify.eps=[0.02,0.1]")
         if self.norm == LINF and max(self.grid) > 1:
             raise UserError(
-                f"certify.eps={list(self.grid)}: in Linf the ball of 1 holds every image; give shares of the pixel "
-                "range, such as 0.0157 for 4/255, or certify.eps=null for those of certify.norm=linf"
+                f"certify.eps={list(self.grid)}: a Linf ball of 1 holds every image; give shares of the pixel "
+                "range, such as 0.0157 for 4/255, or certify.eps=null for the defaults of certify.norm=linf"
             )
         if len({f"{eps:g}" for eps in self.grid}) < len(self.grid):
-            raise UserError(f"certify.eps={list(self.grid)}: two of them have one name to 6 digits; leave one away")
+            raise UserError(f"certify.eps={list(self.grid)}: two radii are equal to six digits; remove one")
         if (self.images is not None and self.images < 1) or self.batch_size < 1:
-            raise UserError("certify.images and certify.batch_size: give whole numbers above 0 (images=null: all)")
+            raise UserError("certify.images and certify.batch_size must be whole numbers above 0 (images=null: all)")
         require_served(self.served_dtype, self.method, "certify.served_dtype")
         if self.workers is not None and self.workers < 1:
-            raise UserError(f"certify.workers={self.workers}: give a whole number above 0, such as that of the cores")
+            raise UserError(f"certify.workers={self.workers} must be a whole number above 0, such as the core count")
         if self.on not in PLACES:
             raise UserError(f"certify.on={self.on}: choose one of {', '.join(PLACES)}")
         require_device(self.device, "certify.device")
@@ -65,11 +68,11 @@ class Settings:
 
     @property
     def crew(self) -> Crew:
-        """Who computes the rows."""
+        """The processes that compute the rows."""
         return Crew(self.on, self.workers, self.device)
 
     def of(self, model: nn.Module) -> "Settings":
-        """With a method that is named."""
+        """Return the settings with `auto` replaced by the method that it means for this model."""
         return replace(self, method=named(self.method, model))
 
     @property
@@ -79,10 +82,10 @@ class Settings:
 
     @property
     def headline(self) -> float:
-        """The one of them by which versions are compared."""
+        """The radius by which versions are compared."""
         return HEADLINE[self.norm] if self.headline_eps is None else self.headline_eps
 
     @property
     def attack_in_norm(self) -> AttackConfig:
-        """What the certificate is held against, at each eps of the grid."""
+        """The attack at each eps of the grid, in the norm of the certificate."""
         return replace(self.attack, norm=self.norm)

@@ -1,4 +1,4 @@
-"""What people read of a certificate: the curve, the table of the terminal, the registry's tags."""
+"""The presentation of a certificate: the curve, the terminal's table, and the registry's tags."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from zoo import penalty
 
 
 def curve(table: pd.DataFrame, method: str, norm: str, eps_grid: Sequence[float], path: Path) -> None:
-    """Certified accuracy against eps from the radii of all images, with the attacked accuracy at the grid."""
+    """Plot certified accuracy against eps from the radii of all images, with the attacked accuracy at the grid."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -43,7 +43,7 @@ def curve(table: pd.DataFrame, method: str, norm: str, eps_grid: Sequence[float]
 
 
 def table(summary: Summary) -> Table:
-    """The closing table of a run, for the terminal."""
+    """Return the final table of a run, for the terminal."""
     title = f"{summary['model']['name']} on {summary['images']} images of {summary['dataset']}, in %"
     made = Table(title=Text(plain(title)))
     norm = norm_of(summary)
@@ -56,8 +56,10 @@ def table(summary: Summary) -> Table:
 
 
 def tags(summary: Summary) -> dict[str, str]:
-    """Tags of the registered version: `certified_acc.<eps>`, `clean_acc`, `pgd_acc.<eps>`, `method`, ...; of a norm
-    other than L2 `certified_acc.<norm>.<eps>` (registry/version_tags.py)."""
+    """Return the tags of the registered version: `certified_acc.<eps>`, `clean_acc`, `pgd_acc.<eps>`, `method`, ...
+
+    In a norm other than L2 they are `certified_acc.<norm>.<eps>`, as the registry defines them.
+    """
     norm, accuracy = norm_of(summary), summary["accuracy"]
     return {key: f"{value:.4f}" for key, value in metrics(summary).items()} | {
         "method": summary["method"],
@@ -79,12 +81,12 @@ def tags(summary: Summary) -> dict[str, str]:
 
 
 def _low(share: float, n: int) -> str:
-    """What decides about champions: Wilson's lower end, rounded down."""
+    """Return Wilson's lower end, rounded down, by which champions are chosen."""
     return f"{math.floor(wilson(share, n)[0] * 10**4) / 10**4:.4f}"
 
 
 def metrics(summary: Summary) -> dict[str, float]:
-    """The accuracies as numbers."""
+    """Return the accuracies as numbers."""
     values = {"clean_acc": summary["clean"]}
     for eps, accuracy in summary["accuracy"].items():
         for family, key in version_tags.SHARES.items():

@@ -20,7 +20,7 @@ from certify.methods.bake import bake
 from certify.methods.ball import LINF, NORMS, Ball
 from certify.methods.certificate import Certificate, Clean, decide_by, per_image
 from certify.methods.image import Image, ImageAnalysis
-from certify.methods.rung import Situation
+from certify.methods.radius_stage import Situation
 from certify.methods.served import ServedImage
 from certizoo import UserError
 from tests.tools.ascent import ascend, ascend_box, margin_loss

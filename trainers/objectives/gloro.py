@@ -3,8 +3,8 @@
     z_bot = max_{k != j} ( z_k + eps_t K_jk ),     j = argmax z,     K_jk = ||w_j - w_k|| Lip,
     L = CE( z, y ) + beta KL( (p, 0) || q ),       p = softmax z,     q = softmax (z, z_bot)
 
-w are the rows of the head. Lip is the Lipschitz constant up to the head, an estimate here (zoo/models/hidden_radius.py). eps_t
-is objective.eps, reached after `ramp`. If Lip were a bound, an image with z_bot < z_j would be certified. The
+w are the rows of the head. Lip is the Lipschitz constant up to the head, an estimate here
+(zoo/models/hidden_radius.py). eps_t is objective.eps, reached after `ramp`. If Lip were a bound, an image with z_bot < z_j would be certified. The
 divergence is log(1 + e^(z_bot - lse z)): with beta = 1 the loss is the paper's CE( (z, z_bot), y ); with any other beta
 it is the paper's TRADES variant, which weighs robustness against accuracy.
 

@@ -3,7 +3,8 @@
     L = CE( z_k + r ||(w_y - w_k) D||,  y ) + objective.sparsity S,    r >= ||h' - h||,  D = diag(what can change)
 
 h is the last hidden layer and w the rows of the head. r and D belong to the ball of radius eps_t around each image
-(zoo/models/hidden_radius.py; r is an estimate here). S is the paper's loss that makes more entries of all layers constant in
+(zoo/models/hidden_radius.py; r is an estimate here). S is the paper's loss that makes more entries of all layers
+constant in
 the ball. eps_t = objective.eps, reached after `ramp`.
 
 Letters: B images, K classes, F units of the last hidden layer, z logits.

@@ -1,6 +1,6 @@
-"""`report.html`: what was proved of a model, on one page that needs nothing but itself.
+"""`report.html`: what was proved of a model, on one self-contained page.
 
-Every accuracy on it is that of certificate.json, which is printed whole at its end.
+Every accuracy on it is that of certificate.json, which is printed in full at its end.
 """
 
 import json
@@ -23,7 +23,7 @@ __all__ = ["Circumstances", "report"]
 def report(
     summary: dict[str, Any], rows: pd.DataFrame, pictures: Mapping[int, str], circumstances: Circumstances
 ) -> str:
-    """The page of a certificate and its rows. pictures: row -> data: URI, for the rows of `gallery.chosen`."""
+    """Return the page of a certificate and its rows. `pictures` maps the rows of `gallery.chosen` to data: URIs."""
     name = str(summary["model"]["name"])
     norm = norm_of(summary)
     words = f"Certified {NAMES[norm]} robustness by {summary['method']} on {summary['images']} test images of "

@@ -1,4 +1,4 @@
-"""Accuracies: the headline, the grid of eps with intervals, and the curve."""
+"""The report's accuracies: the headline, the grid of eps with intervals, and the curve."""
 
 import numpy as np
 import pandas as pd
@@ -12,7 +12,7 @@ CURVE_POINTS = 240
 
 
 def tiles(summary: Summary) -> Element:
-    """The four figures of the headline."""
+    """Return the four figures of the headline."""
     norm, n = norm_of(summary), summary["images"]
     at = summary["accuracy"][f"{summary['headline_eps']:g}"]
     eps = eps_in(norm, summary["headline_eps"])
@@ -26,7 +26,7 @@ def tiles(summary: Summary) -> Element:
 
 
 def grid(summary: Summary) -> Element:
-    """One row an eps."""
+    """Return the table with one row per eps."""
     norm = norm_of(summary)
     head = [
         f"{NAMES[norm]} eps",
@@ -51,7 +51,7 @@ def grid(summary: Summary) -> Element:
 
 
 def curve(summary: Summary, rows: pd.DataFrame) -> list[Element]:
-    """Certified accuracy from the radii of all images, PGD at the grid, each with its interval."""
+    """Return the chart: certified accuracy from the radii of all images, PGD at the grid, each with its interval."""
     n, method, clean = summary["images"], summary["method"], summary["clean"]
     radius = np.where(rows["correct"], rows[f"radius.{method}"].astype(float), -1.0)
     end = 1.25 * max(*summary["eps"], float(np.quantile(radius, 0.95)))
@@ -84,7 +84,7 @@ def _grid(summary: Summary) -> list[tuple[float, dict[str, float]]]:
 
 
 def _marks(axes: Axes, norm: str, eps: float, at: dict[str, float], n: int) -> list[Element]:
-    """Both accuracies at one eps, and the interval of PGD's."""
+    """Return the marks of both accuracies at one eps, and the interval of PGD's."""
     low, high = wilson(at["pgd"], n)
     x = axes.x(axis_of(norm)[0] * eps)
     parts = [el("line", x1=x, x2=x, y1=axes.y(100 * low), y2=axes.y(100 * high), class_="whisker")]

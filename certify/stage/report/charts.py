@@ -1,4 +1,4 @@
-"""Charts of the report as inline SVG: colours are CSS variables of the page, values show as tooltips."""
+"""Charts of the report as inline SVG: colours are CSS variables of the page, values are tooltips."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ BINS = 32
 
 @dataclass(frozen=True)
 class Axes:
-    """Data coordinates -> SVG ones."""
+    """A map from data coordinates to SVG coordinates."""
 
     x_range: tuple[float, float]
     y_range: tuple[float, float]
@@ -32,7 +32,7 @@ class Axes:
         return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in zip(xs, ys, strict=True))
 
     def frame(self, x_label: str, y_label: str) -> list[Element]:
-        """Grid lines, ticks and labels."""
+        """Return grid lines, ticks and labels."""
         x_0, x_1, y_0, y_1 = LEFT, WIDTH - RIGHT, HEIGHT - BOTTOM, TOP
         parts = []
         for tick in ticks(*self.y_range):
@@ -52,7 +52,7 @@ class Axes:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """About five round numbers in [low, high]."""
+    """Return about five round numbers in [low, high]."""
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
@@ -61,24 +61,24 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def picture(alt: str, *parts: Element) -> Element:
-    """An SVG that is read out as `alt`."""
+    """Return an SVG with the text alternative `alt`."""
     return el("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=alt)
 
 
 def legend(entries: Mapping[str, str]) -> Element:
-    """Words -> CSS classes."""
+    """Return a legend of words and CSS classes."""
     return el("p", *(el("span", el("i", class_=kind), word) for word, kind in entries.items()), class_="legend")
 
 
 def bins(values: np.ndarray, mark: float) -> np.ndarray:
-    """About BINS edges over the values, one of them at `mark`, so that no bar lies on both sides of it."""
+    """Return about BINS edges over the values, one of them at `mark`, so that no bar straddles it."""
     low, high = min(mark, float(values.min())), max(mark, float(values.max()))
     width = (high - low) / BINS or 1.0
     return mark + width * np.arange(math.floor((low - mark) / width - 1e-9), math.ceil((high - mark) / width) + 1.5)
 
 
 def histogram(alt: str, x_label: str, groups: Mapping[str, tuple[str, np.ndarray]], mark: float) -> Element:
-    """Stacked counts of several groups, word -> (CSS class, values), and a line at `mark`."""
+    """Return stacked counts of several groups, word -> (CSS class, values), and a line at `mark`."""
     edges = bins(np.concatenate([values for _, values in groups.values()]), mark)
     counts = {word: np.histogram(values, edges)[0] for word, (_, values) in groups.items()}
     most = max(1, int(np.sum(list(counts.values()), axis=0).max(initial=1)))

@@ -1,4 +1,4 @@
-"""The images that a report shows: the borderline ones, nearly not certified and nearly certified."""
+"""The images that a report shows: those certified by the least, and those that most nearly have a certificate."""
 
 import base64
 import io
@@ -10,14 +10,14 @@ from PIL import Image
 from torch import Tensor
 
 COUNT = 10  # images on each side
-PIXELS = 64  # up to this side length images are shown pixel by pixel, in PNG
+PIXELS = 64  # images up to this side length are shown pixel by pixel, in PNG
 SHRUNK = 128  # larger ones are shrunk to this, in JPEG
 
 
 def chosen(table: pd.DataFrame, method: str, eps: float) -> tuple[list[int], list[int]]:
-    """Rows of the weakest certified images and of the strongest among the correct ones that are not certified.
+    """Return the rows of the weakest certified images and of the strongest correct images without a certificate.
 
-    Ordered by certified radius, then by margin, the closest to changing sides first.
+    They are ordered by certified radius, then by margin, the closest to changing sides first.
     """
     order = [f"radius.{method}", "margin"]
     certified = table[f"certified.{eps:g}"] == "certified"
@@ -27,7 +27,7 @@ def chosen(table: pd.DataFrame, method: str, eps: float) -> tuple[list[int], lis
 
 
 def pictures(batches: Iterable[tuple[list[str], Tensor, Tensor]], rows: Collection[int]) -> dict[int, str]:
-    """Row -> data: URI, from batches (keys, images, labels) that begin with row 0."""
+    """Return row -> data: URI, from batches (keys, images, labels) that begin with row 0."""
     found: dict[int, str] = {}
     first, last = 0, max(rows, default=-1)
     for _, images_BCHW, _ in batches:
@@ -40,7 +40,7 @@ def pictures(batches: Iterable[tuple[list[str], Tensor, Tensor]], rows: Collecti
 
 
 def data_uri(image_CHW: Tensor) -> str:
-    """An image in [0,1] with one or three channels as a data: URI of bounded size."""
+    """Return an image in [0,1] with one or three channels as a data: URI of bounded size."""
     array = (image_CHW.clamp(0, 1) * 255).round().byte().movedim(0, -1).cpu().numpy()
     picture = Image.fromarray(np.ascontiguousarray(array[..., 0] if array.shape[-1] == 1 else array))
     small = max(picture.size) <= PIXELS

@@ -1,14 +1,14 @@
-"""HTML and SVG as trees: text and attributes are escaped where they are written, so that data cannot become markup."""
+"""HTML and SVG as trees: text and attributes are escaped when they are written, so that data cannot become markup."""
 
 from typing import Any
 from xml.etree import ElementTree
 
 Element = ElementTree.Element
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # no scripts, nothing from elsewhere
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # no scripts, no external resources
 
 
 def el(tag: str, *children: Element | str, **attributes: Any) -> Element:
-    """<tag attributes>children</tag>; `class_` stands for class and '_' for '-', None leaves an attribute out."""
+    """Return <tag attributes>children</tag>; `class_` means class, '_' becomes '-', and None omits an attribute."""
     given = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value is not None}
     made = Element(
         tag, {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in given.items()}
@@ -29,12 +29,12 @@ def _add_text(parent: Element, text: str) -> None:
 
 
 def data(text: object) -> Element:
-    """Text that comes from data: kept apart from the reading direction of its surroundings."""
+    """Return text that comes from data, isolated from the reading direction of its surroundings."""
     return el("bdi", str(text))
 
 
 def table(caption: str, head: list[str], rows: list[list[Element | str]]) -> Element:
-    """A table whose first column names the rows."""
+    """Return a table whose first column names the rows."""
     return el(
         "div",
         el(
@@ -51,7 +51,7 @@ def table(caption: str, head: list[str], rows: list[list[Element | str]]) -> Ele
 
 
 def document(title: str, style: str, *body: Element) -> str:
-    """A whole page that loads nothing."""
+    """Return a whole page that loads nothing."""
     head = el(
         "head",
         el("meta", charset="utf-8"),

@@ -1,4 +1,4 @@
-"""Images: histograms of margins and radii, and the borderline images one by one."""
+"""The report's images: histograms of margins and radii, and the borderline images one by one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ KINDS = {"certified": "certified", "not certified": "open", "unknown": "unknown"
 
 
 def histograms(summary: Summary, rows: pd.DataFrame) -> list[Element]:
-    """Margins of all images, radii of the correct ones; coloured by the answer at the headline eps."""
+    """Return margins of all images and radii of the correct ones, coloured by the answer at the headline eps."""
     eps, norm = summary["headline_eps"], norm_of(summary)
     unit, _ = axis_of(norm)
     kind = np.where(rows["correct"], rows[f"certified.{eps:g}"], "misclassified")
@@ -38,7 +38,7 @@ def _histogram(title: str, label: str, values: np.ndarray, kind: np.ndarray, mar
     groups = {word: values[(kind == word) & np.isfinite(values)] for word in KINDS}
     found = {word: group for word, group in groups.items() if len(group)}
     if not found:
-        return [el("h3", title), el("p", "There is none.", class_="dim")]
+        return [el("h3", title), el("p", "There are none.", class_="dim")]
     counts = ", ".join(f"{len(group)} {word}" for word, group in found.items())
     return [
         el("h3", title),
@@ -50,12 +50,12 @@ def _histogram(title: str, label: str, values: np.ndarray, kind: np.ndarray, mar
 def borderline(
     summary: Summary, rows: pd.DataFrame, pictures: Mapping[int, str], names: Sequence[str] | None
 ) -> list[Element]:
-    """The weakest of the certified images, and the strongest of those that are classified correctly without a proof."""
+    """Return the weakest certified images, and the strongest correct ones that are not certified."""
     parts = []
     sides = gallery.chosen(rows, summary["method"], summary["headline_eps"])
     for title, chosen in zip(("Weakest certified", "Strongest not certified"), sides, strict=True):
         figures = [_figure(summary, rows.loc[i].to_dict(), pictures[i], names) for i in chosen]
-        empty = el("p", "No image is of this kind.", class_="dim")
+        empty = el("p", "There is no such image.", class_="dim")
         parts += [el("h3", title), el("div", *figures, class_="gallery") if figures else empty]
     return parts
 

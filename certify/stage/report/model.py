@@ -1,4 +1,4 @@
-"""The model: which step of it costs most, and the facts of its certificate."""
+"""The report's section on the model: which step costs most, and the facts of the certificate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What the certificate itself does not depend on."""
+    """Facts that the certificate itself does not depend on."""
 
     date: str
     command: str
@@ -29,9 +29,9 @@ class Circumstances:
 
 
 def costs(breakdown: Summary | None, norm: str) -> list[Element]:
-    """The steps in the order of the model, with a bar for the cost of each."""
+    """Return the steps in the order of the model, with a bar for the cost of each."""
     if breakdown is None:
-        return [el("p", "This method does not say.", class_="dim")]
+        return [el("p", "This method has no breakdown.", class_="dim")]
     steps, quantity, eps = breakdown["steps"], breakdown["quantity"], eps_in(norm, breakdown["eps"])
     if not steps:
         return [el("p", f"No image has a finite loss at eps {eps}.", class_="dim")]
@@ -76,7 +76,7 @@ def _which(summary: Summary) -> str:
 
 
 def facts(summary: Summary, circumstances: Circumstances) -> list[Element]:
-    """Everything that a reader needs to check the certificate, or to make it again."""
+    """Return everything that a reader needs to check the certificate, or to reproduce it."""
     attack, numerics, model = summary["attack"], summary["numerics"], summary["model"]
     difference = numerics["largest_logit_difference_served_to_float64"]
     image, table = (at_most(numerics[f"failure_probability_of_{of}"]) for of in ("an_image", "the_table"))
@@ -104,7 +104,7 @@ def facts(summary: Summary, circumstances: Circumstances) -> list[Element]:
     links = [part for name in SIDE_FILES for part in (el("a", name, href=name), " ")]
     return [
         el("table", el("caption", "The facts of this certificate."), el("tbody", *rows)),
-        el("p", "Again by:"),
+        el("p", "Reproduce it with:"),
         el("pre", circumstances.command, id="command"),
         el("p", "Beside this page: ", *links),
     ]

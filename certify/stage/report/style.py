@@ -1,4 +1,4 @@
-"""The look of the report: light and dark, on paper and on small screens."""
+"""The style of the report: light and dark, on paper and on small screens."""
 
 CSS = """
 :root { --ink: #1b1f24; --dim: #5a6470; --paper: #fff; --card: #f5f6f8; --line: #d5dae0;

@@ -21,7 +21,7 @@ from attacks.kinds import KINDS
 from attacks.norms import distance
 from certify import api
 from certify.__main__ import main
-from certify.evaluation import evaluate_block, leaderboard, refuted
+from certify.evaluation import evaluate_block, refuted, robustbench
 from certify.evaluation import run as evaluation
 from certify.methods.certificate import UnsoundCertificate
 from certify.stage import register
@@ -147,7 +147,7 @@ def test_an_unsound_certificate_is_caught_with_its_image(
     with pytest.raises(UnsoundCertificate, match="certificate is wrong"):
         evaluation.run(handover, data(digits), SETTINGS, tmp_path)
     (path,) = (tmp_path / "refuted").iterdir()
-    model = leaderboard.load_model(str(handover))
+    model = robustbench.load_model(str(handover))
     with safe_open(path, "pt") as file:
         image, found, facts = file.get_tensor("image"), file.get_tensor("adversarial"), file.metadata()
     l2 = float(distance(found[None], image[None], "l2"))
@@ -269,7 +269,7 @@ def test_only_the_whole_autoattack_is_a_leaderboard_entry(whole: Path) -> None:
         "pgd_l2": AttackConfig(norm="l2", eps=0.5),
     }
     summary["accuracy"] |= {"aa": {"accuracy": 0.4321}, "apgd": {"accuracy": 0.5}, "hasty": {"accuracy": 0.6}}
-    ((threat, entry),) = leaderboard.entries(summary, attacks)
+    ((threat, entry),) = robustbench.entries(summary, attacks)
     assert threat == "Linf"
     assert entry["eps"] == "8/255"
     assert entry["autoattack_acc"] == "43.21"
@@ -279,7 +279,7 @@ def test_only_the_whole_autoattack_is_a_leaderboard_entry(whole: Path) -> None:
 
 def test_the_leaderboard_takes_the_model_from_the_folder(handover: Path) -> None:
     """images in [0,1] -> logits, in eval mode, without gradients of weights: what a benchmark expects."""
-    model = leaderboard.load_model(str(handover))
+    model = robustbench.load_model(str(handover))
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model(torch.rand(2, 1, 8, 8)).shape == (2, 10)

@@ -10,7 +10,7 @@ from certify.maps import coupled as module
 from certify.maps.columns import Columns
 from certify.maps.ellipsoid import COARSE
 from certify.maps.joint import IMAGE, NOISE
-from certify.methods.rung import Formed, Rung
+from certify.methods.radius_stage import Formed, RadiusStage
 from tests.certify.maps.test_maps import dense, matrix
 from tests.certify.methods.test_image import analysis_of, off_by
 from tests.tools.cases import mostly_slow
@@ -20,35 +20,35 @@ STEPS, STARTS = 60, 2
 SHARES = (1.0, 0.3)  # of the largest radius
 
 
-def formed_of(parts: str, e: float, off: float = 0.0) -> tuple[Rung, Formed]:
+def formed_of(parts: str, e: float, off: float = 0.0) -> tuple[RadiusStage, Formed]:
     """Of the closest rival of each of two images; nodes whose ends are off by `off`."""
     _, analysis = analysis_of(parts, count=2)
     here = off_by(analysis, off)
-    rung = Rung(here, torch.full((2,), e).double(), Columns.of(here.tape, here.images))
-    return rung, rung._formed_of(here.rivals_BR[:, :1].mT)
+    stage = RadiusStage(here, torch.full((2,), e).double(), Columns.of(here.tape, here.images))
+    return stage, stage._formed_of(here.rivals_BR[:, :1].mT)
 
 
-def forms_of(rung: Rung, formed: Formed) -> tuple[Tensor, dict[int, Tensor]]:
+def forms_of(stage: RadiusStage, formed: Formed) -> tuple[Tensor, dict[int, Tensor]]:
     """S (C, B, n, n) and Q_k (1, B, n, n) of the leaves whose remainders have a form."""
-    ellipsoids, last = rung.ellipsoids, formed.margins.last
+    ellipsoids, last = stage.ellipsoids, formed.margins.last
     maps = dense(ellipsoids.joint, last)
     rests = {k: ellipsoids.rests[k].form for k in ellipsoids.joint.sources(last)}
     s = sum((matrix(ellipsoids, form, at, maps) for at, form in formed.margins.forms.items()), torch.zeros(()))
     return s, {k: matrix(ellipsoids, form, k, maps) for k, form in rests.items() if form is not None}
 
 
-def slope_of(rung: Rung, formed: Formed) -> Tensor:
+def slope_of(stage: RadiusStage, formed: Formed) -> Tensor:
     """b (C, B, n), whose sign does not count."""
-    g_0 = rung.here.gradients(formed.class_CB).image
-    flat = g_0.flatten(2) * rung.most_B[:, None]
-    room = rung.ellipsoids.joint.room(formed.margins.last)
+    g_0 = stage.here.gradients(formed.class_CB).image
+    flat = g_0.flatten(2) * stage.most_B[:, None]
+    room = stage.ellipsoids.joint.room(formed.margins.last)
     return torch.nn.functional.pad(flat, (0, room - flat.shape[-1]))
 
 
-def worst(rung: Rung, formed: Formed, s: Tensor, q: dict[int, Tensor], share: float) -> Tensor:
+def worst(stage: RadiusStage, formed: Formed, s: Tensor, q: dict[int, Tensor], share: float) -> Tensor:
     """The largest <b, u> + <u, S u> / 2 that ascent finds within the constraints, at this share of the largest e."""
-    joint, last = rung.ellipsoids.joint, formed.margins.last
-    b, grown = slope_of(rung, formed), rung.ellipsoids.at(share * rung.most_B)
+    joint, last = stage.ellipsoids.joint, formed.margins.last
+    b, grown = slope_of(stage, formed), stage.ellipsoids.at(share * stage.most_B)
     parts = {name: joint.part(name, last) for name in (IMAGE, NOISE, *joint.sources(last))}
     torch.manual_seed(0)
     found = torch.full(b.shape[:2], -torch.inf, dtype=b.dtype)
@@ -82,20 +82,20 @@ def worst(rung: Rung, formed: Formed, s: Tensor, q: dict[int, Tensor], share: fl
 
 @pytest.mark.parametrize(("parts", "off"), mostly_slow(product(PARTS, (0.0, 1e-3)), ("smooth", 1e-3)))
 def test_no_ascent_within_the_constraints_beats_it(parts: str, off: float) -> None:
-    rung, formed = formed_of(parts, 0.1, off)
-    s, q = forms_of(rung, formed)
+    stage, formed = formed_of(parts, 0.1, off)
+    s, q = forms_of(stage, formed)
     for share in SHARES:
-        e_B = share * rung.most_B
-        bound = formed.coupled.cost(e_B, rung.ellipsoids.at(e_B))
-        assert (worst(rung, formed, s, q, share) <= bound * (1 + 1e-9)).all()
+        e_B = share * stage.most_B
+        bound = formed.coupled.cost(e_B, stage.ellipsoids.at(e_B))
+        assert (worst(stage, formed, s, q, share) <= bound * (1 + 1e-9)).all()
 
 
 @pytest.mark.slow
 def test_ascent_reaches_most_of_it() -> None:
     """So that a bound that is too small would be seen."""
-    rung, formed = formed_of("smooth", 0.1)
-    share = worst(rung, formed, *forms_of(rung, formed), 1.0) / formed.coupled.cost(
-        rung.most_B, rung.ellipsoids.at(rung.most_B)
+    stage, formed = formed_of("smooth", 0.1)
+    share = worst(stage, formed, *forms_of(stage, formed), 1.0) / formed.coupled.cost(
+        stage.most_B, stage.ellipsoids.at(stage.most_B)
     )
     assert share.min() > 0.5
     assert share.max() > 0.7
@@ -104,9 +104,9 @@ def test_ascent_reaches_most_of_it() -> None:
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard"))
 def test_kappa_and_the_inverse_are_those_of_dense_matrices(parts: str) -> None:
     """For every choice of multipliers that `cost` looks at."""
-    rung, formed = formed_of(parts, 0.05, 1e-3)
-    c, (s, q), b = formed.coupled, forms_of(rung, formed), slope_of(rung, formed)
-    joint, last = rung.ellipsoids.joint, formed.margins.last
+    stage, formed = formed_of(parts, 0.05, 1e-3)
+    c, (s, q), b = formed.coupled, forms_of(stage, formed), slope_of(stage, formed)
+    joint, last = stage.ellipsoids.joint, formed.margins.last
     masks = {part: joint.part(part, last) for part in c.weights}
     a = s + sum((c.held[k] * c.weights[k])[..., None, None] * q_k for k, q_k in q.items())
     d = diagonal(c.weights, masks)

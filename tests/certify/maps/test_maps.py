@@ -15,8 +15,8 @@ from certify.maps.columns import Columns
 from certify.maps.ellipsoid import COARSE, Ellipsoids, least_square_sum
 from certify.maps.joint import Joint, Noise, Sizes
 from certify.methods.image import Image, ImageAnalysis
-from certify.methods.rung import Rung, Situation
-from tests.certify.methods.test_image import SMOOTH, analysis_of, rung_of, situation
+from certify.methods.radius_stage import RadiusStage, Situation
+from tests.certify.methods.test_image import SMOOTH, analysis_of, situation, stage_of
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS, SMALL, labelled
@@ -48,7 +48,7 @@ def test_the_tape_is_the_model(parts: str) -> None:
     (wanted,) = torch.autograd.grad(margin_B.sum(), x)
     found = here.gradients(rival_B[None])
     torch.testing.assert_close(found.image[0], wanted)
-    joint = rung_of(analysis, 0.1).ellipsoids.joint
+    joint = stage_of(analysis, 0.1).ellipsoids.joint
     last = max(here.tape.leaves)
     u = torch.randn(2, len(x), joint.room(last), dtype=torch.float64)
     seen = Vectors()
@@ -90,7 +90,7 @@ def nothing(_: Tensor) -> Sizes:
 def measured(analysis: ImageAnalysis, e: float) -> Ellipsoids:
     """By maps alone."""
     here = situation(analysis)
-    joint = rung_of(analysis, e).ellipsoids.joint
+    joint = stage_of(analysis, e).ellipsoids.joint
     return Ellipsoids(joint, here.draw, nothing, here.off, Columns.of(here.tape, here.images))
 
 
@@ -221,7 +221,7 @@ def test_the_end_moves_no_further_than_is_said() -> None:
     """Of chains that are cut behind every node, residual sums too."""
     certifier, analysis = analysis_of("standard", count=2)
     here, e_B = situation(analysis), torch.full((2,), 0.05, dtype=torch.float64)
-    whole, cut = rung_of(analysis, 0.05).ellipsoids.joint, list[bool]()
+    whole, cut = stage_of(analysis, 0.05).ellipsoids.joint, list[bool]()
     for count in range(1, len(certifier.nodes) + 1):
         tape = Tape(analysis.inner.chain.expansions[:count])
         if tape.nonlinear:
@@ -277,7 +277,7 @@ def test_weights_are_in_proportion(parts: str) -> None:
     the radius that is expected. Planted: a leaf whose weights are 10 times what they were."""
     _, analysis = analysis_of(parts)
     here = situation(analysis)
-    joint = Rung(here, analysis.expected_B, Columns.of(here.tape, here.images)).ellipsoids.joint
+    joint = RadiusStage(here, analysis.expected_B, Columns.of(here.tape, here.images)).ellipsoids.joint
     class_CB = here.rivals_BR[:, :1].mT
     g = here.gradients(class_CB).leaves
     units = [at for at in joint.weights if isinstance(here.tape.leaves[at].forms, UnitForms)]

@@ -14,7 +14,7 @@ from certify.maps.joint import NOISE, Joint, Noise, Scale
 from certify.maps.rounding import ALLOWED, Rounding
 from certify.methods.image import Image, ImageAnalysis
 from tests.certify.maps.test_maps import dense
-from tests.certify.methods.test_image import analysis_of, rung_of
+from tests.certify.methods.test_image import analysis_of, stage_of
 from tests.tools.cases import mostly_slow
 from tests.tools.in_float32 import UNITS, InFloat32, in_float32, rounded_by
 from tests.tools.small_models import PARTS, labelled, small_model
@@ -49,7 +49,7 @@ def test_a_push_is_that_of_a_slightly_other_u(parts: str, quieter: int, monkeypa
     |<a, fl(M_i u)> - <a, M_i u>| <= |M_i^T a| share / 2 |u| for all a. A share that knows nothing of leaves,
     planted, is seen where there is little noise and no remainder."""
     _, analysis = analysis_of(parts, count=2)
-    ellipsoids = rung_of(analysis, E).ellipsoids
+    ellipsoids = stage_of(analysis, E).ellipsoids
     joint, rounding = ellipsoids.joint, ellipsoids.rounding
     if quieter > 1:
         weights = {at: weight_B / quieter for at, weight_B in joint.noise.weights.items()}
@@ -83,7 +83,7 @@ def pulled(joint: Joint, last: int, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth", "standard"))
 def test_a_pull_is_off_by_a_share_of_what_arrives(parts: str) -> None:
     _, analysis = analysis_of(parts, count=2)
-    ellipsoids = rung_of(analysis, E).ellipsoids
+    ellipsoids = stage_of(analysis, E).ellipsoids
     joint, most = ellipsoids.joint, 0.0
     random = torch.Generator().manual_seed(1)
     for last in [at for at in joint.tape.leaves if at > joint.tape.nonlinear[0]]:
@@ -102,9 +102,9 @@ def test_products_are_off_by_what_norms_are_told(parts: str) -> None:
     """|fl(sum_i M_i^T C_i M_i u) - that| in units of the norm: what maps and forms round together, and the shift that
     makes room for the latter; behind a scale too."""
     _, analysis = analysis_of(parts, count=2)
-    rung = rung_of(analysis, E)
-    ellipsoids, class_CB = rung.ellipsoids, rung.here.rivals_BR[:, :1].mT
-    margins = ellipsoids.margins(rung.here.gradients(class_CB).leaves, class_CB)
+    stage = stage_of(analysis, E)
+    ellipsoids, class_CB = stage.ellipsoids, stage.here.rivals_BR[:, :1].mT
+    margins = ellipsoids.margins(stage.here.gradients(class_CB).leaves, class_CB)
     forms, joint, rounding = margins.forms, ellipsoids.joint, ellipsoids.rounding
     gram, most = joint.gram(forms), 0.0
     own = torch.stack([rounding.of_form(at, form) for at, form in forms.items()]).sum(0)
@@ -122,7 +122,7 @@ def test_products_are_off_by_what_norms_are_told(parts: str) -> None:
 def test_sizes_are_those_of_dense_maps(parts: str) -> None:
     """Never below, and so of all at once by a seminorm; of one leaf and the next they may be some times too long."""
     _, analysis = analysis_of(parts, count=2)
-    ellipsoids = rung_of(analysis, E).ellipsoids
+    ellipsoids = stage_of(analysis, E).ellipsoids
     sizes, joint = ellipsoids.rounding.sizes, ellipsoids.joint
     maps = dense(joint, max(joint.tape.leaves))
     assert set(sizes) == set(maps)
@@ -146,7 +146,7 @@ def test_a_share_is_that_of_all_leaves_in_front() -> None:
     """2 (sum_l (eps_l / w_l)^2)^(1/2), which less noise makes more, and which grows with what follows nothing but the
     leaves in front; behind a scale, in units of its noise."""
     _, analysis = analysis_of("standard", count=2)
-    joint, rounding = rung_of(analysis, E).ellipsoids.joint, rung_of(analysis, E).ellipsoids.rounding
+    joint, rounding = stage_of(analysis, E).ellipsoids.joint, stage_of(analysis, E).ellipsoids.rounding
     leaves = list(rounding.sizes)
     shares = [rounding.share(at) for at in leaves]
     assert all((one <= other).all() for one, other in pairwise(shares))
@@ -182,7 +182,7 @@ def test_what_cancels_far_above_has_no_norm(size: float) -> None:
     x = labelled(small_model("standard", 0), 2, 1)[0].double()
     ((_, analysis),) = Image(model, nonce="a nonce").analyse(x, model(x).argmax(-1)).parts
     assert isinstance(analysis, ImageAnalysis)
-    found = rung_of(analysis, E).ellipsoids
+    found = stage_of(analysis, E).ellipsoids
     behind = [at for at in found.tape.nonlinear if at > found.tape.nonlinear[0]]
     whole = {at: identity(found.joint.ones_B) for at in (max(found.tape.leaves),)}
     norm_B = found.seminorms(whole, "whole", [found.joint.most_B[:, None]], COARSE)[0]

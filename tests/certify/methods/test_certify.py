@@ -14,8 +14,8 @@ from certify import certified_radius, certify, evaluate
 from certify.api import TOLERANCE, certifier, radius_of
 from certify.methods import named
 from certify.methods.bake import bake, logit_difference
+from certify.methods.batching import CorrectImages
 from certify.methods.certificate import UnsoundCertificate
-from certify.methods.correct import OfCorrect
 from certify.methods.lofast import LoFAST
 from certify.methods.served import SERVED_METHODS
 from certify.stage.settings import Settings
@@ -203,7 +203,7 @@ def test_a_refuted_certificate_stops_the_evaluation(monkeypatch: pytest.MonkeyPa
     x, y = easy_batch(model, 16, 0)
     honest = LoFAST.analyse
 
-    def wrong(self: LoFAST, *args: torch.Tensor) -> OfCorrect:
+    def wrong(self: LoFAST, *args: torch.Tensor) -> CorrectImages:
         analysis = honest(self, *args)
         inner: Any = analysis.parts[0][1]
         return replace(analysis, parts=[(analysis.parts[0][0], replace(inner, radius=lambda r: 0 * r))])

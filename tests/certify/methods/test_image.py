@@ -14,14 +14,14 @@ from torch import Tensor
 import zoo
 from certify import certified_radius
 from certify.api import radius_of
-from certify.maps import effort, ellipsoid
+from certify.maps import budget, ellipsoid
 from certify.maps.columns import Columns
 from certify.maps.ellipsoid import Ellipsoids
 from certify.maps.joint import Joint, Sizes
 from certify.methods.adjoint import Adjoint
 from certify.methods.ball import NORMS
 from certify.methods.image import Image, ImageAnalysis
-from certify.methods.rung import Rung, Situation
+from certify.methods.radius_stage import RadiusStage, Situation
 from tests.certify.methods.test_certify import margin_loss
 from tests.tools.ascent import ascend, ascend_box
 from tests.tools.cases import mostly_slow
@@ -58,9 +58,9 @@ def off_by(analysis: ImageAnalysis, off: float) -> Situation:
     return replace(situation(analysis), off=lambda _, r_B: torch.full_like(r_B, off), radii=lambda _: [])
 
 
-def rung_of(analysis: ImageAnalysis, e: float) -> Rung:
+def stage_of(analysis: ImageAnalysis, e: float) -> RadiusStage:
     here = situation(analysis)
-    return Rung(here, torch.full_like(here.images[:, 0, 0, 0], e), Columns.of(here.tape, here.images))
+    return RadiusStage(here, torch.full_like(here.images[:, 0, 0, 0], e), Columns.of(here.tape, here.images))
 
 
 @pytest.mark.parametrize("eps", EPS)
@@ -68,23 +68,23 @@ def rung_of(analysis: ImageAnalysis, e: float) -> Rung:
 def test_ascent_finds_no_image_that_loses_more(parts: str, norm: str, eps: float) -> None:
     """Of the image's own bound, without the adjoint's help: for every rival, at the largest e and below."""
     certifier, analysis = analysis_of(parts, count=4, norm=norm)
-    assert not beaten(certifier, analysis, rung_of(analysis, eps), (eps, 0.1 * eps))
+    assert not beaten(certifier, analysis, stage_of(analysis, eps), (eps, 0.1 * eps))
 
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth"))
 def test_any_weights_are_sound(parts: str) -> None:
     """They choose how tight a bound is, not whether it is one."""
     certifier, analysis = analysis_of(parts, count=4)
-    rung = rung_of(analysis, 0.1)
-    weights, random = rung.ellipsoids.joint.weights, torch.Generator().manual_seed(0)
+    stage = stage_of(analysis, 0.1)
+    weights, random = stage.ellipsoids.joint.weights, torch.Generator().manual_seed(0)
     wild = {
         at: weight * torch.exp(2 * torch.randn(weight.shape, generator=random, dtype=weight.dtype))
         for at, weight in weights.items()
     }
-    here = rung.here
-    joint = Joint(here.tape, here.images, rung.most_B, wild, rung.ellipsoids.joint.noise)
-    rung.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, here.off, Columns.of(here.tape, here.images))
-    assert not beaten(certifier, analysis, rung, (0.1,))
+    here = stage.here
+    joint = Joint(here.tape, here.images, stage.most_B, wild, stage.ellipsoids.joint.noise)
+    stage.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, here.off, Columns.of(here.tape, here.images))
+    assert not beaten(certifier, analysis, stage, (0.1,))
 
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth"))
@@ -97,10 +97,10 @@ def test_what_is_off_between_nodes_is_part_of_the_ball(parts: str) -> None:
     rival_B = here.rivals_BR[:, 0]
     lost_B = fall(certifier, here, rival_B, e_B, off)
     for told, planted in ((here, False), (unaware, True)):
-        rung = Rung(told, e_B, Columns.of(told.tape, told.images))
-        of_pairs_BJ = rung._of_pairs(rung._asked(e_B))
+        stage = RadiusStage(told, e_B, Columns.of(told.tape, told.images))
+        of_pairs_BJ = stage._of_pairs(stage._asked(e_B))
         assert planted or not (lost_B > of_pairs_BJ.gather(1, rival_B[:, None])[:, 0]).any()
-        assert bool((lost_B > formed_losses(rung, e_B).gather(1, rival_B[:, None])[:, 0]).any()) == planted
+        assert bool((lost_B > formed_losses(stage, e_B).gather(1, rival_B[:, None])[:, 0]).any()) == planted
 
 
 def fall(certifier: Image, here: Situation, rival_B: Tensor, e_B: Tensor, off: float) -> Tensor:
@@ -133,24 +133,24 @@ def fall(certifier: Image, here: Situation, rival_B: Tensor, e_B: Tensor, off: f
 def test_large_models_are_left_to_forms(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is small is taken for large: no layer is measured, rivals are told apart by how far the features move. All
     images have a radius, and no ascent finds more."""
-    monkeypatch.setattr(effort, "LARGE", 1)
+    monkeypatch.setattr(budget, "LARGE", 1)
     certifier, analysis = analysis_of(parts)
     radius_B = radius_of(analysis)
     assert "norms" not in vars(analysis.inner)
     assert (radius_B > 1e-4).all()
-    level, rung = analysis.levels[0], analysis.levels[0].rung
+    level, stage = analysis.levels[0], analysis.levels[0].stage
     assert len(level.index_I) == len(radius_B)
-    assert not beaten(certifier, analysis, rung, (float(radius_B.min()),))
+    assert not beaten(certifier, analysis, stage, (float(radius_B.min()),))
 
 
-def beaten(certifier: Image, analysis: ImageAnalysis, rung: Rung, radii: tuple[float, ...]) -> bool:
-    """Does an image of one of the balls inside these L2 balls lose more of a margin than the rung says?"""
+def beaten(certifier: Image, analysis: ImageAnalysis, stage: RadiusStage, radii: tuple[float, ...]) -> bool:
+    """Does an image of one of the balls inside these L2 balls lose more of a margin than the stage says?"""
     label_B, ball = analysis.clean.label_B, analysis.ball
     search = ascend if ball.norm == "l2" else ascend_box
     for e in radii:
-        e_B = rung.most_B / rung.most_B * e
-        loss_BJ = rung.losses(e_B, torch.full_like(analysis.clean.margin_BJ, torch.inf))
-        bounds_BJ = formed_losses(rung, e_B)
+        e_B = stage.most_B / stage.most_B * e
+        loss_BJ = stage.losses(e_B, torch.full_like(analysis.clean.margin_BJ, torch.inf))
+        bounds_BJ = formed_losses(stage, e_B)
         for step in (1, 2, 3):
             rival_B = (label_B + step) % 4
 
@@ -168,14 +168,14 @@ def beaten(certifier: Image, analysis: ImageAnalysis, rung: Rung, radii: tuple[f
     return False
 
 
-def formed_losses(rung: Rung, e_B: Tensor) -> Tensor:
+def formed_losses(stage: RadiusStage, e_B: Tensor) -> Tensor:
     """By the forms of every rival, also of those that a decision does not need."""
-    class_CB = rung.here.rivals_BR.mT
-    formed, asked = rung._formed_of(class_CB), rung._asked(e_B)
-    loss_BJ = torch.full_like(rung.here.clean.margin_BJ, torch.inf)
-    rung._lower(loss_BJ, formed, torch.zeros_like(e_B, dtype=torch.bool), asked)
-    beside_CB = rung._rounded(formed, class_CB, asked) + rung.ellipsoids.beside_forms(formed.margins, asked.grown)
-    rung._lowered(loss_BJ, formed, formed.coupled.cost(e_B, asked.grown) + beside_CB)
+    class_CB = stage.here.rivals_BR.mT
+    formed, asked = stage._formed_of(class_CB), stage._asked(e_B)
+    loss_BJ = torch.full_like(stage.here.clean.margin_BJ, torch.inf)
+    stage._lower(loss_BJ, formed, torch.zeros_like(e_B, dtype=torch.bool), asked)
+    beside_CB = stage._rounded(formed, class_CB, asked) + stage.ellipsoids.beside_forms(formed.margins, asked.grown)
+    stage._lowered(loss_BJ, formed, formed.coupled.cost(e_B, asked.grown) + beside_CB)
     return loss_BJ
 
 
@@ -183,7 +183,7 @@ def formed_losses(rung: Rung, e_B: Tensor) -> Tensor:
 def test_remainders_of_units_stay_below_their_forms(parts: str) -> None:
     """At random changes of a leaf's input, of the size that its units reach: -<g, R> and |r|."""
     _, analysis = analysis_of(parts)
-    found = rung_of(analysis, 0.3).ellipsoids
+    found = stage_of(analysis, 0.3).ellipsoids
     for at, rest in found.rests.items():
         forms, reach = found.tape.leaves[at].forms, rest.reach
         if not isinstance(forms, UnitForms) or not isinstance(forms.activation, Smooth) or reach is None:
@@ -239,12 +239,13 @@ def test_forms_of_attention_leave_a_fraction_of_its_remainder() -> None:
     """Content attention of large scores: against the same with every attention as one leaf without forms."""
     _, analysis = analysis_of("standard", 1, count=2)
     e_B = torch.full((2,), 0.002, dtype=torch.float64)
-    with_forms, here = rung_of(analysis, 0.002), situation(analysis)
+    with_forms, here = stage_of(analysis, 0.002), situation(analysis)
     chain = analysis.inner.chain.expansions
-    plain = Rung(replace(here, tape=Tape([in_one_piece(expansion) for expansion in chain])), e_B, None)
+    plain = RadiusStage(replace(here, tape=Tape([in_one_piece(expansion) for expansion in chain])), e_B, None)
     class_CB = here.rivals_BR[:, :1].mT
     costs = [
-        rung.ellipsoids.cost(rung._formed_of(class_CB).margins, rung.ellipsoids.at(e_B)) for rung in (with_forms, plain)
+        stage.ellipsoids.cost(stage._formed_of(class_CB).margins, stage.ellipsoids.at(e_B))
+        for stage in (with_forms, plain)
     ]
     assert (costs[0] < 0.25 * costs[1]).all()
 
@@ -270,11 +271,11 @@ def test_ascent_reaches_most_of_what_the_committed_model_can_lose() -> None:
     certifier = Image(model, nonce="one")
     ((_, analysis),) = certifier.analyse(x, y).parts
     assert isinstance(analysis, ImageAnalysis)
-    rung, inner = rung_of(analysis, 36 / 255), analysis.inner
+    stage, inner = stage_of(analysis, 36 / 255), analysis.inner
     rival_B = analysis.clean.margin_BJ.argmin(1)
-    loss_B = formed_losses(rung, rung.most_B).gather(1, rival_B[:, None])[:, 0]
-    first_B = rung.here.first(rival_B[None])[0] * rung.most_B
-    by_adjoint_B = inner.rivals(0, 1).tight(inner.radii(rung.most_B), torch.ones(1, 2, dtype=torch.bool))[0]
+    loss_B = formed_losses(stage, stage.most_B).gather(1, rival_B[:, None])[:, 0]
+    first_B = stage.here.first(rival_B[None])[0] * stage.most_B
+    by_adjoint_B = inner.rivals(0, 1).tight(inner.radii(stage.most_B), torch.ones(1, 2, dtype=torch.bool))[0]
     assert (loss_B - first_B < 0.2 * (by_adjoint_B - first_B)).all()
 
     def drop(z: Tensor) -> Tensor:
@@ -282,7 +283,7 @@ def test_ascent_reaches_most_of_what_the_committed_model_can_lose() -> None:
         own, other = y.repeat(many)[:, None], rival_B.repeat(many)[:, None]
         return (logits.gather(1, other) - logits.gather(1, own))[:, 0]
 
-    found_B = ascend(drop, analysis.images, rung.most_B, steps=20, starts=1) - drop(analysis.images)
+    found_B = ascend(drop, analysis.images, stage.most_B, steps=20, starts=1) - drop(analysis.images)
     assert (found_B <= loss_B).all()
     assert (found_B >= 0.6 * loss_B).all()
 
@@ -328,14 +329,14 @@ def exceeded(parts: str) -> bool:
     """Does an image make the units of a block leave their linear part by more than theta says, or go beyond their
     reach?"""
     certifier, analysis = analysis_of(parts, seed=0)
-    rung = rung_of(analysis, 0.02)
-    grown, tape = rung.ellipsoids.at(rung.most_B), rung.here.tape
+    stage = stage_of(analysis, 0.02)
+    grown, tape = stage.ellipsoids.at(stage.most_B), stage.here.tape
     units = [at for at in tape.nonlinear if isinstance(tape.leaves[at].forms, UnitForms)]
     beyond = []
     for block, at in enumerate(units):
         forms, point = tape.leaves[at].forms, input_of(block, certifier)
         assert isinstance(forms, UnitForms)
-        clean, reach = point(analysis.images), rung.ellipsoids.rests[at].reach
+        clean, reach = point(analysis.images), stage.ellipsoids.rests[at].reach
 
         def far(
             z: Tensor, forms: UnitForms = forms, point: Any = point, clean: Tensor = clean, reach: Any = reach
@@ -349,12 +350,12 @@ def exceeded(parts: str) -> bool:
         ) -> Tensor:
             many = len(z) // len(clean)
             d = forms.units((point(z) - clean.repeat(many, 1, 1)).view(many, *clean.shape))
-            r = act_value(forms.activation, forms.z_BNH, d) / rung.ellipsoids.joint.weights[at]
+            r = act_value(forms.activation, forms.z_BNH, d) / stage.ellipsoids.joint.weights[at]
             return r.flatten(2).square().sum(-1).flatten()
 
-        found_B = ascend(share, analysis.images, rung.most_B, steps=40, starts=4)
+        found_B = ascend(share, analysis.images, stage.most_B, steps=40, starts=4)
         beyond.append(bool((found_B > grown.theta[at] * (1 + 1e-6)).any()))
-        beyond.append(bool((ascend(far, analysis.images, rung.most_B, steps=40, starts=4) > 1 + 1e-6).any()))
+        beyond.append(bool((ascend(far, analysis.images, stage.most_B, steps=40, starts=4) > 1 + 1e-6).any()))
     return any(beyond)
 
 
@@ -398,7 +399,7 @@ def test_an_answer_does_not_hang_on_what_was_asked_before() -> None:
 
 @pytest.mark.parametrize("nothing", mostly_slow((math.nan, 0.0), math.nan))
 def test_an_image_of_which_nothing_is_expected_disturbs_no_other(nothing: float) -> None:
-    """It has no rung: that of a radius of 0 would divide by it."""
+    """It has no stage: that of a radius of 0 would divide by it."""
     _, whole = analysis_of("standard")
     _, one = analysis_of("standard")
     vars(one)["expected_B"] = whole.expected_B.index_fill(0, torch.tensor(1), nothing)
@@ -414,7 +415,7 @@ def test_the_chance_is_counted() -> None:
     assert analysis.failure == analysis.inner.failure == 0
     analysis.at(1.02 * radius_of(analysis.inner))
     assert analysis.levels
-    assert max(level.rung.ellipsoids.failure for level in analysis.levels) <= analysis.failure < 1e-6
+    assert max(level.stage.ellipsoids.failure for level in analysis.levels) <= analysis.failure < 1e-6
     assert analysis.failure > ellipsoid.PROBE_FAILURE + 4 * lanczos.FAILURE
 
 

@@ -13,10 +13,10 @@ import zoo
 from certify.api import radius_of
 from certify.methods.adjoint import Adjoint
 from certify.methods.bake import bake
-from certify.methods.correct import OfCorrect
+from certify.methods.batching import CorrectImages
 from certify.methods.image import Image, ImageAnalysis
 from certify.methods.lofast import LocalLoFAST, LoFAST
-from certify.methods.rung import Rung, Situation
+from certify.methods.radius_stage import RadiusStage, Situation
 from certify.methods.served import SERVED_METHODS, ServedAdjoint, ServedImage, ServedLocalLoFAST, ServedLoFAST
 from certizoo import UserError
 from tests.tools.ascent import ascend
@@ -281,19 +281,19 @@ def test_what_nodes_round_is_part_of_the_ball_of_images() -> None:
 
     before, r_B = around(), torch.full((2,), 0.3, dtype=torch.float64)
     quiet, kept_BJ = [before.off(node, r_B) for node in range(len(before.tape.of_nodes))], before.kept(r_B)
-    weights = Rung(before, most_B, None).ellipsoids.joint.noise.weights
+    weights = RadiusStage(before, most_B, None).ellipsoids.joint.noise.weights
     found.inner._mus = [lambda r, mu=mu: 1e3 * mu(r) for mu in found.inner._mus]  # type: ignore[attr-defined]
     after = around()
     loud = [after.off(node, r_B) for node in range(len(after.tape.of_nodes))]
     assert all(bool((much >= 500 * little).all()) for much, little in zip(loud, quiet, strict=True))
-    rung = Rung(after, most_B, None)
+    stage = RadiusStage(after, most_B, None)
     ends = [leaves[-1] for leaves, off_B in zip(after.tape.of_nodes, loud, strict=True) if bool((off_B > 0).any())]
     assert ends
-    assert all(bool((rung.ellipsoids.joint.noise.weights[at] > weights[at]).all()) for at in ends)
+    assert all(bool((stage.ellipsoids.joint.noise.weights[at] > weights[at]).all()) for at in ends)
     assert (kept_BJ > 0).all()
 
 
-def held_against_ascent(analysis: OfCorrect, model: Any, x: Tensor, y: Tensor, eps_B: Tensor) -> None:
+def held_against_ascent(analysis: CorrectImages, model: Any, x: Tensor, y: Tensor, eps_B: Tensor) -> None:
     certificate = analysis.at(eps_B)
     worst_B = ascend(served_loss(model, y), x.double(), eps_B * (1 - 1e-6), steps=20, starts=3)
     kept_B = certificate.certified_B

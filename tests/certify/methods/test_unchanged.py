@@ -81,7 +81,7 @@ def test_every_method_asks(method: str, part: str) -> None:
     changed = PARTS[part](model, made)
     negate(getattr(changed, "served", changed))
     for ask in (lambda: made.analyse(x, y).at(0.0), lambda: analysis.at(0.0)):
-        with pytest.raises(UserError, match=r"the weights of head\.weight changed .* make a new one"):
+        with pytest.raises(UserError, match=r"the weights of head\.weight changed .* create a new certifier"):
             ask()
     if part == "given":
         assert float(radius_of(MAKE[method](model).analyse(x, y)).max()) == 0  # what it would have said is false

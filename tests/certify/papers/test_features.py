@@ -249,14 +249,14 @@ def test_the_defaults_are_one_and_those_of_the_paper() -> None:
         ("batch_size=0", "at least 1"),
         ("seed=-1", "at least 0"),
         ("perplexity=0.5", "at least 1"),
-        ("perplexity=high", "give a number"),
+        ("perplexity=high", "must be a number"),
         ("perplexity=40", "below twice"),
         ("attack.eps=8/255", "attack.eps=8/255 does not work"),
         ("attack.steps=few", "at least 1"),
         ("atack.steps=2", "nearest: attack.steps"),
         ("against=nowhere", "not a hand-over"),
         ("handover=nowhere", "not a hand-over"),
-        ("version=a@b", "one of them"),
+        ("version=a@b", "exactly one of"),
     ],
 )
 def test_faults_are_one_line(
@@ -278,7 +278,7 @@ def test_models_of_other_images_are_refused_before_anything_runs(digits: Path, t
     own = handover(tmp_path / "own", digits, MODEL)
     for key, value in {"img_size": 12, "in_chans": 3, "num_classes": 5}.items():
         other = handover(tmp_path / key, digits, MODEL | {key: value})
-        with pytest.raises(UserError, match=f"has {key}={value}, the images of digits need"):
+        with pytest.raises(UserError, match=f"has {key}={value}, but the images of digits need"):
             feature_report.run(own, other, data, feature_report.Settings(), tmp_path / "out")
 
 

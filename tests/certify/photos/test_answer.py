@@ -103,9 +103,9 @@ def test_the_command_writes_a_picture_and_a_row_of_each(
 @pytest.mark.parametrize(
     ("words", "mend"),
     [
-        ([], "which photographs"),
+        ([], "name a photograph"),
         (["no.png", "model=cert_vit_c10"], "there is no file no.png"),
-        (["no.png"], "say what to certify"),
+        (["no.png"], "set what to certify"),
         (["no.png", "model=dp_vit_ti"], "models with weights: cert_vit_c10"),
         (["no.png", "model=cert_vit_c10", "norm=l3"], "norm of a certificate"),
         (["no.png", "model=cert_vit_c10", "steps=0"], "steps=0"),

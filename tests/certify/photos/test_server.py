@@ -174,5 +174,5 @@ def test_a_place_that_is_none_is_refused(place: dict[str, Any], mend: str) -> No
 
 
 def test_a_port_that_is_taken_is_one_line(local: Server, predict: Predictor) -> None:
-    with pytest.raises(UserError, match="give another: port=0"):
+    with pytest.raises(UserError, match="set another: port=0"):
         Server(predict, replace(local.place, port=local.server_address[1]))

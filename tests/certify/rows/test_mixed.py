@@ -127,10 +127,10 @@ def test_mixed_rows_are_refused_and_left_as_they_are(
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"radius.lofast": 5.0, "certified.0.01": "not certified"}, "radius 5.0 and is not certified"),
-        ({"certified.0.1": "certified", "pgd.0.1": False}, "in vain"),
+        ({"radius.lofast": 5.0, "certified.0.01": "not certified"}, "radius 5.0 but is not certified"),
+        ({"certified.0.1": "certified", "pgd.0.1": False}, "an attack succeeds"),
         ({"certified.0.1": "maybe"}, "certified.0.1=maybe"),
-        ({"certified.0.1": "certified", "pgd.0.1": True, "correct": False}, "not correct"),
+        ({"certified.0.1": "certified", "pgd.0.1": True, "correct": False}, "the prediction is wrong"),
     ],
 )  # fmt: skip
 def test_rows_that_contradict_themselves_are_refused(
@@ -177,7 +177,7 @@ def test_a_summary_is_not_made_again_of_rows_that_were_changed_behind_it(
     edited = json.loads(rows[11])
     edited["margin"] += 1e-3
     path.write_text("".join(rows[:lines]) + (json.dumps(edited) + "\n" if lines == 11 else ""))
-    with pytest.raises(UserError, match=f"{FILES[kind][2]} was not made of the {path.name} beside it"):
+    with pytest.raises(UserError, match=f"{FILES[kind][2]} was not made from the {path.name} beside it"):
         RUNS[kind](handover, digits, out / kind)
     if lines < 11:  # what is said to do about it helps
         (out / kind / FILES[kind][2]).unlink()
@@ -190,7 +190,7 @@ def test_a_certificate_is_not_published_with_the_rows_of_another(handover: Path,
     table = pd.read_parquet(out / "stage" / stage.TABLE)
     table["radius.lofast"] = 1.0
     table.to_parquet(out / "stage" / stage.TABLE, index=False)
-    with pytest.raises(UserError, match=r"certificate\.json was not made of the certificates\.parquet beside it"):
+    with pytest.raises(UserError, match=r"certificate\.json was not made from the certificates\.parquet beside it"):
         register.publish(handover, out / "stage", registered_name="digits", run_id=None, experiment="test")
 
 

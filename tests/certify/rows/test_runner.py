@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from certify.rows import images, runner
-from certify.rows.columns import Columns, Row
 from certify.rows.images import ImageList
+from certify.rows.row_schema import Row, RowSchema
 from certify.rows.workers import Batch, Crew
 from certizoo import UserError
 from tests.certify.stage.test_stage import data
@@ -46,13 +46,13 @@ def test_what_is_missing_is_computed_and_nothing_else(
     listed: ImageList, tmp_path: Path, lines: int, block: int, sizes: list[int]
 ) -> None:
     path, whole = tmp_path / "rows.jsonl", tmp_path / "whole" / "rows.jsonl"
-    expected = runner.resume(whole, subject(), listed, Columns()).complete(Label(), HANDOVER, Label, Crew())
+    expected = runner.resume(whole, subject(), listed, RowSchema()).complete(Label(), HANDOVER, Label, Crew())
     assert len(expected) == TOTAL == expected["key"].nunique()
-    runner.resume(path, subject(), listed, Columns(), block)
+    runner.resume(path, subject(), listed, RowSchema(), block)
     text = whole.read_text().splitlines(keepends=True)
     path.write_text("".join(text[:lines]) + ("".join(text[lines : lines + 1])[:9]))  # cut off in a line
     own, done = Label(), list[tuple[int, int]]()
-    run = runner.resume(path, subject(), listed, Columns(), block)
+    run = runner.resume(path, subject(), listed, RowSchema(), block)
     table = run.complete(own, HANDOVER, Label, Crew(), lambda *now: done.append(now))
     assert table.equals(expected)
     assert own.sizes == sizes
@@ -63,9 +63,9 @@ def test_what_is_missing_is_computed_and_nothing_else(
 
 def test_rows_of_another_subject_are_left_alone(listed: ImageList, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    runner.resume(path, subject(), listed, Columns()).complete(Label(), HANDOVER, Label, Crew())
+    runner.resume(path, subject(), listed, RowSchema()).complete(Label(), HANDOVER, Label, Crew())
     before = path.read_bytes()
     with pytest.raises(UserError, match="another method"):
-        runner.resume(path, subject("other"), listed, Columns())
+        runner.resume(path, subject("other"), listed, RowSchema())
     assert path.read_bytes() == before
     assert json.loads((tmp_path / "subject.json").read_text()) == subject()

@@ -205,7 +205,7 @@ def without_proofs(summary: dict[str, Any], rows: pd.DataFrame, status: str) -> 
 def test_a_model_without_proofs_has_a_report(summary: dict[str, Any], rows: pd.DataFrame, status: str) -> None:
     text = rendered(*without_proofs(summary, rows, status))
     found = Page(text)
-    assert "No image is of this kind." in found.texts("p")
+    assert "There is no such image." in found.texts("p")
     assert any(text.startswith("No image has a finite loss") for text in found.texts("p"))
     assert len(found.attributes("src")) == gallery.COUNT
     assert set(found.texts("dd")[5::7]) == {status}
@@ -216,9 +216,9 @@ def test_a_model_that_is_always_wrong_has_a_report(summary: dict[str, Any], rows
     bare_summary, bare = without_proofs(summary, rows, "not certified")
     bare = bare.assign(correct=False, margin=-1.0)
     found = Page(rendered(bare_summary | {"clean": 0.0, "breakdown": None}, bare))
-    assert found.texts("p").count("No image is of this kind.") == 2
+    assert found.texts("p").count("There is no such image.") == 2
     assert not found.attributes("src")
-    assert "This method does not say." in found.texts("p")
+    assert "This method has no breakdown." in found.texts("p")
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome here to open the page in")

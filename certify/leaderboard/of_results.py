@@ -1,4 +1,4 @@
-"""From finished results, certificate.json or evaluation.json, to an entry of the leaderboard."""
+"""An entry of the leaderboard from finished results, certificate.json or evaluation.json."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import zoo
-from certify.board.entry import Entry, faults, served_in
-from certify.board.nonces import of_entry
 from certify.evaluation.run import EVALUATION
 from certify.evaluation.run import ROWS as EVALUATED
+from certify.leaderboard.entry import Entry, faults, served_in
+from certify.leaderboard.nonces import of_entry
 from certify.rows import records
 from certify.rows.draws import recorded
 from certify.rows.intervals import at_most
@@ -18,7 +18,7 @@ from certify.stage.run import CERTIFICATE, ROWS
 from certizoo import UserError
 from zoo.models import overview
 
-SAME = ("weights_sha256", "images", "images_sha256", "dataset", "served_dtype")  # of all results of one entry
+SAME = ("weights_sha256", "images", "images_sha256", "dataset", "served_dtype")  # equal for all results of one entry
 NUMERICS = (
     "float64 of the served float32 weights; weight norms verified by Cholesky with Rump's margin, Jacobian norms by "
     "Lanczos with a proved chance to fail; clean rounding counts as loss"
@@ -27,30 +27,30 @@ ROUNDED = "; so does what the served model rounds anywhere in the ball"
 
 
 def summary_of(folder: Path) -> Summary:
-    """What a folder of results says, if its rows are still those that it was made of. Raises UserError."""
+    """Return the summary in a folder of results. Raises UserError if its rows have changed since."""
     for name, rows in ((CERTIFICATE, ROWS), (EVALUATION, EVALUATED)):
         if summary := records.require_rows(folder / name, rows):
             return summary
-    raise UserError(f"{folder} holds neither {CERTIFICATE} nor {EVALUATION}; let python -m certify finish there first")
+    raise UserError(f"{folder} holds neither {CERTIFICATE} nor {EVALUATION}; finish python -m certify there first")
 
 
 def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
-    """Return one entry of all of them, results of the same weights on the same images.
+    """Return one entry from all results, which are of the same weights on the same images.
 
-    `said`: what no result knows: name (by default that of the model), title, training, extra_data, source, and the
-    command where another one made them. Raises UserError.
+    `said` holds the fields that no result contains: name (by default that of the model), title, training, extra_data,
+    source, and the command if another one made the results. Raises UserError.
     """
     first = summaries[0]
     for key in SAME:
         if len({str(summary.get(key)) for summary in summaries}) > 1:
-            raise UserError(f"these results have another {key} each; give results of one model on the same images")
+            raise UserError(f"these results differ in {key}; pass results of one model on the same images")
     curves: dict[str, dict[str, Any]] = {}
     for summary in summaries:
         for norm, curve in _curves(summary).items():
             curves[norm] = curves.get(norm, {}) | curve
     methods = sorted({str(summary["method"]) for summary in summaries})
     if methods != ["None"] and len(methods) > 1:
-        raise UserError(f"these results are by methods {', '.join(methods)}; give those of one")
+        raise UserError(f"these results are by methods {', '.join(methods)}; pass results of one method")
     name = said.get("name") or first["model"]["name"]
     entry = {
         "name": name,
@@ -77,17 +77,20 @@ def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
     if nonces := nonces_of(summaries):
         entry["nonces"] = nonces
     for fault in (*faults(entry), *of_entry(entry)):
-        raise UserError(f"these results make no entry: {fault}")
+        raise UserError(f"these results make no valid entry: {fault}")
     return entry
 
 
 def parameters_of(model: Mapping[str, Any]) -> int:
-    """Of the model as it is served."""
+    """Return the number of parameters of the model as it is served."""
     return sum(weights.numel() for weights in overview.on_meta(**model).parameters())
 
 
 def _curves(summary: Summary) -> dict[str, dict[str, Any]]:
-    """A certificate has a share an eps; of an evaluation the balls of its attacks that a certified radius covers."""
+    """Return norm -> eps -> shares.
+
+    A certificate has shares at every eps; an evaluation has them for the balls of attacks in the norm of its radii.
+    """
     if "worst_case" not in summary:
         attack = _attack_name(summary["attack"])
         return {
@@ -109,7 +112,7 @@ def _curves(summary: Summary) -> dict[str, dict[str, Any]]:
         known = curve.get(f"{found['eps']:g}")
         if known is None or point["attacked"] < known["attacked"]:
             curve[f"{found['eps']:g}"] = point
-    for ball in summary["worst_case"]:  # what survives all of them
+    for ball in summary["worst_case"]:  # images that survive all attacks
         names = " + ".join(_attack_name(summary["attacks"][name]) for name in ball["attacks"])
         if (there := curves.get(ball["norm"], {}).get(f"{ball['eps']:g}")) is not None:
             there |= {"attacked": _percent(ball["accuracy"]), "attack": names}
@@ -117,7 +120,7 @@ def _curves(summary: Summary) -> dict[str, dict[str, Any]]:
 
 
 def _attack_name(options: Mapping[str, Any]) -> str:
-    """'PGD-100', 'PGD-20 x 5', 'AutoAttack'."""
+    """Return a name such as 'PGD-100', 'PGD-20 x 5' or 'AutoAttack'."""
     kind = options.get("kind", "pgd")
     if kind != "pgd":
         return {"autoattack": "AutoAttack"}.get(kind, str(kind))
@@ -131,7 +134,7 @@ def _training(summary: Summary) -> str:
 
 
 def _command(summary: Summary) -> str:
-    """The command that does it again, but for the place of the data."""
+    """Return the command that reproduces the result, except for the location of the data."""
     name = summary["model"]["name"]
     published = name in (entries := zoo.weights.entries()) and entries[name].sha256 == summary["weights_sha256"]
     words = [f"model={name}", "out=OUT"] if published else ["handover=HANDOVER"]
@@ -159,8 +162,11 @@ def _soundness(summaries: Sequence[Summary]) -> str:
 
 
 def failure_of(summaries: Sequence[Summary]) -> float | None:
-    """The probability that any of all these radii is false: the sum of those of the results, each at most that of an
-    image times the images where earlier code does not say it. None where one says neither."""
+    """Return the probability that any of these radii is false, or None if a result records none.
+
+    It is the sum over the results. Where earlier code did not record that of a result, it is at most that of an image
+    times the number of images.
+    """
     chances = list[float]()
     for summary in summaries:
         said, of_image = summary.get("numerics", {}), _chance_of_an_image(summary)
@@ -176,7 +182,7 @@ def _chance_of_an_image(summary: Summary) -> float | None:
 
 
 def nonces_of(summaries: Sequence[Summary]) -> list[dict[str, str | None]]:
-    """Where the nonces of these results are from; nothing of results of earlier code, which do not say."""
+    """Return the nonces of these results and their origins; results of earlier code record none."""
     found = [recorded(summary) for summary in summaries if "nonce_origin" in summary]
     return [{"nonce": nonce.text, "origin": nonce.origin, "beacon": nonce.beacon} for nonce in dict.fromkeys(found)]
 

@@ -1,9 +1,9 @@
-"""The nearest image of another class that an attack finds: what stands against a certified radius from the other side.
+"""The nearest image of another class that an attack finds, an upper bound that complements the certified radius.
 
-    radius  <=  distance to the nearest image of another class  <=  what is found here.
+    radius  <=  distance to the nearest image of another class  <=  distance found here.
 
-PGD in growing balls until it fools, then in balls between the last that did not and what was found, and at the end
-along the straight line back to the image. It is no proof of anything: a nearer one may exist, down to the radius.
+PGD runs in growing balls until it fools, then in balls between the last failure and the success, and finally along the
+straight line back to the image. The result proves nothing: a nearer image may exist, down to the radius.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,21 @@ from torch import Generator, Tensor, nn
 from attacks import AttackConfig
 from attacks.norms import distance
 
-GROWTH = 1.5  # from ball to ball
-FIRST = 1.02  # of the certified radius: nothing is looked for inside
+GROWTH = 1.5  # factor from ball to ball
+FIRST = 1.02  # first ball relative to the certified radius, inside which nothing is searched
 LEAST = {"l2": 0.02, "linf": 0.25 / 255}  # where the search begins if nothing is certified
-CLOSE = 1.02  # a bracket that is not searched any further
+CLOSE = 1.02  # ratio of a bracket's ends at which the search stops
 HALVINGS = 6
-POINTS = 12  # of the line back
+POINTS = 12  # halvings on the line back
 
 
-def nearest(
+def closest_attack(
     model: nn.Module, image_CHW: Tensor, label: int, radius: float, attack: AttackConfig, draws: Callable[[], Generator]
 ) -> Tensor | None:
-    """The image (C, H, W), and None where no ball up to grey images has any. `attack`: its norm and its steps."""
+    """Return the image (C, H, W), or None if no ball up to grey images contains one.
+
+    `attack` gives the norm and the steps.
+    """
     x_BCHW, label_B = image_CHW[None], torch.tensor([label], device=image_CHW.device)
     largest = 0.5 if attack.norm == "linf" else 0.5 * image_CHW.numel() ** 0.5
 
@@ -50,7 +53,7 @@ def nearest(
 
 
 def _back(model: nn.Module, x_BCHW: Tensor, found_BCHW: Tensor, label: int) -> Tensor:
-    """The last point on the line towards the image that still fools, by halving."""
+    """Return the last point on the line towards the image that still fools, by halving."""
     right, wrong, last_BCHW = 0.0, 1.0, found_BCHW
     for _ in range(POINTS):
         share = (right + wrong) / 2

@@ -1,6 +1,6 @@
-"""What a row must be to count: that of the image in its place of the list, with whole columns of the right type.
+"""The schema of rows: each row belongs to the image in its place of the list, and has columns of the right type.
 
-Rows are held against this when they are computed, when they are read again, and so before anything is summed up.
+Rows are checked when they are computed and when they are read again, hence before anything is summed up.
 """
 
 import math
@@ -32,12 +32,12 @@ def flag(value: object) -> bool:
 
 
 def real(value: object) -> bool:
-    """A float, or what JSON makes of one without a fraction; it may be infinite, or none at all."""
+    """Check for a float, or an integer that JSON writes for one; it may be infinite or NaN."""
     return type(value) in (int, float)
 
 
 def amount(value: object) -> bool:
-    """A finite number from 0 on."""
+    """Check for a finite number >= 0."""
     return isinstance(value, int | float) and type(value) is not bool and 0 <= value < math.inf
 
 
@@ -46,7 +46,7 @@ def chance(value: object) -> bool:
 
 
 def perhaps(kind: Kind) -> Kind:
-    """Of that kind, or nothing."""
+    """Return a check for that kind or None."""
     return lambda value: value is None or kind(value)
 
 
@@ -59,17 +59,19 @@ def no_contradiction(row: Row) -> str | None:
 
 
 @dataclass(frozen=True)
-class Columns:
-    """The columns of a command beside key and label: those that every row has, by their names; those that a row
-    may have, by how their names begin. `contradiction` says what in a row cannot be true at
-    once."""
+class RowSchema:
+    """The columns of a command besides key and label.
+
+    `needed` are those of every row, by name; `further` those that a row may have, by prefix. `contradiction` describes
+    which values of a row cannot be true together.
+    """
 
     needed: Mapping[str, Kind] = field(default_factory=dict)
     further: Mapping[str, Kind] = field(default_factory=dict)
     contradiction: Callable[[Row], str | None] = no_contradiction
 
     def fault(self, rows: Sequence[Row], images: Sequence[Listed], start: int = 0) -> tuple[int, str] | None:
-        """(place, what is wrong) of the first row, from `start` on, that is not the one of its image."""
+        """Return (place, fault) of the first row, from `start` on, that does not match its image."""
         for place, row in enumerate(rows[start:], start):
             if place >= len(images):
                 return place, f"is one more than the {len(images)} images"

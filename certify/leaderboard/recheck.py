@@ -1,13 +1,13 @@
-"""An entry done again: its weights, its images and clean accuracy as a whole, certificates and attacks of a sample.
+"""The recheck of an entry: its weights, images and clean accuracy in full, certificates and attacks of a sample.
 
-Which images the sample is, and the random starts of norms, are drawn now: nobody could prepare for them. Of n images of
-N, of which a claim says that K are certified, the number k that is found has the hypergeometric distribution,
+The sample and the random starts of norms are drawn during the check, so that nobody can prepare for them. If a claim
+says that K of N images are certified, the number k among n sampled images has the hypergeometric distribution,
 
     P(k) = C(K, k) C(N - K, n - k) / C(N, n),
 
-and a claim is refused where a tail as far out as k has a probability below DOUBT. Of 1000 images 50 refuse one that is
-off by 32 points, 200 one by 15, 500 one by 8, all of them one by more than ALLOWED; with the rows behind the claim
-(rows.py) each image of the sample counts for itself.
+and the claim is refused if a tail as far out as k has a probability below DOUBT. With N = 1000, 50 images refuse a
+claim that is wrong by 32 points, 200 one by 15, 500 one by 8, and all images one by more than ALLOWED. With the rows
+behind the claim (rows.py) each image of the sample is compared by itself.
 """
 
 import random
@@ -20,15 +20,15 @@ import torch
 
 import shards
 import zoo
-from certify.board import nonces
-from certify.board.entry import Entry, faults, points, served_in
-from certify.board.of_results import parameters_of
-from certify.board.rows import Rows, forged, shares
+from certify.leaderboard import nonces
+from certify.leaderboard.entry import Entry, faults, points, served_in
+from certify.leaderboard.of_results import parameters_of
+from certify.leaderboard.rows import Rows, forged, shares
 from certify.methods import METHODS
 from certify.methods.served import require_served
 from certify.rows import images
-from certify.rows.columns import Row
 from certify.rows.progress import Progress, silent
+from certify.rows.row_schema import Row
 from certify.rows.workers import Batch
 from certify.stage.certify_batch import CertifyBatch
 from certify.stage.outcomes import CERTIFIED, DEFAULT_ATTACK
@@ -36,14 +36,14 @@ from certify.stage.settings import Settings
 from certizoo import UserError
 from zoo.bounds import lanczos
 
-DOUBT = 1e-5  # of a right claim to be refused, at each of its points
-ALLOWED = 0.01  # of the images may be certified with one nonce, rounding or kernel, and not with another
-TIE = 1e-4  # a margin, in logits, that rounding may turn over
+DOUBT = 1e-5  # probability that a right claim is refused, at each of its points
+ALLOWED = 0.01  # share of images that may be certified with one nonce, rounding or kernel and not with another
+TIE = 1e-4  # margin, in logits, whose sign rounding may change
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was seen, in words, and what of it contradicts the entry."""
+    """The findings in words, and those that contradict the entry."""
 
     words: list[str]
     wrong: list[str]
@@ -58,27 +58,39 @@ def check(
     served_dtype: str | None = "float32",
     progress: Progress = silent,
 ) -> Found:
-    """`claimed`: the rows behind the entry, {} if they are not known; `served_dtype`: as in configs/certify.yaml.
-    What costs least comes first, and the sample only if all else is right. Raises UserError where the entry cannot be
-    done again, UnsoundCertificate where a certified image falls."""
+    """Recheck an entry: first what costs least, and the sample only if everything else is right.
+
+    Args:
+        entry: the claim.
+        handover: the model.
+        data: the test images.
+        sample: number of images to certify again.
+        claimed: the rows behind the entry, {} if they are unknown.
+        served_dtype: as in configs/certify.yaml.
+        progress: called after every batch.
+
+    Raises:
+        UserError: the entry cannot be rechecked.
+        UnsoundCertificate: an attack changed the class of a certified image.
+    """
     if entry["published"]:
-        raise UserError(f"{entry['name']} is a published figure of others, which no command here does again")
+        raise UserError(f"{entry['name']} is a figure published by others, which no command here can recheck")
     if entry["method"] not in METHODS:
-        raise UserError(f"method {entry['method']!r} is none of ours ({', '.join(METHODS)}): it cannot be done again")
+        raise UserError(f"method {entry['method']!r} cannot be rechecked; it is none of {', '.join(METHODS)}")
     require_served(served_dtype, entry["method"], "served_dtype")
     if claimed and served_in(entry) != served_dtype:
         of = served_in(entry) or "null"
-        raise UserError(f"the rows are those of served_dtype={of}; hold them against that, or leave results= out")
+        raise UserError(f"the rows are of served_dtype={of}; set served_dtype= to that, or remove results=")
     wrong = [*faults(entry), *_weights(entry, handover), *nonces.of_entry(entry)]
     if wrong:
-        return Found([], wrong)  # other weights, other figures
+        return Found([], wrong)  # the figures of other weights would say nothing
     listed = images.image_list(data, entry["images"], 50)
     if (listed.total, listed.sha256) != (entry["images"], entry["images_sha256"]):
         return Found([], [f"the {listed.total} test images of {data.root} are not those of the entry (images_sha256)"])
     words, wrong = [f"weights, {entry['parameters']} parameters", f"nonces: {nonces.origins(entry)}"], []
     low, high = _clean(handover, listed)
     words.append(f"clean {100 * high / listed.total:.4g} of {listed.total} images")
-    claimed_clean, rounded = entry["clean"] * listed.total / 100, 1e-6 * listed.total  # per cent to 4 places
+    claimed_clean, rounded = entry["clean"] * listed.total / 100, 1e-6 * listed.total  # entries hold four places
     if not low - rounded <= claimed_clean <= high + rounded:
         wrong.append(f"clean is {100 * high / listed.total:.4g}, not {entry['clean']}")
     wrong += shares(entry, claimed)
@@ -110,7 +122,7 @@ def _weights(entry: Entry, handover: Path) -> Iterator[str]:
 
 
 def _clean(handover: Path, listed: images.ImageList) -> tuple[int, int]:
-    """How many images are classified correctly, at least and at most: ties count for both."""
+    """Return the least and the largest number of correctly classified images; ties count for both."""
     model, _ = zoo.handover.load(handover)
     low = high = 0
     with torch.no_grad():
@@ -132,7 +144,7 @@ def _rows(
     served_dtype: str | None,
     progress: Progress,
 ) -> Iterator[Row]:
-    """The stage's own rows of the picked images, with a nonce that is drawn now."""
+    """Yield the stage's own rows of the picked images, with a newly drawn nonce."""
     grid = tuple(eps for of, eps, _ in points(entry) if of == norm)
     settings = Settings(
         method=entry["method"],
@@ -158,14 +170,14 @@ def _part(batch: Batch, chosen: list[int]) -> Batch:
 
 
 def _steps(entry: Entry, norm: str) -> int:
-    """Of the entry's PGD; ours where it says another attack."""
+    """Return the steps of the entry's PGD; the default where it names another attack."""
     names = [str(point["attack"]) for of, _, point in points(entry) if of == norm]
     steps = [int(name.removeprefix("PGD-")) for name in names if name.removeprefix("PGD-").isdecimal()]
     return min(max(steps, default=DEFAULT_ATTACK.steps), 1000)
 
 
 def _held(entry: Entry, norm: str, rows: list[Row], total: int) -> Iterator[tuple[str, str | None]]:
-    """(what was seen, what is wrong with the claim) at every eps."""
+    """Yield (the finding, the fault of the claim or None) at every eps."""
     n = len(rows)
     for of, eps, point in points(entry):
         if of != norm:
@@ -185,8 +197,10 @@ def _held(entry: Entry, norm: str, rows: list[Row], total: int) -> Iterator[tupl
 
 
 def likely(seen: int, n: int, claimed: float, total: int, *, both: bool) -> bool:
-    """Whether `seen` of n drawn images may be of a claim of so many of `total`, give or take ALLOWED: not too few, and,
-    if `both`, not too many."""
+    """Return whether `seen` of n sampled images fit a claim of `claimed` among `total`, within ALLOWED.
+
+    Too few refute the claim, and with `both` too many do, too.
+    """
     slack = ALLOWED * total
     fewest, most = (min(total, max(0, round(claimed + sign * slack))) for sign in (-1, 1))
     enough = _tail(fewest, n, total, range(seen + 1)) >= DOUBT
@@ -194,5 +208,5 @@ def likely(seen: int, n: int, claimed: float, total: int, *, both: bool) -> bool
 
 
 def _tail(marked: int, n: int, total: int, values: range) -> float:
-    """P(k in values), k of n drawn images being among the `marked` of `total`."""
+    """Return P(k in values) for the number k of sampled images among the `marked` of `total`."""
     return sum(comb(marked, k) * comb(total - marked, n - k) for k in values) / comb(total, n)

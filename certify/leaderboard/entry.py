@@ -1,6 +1,7 @@
-"""An entry: what leaderboard/schema.json says, read from anybody's file, and what its figures must be among themselves.
+"""An entry of the leaderboard: the form of leaderboard/schema.json, and the consistency of its figures.
 
-Per cent, of the same images: certified <= attacked <= clean at every eps, and neither grows with eps.
+Entries may come from anyone. In per cent of the same images, certified <= attacked <= clean holds at every eps, and
+neither grows with eps.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from certizoo.files import require_file_name
 Entry = dict[str, Any]
 TEXT, NUMBER, WHOLE, FLAG = (str,), (int, float), (int,), (bool,)
 NONE = (type(None),)
-# field -> what it may be; tests/certify/board/test_entry.py holds it against the schema
+# field -> allowed types; tests/certify/leaderboard/test_entry.py compares them with the schema
 FIELDS: dict[str, tuple[type, ...]] = {
     "name": TEXT,
     "title": TEXT,
@@ -36,7 +37,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "published": FLAG,
     "soundness": TEXT,
 }
-# may be missing. served_dtype: in which the certified model is served, rounding included; null: its float64 function
+# may be missing. served_dtype: type in which the certified model is served; null: its float64 function
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "failure_probability": NUMBER,
     "nonces": (list,),
@@ -47,18 +48,18 @@ POINT: dict[str, tuple[type, ...]] = {"certified": NUMBER + NONE, "attacked": NU
 
 
 def read(path: Path) -> Entry:
-    """The entry in a file. Raises UserError naming the first thing that is none."""
+    """Read the entry in a file. Raises UserError naming the first fault."""
     entry = read_json(path)
     for fault in faults(entry):
-        raise UserError(f"{path} is no entry: {fault}; make it with python -m certify submit")
+        raise UserError(f"{path} is no valid entry: {fault}; create it with python -m certify submit")
     require_file_name(entry["name"], "name")
     return dict(entry)
 
 
 def faults(entry: object) -> Iterator[str]:
-    """What is wrong with its form, and with its figures among themselves."""
+    """Yield the faults in the form of an entry and in the consistency of its figures."""
     if not isinstance(entry, dict):
-        yield "it is no mapping"
+        yield "it is not a mapping"
         return
     yield from _form(entry, FIELDS | {key: kinds for key, kinds in OPTIONAL.items() if key in entry}, "")
     if served_in(entry) not in (None, *DTYPES):
@@ -73,7 +74,7 @@ def faults(entry: object) -> Iterator[str]:
 
 
 def _chance(entry: Entry) -> Iterator[str]:
-    """A probability, and where the nonces are from that it is over."""
+    """Yield the faults in the failure probability, and in the nonces that it is over."""
     failure = entry.get("failure_probability", 0)
     if not (isinstance(failure, int | float) and 0 <= failure <= 1):
         yield f"failure_probability is {str(failure)[:60]!r}, no probability"
@@ -86,12 +87,12 @@ def _chance(entry: Entry) -> Iterator[str]:
 
 
 def served_in(entry: Entry) -> str | None:
-    """The type of the model that the certificates speak of; None: its float64 function, as of all earlier entries."""
+    """Return the type of the certified model; None means its float64 function, as in all earlier entries."""
     return entry.get("served_dtype")
 
 
 def points(entry: Entry) -> Iterator[tuple[str, float, dict[str, Any]]]:
-    """(norm, eps, figures) of every point, each curve by growing eps."""
+    """Yield (norm, eps, figures) of every point, each curve by increasing eps."""
     for norm, curve in entry["curves"].items():
         for eps in sorted(curve, key=float):
             yield norm, float(eps), curve[eps]

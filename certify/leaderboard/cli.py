@@ -1,12 +1,14 @@
-"""`python -m certify submit handover=DIR ...`, `python -m certify check ENTRY.json data.root=FOLDER ...`: the keys of
-configs/submit.yaml and configs/check.yaml."""
+"""The commands `python -m certify submit handover=DIR ...` and `python -m certify check ENTRY.json ...`.
+
+Their keys are those of configs/submit.yaml and configs/check.yaml.
+"""
 
 from pathlib import Path
 
 from rich.console import Console
 
 import zoo
-from certify.board import again, entry, of_results, rows
+from certify.leaderboard import entry, of_results, recheck, rows
 from certify.rows import records
 from certify.rows.arguments import Config, data_of, handover_of
 from certify.rows.draws import UNKNOWN
@@ -16,20 +18,20 @@ from certizoo.files import disk_errors
 
 
 def submit(config: Config) -> None:
-    """Write the entry of finished results, and say where."""
+    """Write the entry of finished results, and print its path."""
     given = any(config.get(key) for key in ("handover", "version", "model"))
     handover = handover_of(config) if given or not config["results"] else None
     results = config["results"] or [str(handover.parent / "certificate")] if handover else config["results"]
     folders = [results] if isinstance(results, str) else results
     summaries = [of_results.summary_of(Path(folder)) for folder in folders]
     if handover is not None and zoo.handover.weights_sha256(handover) != summaries[0]["weights_sha256"]:
-        raise UserError(f"{folders[0]} is not of the weights in {handover}; give the results of these: results=FOLDER")
+        raise UserError(f"{folders[0]} is not of the weights in {handover}; set results= to a result of these weights")
     if of_results.failure_of(summaries) != 0 and any(s.get("nonce_origin", UNKNOWN) == UNKNOWN for s in summaries):
         raise UserError(f"{folders[0]} does not say whether its nonce was drawn or given; certify again")
     said = {key: config[key] for key in ("title", "training", "extra_data", "source")}
     made = of_results.entry_of(summaries, **said)
     out = Path(config["out"] or f"{made['name']}.json")
-    with disk_errors("make room, or give another file: out=FILE"):
+    with disk_errors("make room, or choose another file: out=FILE"):
         records.write_json(out, made)
     Console(highlight=False).print(
         f"{out}: python -m certify check {out} data.root=SHARDS", markup=False, soft_wrap=True
@@ -37,21 +39,21 @@ def submit(config: Config) -> None:
 
 
 def check(config: Config) -> None:
-    """Do an entry again on a sample of images; UserError where it is wrong."""
+    """Recheck an entry on a sample of images. Raises UserError if it is wrong."""
     if len(config["files"]) != 1:
-        raise UserError("which entry? python -m certify check ENTRY.json data.root=FOLDER [images=N]")
+        raise UserError("name one entry: python -m certify check ENTRY.json data.root=FOLDER [images=N]")
     path = Path(config["files"][0])
     claim = entry.read(path)
     if not any(config.get(key) for key in ("handover", "version", "model")):
         config = config | {"model": claim["name"]}
     if type(config["images"]) is not int or config["images"] < 1:
-        raise UserError(f"images={config['images']}: give a whole number above 0, of images to be certified again")
+        raise UserError(f"images={config['images']} must be a whole number above 0, of images to certify again")
     handover = handover_of(config)
     data = data_of(_with_root(config, handover), handover)
     console = Console(highlight=False)
     with progress_bar("certifying again", console) as progress:
         claimed = rows.rows_of([Path(folder) for folder in config["results"]], claim)
-        found = again.check(claim, handover, data, config["images"], claimed, config["served_dtype"], progress)
+        found = recheck.check(claim, handover, data, config["images"], claimed, config["served_dtype"], progress)
     for words in found.words:
         console.print(words, markup=False, soft_wrap=True)
     if found.wrong:
@@ -60,7 +62,7 @@ def check(config: Config) -> None:
 
 
 def _with_root(config: Config, handover: Path) -> Config:
-    """data.root=FOLDER alone: the data of the hand-over's own config, there."""
+    """Return the config with the data of the hand-over's own config, if only data.root=FOLDER is given."""
     said = config["data"]
     if set(said) != {"root"}:
         return config

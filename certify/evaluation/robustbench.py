@@ -19,7 +19,10 @@ THREATS = {"linf": "Linf", "l2": "L2"}
 
 
 def load_model(reference: str) -> nn.Module:
-    """images (B, C, H, W) in [0,1] -> logits: of a hand-over folder, or of a published version, NAME@ALIAS."""
+    """Return the model of a hand-over folder, or of a published version NAME@ALIAS.
+
+    It maps images (B, C, H, W) in [0,1] to logits.
+    """
     folder = Path(reference)
     if not folder.is_dir():
         from registry import browse
@@ -30,10 +33,11 @@ def load_model(reference: str) -> nn.Module:
 
 
 def entries(summary: Mapping[str, Any], attacks: Mapping[str, Attack]) -> Iterator[tuple[str, dict[str, object]]]:
-    """(threat model, entry) for every AutoAttack of the whole, standard kind: the keys of RobustBench's
-    `model_info/<dataset>/<threat model>/<name>.json`. What only its authors know is to be filled in.
+    """Yield (threat model, entry) for every complete, standard AutoAttack.
 
-    Accuracies are of the images of this evaluation, in percent; RobustBench takes 10,000 of CIFAR, 5,000 of ImageNet.
+    Entries have the keys of RobustBench's `model_info/<dataset>/<threat model>/<name>.json`; those that only the
+    authors know are left to be filled in. Accuracies are those of this evaluation's images, in percent; RobustBench
+    takes 10,000 images of CIFAR, 5,000 of ImageNet.
     """
     for name, attack in attacks.items():
         if isinstance(attack, AutoAttack) and attack == AutoAttack(attack.norm, attack.eps, seed=attack.seed):

@@ -10,12 +10,12 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
+from certify.maps.budget import at_once, budget
 from certify.maps.columns import Columns
 from certify.maps.coupled import Coupled, coupled
-from certify.maps.effort import at_once, effort
 from certify.maps.ellipsoid import Ellipsoids, Grown, Margins, Off
 from certify.maps.joint import Sizes
-from certify.maps.weights import Look
+from certify.maps.weights import WeightEstimate
 from certify.methods.adjoint import AdjointAnalysis, groups
 from certify.methods.ball import Ball
 from certify.methods.certificate import Clean, gaps, open_pairs, pair_weights
@@ -23,16 +23,16 @@ from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.tape import Tape, Vectors
 
-AT_ONCE = 8  # rivals, at most
-BITS = 2**12
-FULL = 0.98  # radius / largest e of a rung that proves all of it
-TRIES = 5  # of the search for its radius
-HIGH = 0.8  # of its bracket: where the next one is, as most radii are not far below the largest e
+AT_ONCE = 8  # largest number of rivals bounded together
+BITS = 2**12  # leading bits of a number that enter a seed
+FULL = 0.98  # share of `most_B` from which on a stage counts as proving all of it
+TRIES = 5  # steps of the search for the radius that a stage proves
+HIGH = 0.8  # position of the next step in the bracket, as most radii lie close to the largest e
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of some margins: at the image (C, B, *x), at some leaves, and their lengths (C, B) at all leaves."""
+    """The gradients of some margins, at the image (C, B, *x) and at some leaves; their lengths (C, B) at all leaves."""
 
     image: Tensor
     leaves: Vectors
@@ -50,15 +50,15 @@ class Situation:
     head: nn.Linear
     rivals_BR: Tensor
     seed: bytes
-    radii: Callable[[Tensor], Sequence[Tensor]]  # e (B,) -> |G_n| (B,) in front of all nodes, or of none
-    proved: Callable[[Tensor], Tensor]  # e (B,) -> (B,), by the adjoint analysis: no rung is needed within
-    off: Off  # what is off at the end of a node
-    kept: Callable[[Tensor], Tensor]  # r (B,) -> (B, J), of margins, for features within r
+    radii: Callable[[Tensor], Sequence[Tensor]]  # e (B,) -> |G_n| (B,) in front of every node, or an empty list
+    proved: Callable[[Tensor], Tensor]  # e (B,) -> (B,): proved by the adjoint analysis, so that no stage is needed
+    off: Off  # error at the end of a node
+    kept: Callable[[Tensor], Tensor]  # r (B,) -> (B, J): rounding to subtract from margins, for features within r
 
     @staticmethod
     def of(inner: AdjointAnalysis, images: Tensor, index_I: Tensor, seed: bytes) -> "Situation":
         tape = Tape((inner.chain if len(index_I) == len(images) else inner.chain.of(index_I)).expansions)
-        asked = not effort(tape).large  # the adjoint analysis
+        asked = not budget(tape).large  # for a large model the adjoint analysis is not used
 
         def of_all(e_I: Tensor) -> Tensor:
             return images.new_zeros(len(images), dtype=e_I.dtype).index_put((index_I,), e_I)
@@ -82,8 +82,11 @@ class Situation:
         return Situation(*around, inner.rivals_BR[index_I], seed, radii, proved, off, kept)
 
     def gradients(self, class_CB: Tensor) -> "Gradients":
-        """Of the margins over these classes: at the image, at the outputs of the leaves that bend, and how long they
-        are at the outputs of all leaves."""
+        """Return the gradients of the margins over these classes.
+
+        They are taken at the image and at the outputs of the nonlinear leaves; lengths are those at the outputs of all
+        leaves.
+        """
         weight, lengths = self.head.weight, Sizes()
         g_CBD = weight[self.clean.label_B] - weight[class_CB]
         end = self.tape.leaves[max(self.tape.leaves)].y.shape
@@ -94,29 +97,33 @@ class Situation:
         return Gradients(*self.tape.pull(g_CBD.view(len(g_CBD), *end), {}, self.tape.nonlinear, visit), lengths)
 
     def first(self, class_CB: Tensor) -> Tensor:
-        """What margins over these classes lose at first order, at e = 1: (C, B)."""
+        """Return the first-order loss of the margins over these classes at e = 1: (C, B)."""
         return self.ball.length(self.gradients(class_CB).image)
 
     def sizes(self, e_B: Tensor) -> Sizes:
-        """How long the inputs of leaves can be within e, where the adjoint analysis says so."""
+        """Return bounds on the inputs of leaves within e, for the leaves that the adjoint analysis bounds."""
         ways = zip(self.tape.gains, self.radii(e_B), strict=False)
         return {at: product(radius_B, gain_B) for gains, radius_B in ways for at, gain_B in gains.items()}
 
     def draw(self, room: torch.Size, word: str, numbers: Tensor) -> Tensor:
-        """(B, *room), of a stream of their own for every purpose and these numbers (B, n): what was found with one
-        start chooses the maps that others measure. Of numbers the first bits count, as the others are rounding."""
+        """Return a Gaussian vector (B, *room) for each image.
+
+        Every purpose, with these numbers (B, n), has its own random stream, because the result of one start chooses the
+        maps that another one measures. Only the leading bits of the numbers enter the seed, as the trailing ones are
+        rounding.
+        """
         mantissa, exponent = numbers.frexp()
         key = torch.cat([self.images.flatten(1), (BITS * mantissa).round(), exponent], 1)
         return lanczos.starts(key, room, self.seed + word.encode())
 
     def features(self, e_B: Tensor, moved_B: Tensor) -> Tensor:
-        """How far the features move at most, where forms say `moved`: (B,)."""
+        """Bound how far the features move, by the forms' bound `moved_B` or by the adjoint radius: (B,)."""
         return torch.fmin(moved_B, radii[-1]) if (radii := self.radii(e_B)) else moved_B
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some rivals of every image, by their gradients alone: (C, B) each."""
+    """Some rivals of every image, described by their gradients alone: (C, B) each."""
 
     first: Tensor
     at_ends: Sequence[Tensor]
@@ -126,8 +133,10 @@ class Group:
 
 @dataclass
 class Formed:
-    """Some rivals of every image with what their remainders can cost: (C, B) each; and, once it was asked for, with
-    what that and the first order can cost at once."""
+    """Some rivals of every image, with what their remainders can cost: (C, B) each.
+
+    `coupled` bounds remainders and the first order together; it is computed on first use.
+    """
 
     class_CB: Tensor
     first: Tensor
@@ -143,7 +152,11 @@ class Formed:
 
 @dataclass(frozen=True)
 class Asked:
-    """Of one e: how far the forms grow, how far the features move (B,), and what is kept back of margins (B, J)."""
+    """The quantities at one e.
+
+    `grown` says how far the forms grow, `moved_B` how far the features move, and `kept_BJ` what rounding takes of
+    margins.
+    """
 
     e_B: Tensor
     grown: Grown
@@ -151,13 +164,16 @@ class Asked:
     kept_BJ: Tensor
 
 
-class Rung:
-    """For all e up to `most_B`. `first`: how far functionals of the first leaf reach, where that is known."""
+class RadiusStage:
+    """The bounds of some images for all e up to `most_B`.
+
+    `first` holds the reaches of the first leaf's functionals, where they are known.
+    """
 
     def __init__(self, here: Situation, most_B: Tensor, first: Columns | None) -> None:
         self.here, self.most_B = here, most_B
         g = here.gradients(here.rivals_BR[:, :1].mT)
-        joint = Look(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
+        joint = WeightEstimate(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
         self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, here.off, first)
         room = self.ellipsoids.joint.room(here.tape.nonlinear[-1]) * len(here.images)
         self._at_once = min(AT_ONCE, at_once(room * lanczos.STARTS, lanczos.STEPS[-1]))
@@ -166,7 +182,7 @@ class Rung:
 
     @cached_property
     def reach_B(self) -> Tensor:
-        """About the e that it proves; the largest one where that is nearly all."""
+        """The radius e that this stage proves, approximately; `most_B` where it proves nearly all of it."""
         unknown_BJ = torch.full_like(self.here.clean.margin_BJ, torch.inf)
         low_B, high_B, e_B = torch.zeros_like(self.most_B), self.most_B, FULL * self.most_B
         for _ in range(TRIES):
@@ -179,9 +195,12 @@ class Rung:
         return torch.where(full_B, self.most_B, low_B)
 
     def losses(self, e_B: Tensor, loss_BJ: Tensor) -> Tensor:
-        """What margins can lose, where that is less than it was: the closest rivals first, until one stays open."""
+        """Return the losses of margins, lowered where this stage proves less.
+
+        Rivals are bounded from the closest on, until one of them stays open.
+        """
         here, loss_BJ = self._asked(e_B), loss_BJ.clone()
-        if self.ellipsoids.effort.large:  # of smaller models the adjoint analysis tells the far rivals
+        if self.ellipsoids.budget.large:  # in smaller models the adjoint analysis settles the far rivals
             loss_BJ = torch.minimum(loss_BJ, self._of_pairs(here))
         lost_B = torch.zeros_like(self.here.clean.correct_B)
         for formed in self._formed:
@@ -200,12 +219,12 @@ class Rung:
         return Asked(e_B, grown, moved_B, self.here.kept(moved_B))
 
     def _of_pairs(self, asked: Asked) -> Tensor:
-        """By how far the features move: (B, J)."""
+        """Bound the losses by how far the features move: (B, J)."""
         weight_BJ = pair_weights(self.here.head, self.here.clean.label_B)
         return nan_to_inf(product(weight_BJ, asked.moved_B[:, None]) + asked.kept_BJ)
 
     def _cheap(self, class_CB: Tensor, start: int, asked: Asked) -> Tensor:
-        """What the gradients alone say."""
+        """Bound the losses of these rivals by their gradients alone."""
         if start not in self._groups:
             g = self.here.gradients(class_CB)
             first, lengths = self.here.ball.length(g.image), self.ellipsoids.lengths(g.leaves)
@@ -217,8 +236,10 @@ class Rung:
         return nan_to_inf(total_CB)
 
     def _form(self, class_CB: Tensor, loss_BJ: Tensor, lost_B: Tensor, asked: Asked) -> Tensor:
-        """Lower the losses of the open ones of these rivals by forms, first the worst one of every image; the images
-        with one that stays open."""
+        """Lower the losses of the open rivals by forms, the worst rival of every image first; return the lost images.
+
+        An image is lost as soon as one of its rivals stays open.
+        """
         for most in (1, len(class_CB)):
             open_BC = self._open(loss_BJ).gather(1, class_CB.mT)
             wanted_BC = open_BC & ~lost_B[:, None]
@@ -237,18 +258,21 @@ class Rung:
         return Formed(class_CB, first, self._at_ends(g), self.ellipsoids.slip(g.lengths), margins, couple)
 
     def _at_ends(self, g: Gradients) -> list[Tensor]:
-        """The lengths of gradients at the ends of nodes."""
+        """Return the lengths of the gradients at the ends of nodes."""
         return [g.lengths[leaves[-1]] for leaves in self.here.tape.of_nodes]
 
     def _rounded(self, rivals: Group | Formed, class_CB: Tensor, asked: Asked) -> Tensor:
-        """What is off at the ends of nodes, with gradients, and in the head costs: (C, B)."""
+        """Return the cost of rounding at the ends of nodes, in gradients and in the head: (C, B)."""
         ends = zip(rivals.at_ends, asked.grown.defects, strict=True)
         total_CB = product(rivals.slip, self.ellipsoids.whole(asked.grown)) + asked.kept_BJ.gather(1, class_CB.mT).mT
         return sum((product(length_CB, defect_B) for length_CB, defect_B in ends), total_CB)
 
     def _lower(self, loss_BJ: Tensor, formed: Formed, lost_B: Tensor, asked: Asked) -> Tensor:
-        """The losses of these rivals, in place; the images that are lost with them. What first order and remainders can
-        do at once is asked where each alone does not decide, and of no other: an answer is the image's own."""
+        """Lower the losses of these rivals in place; return the images that are lost with them.
+
+        The joint bound of first order and remainders is computed only for rivals that the separate bounds leave open.
+        Whether it is used is decided image by image, so an answer does not depend on the other images.
+        """
         rounded_CB = self._rounded(formed, formed.class_CB, asked)
         remainders_CB = self.ellipsoids.cost(formed.margins, asked.grown)
         open_CB = self._lowered(loss_BJ, formed, product(formed.first, asked.e_B) + rounded_CB + remainders_CB)
@@ -259,7 +283,7 @@ class Rung:
         return lost_B | open_CB.any(0)
 
     def _lowered(self, loss_BJ: Tensor, formed: Formed, found_CB: Tensor) -> Tensor:
-        """Which of these rivals stay open."""
+        """Enter these losses where they are smaller; return which of the rivals stay open."""
         loss_BJ.scatter_reduce_(1, formed.class_CB.mT, nan_to_inf(found_CB).mT, "amin")
         return self._open(loss_BJ).gather(1, formed.class_CB.mT).mT
 

@@ -1,5 +1,4 @@
-"""Only correctly classified images are worth a bound, a few at a time: a method looks at those, and the others are
-answered here.
+"""Batches of which a method analyses only the correctly classified images, a few at a time.
 
 Letters: B images of the batch, I some of the correct ones.
 """
@@ -23,8 +22,8 @@ from certify.methods.certificate import (
 
 
 @dataclass(frozen=True)
-class OfCorrect:
-    """An analysis of the whole batch, made of those of its parts: (index_I, analysis of those images)."""
+class CorrectImages:
+    """The analysis of a whole batch, made of the analyses of its parts: (index_I, analysis of those images)."""
 
     clean: Clean
     ball: Ball
@@ -58,7 +57,7 @@ class OfCorrect:
         return guess_B
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
-        """That of the correct images; not a number for the others. Nothing if there are none."""
+        """Return the breakdown of the correct images, NaN for the others; an empty one if no image is correct."""
         eps_B = per_image(eps, self.clean)
         quantity, costs = "share", dict[str, Tensor]()
         for index_I, analysis in self.parts:
@@ -69,7 +68,7 @@ class OfCorrect:
         return Breakdown(quantity, costs)
 
 
-def of_correct(clean: Clean, ball: Ball, few: int, analyse: Callable[[Tensor], Explained]) -> OfCorrect:
-    """`analyse(index_I)` of the images that are classified correctly, at most `few` at a time."""
+def analyse_correct(clean: Clean, ball: Ball, few: int, analyse: Callable[[Tensor], Explained]) -> CorrectImages:
+    """Call `analyse(index_I)` for the correctly classified images, at most `few` at a time."""
     index = clean.correct_B.nonzero().flatten()
-    return OfCorrect(clean, ball, [(index_I, analyse(index_I)) for index_I in index.split(few) if len(index_I)])
+    return CorrectImages(clean, ball, [(index_I, analyse(index_I)) for index_I in index.split(few) if len(index_I)])

@@ -9,12 +9,12 @@ import jsonschema
 import pytest
 
 from certify.__main__ import main
-from certify.board.again import likely
-from certify.board.of_results import entry_of, summary_of
-from certify.board.rows import forged, rows_of
+from certify.leaderboard.of_results import entry_of, summary_of
+from certify.leaderboard.recheck import likely
+from certify.leaderboard.rows import forged, rows_of
 from certify.rows.intervals import at_most
 from certizoo import UserError
-from tests.certify.board.test_entry import SCHEMA
+from tests.certify.leaderboard.test_entry import SCHEMA
 
 IMAGES = 24
 
@@ -116,9 +116,9 @@ def test_figures_of_others_and_other_methods_are_not_done_again(
     changed: Callable[..., Path], handover: Path, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published = changed(lambda entry: entry.update(published=True))
-    assert "a published figure of others" in refusal(capsys, published, handover, digits)
+    assert "a figure published by others" in refusal(capsys, published, handover, digits)
     other = changed(lambda entry: entry.update(method="global Lipschitz bound"))
-    assert "none of ours" in refusal(capsys, other, handover, digits)
+    assert "cannot be rechecked" in refusal(capsys, other, handover, digits)
 
 
 def test_an_entry_says_in_which_type_its_model_is_served(
@@ -134,7 +134,7 @@ def test_an_entry_says_in_which_type_its_model_is_served(
     jsonschema.validate(json.loads(earlier.read_text()), SCHEMA)
     assert "served_dtype=null" in refusal(capsys, earlier, handover, digits, f"results=[{results}]")
     other = changed(lambda entry: entry.update(method="crown"))
-    assert "served_dtype=float32: null, or one of" in refusal(capsys, other, handover, digits)
+    assert "served_dtype=float32: set null, or one of" in refusal(capsys, other, handover, digits)
     other = changed(lambda entry: entry.update(served_dtype="float16"))
     assert "served_dtype is 'float16'" in refusal(capsys, other, handover, digits)
 
@@ -158,17 +158,17 @@ def test_a_forged_row_is_found(results: Path, made: Path) -> None:
 
 def test_results_of_two_models_make_no_entry(results: Path) -> None:
     summary = summary_of(results)
-    with pytest.raises(UserError, match="another weights_sha256 each"):
+    with pytest.raises(UserError, match="differ in weights_sha256"):
         entry_of([summary, summary | {"weights_sha256": "0" * 64}])
-    with pytest.raises(UserError, match="another images_sha256 each"):
+    with pytest.raises(UserError, match="differ in images_sha256"):
         entry_of([summary, summary | {"norm": "linf", "images_sha256": "0" * 64}])
 
 
 def test_a_folder_without_results_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, mend in (
-        (["submit", f"results={tmp_path}"], "let python -m certify finish there first"),
-        (["submit"], "say what to certify"),
-        (["check"], "which entry?"),
+        (["submit", f"results={tmp_path}"], "finish python -m certify there first"),
+        (["submit"], "set what to certify"),
+        (["check"], "name one entry"),
         (["check", str(tmp_path / "none.json")], "cannot be read"),
     ):
         with pytest.raises(SystemExit):
@@ -177,7 +177,7 @@ def test_a_folder_without_results_is_one_line(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_how_far_off_a_claim_is_seen() -> None:
-    """The figures at the head of certify/board/again.py, and that a right claim is refused as good as never."""
+    """The figures at the head of certify/leaderboard/recheck.py, and that a right claim is refused as good as never."""
     for n, points in ((50, 0.32), (200, 0.15), (500, 0.085), (1000, 0.02)):
         for truth in (0.3, 0.5):
             assert not likely(round(n * truth), n, 1000 * (truth + points), 1000, both=True)

@@ -1,12 +1,12 @@
-"""Which largest e rungs have: that the e where maps diverge is found, from wherever a search begins."""
+"""Which largest e stages have: that the e where maps diverge is found, from wherever a search begins."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from certify.api import radius_of
-from certify.maps.effort import GAIN
-from certify.maps.ladder import Sought
+from certify.maps.budget import GAIN
+from certify.maps.schedule import RadiusSchedule
 from certify.methods import image
 from tests.certify.methods.test_image import analysis_of
 
@@ -14,12 +14,12 @@ LEAST = GAIN[1]
 
 
 def proved(first_B: Tensor, end_B: Tensor, short: float) -> Tensor:
-    """By rungs from `first` on, each of which proves all up to `end`, and beyond it this share of that."""
-    sought, best_B = Sought.first(first_B, torch.full_like(first_B, 10.0)), torch.zeros_like(first_B)
-    for _ in range(image.RUNGS):
-        most_B = sought.most_B
-        found = sought.after(torch.where(most_B > end_B, short * end_B, most_B))
-        best_B, sought = torch.fmax(best_B, found.proved_B), found.worth(LEAST)
+    """By stages from `first` on, each of which proves all up to `end`, and beyond it this share of that."""
+    schedule, best_B = RadiusSchedule.first(first_B, torch.full_like(first_B, 10.0)), torch.zeros_like(first_B)
+    for _ in range(image.MAX_STAGES):
+        most_B = schedule.most_B
+        found = schedule.after(torch.where(most_B > end_B, short * end_B, most_B))
+        best_B, schedule = torch.fmax(best_B, found.proved_B), found.worth(LEAST)
     return best_B
 
 
@@ -33,9 +33,9 @@ def test_the_end_is_found_from_wherever_a_search_begins(short: float) -> None:
 
 
 def test_the_first_order_ends_a_search() -> None:
-    """At its end there is nothing to gain; in front of it no rung reaches further."""
+    """At its end there is nothing to gain; in front of it no stage reaches further."""
     e_B = torch.tensor([1.0, 0.8], dtype=torch.float64)
-    after = Sought.first(e_B, torch.ones_like(e_B)).after(e_B).worth(LEAST)
+    after = RadiusSchedule.first(e_B, torch.ones_like(e_B)).after(e_B).worth(LEAST)
     assert after.most_B[0].isnan()
     assert 0.8 < after.most_B[1] < 1
     assert after.may_decide(0.95 * e_B / e_B).tolist() == [False, True]
@@ -43,23 +43,23 @@ def test_the_first_order_ends_a_search() -> None:
 
 
 def test_a_search_goes_on_beyond_what_others_prove() -> None:
-    """Not from where the adjoint analysis proves all, also where a rung fell short of less."""
+    """Not from where the adjoint analysis proves all, also where a stage fell short of less."""
     e_B = torch.tensor([1.0, 1.0, 0.0, torch.nan], dtype=torch.float64)
-    fell = Sought.first(e_B, torch.full_like(e_B, 10.0)).after(0.0 * e_B)
-    for sought in (Sought.first(e_B, torch.full_like(e_B, 10.0)), fell):
-        found = sought.beyond(lambda e_B: e_B < torch.tensor([0.8, 0.0, 1.0, 1.0]), LEAST)
+    fell = RadiusSchedule.first(e_B, torch.full_like(e_B, 10.0)).after(0.0 * e_B)
+    for schedule in (RadiusSchedule.first(e_B, torch.full_like(e_B, 10.0)), fell):
+        found = schedule.skip_proved(lambda e_B: e_B < torch.tensor([0.8, 0.0, 1.0, 1.0]), LEAST)
         assert found.most_B[0] > 0.8
-        assert found.most_B[1] == sought.most_B[1]
+        assert found.most_B[1] == schedule.most_B[1]
         assert found.most_B[2:].isnan().all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", ["standard", "stem"])
 def test_radii_hang_little_on_what_was_expected(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first rung that is too small, or far too large; the e where maps diverge hangs on random starts, too."""
+    """A first stage that is too small, or far too large; the e where maps diverge hangs on random starts, too."""
     found = []
-    for beyond in (0.8, image.BEYOND, 2.5):
-        monkeypatch.setattr(image, "BEYOND", beyond)
+    for beyond in (0.8, image.FIRST_STAGE, 2.5):
+        monkeypatch.setattr(image, "FIRST_STAGE", beyond)
         _, analysis = analysis_of(parts, 1, count=6)
         found.append(radius_of(analysis))
     low_B, high_B = torch.stack(found).aminmax(dim=0)

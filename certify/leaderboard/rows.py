@@ -1,7 +1,7 @@
-"""The rows behind an entry: their shares are its figures, and those of the sample are what is found again.
+"""The rows behind an entry, compared with its figures and with the rows of a recheck.
 
-A share says little of few images; a row says something of each. Where a claim has its rows, one forged row in the
-sample is enough to refuse it.
+Shares of a small sample say little; a row says something about each image. If a claim comes with its rows, one forged
+row in the sample is enough to refuse it.
 """
 
 import json
@@ -9,30 +9,30 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from certify.board import nonces
-from certify.board.entry import Entry, points
-from certify.board.of_results import failure_of, nonces_of, summary_of
-from certify.rows.columns import Row
+from certify.leaderboard import nonces
+from certify.leaderboard.entry import Entry, points
+from certify.leaderboard.of_results import failure_of, nonces_of, summary_of
+from certify.rows.row_schema import Row
 from certify.rows.summary import norm_of
 from certify.stage.outcomes import CERTIFIED
 from certify.stage.run import ROWS
 from certizoo import UserError
 
-NEAR = 0.05  # radii found with another nonce, rounding or kernel may differ by so much of themselves
+NEAR = 0.05  # largest relative difference of radii with another nonce, rounding or kernel
 MAX_BYTES = 2**30
 
 Rows = dict[str, dict[str, Row]]  # norm -> key -> row
 
 
 def rows_of(folders: list[Path], entry: Entry) -> Rows:
-    """The rows of finished certificates of the entry's weights. Raises UserError."""
+    """Return the rows of finished certificates of the entry's weights. Raises UserError."""
     found: Rows = {}
     for folder in folders:
         summary, file = summary_of(folder), folder / ROWS
         if summary["weights_sha256"] != entry["weights_sha256"]:
-            raise UserError(f"the rows in {folder} are of other weights; give those of the entry: results=[FOLDER]")
+            raise UserError(f"the rows in {folder} are of other weights; set results= to those of the entry")
         if not file.is_file() or file.stat().st_size > MAX_BYTES:
-            raise UserError(f"{file} is missing or larger than {MAX_BYTES >> 30} GiB; give the folder of a certificate")
+            raise UserError(f"{file} is missing or larger than {MAX_BYTES >> 30} GiB; set results= to another folder")
         of_rows = nonces_of([summary]), summary["weights_sha256"], summary["images_sha256"], failure_of([summary])
         for fault in nonces.faults(*of_rows):
             raise UserError(f"{folder}: {fault}")
@@ -40,12 +40,12 @@ def rows_of(folders: list[Path], entry: Entry) -> Rows:
             rows = [json.loads(line) for line in file.read_text().splitlines()]
             found[norm_of(summary)] = {row["key"]: row for row in rows}
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{file} holds lines that are no rows ({error!r}); certify again") from None
+            raise UserError(f"{file} holds invalid rows ({error!r}); certify again") from None
     return found
 
 
 def shares(entry: Entry, rows: Rows) -> Iterator[str]:
-    """Where the figures of the entry are not those of its rows."""
+    """Yield the figures of the entry that differ from those of its rows."""
     for norm, eps, point in points(entry):
         if norm in rows:
             for key, column, yes in (
@@ -58,7 +58,7 @@ def shares(entry: Entry, rows: Rows) -> Iterator[str]:
 
 
 def forged(norm: str, again: list[Row], rows: Rows, method: str) -> Iterator[str]:
-    """Rows that were found otherwise."""
+    """Yield the rows that differ from those of the recheck."""
     for row in again if norm in rows else ():
         said: Mapping[str, Any] = rows[norm].get(str(row["key"]), {})
         radius, stated = float(row[f"radius.{method}"]), float(said.get(f"radius.{method}", -1.0))

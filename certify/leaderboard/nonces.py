@@ -1,14 +1,14 @@
-"""Where the nonces behind an entry are from.
+"""The origins of the nonces behind an entry.
 
-A probability to fail holds for a nonce that nobody chose. Whoever gives one may have tried many before, until a norm
-came out too small. So it counts where the run drew it, or where it derives from the weights, the images and a beacon
-that was published after both; who checks an entry draws another one in any case.
+A failure probability holds for a nonce that nobody chose. Someone who supplies a nonce may have tried many before,
+until a norm came out too small. So a nonce counts only if the run drew it, or if it derives from the weights, the
+images and a beacon that was published after both. A check of an entry draws another one in any case.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from certify.board.entry import Entry
+from certify.leaderboard.entry import Entry
 from certify.rows.draws import DERIVED, DRAWN, GIVEN, derived_nonce
 from certizoo import UserError
 from certizoo.text import shown
@@ -19,26 +19,28 @@ ORIGINS = (DRAWN, DERIVED, GIVEN)
 def faults(
     nonces: Iterable[Mapping[str, Any]], weights_sha256: str, images_sha256: str, chance: float | None
 ) -> Iterator[str]:
-    """What is wrong with {nonce, origin, beacon}, of a result that fails with this probability: nothing where that is
-    0, as no norm was found by chance."""
+    """Yield the faults in {nonce, origin, beacon} of a result with this failure probability.
+
+    There are none where the probability is 0, as no norm was then found by a random method.
+    """
     for said in nonces if chance != 0 else ():
         nonce, origin, beacon = (said.get(key) for key in ("nonce", "origin", "beacon"))
         if origin not in ORIGINS:
             yield f"the nonce {shown(nonce)} is {shown(origin)}, none of {', '.join(ORIGINS)}"
         elif origin == GIVEN:
-            yield f"the nonce {shown(nonce)} was given, and may be the best of many; leave nonce= out, or give a beacon"
+            yield f"the nonce {shown(nonce)} was given, and may be the best of many; remove nonce=, or set beacon="
         elif origin == DERIVED and not _derives(nonce, weights_sha256, images_sha256, beacon):
             yield f"the nonce {shown(nonce)} does not derive from weights, images and the beacon {shown(beacon)}"
 
 
 def of_entry(entry: Entry) -> Iterator[str]:
-    """What is wrong with the nonces of an entry; entries of earlier code say nothing of them."""
+    """Yield the faults in the nonces of an entry; entries of earlier code have none recorded."""
     chance = entry.get("failure_probability")
     yield from faults(entry.get("nonces", []), entry["weights_sha256"], entry["images_sha256"], chance)
 
 
 def origins(entry: Entry) -> str:
-    """Where they are from, in words."""
+    """Return the origins of the nonces, in words."""
     found = dict.fromkeys(str(said["origin"]) for said in entry.get("nonces", []))
     return ", ".join(found) or "of unknown origin, as entries of earlier code"
 

@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 
 from certify.__main__ import main
-from certify.board import nonces
-from certify.board.of_results import entry_of, failure_of, summary_of
-from certify.board.rows import rows_of
+from certify.leaderboard import nonces
+from certify.leaderboard.of_results import entry_of, failure_of, summary_of
+from certify.leaderboard.rows import rows_of
 from certify.rows.draws import derived_nonce
 from certify.rows.summary import chances
 from certizoo import UserError
-from tests.certify.board.test_entry import OURS, SCHEMA
+from tests.certify.leaderboard.test_entry import OURS, SCHEMA
 
 BEACON = "drand 4711: 8b0c"
 ASKED = ["images=3", "eps=[0.05]", "headline_eps=0.05", "attack.steps=2", "method=adjoint", "data=digits"]
@@ -103,7 +103,7 @@ def test_a_nonce_and_a_beacon_are_too_much(
     handover: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"handover={handover}", f"out={tmp_path}", *ASKED, f"data.root={digits}", "nonce=n", "beacon=b"]
-    assert "a nonce is given or derived" in refusal(capsys, *words)
+    assert "exclude each other" in refusal(capsys, *words)
 
 
 def test_results_of_earlier_code_are_not_submitted(

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from benchmarks import leaderboard
-from certify.board import entry
+from certify.leaderboard import entry
 from certizoo import UserError
 
 FILES = sorted(path for path in leaderboard.LEADERBOARD.glob("*.json") if path.name != "schema.json")
