@@ -4,9 +4,9 @@
     L = CE( z, y ) + beta KL( (p, 0) || q ),       p = softmax z,     q = softmax (z, z_bot)
 
 w are the rows of the head. Lip is the Lipschitz constant up to the head, an estimate here
-(zoo/models/hidden_radius.py). eps_t is objective.eps, reached after `ramp`. If Lip were a bound, an image with z_bot < z_j would be certified. The
-divergence is log(1 + e^(z_bot - lse z)): with beta = 1 the loss is the paper's CE( (z, z_bot), y ); with any other beta
-it is the paper's TRADES variant, which weighs robustness against accuracy.
+(zoo/models/hidden_radius.py). eps_t is objective.eps, reached after `ramp`. If Lip were a bound, an image with
+z_bot < z_j would be certified. The divergence is log(1 + e^(z_bot - lse z)): with beta = 1 the loss is the paper's
+CE( (z, z_bot), y ); with any other beta it is the paper's TRADES variant, which weighs robustness against accuracy.
 
 Letters: B images, K classes, F units of the last hidden layer.
 """
