@@ -60,7 +60,7 @@ def entries(source: Iterable[Segment]) -> Iterator[Entry]:
                     break
         if seen < segment.stop or (segment.stop == segment.total < seen):
             raise UserError(
-                f"{segment.path} holds {seen} samples instead of {segment.total};  "
+                f"{segment.path} holds {seen} samples instead of {segment.total}; "
                 "write the shards again, or run `python -m shards index` on their folder"
             )
 

@@ -166,7 +166,7 @@ def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_di
         then, value = saved.fingerprint.get(key), now.get(key)
         if then != value:
             raise UserError(
-                f"{run_dir} was trained with {key}={str(then)[:100]}, but this command has {key}={value};  "
+                f"{run_dir} was trained with {key}={str(then)[:100]}, but this command has {key}={value}; "
                 "resume with the same settings, or start anew with name=ANOTHER"
             )
     if saved.world_size not in (None, world_size):

@@ -181,7 +181,7 @@ def the_average_needs_whole_weights(r: Combination) -> None:
 def lipschitz_objectives_need_whole_weights(r: Combination) -> None:
     require(
         r.objective not in LIPSCHITZ or r.stage < 3,
-        f"objective={r.objective} reads weights outside their layers, but deepspeed=zero3 gathers them only inside;  "
+        f"objective={r.objective} reads weights outside their layers, but deepspeed=zero3 gathers them only inside; "
         "use deepspeed=zero2",
     )
 
