@@ -1,4 +1,4 @@
-"""Radii that an evaluation takes over from a finished certification: those that it would compute, or a refusal."""
+"""An evaluation takes over radii from a finished certification if it would compute the same ones, else refuses."""
 
 import json
 import shutil
@@ -60,20 +60,20 @@ def unfinished(folder: Path) -> None:
 
 
 def raised(folder: Path, radius: object = 9.0) -> None:
-    """The first radius, which was less."""
+    """Change the first radius to a larger one."""
     rows = [json.loads(line) for line in (folder / stage.ROWS).read_text().splitlines()]
     rows[0]["radius.adjoint"] = radius
     (folder / stage.ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def unreadable(folder: Path) -> None:
-    """A radius that is none, under its own digest."""
+    """Store a radius that is not a number, under a matching digest."""
     raised(folder, "far")
     say(rows_sha256={stage.ROWS: sha256(folder / stage.ROWS)})(folder)
 
 
 def say(**said: Any) -> Callable[[Path], None]:
-    """A certificate that says something else of itself."""
+    """Change fields of the certificate."""
 
     def change(folder: Path) -> None:
         content = json.loads((folder / stage.CERTIFICATE).read_text())

@@ -1,4 +1,4 @@
-"""The whole chain on trained models and real images: certified <= AutoAttack <= PGD <= clean, image by image."""
+"""The whole chain on trained models and real images: certified <= AutoAttack <= PGD <= clean for every image."""
 
 import json
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ def test_digits(handover: Path, digits: Path, tmp_path: Path) -> None:
 
 
 def test_cifar10(real_data: Path, tmp_path: Path) -> None:
-    """The certified model whose weights are kept with its results."""
+    """Evaluate the certified model that is stored with its results."""
     images = DataConfig("cifar10", str(real_data), "cifar10-train-*.tar", "cifar10-test-*.tar", 10, 32)
     settings = evaluation.Settings("slow", protocol("l2", 36 / 255), method="adjoint", images=20, block=10, workers=2)
     check(CERT_C10, images, settings, tmp_path)

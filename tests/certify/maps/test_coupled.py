@@ -1,4 +1,4 @@
-"""First order and remainders at once: against dense matrices, and ascent over all that the constraints allow."""
+"""The coupled bound of first order and remainders, against dense matrices and ascent over all allowed vectors."""
 
 from itertools import product
 
@@ -17,11 +17,11 @@ from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS
 
 STEPS, STARTS = 60, 2
-SHARES = (1.0, 0.3)  # of the largest radius
+SHARES = (1.0, 0.3)  # shares of the largest radius
 
 
 def formed_of(parts: str, e: float, off: float = 0.0) -> tuple[Rung, Formed]:
-    """Of the closest rival of each of two images; nodes whose ends are off by `off`."""
+    """Return the form of the closest rival for two images, with node ends off by `off`."""
     _, analysis = analysis_of(parts, count=2)
     here = off_by(analysis, off)
     rung = Rung(here, torch.full((2,), e).double(), Columns.of(here.tape, here.images))
@@ -29,7 +29,7 @@ def formed_of(parts: str, e: float, off: float = 0.0) -> tuple[Rung, Formed]:
 
 
 def forms_of(rung: Rung, formed: Formed) -> tuple[Tensor, dict[int, Tensor]]:
-    """S (C, B, n, n) and Q_k (1, B, n, n) of the leaves whose remainders have a form."""
+    """Return S (C, B, n, n) and Q_k (1, B, n, n) for the leaves whose remainders have a form."""
     ellipsoids, last = rung.ellipsoids, formed.margins.last
     maps = dense(ellipsoids.joint, last)
     rests = {k: ellipsoids.rests[k].form for k in ellipsoids.joint.sources(last)}
@@ -38,7 +38,7 @@ def forms_of(rung: Rung, formed: Formed) -> tuple[Tensor, dict[int, Tensor]]:
 
 
 def slope_of(rung: Rung, formed: Formed) -> Tensor:
-    """b (C, B, n), whose sign does not count."""
+    """Return b (C, B, n), up to its sign."""
     g_0 = rung.here.gradients(formed.class_CB).image
     flat = g_0.flatten(2) * rung.most_B[:, None]
     room = rung.ellipsoids.joint.room(formed.margins.last)
@@ -46,7 +46,7 @@ def slope_of(rung: Rung, formed: Formed) -> Tensor:
 
 
 def worst(rung: Rung, formed: Formed, s: Tensor, q: dict[int, Tensor], share: float) -> Tensor:
-    """The largest <b, u> + <u, S u> / 2 that ascent finds within the constraints, at this share of the largest e."""
+    """Return the largest <b, u> + <u, S u> / 2 that ascent finds within the constraints at a share of the largest e."""
     joint, last = rung.ellipsoids.joint, formed.margins.last
     b, grown = slope_of(rung, formed), rung.ellipsoids.at(share * rung.most_B)
     parts = {name: joint.part(name, last) for name in (IMAGE, NOISE, *joint.sources(last))}
@@ -92,7 +92,7 @@ def test_no_ascent_within_the_constraints_beats_it(parts: str, off: float) -> No
 
 @pytest.mark.slow
 def test_ascent_reaches_most_of_it() -> None:
-    """So that a bound that is too small would be seen."""
+    """Ascent comes close to the bound, so the test above would detect a bound that is too small."""
     rung, formed = formed_of("smooth", 0.1)
     share = worst(rung, formed, *forms_of(rung, formed), 1.0) / formed.coupled.cost(
         rung.most_B, rung.ellipsoids.at(rung.most_B)
@@ -103,7 +103,7 @@ def test_ascent_reaches_most_of_it() -> None:
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard"))
 def test_kappa_and_the_inverse_are_those_of_dense_matrices(parts: str) -> None:
-    """For every choice of multipliers that `cost` looks at."""
+    """Check all choices of multipliers that `cost` tries."""
     rung, formed = formed_of(parts, 0.05, 1e-3)
     c, (s, q), b = formed.coupled, forms_of(rung, formed), slope_of(rung, formed)
     joint, last = rung.ellipsoids.joint, formed.margins.last
