@@ -114,7 +114,7 @@ def test_rows_of_another_norm_are_not_continued(
 
 @pytest.mark.parametrize(("norm", "goes_on"), [("l2", True), ("linf", False)])
 def test_rows_of_earlier_code_are_of_l2(norm: str, goes_on: bool, handover: Path, digits: Path, tmp_path: Path) -> None:
-    """Their subject says nothing of a norm."""
+    """Their subject does not name a norm."""
     settings = replace(SETTINGS, method="lofast", norm="l2", images=4, batch_size=2, eps=(0.01,), headline_eps=0.01)
     stage.run(handover, data(digits), settings, tmp_path)
     note = tmp_path / "subject.json"

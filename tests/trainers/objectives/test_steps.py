@@ -39,14 +39,14 @@ def test_every_objective_is_stepped() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_sharpness_aware_steps_are_those_of_one_plain_process(found: dict[str, Any], stage: int) -> None:
-    """Weights go uphill and come back bit by bit, under each stage that keeps them whole."""
+    """Weights go uphill and return bit by bit, under each stage that keeps them whole."""
     assert found[f"sam-zero{stage}"]["off"] <= 1e-6
     plain, sharp = (found[case]["terms"][0]["loss"] for case in ("clean", f"sam-zero{stage}"))
     assert sharp > plain + 1e-3, "the loss that counts is the one uphill"
 
 
 def test_a_run_that_compiles_nothing_does_not_wait_for_a_compiler(found: dict[str, Any]) -> None:
-    """DeepSpeed would load one (`trainers.engine.engine.uncompiled`), which takes 2 s."""
+    """DeepSpeed would load one in 2 s (`trainers.engine.engine.uncompiled`)."""
     assert not found["loaded inductor"]
 
 
