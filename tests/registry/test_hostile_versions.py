@@ -273,7 +273,7 @@ def test_a_link_to_a_private_file_is_not_published(store_in: str, tmp_path: Path
     assert not [path for path in tmp_path.rglob("notes.txt") if "mlartifacts" in path.parts]
 
 
-# Publications happen once ----------------------------------------------------------------------------------------------
+# Publications happen once ---------------------------------------------------------------------------------------------
 
 
 def test_a_slow_upload_and_a_second_writer_make_one_version(

@@ -1,4 +1,4 @@
-"""What fits on the nodes of a cluster, and why a search waits, without one; real nodes: test_spanning_slow.py."""
+"""Placement of trials on a cluster's nodes, and the reason why a search waits; real nodes: test_spanning_slow.py."""
 
 from itertools import combinations, product
 from types import SimpleNamespace

@@ -96,7 +96,7 @@ def test_a_run_that_does_not_fit(here: Path) -> None:
     assert doctor.table([Finding("a", "b", False, "c")]).row_count == 1
 
 
-# --- the needs of a run ------------------------------------------------------------------------------------------------
+# --- the needs of a run -----------------------------------------------------------------------------------------------
 
 
 def test_bytes_of_the_zero_stages(here: Path) -> None:
