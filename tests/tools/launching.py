@@ -40,6 +40,34 @@ def launch(script: Path, *arguments: str, cwd: Path, more: Mapping[str, str] | N
     )  # fmt: skip
 
 
+def run_ranks(worker: Path, *arguments: str, cwd: Path, seconds: float = 300) -> None:
+    """Run a worker on 2 ranks without the launcher, whose own processes take longer to start than a short test runs.
+
+    Raises AssertionError with the output of a rank that fails or takes longer.
+    """
+    group = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    logs = [cwd / f"{worker.stem}-rank{rank}.log" for rank in range(2)]
+    started = []
+    for rank, log in enumerate(logs):
+        own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with log.open("w") as output:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, str(worker), *arguments], cwd=cwd, env=own, stdout=output, stderr=subprocess.STDOUT
+                )
+            )
+    end = time.monotonic() + seconds
+    try:
+        statuses = [process.wait(max(0.0, end - time.monotonic())) for process in started]
+    except subprocess.TimeoutExpired:
+        statuses = [1]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert not any(statuses), "\n".join(log.read_text() for log in logs)
+
+
 def finish(process: "subprocess.Popen[str]", seconds: float = 300) -> tuple[int, str]:
     """Return (exit status, output); terminate the process if it takes longer."""
     try:

@@ -41,8 +41,8 @@ def test_a_small_change_of_one_pixel_gives_the_image_to_another_class(family: st
 def quick(family: str, scale: float, method: str, norm: str) -> bool:
     """Select the gate's cases: one scale, with every family, method and norm.
 
-    `lofast` and `lofast_local` are cheap, so every family has both norms. `adjoint` takes the norms in turn. `image` takes
-    seconds where nothing is forged, so it has one family of each kind, and `best`, which combines the others, has one.
+    `lofast` and `lofast_local` are cheap, so every family has both norms. `adjoint` takes the norms in turn. `image`
+    takes seconds, so it has one family of each kind, and `best`, which combines the others, has one.
     """
     own_norm = NORMS[list(FAMILIES).index(family) % 2]
     families = {"image": ("mixing", "scale_of_norm", "pool_head", "gradient"), "best": ("mixing",)}.get(

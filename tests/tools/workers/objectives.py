@@ -1,4 +1,4 @@
-"""Worker of tests/trainers/objectives/test_steps.py, run by the launcher: two real steps of every objective and option.
+"""Worker of tests/trainers/objectives/test_steps.py, run on 2 ranks: two real steps of every objective and option.
 
 Writes {case: {"terms": the terms of each step, "moved": the largest change of a weight, "apart": its difference between
 ranks, "off": the distance from the oracle}} to the file of the last argument.

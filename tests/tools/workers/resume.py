@@ -1,4 +1,4 @@
-"""Worker of tests/trainers/weights/test_states.py, run by the launcher: a checkpoint in the middle, at each ZeRO stage.
+"""Worker of tests/trainers/weights/test_states.py, run on 2 ranks: a checkpoint in the middle, at each ZeRO stage.
 
 Writes {variant: facts, summed over ranks} to the file of the last argument, for the variants that the argument before
 it names. The checkpoints stay in runs/NAME/VARIANT.

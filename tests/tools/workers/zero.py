@@ -1,4 +1,4 @@
-"""Worker of tests/trainers/engine/test_zero.py, run by the launcher: one training, cut over ranks in many ways.
+"""Worker of tests/trainers/engine/test_zero.py, run on 2 ranks: one training, cut over ranks in many ways.
 
 Writes, for every way, its distance from one plain PyTorch process with the same global batches: {way: {"loss": the
 largest difference of a loss, "weight": of a weight at the end, "sharded": the share of parameters that no rank holds

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.launching import ROOT, TINY, finish, launch
+from tests.tools.launching import ROOT, TINY, finish, launch, run_ranks
 
 WORKER = ROOT / "tests" / "tools" / "workers" / "zero.py"
 EXACT = ("attack.random_start=false", "+model.drop_path_rate=0", "optimizer=sgd", "train.batch_size=16")
@@ -38,8 +38,7 @@ def differences(folder: Path, which: str) -> Facts:
     tiny = [override for override in TINY if not override.startswith(replaced)]
     strong = [f"penalty.lambda_{branch}=0.1" for branch in "qkv"]  # strong enough to show a penalty that counts twice
     arguments = (*tiny, *EXACT, *SHARDED, *strong, f"name={which}", which, str(folder / f"{which}.json"))
-    status, output = finish(launch(WORKER, *arguments, cwd=folder), seconds=300)
-    assert status == 0, output
+    run_ranks(WORKER, *arguments, cwd=folder)
     return dict(json.loads((folder / f"{which}.json").read_text()))
 
 

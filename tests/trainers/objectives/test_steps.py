@@ -1,4 +1,4 @@
-"""Two real steps of every objective and option: DeepSpeed, 2 ranks, the launcher."""
+"""Two real steps of every objective and option: DeepSpeed on 2 ranks."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.launching import ROOT, TINY, finish, launch
+from tests.tools.launching import ROOT, TINY, run_ranks
 from tests.tools.workers.objectives import cases
 from trainers.objectives import OBJECTIVES
 
@@ -19,8 +19,7 @@ def found(folder: Path) -> dict[str, Any]:
     replaced = ("+model.drop_path_rate", "penalty", "train.batch_size", "optimizer")
     tiny = [override for override in TINY if not override.startswith(replaced)]
     worker = ROOT / "tests" / "tools" / "workers" / "objectives.py"
-    status, output = finish(launch(worker, *tiny, *EXACT, str(folder / "out.json"), cwd=folder), seconds=300)
-    assert status == 0, output
+    run_ranks(worker, *tiny, *EXACT, str(folder / "out.json"), cwd=folder)
     return dict(json.loads((folder / "out.json").read_text()))
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tools.checkpoints import whole
-from tests.tools.launching import ROOT, TINY, finish, launch
+from tests.tools.launching import ROOT, TINY, run_ranks
 from tests.tools.workers.resume import CHOICES, HALF
 from trainers.job import checkpoint
 
@@ -42,8 +42,7 @@ def launched(folder: Path) -> Callable[[str], Found]:
         small = [override for override in TINY if not override.startswith("train.batch_size")]
         out = folder / f"{which}.json"
         command = (*small, CAPS, "train.batch_size=16", f"name={which}", which, str(out))
-        status, output = finish(launch(WORKER, *command, cwd=folder))
-        assert status == 0, output
+        run_ranks(WORKER, *command, cwd=folder)
         facts = dict(json.loads(out.read_text()))
         assert set(facts) == set(CHOICES[which])
         return Found(facts, folder / "runs" / which)

@@ -363,7 +363,7 @@ def test_eigenvalue_upper_is_never_below_the_largest_eigenvalue() -> None:
     assert (eigenvalue_upper(torch.zeros(3, 4, 4).double()) == 0).all()
 
 
-# errors that are easy to make ----------------------------------------------------------------------------------------------------------------
+# errors that are easy to make -----------------------------------------------------------------------------------------
 
 
 def score_change(case: Instance) -> Callable[[Tensor], Tensor]:
