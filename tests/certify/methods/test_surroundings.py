@@ -14,7 +14,7 @@ from tests.tools.small_models import labelled, small_model
 from zoo.bounds.running import RunningError
 from zoo.bounds.stepwise import StepwiseAttention
 
-THREADS, REPEATS = 3, 5
+THREADS, REPEATS = 3, 2
 
 
 @pytest.mark.parametrize("method", ["lofast", "lofast_local", "adjoint"])
