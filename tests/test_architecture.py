@@ -336,7 +336,7 @@ def unsafe_calls(path: Path, ours: bool) -> list[str]:
 
 
 def test_no_pickle_is_read() -> None:
-    """Nothing else runs its input either. (Whole trainings: tests/trainers/weights/test_no_pickle.py.)"""
+    """Nothing else runs its input either; whole trainings are in tests/trainers/weights/test_no_pickle.py."""
     for path in (ROOT / file for file in FILES):
         assert not {"pickle", "cloudpickle", "joblib", "dill", "shelve", "marshal"} & libraries(path), path
         assert unsafe_calls(path, ours=True) == []

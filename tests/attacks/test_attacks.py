@@ -116,11 +116,9 @@ def test_a_big_ball_leaves_no_accuracy(norm: str, eps: float) -> None:
 
 @pytest.mark.parametrize("norm", sorted(NORMS))
 def test_linear_model_oracle(norm: str) -> None:
-    """Check the known worst points of logits (0, <w,x>): x - eps w/
+    """Check the known worst points of a linear model.
 
-    w
-
-    in L2 and x - eps sign(w) in Linf, away from the box.
+    For logits (0, <w,x>), away from the box, they are x - eps w/||w|| in L2 and x - eps sign(w) in Linf.
     """
     weight = torch.randn(12, generator=Generator().manual_seed(5))
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2, bias=False))

@@ -174,7 +174,7 @@ MADE = re.compile(r"^#\s+make experiment NAME=(\S+) ARGS='(.*?)'", re.MULTILINE)
 
 @pytest.mark.parametrize(("name", "words"), [made for path in FILES for made in MADE.findall(path.read_text())])
 def test_the_command_of_a_table_is_taken(name: str, words: str) -> None:
-    """make passes the options between the name and the overrides."""
+    """The options stand between the name and the overrides, where make passes them."""
     options = experiments.asked([name, *words.split()])
     assert options.name == name in TABLES
     assert options.overrides[-1] == "data.root=SHARDS"

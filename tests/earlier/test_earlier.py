@@ -1,4 +1,4 @@
-"""What earlier code wrote is read, certified again and served by the code of today.
+"""Files that earlier code wrote can be read, certified again and served by today's code.
 
 f6dab7c/version    a version that `python -m certify ... publish=digits` logged in MLflow: best, the first 40 digits
 f6dab7c/models     hand-overs with random weights, one for each kind of attention and layer, a quarter of a megabyte

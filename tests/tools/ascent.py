@@ -1,9 +1,4 @@
-"""Search for counter-examples: projected gradient ascent over the ball
-
-Gamma
-
-_F <= r or over a box, in float64.
-"""
+"""Search for counter-examples: projected gradient ascent over the ball ||Gamma||_F <= r or over a box, in float64."""
 
 from collections.abc import Callable
 
@@ -14,14 +9,10 @@ STEPS, STARTS = 40, 3
 
 
 def ascend(objective: Callable[[Tensor], Tensor], x: Tensor, r_B: Tensor, steps: int, starts: int) -> Tensor:
-    """Return max of objective(x + Gamma) found over
+    """Return max of objective(x + Gamma) found over ||Gamma||_F <= r for each image: (B, ...) -> (B,).
 
-    Gamma
-
-    _F <= r for each image, a lower bound: (B, ...) -> (B,).
-
-    All starts are one batch. Every step is a normalised ascent step, large at first and small at the end, projected on
-    the ball; the best point of the whole path counts.
+    The result is a lower bound. All starts are one batch. Every step is a normalised ascent step, large at first and
+    small at the end, projected on the ball; the best point of the whole path counts.
     """
     ones = (1,) * (x.ndim - 1)
     x, r_B = x.repeat(starts, *ones), r_B.repeat(starts)
@@ -103,12 +94,7 @@ def _starts(x: Tensor) -> Tensor:
 def largest_change(
     f: Callable[[Tensor], Tensor], x: Tensor, r_B: Tensor, steps: int = STEPS, starts: int = STARTS
 ) -> Tensor:
-    """Return max
-
-    f(x + Gamma) - f(x)
-
-    found for each instance of the batch x (B, ...): (B,).
-    """
+    """Return max ||f(x + Gamma) - f(x)|| found for each instance of the batch x (B, ...): (B,)."""
     with torch.no_grad():
         y = f(x).flatten(1).repeat(starts, 1)
     return ascend(lambda z: (f(z).flatten(1) - y).norm(dim=1), x, r_B, steps, starts)

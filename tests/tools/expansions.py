@@ -1,16 +1,4 @@
-"""Search for counter-examples to second-order rules: -<g, R(G)>,
-
-R(G)
-
-and
-
-J v
-
-on the ball
-
-G
-
-<= r.
+"""Search for counter-examples to second-order rules: -<g, R(G)>, ||R(G)|| and ||J v|| on the ball ||G|| <= r.
 
 Letters: B inputs, C gradients (classes).
 """
@@ -67,11 +55,7 @@ def largest_dip(case: Instance, steps: int = 40, starts: int = 4) -> Tensor:
 
 
 def largest_remainder(case: Instance, steps: int = 40, starts: int = 4) -> Tensor:
-    """Return max of
-
-    R(G)
-
-    found: (B,).
+    """Return max of ||R(G)|| found: (B,).
 
     J v comes from automatic differentiation of the pulled gradient, which is J^T.
     """
@@ -96,12 +80,7 @@ def push(case: Instance, expansion: Expansion, v: Tensor) -> Tensor:
 
 
 def largest_gain(case: Instance, steps: int = 40) -> Tensor:
-    """Return a lower bound of
-
-    J
-
-    by power iteration on J^T J: (B,).
-    """
+    """Return a lower bound of ||J|| by power iteration on J^T J: (B,)."""
     expansion = case.expansion()
     v = torch.randn_like(case.x)
     for _ in range(steps):

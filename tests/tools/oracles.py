@@ -43,7 +43,7 @@ def _choice(option: Any) -> dict[str, Any]:
 
 
 def linear(s: State, x: Tensor) -> Tensor:
-    """x W + b, with W stored transposed."""
+    """Compute x W + b, with W stored transposed."""
     y = x @ s["weight"].T
     return y + s["bias"] if "bias" in s else y
 
@@ -54,7 +54,7 @@ def softmax(row: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x Phi(x)."""
+    """Compute x Phi(x)."""
     return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
 
 
@@ -67,18 +67,13 @@ def layernorm(own: Options, s: State, x_ND: Tensor) -> Tensor:
 
 
 def layerproject(own: Options, s: State, x_ND: Tensor) -> Tensor:
-    """LoFAST, eq. 29: x R / max(
-
-    x
-
-    , R).
-    """
+    """LoFAST, eq. 29: x R / max(||x||, R)."""
     radius = own.get("radius", math.sqrt(x_ND.shape[1]))
     return torch.stack([x * radius / max(float(x.norm()), radius) for x in x_ND])
 
 
 def smoothproject(own: Options, s: State, x_ND: Tensor) -> Tensor:
-    """x / sqrt(1 + ||x||^2 / R^2)."""
+    """Compute x / sqrt(1 + ||x||^2 / R^2)."""
     radius = own.get("radius", math.sqrt(x_ND.shape[1]))
     return torch.stack([x / math.sqrt(1 + float(x @ x) / radius**2) for x in x_ND])
 
@@ -107,7 +102,7 @@ def _gelu_mlp(s: State, x_ND: Tensor) -> Tensor:
 
 
 def _sll(activation: Callable[[Tensor], Tensor]) -> Callable[[State, Tensor], Tensor]:
-    """x - 2 W T^-1 sigma(W^T x + b), T_ii = sum_j |W^T W|_ij q_j / q_i, q = exp(log_q)."""
+    """Compute x - 2 W T^-1 sigma(W^T x + b), T_ii = sum_j |W^T W|_ij q_j / q_i, q = exp(log_q)."""
 
     def layer(s: State, x_ND: Tensor) -> Tensor:
         w, q = s["weight"], s["log_q"].exp()
@@ -332,7 +327,7 @@ def _weight(options: Options, s: State, key: str) -> Tensor | float:
 
 
 def prenorm(options: Options, s: State, x_ND: Tensor, positional: bool) -> Tensor:
-    """x + a attn(norm(x)), x + a mlp(norm(x))."""
+    """Compute x + a attn(norm(x)), x + a mlp(norm(x))."""
     attn, mlp, norm1, norm2 = _parts(options, s, positional)
     x_ND = x_ND + _weight(options, s, "scale1") * attn(norm1(x_ND))
     return x_ND + _weight(options, s, "scale2") * mlp(norm2(x_ND))

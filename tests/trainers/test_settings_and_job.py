@@ -160,7 +160,6 @@ def test_a_wrong_value_is_refused_before_any_work(
 
 def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(digits: Path, tmp_path: Path) -> None:
     """Plain python, a world of one; the learning rate becomes absurd during the warm-up."""
-
     shutil.copytree(digits, tmp_path / "data" / "digits")
     wild = ["optimizer=sgd", "optimizer.lr=1e30", "train.clip_grad=0", "train.checkpoint_every=1", "name=wild"]
     done = subprocess.run(
@@ -321,7 +320,7 @@ def write_checkpoint(run_dir: Path, step: int, mark: bool = True, batch: int = 2
 
 
 def test_the_last_epochs_end_is_marked_for_any_number_of_ranks(tmp_path: Path) -> None:
-    """Only the mark changes, and nothing is deleted. (With training: the slow tests.)"""
+    """Only the mark changes, and nothing is deleted; the slow tests do this with training."""
     path = write_checkpoint(tmp_path, 22, batch=0)
     later = write_checkpoint(tmp_path, 30)
     reshape.main([str(tmp_path)])

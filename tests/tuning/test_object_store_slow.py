@@ -26,7 +26,7 @@ program = test_s3_slow.program  # the fixture
 
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Start Moto's server. (npm's s3rver fails when folders are listed while they are written.)"""
+    """Start Moto's server, since npm's s3rver fails when folders are listed while they are written."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path / "moto"), "moto[server]"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:

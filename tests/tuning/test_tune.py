@@ -309,7 +309,7 @@ def test_progress_is_an_evaluation_with_the_checkpoint_after_it(tmp_path: Path) 
 
 
 def test_a_trial_is_told_of_the_registry_by_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ps` shows a command line, and the configuration goes to MLflow. (Fully: test_password_slow.py.)"""
+    """A command line is visible to `ps`, and the configuration goes to MLflow; all of it: test_password_slow.py."""
     from tuning import driver
 
     begun: list[trial.Command] = []
@@ -420,7 +420,7 @@ def test_a_failed_trial_says_why(tmp_path: Path, log: str, words: str) -> None:
 
 
 def slow_front(values: np.ndarray) -> list[bool]:
-    """The definition of the front, as loops."""
+    """Compute the front from its definition, as loops."""
     kept = []
     for mine in values:
         beaten = any(all(o >= m for o, m in zip(other, mine, strict=True)) and any(other > mine) for other in values)

@@ -115,7 +115,7 @@ def test_output_projections_and_mlps_are_optional_terms(model: Any) -> None:
 
 
 def test_a_branch_that_is_off_is_not_computed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lambda 0 means no power iteration, no graph, and unchanged vectors."""
+    """At lambda 0 there is no power iteration and no graph, and vectors stay unchanged."""
     rows: list[int] = []
 
     def counted(weight: Any, v: Any) -> Any:

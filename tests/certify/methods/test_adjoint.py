@@ -57,12 +57,7 @@ def test_no_ascent_beats_the_loss_or_the_radii(seed: int, parts: str) -> None:
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard", "stem"))
 def test_first_order_is_exact(parts: str) -> None:
-    """loss / eps ->
-
-    g_0
-
-    as eps -> 0, so only the gradient of the margin counts.
-    """
+    """As eps -> 0, loss / eps -> ||g_0||, so only the gradient of the margin counts."""
     model = small_model(parts, 1)
     x, y = labelled(model, 5, 0)
     analysis = analyse(model, x, y)

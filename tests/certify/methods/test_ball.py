@@ -166,16 +166,7 @@ def test_a_forgotten_root_of_the_entries_is_seen(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_prefix_of_the_other_norm_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted prefix is
-
-    P_k
-
-    eps in place of
-
-    P_k
-
-    sqrt(d) eps; everything else is right.
-    """
+    """The planted prefix is ||P_k|| eps in place of ||P_k|| sqrt(d) eps; everything else is right."""
     model = small_model("smooth", 0)
     x, y = labelled(model, 6, 0)
     analysis = inner(model, x, y)
@@ -211,7 +202,7 @@ def test_behind_the_image_all_is_as_in_the_l2_ball_around(parts: str) -> None:
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard", "stem"))
 def test_first_order_is_exact_in_the_box(parts: str) -> None:
-    """loss / eps -> |g_0|_1 as eps -> 0, by autograd."""
+    """As eps -> 0, loss / eps -> |g_0|_1 by autograd."""
     model = small_model(parts, 1)
     x, y = labelled(model, 5, 0)
     analysis, eps = inner(model, x, y), 1e-8
@@ -258,7 +249,7 @@ def test_an_analysis_knows_its_norm_and_answers_in_it(method: str, norm: str) ->
     assert again.certified_B.all()
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", mostly_slow(NORMS, "linf"))
 def test_forms_on_the_ball_of_images_are_asked_in_its_norm(norm: str) -> None:
     """`image` is no worse than `adjoint` in the same norm, and certifies nothing far beyond."""
     model = small_model("smooth", 0)

@@ -33,11 +33,11 @@ def test_threads_give_the_answers_of_one(method: str) -> None:
 
 def test_one_certifier_answers_several_threads() -> None:
     model = small_model("standard", 0)
-    x, y = labelled(model, 6, 0)
+    x, y = labelled(model, 3, 0)
     made = certifier(model, "adjoint", nonce="a")
-    expected = torch.cat([radius_of(made.analyse(x[i : i + 1], y[i : i + 1])) for i in range(6)])
+    expected = torch.cat([radius_of(made.analyse(x[i : i + 1], y[i : i + 1])) for i in range(3)])
     with ThreadPoolExecutor(THREADS) as pool:
-        found = torch.cat(list(pool.map(lambda i: radius_of(made.analyse(x[i : i + 1], y[i : i + 1])), range(6))))
+        found = torch.cat(list(pool.map(lambda i: radius_of(made.analyse(x[i : i + 1], y[i : i + 1])), range(3))))
     assert torch.equal(found, expected)
 
 

@@ -193,7 +193,7 @@ def test_the_branch_is_the_block_without_its_identity() -> None:
 
 @pytest.mark.parametrize("blocks", mostly_slow((digits_blocks, swin_blocks), digits_blocks), ids=["vit", "swin"])
 def test_jacobian_norms(blocks: Callable[[], list[jacobian.Part]]) -> None:
-    """estimate <= exact = autograd + SVD <= eq. 16 for every image, for blocks and branches."""
+    """For blocks and branches of every image estimate <= exact = autograd + SVD <= eq. 16."""
     for part in blocks():
         for f in (part.module, jacobian.branch(part.module)):
             exact_B, kind = jacobian.measure(f, part.x)

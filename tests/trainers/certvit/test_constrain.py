@@ -90,20 +90,7 @@ def test_the_projection_is_the_nearest_point() -> None:
 
 
 def test_with_orthonormal_inputs_the_solution_is_a_soft_threshold() -> None:
-    """min
-
-    V
-
-    _1 with
-
-    V - W
-
-    ^2 <= eta
-
-    W
-
-    ^2 is soft(W, t), t found by bisection.
-    """
+    """The minimum of ||V||_1 with ||V - W||^2 <= eta ||W||^2 is at soft(W, t), t found by bisection."""
     w, _ = layer(o=8, i=8)
     rows, eta = Rows(torch.eye(8, dtype=torch.float64), w.mT.clone()), 0.04
     low, high = 0.0, float(w.abs().max())

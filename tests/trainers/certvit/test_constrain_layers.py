@@ -43,7 +43,7 @@ def test_all_free_linear_layers_are_constrained_and_capped_ones_left_alone() -> 
 
 @pytest.mark.parametrize("kind", ["vit", "conv"])
 def test_rows_are_what_goes_in_and_out(kind: str) -> None:
-    """x W^T of all rows is the layer's output without its bias, up to the order."""
+    """The layer's output without its bias is x W^T over all rows, up to the order."""
     model = vit() if kind == "vit" else conv_net().float().eval()
     for name in constrainable(model):
         module = model.get_submodule(name)

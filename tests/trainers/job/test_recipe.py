@@ -205,7 +205,7 @@ def test_layers_of_other_settings_are_refused_before_the_first_stage(here: Path)
 
 @pytest.mark.parametrize("name", ["spec_vit_digits", "cert_vit_c10", "lofast_vit_c10", "conv_4c3f_mnist", "dp_swin_t"])
 def test_rules_see_the_model_that_is_trained(name: str) -> None:
-    """The rules see it without memory, with the same modules and shapes. (All models: tests/zoo/models.)"""
+    """It has the same modules and shapes, without memory. All models: tests/zoo/models."""
     with torch.device("meta"):
         model = zoo.create_model(name)
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}

@@ -89,12 +89,7 @@ def test_rivals_are_the_runner_up_or_any_wrong_class() -> None:
 
 
 def test_a_model_that_ignores_its_input_has_a_gradient() -> None:
-    """
-
-    grad
-
-    has no derivative at 0; the loss must have one.
-    """
+    """The loss must have a gradient where ||grad||, being 0, has no derivative."""
     model, (images, labels) = small_vit(), batch()
     nn.init.zeros_(model.get_parameter("patch_embed.proj.weight"))
     OBJECTIVES["lmce"](probe_of(model, eps=0.7), images, labels)["loss"].backward()

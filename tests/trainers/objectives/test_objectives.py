@@ -250,12 +250,7 @@ def test_mart_stays_finite_where_the_model_is_sure() -> None:
 @pytest.mark.usefixtures("converged_norms")
 @pytest.mark.parametrize("local", [False, True])
 def test_no_attack_moves_the_last_layer_further_than_its_reach(local: bool) -> None:
-    """Ascend
-
-    h' - h
-
-    / r over the ball, and check the units that are said to be inactive.
-    """
+    """Ascend ||h' - h|| / r over the ball, and check the units that are said to be inactive."""
     model, (images, _) = conv_net(), batch()
     found = reach(model, images, EPS, local)
     radius, moving = found.radius_B, found.moving_BF

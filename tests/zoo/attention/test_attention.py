@@ -102,12 +102,7 @@ def randomised(name: str, dim: int, num_heads: int, **options: Any) -> Any:
 
 
 def output_and_gradients(f: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return f(x), and the gradients of <g, f(x)> for the input and all parameters,
-
-    g
-
-    = 1.
-    """
+    """Return f(x), and the gradients of <g, f(x)> for the input and all parameters, ||g|| = 1."""
     x = x.requires_grad_()
     y = f(x)
     g = F.normalize(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y).flatten(), dim=0)
@@ -157,11 +152,7 @@ def test_l2_keeps_its_distances_far_from_the_origin() -> None:
 def test_l2_keeps_its_distances_in_bfloat16() -> None:
     """Two clusters are far apart, so the squares that cancel far exceed the distances within one.
 
-    The reference is float64 on the same rounded projections. With
-
-    k
-
-    ^2 in one column, the error of P would be 0.15.
+    The reference is float64 on the same rounded projections. With ||k||^2 in one column, the error of P would be 0.15.
     """
     torch.manual_seed(0)
     cluster = 6 * torch.randn(2, 64)
@@ -177,12 +168,7 @@ def test_l2_keeps_its_distances_in_bfloat16() -> None:
 
 
 def steepest(module: nn.Module, x: Tensor, steps: int = 60) -> Tensor:
-    """Return the largest
-
-    F(x + h d) - F(x)
-
-    / h found over x and unit d, from each x of the batch: (B,).
-    """
+    """Return the largest ||F(x + h d) - F(x)|| / h found over x and unit d, from each x of the batch: (B,)."""
     x, d = x.clone().requires_grad_(), torch.randn_like(x).requires_grad_()
     optimizer = torch.optim.Adam([x, d], lr=0.05)
     best_B = x.new_zeros(len(x))
@@ -351,23 +337,9 @@ def norms(*weights: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_eq_40_as_printed_is_broken(tokens: int) -> None:
-    """sqrt(N) / sqrt(D/H) (4 Phi + 1)
+    """For one head sqrt(N) / sqrt(D/H) (4 Phi + 1) ||W_Q|| ||W_V|| ||W_O|| is too small.
 
-    W_Q
-
-
-    W_V
-
-
-    W_O
-
-    , one head, is too small.
-
-    A_h brings a second
-
-    W_Q
-
-    (docs/references.md#erratum-l2-power).
+    A_h brings a second ||W_Q|| (docs/references.md#erratum-l2-power).
     """
     torch.manual_seed(0)
     module = L2Attention(4, 1).double()
@@ -380,17 +352,7 @@ def test_eq_40_as_printed_is_broken(tokens: int) -> None:
 
 
 def test_eq_41_is_broken() -> None:
-    """11
-
-    W_O
-
-
-    W_Q
-
-
-    W_K
-
-    , one head, lacks W_V.
+    """For one head 11 ||W_O|| ||W_Q|| ||W_K|| lacks W_V.
 
     For N = 1 the layer is X W_V W_O (docs/references.md#erratum-ln-values).
     """
@@ -426,7 +388,7 @@ def test_caps_of_l2_are_put_on_by_finish_init() -> None:
 
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_penalised_weights_are_those_of_the_heads(name: str) -> None:
-    """q, k, v give blocks (H, O, D) of output rows, o the whole matrix.
+    """The weights q, k, v are blocks (H, O, D) of output rows, o is the whole matrix.
 
     See docs/references.md#erratum-specformer-heads.
     """

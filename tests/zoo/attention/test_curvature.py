@@ -115,12 +115,7 @@ Attacked = list[tuple[Instance, Tensor, Tensor]]
 
 @pytest.fixture(scope="module")
 def attacked() -> Attacked:
-    """Return the largest -<g, R> and
-
-    R
-
-    that ascent finds.
-    """
+    """Return the largest -<g, R> and ||R|| that ascent finds."""
     return [(case, largest_dip(case)[0], largest_remainder(case)) for case in instances()]
 
 
@@ -259,16 +254,7 @@ def rows(count: int = 256) -> Tensor:
 
 
 def test_the_softmax_constants_hold_on_the_ball_and_are_nearly_attained() -> None:
-    """
-
-    D softmax
-
-    and
-
-    D^2 softmax[v, v]
-
-    at the worst point of the ball; times 0.95 they fail.
-    """
+    """Bound ||D softmax|| and ||D^2 softmax[v, v]|| at the worst point of the ball; 0.95 of them fails."""
     scores = rows()
     r = torch.logspace(-2, 0.5, len(scores)).double().roll(97)
     softmax = SoftmaxRows(scores.softmax(-1)[None, None])

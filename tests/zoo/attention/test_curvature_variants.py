@@ -129,7 +129,7 @@ def test_remainders_are_of_second_order(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CASES)
 def test_bounds_of_one_window_are_superhomogeneous(kind: str) -> None:
-    """beta / r, remainder / r^2, the radius over r and the cost of rounding over r do not fall with r.
+    """No ratio falls with r: beta / r, remainder / r^2, radius / r, cost of rounding / r.
 
     Joining windows relies on this.
     """
@@ -163,12 +163,7 @@ def scores(score: Score, q: Tensor, k: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kappa", [0.0, 1.0])
 def test_no_ascent_beats_a_form_of_the_core(kappa: float) -> None:
-    """Each bound of
-
-    R
-
-    and -<o, R> alone, with q, k and v moving independently and heads of unequal gain.
-    """
+    """Test each bound of ||R|| and -<o, R> alone, with independent q, k and v and heads of unequal gain."""
     found: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
     score = Score(0.5, kappa)
@@ -370,7 +365,7 @@ def test_an_untied_l2_has_local_rules_only() -> None:
 
 @pytest.mark.parametrize("share", [1.001, 1.5, 10.0])
 def test_nothing_is_known_of_a_quotient_that_may_be_held(share: float) -> None:
-    """c' = max(its products, SMALLEST_C); ignoring that breaks the bound of the remainder of 1 / c."""
+    """With c' = max(its products, SMALLEST_C), ignoring the max breaks the bound of the remainder of 1 / c."""
     c, still = share * SMALLEST_C, torch.zeros(1).double()
     rows = c**0.5 * torch.tensor([1.0, 1.0, 0.5]).double().view(3, 1, 1, 1, 1)
     quotient = _Quotient(rows)

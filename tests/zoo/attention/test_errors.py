@@ -115,7 +115,7 @@ def test_no_ascent_beats_what_errors_cost(score: str, size: float) -> None:
             assert (found <= 1 + 1e-9).all(), (share.__name__, r, found)
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", mostly_slow(SCORES, "dot product"))
 def test_forms_of_a_core_whose_scores_are_off_hold_for_the_exact_one(score: str) -> None:
     """They hold with the errors, and fail without them."""
     worst = dict[bool, float]()

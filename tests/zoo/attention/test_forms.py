@@ -220,7 +220,7 @@ def test_the_functionals_are_linear_and_their_sizes_are_lengths(score: str) -> N
 
 @pytest.mark.parametrize("score", mostly_slow(SCORES, "tied distances"))
 def test_a_smaller_reach_shrinks_the_rest_as_it_says(score: str) -> None:
-    """t C of the large reach holds within the small one; t falls like its square for second-order forms."""
+    """The form t C of the large reach holds within the small one; t falls like its square at second order."""
     case = case_of(SCORES[score])
     for small, large in ((1e-3, 2e-3), (0.01, 0.02), (0.3, 5.0)):
         t = case.forms.shrink(case.reach(small), case.reach(large))

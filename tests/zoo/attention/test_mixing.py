@@ -252,12 +252,7 @@ def test_windows_equal_the_equation_and_timm(masked: bool, dtype: torch.dtype, t
 
 
 def test_distances_get_the_bias_as_they_are() -> None:
-    """L2 in windows: softmax( -
-
-    q_i - q_j
-
-    ^2 / sqrt(D / H) + T_ij ).
-    """
+    """For L2 in windows: softmax( -||q_i - q_j||^2 / sqrt(D / H) + T_ij )."""
     ours = randomised(WindowAttention(variants()["l2"](D, H), (2, 3)))
     x = tokens(2, 6, D)
     _, _, v = ours.content.heads(x)

@@ -45,7 +45,7 @@ class Move:
 
     @cached_property
     def by_q(self) -> Tensor:
-        """s <eta^q, k>."""
+        """Return s <eta^q, k>."""
         return self.core.score.s * self.parts.q @ self.core.k.mT
 
     @cached_property

@@ -143,11 +143,7 @@ def test_ritz_values_are_never_above() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_basis_is_orthonormal_and_the_recurrence_holds(kind: str) -> None:
-    """M v_k = b_{k-1} v_{k-1} + a_k v_k + b_k v_{k+1} up to ROUNDING times
-
-    M
-
-    .
+    """M v_k = b_{k-1} v_{k-1} + a_k v_k + b_k v_{k+1} up to ROUNDING times ||M||.
 
     It also holds when the space is exhausted.
     """

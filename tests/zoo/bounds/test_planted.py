@@ -148,12 +148,7 @@ def linear_model() -> Any:
 
 
 def test_the_certificate_of_a_linear_model_is_exact() -> None:
-    """min_j m_j /
-
-    grad m_j
-
-    is exact, so each factor is: std, patches, norm, pooling, pair of classes.
-    """
+    """The radius min_j m_j / ||grad m_j|| is exact, and so is each factor: std, patches, norm, pooling, classes."""
     model = linear_model()
     x, y = labelled(model, 8, 0)
     baked, z = bake(model), x.double().requires_grad_()
@@ -229,7 +224,10 @@ def test_a_second_order_constant_is_tight_somewhere(name: str) -> None:
 
 
 def test_softmax_dispersion_by_two_points() -> None:
-    """Var <= range^2 / 4 gives the slope 1/2, |third moment| <= range^3 / (6 sqrt3) gives sqrt(6) / 9: attained."""
+    """Both constants are attained.
+
+    Var <= range^2 / 4 gives the slope 1/2, |third moment| <= range^3 / (6 sqrt3) gives sqrt(6) / 9.
+    """
     best_slope, best_third = 0.0, 0.0
     v = torch.tensor([0.5**0.5, -(0.5**0.5)]).double()
     for p in torch.linspace(0.01, 0.99, 981).double():
@@ -313,11 +311,9 @@ def test_a_planted_fault_of_second_order_is_caught(act: str, name: str, monkeypa
 
 @pytest.mark.parametrize("method", ["lofast", "adjoint"])
 def test_a_planted_pair_of_classes_is_caught(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """
+    """The planted ||w_y - w_j|| is 5 % too small.
 
-    w_y - w_j
-
-    is 5 % too small, with a head whose pair of classes reads the direction that the trunk amplifies.
+    The head's pair of classes reads the direction that the trunk amplifies.
     """
     import certify.methods.adjoint
     import certify.methods.lofast

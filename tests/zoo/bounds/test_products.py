@@ -224,7 +224,7 @@ def test_weights_that_cancel_round_what_they_are_made_of() -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 1.0, 1e6])
 def test_constants_that_cancel_count(offset: float) -> None:
-    """x W + c - c with a large c has a small f(0)."""
+    """A large c makes f(0) small in x W + c - c."""
     torch.manual_seed(0)
     w, c = torch.randn(8, 8, dtype=torch.float64), offset * torch.rand(8, dtype=torch.float64)
     x = torch.zeros(2, 8, dtype=torch.float64)

@@ -331,7 +331,7 @@ def test_post_norm_block_by_its_equation() -> None:
 
 
 def test_one_norm_for_the_sum_where_nothing_weighs_the_branch() -> None:
-    """x + F(x) with F = -x / 2 (like attention of one token) has norm 1 / 2, not 3 / 2."""
+    """The sum x + F(x) with F = -x / 2 (like attention of one token) has norm 1 / 2, not 3 / 2."""
     attn: Any = scaled_(DotProductAttention(4, 1), 0.0)
     with torch.no_grad():
         attn.qkv.weight[8:].copy_(torch.eye(4))

@@ -110,7 +110,7 @@ def test_convolutions_without_a_proof_are_refused(conv: nn.Conv2d) -> None:
 @pytest.mark.parametrize("size", [(8, 8), (11, 9)])
 @pytest.mark.parametrize("geometry", [(4, 4, 0), (4, 2, 1), (6, 2, 0), (8, 4, 2), (3, 1, 1), (2, 2, 2)])
 def test_by_products_it_is_the_same_function(geometry: tuple[int, int, int], size: tuple[int, int]) -> None:
-    """Values, both gradients, and the gradients of the image's gradient; images that the windows do not fill."""
+    """Compare values, gradients, and gradients of the image's gradient, also where windows leave a rest."""
     kernel, stride, padding = geometry
     torch.manual_seed(0)
     products = CellConv2d(3, 5, kernel, stride, padding).double()

@@ -341,7 +341,6 @@ def test_full_size_models_have_timms_names_and_shapes(name: str) -> None:
 @pytest.fixture
 def tag(monkeypatch: pytest.MonkeyPatch) -> str:
     """Return a full tag that is available without a network."""
-
     model = theirs("vit")
 
     def create_model(name: str, pretrained: bool) -> Any:
@@ -441,7 +440,6 @@ def test_training_starts_from_a_file_once(digits: Path, tmp_path: Path) -> None:
 
     A resumed run no longer needs the file.
     """
-
     shutil.copytree(digits, tmp_path / "data" / "digits")
     sizes: dict[str, Any] = {"embed_dim": 32, "depth": 1, "num_heads": 2, "patch_size": 4}
     source = randomised(zoo.create_model("dp_vit_ti", img_size=8, in_chans=1, **sizes, num_classes=10))
