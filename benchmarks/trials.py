@@ -7,6 +7,9 @@ after every model: a run goes on with the seeds behind those of the runs before.
 down there, and ends this and all further runs until somebody has looked. With --redteam every second model has
 weights that have climbed against the certificate first (benchmarks/redteam/weights.py).
 
+Each run also records `largest_share`: the largest drop / margin that an attack found at a certified radius, where the
+claimed loss is just below the margin.
+
     python -m benchmarks.trials [--trials N] [--minutes M] [--redteam]
 """
 
@@ -45,8 +48,12 @@ def next_seed(result: Result) -> int:
     return max((run["seeds"][1] + 1 for run in result["runs"]), default=0)
 
 
+def backbone_of(subject: Subject) -> str:
+    return str(zoo.model_options(subject.name)["backbone"])
+
+
 def starts_of(subject: Subject) -> int:
-    return STARTS[zoo.model_options(subject.name)["backbone"]]
+    return STARTS[backbone_of(subject)]
 
 
 def add(result: Result, subject: Subject, found: Iterable[Outcome]) -> None:
@@ -61,6 +68,7 @@ def add(result: Result, subject: Subject, found: Iterable[Outcome]) -> None:
             row[name] += count
         run["trials"] += outcome.worth * starts
         run["redteam"] += outcome.worth * starts * isinstance(subject, Climbed)
+        run["largest_share"] = max(run["largest_share"], outcome.share)
         result["trials"] += outcome.worth * starts
         result["beaten"] += [beaten(subject, outcome, index) for index in outcome.beaten_B.nonzero()]
     result["rows"] = [rows[key] for key in sorted(rows)]
@@ -96,21 +104,32 @@ def show(result: Result) -> None:
         f"{result['trials']:,} trials in {len(result['runs'])} runs, {climbed:,} of red-team weights, "
         f"{len(result['beaten'])} certificates beaten"
     )
+    run = result["runs"][-1]
+    print(
+        f"this run: {run['trials']:,} trials, {run['redteam']:,} of red-team weights; largest drop / margin "
+        f"{run['largest_share']:.6f}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=1_000_000, metavar="N", help="of this run, at least")
     parser.add_argument("--minutes", type=float, default=float("inf"), metavar="M", help="stop behind the model then")
+    parser.add_argument(
+        "--backbones", nargs="+", default=list(STARTS), choices=STARTS, metavar="B", help="skip models of others"
+    )
     parser.add_argument("--redteam", action="store_true", help="every second model with weights that have climbed")
     arguments = parser.parse_args()
     end, result = time.monotonic() + 60 * arguments.minutes, begun()
     first = next_seed(result)
-    run = circumstances() | {"seeds": [first, first - 1], "trials": 0, "redteam": 0}
+    run = circumstances() | {"seeds": [first, first - 1], "trials": 0, "redteam": 0, "largest_share": 0.0}
     result["runs"].append(run)
     write(NAME, result)  # also where the time is over before the first model
     while run["trials"] < arguments.trials and time.monotonic() < end and not result["beaten"]:
         subject = numbered(next_seed(result))
+        if backbone_of(subject) not in arguments.backbones:
+            run["seeds"][1] = subject.seed
+            continue
         if arguments.redteam and subject.seed % 2:
             subject = Climbed.after(subject)
         add(result, subject, outcomes(subject, IMAGES, starts_of(subject)))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 U = 2.0**-53  # unit round-off of float64
+OUT = 1 + 1e-9  # outwards over the rounding of the formulas of a bound themselves
 UNDERFLOW = 2.0**-480  # squares of smaller numbers lose digits, or vanish
 NEAR, FAR = 2.0**-200, 2.0**200  # radii: smaller ones count as NEAR, larger ones as infinite (docs/proofs.md#range)
 

@@ -6,7 +6,7 @@ Letters: A (..., m, n); G = A^T A or A A^T, whichever is smaller; u = 2^-53; gam
 import torch
 from torch import Tensor
 
-from zoo.arithmetic import U, gamma
+from zoo.arithmetic import OUT, U, gamma
 
 
 def power_step(weight: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,3 +80,20 @@ def sigma_upper(weight: Tensor) -> Tensor:
     verified = (theta + slack) * (1 + 8 * U) + n * 2.0**-1000
     square = torch.where((info == 0) & finite, torch.minimum(verified, frobenius2), frobenius2)
     return square.sqrt() * (1 + 4 * U)
+
+
+def absolute_norm(weight: Tensor) -> Tensor:
+    """Return a bound of the norm of |W|, per matrix of a batch: (..., m, n) -> (...)."""
+    absolute = weight.abs()
+    rows, columns = absolute.sum(-1).amax(-1), absolute.sum(-2).amax(-1)
+    return torch.minimum((rows * columns).sqrt(), torch.linalg.vector_norm(weight, dim=(-2, -1))) * OUT
+
+
+def product_rounding(a: Tensor, b: Tensor) -> Tensor:
+    """Return a bound of the norm of fl(A B) - A B: (..., m, k), (..., k, n) -> (...)."""
+    return gamma(a.shape[-1] + 2) * absolute_norm(a) * absolute_norm(b) * OUT
+
+
+def product_upper(a: Tensor, b: Tensor) -> Tensor:
+    """Return a number that is never below ||A B||, whatever cancels in the product that torch computes."""
+    return sigma_upper(a @ b) + product_rounding(a, b)

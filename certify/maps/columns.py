@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from certify.maps.effort import at_once
-from zoo.arithmetic import beside, product
+from zoo.arithmetic import OUT, beside, product
 from zoo.bounds.contracts import Forms
-from zoo.bounds.rounding import OUT
 from zoo.bounds.tape import Tape
 
 COLUMNS = 2**13  # at most: beyond, random vectors do

@@ -27,10 +27,9 @@ from torch import Tensor
 
 from certify.maps.ellipsoid import Ellipsoids, Grown, Margins
 from certify.maps.joint import IMAGE, NOISE, Scale, Sizes
-from zoo.arithmetic import U, beside, nan_to_inf
+from zoo.arithmetic import OUT, U, beside, nan_to_inf
 from zoo.arithmetic import product as times
 from zoo.bounds.contracts import QuadraticForm
-from zoo.bounds.rounding import OUT
 from zoo.bounds.tape import Vectors
 
 ALIGNED = 0.5  # of what remainders could add to the image's multiplier, about what they do

@@ -31,10 +31,9 @@ from certify.maps.columns import Columns
 from certify.maps.effort import at_once, effort
 from certify.maps.joint import Joint, Scale, Sizes
 from certify.maps.rounding import ALLOWED, Rounding
-from zoo.arithmetic import beside, nan_to_inf, product
+from zoo.arithmetic import OUT, beside, nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import Bound, Forms, QuadraticForm
-from zoo.bounds.rounding import OUT
 from zoo.bounds.tape import Vectors
 
 TINY = 1e-290  # over underflow

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from certify.maps.joint import Joint, Scale, Sizes
-from zoo.arithmetic import U, nan_to_inf, product
+from zoo.arithmetic import OUT, U, nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import QuadraticForm
-from zoo.bounds.rounding import OUT
 
 ALLOWED = 0.98 * lanczos.ROUNDING  # the rest is that of the recurrence
 

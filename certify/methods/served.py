@@ -24,10 +24,10 @@ from certify.methods.certificate import Certificate, Certifier, Clean, decide, p
 from certify.methods.image import Image
 from certify.methods.lofast import LoFAST, LoFASTAnalysis
 from certizoo import UserError
-from zoo.arithmetic import nan_to_inf, product
+from zoo.arithmetic import OUT, nan_to_inf, product
 from zoo.bounds.contracts import Bound, Expansion, Layer, Node, Precision, Rounding
 from zoo.bounds.facts import Link, NoRule
-from zoo.bounds.rounding import OUT, PRECISIONS, TINY, of_chain, trunk_roundings
+from zoo.bounds.rounding import PRECISIONS, TINY, of_chain, trunk_roundings
 from zoo.bounds.rules import Step, layer_of, parts_of
 
 

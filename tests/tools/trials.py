@@ -106,6 +106,7 @@ class Outcome:
     radius_B: Tensor
     found_B: Tensor
     worth_B: Tensor  # True where the radius is large enough to test anything
+    margin_B: Tensor  # the margin of the clean image
 
     @property
     def worth(self) -> int:
@@ -115,6 +116,15 @@ class Outcome:
     def beaten_B(self) -> Tensor:
         return ~(self.found_B < 0) & (self.radius_B > 0)
 
+    @property
+    def share(self) -> float:
+        """The largest share of a margin that an attack took; the claimed loss at the radius is just below the margin.
+
+        Shares of 1 and more beat the certificate. 0 where no image is worth an attack.
+        """
+        share_B = 1 + self.found_B / self.margin_B
+        return float(share_B[self.worth_B].amax()) if self.worth else 0.0
+
 
 def outcomes(
     subject: Subject, count: int, starts: int, methods: Sequence[str] = METHODS, norms: Sequence[str] = NORMS
@@ -123,6 +133,7 @@ def outcomes(
     model, x = subject.model(), subject.images(count)
     with torch.no_grad():
         y = model(x).argmax(-1)
+        margin_B = -margin_loss(bake(model), y)(x.double())
     for method in methods:
         for norm in norms:
             try:
@@ -131,7 +142,7 @@ def outcomes(
                 continue
             found_B = attacked(model, x, y, radius_B, norm, starts, served=method == SERVED)
             worth_B = Ball(norm, x[0].numel()).radius(radius_B) > WORTH
-            yield Outcome(method, norm, radius_B, found_B, worth_B)
+            yield Outcome(method, norm, radius_B, found_B, worth_B, margin_B)
 
 
 def certified(model: Any, x: Tensor, y: Tensor, method: str, norm: str, nonce: str) -> Tensor:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zoo.arithmetic import gamma, nan_to_inf
+from zoo.arithmetic import OUT, gamma, nan_to_inf
 from zoo.attention.theory.core import Score
 from zoo.attention.theory.errors import Errors
-from zoo.bounds.running import LIBM, OUT, Known, RunningError
+from zoo.bounds.running import LIBM, Known, RunningError
 
 Map = Callable[[Tensor], Tensor]
 UNDERFLOW = 1e-270  # smaller probabilities count as none

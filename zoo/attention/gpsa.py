@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.arithmetic import OUT
 from zoo.attention.facts import AttentionRules, attention_facts, rules_with_mixing
 from zoo.attention.qkv import Mixing, MixingError
 from zoo.attention.rounding import attention_rounding
@@ -26,7 +27,7 @@ from zoo.attention.softmax import QKVAttention, SoftmaxAttention
 from zoo.bounds.contracts import Precision, Rounding
 from zoo.bounds.facts import expect, register
 from zoo.bounds.hypotheses import Shapes
-from zoo.bounds.rounding import OUT, TINY
+from zoo.bounds.rounding import TINY
 
 FEW = 64  # tokens of which all N^2 weights are written out; there the two ways take the same time
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.arithmetic import OUT, gamma
 from zoo.attention.facts import softmax_facts
 from zoo.attention.lipschitz import SMALLEST
 from zoo.attention.qkv import AttentionBounds, Split, least
@@ -29,9 +30,9 @@ from zoo.bounds.contracts import Bound, Layer, Precision, Rounded
 from zoo.bounds.facts import NoRule, expect, register
 from zoo.bounds.hypotheses import Shapes, power_vectors
 from zoo.bounds.primitives import Map, matrix_product, product
-from zoo.bounds.rounding import OUT, ROOT, TINY, composed, in_range, longest, size
+from zoo.bounds.rounding import ROOT, TINY, composed, in_range, longest, size
 from zoo.layers.cap import cap_
-from zoo.spectral import sigma_upper, start_vectors
+from zoo.spectral import absolute_norm, product_upper, sigma_upper, start_vectors
 
 
 class L2Attention(SoftmaxAttention):
@@ -163,7 +164,7 @@ def l2(module: L2Attention) -> Layer:
     for part in (module.q, module.v, module.proj):
         expect(part, nn.Linear)
     w_q_HOD, w_v_HOD = (w.weight.detach().double().unflatten(0, (module.num_heads, -1)) for w in (module.q, module.v))
-    norm_m_H = sigma_upper(w_q_HOD @ w_v_HOD.mT) * module.scale / 2
+    norm_m_H = product_upper(w_q_HOD, w_v_HOD.mT) * module.scale / 2
     apart = (sigma_upper(w_q_HOD) * norm_m_H).norm()
     shared = sigma_upper(module.q.weight) * norm_m_H.amax()
     weights = torch.minimum(apart, shared) * sigma_upper(module.proj.weight)
@@ -188,7 +189,11 @@ def l2_split(module: L2Attention) -> Split:
     w_q, w_k = (
         part.weight.detach().double().unflatten(0, (module.num_heads, -1)) for part in (module.q, module.k or module.q)
     )
+    w_v = module.v.weight.detach().double().unflatten(0, (module.num_heads, -1))
     w_3HOD = torch.stack([w_q, w_k, module.values_HOO().detach().double().mT @ w_q])
+    # M_h and M_h^T W_Q^h are sums that may cancel: float64 has them up to the sizes of their terms.
+    terms = gamma(module.q.in_features + 4) + gamma(w_q.shape[1] + 2)
+    off_H = terms * module.scale / 2 * absolute_norm(w_v) * absolute_norm(w_q).square() * OUT
 
     def project(x_BND: Tensor) -> Tensor:
         """The values as the module makes them, rounding of M_h included."""
@@ -196,7 +201,8 @@ def l2_split(module: L2Attention) -> Split:
         return torch.stack([q, k, q @ module.values_HOO().detach().double()])
 
     score = Score(module.scale, kappa=1.0, tied=module.k is None)
-    return Split(score, project, w_3HOD, module.proj, rounded=lambda precision: _rounded(module, precision))
+    rounded = partial(_rounded, module)
+    return Split(score, project, w_3HOD, module.proj, rounded=rounded, off_values=off_H.norm() * OUT)
 
 
 def _rounded(module: L2Attention, precision: Precision) -> RoundedRows:

@@ -23,7 +23,7 @@ from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.facts import expect
 from zoo.bounds.products import chained
 from zoo.bounds.rules import added
-from zoo.spectral import sigma_upper
+from zoo.spectral import product_rounding, sigma_upper
 
 
 def heads_of(content: QKVAttention, gain_H: Tensor | float = 1.0) -> Heads:
@@ -84,13 +84,14 @@ def lofast_local(
     """
     heads, plain = heads_of(content, gain_H), heads_of(content)
     m_HDD = content.head_weights_3HOD()[2].detach().double().mT @ heads.o_HOD
-    norm_m_H = sigma_upper(m_HDD)
+    off_m_H = product_rounding(content.head_weights_3HOD()[2].detach().double().mT, heads.o_HOD)
+    norm_m_H = sigma_upper(m_HDD) + off_m_H
 
     def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
         q, k, v = content.projections(x_BND)
         p_BHNN = attend(content.scale * q @ k.mT)
         mixed = mix(p_BHNN)
-        core, zeta_B = JointCore(heads, q, k, v, p_BHNN, mixed), zeta(mixed, m_HDD, norm_m_H, residual)
+        core, zeta_B = JointCore(heads, q, k, v, p_BHNN, mixed), zeta(mixed, m_HDD, norm_m_H, residual, off_m_H)
         _, off = inexact_of(content, core, plain, x_BND, v, attend, mix)
         y = module(x_BND)
         return (added(x_BND, y) if residual else y), lambda r: nan_to_inf(zeta_B * r + core.moved(same(r)) + off(r))

@@ -11,34 +11,39 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from zoo.arithmetic import OUT, U, gamma
 from zoo.attention.softmax import QKVAttention
 from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.facts import expect
 from zoo.bounds.rules import added
-from zoo.spectral import sigma_upper
+from zoo.spectral import absolute_norm, product_rounding, product_upper, sigma_upper
 
 DENSE_LIMIT = 4096  # N D up to which zeta is the norm of the dense (N D, N D) matrix
 DENSE_BYTES = 2**28  # memory for those matrices at a time
 SOFTMAX: Callable[[Tensor], Tensor] = partial(torch.softmax, dim=-1)
 
 
-def zeta(p_BHNN: Tensor, m_HDD: Tensor, norm_m_H: Tensor, residual: bool) -> Tensor:
+def zeta(p_BHNN: Tensor, m_HDD: Tensor, norm_m_H: Tensor, residual: bool, off_m_H: Tensor | float = 0.0) -> Tensor:
     """zeta = || (I (x) I_d) + sum_l P_l (x) M_l^T ||, without the identity for a branch alone. I_d:
     docs/references.md#erratum-lofast-identity.
 
     Exact (verified) where the matrix is small, sum_l ||P_l|| ||M_l|| (+ 1) (eq. 12) where it is not. -> (B,)
+    `off_m_H`: how far the computed M_l is from the exact one at most. The sum over heads may cancel and rounds, too;
+    ||P_l|| <= sqrt(N), as its rows are not negative and sum to 1.
     """
     n, d = p_BHNN.shape[-1], m_HDD.shape[-1]
     if n * d > DENSE_LIMIT:
         return sigma_upper(p_BHNN) @ norm_m_H + float(residual)
     chunk = max(1, DENSE_BYTES // (8 * (n * d) ** 2))
+    heads = len(m_HDD)
+    off = (n**0.5 * (off_m_H + gamma(heads + 3) * absolute_norm(m_HDD)).sum() + 2 * U) * OUT
     norms = []
     for p in p_BHNN.split(chunk):
         matrix = torch.einsum("blij,lde->biejd", p, m_HDD).reshape(len(p), n * d, n * d)
         if residual:
             matrix.diagonal(dim1=-2, dim2=-1).add_(1)
         norms.append(sigma_upper(matrix))
-    return torch.cat(norms)
+    return torch.cat(norms) + off
 
 
 def lofast(
@@ -67,15 +72,17 @@ def lofast(
     w_q, w_k, w_v = (w.double() for w in content.head_weights_3HOD().detach())
     w_o_HOD = content.proj.weight.detach().double().unflatten(1, (content.num_heads, -1)).permute(1, 2, 0)
     m_HDD = w_v.mT @ w_o_HOD
-    norm_m_H = sigma_upper(m_HDD)
-    a_H = abs(content.scale) * sigma_upper(w_q.mT @ w_k)
+    off_m_H = product_rounding(w_v.mT, w_o_HOD)
+    norm_m_H = sigma_upper(m_HDD) + off_m_H
+    a_H = abs(content.scale) * product_upper(w_q.mT, w_k)
 
     def layer(x_BND: Tensor) -> tuple[Tensor, Bound]:
         q, k, _ = content.projections(x_BND)
         p_BHNN = attend(content.scale * q @ k.mT)
-        xi_BH = abs(content.scale) * (sigma_upper(k @ w_q) + sigma_upper(q @ w_k))
-        norm_xm_BH = sigma_upper(x_BND.unsqueeze(1) @ m_HDD)
-        zeta_B = zeta(p_BHNN, m_HDD, norm_m_H, residual)
+        xi_BH = abs(content.scale) * (product_upper(k, w_q) + product_upper(q, w_k))
+        x_B1ND = x_BND.unsqueeze(1)
+        norm_xm_BH = product_upper(x_B1ND, m_HDD) + absolute_norm(x_B1ND) * off_m_H
+        zeta_B = zeta(p_BHNN, m_HDD, norm_m_H, residual, off_m_H)
 
         def bound(r: Tensor) -> Tensor:
             r_1 = r.unsqueeze(-1)

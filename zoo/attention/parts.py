@@ -109,16 +109,17 @@ class CoreLeafForms:
         return QuadraticForm(apply, few, rounding=rounding.view(few.shape))
 
 
-def affine_leaf(y: Tensor, weight: Tensor, pull: Map, push: Map) -> Expansion:
-    """A product with this matrix, plus constants."""
-    gain_B, rounding_B = (number.expand(len(y)) for number in (sigma_upper(weight), matrix_rounding(weight)))
+def affine_leaf(y: Tensor, weight: Tensor, pull: Map, push: Map, off: Tensor | float = 0.0) -> Expansion:
+    """A product with this matrix, plus constants; the exact matrix may be `off` from it in norm."""
+    numbers = sigma_upper(weight) + off, matrix_rounding(weight) + off
+    gain_B, rounding_B = (number.expand(len(y)) for number in numbers)
     return Expansion(
         y, gain_B, torch.zeros_like, lambda g: torch.zeros_like, pull, push, affine=True, rounding_B=rounding_B
     )
 
 
-def projection_leaf(y_B3HNO: Tensor, w_3HOD: Tensor) -> Expansion:
-    """X -> X W^T of queries, keys and values, plus constants."""
+def projection_leaf(y_B3HNO: Tensor, w_3HOD: Tensor, off: Tensor | float = 0.0) -> Expansion:
+    """X -> X W^T of queries, keys and values, plus constants; the exact matrix may be `off` from W in norm."""
     w_HOD = w_3HOD.flatten(0, 1)  # 3 H heads: one product instead of three
 
     def pull(g: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ def projection_leaf(y_B3HNO: Tensor, w_3HOD: Tensor) -> Expansion:
     def push(v: Tensor) -> Tensor:
         return split_heads(v, w_HOD).unflatten(-3, (3, -1))
 
-    return affine_leaf(y_B3HNO, w_HOD.flatten(0, 1), pull, push)
+    return affine_leaf(y_B3HNO, w_HOD.flatten(0, 1), pull, push, off)
 
 
 def merge_leaf(y_BND: Tensor, o_HOD: Tensor) -> Expansion:

@@ -74,7 +74,8 @@ def identity(y_3: Tensor) -> QKVTransform:
 class Split:
     """The steps of one attention module. project: x (B, N, D) -> (3, B, H, N, O), affine with the weights w_3HOD.
     scores: what `transform` is around a clean batch, as a plain function; where it is another one nothing is known.
-    rounded: of q, k and v as they are served (rows.py); None: no bound is written."""
+    rounded: of q, k and v as they are served (rows.py); None: no bound is written. off_values: how far the computed
+    weights of the values are from the exact ones at most, in norm, of all heads together."""
 
     score: Score
     project: Callable[[Tensor], Tensor]
@@ -84,6 +85,7 @@ class Split:
     scores: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = lambda q, k, v: (q, k, v)
     whole: bool = False  # one leaf of the tape: the bounds of `transform` want the three radii apart
     rounded: Callable[[Precision], RoundedRows] | None = None
+    off_values: Tensor | float = 0.0
 
 
 def split_of(module: nn.Module) -> Split:
@@ -157,7 +159,8 @@ class AttentionBounds:
     def __init__(self, module: Callable[[Tensor], Tensor], content: nn.Module, mixing: Mixing = PLAIN) -> None:
         self.module, self.mixing, self.split = module, mixing, split_of(content)
         weights = self.split.w_3HOD
-        self.norms = QKVRadii(*sigma_upper(weights.flatten(1, 2)))
+        q, k, v = sigma_upper(weights.flatten(1, 2))
+        self.norms = QKVRadii(q, k, v + self.split.off_values)
         self.norm_o = sigma_upper(self.split.proj.weight)
         gain_H = torch.as_tensor(mixing.gain_H, dtype=weights.dtype, device=weights.device)
         self.gain_H = gain_H.expand(weights.shape[1])
@@ -250,7 +253,7 @@ class AttentionBounds:
         self, projected_3BHNO: Tensor, transform: QKVTransform, inexact: Inexact, y_BND: Tensor
     ) -> tuple[Expansion, ...]:
         """See parts.py."""
-        first = projection_leaf(projected_3BHNO.transpose(0, 1), self.split.w_3HOD)
+        first = projection_leaf(projected_3BHNO.transpose(0, 1), self.split.w_3HOD, self.split.off_values)
         last = core_leaf(inexact.core, transform.y_3[2], inexact), merge_leaf(y_BND, self.o_HDO.mT)
         return (first, *last) if self.split.transform is identity else (first, transform_leaf(transform), *last)
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zoo.arithmetic import OUT
 from zoo.attention.rows import Rows
 from zoo.bounds.contracts import Precision, Rounded
-from zoo.bounds.rounding import OUT, ROOT, TINY, in_range, size
+from zoo.bounds.rounding import ROOT, TINY, in_range, size
 
 PAIRS = ((0, 1), (0, 2), (1, 2))
 

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zoo.arithmetic import OUT
 from zoo.attention.qkv import PLAIN, Mixing, MixingError, split_of
 from zoo.attention.rows import Rows
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.bounds.contracts import Precision, Rounded, Rounding
 from zoo.bounds.facts import NoRule
 from zoo.bounds.primitives import linear_rounding
-from zoo.bounds.rounding import NO_BOUND, OUT, TINY, composed, exact, in_range, longest, size
+from zoo.bounds.rounding import NO_BOUND, TINY, composed, exact, in_range, longest, size
 
 
 def plain_rounding(module: nn.Module, precision: Precision) -> Rounding:

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zoo.arithmetic import OUT
 from zoo.attention.softmax import QKVAttention
 from zoo.bounds.contracts import Bound, Precision, Rounded
 from zoo.bounds.primitives import matrix_product
-from zoo.bounds.rounding import OUT, ROOT, TINY, in_range, longest, size
+from zoo.bounds.rounding import ROOT, TINY, in_range, longest, size
 
 
 class Rows(NamedTuple):

@@ -13,14 +13,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zoo.arithmetic import U, gamma
+from zoo.arithmetic import OUT, U, gamma
 from zoo.bounds.activations import lipschitz
 from zoo.bounds.contracts import Activation, Expand, Expansion, LambdaMax
 from zoo.bounds.elementwise import Form, UnitForms, units_beta, units_remainder
 from zoo.bounds.lanczos import ritz
-from zoo.bounds.products import SLOPE, absolute_norm, matrix_rounding
-from zoo.bounds.running import OUT
-from zoo.spectral import sigma_upper, start_vectors
+from zoo.bounds.products import SLOPE, matrix_rounding
+from zoo.spectral import absolute_norm, sigma_upper, start_vectors
 
 STEP = math.log(1.01)  # eigenvalues are rounded up to powers of 1.01
 SPAN = 700  # and never taken below 1.01^-700 = 1/1000 of their cheap bound

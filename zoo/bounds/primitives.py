@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.arithmetic import OUT
 from zoo.bounds.contracts import Error, Precision, Rounded, Rounding
-from zoo.bounds.rounding import OUT, TINY, in_range, longest, size
+from zoo.bounds.rounding import TINY, in_range, longest, size
 from zoo.spectral import sigma_upper
 
 Map = Callable[[Tensor], Tensor]

@@ -18,20 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.arithmetic import U, gamma, nan_to_inf
+from zoo.arithmetic import OUT, U, gamma, nan_to_inf
 from zoo.bounds.contracts import Expansion
-from zoo.bounds.running import OUT, Known, RunningError
+from zoo.bounds.running import Known, RunningError
+from zoo.spectral import absolute_norm
 
 ABOVE = 10  # powers of two between s v and f(0) in `linear_part` of curvature.py
 SLOPE = 128 * U  # of sigma'(z), in units of the largest slope
 Map = Callable[[Tensor], Tensor]
-
-
-def absolute_norm(weight: Tensor) -> Tensor:
-    """Return a bound of the norm of |W|."""
-    absolute = weight.abs()
-    rows, columns = absolute.sum(1).amax(), absolute.sum(0).amax()
-    return torch.minimum((rows * columns).sqrt(), torch.linalg.vector_norm(weight)) * OUT
 
 
 def matrix_rounding(weight: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from zoo.arithmetic import OUT
 from zoo.bounds.contracts import Precision, Rounded, Rounding
 from zoo.bounds.facts import Link, NoRule, facts_of
 from zoo.bounds.rules import trunk
 
-OUT = 1 + 1e-9  # outwards over the rounding of these formulas themselves
 TINY = 1e-30  # over underflow, flushed to zero or not
 LARGEST = 1e37  # of sums of moduli: nothing overflows below
 ROOT = 1e18  # of what is squared

@@ -21,10 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from certizoo import UserError
-from zoo.arithmetic import U, gamma, nan_to_inf
+from zoo.arithmetic import OUT, U, gamma, nan_to_inf
 from zoo.bounds.stepwise import StepwiseAttention
 
-OUT = 1 + 1e-9  # outwards over the rounding of these formulas themselves
 RESERVE = 8  # what the rule of a link computes of the same tensors, in its function's own rounding
 TOGETHER = 16  # images, whose tensors are all held while one link is followed
 TINY = 1e-290  # over underflow

@@ -8,13 +8,14 @@ import timm.layers
 import torch
 from torch import Tensor, nn
 
+from zoo.arithmetic import OUT
 from zoo.bounds.activations import activation_of
 from zoo.bounds.contracts import Bound, Expand, Layer, Precision, Rounded, Rounding
 from zoo.bounds.facts import Facts, Links, NoRule, expect, register
 from zoo.bounds.fused import fused
 from zoo.bounds.hypotheses import Shapes, power_vectors
 from zoo.bounds.primitives import matrix_product
-from zoo.bounds.rounding import OUT, TINY, composed, of_chain, residual_rounding, roundings_of, size
+from zoo.bounds.rounding import TINY, composed, of_chain, residual_rounding, roundings_of, size
 from zoo.bounds.rules import added, chain, layer_of
 from zoo.layers.constrained import constrain_
 from zoo.spectral import start_vectors

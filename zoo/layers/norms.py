@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.arithmetic import FAR, length, product
+from zoo.arithmetic import FAR, OUT, length, product
 from zoo.arithmetic import gamma as gamma_k
 from zoo.bounds.activations import hinges
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Precision, Rounded, Rounding
@@ -23,7 +23,7 @@ from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, NoRule, register
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.primitives import centred, factors, plus
-from zoo.bounds.rounding import OUT, ROOT, TINY, composed, in_range, size
+from zoo.bounds.rounding import ROOT, TINY, composed, in_range, size
 from zoo.bounds.rules import layer_of
 from zoo.layers.norm_forms import BoundedForms, ProjectForms
 from zoo.spectral import sigma_upper

@@ -11,12 +11,13 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from certizoo import UserError
+from zoo.arithmetic import OUT
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounded, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.facts import Facts, expect, register
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.primitives import product
-from zoo.bounds.rounding import OUT, TINY, composed, in_range, size
+from zoo.bounds.rounding import TINY, composed, in_range, size
 from zoo.layers.convolution import CellConv2d, conv_shapes
 from zoo.spectral import sigma_upper
 

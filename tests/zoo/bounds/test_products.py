@@ -16,7 +16,7 @@ from tests.tools.cases import mostly_slow
 from tests.tools.in_float32 import UNITS, InFloat32, in_float32, rounded_by
 from tests.zoo.attention.test_forms import SCORES, case_of
 from tests.zoo.bounds.test_curvature import CASES, instances
-from zoo.arithmetic import U, beside, gamma
+from zoo.arithmetic import OUT, U, beside, gamma
 from zoo.attention.parts import CoreLeafForms, core_leaf
 from zoo.attention.theory.separate import SeparateCore
 from zoo.bounds import torch_modules
@@ -24,7 +24,7 @@ from zoo.bounds.activations import lipschitz
 from zoo.bounds.contracts import Expansion, Forms
 from zoo.bounds.curvature import expansion_of, linear_part, pullback, trunk_of
 from zoo.bounds.elementwise import UnitForms
-from zoo.bounds.products import OUT, SLOPE, Shares, absolute_norm, affine_rounding, chained, matrix_rounding
+from zoo.bounds.products import SLOPE, Shares, affine_rounding, chained, matrix_rounding
 from zoo.bounds.tape import Tape
 from zoo.layers.convolution import CellConv2d
 from zoo.layers.norm_forms import NormForms
@@ -32,6 +32,7 @@ from zoo.layers.norms import CenterNorm
 from zoo.layers.patches import Normalize
 from zoo.models.factory import model_options
 from zoo.models.overview import tiny_options
+from zoo.spectral import absolute_norm
 
 ROWS, CLIMBS = 12, 3
 Map = Callable[[Tensor], Tensor]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zoo.attention.theory.core import Core, QKVRadii, Score, SeminormBound
 from zoo.attention.theory.softmax_row import ROUND, norm_upper
-from zoo.spectral import sigma_upper
+from zoo.spectral import product_upper, sigma_upper
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def measure(s: float, qkv_3HOD: Tensor, o_HOD: Tensor, gain_H: Tensor) -> Heads:
         norm_o=sigma_upper(o_HOD.flatten(0, 1)),
         norm_q_H=sigma_upper(q),
         norm_v_H=sigma_upper(gained),
-        norm_m_H=sigma_upper(gained.mT @ o_HOD),
-        a_H=abs(s) * sigma_upper(q.mT @ k),
+        norm_m_H=product_upper(gained.mT, o_HOD),
+        a_H=abs(s) * product_upper(q.mT, k),
     )
 
 
