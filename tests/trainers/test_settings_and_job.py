@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zoo
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
-from tests.configs.test_configs import one_of_each_shape
+from tests.configs.test_configs import ONE_OF_EACH_SHAPE
 from tests.tools.cases import mostly_slow
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, environment
@@ -34,7 +34,7 @@ from trainers.weights import states
 from zoo.models.convnet import ConvNet
 
 RANK = states.rank_file(0)
-RECIPES = [name for _, name in one_of_each_shape()]
+RECIPES = sorted(ONE_OF_EACH_SHAPE)
 
 
 # --- the command line ----------------------------------------------------------------------------------------------
