@@ -12,7 +12,7 @@ import zoo
 @pytest.fixture(scope="session")
 def handover(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     """Train a model for a few seconds, so that some of its images are correct and certified."""
-    from tests.certify.stage.test_stage import CONFIG, data
+    from tests.tools.stage_runs import CONFIG, data
 
     torch.manual_seed(0)
     model = zoo.create_model(**CONFIG).train()

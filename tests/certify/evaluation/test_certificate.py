@@ -16,8 +16,8 @@ from certify.rows.images import Share
 from certify.stage import run as stage
 from certizoo import UserError
 from certizoo.files import sha256
-from tests.certify.stage.test_stage import CONFIG, data
-from tests.certify.stage.test_stage import SETTINGS as STAGE
+from tests.tools.stage_runs import CONFIG, data
+from tests.tools.stage_runs import SETTINGS as STAGE
 
 PGD = {"pgd": {"kind": "pgd", "norm": "l2", "eps": 0.1, "steps": 3}}
 SETTINGS = evaluation.Settings("test", PGD, images=20, block=10, batch_size=10, check_images=0)

@@ -29,10 +29,10 @@ from certify.stage import run as stage
 from certizoo import UserError
 from certizoo.locks import HOLDER, LOCK
 from registry import browse
-from tests.certify.stage.test_stage import SETTINGS as FEW
-from tests.certify.stage.test_stage import data
 from tests.tools.full_disk import full_disk
 from tests.tools.rounding import assert_same_to_rounding
+from tests.tools.stage_runs import SETTINGS as FEW
+from tests.tools.stage_runs import data
 
 PGD: Mapping[str, Mapping[str, object]] = {
     "pgd_l2": {"kind": "pgd", "norm": "l2", "eps": 0.1, "steps": 10, "loss": "margin"},

@@ -10,7 +10,7 @@ import torch
 
 from certify.evaluation import run as evaluation
 from shards import DataConfig
-from tests.certify.stage.test_stage import data
+from tests.tools.stage_runs import data
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 CERT_C10 = Path(__file__).parents[3] / "zoo" / "weights" / "cert_vit_c10"

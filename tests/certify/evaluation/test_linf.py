@@ -18,7 +18,7 @@ from certify.evaluation import run as evaluation
 from certify.evaluation.protocol import covering
 from certify.methods.certificate import UnsoundCertificate
 from certizoo import UserError
-from tests.certify.stage.test_stage import data
+from tests.tools.stage_runs import data
 
 EPS = 4 / 255
 ATTACKS = {

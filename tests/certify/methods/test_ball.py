@@ -21,8 +21,7 @@ from certify.methods.image import Image
 from certify.methods.lofast import LoFAST
 from certify.methods.served import ServedAdjoint
 from certizoo import UserError
-from tests.certify.methods.test_certify import margin_loss
-from tests.tools.ascent import ascend, ascend_box
+from tests.tools.ascent import ascend, ascend_box, margin_loss
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS, labelled, nodes_up_to_first_block, small_model
 from tests.tools.trials import served_loss

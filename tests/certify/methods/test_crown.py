@@ -16,8 +16,8 @@ from certify import certified_radius, certify
 from certify.methods import crown as door
 from certify.methods.bake import bake
 from certify.methods.crown import Crown, Plain, plain
-from tests.certify.methods.test_certify import SMALL, margin_loss
-from tests.tools.ascent import ascend
+from tests.certify.methods.test_certify import SMALL
+from tests.tools.ascent import ascend, margin_loss
 from tests.tools.small_models import PARTS, labelled, small_model
 
 GAIN = 2.0  # the loss per unit of eps that the stand-in claims for every margin

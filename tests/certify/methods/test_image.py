@@ -22,8 +22,7 @@ from certify.methods.adjoint import Adjoint
 from certify.methods.ball import NORMS
 from certify.methods.image import Image, ImageAnalysis
 from certify.methods.rung import Rung, Situation
-from tests.certify.methods.test_certify import margin_loss
-from tests.tools.ascent import ascend, ascend_box
+from tests.tools.ascent import ascend, ascend_box, margin_loss
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS, labelled, small_model
 from zoo.attention.parts import CoreLeafForms

@@ -10,7 +10,7 @@ from PIL import Image
 
 import shards
 from certify.photos.predict import Asked, Predictor
-from tests.certify.stage.test_stage import data
+from tests.tools.stage_runs import data
 
 
 @pytest.fixture(scope="session")

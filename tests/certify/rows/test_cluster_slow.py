@@ -12,7 +12,7 @@ import torch
 import zoo
 from certify.stage import run as stage
 from certizoo import UserError
-from tests.certify.stage.test_stage import CONFIG, SETTINGS, data
+from tests.tools.stage_runs import CONFIG, SETTINGS, data
 from tests.tools.tuning_runs import two_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -23,8 +23,8 @@ from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError
 from certizoo.locks import sole_writer
-from tests.certify.stage.test_stage import CONFIG, data
 from tests.tools.cases import mostly_slow
+from tests.tools.stage_runs import CONFIG, data
 
 FEW = stage.Settings(
     method="lofast", images=12, eps=(0.01, 0.1), batch_size=6, nonce="one",

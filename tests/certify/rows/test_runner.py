@@ -13,7 +13,7 @@ from certify.rows.columns import Columns, Row
 from certify.rows.images import ImageList
 from certify.rows.workers import Batch, Crew
 from certizoo import UserError
-from tests.certify.stage.test_stage import data
+from tests.tools.stage_runs import data
 
 TOTAL, SIZE = 25, 10
 HANDOVER = Path()  # no model is involved

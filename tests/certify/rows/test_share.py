@@ -16,8 +16,8 @@ from certify.rows.images import Share
 from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError
-from tests.certify.stage.test_stage import SETTINGS, data
 from tests.tools.cases import mostly_slow
+from tests.tools.stage_runs import SETTINGS, data
 
 ASKED = replace(SETTINGS, images=25, batch_size=10, eps=(0.01, 0.1), nonce="n")
 EVALUATED = Evaluation(

@@ -22,9 +22,9 @@ from certify.rows.devices import device_of
 from certify.stage import run as stage
 from certizoo import UserError
 from certizoo.locks import sole_writer
-from tests.certify.stage.test_stage import SETTINGS, data
 from tests.tools.cases import mostly_slow
 from tests.tools.launching import ROOT
+from tests.tools.stage_runs import SETTINGS, data
 
 FEW = replace(SETTINGS, images=50, batch_size=10, eps=(0.01, 0.1))
 

@@ -17,8 +17,8 @@ from certify.papers import analysis, feature_report
 from certify.rows import records
 from certify.stage import run as stage
 from certizoo import UserError
-from tests.certify.stage.test_stage import data
 from tests.tools.full_disk import full_disk
+from tests.tools.stage_runs import data
 
 FEW = stage.Settings(
     method="lofast",

@@ -22,7 +22,7 @@ from certizoo import UserError
 from certizoo.compose import compose_config
 from registry import browse
 from tests.certify.stage.test_report import Page
-from tests.certify.stage.test_stage import data
+from tests.tools.stage_runs import data
 
 EPS = tuple(k / 255 for k in (1, 4, 128))
 NAMES = [f"{eps:g}" for eps in EPS]

@@ -34,7 +34,7 @@ from certify.stage.report import gallery
 from certify.stage.report.charts import histogram
 from certizoo.compose import compose_config
 from tests.certify.methods.test_certify import SMALL
-from tests.certify.stage.test_stage import data
+from tests.tools.stage_runs import data
 
 SETTINGS = stage.Settings(
     method="lofast",

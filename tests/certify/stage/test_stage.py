@@ -14,28 +14,15 @@ import torch
 
 import shards
 import zoo
-from attacks import AttackConfig
 from certify.__main__ import main
 from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError
 from registry import browse
-from shards import DataConfig, eval_loader
+from shards import eval_loader
 from tests.tools.rounding import assert_same_to_rounding
+from tests.tools.stage_runs import CONFIG, SETTINGS, data
 from zoo.models import catalog
-
-CONFIG: dict[str, Any] = {"name": "spec_vit_digits", "num_classes": 10, "img_size": 8, "in_chans": 1}
-SETTINGS = stage.Settings(
-    method="lofast",
-    images=60,
-    eps=(0.01, 0.1, 5.0),
-    batch_size=20,
-    attack=AttackConfig(norm="l2", steps=10, loss="margin"),
-)
-
-
-def data(root: Path) -> DataConfig:
-    return DataConfig("digits", str(root), "digits-train-*.tar", "digits-test-*.tar", 10, 8, 1)
 
 
 def test_accuracies_are_nested_image_by_image(handover: Path, digits: Path, tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 import zoo
 from certify import certified_radius
 from certify.methods.bake import bake
-from tests.certify.methods.test_certify import margin_loss
-from tests.tools.ascent import ascend, largest_change
+from tests.tools.ascent import ascend, largest_change, margin_loss
 from tests.tools.expansions import Instance, largest_dip
 from tests.tools.small_models import AVG, SMALL, labelled
 from zoo.attention.dot_product import DotProductAttention
