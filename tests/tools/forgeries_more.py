@@ -36,7 +36,7 @@ def value_times_projection(s: float, **own: Any) -> Any:
 
 
 def value_times_projection_exact(s: float, **own: Any) -> Any:
-    """Put S x_1 into two channels of the values: float models lose the exact function beside the image."""
+    """W_V W_O with S x_1 in two channels of the values; float models lose the exact function beside the image."""
     model = blank(**own)
     block = first_block(model)
     read(model, {1: 1.0})
