@@ -1,4 +1,4 @@
-"""Shared fixtures: one thread a process, an empty registry, digits as shards, and where the real images are."""
+"""Shared fixtures: an empty registry, digits as shards, and the folder of real images; one thread a process."""
 
 import os
 import shutil
@@ -16,8 +16,8 @@ torch.set_num_threads(1)
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
-# What takes longest, slowest first: handed out before the rest, so that both processes of `make test` end together.
-# (A file that is missing here costs at most its own time; one that is gone is refused.)
+# The slowest files, slowest first. They start before the rest, so that both processes of `make test` end together.
+# A slow file that is missing here costs at most its own time; a name without a file is refused.
 FIRST = (
     "trainers/weights/test_resume.py",
     "trainers/weights/test_no_pickle.py",
@@ -39,7 +39,7 @@ FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """FIRST before all others; these, and the tests of a file, stay in their order."""
+    """Put FIRST before all other files, and keep the order otherwise."""
     gone = [name for name in FIRST if not (TESTS / name).is_file()]
     if gone:
         raise pytest.UsageError(f"tests/conftest.py, FIRST: there is no {', '.join(gone)}")
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder of real image shards; tests that need it skip, with the reason, where it is absent."""
+    """Return the folder of real image shards, or skip the test with the reason."""
     folder = Path(os.environ.get("CERTIZOO_DATA", ROOT.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"no real images at {folder}; set CERTIZOO_DATA to a folder with cifar10-*.tar shards")
@@ -58,7 +58,7 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tables of a fresh store: making them takes seconds, copying them does not."""
+    """Return the tables of a fresh store: copying them is faster than making them, which takes seconds."""
     database = tmp_path_factory.mktemp("empty") / "mlflow.db"
     store.connect(f"sqlite:///{database}")
     return database
@@ -66,7 +66,7 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store_in(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URI of an empty registry in tmp_path, which is the current folder, with a cache of its own."""
+    """Return the URI of an empty registry in tmp_path, the current folder, with its own cache."""
     shutil.copy(empty_database, tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
@@ -76,7 +76,7 @@ def store_in(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shards of scikit-learn's digits, to be read; who changes them takes a copy."""
+    """Return the shards of scikit-learn's digits, read-only; a test that changes them takes a copy."""
     from shards.__main__ import main
 
     folder = tmp_path_factory.mktemp("digits")
@@ -86,7 +86,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs of a file go, with the digits where `data=digits` looks for them."""
+    """Return a folder for the runs of a file, with the digits where `data=digits` looks for them."""
     folder = tmp_path_factory.mktemp("folder")
     shutil.copytree(digits, folder / "data" / "digits")
     return folder

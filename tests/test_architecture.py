@@ -1,4 +1,4 @@
-"""Who may import whom, down to the rooms: data flows one way, no circles, and each heavy library has one door."""
+"""Import rules between folders and sub-folders: data flows one way, no cycles, one place for each heavy library."""
 
 import ast
 import shutil
@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "certify/maps": set(),
     "certify/methods": {"certify/maps"},
     "certify/rows": set(),
-    "certify/served.py": set(),  # published versions name it
+    "certify/served.py": set(),  # published versions refer to it
     "certify/api.py": {"certify/methods"},
     "certify/papers": {"certify/methods", "certify/rows"},
     "certify/stage/report": {"certify/rows"},
@@ -122,7 +122,7 @@ DOORS = {
 
 
 def files_of(root: Path) -> list[Path]:
-    """Every Python file of the product below `root`, relative to it."""
+    """Return every Python file of the product below `root`, relative to it."""
     return sorted(path.relative_to(root) for folder in FOLDERS for path in (root / folder).rglob("*.py"))
 
 
@@ -136,7 +136,7 @@ def parsed(path: Path) -> ast.Module:
 
 @cache
 def imported(path: Path) -> frozenset[str]:
-    """Dotted names of everything imported anywhere in the file: inside functions and under TYPE_CHECKING too."""
+    """Return the dotted names of all imports in the file, inside functions and under TYPE_CHECKING too."""
     found: set[str] = set()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
@@ -152,7 +152,7 @@ def libraries(path: Path) -> set[str]:
 
 
 def file_of(name: str, files: set[Path]) -> Path | None:
-    """The project's file behind a dotted name, which may end in a name inside that file."""
+    """Return the project's file behind a dotted name, which may end in a name inside that file."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         path = Path(*parts[:end])
@@ -163,13 +163,13 @@ def file_of(name: str, files: set[Path]) -> Path | None:
 
 
 def room_of(file: Path) -> str:
-    """Its sub-folder; the file itself where it stands beside sub-folders; its folder where there are none."""
+    """Return a file's sub-folder, the file itself beside sub-folders, or its folder where there are none."""
     divided = any(room.startswith(f"{file.parts[0]}/") for room in ROOMS)
     return file.as_posix() if divided and len(file.parts) == 2 else file.parent.as_posix()
 
 
 def faults(root: Path) -> list[str]:
-    """Every import in the tree below `root` that goes against FOLDERS, ROOMS or OF_CERTIFY."""
+    """Return every import below `root` that violates FOLDERS, ROOMS or OF_CERTIFY."""
     listed = files_of(root)
     files, found = set(listed), []
     for file in listed:
@@ -189,7 +189,7 @@ def faults(root: Path) -> list[str]:
 
 
 def crowds(root: Path) -> list[str]:
-    """Every folder below `root` with more files than FILES_A_ROOM, or than its line in CROWDED allows."""
+    """Return every folder below `root` with more files than FILES_A_ROOM or its entry in CROWDED."""
     found = []
     for room in sorted({file.parent for file in files_of(root)}):
         count = len([path for path in (root / room).glob("*.py") if not path.stem.startswith("__")])
@@ -210,7 +210,10 @@ def test_every_room_is_in_the_table_and_the_table_has_no_circle() -> None:
 
 
 def test_no_files_import_one_another() -> None:
-    """Also not inside a room, in functions, or under TYPE_CHECKING. A package's own names come from its files."""
+    """The check includes imports in functions and under TYPE_CHECKING.
+
+    Names that a package re-exports count as imports of their files.
+    """
     files = set(FILES)
     graph = {
         file: {file_of(name, files) for name in imported(ROOT / file)} - {None, file, file.parent / "__init__.py"}
@@ -237,7 +240,7 @@ ONE_OF_EACH = {room.split("/")[0]: room for room in FOLDERS_OF_ROOMS}.values()  
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The product's files, to plant faults in."""
+    """Copy the product's files, to plant faults in them."""
     root = tmp_path_factory.mktemp("tree")
     for file in FILES:
         (root / file.parent).mkdir(parents=True, exist_ok=True)
@@ -289,7 +292,7 @@ def test_searches_and_the_registry_do_not_wait_for_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
 
 
-# What reads pickles, runs a shell or other people's code, in our code or in what it would reach by that call.
+# Calls that read pickles, or run a shell or foreign code, directly or in the library that they call.
 READERS = {
     "load_checkpoint": "DeepSpeed unpickles; trainers/weights/states.py reads what training goes on from",
     "load_module_state_dict": "likewise",
@@ -311,7 +314,10 @@ UNSAFE = {"weights_only": "False", "shell": "True", "allow_pickle": "True"}
 
 
 def unsafe_calls(path: Path, ours: bool) -> list[str]:
-    """Calls by which a file could be run as code. `ours`: not a test, which may write pickles to attack with."""
+    """Return calls that could run a file as code.
+
+    `ours` is False for tests, which may write pickles to attack with.
+    """
     found = []
     for node in ast.walk(parsed(path)):
         if not isinstance(node, ast.Call):
@@ -330,7 +336,7 @@ def unsafe_calls(path: Path, ours: bool) -> list[str]:
 
 
 def test_no_pickle_is_read() -> None:
-    """Nor anything else that runs what it reads. (Whole trainings: tests/trainers/weights/test_no_pickle.py.)"""
+    """Nothing else runs its input either; whole trainings are in tests/trainers/weights/test_no_pickle.py."""
     for path in (ROOT / file for file in FILES):
         assert not {"pickle", "cloudpickle", "joblib", "dill", "shelve", "marshal"} & libraries(path), path
         assert unsafe_calls(path, ours=True) == []

@@ -1,4 +1,4 @@
-"""What is promised of a GPU: the answers of a CPU, and that the command trains there in bfloat16 (pytest -m gpu)."""
+"""A GPU gives the answers of a CPU, and the command trains there in bfloat16 (pytest -m gpu)."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ pytestmark = [
 @pytest.mark.parametrize("method", ["lofast", "adjoint", "best"])
 @pytest.mark.parametrize("parts", PARTS)
 def test_radii_are_those_of_a_cpu(parts: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the same random starts."""
+    """Both start from the same random vectors."""
     on_host = lanczos.starts
     monkeypatch.setattr(lanczos, "starts", lambda images, *of: on_host(images.cpu(), *of).to(images.device))
     model = small_model(parts, 0)
@@ -77,7 +77,7 @@ def test_the_fused_adamw_takes_the_steps_of_the_plain_one() -> None:
 
 @pytest.mark.parametrize("attention_backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
 def test_every_kernel_of_attention_gives_what_the_plain_one_does(attention_backend: str) -> None:
-    """197 tokens, heads of 64, as ViT-B/16 has them, in bfloat16."""
+    """The shapes are those of ViT-B/16: 197 tokens, heads of 64, in bfloat16."""
     q, k, v = (torch.randn(4, 12, 197, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     attend = torch.nn.functional.scaled_dot_product_attention
     with sdpa_kernel(SDPBackend[attention_backend]):

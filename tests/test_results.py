@@ -1,4 +1,4 @@
-"""What benchmarks/results claims of weights that come with the package, or lie beside it."""
+"""Claims of benchmarks/results about weights hold for the weights in the package or beside the results."""
 
 import hashlib
 import json

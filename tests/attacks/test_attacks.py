@@ -1,4 +1,4 @@
-"""Attacks: ball and box hold whatever the model does, more effort never helps it, and it is left as it was."""
+"""Attacks stay in the ball and the box for any model, gain from more effort, and leave the model unchanged."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from attacks.losses import LOSSES
 from attacks.norms import NORMS, distance
 from certizoo import UserError
 
-ROUNDING = 1e-6  # float32: a few ulps of a value below 1, for Linf; sqrt(192) of them stay below for L2
+ROUNDING = 1e-6  # Linf allows a few float32 ulps of a value below 1; L2 allows sqrt(192) times as many
 # float64, batches of other sizes: a BLAS cuts its sums by their shapes, so a point is off by some 1e-16 a step.
 OTHER_BATCH = 1e-10
 
@@ -69,7 +69,7 @@ def test_every_result_lies_in_ball_and_box(
 
 
 class Broken(nn.Module):
-    """A model whose gradient is NaN in every second image and zero in the others."""
+    """A model with a NaN gradient in every second image and a zero gradient in the others."""
 
     def forward(self, x: Tensor) -> Tensor:
         bad = torch.arange(len(x)) % 2 == 1
@@ -116,7 +116,10 @@ def test_a_big_ball_leaves_no_accuracy(norm: str, eps: float) -> None:
 
 @pytest.mark.parametrize("norm", sorted(NORMS))
 def test_linear_model_oracle(norm: str) -> None:
-    """For logits (0, <w,x>) and no box in reach the worst point is known: x - eps w/||w||, x - eps sign(w)."""
+    """Check the known worst points of a linear model.
+
+    For logits (0, <w,x>), away from the box, they are x - eps w/||w|| in L2 and x - eps sign(w) in Linf.
+    """
     weight = torch.randn(12, generator=Generator().manual_seed(5))
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2, bias=False))
     with torch.no_grad():
@@ -167,7 +170,7 @@ def test_the_model_is_left_as_it_was(training: bool) -> None:
     last.get_parameter("weight").grad = torch.ones(5, 32)
     before, modes = snapshot(model), [m.training for m in model.modules()]
     images, labels = make_images()
-    with torch.no_grad():  # evaluation calls it like this
+    with torch.no_grad():  # as the evaluation calls it
         pgd(model, images, labels, norm="l2", eps=0.5, steps=2)
     assert [m.training for m in model.modules()] == modes
     assert snapshot(model) == before
@@ -267,7 +270,7 @@ def test_training_wants_the_last_iterate_and_stops_nowhere() -> None:
 
 
 def test_dlr_is_its_equation_and_blind_to_scale_and_shift() -> None:
-    """As Croce & Hein 2020 write it: -(z_y - max_{i != y} z_i)/(z_1 - z_3)."""
+    """The DLR loss of Croce & Hein 2020 is -(z_y - max_{i != y} z_i)/(z_1 - z_3)."""
     logits, labels = torch.randn(20, 6, generator=Generator().manual_seed(0), dtype=torch.float64), torch.arange(20) % 6
     for z, y, found in zip(logits.tolist(), labels.tolist(), LOSSES["dlr"](logits, labels).tolist(), strict=True):
         first, _, third, *_ = sorted(z, reverse=True)

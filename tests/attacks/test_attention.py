@@ -1,4 +1,4 @@
-"""The attention-aware loss pulls in every kind of block and is its equation."""
+"""The attention-aware loss follows its equation and moves every kind of block."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""AutoAttack through our interface is that of its authors, image by image, quiet and in one-line refusals."""
+"""AutoAttack through our interface equals its authors' version image by image, is silent, and refuses in one line."""
 
 from typing import Any
 
@@ -18,13 +18,13 @@ from tests.tools.attacked import images_of, mlp, own_labels, survivors, vit
         (mlp, "l2", 0.35),
         (vit, "linf", 0.4),
         (vit, "l2", 1.5),
-        pytest.param(mlp, "linf", 0.03, marks=pytest.mark.slow),  # an image comes to Square and its 5000 queries
+        pytest.param(mlp, "linf", 0.03, marks=pytest.mark.slow),  # one image reaches Square and its 5000 queries
         pytest.param(mlp, "l2", 0.2, marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_autoattack_is_the_authors_image_by_image(make_model: Any, norm: str, eps: float) -> None:
-    """The same seed and the same batch; ten classes, so that their version `standard` is as they call it."""
+    """The seed and the batch are the same; ten classes let their version `standard` run as published."""
     from pyautoattack import AutoAttack as Authors
 
     model, images = make_model().eval(), images_of(4)

@@ -1,4 +1,4 @@
-"""Common corruptions draw image by image, get worse with severity, and say what they need."""
+"""Common corruptions draw per image, grow with severity, and name the package that they need."""
 
 import pytest
 import torch

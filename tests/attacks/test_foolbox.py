@@ -1,6 +1,6 @@
-"""Our PGD against a second library's: the same steps from the same start give the same accuracy.
+"""Our PGD and foolbox's take the same steps from the same start and reach the same accuracy.
 
-Its speed against foolbox's is measured by benchmarks/bench_attacks.py, in pairs, not here.
+benchmarks/bench_attacks.py compares their speeds.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ KINDS: dict[str, Any] = {"linf": foolbox.attacks.LinfPGD, "l2": foolbox.attacks.
 
 
 class Flat(nn.Module):
-    """Nothing moves: what PGD returns is its start."""
+    """A model with constant logits, so that PGD returns its start."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 0 * x.flatten(1)[:, :4]
@@ -29,7 +29,7 @@ class Flat(nn.Module):
 
 @pytest.fixture(scope="module")
 def subject() -> tuple[nn.Module, Tensor, Tensor]:
-    """A small trained model, and noisy pictures of its four classes."""
+    """Return a small trained model and noisy pictures of its four classes."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.GELU(), nn.Flatten(), nn.Linear(288, SMALL["num_classes"]))
     prototypes, generator = torch.rand(4, 1, 8, 8), Generator().manual_seed(1)

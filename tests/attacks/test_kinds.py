@@ -1,4 +1,4 @@
-"""From options to attacks: what is unknown or does not fit is refused in one line that names the key."""
+"""Attacks are built from options; an unknown or unsuitable option is refused in one line that names the key."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The attacks of other libraries keep our promises: every kind, in ball and box, and nothing else is touched."""
+"""The attacks of other libraries keep our promises: they stay in the ball and the box and change nothing else."""
 
 import logging
 import random
@@ -38,14 +38,14 @@ def test_every_kind_keeps_box_ball_dtype_and_the_model(kind: str, dtype: torch.d
     attack, side = attack_of(kind), 32 if kind == "corruption" else 8
     model, images = mlp(side=side).to(dtype), images_of(5, side).to(dtype)
     labels = own_labels(model, images)
-    labels[1] = (labels[1] + 1) % 10  # one is wrong already
+    labels[1] = (labels[1] + 1) % 10  # one is already misclassified
     model.train()
     model.get_submodule("1").eval()
     model.get_submodule("1").get_parameter("bias").requires_grad_(False)
     modes = [module.training for module in model.modules()]
     state = [(p.detach().clone(), p.requires_grad, p.grad) for p in model.parameters()]
     before, hidden = images.clone(), _global_state()
-    with torch.no_grad():  # as evaluation calls it
+    with torch.no_grad():  # as the evaluation calls it
         found = attack.run(model, images, labels, [Generator().manual_seed(i) for i in range(5)])
     assert _global_state() == hidden, "the process' own random numbers, loggers and tracer are not the attack's to use"
     assert found.dtype == dtype
@@ -80,7 +80,7 @@ def test_every_kind_fools_and_what_it_does_not_fool_or_was_wrong_comes_back(kind
     survives = survivors(model, found, labels)
     assert sum(survives) < 4, "nothing was fooled at all"
     assert torch.equal(found[:2], images[:2])
-    if kind != "pgd":  # which gives back the worst point it saw
+    if kind != "pgd":  # it returns the worst point that it saw
         assert torch.equal(found[survives], images[survives])
 
 
@@ -109,7 +109,7 @@ def test_image_by_image_the_same_in_every_batch_unless_it_says_so(kind: str) -> 
 
     whole = attacked([0, 1, 2, 3, 4])
     for rows in ([3], [4, 1]):
-        assert torch.allclose(attacked(rows), whole[rows], rtol=0, atol=1e-5)  # foolbox reckons in float32
+        assert torch.allclose(attacked(rows), whole[rows], rtol=0, atol=1e-5)  # foolbox computes in float32
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Attacks of minimal norm find the distance to a boundary; a transferred one never asks its target."""
+"""Minimal-norm attacks find the distance to a boundary; a transferred attack never queries its target."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.tools.attacked import images_of, mlp, own_labels, survivors, vit
 
 
 def linear() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
-    """Logits (<w,x> - b, 0), an image far from the box, and its distance to the boundary <w,x> = b."""
+    """Return logits (<w,x> - b, 0), an image far from the box, and its distance to the boundary <w,x> = b."""
     w = torch.randn(16, generator=Generator().manual_seed(2))
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
     images = torch.full((1, 1, 4, 4), 0.5)

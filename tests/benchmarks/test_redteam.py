@@ -1,5 +1,4 @@
-"""The red team: it counts, it sees what is planted, its tries are what they say; and with a small budget no attack
-finds a false claim."""
+"""The red team counts correctly, detects planted faults, and finds no false claim with a small budget."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from tests.tools.forgeries import value_and_projection
 from tests.tools.trials import Subject
 
 SUBJECT = Subject("smooth", "medium", 0)
-SECONDS = 25  # of each attack
+SECONDS = 25  # trials of each attack
 
 
 @pytest.mark.slow
@@ -58,7 +57,7 @@ def test_a_false_claim_is_written_down_and_fails(tmp_path: Path, monkeypatch: py
 
 
 def test_a_radius_that_is_too_large_is_seen() -> None:
-    """The drop at a ball four times as large as that of the claim is above the loss of a nearly linear model."""
+    """In a ball four times the claimed radius, a nearly linear model loses more than the claimed loss."""
     model, x = SUBJECT.model(), SUBJECT.images(2)
     analysis = claims.analysis_of(model, x, "adjoint", "l2")
     assert analysis is not None
@@ -80,7 +79,10 @@ def test_weights_climb(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pair_without_a_huge_scale_is_an_honest_model() -> None:
-    """A ratio above 1 says something of the scale, then; and most architectures that are drawn decide by one pixel."""
+    """Without the scale the ratio must stay below 1, so that a larger one is due to the scale.
+
+    Most of the architectures drawn must also depend on one pixel.
+    """
     for method in ("lofast", "lofast_local", "adjoint"):
         found = pairs.ratio(value_and_projection, 1.0, method, "l2")
         assert found is not None
@@ -90,7 +92,7 @@ def test_a_pair_without_a_huge_scale_is_an_honest_model() -> None:
 
 
 def test_every_promise_of_every_type_is_climbed_on() -> None:
-    """A type without modules to try is an error; some of the searches are run here."""
+    """Every module type has modules to try; this test runs some of the searches."""
     searches = lemmas.searches()
     assert len(searches) > 80
     for search in searches[4::20]:

@@ -1,4 +1,4 @@
-"""A net of the competition's benchmark is read as the function that onnxruntime makes of its file, or refused."""
+"""A network of the competition is read as the function that onnxruntime computes from its file, or refused."""
 
 import itertools
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def theirs(content: bytes, inputs: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def off(content: bytes, side: int = 8) -> float:
-    """How far our logits are from onnxruntime's."""
+    """Return the largest difference between our logits and onnxruntime's."""
     model = read(content)
     images = torch.rand(6, 3, side, side, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with torch.no_grad():
@@ -172,7 +172,7 @@ def _two_opsets(model: Model) -> None:
 
 
 def _huge_zeros(model: Model) -> None:
-    """A class token of 2^60 numbers, claimed by three numbers."""
+    """Declare a class token of 2^60 numbers with three stored values."""
     node = first(model, "ConstantOfShape")
     huge = np.array([2**20] * 3, np.int64)
     model.graph.initializer.append(onnx.numpy_helper.from_array(huge, "huge"))
@@ -180,7 +180,7 @@ def _huge_zeros(model: Model) -> None:
 
 
 def _growing_shapes(model: Model) -> None:
-    """Every one twice as long as the one before."""
+    """Make every tensor twice as long as the one before."""
     nodes = [helper.make_node("Shape", ["input"], ["grown0"])]
     nodes += [helper.make_node("Concat", [f"grown{i}"] * 2, [f"grown{i + 1}"], axis=0) for i in range(60)]
     old = list(model.graph.node)
@@ -193,12 +193,12 @@ def _ones_for_zeros(model: Model) -> None:
 
 
 def _other_scale(model: Model) -> None:
-    """Computed, and not a number."""
+    """Replace the scale by a computed one."""
     first(model, "Mul").input[1] = first(model, "Mul").input[0]
 
 
 def _other_skip(model: Model) -> None:
-    """The second sum of a block takes what the first one took."""
+    """Feed the second sum of a block with the input of the first."""
     sums = [node for node in model.graph.node if node.op_type == "Add"]
     names = {node.name: node for node in sums}
     halves = [node for name, node in names.items() if name.startswith("/blocks/blocks.0/Add")]
@@ -246,13 +246,13 @@ def test_what_is_no_net_is_refused(content: bytes) -> None:
 
 
 def refused_or_equal(content: bytes) -> bool:
-    """Whether it is read; then as the function of its file."""
+    """Return True if the file is read, after checking that it is read as onnxruntime's function."""
     try:
         found = off(content)
     except UserError:
         return False
     except (Fail, InvalidArgument, InvalidGraph, NotComputed, RuntimeException):
-        return False  # no function either
+        return False  # onnxruntime refuses it too
     assert found < 1e-5
     return True
 
@@ -260,7 +260,7 @@ def refused_or_equal(content: bytes) -> bool:
 @pytest.mark.hostile
 @pytest.mark.parametrize("at", mostly_slow(range(NODES), *range(0, NODES, 5)))
 def test_a_rewired_node_is_refused_or_read_as_it_is(at: int) -> None:
-    """Every input of every node led to three other tensors, and inputs in another order."""
+    """Connect every input of every node to three other tensors, and permute the inputs."""
     model = onnx.ModelProto.FromString(NET)
     generator = np.random.default_rng(at)
     known = ["input", *(one.name for one in model.graph.initializer)]
@@ -286,7 +286,7 @@ def test_a_rewired_node_is_refused_or_read_as_it_is(at: int) -> None:
 @pytest.mark.hostile
 @pytest.mark.parametrize("heads", [1, 2])
 def test_other_transpositions_are_refused_or_read_as_they_are(heads: int) -> None:
-    """As many tokens as numbers of a head: keys may be exchanged for their transposition, and shapes say nothing."""
+    """With as many tokens as head dimensions, shapes cannot tell keys from their transpose."""
     net = exported(published_vit(0, dim=5 * heads, heads=heads, depth=1))
     nodes = onnx.ModelProto.FromString(net).graph.node
     changed = 0

@@ -1,4 +1,4 @@
-"""The whole command on nets that are exported here: what it proves holds, what it prints is what it found."""
+"""The whole command runs on networks exported here: its proofs hold and its output matches its findings."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from certizoo import UserError
 from tests.tools.cases import mostly_slow
 from tests.tools.exported_vit import benchmark, exported, published_vit, written
 
-SMALL, LARGE = 1e-5, 0.2  # within and beyond what can be proved of random weights
+SMALL, LARGE = 1e-5, 0.2  # radii that can and that cannot be proved for random weights
 NET = published_vit(5)
 IMAGES = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(7))
 SHAPE = (3, 8, 8)
@@ -31,7 +31,7 @@ def classes(images_BCHW: Tensor) -> list[int]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of one net: proved, not proved, and misclassified; of another: proved."""
+    """Make one network with a proved, an unproved and a misclassified property, and another with a proved one."""
     labels = classes(IMAGES)
     properties = [
         written(IMAGES[0], SMALL, labels[0], 4),
@@ -78,7 +78,7 @@ def test_the_first_of_each_net_until_the_time_is_over(
 def test_what_is_proved_is_a_cube(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Between the two radii of one image there is a proof in L2 alone, and that is none."""
+    """Between the two radii of an image only L2 has a proof, which does not count."""
     model, image = vit.read(exported(NET)), IMAGES[:1].double()
     label = torch.tensor(classes(IMAGES[:1]))
     linf, l2 = (
@@ -133,7 +133,7 @@ def test_a_property_of_another_net_is_refused(pixels: Tensor, label: int, classe
 
 @pytest.mark.parametrize("seed", mostly_slow(range(3), 0))
 def test_no_ascent_leaves_the_class_within_a_proved_radius(seed: int) -> None:
-    """Class token, mean of all tokens and folded norms together, in Linf."""
+    """The model has a class token, the mean of all tokens and folded norms; the attack is in Linf."""
     net = exported(published_vit(seed))
     model = vit.read(net)
     images = torch.rand(4, *SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -145,7 +145,7 @@ def test_no_ascent_leaves_the_class_within_a_proved_radius(seed: int) -> None:
 
 
 def _fallen(model: torch.nn.Module, images: Tensor, labels: Tensor, eps_B: Tensor) -> Tensor:
-    """The least margin that ascent finds within eps: (B,)."""
+    """Return the least margin that ascent finds within eps: (B,)."""
     least_B = torch.full_like(eps_B, torch.inf)
     box_B111 = eps_B.view(-1, 1, 1, 1)
     generator = torch.Generator().manual_seed(0)
@@ -188,7 +188,7 @@ def test_another_list_is_one_line(
 
 @pytest.mark.hostile
 def test_a_net_read_as_another_function_is_not_certified(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the reader is off by a bias of 1e-3."""
+    """A planted reader is off by a bias of 1e-3."""
     read = vit.read
 
     def wrong(content: bytes) -> Any:

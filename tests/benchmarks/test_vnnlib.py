@@ -1,4 +1,4 @@
-"""Properties in the simple form of VNN-LIB: read as written, anything else refused."""
+"""Properties in the simple form of VNN-LIB are read as written; any other form is refused."""
 
 import gzip
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_another_form_is_refused_in_one_line(case: str) -> None:
 
 
 def test_the_small_form_is_read() -> None:
-    """What the hostile cases alter is good."""
+    """The text that the hostile cases modify is itself valid."""
     assert parse(SMALL.encode(), "p").label == 0
 
 

@@ -1,4 +1,4 @@
-"""Shared fixtures: a small trained model, handed over."""
+"""Shared fixtures: the hand-over of a small trained model."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ import zoo
 
 @pytest.fixture(scope="session")
 def handover(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    """A model trained for a few seconds, so that some images are correct and certified."""
-    from tests.certify.stage.test_stage import CONFIG, data
+    """Train a model for a few seconds, so that some of its images are correct and certified."""
+    from tests.tools.stage_runs import CONFIG, data
 
     torch.manual_seed(0)
     model = zoo.create_model(**CONFIG).train()

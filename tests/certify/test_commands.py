@@ -1,4 +1,4 @@
-"""`python -m certify`: eight commands, and none loads what only another one, or only its end, needs."""
+"""`python -m certify` has eight commands, and none imports what only another command, or only its end, needs."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ def test_every_command_has_a_configuration_of_its_name() -> None:
 
 
 def test_figures_and_the_registry_are_loaded_when_they_are_needed() -> None:
-    """What draws, learns or publishes takes seconds to import; a mistyped key is answered before."""
+    """Plotting, learning and publishing take seconds to import; a mistyped key is answered before."""
     code = (
         "import sys, certify.__main__, certify.stage.cli, certify.evaluation.cli; "
         "sys.exit(str({'matplotlib', 'sklearn', 'mlflow'} & set(sys.modules) or '') or 0)"

@@ -1,4 +1,4 @@
-"""Files from elsewhere are bounded before they are read."""
+"""Foreign files are checked for size and depth before they are parsed."""
 
 import time
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_hostile_json_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
 
 
 def test_few_aliases_are_read_and_none_are_written(tmp_path: Path) -> None:
-    """Earlier hand-overs have some."""
+    """Earlier hand-overs contain aliases."""
     (tmp_path / "a.yaml").write_text("a: &x [1, 2]\nb: *x\n")
     said = read_yaml(tmp_path / "a.yaml")
     assert said == {"a": [1, 2], "b": [1, 2]}

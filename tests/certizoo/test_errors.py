@@ -1,4 +1,4 @@
-"""What is printed for the person who typed a command."""
+"""Messages printed for the person who typed a command."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, on a disk that is full from any moment on."""
+"""Files are whole or absent, on a disk that fills at any moment."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ OLD, NEW = "old" * 100, "new" * 200
 
 
 def write(folder: Path) -> None:
-    """As Python writes, and as a library in C++ does."""
+    """Write in two ways: as Python does, and as a C++ library does."""
     write_whole(folder / "a.txt", NEW)
     with whole_file(folder / "b.parquet") as part:
         pd.DataFrame({"a": range(100)}).to_parquet(part)

@@ -1,4 +1,4 @@
-"""Cheap imports: the collector waits and goes on, an absent library comes back, a rank loads no more than it needs."""
+"""Cheap imports: garbage collection pauses and resumes, a hidden library returns, a rank loads only what it needs."""
 
 import subprocess
 import sys
@@ -71,5 +71,8 @@ def test_an_absent_library_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_loads_neither_mlflow_nor_pandas_nor_matplotlib() -> None:
-    """Rank 0 loads them when it first needs them; only DeepSpeed's autotuner, which no rank runs, is told otherwise."""
+    """Rank 0 loads them when it first needs them.
+
+    DeepSpeed's autotuner, which no rank runs, is the one that is told otherwise.
+    """
     assert output(RANK).splitlines()[-2:] == ["['hydra']", "True False"]

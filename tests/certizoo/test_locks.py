@@ -1,4 +1,4 @@
-"""One writer at a time, whatever happens to the writers."""
+"""A lock admits one writer at a time, whatever happens to the writers."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ def test_a_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
 def test_a_killed_writer_keeps_nothing_though_its_workers_live(tmp_path: Path) -> None:
     process = held_by_another(tmp_path)
     try:
-        process.kill()  # not its group: the forked worker stays
+        process.kill()  # not the process group: the forked worker stays
         process.wait()
         write(tmp_path)
     finally:
@@ -61,7 +61,7 @@ def test_a_killed_writer_keeps_nothing_though_its_workers_live(tmp_path: Path) -
 
 def test_two_writers_within_one_process_are_kept_apart(tmp_path: Path) -> None:
     with sole_writer(tmp_path, "rows", "choose another folder"):
-        for _ in range(2):  # the refusal leaves the first his lock
+        for _ in range(2):  # the first still holds the lock after the refusal
             with pytest.raises(UserError, match=f"another process writes rows here .process {os.getpid()}"):
                 write(tmp_path / "." / "x" / "..")
     write(tmp_path)

@@ -1,4 +1,4 @@
-"""Freed memory: kept by the process that asked for it."""
+"""The process keeps its freed memory for its next allocation."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ print(faults())
 
 
 def test_what_was_freed_is_not_fetched_again() -> None:
-    """Twenty times 64 MiB, of which the first were the process's before: without, a page fault for every 4 KiB."""
+    """Allocate 64 MiB twenty times; without the setting every 4 KiB would cost a page fault each time."""
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     if not done.stdout:
         pytest.skip("another allocator than glibc's")

@@ -1,4 +1,4 @@
-"""A name from a command line or a file becomes one folder, nowhere else."""
+"""A name from a command line or a file becomes exactly one folder below its parent."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A name that does not exist is answered with the three nearest, never with a long list."""
+"""An unknown name is answered with the three nearest names, never with a long list."""
 
 import pytest
 

@@ -11,7 +11,7 @@ from certizoo.processes import ending
 
 @pytest.mark.parametrize("status", [-9, 247, 137])
 def test_a_killed_process_is_called_killed(status: int) -> None:
-    """By whoever waited for it: this process, DeepSpeed's launcher, a shell."""
+    """The status may come from this process, DeepSpeed's launcher or a shell."""
     assert ending(status) == "killed (SIGKILL): out of memory?"
 
 
@@ -21,6 +21,6 @@ def test_other_ends() -> None:
 
 
 def test_the_launchers_status_is_the_one_meant() -> None:
-    """It ends by sys.exit(-9)."""
+    """The launcher ends by sys.exit(-9)."""
     child = subprocess.run([sys.executable, "-c", "import sys; sys.exit(-9)"], timeout=30)
     assert ending(child.returncode) == "killed (SIGKILL): out of memory?"

@@ -1,4 +1,4 @@
-"""`certizoo COMMAND`: each command is there, and `train` is the documented command of the launcher."""
+"""`certizoo COMMAND` has every command, and `train` is the documented command of the launcher."""
 
 import sys
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""A wheel, installed into an environment of its own, works in an empty folder: data files, configurations, commands."""
+"""A wheel in its own environment works in an empty folder: data files, configurations, commands."""
 
 import os
 import shutil
@@ -14,11 +14,11 @@ from certizoo.ports import free_port
 from tests.tools.launching import ROOT, environment
 
 pytestmark = pytest.mark.slow
-BUILT_OF = ("pyproject.toml", "README.md", "LICENSE", "tune.py")  # beside the packages
+BUILT_OF = ("pyproject.toml", "README.md", "LICENSE", "tune.py")  # files beside the packages
 
 
 def done(*command: str | Path, cwd: Path) -> str:
-    """The output of a command that must succeed, with no project on its path."""
+    """Return the output of a command that must succeed, with no project on its path."""
     kept = {key: value for key, value in environment().items() if not key.startswith("PYTHON")}
     found = subprocess.run(
         [*map(str, command)], cwd=cwd, env=kept, capture_output=True, text=True, timeout=500, check=False
@@ -29,7 +29,7 @@ def done(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`certizoo` of a wheel that was built of a copy of the tree, where the libraries are those of this environment."""
+    """Return `certizoo` of a wheel built from a copy of the tree, in an environment with this one's libraries."""
     root = tmp_path_factory.mktemp("wheel")
     tree, wheels, venv = root / "tree", root / "wheels", root / "venv"
     tree.mkdir()

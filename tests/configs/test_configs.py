@@ -1,4 +1,4 @@
-"""Every file under configs/ composes and says something; every model of the zoo composes, with a file or without."""
+"""Every file under configs/ composes and is documented; every model of the zoo composes, with a file or without."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ from zoo.models.overview import tiny_options
 
 ROOT = CONFIGS.parent
 MAIN = ("adv_train", "std_train")
-ELSEWHERE = ("space", "protocol")  # test_tune.py, test_protocols.py
+ELSEWHERE = ("space", "protocol")  # tested in test_tune.py and test_protocols.py
 GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name not in ELSEWHERE)
 FILES = [(path.parent.name, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
 RECIPES = [name for group, name in FILES if group == "model"]
@@ -30,50 +30,80 @@ COMMAND = re.compile(r"^#\s+((?:deepspeed|python|make) .+?)(?:   .*)?$", re.MULT
 
 @cache
 def note(path: Path) -> str:
-    """The comments at the head of the file."""
+    """Return the comments at the head of the file."""
     lines = path.read_text().splitlines()
     head = lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
     return "\n".join(line for line in head if "@package" not in line)
 
 
 def training(path: Path) -> list[tuple[str, list[str]]]:
-    """(entry, overrides) of the training commands in the note."""
+    """Return (entry, overrides) of the training commands in the note."""
     words = [shlex.split(command) for command in COMMAND.findall(note(path)) if command.startswith("deepspeed ")]
     scripts = [next(i for i, word in enumerate(each) if word.startswith("trainers/")) for each in words]
     return [(Path(each[i]).stem, each[i + 1 :]) for each, i in zip(words, scripts, strict=True)]
 
 
 def shape(name: str) -> tuple[str, ...]:
-    """What of a recipe can meet another main file badly: the groups it overrides and the keys it sets."""
+    """Return the settings of a recipe that may conflict with another main file: its overridden groups and its keys."""
     recipe = yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text())
     keys = sorted(f"{key}.{inner}" for key, value in recipe.items() if isinstance(value, dict) for inner in value)
     return (*map(str, recipe.get("defaults", ())), *(key for key in keys if not key.startswith("model.")))
 
 
-def one_of_each_shape() -> list[tuple[str, str]]:
-    return [("model", name) for name in {shape(name): name for name in RECIPES}.values()]
+ONE_OF_EACH_SHAPE = set({shape(name): name for name in RECIPES}.values())
 
 
-# --- they compose ----------------------------------------------------------------------------------------------------
+# --- every file ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [*one_of_each_shape(), *((group, name) for group, name in FILES if group not in ("experiment", "model"))],
-    ids=lambda value: value,
-)
-def test_every_group_file_composes(group: str, name: str) -> None:
-    """Recipes with std_train, since they meet adv_train below; experiments are in tests/configs/test_experiments.py."""
-    plus = "+" if group in ("model", "attention") else ""
-    overrides = [f"{plus}{group}={name}"] + ([] if group == "model" else ["+model=spec_vit_digits"])
-    for main in MAIN[group == "model" :]:
+@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_every_config_is_a_lab_note_that_composes(path: Path) -> None:
+    """Read each file once: check its text, the files that it names, its commands, and its use with each main file."""
+    check_note(path)
+    check_named_files(path)
+    if path.parent.name not in ("model", "experiment"):  # their commands: below, and in test_experiments.py
+        for entry, overrides in training(path):
+            compose_config(entry, overrides)
+    for main, overrides in choices(path):
         config = compose_config(main, overrides)
         assert config["name"].startswith(config["model"]["name"])
 
 
+def check_note(path: Path) -> None:
+    """Check that the note describes the file and gives a command that uses it, in lines of 120 characters at most."""
+    assert len(re.findall(r"\w+", note(path))) > 8, "says nothing about itself"
+    name = {"names": "+model", "tune": "tune.py"}.get(path.stem, path.stem)
+    assert any(name in command for command in COMMAND.findall(note(path))), "no command with it"
+    assert max(len(line) for line in note(path).splitlines() if not line.startswith("#  ")) <= 120
+
+
+def check_named_files(path: Path) -> None:
+    """Check that every file that a comment names exists."""
+    written = {"run_dir/constrained/report.json"}
+    text = "\n".join(line.partition("#")[2] for line in path.read_text().splitlines())
+    for word in set(re.findall(r"[\w.*]+/[\w./*]+\.(?:yaml|py|json)\b", text)) - written:
+        assert any(list(base.glob(word)) for base in (ROOT, CONFIGS)) or "NAME" in word, word
+
+
+def choices(path: Path) -> list[tuple[str, list[str]]]:
+    """Return (main, overrides) that choose the file from a main file where no command of its note does so.
+
+    A model is chosen with std_train, because the commands of its note use adv_train. One recipe stands for all that set
+    the same keys.
+    """
+    group, name = path.parent.name, path.stem
+    if group == "model":
+        return [("std_train", [f"+model={name}"])] if name in ONE_OF_EACH_SHAPE else []
+    if group not in GROUPS or group == "experiment":
+        return []
+    choice = f"{'+' if group == 'attention' else ''}{group}={name}"
+    commanded = {entry for entry, overrides in training(path) if choice in overrides}
+    return [(main, [choice, "+model=spec_vit_digits"]) for main in MAIN if main not in commanded]
+
+
 @pytest.mark.parametrize("name", mostly_slow(zoo.list_models(), *zoo.list_models()[::4]))
 def test_every_model_composes_and_is_created(name: str) -> None:
-    """By the commands of its note if it has a file, else as a person would choose it."""
+    """Compose each command of the model's note, or the plain choice where the model has no file."""
     path = CONFIGS / "model" / f"{name}.yaml"
     commands = training(path) if path.is_file() else [("adv_train", [f"+model={name}"])]
     assert commands, f"{path} has no command"
@@ -81,15 +111,8 @@ def test_every_model_composes_and_is_created(name: str) -> None:
         config = compose_config(entry, overrides)
         assert config["model"]["name"] == name
         assert (config["penalty"]["lambda_q"] > 0) == name.startswith("spec_"), "spec_* is what MSVP is on for"
-    with torch.device("meta"):  # its true size is built elsewhere
+    with torch.device("meta"):  # true sizes are built in tests/zoo/models
         zoo.create_model(**(config["model"] | tiny_options(name)))
-
-
-@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
-def test_every_training_command_of_a_note_composes(path: Path) -> None:
-    if path.parent.name not in ("model", "experiment"):  # above, and in test_experiments.py
-        for entry, overrides in training(path):
-            compose_config(entry, overrides)
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
@@ -106,7 +129,7 @@ def test_certify_composes() -> None:
 
 
 def test_names_and_files_are_the_models_of_the_zoo() -> None:
-    """What composes beyond them is of attention that goes into the ViT alone, which only its code tells."""
+    """Other names that compose have an attention that fits only the ViT, which the configuration cannot know."""
     names = set(RECIPES) | set(unwritten(CONFIGS))
     assert set(zoo.list_models()) <= names
     for name in names - set(zoo.list_models()):
@@ -130,7 +153,7 @@ def test_an_experiment_takes_a_model_without_a_file() -> None:
 
 
 def test_a_file_comes_before_the_name(tmp_path: Path) -> None:
-    """Wherever it lies: here in a folder of the person's own."""
+    """A recipe wins over the plain name, also from a folder of the user's own."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "ln_vit_ti.yaml").write_text("# @package _global_\nmodel: {name: ln_vit_ti, depth: 3}\n")
     ours = compose_config("adv_train", ["+model=ln_vit_ti", f"hydra.searchpath=[file://{tmp_path}]"])
@@ -143,29 +166,12 @@ def test_a_file_comes_before_the_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_file_of_a_model_is_a_recipe_or_has_figures(name: str) -> None:
-    """A model that needs no file has one only for what was measured of it, by others or by us."""
+    """A model that needs no file has one only for its published or measured figures."""
     path = CONFIGS / "model" / f"{name}.yaml"
     plain = unwritten(CONFIGS).get(name, {"model": {"name": name}})
     recipe = {"defaults": plain.get("defaults", []), **yaml.safe_load(path.read_text())}
     if recipe in ({"defaults": []} | plain, {"defaults": [], "model": {"name": name}}):
         assert re.search(r"(Published|Ours) \([^:]*?\)[.:].*\d\.\d", " ".join(note(path).split("\n#"))), path
-
-
-@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
-def test_every_config_is_a_lab_note(path: Path) -> None:
-    """What it is, and a command in which it takes part; no line of prose is longer than those of the code."""
-    assert len(re.findall(r"\w+", note(path))) > 8, "says nothing about itself"
-    name = {"names": "+model", "tune": "tune.py"}.get(path.stem, path.stem)
-    assert any(name in command for command in COMMAND.findall(note(path))), "no command with it"
-    assert max(len(line) for line in note(path).splitlines() if not line.startswith("#  ")) <= 120
-
-
-@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
-def test_files_that_a_note_names_exist(path: Path) -> None:
-    written = {"run_dir/constrained/report.json"}
-    text = "\n".join(line.partition("#")[2] for line in path.read_text().splitlines())
-    for word in set(re.findall(r"[\w.*]+/[\w./*]+\.(?:yaml|py|json)\b", text)) - written:
-        assert any(list(base.glob(word)) for base in (ROOT, CONFIGS)) or "NAME" in word, word
 
 
 def test_configs_travel_with_the_package() -> None:

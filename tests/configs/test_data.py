@@ -1,4 +1,4 @@
-"""Every file of configs/data is a DataConfig, and says how to get its data."""
+"""Every file of configs/data is a complete DataConfig and tells how to get its data."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every experiment is a lab note whose command composes, and says what its file says; the reduced table is complete."""
+"""Every experiment is a lab note whose command composes to its file's settings; the reduced tables are complete."""
 
 import json
 import re
@@ -26,7 +26,7 @@ COMMAND = re.compile(r"^#\s+deepspeed .*?trainers/(\w+)\.py (.*\+experiment=.*?)
 
 
 def commands(path: Path) -> list[tuple[str, list[str]]]:
-    """(entry, overrides) of the commands in the note."""
+    """Return (entry, overrides) of the commands in the note."""
     return [(entry, words.split()) for entry, words in COMMAND.findall(path.read_text())]
 
 
@@ -45,7 +45,7 @@ def test_the_command_of_the_note_composes_to_what_the_file_says(path: Path) -> N
 
 
 def check_fields(config: dict[str, Any], said: dict[str, Any]) -> None:
-    """What the file says is what is run, and every part is of its type."""
+    """Check that the file's settings are the ones that run, and that every group has its type."""
     for group, values in said.items():
         if isinstance(values, dict):
             assert {key: config[group][key] for key in values} == values, group
@@ -106,7 +106,10 @@ def test_every_row_of_a_table_composes(name: str) -> None:
 
 @pytest.fixture
 def reduced(real_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """A table of one row and two seeds below `tmp_path`; the overrides that train it in two steps on real images."""
+    """Make a table of one row and two seeds below `tmp_path`.
+
+    Return the overrides that train it in two steps on real images.
+    """
     table = replace(TABLES["table1_small"], rows=TABLES["table1_small"].rows[:1], seeds=(0, 1), images=50)
     monkeypatch.setattr(experiments, "TABLES", {"table1_small": table})
     monkeypatch.setattr(experiments, "ROOT", tmp_path)
@@ -127,7 +130,7 @@ def said(folder: Path) -> dict[str, Any]:
 
 
 def test_a_row_is_trained_for_each_seed(reduced: list[str], tmp_path: Path) -> None:
-    """Two at once, by the trainer."""
+    """The trainer runs two seeds at once."""
     run("table1_small", reduced, at_once=2)
     facts = said(tmp_path)
     assert facts["command"].startswith(
@@ -171,7 +174,7 @@ MADE = re.compile(r"^#\s+make experiment NAME=(\S+) ARGS='(.*?)'", re.MULTILINE)
 
 @pytest.mark.parametrize(("name", "words"), [made for path in FILES for made in MADE.findall(path.read_text())])
 def test_the_command_of_a_table_is_taken(name: str, words: str) -> None:
-    """As make passes it on, with options between the name and the overrides."""
+    """The options stand between the name and the overrides, where make passes them."""
     options = experiments.asked([name, *words.split()])
     assert options.name == name in TABLES
     assert options.overrides[-1] == "data.root=SHARDS"

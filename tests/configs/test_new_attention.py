@@ -1,5 +1,7 @@
-"""A new attention is one file of code and one YAML. Put into a copy of the tree, with nothing else changed there, it
-has its models, recipes, training and certificates in fresh processes."""
+"""A new attention is one file of code and one YAML file.
+
+In a copy of the tree with these two files added, fresh processes have its models, recipes, training and certificates.
+"""
 
 import json
 import shutil
@@ -71,7 +73,7 @@ SMALL = (
     "train.batch_size=64", "train.max_steps=2", "train.eval_images=0", "registry.enabled=false", "certify.images=4",
     "certify.eps=[0.01]", "certify.headline_eps=0.01",
 )  # fmt: skip
-# What a person does by hand. PYTHON -c: the current folder is where imports start.
+# The commands of a user. With `python -c` imports start at the current folder.
 BY_HAND = """
 import json, torch, zoo
 from certizoo import UserError
@@ -106,7 +108,7 @@ print(json.dumps(found))
 
 
 def run(tree: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Python in the copied tree, which alone is there to import from."""
+    """Run Python in the copied tree, from which alone it can import."""
     surroundings = {key: value for key, value in environment().items() if key != "PYTHONPATH"}
     return subprocess.run(
         [sys.executable, *arguments], cwd=tree, env=surroundings, text=True, capture_output=True, timeout=180
@@ -115,7 +117,7 @@ def run(tree: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def tree(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The product and its configurations, two attentions more, and digits."""
+    """Copy the product and its configurations, and add two attentions and the digits."""
     root = tmp_path_factory.mktemp("tree")
     for folder in [*FOLDERS, "configs"]:
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -165,7 +167,7 @@ def test_it_is_in_the_overview(tree: Path) -> None:
 
 
 def test_nothing_else_changed(tree: Path) -> None:
-    """After all that: the copy differs from the tree by the two files of each attention."""
+    """At the end the copy differs from the tree by the two files of each attention."""
     changed = set()
     for folder in [*FOLDERS, "configs"]:
         for path in (tree / folder).rglob("*"):

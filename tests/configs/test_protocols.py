@@ -1,4 +1,4 @@
-"""Every protocol of configs/protocol is attacks that exist, written as a lab note, with the radii of its paper."""
+"""Every protocol of configs/protocol names existing attacks, has a lab note, and uses the radii of its paper."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The site, built once for all tests that look at it."""
+"""The site, built once for all tests that read it."""
 
 import os
 import subprocess
@@ -9,11 +9,14 @@ import pytest
 
 from tests.tools.launching import ROOT
 
-QUICK = "*_digits"  # the models of the zoo's table: all of them take a minute
+QUICK = "*_digits"  # models of the zoo's table; building all of them takes a minute
 
 
 def built(folder: Path, models: str) -> Path:
-    """`mkdocs build --strict` into `folder`. Raises AssertionError with what it says."""
+    """Run `mkdocs build --strict` into `folder`.
+
+    Raises AssertionError with the output if it fails.
+    """
     surroundings = os.environ | {"CERTIZOO_DOCS_MODELS": models, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=surroundings, text=True, capture_output=True, timeout=500)
@@ -23,5 +26,5 @@ def built(folder: Path, models: str) -> Path:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its folder; the table of the zoo is short."""
+    """Return the folder of the site, built with a short table of the zoo."""
     return built(tmp_path_factory.mktemp("built") / "site", QUICK)

@@ -1,4 +1,4 @@
-"""What a reader has and this machine has not, small: the archives of ImageNet with a few pictures."""
+"""Small stand-ins for data that a reader has: the archives of ImageNet with a few pictures."""
 
 import io
 import tarfile
@@ -12,7 +12,7 @@ WNIDS = ("n01440764", "n01443537", "n01484850")
 
 
 def imagenet_archive(folder: Path) -> None:
-    """ILSVRC2012_img_train.tar, an archive a class in it."""
+    """Make ILSVRC2012_img_train.tar with one archive for each class."""
     with tarfile.open(folder / "ILSVRC2012_img_train.tar", "w") as outer:
         for wnid in WNIDS:
             buffer = io.BytesIO()
@@ -23,7 +23,7 @@ def imagenet_archive(folder: Path) -> None:
 
 
 def imagenet_validation(folder: Path) -> None:
-    """imagenet/val as torchvision leaves it."""
+    """Make imagenet/val as torchvision leaves it."""
     for wnid in WNIDS:
         place = folder / "imagenet" / "val" / wnid
         place.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Badges say what the project's files say, and README shows each of them."""
+"""Badges agree with the project's files, and README shows each of them."""
 
 from xml.etree import ElementTree
 

@@ -1,4 +1,4 @@
-"""The leaderboard's page of whatever lies in `leaderboard/`: ours and published apart, best first, and text as text."""
+"""The leaderboard's page, for any entries: ours and published apart, best first, and foreign text as text."""
 
 import json
 import re
@@ -35,7 +35,7 @@ EXTENSIONS = ["tables", "attr_list", "md_in_html"]
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The page of some entries."""
+    """Return the page of some entries."""
 
     def of(*said: dict[str, Any]) -> str:
         found = tuple(Entry(entry.get("name", f"e{i}"), entry) for i, entry in enumerate(said))
@@ -90,7 +90,7 @@ def test_an_entry_may_say_little(page: Any) -> None:
 
 
 def test_text_of_others_stays_text(page: Any) -> None:
-    """No tag, attribute, link or picture of theirs; a table keeps its columns."""
+    """Foreign text adds no tag, attribute, link or picture, and a table keeps its columns."""
     evil = "<script>x()</script> | {onclick=x() .y} [a](javascript:x) ![b](http://c/d.png) &lt;b&gt; `|`\n\n# H"
     said = FULL | dict.fromkeys(("title", "dataset", "method", "numerics", "training", "soundness", "command"), evil)
     html = markdown(page(said | {"source": "javascript://x", "name": "a|b`c<i>"}), extensions=EXTENSIONS)

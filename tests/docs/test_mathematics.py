@@ -1,4 +1,4 @@
-"""Mathematics in Markdown means the same on GitHub, which reads Markdown first, and on the site, which does not."""
+"""Formulas in Markdown read the same on GitHub, which parses Markdown first, and on the site, which does not."""
 
 import re
 from pathlib import Path
@@ -8,13 +8,13 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 DISPLAY = re.compile(r"^\$\$\n(.*?)\n\$\$$", re.M | re.S)
 INLINE = re.compile(r"\$([^$]+)\$")
-# Markdown takes the backslash away, or opens emphasis.
+# Markdown removes the backslash, or opens emphasis.
 TAKEN = {
     "an escape": re.compile(r"\\[^A-Za-z\n]"),
     "an underscore that opens emphasis": re.compile(r"(?<![A-Za-z0-9])_"),
     "an asterisk or tilde": re.compile(r"[*~]"),
 }
-BLOCK = re.compile(r"^ {0,3}(?:[-+=#>]|\d+[.)])(?:\s|$)", re.M)  # begins a list, a heading or a quotation
+BLOCK = re.compile(r"^ {0,3}(?:[-+=#>]|\d+[.)])(?:\s|$)", re.M)  # starts a list, a heading or a quotation
 
 
 def formulas(text: str) -> list[str]:

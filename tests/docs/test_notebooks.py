@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last, in an empty folder; none was saved with what a machine said."""
+"""Every notebook runs from its first cell to its last in an empty folder, and is stored without output."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 @each
 def test_a_notebook_holds_no_output_and_no_place(path: Path) -> None:
-    """Outputs would be those of some machine on some day: the slow test makes them."""
+    """Stored outputs would be of some machine and day; the slow test makes fresh ones."""
     cells = nbformat.read(path, as_version=4).cells
     assert all(not cell.outputs and cell.execution_count is None for cell in cells if cell.cell_type == "code")
     assert all(word not in path.read_text() for word in (str(ROOT), str(Path.home()), "/home/", "/tmp/"))

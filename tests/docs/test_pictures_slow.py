@@ -1,4 +1,4 @@
-"""What docs/explained/methods.md shows is so: no proved radius reaches another class, no proved margin is too large."""
+"""The pictures of docs/explained/methods.md are true: no proved radius or margin is too large."""
 
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def pictures() -> ModuleType:
-    """Imported here: it registers a type, which tests of all registered types would find otherwise."""
+    """Import the module here: it registers a type that tests of all types would otherwise find."""
     from docs import pictures
 
     return pictures

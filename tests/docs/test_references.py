@@ -1,4 +1,4 @@
-"""What the code refers to can be opened: every anchor exists, every proof is named, nothing is cited by a number."""
+"""References in the code resolve: every anchor exists, every proof is named, nothing is cited by a bare number."""
 
 import re
 from functools import cache
@@ -8,10 +8,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".yaml", ".yml", ".md"}
-OUTPUT = {"build", "mlruns", "node_modules", "runs", "site"}  # what commands leave behind
-# Anchors of docs/proofs.md that nobody has to name, each with its reason.
+OUTPUT = {"build", "mlruns", "node_modules", "runs", "site"}  # output of commands
+# Anchors of docs/proofs.md that need no reference, each with its reason.
 UNNAMED = {"notation": "the letters of all sections"}
-# Documents and numbers that a reader does not have. The folder of real images is one that tests may ask for.
+# Documents and numbers that a reader does not have; tests may name the folder of real images.
 UNREADABLE = re.compile(
     r"\b[Pp]apers? 00\d|\b[Tt]raps? [A-E]\d|\b[Ee]rrat(?:a|um)[ _][Dd]\d|MATH[-]PROOFS|MATH[.]md|\bTRAP[S]\b"
     r"|\bpeers[.]md|\(D\d+[a-z]?\)|\.\./shared(?!/data\b)"
@@ -23,7 +23,7 @@ LINK = re.compile(r"\]\(([\w./-]*)#([^)\s]+)\)")
 
 @cache
 def texts() -> dict[str, str]:
-    """Every file of the project that people read, by its path."""
+    """Return every file of the project that people read, by its path."""
     found = {}
     for path in sorted(ROOT.rglob("*")):
         parts = path.relative_to(ROOT).parts
@@ -34,7 +34,7 @@ def texts() -> dict[str, str]:
 
 @cache
 def anchors(name: str) -> frozenset[str]:
-    """Of a Markdown file: those that are written, and those of its headings as GitHub makes them."""
+    """Return the anchors of a Markdown file: explicit ones, and those of its headings as GitHub makes them."""
     text = texts()[name]
     headings = re.findall(r"^#+ (.+)$", text, re.M)
     slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
@@ -42,7 +42,7 @@ def anchors(name: str) -> frozenset[str]:
 
 
 def references() -> list[tuple[str, str, str]]:
-    """(file, Markdown file, anchor) for every anchor that is named, in code by its path and in Markdown by a link."""
+    """Return (file, Markdown file, anchor) for every named anchor: by path in code, by link in Markdown."""
     found = []
     for name, text in texts().items():
         found += [(name, f"docs/{file}", anchor) for file, anchor in NAMED.findall(text)]
@@ -63,7 +63,7 @@ def test_every_anchor_that_is_named_exists() -> None:
 
 
 def test_every_proof_is_named_by_code_or_by_another_section() -> None:
-    """Otherwise it proves what nobody uses."""
+    """An unnamed proof proves nothing that is used."""
     named = {anchor for _, file, anchor in references() if file == "docs/proofs.md"}
     written = ANCHOR.findall(texts()["docs/proofs.md"])
     assert len(written) == len(set(written))
@@ -71,7 +71,7 @@ def test_every_proof_is_named_by_code_or_by_another_section() -> None:
 
 
 def test_code_names_most_proofs_itself() -> None:
-    """So that one comes from a rule to its proof, not only from a section to the next."""
+    """A reader can go from a rule straight to its proof."""
     named = {anchor for name, file, anchor in references() if file == "docs/proofs.md" and name.endswith(".py")}
     written = set(ANCHOR.findall(texts()["docs/proofs.md"]))
     assert sorted(written - named - set(UNNAMED)) == []

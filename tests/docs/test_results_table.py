@@ -1,4 +1,4 @@
-"""The table in docs/results.md is that of the leaderboard's files."""
+"""The table in docs/results.md equals the leaderboard's files."""
 
 from docs import results_table
 from docs.generate.leaderboard import entries

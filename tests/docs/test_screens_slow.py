@@ -1,6 +1,6 @@
-"""The pages as a phone and a desktop show them: nothing hangs over the edge, and tables sort.
+"""The pages fit a phone and a desktop, and their tables sort.
 
-With CERTIZOO_SCREENSHOTS=FOLDER the pictures are kept there: those in docs/screenshots are from here.
+With CERTIZOO_SCREENSHOTS=FOLDER the pictures are kept there, as for those in docs/screenshots.
 """
 
 import os
@@ -73,7 +73,7 @@ def test_the_search_finds_in_pages_from_the_disk(whole: Path, devtools: str) -> 
 
 
 def test_a_click_sorts_a_column_both_ways(whole: Path, devtools: str) -> None:
-    """By its numbers, the largest first; parameters in millions."""
+    """Columns sort by number, the largest first; parameters are in millions."""
     click = SORT.partition(", ")[0]
     page = (whole / "reference/zoo.html").as_uri()
     _, (_, falling, _, rising) = look(devtools, page, "cert_vit_c10", 1280, 900, click, ORDER, click, ORDER)

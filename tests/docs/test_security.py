@@ -1,4 +1,4 @@
-"""What docs/security.md promises is attacked by a test that exists, and every attack is of a written promise."""
+"""Every promise of docs/security.md is attacked by an existing test, and every attack belongs to a written promise."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
 def hostile_tests() -> set[tuple[str, str]]:
-    """(file, test) of everything that carries the marker."""
+    """Return (file, test) for everything with the marker."""
     found = set()
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
@@ -33,7 +33,7 @@ def test_every_test_that_is_named_exists() -> None:
 
 
 def test_every_attack_is_named() -> None:
-    """By its own name, or by its file."""
+    """The page names the test or its file."""
     files = {file for file, test in named() if not test}
     unnamed = {f"{file}::{test}" for file, test in hostile_tests() - named() if file not in files}
     assert not unnamed

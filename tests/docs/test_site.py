@@ -1,4 +1,4 @@
-"""The site builds without a warning, every link and anchor in it exists, and it fetches nothing from elsewhere."""
+"""The site builds without a warning, every link and anchor in it exists, and it loads nothing from other servers."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,12 +14,12 @@ from docs.generate.config_keys import CONFIGS, groups
 from tests.docs.conftest import built
 from tests.tools.launching import ROOT
 
-LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src"}  # what a page fetches by itself
+LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src"}  # elements that a page loads by itself
 
 
 @dataclass
 class Page:
-    """What a page refers to, and what can be referred to in it."""
+    """The references of a page and the anchors that it offers."""
 
     ids: set[str] = field(default_factory=set)
     links: set[str] = field(default_factory=set)
@@ -27,7 +27,7 @@ class Page:
 
 
 class Reader(HTMLParser):
-    """Fills a Page."""
+    """A parser that fills a Page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def pages(site: Path) -> list[Path]:
 
 
 def broken(site: Path, path: Path) -> list[str]:
-    """Internal links of a page to files or anchors that are not there."""
+    """Return the internal links of a page to missing files or anchors."""
     found = []
     for link in sorted(page_of(path).links | page_of(path).loaded):
         parts = urlsplit(link)
@@ -99,7 +99,7 @@ def test_no_page_names_the_machine_that_built_it(site: Path) -> None:
 
 
 def test_nothing_is_left_to_be_made(site: Path) -> None:
-    """Nor a formula that no browser would draw."""
+    """No placeholder is left, and no formula that a browser would not draw."""
     for path in pages(site):
         text = path.read_text()
         assert "<!-- made at build" not in text, path
@@ -115,7 +115,7 @@ def test_proofs_are_formulas_with_a_table_of_contents(site: Path) -> None:
 
 @pytest.mark.slow
 def test_the_whole_site_is_built(tmp_path: Path) -> None:
-    """With every model of the zoo."""
+    """The table of the zoo has every model."""
     text = (built(tmp_path / "site", "*") / "reference" / "zoo.html").read_text()
     assert text.count("<tr>") > 100
 
@@ -172,7 +172,7 @@ def test_every_command_with_options_is_on_its_page(site: Path) -> None:
     ],
 )
 def test_links_that_leave_the_docs_lead_somewhere(link: str, found: str) -> None:
-    """Of docs/explained/x.md they begin with two points more."""
+    """In docs/explained/x.md such links begin with one more `../`."""
     deeper = link if link.startswith("```") else link.replace("](../", "](../../")
     assert links.mended(deeper, "explained/x.md") == found
 
@@ -199,7 +199,7 @@ def test_a_formula_that_is_not_understood_is_an_error() -> None:
 
 
 def test_every_page_of_the_navigation_says_what_it_is() -> None:
-    """No page is a stub: a title, and more than a line."""
+    """Every page has a title and more than one line."""
     for path in (ROOT / "docs").rglob("*.md"):
         text = path.read_text()
         assert any(line.startswith("# ") for line in text.splitlines()), path

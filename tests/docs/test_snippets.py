@@ -1,4 +1,4 @@
-"""Every command and program of the pages that one follows runs as it is printed, in a copy of the project."""
+"""Every command and program of the how-to pages runs as it is printed, in a copy of the project."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_all_blocks_run_in_their_order(page: str, copy_of_the_project: Room) -> 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_says_how_it_runs(page: str) -> None:
-    """Those that cannot run here say why; a stand-in exists."""
+    """Blocks that cannot run here give a reason, and every stand-in exists."""
     for snippet in of(page):
         assert snippet.language not in ("sh", "python") or snippet.speed or snippet.file or len(snippet.reason) > 10
         assert not snippet.standin or snippet.standin in STANDINS
@@ -79,7 +79,7 @@ def test_blocks_are_read_as_they_are_printed() -> None:
 
 
 def test_a_block_that_fails_fails(tmp_path: Path) -> None:
-    """Also in the middle of its lines."""
+    """A failure in the middle of a block counts too."""
     for language, text in (("sh", "false\ntrue\n"), ("python", "raise SystemExit(3)\n"), ("sh", "false | true\n")):
         with pytest.raises(AssertionError, match=r"page\.md:1 ends with"):
             Room(tmp_path).run(Snippet("page.md", 1, language, text, "fast"), {})

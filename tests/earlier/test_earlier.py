@@ -1,4 +1,4 @@
-"""What earlier code wrote is read, certified again and served by the code of today.
+"""Files that earlier code wrote can be read, certified again and served by today's code.
 
 f6dab7c/version    a version that `python -m certify ... publish=digits` logged in MLflow: best, the first 40 digits
 f6dab7c/models     hand-overs with random weights, one for each kind of attention and layer, a quarter of a megabyte
@@ -25,10 +25,10 @@ from tests.tools.cases import mostly_slow
 
 HERE = Path(__file__).parent / "f6dab7c"
 FACTS: dict[str, Any] = json.loads((HERE / "facts.json").read_text())
-# The published rule is one formula. Of the others a sharper rule may raise a radius, and another start vector of
-# Lanczos' method may cost some per cent of it.
+# The published rule is one formula. A sharper rule may raise the other radii, and another start vector of
+# Lanczos' method may lower them by a few percent.
 LEAST = {"lofast": 1 - 1e-6, "lofast_local": 1 - 1e-6, "adjoint": 0.97}
-ROUNDED = 2e-9  # what the rounding of the clean point may cost of a radius, by a step of the search
+ROUNDED = 2e-9  # the rounding of the clean point may cost a step of the radius search
 
 
 @pytest.mark.parametrize("name", mostly_slow(FACTS, "conv_4c3f_mnist", "dp_vit_ti"))
@@ -47,7 +47,7 @@ def test_a_hand_over_of_earlier_code_gives_its_logits_and_radii(name: str) -> No
 
 
 def test_a_version_of_earlier_code_is_served() -> None:
-    """By its own `loader_module`, as MLflow does it: the logits behind its certificate's predictions."""
+    """MLflow serves it by its own `loader_module`, with the logits behind its certificate's predictions."""
     rows = pd.read_parquet(HERE / "version" / "data" / "files" / "certificates.parquet")
     served = mlflow.pyfunc.load_model(str(HERE / "version"))
     model, _ = zoo.handover.load(HERE / "version" / "data" / "files")
@@ -58,7 +58,7 @@ def test_a_version_of_earlier_code_is_served() -> None:
 
 @pytest.mark.slow
 def test_its_certificate_is_made_again(digits: Path, tmp_path: Path) -> None:
-    """Row by row, from the files of the version."""
+    """The files of the version reproduce it row by row."""
     files = HERE / "version" / "data" / "files"
     before = json.loads((files / "certificate.json").read_text())
     data = DataConfig(**zoo.handover.read_config(files)["data"] | {"root": str(digits)})

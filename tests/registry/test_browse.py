@@ -20,7 +20,7 @@ Command = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
-    """Four versions of two models on two datasets. The radius 36/255 stands in the tags as 0.141176."""
+    """Make four versions of two models on two datasets. The tags store the radius 36/255 as 0.141176."""
     folder = tmp_path_factory.mktemp("store")
     shutil.copy(empty_database, folder)
     uri = f"sqlite:///{folder}/mlflow.db"
@@ -100,7 +100,7 @@ def test_promote_and_pull(command: Command, uri: str, tmp_path: Path) -> None:
 
 
 def test_a_trial_has_one_version_however_often_it_is_sent(uri: str, tmp_path: Path) -> None:
-    """Restarted after its worker was lost, it has another run and another certificate (seconds differ)."""
+    """A trial restarted after its worker was lost has another run and another certificate (other seconds)."""
     files = versions.certified(tmp_path / "again", 0.9, eps=EPS)
     sent = versions.issue(files, uri, EPS, name="a", tags={"trial": "s/1"}, experiment="e")
     assert sent.version == "2"

@@ -1,4 +1,4 @@
-"""What a champion is: the best answer to one question, by what is proved of enough images, or who was promoted."""
+"""The champion is the best answer to one question, proved on enough images, or the version that was promoted."""
 
 import json
 import logging
@@ -42,10 +42,10 @@ def test_it_moves_only_to_strictly_better_of_its_dataset(issue: Issue, tmp_path:
     assert aliases() == {"champion": "1", "champion-digits": "1"}
     assert issue(1.0).champion
     assert aliases() == {"champion": "4", "champion-digits": "4"}
-    assert issue(0.2, dataset="cifar/10").champion  # the first of its dataset
+    assert issue(0.2, dataset="cifar/10").champion  # the first version of its dataset
     assert aliases() == {"champion": "5", "champion-digits": "4", "champion-cifar_10": "5"}
     again = versions.issue(tmp_path / "run0" / "handover", None)
-    assert not again.champion  # published again: nothing changes
+    assert not again.champion  # publishing it again changes nothing
     assert aliases() == {"champion": "5", "champion-digits": "4", "champion-cifar_10": "5"}
     assert browse.find("tiny/4").tags["champion_by"] == "rule"
 
@@ -67,7 +67,7 @@ NOT_ASKED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.hostile
 @pytest.mark.parametrize("case", mostly_slow(NOT_ASKED, *list(NOT_ASKED)[::4]))
 def test_who_was_not_asked_the_question_does_not_win(issue: Issue, case: str) -> None:
-    """Over 95 % of 500 images."""
+    """The competitor has 95 % on 500 images."""
     assert issue(0.95, tags={"certified_low.0.1": "0.9400"}).champion
     given, why = NOT_ASKED[case]
     try:
@@ -90,7 +90,7 @@ def test_a_first_champion_of_few_images_yields_to_any_of_enough(issue: Issue) ->
 
 
 def test_a_champion_of_earlier_code_is_beaten_on_its_own_question(issue: Issue, store_in: str) -> None:
-    """It states no bound, no shards, no weights: its share is taken for its bound."""
+    """It states no bound, shards or weights, so its share is taken as its bound."""
     issue(0.5)
     client = store.connect(store_in)
     for tag in ("certified_low.0.1", "data_digest", "weights_sha256"):
@@ -140,7 +140,7 @@ def test_the_rule_does_not_undo_a_hand_and_a_hand_gives_back_to_the_rule(
 
 
 def test_a_change_of_question_is_a_person_s(issue: Issue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The headline eps of a model changes: nothing is compared until somebody promotes an answer to the new one."""
+    """When a model's headline eps changes, nothing is compared until someone promotes a version at the new one."""
     issue(0.6)
     changed = issue(0.3, eps="0.2")
     assert not changed.champion
@@ -158,7 +158,7 @@ def test_an_alias_of_another_dataset_is_not_given(issue: Issue) -> None:
 
 
 class Racing:
-    """A registry where `meanwhile` happens in another process while the first one moves its aliases."""
+    """A registry in which `meanwhile` runs, as another process, while the first one moves its aliases."""
 
     def __init__(self, scores: dict[str, float], meanwhile: Callable[["Racing"], None] = lambda _: None) -> None:
         self.tags = {version: self.facts(score) for version, score in scores.items()}
@@ -200,7 +200,7 @@ def test_it_is_the_best_though_two_processes_crown_at_once() -> None:
 
 
 def test_of_two_equals_that_see_each_other_one_takes_the_alias() -> None:
-    """Both are registered before either is crowned, and a worse version holds the alias."""
+    """Both register before either takes the alias, which a worse version holds."""
     client = Racing({"1": 0.3, "2": 0.6, "3": 0.6})
     client.aliases = {"champion": "1", "champion-d": "1"}
     assert not champion.elect_champion(client, "m", "3").is_champion  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ def test_a_hand_that_promotes_while_the_rule_crowns_is_obeyed() -> None:
 
 
 def test_a_certificate_says_what_the_tags_say(issue: Issue, tmp_path: Path) -> None:
-    """Else a spool could make any version a champion."""
+    """Otherwise a spool could make any version a champion."""
     folder = versions.certified(tmp_path / "forged", 0.1)
     forged = {"certified_acc.0.1": "0.9900", "images": "10000", "dataset": "imagenet", "clean_acc": "1.0"}
     for tag, value in forged.items():

@@ -1,4 +1,4 @@
-"""A disk that is full from any moment on: one line, nothing half written, and the same again finishes the work."""
+"""A disk that fills at any moment gives one line and nothing half written, and a retry finishes the work."""
 
 import logging
 from collections.abc import Callable
@@ -18,9 +18,9 @@ AWAY = "http://127.0.0.1:9"
 
 
 def at_every_moment(folder: Path, work: Callable[[], object], check: Callable[[], None]) -> int:
-    """Do the work with a disk that is full from each moment on; returns how many moments there were."""
+    """Repeat the work with a disk that fills at each moment in turn; return the number of moments."""
     for after in count():
-        with full_disk(folder, after) as disk, suppress(UserError):  # anything else is a fault of ours
+        with full_disk(folder, after) as disk, suppress(UserError):  # any other exception is a fault of ours
             work()
         if not disk.full:
             return after

@@ -1,4 +1,4 @@
-"""Spools from somebody else: sent to nobody's server but ours, with nothing of ours in them, and in their own run."""
+"""A foreign spool goes only to our server, carries none of our data, and stays in its own run."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def uri(store_in: str) -> str:
 
 @pytest.fixture
 def listener() -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """A server of somebody else, and the headers of what it was asked."""
+    """Start a foreign server that records the headers of its requests."""
     heard: list[dict[str, str]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -96,7 +96,7 @@ def test_a_spool_is_sent_where_the_person_says_and_its_server_hears_nothing(
 
 @pytest.mark.hostile
 def test_a_spool_for_a_server_does_not_go_into_a_default_database(uri: str, tmp_path: Path) -> None:
-    """Nobody said where; to guess would scatter runs, to obey would be the spool's choice."""
+    """Without a given target a guess would scatter runs, and the spool's own target is not trusted."""
     run_dir = write(tmp_path / "received", START, FINISH)
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*--uri"):
         spool.sync(run_dir)
@@ -217,7 +217,7 @@ def test_a_state_that_is_none_begins_again(uri: str, tmp_path: Path, case: str) 
 @pytest.mark.hostile
 @pytest.mark.parametrize("name", [spool.SPOOL, spool.STATE, f"{spool.STATE}.part", spool.REFUSED, publish.SPOOL])
 def test_a_link_in_the_place_of_a_spool_file_is_refused(uri: str, tmp_path: Path, name: str) -> None:
-    """Written through, it would put text of the spool's maker into any file of ours."""
+    """Writing through the link would put the spool's text into any file of ours."""
     run_dir = write(tmp_path / "received", START, {"kind": "exec"}, FINISH)
     target = tmp_path / "bashrc"
     target.write_text("mine")
@@ -272,13 +272,13 @@ def test_a_publication_that_is_no_object_is_refused_in_one_line(uri: str, tmp_pa
 @pytest.mark.hostile
 @pytest.mark.parametrize("experiment", ["..", ".", "../../up", "a/../../b"])
 def test_an_experiment_s_name_leads_nowhere(uri: str, tmp_path: Path, experiment: str) -> None:
-    """Its folder is named after it."""
+    """A folder is named after the experiment."""
     client = store.connect(uri)
     location = client.get_experiment(store.experiment_id(client, experiment)).artifact_location
     assert Path(location.removeprefix("file://")).resolve().parent == tmp_path / "mlartifacts"
 
 
-@pytest.mark.slow  # from threads: a start sent twice, below
+@pytest.mark.slow  # called from threads by the test below
 def test_two_syncs_of_one_spool_send_it_once(uri: str, tmp_path: Path) -> None:
     rows = [{"kind": "metrics", "rows": [["loss", 0.5, step, step]]} for step in range(50)]
     run_dir = write(tmp_path / "run", START, *rows, FINISH)
@@ -317,13 +317,13 @@ def test_a_training_does_not_wait_for_somebody_who_sends_its_spool(uri: str, tmp
 
 
 def test_a_start_sent_twice_at_once_is_one_run(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From two machines, or when a lost answer was repeated: both saw no run before they made theirs."""
+    """Two machines, or a repeated request, both saw no run before they created theirs."""
     client, real = store.connect(uri), records.find_run
     first = records.open_run(client, START)
     looks: list[int] = []
 
     def late(*arguments: Any) -> str | None:
-        """At the first look the other's run is not there yet."""
+        """Hide the other run at the first look."""
         looks.append(1)
         return None if len(looks) == 1 else real(*arguments)
 

@@ -1,4 +1,4 @@
-"""Versions that somebody changed on the way: other bytes in the cache or the store, texts that act, facts by hand."""
+"""Versions that someone changed on the way: other bytes in the cache or store, texts with markup, edited tags."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ from tests.tools.cases import mostly_slow
 
 @pytest.fixture
 def uri(store_in: str, tmp_path: Path) -> str:
-    """A store with one version, tiny/1."""
+    """Make a store with one version, tiny/1."""
     versions.issue(versions.certified(tmp_path / "a"), store_in)
     return store_in
 
@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 
 
 def swap(folder: Path, how: str) -> None:
-    """What somebody does to the files of a version."""
+    """Change the files of a version, as an attacker would."""
     match how:
         case "weights":
             save_file({"weight": np.zeros((3, 2))}, folder / "model.safetensors")
@@ -74,7 +74,7 @@ SWAPS = ("weights", "one bit", "config", "certificate", "a file more", "a file l
 @pytest.mark.hostile
 @pytest.mark.parametrize("how", mostly_slow(SWAPS, "one bit", "a link", "weights and list"))
 def test_a_changed_cache_is_never_used(uri: str, tmp_path: Path, how: str) -> None:
-    """Not by download, pull, or whatever asks for NAME@ALIAS; a right one is looked at and used again."""
+    """Download, pull and NAME@ALIAS refuse it; an intact cache is verified and used again."""
     kept = browse.download("tiny@champion")
     assert browse.download("tiny/1") == kept
     swap(kept, how)
@@ -98,7 +98,7 @@ def stored(tmp_path: Path) -> Path:
 @pytest.mark.hostile
 @pytest.mark.parametrize(
     "how", mostly_slow((how for how in SWAPS if how != "a link"), "one bit", "a file more", "weights and list")
-)  # the same bytes, once copied
+)  # the same bytes, after a copy
 def test_what_was_changed_in_the_store_is_not_fetched(uri: str, tmp_path: Path, how: str) -> None:
     swap(stored(tmp_path), how)
     with pytest.raises(UserError, match="not what was published"):
@@ -111,7 +111,7 @@ def test_what_was_changed_in_the_store_is_not_fetched(uri: str, tmp_path: Path, 
 def test_mlflow_s_own_loader_refuses_it_too(
     uri: str, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`certify.served` asks before it builds anything."""
+    """`certify.served` verifies the files before it builds anything."""
     swap(stored(tmp_path), how)
     import mlflow
 
@@ -222,7 +222,7 @@ MARKUP = {
 def test_texts_of_the_registry_are_shown_and_do_not_act(
     uri: str, case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """list, show and compare, for everybody."""
+    """list, show and compare escape them for every reader."""
     text = MARKUP[case]
     client = store.connect(uri)
     for tag in ("attention", "method"):
@@ -273,13 +273,13 @@ def test_a_link_to_a_private_file_is_not_published(store_in: str, tmp_path: Path
     assert not [path for path in tmp_path.rglob("notes.txt") if "mlartifacts" in path.parts]
 
 
-# Made once -----------------------------------------------------------------------------------------------------------
+# Publications happen once ---------------------------------------------------------------------------------------------
 
 
 def test_a_slow_upload_and_a_second_writer_make_one_version(
     store_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trial that was restarted on another machine: both upload, both register, one stays."""
+    """A trial restarted on another machine: both upload and register, and one version stays."""
     slow, quick = versions.certified(tmp_path / "slow"), versions.certified(tmp_path / "quick")
     real, started, go_on = package.log_model, threading.Event(), threading.Event()
 
@@ -306,7 +306,7 @@ def test_a_slow_upload_and_a_second_writer_make_one_version(
 def test_a_request_that_mlflow_s_client_repeats_makes_one_version(
     store_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer to the first was lost."""
+    """The answer to the first request was lost."""
     from mlflow import MlflowClient
 
     real = MlflowClient.create_model_version
@@ -322,7 +322,7 @@ QUICK = ("create_model_version",)
 
 
 def issue_and_die(folder: Path, uri: str, call: str, after: bool) -> None:
-    """In a process of its own: publish, and be killed for good at this request."""
+    """Publish in a process of its own, and get SIGKILL at this request."""
     from mlflow import MlflowClient
 
     real = getattr(MlflowClient, call)
@@ -338,8 +338,10 @@ def issue_and_die(folder: Path, uri: str, call: str, after: bool) -> None:
 
 @pytest.fixture(scope="module")
 def forked() -> ForkServerContext:
-    """Processes in no time that have imported MLflow. They are forked from one without threads: whoever forks a process
-    whose other threads hold locks inherits these, held for ever."""
+    """Start processes that have already imported MLflow, by forking one without threads.
+
+    A fork of a process whose threads hold locks would inherit these locks, held for ever.
+    """
     context = multiprocessing.get_context("forkserver")
     stores = [f"mlflow.store.{name}.sqlalchemy_store" for name in ("tracking", "model_registry")]
     context.set_forkserver_preload([*stores, "mlflow.pyfunc", "tests.registry.test_hostile_versions"])
@@ -351,7 +353,7 @@ def forked() -> ForkServerContext:
 def test_a_publication_killed_anywhere_is_finished_by_sync(
     store_in: str, tmp_path: Path, call: str, after: bool, forked: ForkServerContext
 ) -> None:
-    """Killed (SIGKILL) before and after each request that changes anything."""
+    """SIGKILL comes before and after each request that changes anything."""
     process = forked.Process(target=issue_and_die, args=(versions.certified(tmp_path / "run"), store_in, call, after))
     process.start()
     process.join(120)

@@ -1,4 +1,4 @@
-"""Tags of shares have their norm in their names: read back, sorted, compared and refused by it; none is L2."""
+"""Tags of shares name their norm: they are read back, sorted, compared and refused by it; L2 has no prefix."""
 
 import sys
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_the_name_of_a_share_is_taken_apart(name: str, parts: tuple[str, str, st
 
 @pytest.fixture
 def uri(store_in: str, tmp_path: Path) -> str:
-    """tiny/1 and tiny/2 in L2, tiny/3 and tiny/4 in Linf: 0.2, 0.6, 0.3, 0.9 at the same number."""
+    """Make tiny/1 and tiny/2 in L2, tiny/3 and tiny/4 in Linf, with shares 0.2, 0.6, 0.3, 0.9 at the same number."""
     for number, (share, stated) in enumerate([(0.2, {}), (0.6, {}), (0.3, LINF), (0.9, LINF)]):
         versions.issue(versions.certified(tmp_path / f"run{number}", share, eps=EPS, **stated), store_in, EPS)
     return store_in
@@ -92,7 +92,7 @@ def test_a_share_of_another_norm_than_the_certificates_is_not_published(
 
 
 def test_a_certificate_that_says_no_norm_is_of_l2(store_in: str, tmp_path: Path) -> None:
-    """That of earlier code."""
+    """Earlier code wrote such certificates."""
     folder = versions.certified(tmp_path / "run", 0.4, eps=EPS, threat_model={})
     assert versions.issue(folder, store_in, EPS).champion
     assert browse.find("tiny/1", store_in).tags["norm"] == "l2"

@@ -30,7 +30,7 @@ def uri(store_in: str) -> str:
 
 
 def handover(run_dir: Path, certified: float = 0.4, **stated: Any) -> Path:
-    """With a folder of pictures, and a pickle that must not be published."""
+    """Make a hand-over with a folder of pictures, and a pickle that must not be published."""
     folder = versions.certified(run_dir, certified, **stated)
     (folder / "plots").mkdir()
     (folder / "plots" / "curve.png").write_bytes(b"\x89PNG")
@@ -158,11 +158,11 @@ def test_away_publication_waits_with_its_run(issue: Publish, uri: str, tmp_path:
     assert waiting.uri == str(run_dir / publishing.SPOOL)
     moved = run_dir.rename(tmp_path / "moved")
     copy = (moved / publishing.SPOOL).read_bytes()
-    published = publishing.sync(moved, uri)  # sends the run first
+    published = publishing.sync(moved, uri)  # sync sends the run first
     assert published == Published("tiny", "1", "models:/tiny/1", champion=True)
     assert not spool.waiting(moved)
     assert publishing.sync(moved, uri) is None
-    (moved / publishing.SPOOL).write_bytes(copy)  # as if the sync had died before it could tidy up
+    (moved / publishing.SPOOL).write_bytes(copy)  # as if sync had died before it could delete the spool
     assert publishing.sync(moved, uri) == published
     (version,) = browse.versions()
     assert store.connect(uri).get_run(version.run_id).data.params == {"epochs": "3"}  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Secrets of a configuration are in nothing that is written or sent: one is planted in every place of it."""
+"""Secrets of a configuration are neither written nor sent: the tests plant one in every place of it."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ FORMS = {
 
 
 def every_leaf(config: Any, secret: str) -> Any:
-    """The configuration with the text in the place of every value, and in every list."""
+    """Return the configuration with the text as every value, and in every list."""
     if isinstance(config, dict):
         return {key: every_leaf(value, secret) for key, value in config.items()} | {"added": [secret, {"x": secret}]}
     return secret
@@ -52,7 +52,7 @@ def config() -> dict[str, Any]:
 
 
 def everything_below(folder: Path) -> list[Path]:
-    """Files with the secret in their bytes, databases included."""
+    """Return the files that contain the secret, databases included."""
     found = [path for path in folder.rglob("*") if path.is_file()]
     assert found
     return [path for path in found if SECRET.encode() in path.read_bytes()]
@@ -63,10 +63,10 @@ def everything_below(folder: Path) -> list[Path]:
 def test_no_secret_of_a_configuration_leaves_the_process(
     store_in: str, tmp_path: Path, config: dict[str, Any], form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """MLflow's database and files, the spool, the hand-over's and the run's config.yaml, tags, log lines."""
+    """Search MLflow's database and files, the spool, both config.yaml files, tags and log lines."""
     planted = every_leaf(config, FORMS[form])
     with caplog.at_level(logging.DEBUG, logger="registry"):
-        for uri in (store_in, "http://127.0.0.1:9"):  # answers; away
+        for uri in (store_in, "http://127.0.0.1:9"):  # with a server, and without one
             tracker = Tracker(tmp_path / f"run-{uri[:4]}", uri)
             tracker.start("e", "r", planted)
             tracker.finish()
@@ -113,12 +113,12 @@ def test_what_is_no_secret_stays(text: str) -> None:
 
 
 def test_a_configuration_without_secrets_is_unchanged(config: dict[str, Any]) -> None:
-    """Nothing of ours is taken for one: what is handed over is what was asked."""
+    """No ordinary value is taken for a secret."""
     assert json.loads(json.dumps(credentials.redacted(config))) == json.loads(json.dumps(config))
 
 
 def test_the_trainer_writes_redacted_configurations_alone() -> None:
-    """Each place that writes a whole configuration."""
+    """Check each place that writes a whole configuration."""
     root = Path(store.__file__).parents[1]
     found = subprocess.run(
         ["grep", "-rnE", r"safe_dump\(job\.config|in job\.config\.items", "--include=*.py", "trainers", "tuning"],

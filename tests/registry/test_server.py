@@ -1,4 +1,4 @@
-"""A real `mlflow server`, started by `python -m registry ui`, over the store that runs write to directly; its end."""
+"""A real `mlflow server`, started by `python -m registry ui`, over a store that runs write to directly; and its end."""
 
 import json
 import os
@@ -25,8 +25,10 @@ from tests.tools import versions
 
 @contextmanager
 def heeded(number: signal.Signals, how: Any = signal.default_int_handler) -> Iterator[None]:
-    """Processes started here meet the signal as at a terminal. Where the tests themselves run in the background of a
-    script (`make test &`), they have Ctrl-C ignored, and all that they start inherits it."""
+    """Let processes started here receive Ctrl-C as at a terminal.
+
+    A background job of a script (`make test &`) ignores Ctrl-C, and its children inherit that.
+    """
     before = signal.signal(number, how)
     try:
         yield
@@ -36,7 +38,7 @@ def heeded(number: signal.Signals, how: Any = signal.default_int_handler) -> Ite
 
 @contextmanager
 def registry_ui(folder: Path, port: int) -> Iterator[str]:
-    """The server on the store of `folder`, ended by Ctrl-C; checks that no process of it is left."""
+    """Run the server on the store of `folder`, end it by Ctrl-C, and check that none of its processes is left."""
     environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
     environment["PYTHONPATH"] = str(Path(store.__file__).parents[1])
     arguments = [sys.executable, "-m", "registry", "ui", "--port", str(port)]
@@ -53,7 +55,7 @@ def registry_ui(folder: Path, port: int) -> Iterator[str]:
         try:
             assert server.wait(100) == 0
         finally:
-            server.terminate()  # else a failure leaves it behind
+            server.terminate()  # otherwise a failure would leave it running
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=1)
 
@@ -81,7 +83,7 @@ def track(run_dir: Path, uri: str) -> str | None:
     return tracker.run_id
 
 
-@pytest.mark.slow  # its parts without a server: test_track.py, test_publish.py
+@pytest.mark.slow  # the parts without a server: test_track.py, test_publish.py
 def test_direct_server_and_spooled_runs_meet_in_one_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -110,7 +112,7 @@ def test_direct_server_and_spooled_runs_meet_in_one_registry(tmp_path: Path, mon
 
 
 def assert_a_name_that_is_not_its_own_is_said(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow turns such requests away, which is neither absence nor a wrong password."""
+    """MLflow rejects such requests, which means neither an absent server nor a wrong password."""
     asked = socket.getaddrinfo
 
     def here(host: str, *how: Any, **more: Any) -> Any:
@@ -146,7 +148,7 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     assert "choose another --port" in done.stderr
 
 
-# In the place of the server: it tells that it runs, and takes its time to end.
+# A stand-in for the server: it reports that it runs, and ends slowly.
 CHILD = """
 import signal, sys, time
 
@@ -160,7 +162,7 @@ print("ready", flush=True)
 time.sleep(600)
 """
 
-# Runs the child; a signal may come as soon as it has been started.
+# Runs the child; a signal may come at any time after its start.
 STRUCK = """
 import os, signal, subprocess, sys
 from registry import ui
@@ -181,7 +183,7 @@ sys.exit(ui.run_group([sys.executable, "-c", sys.argv[1]], {}))
 
 @contextmanager
 def group(*at_start: signal.Signals) -> Iterator["subprocess.Popen[str]"]:
-    """The process that runs the child's group, to be ended inside; checks that nothing of the group is left."""
+    """Start a process that runs the child's group, to be ended inside; check that nothing of the group is left."""
     arguments = [sys.executable, "-c", STRUCK, CHILD, *(str(int(number)) for number in at_start)]
     environment = os.environ | {"PYTHONPATH": str(Path(store.__file__).parents[1])}
     runner = subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -224,7 +226,7 @@ def test_ctrl_c_in_haste_leaves_nothing() -> None:
 
 
 def test_a_background_job_of_a_script_outlives_its_ctrl_c() -> None:
-    """Such a one ignores it from the start, and is told how it ends instead."""
+    """A background job ignores Ctrl-C, and the server prints another way to end it."""
     with heeded(signal.SIGINT, signal.SIG_IGN), group() as runner:
         assert ui.way_to_end() == f"kill {os.getpid()}"
         wait_until("ready", runner)

@@ -1,4 +1,4 @@
-"""A thousand runs of eight writers, a server that is killed twice: everything arrives exactly once."""
+"""A thousand runs of eight writers against a server that is killed twice: everything arrives exactly once."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def start(folder: Path, port: int) -> "subprocess.Popen[str]":
 
 
 def kill(server: "subprocess.Popen[str]") -> None:
-    """It, its workers, and theirs, at once (SIGKILL)."""
+    """Send SIGKILL to the process and all its descendants at once."""
     family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
     for process in family:
         with suppress(psutil.NoSuchProcess):
@@ -74,7 +74,7 @@ def test_nothing_is_lost_or_doubled(store_in: str, tmp_path: Path) -> None:
 
 
 def check(url: str, folder: Path) -> None:
-    """Every run once with all its rows, every version once with all its tags, the champion by the rule, no spool."""
+    """Check that every run, row, version and tag is there once, the champion is right, and no spool is left."""
     with sqlite3.connect(folder / "mlflow.db") as database:
         runs = database.execute(
             "SELECT p.value || '/' || q.value, r.status FROM runs r JOIN params p USING (run_uuid) JOIN params q USING "

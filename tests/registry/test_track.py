@@ -1,4 +1,4 @@
-"""Tracking: everything logged arrives once, in whichever order the server comes and goes."""
+"""Tracking: everything logged arrives once, whenever the server comes and goes."""
 
 import json
 import logging
@@ -117,13 +117,13 @@ def test_away_is_spooled_and_synced_once(uri: str, artifacts: Path, caplog: pyte
     assert tracker.run_id is not None
     assert tracker.run_id.startswith(records.PENDING)
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
-        spool.sync(run_dir)  # the spool says where it was meant to go, and is not obeyed
+        spool.sync(run_dir)  # the spool names its target, which is not trusted
     copy = (run_dir / spool.SPOOL).read_bytes()
     run_id = spool.sync(run_dir, uri)
     assert run_id
     assert_arrived(uri, run_id)
     assert not list(run_dir.glob("mlflow_*"))
-    (run_dir / spool.SPOOL).write_bytes(copy)  # as if the sync had died before it could tidy up
+    (run_dir / spool.SPOOL).write_bytes(copy)  # as if sync had died before it could delete the spool
     assert spool.sync(run_dir, uri) == run_id
     assert_arrived(uri, run_id)
 
@@ -184,7 +184,7 @@ def test_going_away_and_coming_back_in_the_middle(uri: str, tmp_path: Path, monk
         patch.setattr(records, "send", away)
         tracker.log({"loss": 1.0}, 1)
         tracker.log({"loss": 2.0}, 2)
-    tracker.log({"loss": 3.0}, 3)  # answers again, but its turn is behind the spool
+    tracker.log({"loss": 3.0}, 3)  # the server answers again, but the spool goes first
     assert len(history(uri, run_id, "loss")) == 1
     tracker.finish()
     assert tracker.run_id == run_id

@@ -1,4 +1,4 @@
-"""The cache: a shard comes once, the bound holds, the least recently opened goes, and nobody's reading is disturbed."""
+"""The cache fetches a shard once, keeps its size limit, evicts the least recently opened, and disturbs no reader."""
 
 import errno
 import multiprocessing
@@ -20,7 +20,7 @@ from shards import DataConfig
 from shards.cache import Cache
 from tests.tools.shard_server import Server, serving
 
-FRESH = multiprocessing.get_context("forkserver")  # a fork of this process would have its threads' locks, held for ever
+FRESH = multiprocessing.get_context("forkserver")  # a fork would inherit this process's locks, held for ever
 
 
 def content(name: str, size: int) -> bytes:
@@ -107,7 +107,7 @@ def test_an_abandoned_half_goes_and_one_that_is_written_stays(cache: Cache) -> N
     get(cache, "b").close()
     assert names(cache.folder) == {"a", "b", "live.cached.part"}
     get(cache, "c").close()
-    assert names(cache.folder) == {"b", "c", "live.cached.part"}  # the half counts
+    assert names(cache.folder) == {"b", "c", "live.cached.part"}  # the half that came counts
     over.set()
     writer.join(20)
 
@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:
 
 
 def reader(folder: Path, log: Path, seed: int) -> None:
-    """Opens files of the small cache in its own order; writes down what it fetched."""
+    """Open files of the small cache in its own order, and record each fetch."""
     cache, draw = Cache(folder, 3500), random.Random(seed)
     for _ in range(60):
         fetched: list[str] = []
@@ -171,16 +171,16 @@ def test_processes_share_a_small_cache_within_its_bound(tmp_path: Path) -> None:
         process.start()
     cache, largest = Cache(tmp_path / "cache", 3500), 0
     while any(process.is_alive() for process in readers):
-        with locked(cache._lock("room")):  # nobody reserves, renames or evicts
+        with locked(cache._lock("room")):  # no process reserves, renames or evicts
             largest = max(largest, used(cache.folder))
         time.sleep(0.001)
     assert [process.exitcode for process in readers] == [0] * 3
-    assert largest <= 3500  # the three that may come at once fit
+    assert largest <= 3500  # three concurrent fetches fit
     assert 2000 <= used(cache.folder) <= 3500
 
 
 def slow_reader(folder: Path, log: Path) -> None:
-    """Opens a file that comes slowly; writes a letter for each fetch."""
+    """Open a file that arrives slowly, and write one letter for each fetch."""
 
     def fill(file: BinaryIO) -> None:
         with log.open("a") as letters:
@@ -234,7 +234,7 @@ def epoch(data: DataConfig, number: int) -> list[list[int]]:
 
 def test_workers_and_ranks_fetch_each_shard_once_for_all_epochs(server: Server, tmp_path: Path) -> None:
     data = config(server.url, tmp_path / "cache", workers=2)
-    server.delay = 0.3  # long enough for the other worker to ask for the same shard
+    server.delay = 0.3  # long enough for the other worker to request the same shard
     assert [epoch(data, number) for number in range(2)] == [
         epoch(replace(data, root=str(tmp_path / "served"), cache=None), number) for number in range(2)
     ]

@@ -1,4 +1,4 @@
-"""The fast decoder: Pillow's pixels, and Pillow's refusals. Without simplejpeg both sides are Pillow."""
+"""The fast decoder gives Pillow's pixels and refuses what Pillow refuses. Without simplejpeg both sides are Pillow."""
 
 import io
 from typing import Any
@@ -20,7 +20,7 @@ JPEGS: list[dict[str, Any]] = [
 
 
 def encoded(mode: str, width: int, height: int, seed: int = 0, file: str = "JPEG", **options: Any) -> bytes:
-    """Coarse noise: every block of the transform has something in it, and colours change within it."""
+    """Encode coarse noise, so that every block of the transform has content and colours change within it."""
     shape = (height // 4 + 1, width // 4 + 1, len(Image.new(mode, (1, 1)).getbands()))
     noise = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
     image = Image.fromarray(noise.squeeze(2) if mode == "L" else noise, mode=mode).resize((width, height))

@@ -1,4 +1,4 @@
-"""Bad shards: each fault is one line that names the file, the sample and the mend, before and inside the loaders."""
+"""Each fault of a shard is one line that names the file, the sample and the fix, before and inside the loaders."""
 
 import io
 import json
@@ -47,11 +47,11 @@ def refusal(act: Callable[[], object]) -> str:
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     assert "Traceback" not in message
-    assert ";" in message  # what is wrong; the mend
+    assert ";" in message  # (what is wrong, how to fix it)
     return message
 
 
-# --- the broken shards that lie beside the project -------------------------------------------------------------
+# --- the broken shards of the data folder -------------------------------------------------------------
 
 
 @needs_faults
@@ -142,7 +142,7 @@ def good(number: int) -> list[tuple[str, bytes]]:
 
 @pytest.mark.hostile
 def test_every_shortened_shard_is_refused(tmp_path: Path) -> None:
-    """Not some cuts but all: a shard without its end of archive is never taken for a whole one."""
+    """Cut at every length: a shard without its end of archive is never accepted as complete."""
     whole = tmp_path / "whole.tar"
     tar_of(whole, [member for number in range(3) for member in good(number)])
     content = whole.read_bytes()
@@ -273,7 +273,7 @@ def test_config_values_that_do_not_exist_are_refused(tmp_path: Path, wrong: dict
 
 @pytest.mark.hostile
 def test_no_damage_to_headers_gets_further_than_one_line(tmp_path: Path) -> None:
-    """Random bytes in random places of a small shard: read, or refused; never another exception, never a hang."""
+    """Random bytes at random places of a small shard: it is read or refused, without another exception or a hang."""
     tar_of(tmp_path / "whole.tar", [member for number in range(3) for member in good(number)])
     content = np.frombuffer((tmp_path / "whole.tar").read_bytes(), np.uint8)[:8192]
     draw = np.random.default_rng(0)

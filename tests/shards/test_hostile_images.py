@@ -1,4 +1,4 @@
-"""Images made to harm: pixels within seconds and bounded memory, or one line."""
+"""Hostile images give pixels within seconds and bounded memory, or one line."""
 
 import io
 import os

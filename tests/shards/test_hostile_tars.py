@@ -1,4 +1,4 @@
-"""Shards made to harm: each is one line or the good samples, within seconds and within 256 MiB beyond the imports."""
+"""Hostile shards give one line or the good samples, within seconds and within 256 MiB beyond the imports."""
 
 import os
 import resource
@@ -31,7 +31,7 @@ except shards.UserError as error:
 
 
 def read(folder: Path) -> str:
-    """What becomes of the shard x.tar: 'N read' or 'refused: ...', in a process of bounded memory."""
+    """Return 'N read' or 'refused: ...' for the shard x.tar, from a process of bounded memory."""
     command = [sys.executable, "-c", LIMIT, str(folder)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -42,7 +42,7 @@ def read(folder: Path) -> str:
 
 
 def outcome(folder: Path) -> str:
-    """The same in this process: most faults ask for no memory."""
+    """Return the same from this process, since most faults need no memory."""
     data = DataConfig("x", str(folder), "x.tar", "x.tar", num_classes=10, img_size=8)
     start = time.monotonic()
     try:
@@ -131,7 +131,7 @@ def test_a_hostile_label_is_refused(label: bytes, expected: str, tmp_path: Path)
 
 
 def _sparse(path: Path, kind: bytes, size: int) -> None:
-    """A member of `size` bytes that are not on the disk."""
+    """Make a member of `size` bytes that take no space on the disk."""
     start = h.GOOD + h.header(b"s1.cls", h.base256(size), kind)
     with path.open("wb") as file:
         file.write(start)

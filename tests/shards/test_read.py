@@ -1,4 +1,4 @@
-"""The loaders: every sample once, equal steps on every rank, and a resumed epoch that goes on exactly."""
+"""The loaders give every sample once and equal steps on every rank, and a resumed epoch continues exactly."""
 
 import os
 import random
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def numbered(count: int) -> list[tuple[np.ndarray, int]]:
-    """Images whose first two pixels spell their number, so that a batch says which samples it holds."""
+    """Make images whose first two pixels spell their number, so that a batch shows its samples."""
     images = np.random.default_rng(0).integers(0, 256, (count, SIZE, SIZE, 3), dtype=np.uint8)
     images[:, 0, 0, 0], images[:, 0, 0, 1] = np.arange(count) // 256, np.arange(count) % 256
     return [(image, number % 7) for number, image in enumerate(images)]
@@ -108,7 +108,7 @@ def test_limit_is_the_head_of_the_list_for_any_number_of_ranks(toy: ShardSet, ro
 
 
 def in_turn(loader: TrainBatches, workers: int) -> list[list[str]]:
-    """The keys of each batch, asking the workers in turn as torch's loader does."""
+    """Return the keys of each batch, taking the workers in turn as torch's loader does."""
     streams = [list(loader.stream.read(worker, workers, fresh_pages(*loader.stream.page))) for worker in range(workers)]
     return [batch.keys for turn in zip_longest(*streams) for batch in turn if batch is not None]
 
@@ -116,7 +116,7 @@ def in_turn(loader: TrainBatches, workers: int) -> list[list[str]]:
 @settings(deadline=None, max_examples=40)
 @given(world_size=st.integers(1, 12), workers=st.integers(1, 5), batch_size=st.integers(1, 40), skip=st.integers(0, 9))
 def test_training_plan(toy: ShardSet, root: Path, world_size: int, workers: int, batch_size: int, skip: int) -> None:
-    """Equal steps, every sample on some rank, exact skips, whatever the ranks, workers and batch (one process)."""
+    """Equal steps, every sample on some rank, exact skips, for any ranks, workers and batch (one process)."""
     steps = shards.steps_per_epoch(toy, batch_size, world_size)
     seen: set[str] = set()
     for rank in range(world_size):
@@ -139,7 +139,7 @@ def test_training_plan(toy: ShardSet, root: Path, world_size: int, workers: int,
 def test_epochs_together_are_those_one_by_one(
     toy: ShardSet, root: Path, workers: int, batch_size: int, skip: int, epochs: int, fewer: int
 ) -> None:
-    """Whatever loader has the turn where an epoch begins, and with micro-batches dropped at the end of each."""
+    """An epoch may begin at any loader's turn, and each drops the micro-batches left at its end."""
     each = max(shards.steps_per_epoch(toy, batch_size, 2) - fewer, 1)
     how: dict[str, Any] = {"batch_size": batch_size, "seed": 5, "rank": 1, "world_size": 2}
     one_by_one = [
@@ -147,7 +147,7 @@ def test_epochs_together_are_those_one_by_one(
         for epoch in range(3, 3 + epochs)
         for keys in in_turn(shards.train_loader(toy, config(root), epoch=epoch, **how), workers)[:each]
     ]
-    skip = min(skip, each - 1)  # a run goes on within an epoch
+    skip = min(skip, each - 1)  # a run resumes within an epoch
     together = shards.train_loader(toy, config(root), epoch=3, epochs=epochs, per_epoch=each, skip_batches=skip, **how)
     assert in_turn(together, workers) == one_by_one[skip:]
     assert len(together) == len(one_by_one) - skip
@@ -218,11 +218,11 @@ def test_augmentation_is_of_seed_epoch_and_key_and_leaves_global_generators(
         assert labels.dtype == torch.int64
         assert 0 <= images.min() <= images.max() <= 1
     pools = [torch.cat([images for images, _ in run]).flatten(1).sum(1).sort().values for run in runs]
-    assert augment == "none" or not torch.equal(pools[0], pools[2])  # another epoch, other views
+    assert augment == "none" or not torch.equal(pools[0], pools[2])  # another epoch has other views
 
 
 def test_jitter_is_flip_crop_of_other_colours() -> None:
-    """A grey image stays grey, and black what is shifted in; brightness changes by up to 0.4 of itself, either way."""
+    """A grey image stays grey and shifted-in pixels black; brightness changes by at most a factor of 1 +- 0.4."""
     image = np.full((16, 16, 3), 100, np.uint8)
     views = [augmentation("flip_crop_jitter", 16)(image, mix("seed", k)) for k in range(200)]
     assert all((view.std(-1) == 0).all() for view in views)
@@ -270,7 +270,7 @@ def test_shares_tile_the_line(counts: list[int], parts: int) -> None:
         start, stop = total * part // parts, total * (part + 1) // parts
         read += [(s.path, place) for s in segments(paths, counts, start, stop) for place in range(s.start, s.stop)]
         low, high = share(0, total, part, part + 1, parts)
-        assert high > low  # nobody is left without samples, though some may share
+        assert high > low  # every worker has samples, though some share them
     assert read == line
 
 
@@ -282,7 +282,7 @@ def test_more_ranks_than_samples_still_make_equal_steps(tmp_path: Path) -> None:
 
 
 class Killed(EvalStream):
-    """A loader process that dies as the kernel kills one for memory."""
+    """A loader process that ends as if the kernel killed one for memory."""
 
     def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -309,7 +309,7 @@ gc.collect()
 
 
 def test_a_loader_process_tidies_nothing_up_that_the_rank_had() -> None:
-    """fsspec's sessions, closed there, wait for the rank's event loop: seconds, up to a minute."""
+    """Closing fsspec's sessions there would wait for the rank's event loop, for up to a minute."""
     done = subprocess.run([sys.executable, "-c", HEIR], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "loaded\nclosed by the rank\n"), done.stderr
 

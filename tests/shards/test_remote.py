@@ -1,4 +1,4 @@
-"""Shards from web servers, object stores and commands: the same samples as from the disk, or one line that says why."""
+"""Shards from web servers, object stores and commands: the same samples as from the disk, or one line with a reason."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(folder: Path, tmp_path: Path) -> Iterator[Server]:
-    """Of a copy: a test may change it."""
+    """Serve a copy, so that a test may change it."""
     shutil.copytree(folder, tmp_path / "served")
     with serving(tmp_path / "served") as server:
         yield server
@@ -58,7 +58,7 @@ def refusal(act: Callable[[], object]) -> str:
         act()
     message = str(caught.value)
     assert len(message.splitlines()) == 1
-    assert ";" in message  # what is wrong; the mend
+    assert ";" in message  # (what is wrong, how to fix it)
     return message
 
 
@@ -111,7 +111,7 @@ def test_a_manifest_without_labels_is_completed_by_a_walk(server: Server, folder
     for entry in content["files"]:
         del entry["label_histogram"]
     path.unlink()
-    (path.parent / "manifest.json").write_text(json.dumps(content))  # and the general name serves as well
+    (path.parent / "manifest.json").write_text(json.dumps(content))  # the general name works as well
     assert shards.find(config(server.url), "train").histogram == shards.find(config(str(folder)), "train").histogram
 
 
@@ -148,7 +148,7 @@ def test_what_comes_wrong_is_asked_for_again_and_then_refused(
     assert server.gets[VICTIM] == (1 if fault == "long" else 3)
     assert not list(tmp_path.glob(f"cache/{VICTIM}*"))
     server.gets.clear()
-    server.times = 2  # well at the third attempt
+    server.times = 2  # succeeds at the third attempt
     if fault != "long":
         assert evaluate(data) == 90
 
@@ -157,7 +157,7 @@ def test_without_hashes_only_the_size_is_held(server: Server) -> None:
     server.fault[VICTIM] = "bit"
     data = config(server.url, verify="size")
     assert VICTIM in refusal(lambda: evaluate(data))  # the flipped bit is in a header of the tar
-    assert server.gets[VICTIM] == 1  # it came as announced
+    assert server.gets[VICTIM] == 1  # the length is the announced one
 
 
 def test_absent_shards_are_refused_before_any_work(server: Server, tmp_path: Path) -> None:
@@ -177,14 +177,14 @@ def refusal_of(root: str, damage: Callable[[Path], object], tmp_path: Path) -> s
 
 
 def test_a_server_that_is_away_or_silent_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts connections and never answers
         silent = f"http://127.0.0.1:{listener.getsockname()[1]}/set"
         start = time.monotonic()
         assert silent in refusal(lambda: shards.find(config(silent, timeout=1), "train"))
         assert time.monotonic() - start < 20
     caplog.clear()
-    assert silent in refusal(lambda: shards.find(config(silent, timeout=1), "train"))  # nobody listens
-    assert caplog.text.count("again in") == 2  # it might come back
+    assert silent in refusal(lambda: shards.find(config(silent, timeout=1), "train"))  # no server listens
+    assert caplog.text.count("again in") == 2  # the server might come back
 
 
 def test_no_manifest_and_no_match_say_what_is_sought(server: Server, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_no_manifest_and_no_match_say_what_is_sought(server: Server, tmp_path: P
     assert "python -m shards index" in message
 
 
-# --- what comes from elsewhere names no other file and takes no more than its place -----------------------------------
+# --- foreign names lead to no other file, and foreign data stay within their limit -----------------------------------
 
 
 @pytest.mark.hostile

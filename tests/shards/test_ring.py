@@ -1,4 +1,4 @@
-"""Batches of loader processes lie in memory that is used again: what is read is what was written."""
+"""Batches of loader processes lie in reused memory: each is read as it was written."""
 
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,7 @@ from shards.ring import SLOTS, Ring, shared_bytes
 
 
 def epoch(folder: Path, workers: int, batch_size: int = 10) -> list[tuple[Tensor, Tensor]]:
-    """Its batches, kept while later ones come."""
+    """Return the batches of an epoch, kept while later ones come."""
     data = DataConfig(
         "digits", str(folder), "digits-train-*.tar", "digits-test-*.tar", 10, 8, channels=1, workers=workers
     )
@@ -21,7 +21,10 @@ def epoch(folder: Path, workers: int, batch_size: int = 10) -> list[tuple[Tensor
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_batches_that_are_kept_stay_as_they_were(digits: Path, workers: int) -> None:
-    """Many more than there are slots. Loader processes share an epoch: together they read the images of one."""
+    """There are many more batches than slots.
+
+    Loader processes share an epoch: together they read the images of one.
+    """
     alone, together = epoch(digits, 0), epoch(digits, workers)
     assert len(together) == len(alone) > SLOTS * workers
 
@@ -45,7 +48,7 @@ def test_a_slot_that_was_used_again_is_seen() -> None:
     first.images_BCHW.fill_(7)
     assert torch.equal(ring.page(first.slot).images_BCHW, first.images_BCHW)
     list(islice(pages, SLOTS - 1))
-    assert torch.equal(ring.page(first.slot).images_BCHW, first.images_BCHW)  # the others lie elsewhere
+    assert torch.equal(ring.page(first.slot).images_BCHW, first.images_BCHW)  # the others lie outside the ring
     next(pages)
     with pytest.raises(RuntimeError, match="is gone"):
         ring.page(first.slot)

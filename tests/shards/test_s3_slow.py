@@ -1,6 +1,6 @@
-"""Shards in an S3 bucket: a real server (npm's s3rver) asks for a key that it knows, answers ranges, goes and returns.
+"""Shards in an S3 bucket: a real server checks a key, answers ranges, stops and returns.
 
-Wants the extra `s3` and npm, which fetches the server; without them the tests are skipped.
+The server is npm's s3rver. The tests need the extra `s3` and npm, and skip without them.
 """
 
 import shutil
@@ -21,7 +21,7 @@ from tests.shards.test_remote import config, refusal, same, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PACKAGE = "s3rver@3.7.1"
-KEY, BUCKET = "S3RVER", "toy"  # its own, for name and secret
+KEY, BUCKET = "S3RVER", "toy"  # the server's own key, for name and secret
 ROOT = f"s3://{BUCKET}/sets/toy"
 folder = test_remote.folder  # the fixture
 
@@ -38,7 +38,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Bucket:
-    """The server, on one port whenever it runs; `said`: its log, a line a request."""
+    """The server, on one port whenever it runs; `said` is its log, with a line for each request."""
 
     def __init__(self, program: Path, place: Path) -> None:
         self.port, self._place = free_port(), place
@@ -57,7 +57,7 @@ class Bucket:
     def _answers(self) -> bool:
         try:
             urlopen(f"http://127.0.0.1:{self.port}/", timeout=1).close()
-        except OSError as error:  # 403 is an answer
+        except OSError as error:  # 403 is an answer too
             return hasattr(error, "status")
         return True
 
@@ -77,7 +77,7 @@ def bucket(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Bucket]:
-    """With the toy set in it, and keys in the environment."""
+    """Serve the toy set, with keys in the environment."""
     s3fs = pytest.importorskip("s3fs", reason="the extra `s3` is not installed: pip install 'certizoo[s3]'")
     bucket = Bucket(program, tmp_path)
     monkeypatch.setattr(remote, "PAUSES", (0, 0))
@@ -91,12 +91,12 @@ def bucket(
 
 
 def keys(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The secret is that of the server, which looks at names alone where signatures are of version 4."""
+    """Set the server's secret, because it checks only names for signatures of version 4."""
     import s3fs
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", name)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEY)
-    s3fs.S3FileSystem.clear_instance_cache()  # it remembers a connection by its options, and these are none
+    s3fs.S3FileSystem.clear_instance_cache()  # it caches connections by their options, of which there are none here
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -119,7 +119,7 @@ def test_a_server_that_goes_in_mid_epoch_is_said_and_the_epoch_goes_on(
     bucket: Bucket,
     folder: Path,
 ) -> None:
-    """With the next shard fetched ahead some batches still come; where it ended, the epoch goes on."""
+    """Some batches of the shard fetched ahead still come; the epoch then resumes where it ended."""
     data = config(ROOT)
     expected, found = trained(config(str(folder))), shards.find(data, "train")
     seen = []

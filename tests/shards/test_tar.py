@@ -1,4 +1,4 @@
-"""The walk finds what tarfile finds, by whatever format a tar was written."""
+"""Our scan of a tar finds the members that tarfile finds, in every tar format."""
 
 import io
 import tarfile
@@ -41,7 +41,7 @@ def test_the_walk_finds_what_tarfile_finds(form: str, pax: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("bit", range(0, 512 * 8, 97))
 def test_a_wrong_bit_of_a_header_means_to_the_walk_what_it_means_to_tarfile(bit: int, tmp_path: Path) -> None:
-    """Or the shard is refused."""
+    """A shard that tarfile reads differently is refused."""
     path = tmp_path / "x.tar"
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for name in "abc":

@@ -1,4 +1,4 @@
-"""The writer: pixels come back equal, bytes are reproducible, and no half shard ever has a final name."""
+"""The writer: pixels come back equal, bytes are reproducible, and no partial shard ever has a final name."""
 
 import json
 import subprocess
@@ -54,7 +54,7 @@ def test_manifest_says_what_the_shards_are(tmp_path: Path) -> None:
     assert (listed.counts, listed.histogram) == (walked.counts, walked.histogram)
     assert listed.samples == 25
     assert listed.histogram == (9, 8, 8)
-    assert listed.digest != walked.digest  # only the manifest vouches for the content
+    assert listed.digest != walked.digest  # only the manifest has a digest of the content
 
 
 def test_same_seed_same_bytes_other_seed_other_order(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_splits_share_a_manifest_and_rewriting_needs_leave(tmp_path: Path) -> No
     with pytest.raises(UserError, match="--overwrite"):
         shards.write(arrays(5), tmp_path, name="toy", split="train")
     shards.write(arrays(5), tmp_path, name="toy", split="train", overwrite=True)
-    assert shards.find(config(tmp_path), "train").samples == 5  # the two shards too many are gone
+    assert shards.find(config(tmp_path), "train").samples == 5  # the two surplus shards are gone
     assert shards.find(config(tmp_path), "test").samples == 9
 
 
@@ -129,13 +129,13 @@ def test_an_interrupted_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         shards.write(Interrupted(arrays(40)), tmp_path, name="toy", split="train", per_shard=4)
     assert list(tmp_path.glob("*.part")) == []
-    assert list(tmp_path.glob("*.tar"))  # whole shards, but not the whole set
+    assert list(tmp_path.glob("*.tar"))  # shards are complete, but the set is not
     with pytest.raises(UserError, match="not in"):
         shards.find(config(tmp_path), "train")
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the disk; the error comes from the real write."""
+    """A limit on file sizes stands in for the disk; the error comes from the real write."""
     script = """
 import resource, sys
 from pathlib import Path
@@ -178,7 +178,7 @@ def test_folder_command_copies_files_and_keeps_classes(tmp_path: Path) -> None:
 
 
 def test_splits_with_other_classes_are_refused(tmp_path: Path) -> None:
-    """A validation folder without one class would shift every label behind it."""
+    """A validation folder without one class would shift every later label."""
     train, test, root = (tmp_path / name for name in ("train", "test", "out"))
     image_folder(train, 3)
     image_folder(test, 2)

@@ -1,4 +1,4 @@
-"""The search for counter-examples: projected gradient ascent over the ball ||Gamma||_F <= r, or over a box, float64."""
+"""Search for counter-examples: projected gradient ascent over the ball ||Gamma||_F <= r or over a box, in float64."""
 
 from collections.abc import Callable
 
@@ -9,10 +9,10 @@ STEPS, STARTS = 40, 3
 
 
 def ascend(objective: Callable[[Tensor], Tensor], x: Tensor, r_B: Tensor, steps: int, starts: int) -> Tensor:
-    """max of objective(x + Gamma) (B, ...) -> (B,) found over ||Gamma||_F <= r, image by image: a lower bound.
+    """Return max of objective(x + Gamma) found over ||Gamma||_F <= r for each image: (B, ...) -> (B,).
 
-    All starts are one batch. Every step is a normalised ascent step, large at first and small at the end, projected
-    on the ball; the best point of the whole path counts.
+    The result is a lower bound. All starts are one batch. Every step is a normalised ascent step, large at first and
+    small at the end, projected on the ball; the best point of the whole path counts.
     """
     ones = (1,) * (x.ndim - 1)
     x, r_B = x.repeat(starts, *ones), r_B.repeat(starts)
@@ -29,10 +29,10 @@ def ascend(objective: Callable[[Tensor], Tensor], x: Tensor, r_B: Tensor, steps:
 
 
 def ascend_box(objective: Callable[[Tensor], Tensor], x: Tensor, eps_B: Tensor, steps: int, starts: int) -> Tensor:
-    """max of objective(x + Gamma) (B, ...) -> (B,) found over |Gamma_i| <= eps, image by image: a lower bound.
+    """Return max of objective(x + Gamma) found over |Gamma_i| <= eps for each image: (B, ...) -> (B,).
 
-    From corners and from points inside, by the sign of the gradient and by the gradient itself, both projected on the
-    box; the steps shrink, and the best point of the whole path counts.
+    The result is a lower bound. Starts are corners and inner points; steps follow the sign of the gradient and the
+    gradient itself, projected on the box, and shrink. The best point of the whole path counts.
     """
     ones = (1,) * (x.ndim - 1)
     count = 2 * starts
@@ -57,7 +57,7 @@ def _best(
     moved: Callable[[Tensor, Tensor, int], Tensor],
     steps: int,
 ) -> Tensor:
-    """The largest value on the way of gamma -> moved(gamma, gradient, step): (B,)."""
+    """Return the largest value along gamma -> moved(gamma, gradient, step): (B,)."""
     best_B = torch.full((len(x),), -torch.inf, dtype=gamma.dtype)
     for step in range(steps + 1):
         gamma.requires_grad_(True)
@@ -69,7 +69,7 @@ def _best(
 
 
 def margin_loss(model: torch.nn.Module, y: Tensor) -> Callable[[Tensor], Tensor]:
-    """max_{j != y} logit_j - logit_y: positive where the class has changed."""
+    """Return max_{j != y} logit_j - logit_y, which is positive where the class has changed."""
 
     def loss(x: Tensor) -> Tensor:
         logits = model(x)
@@ -80,7 +80,7 @@ def margin_loss(model: torch.nn.Module, y: Tensor) -> Callable[[Tensor], Tensor]
 
 
 def _starts(x: Tensor) -> Tensor:
-    """Gaussian directions, half of them in a single token, where the worst cases of token-wise maps lie."""
+    """Draw Gaussian directions, half of them in a single token, where token-wise maps have their worst cases."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(x.shape, generator=generator, dtype=x.dtype)
     if x.ndim != 3:
@@ -94,7 +94,7 @@ def _starts(x: Tensor) -> Tensor:
 def largest_change(
     f: Callable[[Tensor], Tensor], x: Tensor, r_B: Tensor, steps: int = STEPS, starts: int = STARTS
 ) -> Tensor:
-    """max ||f(x + Gamma) - f(x)|| found for each instance of the batch x (B, ...): (B,)."""
+    """Return max ||f(x + Gamma) - f(x)|| found for each instance of the batch x (B, ...): (B,)."""
     with torch.no_grad():
         y = f(x).flatten(1).repeat(starts, 1)
     return ascend(lambda z: (f(z).flatten(1) - y).norm(dim=1), x, r_B, steps, starts)

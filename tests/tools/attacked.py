@@ -1,4 +1,4 @@
-"""Models and images that the tests of attacks share."""
+"""Models and images shared by the tests of attacks."""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Pictures of web pages by a headless Chromium, through its DevTools (https://chromedevtools.github.io/devtools-protocol)."""
+"""Pictures of web pages by a headless Chromium.
+
+They go through its DevTools (https://chromedevtools.github.io/devtools-protocol).
+"""
 
 import asyncio
 import base64
@@ -21,7 +24,7 @@ START_SECONDS, PAGE_SECONDS = 120.0, 240.0
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[str]:
-    """A browser with a fresh profile; gives the address of its DevTools."""
+    """Start a browser with a fresh profile, and yield the address of its DevTools."""
     command = ["chromium", *FLAGS, "--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -44,16 +47,20 @@ def picture(
     script: str = "",
     rest: float = 3,
 ) -> bytes:
-    """The page as PNG, once it shows `words` and came to `rest`. `seen`: what its localStorage says of earlier visits;
-    `script`: run once when the page is there."""
+    """Return the page as PNG, once it shows `words` and has come to rest.
+
+    `seen` sets its localStorage, as of earlier visits. `script` runs once when the page is loaded.
+    """
     return asyncio.run(_look(devtools, url, words, seen, size, script, rest, ()))[0]
 
 
 def look(
     devtools: str, url: str, words: str, width: int, height: int, *questions: str, script: str = ""
 ) -> tuple[bytes, list[Any]]:
-    """(the page as PNG in a window of this size, once it shows `words`, its answers to questions in JavaScript).
-    `script`: run once when the page is there."""
+    """Return (the page as PNG, answers to questions in JavaScript), once the page shows `words` in this window size.
+
+    `script` runs once when the page is loaded.
+    """
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     return asyncio.run(_look(devtools, url, words, {}, size, script, 1, questions))
 
@@ -78,7 +85,7 @@ async def _look(
             await _call(socket, "Page.addScriptToEvaluateOnNewDocument", source=remember)
             await _call(socket, "Emulation.setDeviceMetricsOverride", **size)
             await _call(socket, "Page.enable")
-            await _call(socket, "Page.bringToFront")  # a page behind another one is not drawn
+            await _call(socket, "Page.bringToFront")  # a hidden page is not drawn
             await _call(socket, "Page.navigate", url=url)
             if script:
                 await _ready(socket, url)
@@ -88,13 +95,13 @@ async def _look(
                 assert time.monotonic() < deadline, f"{url} does not show {words!r}, but:\n{text[:3000]}"
                 await asyncio.sleep(0.5)
                 text = str(await _answer(socket, "document.body?.innerText ?? ''"))
-            await asyncio.sleep(rest)  # what moves comes to rest
+            await asyncio.sleep(rest)  # animations come to rest
             shot = await _call(socket, "Page.captureScreenshot", format="png")
             return base64.b64decode(shot["data"]), [await _answer(socket, question) for question in questions]
 
 
 async def _ready(socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
-    """Until this page, and no longer the one before it, is there."""
+    """Wait until this page has replaced the one before it."""
     here = f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url.partition('?')[0])})"
     deadline = time.monotonic() + PAGE_SECONDS
     while not await _answer(socket, here):
@@ -103,13 +110,13 @@ async def _ready(socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
 
 
 async def _answer(socket: aiohttp.ClientWebSocketResponse, question: str) -> Any:
-    """The value of an expression; of a promise, what it comes to."""
+    """Return the value of an expression; of a promise, its result."""
     said = await _call(socket, "Runtime.evaluate", expression=question, returnByValue=True, awaitPromise=True)
     return said["result"].get("value")
 
 
 async def _call(socket: aiohttp.ClientWebSocketResponse, method: str, **params: Any) -> dict[str, Any]:
-    """One command and its answer; what the browser tells besides is passed over."""
+    """Send one command and return its answer, skipping other messages."""
     await socket.send_json({"id": 1, "method": method, "params": params})
     while True:
         said = await socket.receive_json(timeout=PAGE_SECONDS)

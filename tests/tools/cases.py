@@ -1,4 +1,4 @@
-"""Which cases of a test run in the gate (`make test`), and which with the slow tests (`make test-slow`)."""
+"""Selection of the cases that run in the gate (`make test`); the others are slow tests (`make test-slow`)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def mostly_slow(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """The cases, slow but for `quick`. A tuple is one value for each argument."""
+    """Mark all cases as slow, except `quick`. A tuple holds one value for each argument."""
     every = list(cases)
     assert all(case in every for case in quick), f"not all of these are cases: {quick}"
     return [

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, put together by hand: the pieces of all ranks, entry by entry."""
+"""The tensors of a checkpoint, assembled by hand from the pieces of all ranks."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def whole(path: Path, key: str) -> dict[str, Tensor]:
-    """{parameter: all its entries, flat} of the weights ("weight") or of one momentum ("exp_avg", ...)."""
+    """Return {parameter: all its entries, flat} of the weights ("weight") or of one momentum ("exp_avg", ...)."""
     pieces: dict[str, dict[int, Tensor]] = {}
     for file in sorted(path.glob("rank*.safetensors")):
         for entry, value in load_file(file).items():

@@ -1,4 +1,4 @@
-"""The search for counter-examples to rules of second order: -<g, R(G)>, ||R(G)|| and ||J v|| on the ball ||G|| <= r.
+"""Search for counter-examples to second-order rules: -<g, R(G)>, ||R(G)|| and ||J v|| on the ball ||G|| <= r.
 
 Letters: B inputs, C gradients (classes).
 """
@@ -28,7 +28,7 @@ class Instance:
             return expansion_of(self.module)(self.x)
 
     def size_B(self) -> Tensor:
-        """What rounding is relative to: the radius, and the output of which R is a difference."""
+        """Return the scale of rounding errors: the radius, and the output of which R is a difference."""
         with torch.no_grad():
             return self.r_B + self.module(self.x).flatten(1).norm(dim=1)
 
@@ -38,7 +38,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def largest_dip(case: Instance, steps: int = 40, starts: int = 4) -> Tensor:
-    """max of -<g, R(G)> found: (C, B)."""
+    """Return max of -<g, R(G)> found: (C, B)."""
     expansion, classes = case.expansion(), len(case.g)
     with torch.no_grad():
         pulled = expansion.pull(case.g).flatten(0, 1)
@@ -55,7 +55,10 @@ def largest_dip(case: Instance, steps: int = 40, starts: int = 4) -> Tensor:
 
 
 def largest_remainder(case: Instance, steps: int = 40, starts: int = 4) -> Tensor:
-    """max of ||R(G)|| found: (B,). J v by automatic differentiation of the pulled gradient, which is J^T."""
+    """Return max of ||R(G)|| found: (B,).
+
+    J v comes from automatic differentiation of the pulled gradient, which is J^T.
+    """
     expansion = case.expansion()
 
     def objective(z: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ def largest_remainder(case: Instance, steps: int = 40, starts: int = 4) -> Tenso
 
 
 def push(case: Instance, expansion: Expansion, v: Tensor) -> Tensor:
-    """J v (many B, ...) for v (many B, ...): the transpose of `pull`."""
+    """Return J v (many B, ...) for v (many B, ...), the transpose of `pull`."""
     classes = len(v) // len(case.x)
     probe = torch.zeros(classes, *expansion.y.shape, dtype=v.dtype, requires_grad=True)
     v = v.unflatten(0, (classes, -1))
@@ -77,7 +80,7 @@ def push(case: Instance, expansion: Expansion, v: Tensor) -> Tensor:
 
 
 def largest_gain(case: Instance, steps: int = 40) -> Tensor:
-    """||J|| from below, by power iteration on J^T J: (B,)."""
+    """Return a lower bound of ||J|| by power iteration on J^T J: (B,)."""
     expansion = case.expansion()
     v = torch.randn_like(case.x)
     for _ in range(steps):
@@ -89,7 +92,7 @@ def largest_gain(case: Instance, steps: int = 40) -> Tensor:
 
 
 def ratios(bound: Tensor, found: Tensor, size: Tensor) -> Tensor:
-    """bound / best found, where more than rounding was found. A counter-example is an error."""
+    """Return bound / best found where the search found more than rounding; a counter-example is an error."""
     assert not torch.isnan(bound).any()
     beaten = found > bound * (1 + 1e-9) + 1e-12 * size
     assert not beaten.any(), f"bound beaten by a factor of {float((found / bound)[beaten].max())}"
@@ -97,7 +100,7 @@ def ratios(bound: Tensor, found: Tensor, size: Tensor) -> Tensor:
 
 
 def tightness(cases: Iterable[Instance], steps: int = 40, starts: int = 4) -> dict[str, Tensor]:
-    """bound / best found of the remainder, of beta and of the norm of J, over all instances."""
+    """Return bound / best found of the remainder, of beta and of the norm of J, over all instances."""
     found: dict[str, list[Tensor]] = {"remainder": [], "beta": [], "gain": []}
     for case in cases:
         expansion, size_B = case.expansion(), case.size_B()
@@ -110,6 +113,6 @@ def tightness(cases: Iterable[Instance], steps: int = 40, starts: int = 4) -> di
 
 
 def report(what: str, found: dict[str, Tensor]) -> None:
-    """One line each, shown by `pytest -s`."""
+    """Print one line for each ratio, shown by `pytest -s`."""
     for name, ratio in found.items():
         print(f"{what} {name}: {len(ratio)} instances, least {ratio.min():.3f}, median {ratio.median():.3f}")

@@ -1,6 +1,6 @@
-"""A Vision Transformer as the competition's benchmark has them, exported as they were; its folder with properties.
+"""A Vision Transformer as in the competition's benchmark, exported to ONNX in a folder with properties.
 
-Batch norms of channels, a class token, the mean of all tokens; random weights and statistics.
+It has batch norms over channels, a class token, the mean of all tokens, and random weights and statistics.
 """
 
 import io
@@ -75,7 +75,7 @@ class PublishedViT(nn.Module):
 
 
 def published_vit(seed: int, **sizes: int) -> PublishedViT:
-    """In eval mode, its batch norms as after a training."""
+    """Return the model in eval mode, with batch norms as after a training."""
     torch.manual_seed(seed)
     model = PublishedViT(**sizes)
     for module in model.modules():
@@ -90,7 +90,7 @@ def published_vit(seed: int, **sizes: int) -> PublishedViT:
 
 
 def exported(model: PublishedViT, side: int = 8, opset: int = 9) -> bytes:
-    """The ONNX file, any batch size."""
+    """Return the ONNX file, for any batch size."""
     file = io.BytesIO()
     axes = {"input": {0: "batch_size"}, "output": {0: "batch_size"}}
     with warnings.catch_warnings():
@@ -109,7 +109,7 @@ def exported(model: PublishedViT, side: int = 8, opset: int = 9) -> bytes:
 
 
 def altered(content: bytes, change: object) -> bytes:
-    """The file after `change(model)`."""
+    """Return the file after `change(model)`."""
     model = onnx.ModelProto.FromString(content)
     assert callable(change)
     change(model)
@@ -117,7 +117,7 @@ def altered(content: bytes, change: object) -> bytes:
 
 
 def written(pixels_CHW: Tensor, eps: float, label: int, classes: int) -> str:
-    """The property of an image as the benchmark writes it: normalised, clipped to [0,1], in float32."""
+    """Return the property of an image in the benchmark's form: normalised, clipped to [0,1], in float32."""
     mean, std = (torch.tensor(statistic).view(-1, 1, 1) for statistic in (MEAN, STD))
     lower, upper = (((pixels_CHW + step).clamp(0, 1) - mean) / std for step in (-eps, eps))
     lines = [f"; Property with label: {label}.", ""]
@@ -130,7 +130,7 @@ def written(pixels_CHW: Tensor, eps: float, label: int, classes: int) -> str:
 
 
 def benchmark(folder: Path, nets: dict[str, PublishedViT], properties: dict[str, list[str]]) -> Path:
-    """A folder as the competition's, with these properties of each net."""
+    """Make a folder like the competition's, with these properties for each network."""
     (folder / "onnx").mkdir(parents=True)
     (folder / "vnnlib").mkdir()
     lines = []

@@ -2,14 +2,15 @@
 
     c_0 = S x_0 + x_1,    c_1 = S x_0,    t = c_0 - c_1 = x_1                             S a power of two
 
-Every clean image has x_0 = 0, so that whatever is computed at the image itself is exact, while a vector that is pushed
-or pulled through the two maps loses x_1 in the rounding of S x_0. Behind t stands a unit GELU(G t - 60), which is flat
-at the image, or a softmax, and a small change of a single pixel gives the image to class 0. In exact arithmetic the
-function is the same for every S on images with x_0 = 0: the model with S = 0, which has nothing to cancel, tells the
-truth about the others.
+Every clean image has x_0 = 0, so everything computed at the image itself is exact. A vector that is pushed or pulled
+through the two maps loses x_1 in the rounding of S x_0. Behind t stands a softmax, or a unit GELU(G t - 60), which is
+flat at the image; a small change of a single pixel then gives the image to class 0.
 
-A patch is read by its first two pixels, p0 and p1. Channels come in pairs, 2 c and its negative 2 c + 1, so that norms
-that centre their input have nothing to do.
+In exact arithmetic the function is the same for every S on images with x_0 = 0. The model with S = 0, which has nothing
+to cancel, therefore tells the truth about the others.
+
+A patch is read by its first two pixels, p0 and p1. Channels come in pairs: 2 c, and its negative 2 c + 1, which
+centring norms leave unchanged.
 """
 
 from collections.abc import Callable
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 
 import zoo
 
-MOST = 0.25  # a change of one pixel that gives the image to class 0, or a smaller one does
+MOST = 0.25  # this change of one pixel, or a smaller one, gives the image to class 0
 GAIN = 2.0**13
-FLAT = 60.0  # behind the kink of the unit at the clean image
+FLAT = 60.0  # distance of the clean image from the unit's kink
 SCALES = tuple(2.0**k for k in (20, 40, 60, 80, 100))
 OPTIONS: dict[str, Any] = {
     "img_size": 8,
@@ -38,30 +39,30 @@ OPTIONS: dict[str, Any] = {
     "norm": "centernorm",
     "global_pool": "avg",
 }
-WIDE: dict[str, Any] = {"embed_dim": 96}  # too many entries for Jacobians that are written out
+WIDE: dict[str, Any] = {"embed_dim": 96}  # too wide for explicit Jacobians
 SWIN: dict[str, Any] = {"depths": (1,), "num_heads": (1,), "window_size": 2}
 Pixels = tuple[dict[int, float], ...]
 Build = Callable[[float], Any]
 SEPARATE: Pixels = ({0: 1.0}, {1: 1.0})
-SUM: Pixels = ({0: 1.0, 1: 1.0}, {0: 1.0})  # pairs that are not orthogonal, x_0 the second
+SUM: Pixels = ({0: 1.0, 1: 1.0}, {0: 1.0})  # pairs that are not orthogonal; x_0 is the second
 
 
 def image() -> Tensor:
-    """(1, 1, 8, 8): gray, but for the first two pixels of every patch."""
+    """Return a random image (1, 1, 8, 8) whose patches begin with two zero pixels."""
     x = torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     x[..., ::4, 0::4] = x[..., ::4, 1::4] = 0.0
     return x
 
 
 def attacked(change: float) -> Tensor:
-    """The image with p1 of its first patch moved by so much."""
+    """Return the image with p1 of its first patch set to `change`."""
     x = image()
     x[0, 0, 0, 1] = change
     return x
 
 
 def change_needed(truth: Any) -> float:
-    """The change of p1 beyond which a float64 model with S = 0 says class 0, found from above."""
+    """Return the change of p1 beyond which a float64 model with S = 0 gives class 0, found from above."""
     low, high = 0.0, MOST
     for _ in range(40):
         middle = (low + high) / 2
@@ -70,7 +71,7 @@ def change_needed(truth: Any) -> float:
 
 
 def blank(name: str = "dp_vit_ti", **options: Any) -> Any:
-    """A model that says class 1 of everything: all weights 0, but for the scales of norms and a bias of the head."""
+    """Return a model that always gives class 1: all weights are 0, except norm scales and one bias of the head."""
     known = {key: OPTIONS[key] for key in OPTIONS.keys() & zoo.model_options(name).keys()}
     model: Any = zoo.create_model(name, **(known | options)).eval().requires_grad_(False)
     for key, p in model.named_parameters():
@@ -82,25 +83,25 @@ def blank(name: str = "dp_vit_ti", **options: Any) -> Any:
 
 
 def head(model: Any) -> nn.Linear:
-    """The linear head of a ViT, or of a Swin Transformer."""
+    """Return the linear head of a ViT or a Swin Transformer."""
     linear: nn.Linear = getattr(model.head, "fc", model.head)
     return linear
 
 
 def first_block(model: Any) -> Any:
-    """The block behind the patch embedding."""
+    """Return the block behind the patch embedding."""
     return model.layers[0].blocks[0] if hasattr(model, "layers") else model.blocks[0]
 
 
 def wire(weight: Tensor, row: int, entries: dict[int, float]) -> None:
-    """Of channel pairs: row 2 r reads these pairs, and row 2 r + 1 is its negative. weight (out, in), a view."""
+    """Make row 2 r of a weight (out, in) read these channel pairs, and row 2 r + 1 its negative, in place."""
     for column, value in entries.items():
         weight[2 * row, 2 * column] = value
         weight[2 * row + 1, 2 * column] = -value
 
 
 def read(model: Any, *pixels: dict[int, float]) -> None:
-    """Channel pair c of every token is this sum of the pixels of its patch."""
+    """Set channel pair c of every token to this sum of the pixels of its patch."""
     weight = model.patch_embed.proj.weight.flatten(1)
     for pair, entries in enumerate(pixels):
         for pixel, value in entries.items():
@@ -108,7 +109,7 @@ def read(model: Any, *pixels: dict[int, float]) -> None:
 
 
 def unit(block: Any, entries: dict[int, float], out: int = 5) -> None:
-    """GELU(sum - FLAT) of channel pairs, written to the pair `out`."""
+    """Write GELU(sum - FLAT) of channel pairs to the pair `out`."""
     for pair, value in entries.items():
         block.mlp.fc1.weight[0, 2 * pair] = value
     block.mlp.fc1.bias[0] = -FLAT
@@ -116,24 +117,24 @@ def unit(block: Any, entries: dict[int, float], out: int = 5) -> None:
 
 
 def decide(model: Any, entries: dict[int, float] | None = None) -> None:
-    """Class 0 by what is in these pairs; by default in that of `unit`."""
+    """Let these pairs, by default that of `unit`, speak for class 0."""
     for pair, value in ({5: 1.0} if entries is None else entries).items():
         head(model).weight[0, 2 * pair] = value
 
 
 def attention(block: Any) -> Any:
-    """The module with the projections."""
+    """Return the module with the projections."""
     return getattr(block.attn, "content", block.attn)
 
 
 def values(block: Any) -> Tensor:
-    """W_V of one head: (D, D)."""
+    """Return W_V of one head: (D, D)."""
     weight: Tensor = attention(block).qkv.weight
     return weight[-weight.shape[1] :]
 
 
 def projection(block: Any) -> Tensor:
-    """W_O: (D, D)."""
+    """Return W_O: (D, D)."""
     weight: Tensor = attention(block).proj.weight
     return weight
 
@@ -142,7 +143,7 @@ def projection(block: Any) -> Tensor:
 
 
 def mixing(s: float, gain: float = 1.0, **own: Any) -> Any:
-    """Token mixing of CoViT and its projection."""
+    """Compute t in CoViT's token mixing and its projection."""
     model = blank("covit_s1", **({"attention": {"name": "conv", "kernels": (3,)}, "fc_norm": True} | own))
     block = model.blocks[0]
     read(model, *SEPARATE)
@@ -158,7 +159,7 @@ def mixing(s: float, gain: float = 1.0, **own: Any) -> Any:
 def value_and_projection(
     s: float, gain: float = 1.0, pixels: Pixels = SEPARATE, name: str = "dp_vit_ti", **own: Any
 ) -> Any:
-    """W_V and W_O of dot-product attention with uniform weights."""
+    """Compute t in W_V and W_O of dot-product attention with uniform weights."""
     model = blank(name, **own)
     block = first_block(model)
     read(model, *pixels)
@@ -172,7 +173,7 @@ def value_and_projection(
 
 
 def scale_of_norm(s: float) -> Any:
-    """The scale of the norm in front of the attention is S for x_0; W_V makes c_0 and c_1 of it."""
+    """Scale x_0 by S in the norm before the attention; W_V makes c_0 and c_1 of it."""
     model = blank()
     block = model.blocks[0]
     read(model, {0: 1.0}, {1: 1.0})
@@ -189,7 +190,7 @@ def scale_of_norm(s: float) -> Any:
 
 
 def patches_and_attention(s: float, **own: Any) -> Any:
-    """The patch embedding, and W_V behind a norm."""
+    """Compute t in the patch embedding and, behind a norm, W_V."""
     model = blank(**own)
     block = model.blocks[0]
     read(model, {0: s, 1: 1.0}, {0: s})
@@ -201,7 +202,7 @@ def patches_and_attention(s: float, **own: Any) -> Any:
 
 
 def patches_and_mlp(s: float, **own: Any) -> Any:
-    """The patch embedding, and the hidden layer behind two sums and a norm."""
+    """Compute t in the patch embedding and, behind two sums and a norm, the hidden layer."""
     model = blank(**own)
     read(model, {0: s, 1: 1.0}, {0: s})
     unit(model.blocks[0], {0: GAIN, 1: -GAIN})
@@ -210,7 +211,10 @@ def patches_and_mlp(s: float, **own: Any) -> Any:
 
 
 def patches_and_scores(s: float) -> Any:
-    """The patch embedding, and W_Q: the first token, whose value is for class 0, gets all attention instead of none."""
+    """Compute t in the patch embedding and W_Q.
+
+    The first token, whose value speaks for class 0, gets all attention instead of none.
+    """
     model = blank()
     block = model.blocks[0]
     read(model, {0: s, 1: 1.0}, {0: s})
@@ -218,7 +222,7 @@ def patches_and_scores(s: float) -> Any:
     query_key, width = block.attn.qkv.weight, block.attn.qkv.in_features
     query_key[0, 0], query_key[0, 2] = 4 * GAIN, -4 * GAIN
     query_key[width, 4] = 1.0
-    block.attn.qkv.bias[1] = 1.0  # a second entry of queries and keys, as the first is where S x_0 was
+    block.attn.qkv.bias[1] = 1.0  # a second entry of queries and keys, since the first holds S x_0
     query_key[width + 1, 4] = -4 * FLAT
     wire(values(block), 0, {2: 1.0})
     wire(projection(block), 5, {0: 64.0})
@@ -228,7 +232,7 @@ def patches_and_scores(s: float) -> Any:
 
 
 def projection_and_mlp(s: float, **own: Any) -> Any:
-    """W_O of the attention, and the hidden layer behind a norm."""
+    """Compute t in W_O of the attention and, behind a norm, the hidden layer."""
     model = blank(**own)
     block = model.blocks[0]
     read(model, {0: 1.0}, {1: 1.0})
@@ -242,7 +246,7 @@ def projection_and_mlp(s: float, **own: Any) -> Any:
 
 
 def mlp_and_mlp(s: float, **own: Any) -> Any:
-    """The outer layer of one block's MLP, and the hidden layer of the next."""
+    """Compute t in the outer layer of one block's MLP and the hidden layer of the next."""
     model = blank(**({"depth": 2} | own))
     first, second = model.blocks
     read(model, {0: 1.0}, {1: 1.0})
@@ -257,7 +261,7 @@ def mlp_and_mlp(s: float, **own: Any) -> Any:
 
 
 def mlp_and_attention(s: float) -> Any:
-    """The outer layer of one block's MLP, and W_V of the next."""
+    """Compute t in the outer layer of one block's MLP and W_V of the next."""
     model = blank(depth=2)
     first, second = model.blocks
     read(model, {0: 1.0}, {1: 1.0})
@@ -274,7 +278,7 @@ def mlp_and_attention(s: float) -> Any:
 
 
 def stem_and_attention(s: float) -> Any:
-    """The last convolution of a stem, and W_V behind a norm."""
+    """Compute t in the last convolution of a stem and, behind a norm, W_V."""
     model = blank(stem=((4, 4, 4, 0),))
     block = model.blocks[0]
     first, _, last = model.patch_embed.convs
@@ -290,13 +294,13 @@ def stem_and_attention(s: float) -> Any:
 
 
 def convolutions(s: float) -> Any:
-    """Two convolutions of a conv net. ReLU is linear where nothing is negative."""
+    """Compute t in two convolutions of a network, where ReLU is linear because nothing is negative."""
     layers = ((4, 4, 4, 0), (4, 1, 1, 0), (4, 1, 1, 0))
     own: dict[str, Any] = {"layers": layers, "hidden": (4,), "theta": None}
     model = blank("conv_4c3f", **own)
     convs = [module for module in model.convs if isinstance(module, nn.Conv2d)]
     convs[0].weight[0, 0, 0, 0] = convs[0].weight[1, 0, 0, 1] = 1.0
-    convs[0].weight[2, 0, 3, 3] = 1.0  # what class 1 lives on
+    convs[0].weight[2, 0, 3, 3] = 1.0  # the evidence for class 1
     convs[1].weight[0, 0], convs[1].weight[0, 1], convs[1].weight[1, 0], convs[1].weight[2, 2] = s, 1.0, s, 1.0
     convs[2].weight[0, 0], convs[2].weight[0, 1], convs[2].weight[1, 2] = GAIN, -GAIN, 1.0
     hidden = model.fcs[1]  # channels, then pixels
@@ -307,7 +311,7 @@ def convolutions(s: float) -> Any:
 
 
 def pool_and_head(s: float) -> Any:
-    """W_O, and the head behind pooling."""
+    """Compute t in W_O and, behind pooling, the head."""
     model = blank()
     block = model.blocks[0]
     read(model, {0: 1.0}, {1: 1.0})
@@ -323,9 +327,10 @@ def pool_and_head(s: float) -> Any:
 
 
 def gradient(s: float, order: tuple[int, int, int] = (0, 1, 2), hidden: bool = False) -> Any:
-    """Three pairs a, b, c are the same pixel p1; the attention adds S a - S c = 0 to b, and class 0 reads b.
+    """Feed p1 to three pairs a, b, c; the attention adds S a - S c = 0 to b, which class 0 reads.
 
-    Forward all is exact. The gradient of p1 is the sum of S, 1 and -S, in the order of the pairs."""
+    The forward pass is exact. The gradient of p1 is the sum of S, 1 and -S, in the order of the pairs.
+    """
     model = blank()
     block = model.blocks[0]
     a, b, c = order

@@ -1,14 +1,14 @@
-"""A disk that is full from a chosen moment on: without root, for whatever writes (Python, C++, Rust, SQLite).
+"""A disk that is full from a chosen moment on, without root, for any writer (Python, C++, Rust, SQLite).
 
-The kernel refuses to let any file of a process grow beyond RLIMIT_FSIZE. It says so as EFBIG instead of ENOSPC; to our
-code both are an OSError of a write. Whole test of a command that writes below `folder`:
+The kernel lets no file of a process grow beyond RLIMIT_FSIZE. It reports EFBIG instead of ENOSPC; both are an OSError
+of a write. The complete test of a command that writes below `folder`:
 
     for after in count():
         with full_disk(folder, after) as disk:
             run()                      # raises, as long as disk.full
         if not disk.full:
-            break                      # every moment had its turn
-        ...                            # what is there now must be whole, and a start without a fault goes on
+            break                      # every moment has been tried
+        ...                            # files must now be whole, and a start without a fault continues
 """
 
 import os
@@ -19,12 +19,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-EVENTS = {"open", "os.rename", "os.link", "os.remove", "os.mkdir"}  # of Python; at each a disk may become full
+EVENTS = {"open", "os.rename", "os.link", "os.remove", "os.mkdir"}  # audit events at which a disk may become full
 
 
 @dataclass
 class Disk:
-    """`seen`: the moments so far, each an event and a path; full from the moment number `after` on (0 is the first)."""
+    """A disk that becomes full at moment number `after` (0 is the first).
+
+    `seen` lists the moments so far, each an event and a path.
+    """
 
     folder: Path
     after: int
@@ -38,9 +41,9 @@ class Disk:
 
 @contextmanager
 def full_disk(folder: Path, after: int, room: int = 0) -> Iterator[Disk]:
-    """Within the block no file of this process grows beyond `room` bytes, from the moment number `after` on: the
-    after-th time that it opens (to read, too), renames, links, removes a file below `folder`, or makes a folder there.
+    """Let no file of this process grow beyond `room` bytes within the block, from the moment number `after` on.
 
+    A moment is an opening (also to read), renaming, linking or removal of a file below `folder`, or a new folder there.
     Other processes have disks of their own: `fill(pid)`.
     """
     disk = Disk(folder.resolve(), after, room)
@@ -54,8 +57,10 @@ def full_disk(folder: Path, after: int, room: int = 0) -> Iterator[Disk]:
 
 
 def fill(pid: int, room: int = 0) -> None:
-    """From now on no file of the running process `pid` grows beyond `room` bytes. A Python process gets an OSError; any
-    other is ended by SIGXFSZ, unless it ignores that, as children of Python do."""
+    """Let no file of the running process `pid` grow beyond `room` bytes from now on.
+
+    A Python process gets an OSError. Any other is ended by SIGXFSZ, unless it ignores that, as children of Python do.
+    """
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (room, hard))
 
@@ -72,4 +77,4 @@ def _look(event: str, arguments: tuple[object, ...]) -> None:
 
 
 _watched: list[Disk] = []
-sys.addaudithook(_look)  # there is no way to remove one: it looks only while a block is open
+sys.addaudithook(_look)  # an audit hook cannot be removed; this one acts only while a block is open

@@ -1,4 +1,4 @@
-"""What an attacker would send: headers written by hand, members that tarfile would not write, images that swell."""
+"""Hostile shards: hand-written headers, members that tarfile would not write, images that expand."""
 
 import io
 import struct
@@ -18,7 +18,10 @@ def png(size: tuple[int, int] = (8, 8)) -> bytes:
 def header(
     name: bytes, size: bytes | int = 0, kind: bytes = b"0", link: bytes = b"", checksum: int | None = None
 ) -> bytes:
-    """One block of a tar. `size` as it is written, or a number in octal; the checksum fits unless it is given."""
+    """Return one block of a tar.
+
+    `size` is written as given, or as a number in octal; the checksum is right unless it is given.
+    """
     written = size if isinstance(size, bytes) else b"%011o" % size
     block = bytearray(512)
     block[:100] = name[:100].ljust(100, b"\0")
@@ -41,7 +44,7 @@ def member(
 
 
 def base256(number: int) -> bytes:
-    """A size as GNU writes it where octal digits do not suffice, or where it is below 0."""
+    """Encode a size as GNU tar does where octal digits do not suffice or the size is negative."""
     return (b"\x80" if number >= 0 else b"\xff") + (number % 256**11).to_bytes(11, "big")
 
 
@@ -50,7 +53,7 @@ def pax(said: bytes, kind: bytes = b"x") -> bytes:
 
 
 def record(key: bytes, value: bytes) -> bytes:
-    """A line of a pax header, its own length in front."""
+    """Return a line of a pax header, with its own length first."""
     length = len(key) + len(value) + 3
     while length != len(b"%d %s=%s\n" % (length, key, value)):
         length = len(b"%d %s=%s\n" % (length, key, value))
@@ -62,7 +65,7 @@ END = bytes(1024)
 
 
 def written(path: Path, *parts: bytes) -> Path:
-    """A tar of these parts between a good sample and the end of the archive."""
+    """Return a tar of these parts between a good sample and the end of the archive."""
     path.write_bytes(b"".join((GOOD, *parts, END)))
     return path
 
@@ -72,18 +75,18 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png_of(width: int, height: int, *chunks: bytes) -> bytes:
-    """A PNG that says it has this size, with these chunks in front of pixels that end at once."""
+    """Return a PNG that claims this size, with these chunks before pixel data that end at once."""
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + head + b"".join(chunks) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
 
 
 def swollen(length: int) -> bytes:
-    """`length` zeros, a thousandth of that in bytes."""
+    """Return `length` zeros, compressed to a thousandth."""
     return zlib.compress(bytes(length), 9)
 
 
 def jpeg_of_scans(scans: int, size: tuple[int, int]) -> bytes:
-    """A progressive JPEG whose last scan is repeated: each goes over all its pixels again."""
+    """Return a progressive JPEG whose last scan is repeated; each scan visits all pixels again."""
     buffer = io.BytesIO()
     Image.new("RGB", size).save(buffer, "JPEG", progressive=True)
     whole = buffer.getvalue()

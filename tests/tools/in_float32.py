@@ -1,5 +1,7 @@
-"""Float64 computations done in float32, so that their float64 values can stand for the exact ones: bounds of rounding
-are in proportion to the unit round-off, which is 2^29 times larger."""
+"""Float64 computations done in float32, so that their float64 values can stand for the exact ones.
+
+Bounds of rounding are in proportion to the unit round-off, which is 2^29 times larger.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zoo.bounds.float_error import CREATE, MOVE
 
-UNITS = 2.0**29 * (1 + 1e-3)  # units of float64 in one of float32; gamma_k is a little more than proportional to it
+UNITS = 2.0**29 * (1 + 1e-3)  # float64 units in one of float32; gamma_k is slightly more than proportional
 
 
 class InFloat32(TorchDispatchMode):
-    """Every operation by the kernels of float32: between them values are stored in float64."""
+    """Every operation runs on float32 kernels; values between operations are stored in float64."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -35,12 +37,12 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 def in_float32(v: Tensor) -> Tensor:
-    """The nearest numbers of float32."""
+    """Round to the nearest float32 numbers."""
     return v.float().double()
 
 
 def rounded_by(f: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
-    """f(v) in float32 less f(v)."""
+    """Return f(v) in float32 minus f(v)."""
     exact = f(v)
     with InFloat32():
         found = f(v)

@@ -24,24 +24,52 @@ TINY = (
 
 
 def environment() -> dict[str, str]:
-    """CPU ranks with one thread each; nothing of a surrounding process group."""
+    """Return an environment for CPU ranks with one thread each, outside any process group."""
     hidden = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
     kept = {key: value for key, value in os.environ.items() if key not in hidden}
     return kept | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "2"}
 
 
 def launch(script: Path, *arguments: str, cwd: Path, more: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
-    """`deepspeed SCRIPT ARGUMENTS` with 2 ranks; stdout and stderr in one pipe. `more` joins the environment."""
+    """Run `deepspeed SCRIPT ARGUMENTS` with 2 ranks, stdout and stderr in one pipe, `more` in the environment."""
     deepspeed = Path(sys.executable).parent / "deepspeed"
     command = [sys.executable, str(deepspeed), f"--master_port={free_port()}", str(script), *arguments]
     return subprocess.Popen(
         command, cwd=cwd, env=environment() | dict(more or {}), text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, pipesize=2**20,  # a test that waits for rows does not read what is said meanwhile
+        stderr=subprocess.STDOUT, pipesize=2**20,  # a test that waits for rows does not drain the pipe
     )  # fmt: skip
 
 
+def run_ranks(worker: Path, *arguments: str, cwd: Path, seconds: float = 300) -> None:
+    """Run a worker on 2 ranks without the launcher, whose own processes take longer to start than a short test runs.
+
+    Raises AssertionError with the output of a rank that fails or takes longer.
+    """
+    group = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    logs = [cwd / f"{worker.stem}-rank{rank}.log" for rank in range(2)]
+    started = []
+    for rank, log in enumerate(logs):
+        own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with log.open("w") as output:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, str(worker), *arguments], cwd=cwd, env=own, stdout=output, stderr=subprocess.STDOUT
+                )
+            )
+    end = time.monotonic() + seconds
+    try:
+        statuses = [process.wait(max(0.0, end - time.monotonic())) for process in started]
+    except subprocess.TimeoutExpired:
+        statuses = [1]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert not any(statuses), "\n".join(log.read_text() for log in logs)
+
+
 def finish(process: "subprocess.Popen[str]", seconds: float = 300) -> tuple[int, str]:
-    """(exit status, output); the process is ended if it takes longer."""
+    """Return (exit status, output); terminate the process if it takes longer."""
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -52,7 +80,7 @@ def finish(process: "subprocess.Popen[str]", seconds: float = 300) -> tuple[int,
 
 
 def rows(run_dir: Path) -> list[dict[str, float]]:
-    """The whole lines of metrics.jsonl."""
+    """Return the complete lines of metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -69,7 +97,7 @@ def reach(process: "subprocess.Popen[str]", run_dir: Path, step: int, seconds: f
 
 
 def ranks(process: "subprocess.Popen[str]", script: Path) -> dict[int, psutil.Process]:
-    """The processes of a launched script by rank, without their loaders."""
+    """Return the processes of a launched script by rank, without their loaders."""
     found: dict[int, psutil.Process] = {}
     for child in psutil.Process(process.pid).children(recursive=True):
         if str(script) in child.cmdline() and "RANK" in child.environ():

@@ -1,4 +1,4 @@
-"""A loader module as MLflow calls it, for models of one matrix."""
+"""A loader module in the form that MLflow calls, for models of one matrix."""
 
 from pathlib import Path
 

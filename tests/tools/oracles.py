@@ -1,7 +1,7 @@
 """Slow definitions of every model, written from the papers: pure functions of (options, state dict, images), float64.
 
-No module of the zoo is used. Loops over images, heads, tokens and windows stand where the fast code has one kernel.
-Options are those of `zoo.model_options`, the state dict has its parametrisations folded.
+They use no module of the zoo: loops over images, heads, tokens and windows replace the fast code's kernels. Options are
+those of `zoo.model_options`; the state dict has its parametrisations folded.
 
 Letters: N tokens, D width, H heads, O = D / H, M = D O matrices; one image at a time.
 """
@@ -18,7 +18,7 @@ State = Mapping[str, Tensor]
 
 
 def logits(options: Options, state: State, images_BCHW: Tensor) -> Tensor:
-    """(B, C, H, W) in [0, 1] -> (B, num_classes)."""
+    """Map images (B, C, H, W) in [0, 1] to logits (B, num_classes)."""
     model = BACKBONES[options["backbone"]]
     state = {key: value.double() if value.is_floating_point() else value for key, value in state.items()}
     return torch.stack([model(options, state, _normalised(state, image)) for image in images_BCHW.double()])
@@ -35,7 +35,7 @@ def _below(state: State, prefix: str) -> State:
 
 
 def _choice(option: Any) -> dict[str, Any]:
-    """'dp' or {name: dp, ...} -> the mapping."""
+    """Expand 'dp' or {name: dp, ...} to the mapping."""
     return {"name": option} if isinstance(option, str) else dict(option)
 
 
@@ -43,7 +43,7 @@ def _choice(option: Any) -> dict[str, Any]:
 
 
 def linear(s: State, x: Tensor) -> Tensor:
-    """x W + b, with W stored transposed."""
+    """Compute x W + b, with W stored transposed."""
     y = x @ s["weight"].T
     return y + s["bias"] if "bias" in s else y
 
@@ -54,7 +54,7 @@ def softmax(row: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x Phi(x)."""
+    """Compute x Phi(x)."""
     return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
 
 
@@ -73,7 +73,7 @@ def layerproject(own: Options, s: State, x_ND: Tensor) -> Tensor:
 
 
 def smoothproject(own: Options, s: State, x_ND: Tensor) -> Tensor:
-    """x / sqrt(1 + ||x||^2 / R^2)."""
+    """Compute x / sqrt(1 + ||x||^2 / R^2)."""
     radius = own.get("radius", math.sqrt(x_ND.shape[1]))
     return torch.stack([x / math.sqrt(1 + float(x @ x) / radius**2) for x in x_ND])
 
@@ -102,7 +102,7 @@ def _gelu_mlp(s: State, x_ND: Tensor) -> Tensor:
 
 
 def _sll(activation: Callable[[Tensor], Tensor]) -> Callable[[State, Tensor], Tensor]:
-    """x - 2 W T^-1 sigma(W^T x + b), T_ii = sum_j |W^T W|_ij q_j / q_i, q = exp(log_q)."""
+    """Compute x - 2 W T^-1 sigma(W^T x + b), T_ii = sum_j |W^T W|_ij q_j / q_i, q = exp(log_q)."""
 
     def layer(s: State, x_ND: Tensor) -> Tensor:
         w, q = s["weight"], s["log_q"].exp()
@@ -131,7 +131,7 @@ for _kind in ("aol", "orthogonal", "capped"):
 
 
 def _projections(s: State, x_ND: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """X W_Q, X W_K, X W_V: the rows of the stored matrix are q, k, v, each of them head after head."""
+    """Return X W_Q, X W_K, X W_V. The rows of the stored matrix are q, k, v, each head after head."""
     size = x_ND.shape[1] // heads
 
     def one(part: int) -> Tensor:
@@ -189,7 +189,7 @@ CORES: dict[str, Core] = {"dp": dp, "l2": l2, "scsa": scsa, "ln": ln}
 
 
 def attend(p_HNN: Tensor, v_HNO: Tensor, s: State) -> Tensor:
-    """The heads P V side by side, projected."""
+    """Concatenate the heads P V and project them."""
     return linear(_below(s, "proj"), torch.cat([p @ v for p, v in zip(p_HNN, v_HNO, strict=True)], dim=1))
 
 
@@ -206,7 +206,7 @@ def attention(option: Any, s: State, x_ND: Tensor, heads: int) -> Tensor:
 
 
 def conv_mixing(own: Options, s: State, x_ND: Tensor, heads: int) -> Tensor:
-    """CoViT: each group of channels has its own 1-D convolution along the tokens, zeros beyond both ends."""
+    """CoViT: each group of channels has its own 1-D convolution along the tokens, with zero padding."""
     groups = heads if isinstance(own.get("kernels", 3), int) else len(own["kernels"])
     n, width = len(x_ND), x_ND.shape[1] // groups
     parts = []
@@ -239,7 +239,7 @@ def gpsa(option: Any, s: State, x_ND: Tensor, heads: int) -> Tensor:
 
 
 def vit(options: Options, state: State, image_CHW: Tensor) -> Tensor:
-    """One image -> logits. ConViT's class token joins after its `gpsa_layers` blocks."""
+    """Map one image to logits. ConViT's class token joins after its `gpsa_layers` blocks."""
     if options["stem"] is None:
         x = patches(_below(state, "patch_embed.proj"), image_CHW, options["patch_size"])
     else:
@@ -261,7 +261,7 @@ def vit(options: Options, state: State, image_CHW: Tensor) -> Tensor:
 
 
 def patches(s: State, image_CHW: Tensor, size: int) -> Tensor:
-    """Row by row, each patch (C, size, size) times the embedding matrix: (N, D)."""
+    """Multiply each patch (C, size, size), row by row, by the embedding matrix: (N, D)."""
     _, height, width = image_CHW.shape
     cut = [
         image_CHW[:, y : y + size, x : x + size].flatten()
@@ -273,7 +273,7 @@ def patches(s: State, image_CHW: Tensor, size: int) -> Tensor:
 
 
 def stem(s: State, image_CHW: Tensor, layers: Sequence[Any], patch_size: int) -> Tensor:
-    """Windows of pixels, zeros beyond the edge, times the kernel, GELU, and again: (N, D)."""
+    """Convolve with zero padding, apply GELU, and repeat: (N, D)."""
     if all(isinstance(layer, int) for layer in layers):
         windows = [(3, 2, 1)] * (len(layers) + 1)
     else:
@@ -308,7 +308,7 @@ def _pool(options: Options, x_ND: Tensor) -> Tensor:
 
 
 def _parts(options: Options, s: State, positional: bool) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """attention, MLP, norm1 and norm2 of one block."""
+    """Return attention, MLP, norm1 and norm2 of one block."""
     mixing = gpsa if positional else attention
     attn_norm = options["attn_norm"] or options["norm"]
     return (
@@ -320,14 +320,14 @@ def _parts(options: Options, s: State, positional: bool) -> tuple[Callable[[Tens
 
 
 def _weight(options: Options, s: State, key: str) -> Tensor | float:
-    """LipsFormer's alpha in front of a branch, kept in [0, bound]; 1 without one."""
+    """Return LipsFormer's alpha of a branch, kept in [0, bound]; 1 without one."""
     if options["residual"] is None:
         return 1.0
     return s[f"{key}.alpha_D"].clamp(0, _choice(options["residual"]).get("bound", 1.0))
 
 
 def prenorm(options: Options, s: State, x_ND: Tensor, positional: bool) -> Tensor:
-    """x + a attn(norm(x)), x + a mlp(norm(x))."""
+    """Compute x + a attn(norm(x)), x + a mlp(norm(x))."""
     attn, mlp, norm1, norm2 = _parts(options, s, positional)
     x_ND = x_ND + _weight(options, s, "scale1") * attn(norm1(x_ND))
     return x_ND + _weight(options, s, "scale2") * mlp(norm2(x_ND))
@@ -354,7 +354,7 @@ BLOCKS = {"prenorm": prenorm, "postnorm": postnorm, "normfirst": normfirst}
 
 
 def swin(options: Options, state: State, image_CHW: Tensor) -> Tensor:
-    """One image -> logits. Stages of blocks, plain and shifted windows in turn; patches are merged between stages."""
+    """Map one image to logits: stages of blocks with plain and shifted windows in turn, and patch merging between."""
     side = image_CHW.shape[1] // options["patch_size"]
     x = patches(_below(state, "patch_embed.proj"), image_CHW, options["patch_size"])
     x = norm(options["norm"], _below(state, "patch_embed.norm"), x)
@@ -369,7 +369,7 @@ def swin(options: Options, state: State, image_CHW: Tensor) -> Tensor:
 
 
 def _merged(options: Options, s: State, x_ND: Tensor, side: int) -> Tensor:
-    """2 x 2 neighbours side by side, column by column, normalised, projected."""
+    """Concatenate 2 x 2 neighbours column by column, normalise and project."""
     merged = []
     for y in range(0, side, 2):
         for x in range(0, side, 2):
@@ -393,7 +393,7 @@ def _swin_block(options: Options, s: State, x_ND: Tensor, side: int, heads: int,
 
 
 def _windows(side: int, window: int, shift: int) -> list[list[tuple[int, int]]]:
-    """The (y, x) of the tokens of each window: the grid is cut after it has been rolled by `shift`."""
+    """Return the (y, x) of the tokens of each window, cut from the grid rolled by `shift`."""
     rolled = [[((a + shift) % side, (b + shift) % side) for b in range(side)] for a in range(side)]
     return [
         [rolled[a][b] for a in range(top, top + window) for b in range(left, left + window)]
@@ -412,7 +412,7 @@ def _window_attention(
     window: int,
     shift: int,
 ) -> Tensor:
-    """softmax(scores + T_offset), and nothing between tokens that only the rolling made neighbours."""
+    """softmax(scores + T_offset), masked between tokens that are neighbours only by the roll."""
     own = _choice(options["attention"])
     scores, values = CORES[own["name"]](own, _below(s, "content"), x_ND, heads)
     table = s["relative_position_bias_table"]
@@ -442,7 +442,7 @@ def convnet(options: Options, state: State, image_CHW: Tensor) -> Tensor:
 
 
 def convolution(kernel_OCkk: Tensor, x_CHW: Tensor, size: int, stride: int, padding: int) -> Tensor:
-    """One matrix product for every place of the kernel."""
+    """Compute one matrix product for every place of the kernel."""
     channels, height, width = x_CHW.shape
     padded = torch.zeros(channels, height + 2 * padding, width + 2 * padding, dtype=x_CHW.dtype)
     padded[:, padding : padding + height, padding : padding + width] = x_CHW

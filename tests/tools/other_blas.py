@@ -1,14 +1,16 @@
 """Another machine's arithmetic on this one: `python -m pytest -p tests.tools.other_blas tests/...`.
 
-    y' = y (1 + u s),   u the distance from 1 to the next number of y's type,   s in {-1, 0, 1}
+    y' = y (1 + u s)
 
-for every sum y that torch's kernels write: products of matrices, convolutions, reductions; but s = 0 where y is exact
-on any machine, being a whole number, or made of whole numbers or of one term. s is drawn from the shapes and strides of
-what the sum was made of and from its place in the result, as a BLAS that cuts its sums by them may: the same shapes
-give the same bits, other batch sizes do not. No library promises a test more than that. OTHER_BLAS=N in the environment
-is another such machine.
+Here y is a sum that torch's kernels write (products of matrices, convolutions, reductions), u the distance from 1 to
+the next number of y's type, and s in {-1, 0, 1}. s is 0 where y is exact on any machine: a whole number, or a sum of
+whole numbers or of one term.
 
-Only what runs in the test's own process and thread is changed.
+s depends on the shapes and strides of the terms and on the place in the result, like a BLAS that splits its sums by
+shape: equal shapes give equal bits, other batch sizes do not. No library promises a test more than that. OTHER_BLAS=N
+in the environment is another such machine.
+
+Only code in the test's own process and thread is affected.
 """
 
 import hashlib
@@ -45,7 +47,7 @@ def _exact(name: str, parts: list[Tensor], y: Tensor) -> bool:
 
 
 class OtherBlas(TorchDispatchMode):
-    """While it is on, every sum is off by one unit in the last place, or not, by its shapes."""
+    """While active, this changes each sum by at most one unit in the last place, chosen by its shapes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -53,7 +55,7 @@ class OtherBlas(TorchDispatchMode):
         if name in PRODUCTS | REDUCTIONS | OTHERS:
             parts = [part for part in args if isinstance(part, Tensor)]
             if any(type(part) not in (Tensor, torch.nn.Parameter) or part.device.type != "cpu" for part in parts):
-                return result  # shapes without numbers, or tensors of another tool
+                return result  # symbolic shapes, or tensors of another mode
             origin = (name, *((tuple(part.shape), part.stride()) for part in parts))
             for place, y in enumerate(result if isinstance(result, tuple) else (result,)):
                 known = type(y) is Tensor and y.dtype in (torch.float32, torch.float64)
@@ -64,7 +66,7 @@ class OtherBlas(TorchDispatchMode):
 
 
 def pytest_configure() -> None:
-    """Another machine is no fault of the process, which certificates refuse."""
+    """Let certificates accept this mode, which they would refuse as a modified process."""
     from zoo.bounds import integrity
 
     active = integrity._get_current_dispatch_mode_stack
@@ -73,13 +75,13 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Fixtures too."""
+    """Run fixtures in the mode too."""
     with OtherBlas():
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """The test itself."""
+    """Run the test itself in the mode."""
     with OtherBlas():
         return (yield)

@@ -1,6 +1,6 @@
-"""One of several writers at once: `python -m tests.tools.registry_writer URI FOLDER RUNS PUBLISHED`.
+"""One of several concurrent writers: `python -m tests.tools.registry_writer URI FOLDER RUNS PUBLISHED`.
 
-Each run logs what a training logs and some are published; a server that is away is not waited for.
+Each run logs like a training, and some runs are published. The writer does not wait for an absent server.
 """
 
 import logging
@@ -14,7 +14,7 @@ STEPS = 5
 
 
 def write(uri: str, folder: Path, runs: int, published: int) -> None:
-    """RUNS runs of STEPS metric rows in FOLDER/run-N; the first PUBLISHED of them become versions."""
+    """Log RUNS runs of STEPS metric rows in FOLDER/run-N, and publish the first PUBLISHED of them."""
     for index in range(runs):
         run_dir = folder / f"run-{index:03d}"
         tracker = Tracker(run_dir, uri, flush_seconds=0)

@@ -1,13 +1,13 @@
-"""Tables of rows that were computed in batches of other sizes: equal up to what rounding decides."""
+"""Comparison of tables of rows that were computed in batches of other sizes: equal up to rounding."""
 
 import numpy as np
 import pandas as pd
 
-TURNED = 1  # decisions of a column: where one lies within rounding of its boundary either answer is right
+TURNED = 1  # share of decisions that rounding may turn, being at their boundary
 
 
 def assert_same_to_rounding(table: pd.DataFrame, other: pd.DataFrame, rtol: float) -> None:
-    """Numbers to `rtol` (a number that is there in one only is a decision too), decisions alike but for TURNED."""
+    """Check numbers to `rtol` and decisions up to TURNED; a missing number counts as a decision."""
     assert list(table.columns) == list(other.columns)
     assert len(table) == len(other) > 20 * TURNED
     for column in table.columns:

@@ -1,4 +1,4 @@
-"""A web server of a folder on loopback, which counts what it is asked for and misbehaves where told."""
+"""A web server of a folder on loopback that counts requests and misbehaves where told."""
 
 import gzip
 import threading
@@ -12,8 +12,11 @@ from pathlib import Path
 
 
 class Server(ThreadingHTTPServer):
-    """`fault` of a name: how its bytes are sent; `times`: how often before it is sent well. `leads` of a name: where it
-    is instead. `secrets`: every Authorization that came."""
+    """A server with planted faults.
+
+    `fault` of a name says how its bytes are sent, `times` how often before it is sent correctly. `leads` maps a name to
+    another address. `secrets` collects every Authorization header.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
@@ -76,7 +79,7 @@ class Handler(SimpleHTTPRequestHandler):
             self.wfile.write(content + b"\0")
 
     def log_message(self, format: str, *args: object) -> None:
-        """Not into the tests' output."""
+        """Keep the log out of the tests' output."""
 
 
 @contextmanager

@@ -24,7 +24,7 @@ PARTS: dict[str, dict[str, Any]] = {
 
 
 def small_model(parts: str, seed: int) -> Any:
-    """A seeded model in eval mode; its weights are of one of three sizes, by the seed."""
+    """Return a seeded model in eval mode; the seed also selects one of three sizes of weights."""
     torch.manual_seed(seed)
     model = zoo.create_model("dp_vit_ti", **(SMALL | PARTS[parts]))
     with torch.no_grad():
@@ -37,14 +37,14 @@ def small_model(parts: str, seed: int) -> Any:
 
 
 def labelled(model: Any, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Random images and the model's own answers: correct by construction."""
+    """Return random images and the model's own answers, which are correct by construction."""
     x = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         return x, model(x).argmax(-1)
 
 
 def nodes_up_to_first_block(model: Any) -> int:
-    """Of the chain, the first block included."""
+    """Return the nodes of the chain up to and including the first block."""
     trunk = rules_of(model).trunk
     assert trunk is not None
     links, _ = trunk(model)
@@ -52,7 +52,7 @@ def nodes_up_to_first_block(model: Any) -> int:
 
 
 def distinct() -> dict[str, list[str]]:
-    """The names of the zoo by the first of those that are one model once shrunk: the same options, so the same code."""
+    """Group the zoo's names that are one model once shrunk (the same options, so the same code), by the first."""
     models: dict[str, list[str]] = {}
     for name in zoo.list_models():
         options = zoo.model_options(name, **tiny_options(name))

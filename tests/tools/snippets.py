@@ -1,10 +1,10 @@
 """The commands and programs of the site's pages, and a copy of the project to run them in.
 
-A fenced block of `sh` or `python` says in a comment directly above it how it runs:
+A comment directly above a fenced block of `sh` or `python` says how it runs:
 
     <!-- runs: fast -->                  in the normal suite, in seconds
     <!-- runs: slow -->                  by `make test-slow`, after the blocks above it on its page
-    <!-- runs: slow, with NAME -->       the same; tests/docs/standins.py, NAME, makes what a reader has
+    <!-- runs: slow, with NAME -->       the same, with the stand-in NAME of tests/docs/standins.py
     <!-- runs: slow, until URL -->       the same, in the background, for the rest of the page, once URL answers
     <!-- runs: not here: REASON -->      never
     <!-- file: PATH -->                  not a command: the reader writes it to PATH, and so does the test
@@ -36,13 +36,13 @@ MARK = re.compile(
     r"|file: (?P<file>\S+)"
 )
 RUN = {"sh", "python"}
-SHOWN = {"text", "yaml"}  # outputs and files
+SHOWN = {"text", "yaml"}  # blocks of output and files
 ANSWER_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Snippet:
-    """A fenced block. `speed`: "fast", "slow" or ""; `file`: where it is written in the place of being run."""
+    """A fenced block. `speed` is "fast", "slow" or ""; `file` is the path to write it to instead of running it."""
 
     page: str
     line: int
@@ -59,7 +59,10 @@ class Snippet:
 
 
 def snippets(page: str, text: str) -> list[Snippet]:
-    """All blocks of a page in their order. Raises ValueError for one that does not say how it runs."""
+    """Return all blocks of a page in their order.
+
+    Raises ValueError for a block that does not say how it runs.
+    """
     found = []
     for fence in FENCE.finditer(text):
         line = text[: fence.start()].count("\n") + 1
@@ -88,7 +91,10 @@ class Room:
     behind: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     def run(self, snippet: Snippet, standins: Mapping[str, Callable[[Path], None]]) -> str:
-        """What it prints. Raises AssertionError where it fails."""
+        """Run a block and return its output.
+
+        Raises AssertionError where it fails.
+        """
         if snippet.file:
             path = self.folder / snippet.file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +121,7 @@ class Room:
         return output
 
     def close(self) -> None:
-        """End what runs behind."""
+        """End the background processes."""
         for process in self.behind:
             end_group(process)
 
@@ -127,7 +133,7 @@ class Room:
 
 
 def room(folder: Path) -> Room:
-    """A copy of the project, with an environment that `make install` takes as done."""
+    """Copy the project, with an environment that `make install` accepts as finished."""
     for name in [*FOLDERS, "configs", "cluster", "benchmarks"]:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("tune.py", "Makefile", "pyproject.toml", "constraints.txt"):
@@ -137,7 +143,10 @@ def room(folder: Path) -> Room:
 
 
 def virtual_environment(folder: Path) -> None:
-    """That of the tests, but for a launcher that takes a port of its own: another run may have DeepSpeed's."""
+    """Make an environment like the tests' own, with a launcher that takes a free port.
+
+    Another run may be using DeepSpeed's default port.
+    """
     prefix = Path(sys.prefix)
     (folder / "bin").mkdir(parents=True)
     for path in (prefix / "bin").iterdir():
@@ -154,7 +163,10 @@ def virtual_environment(folder: Path) -> None:
 
 
 def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
-    """Until the server answers. Raises AssertionError where it ends or takes too long."""
+    """Wait until the server answers.
+
+    Raises AssertionError if the process ends or takes too long.
+    """
     deadline = time.monotonic() + ANSWER_SECONDS
     while True:
         assert process.poll() is None, f"the server of {url} ended with {process.returncode}"

@@ -1,4 +1,4 @@
-"""A training without DeepSpeed: what checkpoints see of an engine, in a process of its own kind."""
+"""A training without DeepSpeed: the parts of an engine that checkpoints use, in one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ class Alone:
 
 
 class Trained:
-    """A model of two parameters and buffers, and its optimiser; every step is the same."""
+    """A model of two parameters and buffers with its optimiser; every step is the same."""
 
     world = Alone()
 

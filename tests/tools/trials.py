@@ -1,7 +1,7 @@
-"""Attacks at certified radii: a trial is a model, an image, a method, a norm and a start; none may succeed.
+"""Attacks at certified radii. A trial is a model, an image, a method, a norm and a start; none may succeed.
 
-Every start ascends the margin loss over the ball that was certified for its image. Models: the parts of small_models.py
-and every model of the zoo, shrunk, with random weights of three sizes or trained for a few steps.
+Every start ascends the margin loss over the ball that was certified for its image. Models are the parts of
+small_models.py and every model of the zoo, shrunk, with random weights of three sizes or trained for a few steps.
 
 Letters: B images, C channels, H x W pixels.
 """
@@ -27,19 +27,23 @@ from tests.tools.ascent import ascend, ascend_box, margin_loss
 from tests.tools.small_models import PARTS, SMALL, distinct
 from zoo.models.overview import tiny_options
 
-SIZES = {"small": 0.3, "medium": 1.0, "large": 1.7}  # of random weights, in units of what keeps lengths as they are
+SIZES = {
+    "small": 0.3,
+    "medium": 1.0,
+    "large": 1.7,
+}  # sizes of random weights, relative to the size that preserves lengths
 TRAINED = "trained"
 WEIGHTS = (*SIZES, TRAINED)
 KINDS = (*PARTS, *distinct())
 SERVED, FORMS = "served", "forms"
 METHODS = ("lofast_local", "adjoint", "image", FORMS, "best", SERVED)
 STEPS = 20
-WORTH = 1e-4  # the radius of the L2 ball around, from which on an attack has room to succeed
+WORTH = 1e-4  # the least radius of the enclosing L2 ball at which an attack could succeed
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and images by name: `kind` of KINDS, `weights` of WEIGHTS; the seed chooses everything that is random."""
+    """A model and images by name: `kind` of KINDS, `weights` of WEIGHTS; the seed chooses everything random."""
 
     kind: str
     weights: str
@@ -65,7 +69,7 @@ class Subject:
 
 
 def numbered(number: int) -> Subject:
-    """The subjects of an endless list, in which every kind meets all weights, and no seed comes twice."""
+    """Return an endless list of subjects, in which every kind meets all weights and no seed repeats."""
     turn, kind = divmod(number, len(KINDS))
     return Subject(KINDS[kind], WEIGHTS[(kind + turn) % len(WEIGHTS)], number)
 
@@ -81,7 +85,7 @@ def _random(model: Any, size: float) -> Any:
 
 
 def trained(model: Any, prototypes: Tensor) -> Any:
-    """40 steps on noisy prototypes: margins and gradients of a classifier, not of chance."""
+    """Train for 40 steps on noisy prototypes, for the margins and gradients of a classifier."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(40):
         y = torch.randint(len(prototypes), (64,))
@@ -95,14 +99,14 @@ def trained(model: Any, prototypes: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one method and norm: the radius of every image, (B,), and the largest margin loss found in its ball."""
+    """The outcome of one method and norm: each image's radius (B,) and the largest margin loss in its ball."""
 
     method: str
     norm: str
     radius_B: Tensor
     found_B: Tensor
-    worth_B: Tensor  # whether the radius leaves an attack room
-    margin_B: Tensor  # of the image itself
+    worth_B: Tensor  # True where the radius is large enough to test anything
+    margin_B: Tensor  # the margin of the clean image
 
     @property
     def worth(self) -> int:
@@ -125,7 +129,7 @@ class Outcome:
 def outcomes(
     subject: Subject, count: int, starts: int, methods: Sequence[str] = METHODS, norms: Sequence[str] = NORMS
 ) -> Iterator[Outcome]:
-    """Of `count` images and every method that has rules for the model; the labels are the model's own answers."""
+    """Return outcomes for `count` images, labelled by the model, and every method with rules for it."""
     model, x = subject.model(), subject.images(count)
     with torch.no_grad():
         y = model(x).argmax(-1)
@@ -142,7 +146,10 @@ def outcomes(
 
 
 def certified(model: Any, x: Tensor, y: Tensor, method: str, norm: str, nonce: str) -> Tensor:
-    """Radii (B,) of one of METHODS. Raises UserError where it has no rules for the model."""
+    """Return radii (B,) by one of METHODS.
+
+    Raises UserError where it has no rules for the model.
+    """
     if method == SERVED:
         return radius_of(ServedImage(model, torch.float32, nonce, norm).analyse(x, y))
     if method == FORMS:
@@ -151,8 +158,10 @@ def certified(model: Any, x: Tensor, y: Tensor, method: str, norm: str, nonce: s
 
 
 class FormsAnalysis(ImageAnalysis):
-    """What forms prove alone. The adjoint analysis, which answers first, hides it where it proves more, and spares the
-    forms what it proves."""
+    """An analysis by forms alone.
+
+    The adjoint analysis, which runs first, would hide it where it proves more, and skips the forms for what it proves.
+    """
 
     def _situation(self, index_I: Tensor) -> Situation:
         return replace(super()._situation(index_I), proved=lambda e_I: torch.zeros_like(e_I, dtype=torch.bool))
@@ -175,24 +184,26 @@ class Forms(Image):
 def attacked(
     model: Any, x: Tensor, y: Tensor, radius_B: Tensor, norm: str, starts: int, served: bool = False
 ) -> Tensor:
-    """The largest margin loss that `starts` starts an image find of the baked float64 model, or of the served float32
-    one at float32 points: (B,)."""
+    """Return the largest margin loss that `starts` starts for each image find: (B,).
+
+    The attacked model is the baked float64 one, or the served float32 one at float32 points.
+    """
     dtype = torch.float32 if served else torch.float64
     within_B = inside(x, radius_B, norm, dtype)
     loss = served_loss(model, y) if served else margin_loss(bake(model), y)
     if norm == LINF:
-        return ascend_box(loss, x.double(), within_B, STEPS, starts // 2)  # from each two
+        return ascend_box(loss, x.double(), within_B, STEPS, starts // 2)  # keep two of each
     return ascend(loss, x.double(), within_B, STEPS, starts)
 
 
 def inside(x: Tensor, radius_B: Tensor, norm: str, dtype: torch.dtype) -> Tensor:
-    """The radius from which rounding a point to `dtype` cannot leave the ball."""
+    """Return the radius at which rounding a point to `dtype` cannot leave the ball."""
     size_B = x.double().flatten(1).norm(dim=1, p=torch.inf if norm == LINF else 2)
     return (radius_B * (1 - 1e-12) - torch.finfo(dtype).eps * (size_B + radius_B)).clamp_min(0)
 
 
 def served_loss(model: Any, y: Tensor) -> Callable[[Tensor], Tensor]:
-    """The value that the float32 model has, with the gradient that the float64 one has."""
+    """Return the loss of the float32 model, with the gradient of the float64 one."""
     exact, real = margin_loss(bake(model), y), margin_loss(model, y)
 
     def loss(x: Tensor) -> Tensor:

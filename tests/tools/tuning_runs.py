@@ -1,5 +1,7 @@
-"""A search as a person starts it, small enough for tests: tune.py in a process of its own, in an empty folder; and two
-nodes of a real Ray."""
+"""Searches small enough for tests, started like a user's: tune.py in its own process, in an empty folder.
+
+Also two nodes of a real Ray.
+"""
 
 import json
 import os
@@ -19,7 +21,7 @@ from tests.tools.launching import ROOT, environment
 from tuning import server
 from tuning.trial import PATIENCE_SECONDS
 
-ADDRESS = "127.0.0.2"  # a loopback address that tune.py does not take for this machine's own: nodes share the server
+ADDRESS = "127.0.0.2"  # tune.py takes this loopback address for another machine, so that nodes share the server
 
 # A trial of a few seconds of work: a certificate of 40 images, and 4 epochs of digits.
 SMALL = ("certify.images=40", "certify.method=lofast", "train.eval_images=80", "registry.champion_images=40")
@@ -27,7 +29,7 @@ SHORT = ("--", "train.epochs=4", *SMALL)
 
 
 def begin(cwd: Path, *arguments: str, uri: str | None = None) -> "subprocess.Popen[str]":
-    """`python tune.py ARGUMENTS` in `cwd`, with the registry at `uri`; its output goes to cwd/tune.log."""
+    """Start `python tune.py ARGUMENTS` in `cwd`, with the registry at `uri` and the output in cwd/tune.log."""
     env = {key: value for key, value in environment().items() if key not in ("LOCAL_SIZE", "MLFLOW_TRACKING_URI")}
     env |= {"PYTHONPATH": str(ROOT), "CERTIZOO_CACHE": str(cwd / "cache")}
     env |= {"MLFLOW_TRACKING_URI": uri} if uri else {}
@@ -38,7 +40,7 @@ def begin(cwd: Path, *arguments: str, uri: str | None = None) -> "subprocess.Pop
 
 
 def finish(process: "subprocess.Popen[str]", cwd: Path, seconds: float) -> tuple[int, str]:
-    """(exit status, what it printed)."""
+    """Return (exit status, output)."""
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -49,19 +51,19 @@ def finish(process: "subprocess.Popen[str]", cwd: Path, seconds: float) -> tuple
 
 
 def runs(search: Path) -> dict[str, list[str]]:
-    """{trial: names of its run folders}."""
+    """Return {trial: names of its run folders}."""
     folders = sorted(path for path in (search / "trials").iterdir() if path.is_dir())
     return {path.name: sorted(run.name for run in path.glob("run-*") if run.is_dir()) for path in folders}
 
 
 def first_step(run_dir: Path) -> int:
-    """The step that the trainer said it resumed at; 0 where it began."""
+    """Return the step at which the trainer reported to resume, or 0 where it began."""
     said = [line for line in run_dir.with_suffix(".log").read_text().splitlines() if line.startswith("resuming ")]
     return int(said[-1].rsplit(" ", 1)[-1]) if said else 0
 
 
 def finished(search: Path) -> list[str]:
-    """Trials whose last run has its certificate."""
+    """Return the trials whose last run has its certificate."""
     return [
         trial
         for trial, names in runs(search).items()
@@ -75,7 +77,7 @@ def certified(run_dir: Path, eps: str) -> float:
 
 
 def alive(words: str) -> list[int]:
-    """Processes whose command line holds `words`."""
+    """Return the processes whose command line contains `words`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -88,7 +90,7 @@ def alive(words: str) -> list[int]:
 
 @contextmanager
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    """A cluster of one CPU each that RAY_ADDRESS names, and the node that is not its head."""
+    """Start a cluster of one CPU each that RAY_ADDRESS names; yield the node that is not its head."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # the loopback only
     monkeypatch.setenv("RAY_worker_niceness", "0")
     from ray.cluster_utils import Cluster
@@ -104,7 +106,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def node_apart(cluster: Any, hidden: Path) -> Iterator[None]:
-    """A node of one CPU more that has a disk of its own in the place of `hidden`; killed on leaving."""
+    """Start a node of one more CPU with its own disk in the place of `hidden`; kill it on leaving."""
     if os.geteuid() or not shutil.which("unshare"):
         pytest.skip("needs root and unshare, to give a node a disk of its own")
     hidden.mkdir(parents=True, exist_ok=True)
@@ -112,7 +114,7 @@ def node_apart(cluster: Any, hidden: Path) -> Iterator[None]:
     command = ["unshare", "-m", "sh", "-c", f"{start} --address={cluster.address} --disable-usage-stats"]
     node = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        time.sleep(15)  # until it has joined
+        time.sleep(15)  # wait until it has joined
         yield
     finally:
         end_group(node, PATIENCE_SECONDS)
@@ -120,6 +122,6 @@ def node_apart(cluster: Any, hidden: Path) -> Iterator[None]:
 
 @contextmanager
 def shared_server(folder: Path) -> Iterator[str]:
-    """An MLflow server for others than this machine: files go through it."""
+    """Start an MLflow server for other machines, which passes files through it."""
     with server.started(f"sqlite:///{folder}/mlflow.db", folder / "server.log", ADDRESS) as url:
         yield url

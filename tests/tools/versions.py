@@ -1,4 +1,4 @@
-"""Small publications, as the stage makes them: weights, a whole certificate of them, and tags that agree."""
+"""Small publications like the stage's: weights, a whole certificate of them, and tags that agree."""
 
 import hashlib
 import json
@@ -15,7 +15,10 @@ HEADLINE = f"certified_acc.{EPS}"
 
 
 def certified(run_dir: Path, share: float = 0.4, images: int = 500, eps: str = EPS, **stated: Any) -> Path:
-    """RUN_DIR/handover with weights of its own, and a certificate of them; `stated` joins or replaces its entries."""
+    """Write RUN_DIR/handover with its own weights, and a certificate of them.
+
+    `stated` adds to the entries of the certificate or replaces them.
+    """
     folder = run_dir / "handover"
     folder.mkdir(parents=True)
     seed = int.from_bytes(run_dir.name.encode()[-4:])
@@ -39,7 +42,7 @@ def certified(run_dir: Path, share: float = 0.4, images: int = 500, eps: str = E
 
 
 def norm_of(folder: Path) -> str:
-    """What the certificate says; L2 where it says nothing, is torn or missing."""
+    """Return the certificate's norm; L2 where it names none, is damaged or missing."""
     try:
         said = json.loads((folder / "certificate.json").read_text())
     except (ValueError, OSError):
@@ -48,12 +51,12 @@ def norm_of(folder: Path) -> str:
 
 
 def radius_of(folder: Path, eps: str) -> str:
-    """The end of the tags of a share: the eps, with its norm in front where that is not L2."""
+    """Return the end of a share's tags: the eps, with its norm first where that is not L2."""
     return eps if norm_of(folder) == "l2" else f"{norm_of(folder)}.{eps}"
 
 
 def tags_of(folder: Path, eps: str = EPS) -> dict[str, str]:
-    """What the stage would write of the certificate. The lower bound is taken a little below the share."""
+    """Return the tags that the stage would write, with the lower bound slightly below the share."""
     said = json.loads((folder / "certificate.json").read_text())
     share, radius = said["accuracy"][eps]["certified"], radius_of(folder, eps)
     return {
@@ -71,8 +74,10 @@ def tags_of(folder: Path, eps: str = EPS) -> dict[str, str]:
 
 
 def issue(folder: Path, uri: str | None, eps: str = EPS, **changes: Any) -> Published:
-    """Publish the folder as version of the model `tiny`; `tags` among the changes join those of the
-    certificate, `all_tags` replace them."""
+    """Publish the folder as a version of the model `tiny`.
+
+    `tags` among the changes add to those of the certificate; `all_tags` replace them.
+    """
     tags = changes.pop("all_tags", None) or tags_of(folder, eps) | changes.pop("tags", {})
     given = {
         "name": "tiny",

@@ -1,4 +1,4 @@
-"""The whole path as a user walks it: shards, 2 ranks under the launcher, certificates, the registry, and back."""
+"""The whole path of a user: shards, 2 ranks under the launcher, certificates, the registry, and back."""
 
 import json
 import subprocess
@@ -18,9 +18,9 @@ from tests.tools.launching import ROOT, environment, finish, launch
 SCRIPT = ROOT / "trainers" / "adv_train.py"
 
 
-@pytest.mark.slow  # its joints, without a launcher and figures: the test below
+@pytest.mark.slow  # the connections alone, without a launcher: the test below
 def test_from_shards_to_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make demo`, with a quarter of its epochs and a fifteenth of its images; and what it registers, loaded again."""
+    """`make demo` with a quarter of its epochs and a fifteenth of its images, then load the registered version."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -47,7 +47,7 @@ def test_two_steps_of_one_process_get_into_the_registry(store_in: str, tmp_path:
 
 
 def registered(images: int) -> dict[str, Any]:
-    """The certificate of the run here, `demo`: its version has its figures, and the weights that were trained."""
+    """Check that the certificate of the run `demo` has the figures of its version and the trained weights."""
     certificate = dict(json.loads(Path("runs/demo/certificate/certificate.json").read_text()))
     rows = pd.read_parquet("runs/demo/certificate/certificates.parquet")
     assert len(rows) == images
@@ -63,7 +63,7 @@ def registered(images: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_model_of_zero_3_is_certified_in_the_process_that_trained_it(tmp_path: Path, digits: Path) -> None:
-    """DeepSpeed puts a linear of its own into torch there, which no certificate is of."""
+    """There DeepSpeed replaces torch's linear function, which certificates do not cover."""
     arguments = ("+model=spec_vit_digits", "data=digits", f"data.root={digits}", "name=z3", "deepspeed.stage=3",
                  "train.epochs=1", "train.eval_images=20", "certify.images=4", "registry.enabled=false")  # fmt: skip
     status, output = finish(launch(SCRIPT, *arguments, cwd=tmp_path), seconds=240)

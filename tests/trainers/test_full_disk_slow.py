@@ -1,4 +1,4 @@
-"""A disk that is full from any moment of a training on: one line, and with room again nothing is lost."""
+"""A disk that fills at any moment of a training gives one line, and with space again nothing is lost."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ RUN = (*TINY, "train.max_steps=2", "train.checkpoint_every=1", "train.log_every=
        "train.ema_decay=0.5", "data.workers=0")  # fmt: skip
 
 
-@pytest.mark.parametrize("room", [0, 20_000])  # bytes of a file: nothing can be written; small files can
+@pytest.mark.parametrize("room", [0, 20_000])  # limit in bytes of a file: no file can be written, or only small ones
 def test_a_disk_that_is_full_from_any_moment_on(folder: Path, room: int) -> None:
     own, out = folder / str(room), folder / f"{room}.json"
     own.mkdir()

@@ -1,4 +1,4 @@
-"""The parts of the trainers that need no process group: configuration, schedule, checkpoints' marks, reports."""
+"""Parts of the trainers without a process group: configuration, schedule, marks of checkpoints, reports."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zoo
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
-from tests.configs.test_configs import one_of_each_shape
+from tests.configs.test_configs import ONE_OF_EACH_SHAPE
 from tests.tools.cases import mostly_slow
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, environment
@@ -34,14 +34,14 @@ from trainers.weights import states
 from zoo.models.convnet import ConvNet
 
 RANK = states.rank_file(0)
-RECIPES = [name for _, name in one_of_each_shape()]
+RECIPES = sorted(ONE_OF_EACH_SHAPE)
 
 
 # --- the command line ----------------------------------------------------------------------------------------------
 
 
 def test_the_launchers_flag_is_dropped_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")  # or what is set below would stay set
+    monkeypatch.setenv("LOCAL_RANK", "0")  # otherwise the settings below would stay
     for flags in (["--local_rank=3"], ["--local-rank", "3"], ["--local_rank", "3"]):
         monkeypatch.delenv("LOCAL_RANK", raising=False)
         assert launcher_argv([*flags, "+model=x", "seed=1"]) == ["+model=x", "seed=1"]
@@ -75,7 +75,7 @@ def test_a_wrong_command_is_one_line(overrides: list[str], words: list[str]) -> 
 
 
 def test_the_script_as_typed_says_what_is_missing(tmp_path: Path) -> None:
-    """From any folder, without the launcher; exit status 2 and nothing but the line."""
+    """It works from any folder without the launcher, with exit status 2 and one line."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "trainers" / "std_train.py")],
         cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=60,
@@ -89,7 +89,7 @@ def test_the_script_as_typed_says_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("entry", ["adv_train", "std_train"])
 def test_every_shape_of_recipe_composes(entry: str, recipe: str) -> None:
-    """Every recipe composes to its model in tests/configs/test_configs.py."""
+    """tests/configs/test_configs.py composes every recipe to its model."""
     config = compose_config(entry, [f"+model={recipe}", "data=digits"])
     assert config["model"]["name"] == recipe
     assert config["name"] == f"{recipe}-digits-s0"
@@ -159,8 +159,7 @@ def test_a_wrong_value_is_refused_before_any_work(
 
 
 def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(digits: Path, tmp_path: Path) -> None:
-    """Plain python, a world of one; the learning rate is absurd once the warm-up has grown it."""
-
+    """Plain python, a world of one; the learning rate becomes absurd during the warm-up."""
     shutil.copytree(digits, tmp_path / "data" / "digits")
     wild = ["optimizer=sgd", "optimizer.lr=1e30", "train.clip_grad=0", "train.checkpoint_every=1", "name=wild"]
     done = subprocess.run(
@@ -260,7 +259,7 @@ def test_nothing_that_changes_results_is_left_to_deepspeeds_defaults() -> None:
 
 @pytest.mark.parametrize("name", ["dp_deit_ti", "dp_convit_ti", "dp_swin_t", "conv_4c3f", "spec_vit_digits"])
 def test_weight_decay_spares_what_it_does_in_timm(name: str) -> None:
-    """One axis, class token, positions, absolute or relative; nothing with `decay_all`."""
+    """It spares vectors, the class token and positions, absolute or relative; with `decay_all` nothing."""
     from trainers.engine.engine import make_optimizer
 
     with torch.device("meta"):
@@ -321,7 +320,7 @@ def write_checkpoint(run_dir: Path, step: int, mark: bool = True, batch: int = 2
 
 
 def test_the_last_epochs_end_is_marked_for_any_number_of_ranks(tmp_path: Path) -> None:
-    """Nothing of it changes but the mark, and nothing is deleted. (With training: the slow tests.)"""
+    """Only the mark changes, and nothing is deleted; the slow tests do this with training."""
     path = write_checkpoint(tmp_path, 22, batch=0)
     later = write_checkpoint(tmp_path, 30)
     reshape.main([str(tmp_path)])

@@ -1,4 +1,4 @@
-"""Twenty kills of one training, at random moments and of every kind: it leaves what it would have left in peace."""
+"""Twenty kills of one training, at random moments and of every kind, do not change its result."""
 
 import random
 import signal
@@ -21,7 +21,7 @@ SCRIPT = ROOT / "trainers" / "adv_train.py"
 SEED, KILLS, STEPS = 17, 20, 600
 RUN = (*TINY, f"train.max_steps={STEPS}", "train.epochs=100", "train.log_every=1", "train.checkpoint_every=5",
        "train.eval_images=0", "data.workers=1", "++deepspeed.persistent_below=0")  # fmt: skip
-Processes = list[psutil.Process]  # the command, DeepSpeed's launcher, and the ranks that have started
+Processes = list[psutil.Process]  # targets: the command, DeepSpeed's launcher, and the ranks that have started
 
 
 KINDS: dict[str, tuple[int, Callable[[Processes], Processes]]] = {
@@ -47,7 +47,7 @@ def steps_of(run_dir: Path) -> int:
 
 
 def disturbed(run_dir: Path, command: list[str], cwd: Path, chance: random.Random) -> str:
-    """One life: a start, and its end at a random moment. Returns what was done, and when."""
+    """Start the run and end it at a random moment; return the action and its time."""
     before, kind, aim = steps_of(run_dir), chance.choice(list(KINDS)), chance.randrange(-4, 14)
     process = launch(SCRIPT, *command, cwd=cwd)
     if aim < 0:  # while it starts
@@ -66,14 +66,14 @@ def disturbed(run_dir: Path, command: list[str], cwd: Path, chance: random.Rando
     status, output = finish(process, seconds=120)
     _, alive = psutil.wait_procs(found, timeout=60)
     assert not alive, output
-    # A thread of Python's own says it where a loader process was gone when it came to fetch a file descriptor.
+    # One of Python's threads prints this when a loader process is gone as it fetches a file descriptor.
     shown = output.count("Traceback") - output.count("resource_sharer.py")
     assert shown == 0 or (signum == signal.SIGTERM and aim < 0), output
     return f"{kind}, {'starting' if aim < 0 else 'training'}: steps {before} to {steps_of(run_dir)}, status {status}"
 
 
 def kept(run_dir: Path) -> int:
-    """The step that the next start goes on from; what is there is whole."""
+    """Return the step from which the next start resumes, checking that its files are whole."""
     saved = checkpoint.newest(run_dir)
     if saved is None:
         return 0

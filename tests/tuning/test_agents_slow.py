@@ -1,4 +1,4 @@
-"""With Ray's agents: Prometheus sees a running search, Grafana asks for nothing else, a search can be a job."""
+"""With Ray's agents Prometheus sees a running search, Grafana has all its metrics, and a search can be a job."""
 
 import os
 import re
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture
 def agents(tmp_path: Path) -> Path:
-    """A folder with what `ray[default]` has beyond Ray itself."""
+    """Make a folder with the additional packages of `ray[default]`."""
     wanted = [line.partition(";")[0].strip() for line in requires("ray") or [] if 'extra == "default"' in line]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path / "agents"), *wanted]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -35,11 +35,13 @@ def agents(tmp_path: Path) -> Path:
 
 @contextmanager
 def node(agents: Path, log: Path, *flags: str) -> Iterator[str]:
-    """A node of one CPU with its agents; gives its address."""
+    """Start a node of one CPU with its agents; yield its address."""
     address = f"127.0.0.1:{free_port()}"
     command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=1"]
     command += [f"--port={address.rpartition(':')[2]}", "--node-ip-address=127.0.0.1", "--disable-usage-stats", *flags]
-    own = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{agents}"}  # of what both have, the environment's
+    own = os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{agents}"
+    }  # where both have a package, take the environment's
     with log.open("w") as out:
         process = subprocess.Popen(command, env=own, stdout=out, stderr=out, start_new_session=True)
     try:
@@ -72,7 +74,7 @@ def test_a_search_is_seen_by_prometheus(agents: Path, tmp_path: Path, monkeypatc
 
 
 def test_a_search_is_a_job(agents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ray job submit`, which leaves the search to the cluster, as cluster/README.md says it."""
+    """`ray job submit` leaves the search to the cluster, as in cluster/README.md."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # the loopback only
     port = free_port()
     flags = (f"--dashboard-port={port}", "--dashboard-host=127.0.0.1", "--include-dashboard=true")

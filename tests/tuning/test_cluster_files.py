@@ -1,4 +1,4 @@
-"""The files in cluster/: Ray and Kubernetes take them, and nothing listens unasked."""
+"""Ray and Kubernetes accept the files in cluster/, and nothing listens on a port by default."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from tests.tools.launching import ROOT
 
 
 def test_ray_accepts_the_cluster_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's own schema and defaults, from the project's folder as `ray up cluster/ray.yaml` would."""
+    """Check Ray's own schema and defaults from the project's folder, as `ray up cluster/ray.yaml` does."""
     from ray.autoscaler._private.util import fillout_defaults, validate_config
 
     monkeypatch.chdir(ROOT)
@@ -31,7 +31,7 @@ def test_the_image_holds_every_package() -> None:
 
 
 def test_the_image_has_what_kubernetes_asks_of_it() -> None:
-    """A name that an engine takes, wget and Ray's agents for the probes, workers that come when they are needed."""
+    """It needs a valid name, wget and Ray's agents for the probes, and workers that start on demand."""
     lines = (ROOT / "cluster" / "Containerfile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert " wget " in lines
@@ -49,7 +49,7 @@ def test_the_image_has_what_kubernetes_asks_of_it() -> None:
 
 
 def test_the_dashboard_is_one_that_grafana_imports() -> None:
-    """What its import asks for: a title, a uid, panels with places of their own, and a data source of the person's."""
+    """The import needs a title, a uid, separate places for panels, and the user's data source."""
     board = json.loads((ROOT / "cluster" / "grafana.json").read_text())
     assert {"title", "uid", "schemaVersion", "panels", "templating"} <= board.keys()
     places = [tuple(panel["gridPos"][key] for key in "xy") for panel in board["panels"]]

@@ -47,7 +47,7 @@ JOIN = "import ray; ray.init(address='127.0.0.1:6379', log_to_driver=False); pri
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A node with nothing on it but the environment: ray.yaml finds it installed."""
+    """Make a node's home folder with nothing but the environment, so that ray.yaml finds it installed."""
     missing = [tool for tool in NEEDED if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         pytest.skip(f"needs root for namespaces, and {', '.join(missing) or 'nothing else'}")

@@ -1,4 +1,4 @@
-"""What fits on the nodes of a cluster, and why a search waits, without one; real nodes: test_spanning_slow.py."""
+"""Placement of trials on a cluster's nodes, and the reason why a search waits; real nodes: test_spanning_slow.py."""
 
 from itertools import combinations, product
 from types import SimpleNamespace
@@ -14,13 +14,13 @@ from tuning.live import Board
 @pytest.mark.parametrize(
     ("alive", "wanted", "spanned", "trials"),
     [
-        ([{"CPU": 2}, {"CPU": 2}], {"CPU": 3}, 1, 0),  # together they have 4
+        ([{"CPU": 2}, {"CPU": 2}], {"CPU": 3}, 1, 0),  # together they have 4 CPUs
         ([{"CPU": 3}, {"CPU": 3}], {"CPU": 2}, 1, 2),
         ([{"CPU": 8, "GPU": 1}, {"CPU": 8}], {"CPU": 2, "GPU": 1}, 1, 1),
         ([{"CPU": 8, "GPU": 1}, {"CPU": 8}], {"CPU": 2, "GPU": 0}, 1, 8),
         ([{"CPU": 2, "GPU": 1}], {"CPU": 1, "GPU": 0.25}, 1, 2),
         ([{"CPU": 2}], {}, 1, 0),
-        ([{"CPU": 8}], {"CPU": 1}, 2, 0),  # two shares of one node make no trial on two
+        ([{"CPU": 8}], {"CPU": 1}, 2, 0),  # a trial cannot span two nodes by shares of one
         ([{"CPU": 8}, {"CPU": 3}], {"CPU": 1}, 2, 3),
         ([{"CPU": 2}, {"CPU": 2}, {"CPU": 2}], {"CPU": 1}, 2, 3),
         ([{"CPU": 2}, {"CPU": 2}, {"CPU": 2}], {"CPU": 1}, 4, 0),
@@ -33,7 +33,7 @@ def test_a_trial_takes_its_share_of_so_many_nodes(
     trials: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tuning import nodes  # here: Ray takes seconds
+    from tuning import nodes  # imported here, because Ray takes seconds
 
     seen = [{"Resources": node, "Alive": True} for node in alive]
     monkeypatch.setattr(nodes.ray, "nodes", lambda: [*seen, {"Resources": {"CPU": 99, "GPU": 99}, "Alive": False}])
@@ -43,12 +43,12 @@ def test_a_trial_takes_its_share_of_so_many_nodes(
     else:
         with pytest.raises(UserError, match="no trial fits on"):
             nodes.at_once(search)
-        search.wait = True  # for what an autoscaler brings
+        search.wait = True  # for nodes that an autoscaler adds
         assert nodes.at_once(search) == 100
 
 
 def test_as_many_trials_as_can_be_laid_out() -> None:
-    """Against all ways to lay trials on nodes one after the other."""
+    """Compare with all ways to place trials on nodes one after the other."""
 
     def most(shares: tuple[int, ...], nodes: int) -> int:
         ways = (c for c in combinations(range(len(shares)), nodes) if all(shares[i] for i in c))

@@ -1,4 +1,4 @@
-"""A search over two nodes (two raylets): one is killed, its trial goes on from its checkpoint."""
+"""A search over two nodes (two raylets): one is killed, and its trial resumes from its checkpoint."""
 
 import time
 from pathlib import Path
@@ -41,5 +41,5 @@ def test_a_node_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def running(search: Path) -> set[str]:
-    """Trials of which Tune has a checkpoint."""
+    """Return the trials of which Tune has a checkpoint."""
     return {path.parts[-3] for path in search.glob("*/checkpoint_*/checkpoints")}

@@ -26,7 +26,7 @@ program = test_s3_slow.program  # the fixture
 
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Moto's server. (npm's s3rver fails where folders are listed while they are written.)"""
+    """Start Moto's server, since npm's s3rver fails when folders are listed while they are written."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path / "moto"), "moto[server]"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
@@ -63,7 +63,7 @@ def keys(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_a_trial_goes_on_from_the_bucket_where_its_node_is_lost(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second node has a disk of its own in the place of the search's folder."""
+    """The second node has its own disk in the place of the search's folder."""
     files, folder = FileSystem.from_uri(bucket)
     own = tmp_path / "runs" / "tune"
     with shared_server(tmp_path) as url, two_nodes(monkeypatch) as (cluster, other):
@@ -88,7 +88,7 @@ def test_a_trial_goes_on_from_the_bucket_where_its_node_is_lost(
 
 
 def trials_in(files: FileSystem, search: str, ending: str) -> set[str]:
-    """Trials of which the bucket has a file that ends so."""
+    """Return the trials of which the bucket has a file with this ending."""
     found = files.get_file_info(FileSelector(search, recursive=True, allow_not_found=True))
     return {one.path.removeprefix(f"{search}/").partition("/")[0] for one in found if one.path.endswith(ending)}
 

@@ -1,4 +1,4 @@
-"""A registry that asks for a password: trials get it by environment; no file and no command line shows it."""
+"""A registry with a password: trials get it by environment; no file and no command line shows it."""
 
 import base64
 import http.client
@@ -23,7 +23,7 @@ HOP = {"transfer-encoding", "connection", "content-length"}
 
 @contextmanager
 def gate(port: int, behind: str) -> Iterator[set[str]]:
-    """Passes requests with the right password on to the server `behind`; gives the answers' kinds."""
+    """Forward requests with the right password to the server `behind`; yield the kinds of answers."""
     right = "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
     seen: set[str] = set()
 
@@ -63,7 +63,7 @@ def gate(port: int, behind: str) -> Iterator[set[str]]:
 
 @contextmanager
 def watched(words: str) -> Iterator[list[int]]:
-    """Looks for `words` in all command lines, five times a second; gives the processes that showed them."""
+    """Search all command lines for `words` five times a second; yield the processes that showed them."""
     ended, shown = threading.Event(), list[int]()
 
     def watch() -> None:
@@ -80,12 +80,12 @@ def watched(words: str) -> Iterator[list[int]]:
 
 
 def holding(folder: Path, words: str) -> list[Path]:
-    """Files below `folder` in which `words` stand."""
+    """Return the files below `folder` that contain `words`."""
     return [path for path in folder.rglob("*") if path.is_file() and words.encode() in path.read_bytes()]
 
 
 def test_nobody_reads_the_password(tmp_path: Path) -> None:
-    """Of the search, its trials, the registry and what was printed."""
+    """Check the search, its trials, the registry and all output."""
     port, work = free_port(), tmp_path / "work"
     work.mkdir()
     options = ("--space", "msvp", "--num-samples", "1", "--scheduler", "none", "--search", "random", "--name", "x")

@@ -33,7 +33,7 @@ BINARIES = Path("/usr/lib/postgresql")
 
 @pytest.fixture
 def database() -> Iterator[str]:
-    """The URI of an empty database."""
+    """Yield the URI of an empty database."""
     binaries = sorted(BINARIES.glob("*/bin"))
     if not binaries or os.geteuid() != 0:
         pytest.skip(
@@ -60,7 +60,7 @@ def database() -> Iterator[str]:
 
 
 def start(uri: str, port: int, log: Path) -> "subprocess.Popen[bytes]":
-    """The project's own server command on the database, whose password is for no command line."""
+    """Start the project's own server on the database, keeping its password off the command line."""
     command = [sys.executable, "-m", "registry", "ui", "--port", str(port)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": uri}
     with log.open("ab") as out:
@@ -104,7 +104,7 @@ def test_no_run_is_lost(database: str, tmp_path: Path, disturbed: bool) -> None:
         print(f"{WRITERS * RUNS} runs in {time.monotonic() - begun:.0f} s, {len(waiting)} of them kept and sent later")
         assert bool(waiting) == disturbed, "a stop that nobody noticed proves nothing"
         check(url)
-        for path in waiting[:2]:  # the same results sent once more
+        for path in waiting[:2]:  # the same results, sent again
             publish.sync(path, url)
         assert len(browse.versions("loaded", url)) == WRITERS * PUBLISHED
     finally:
@@ -112,7 +112,7 @@ def test_no_run_is_lost(database: str, tmp_path: Path, disturbed: bool) -> None:
 
 
 def check(url: str) -> None:
-    """All runs, whole and finished; all versions; the champion is the best."""
+    """Check that all runs are complete and finished, all versions exist, and the champion is the best."""
     client = store.connect(url)
     experiment = store.experiment_id(client, "load")
     found = list(store.every(client.search_runs, experiment_ids=[experiment], max_results=100))
@@ -131,7 +131,7 @@ def check(url: str) -> None:
 
 
 def test_a_backup_is_the_registry_again(database: str, tmp_path: Path) -> None:
-    """By the commands of cluster/README.md: pg_dump first, then the artifacts; restored into another database."""
+    """Follow cluster/README.md: pg_dump, then the artifacts, restored into another database."""
     port, artifacts = free_port(), tmp_path / "mlartifacts"
     url, uri = f"http://127.0.0.1:{port}", database.replace("postgresql+psycopg", "postgresql")
     serving = start(database, port, tmp_path / "server.log")

@@ -1,6 +1,6 @@
-"""Every file of configs/space as a person searches it, very small: `tune.py` with the real trainer, to the registry.
+"""Every file of configs/space, searched at a tiny size: `tune.py` with the real trainer, to the registry.
 
-Then what a search can be besides the default: population-based training, and several objectives.
+Then other kinds of searches: population-based training, and several objectives.
 """
 
 import functools
@@ -27,12 +27,12 @@ RANDOM = ("--search", "random", "--scheduler", "none")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all searches: the digits are made once."""
+    """Return one folder for all searches, so that the digits are made once."""
     return tmp_path_factory.mktemp("spaces")
 
 
 def searched(folder: Path, name: str, *arguments: str) -> tuple[pd.DataFrame, list[browse.Version]]:
-    """(results.csv, the versions in the registry) of a search."""
+    """Return (results.csv, the versions in the registry) of a search."""
     status, output = finish(begin(folder, "--name", name, *arguments), folder, 1500)
     assert status == 0, output
     rows = pd.read_csv(folder / "runs" / "tune" / name / "results.csv")
@@ -44,7 +44,7 @@ def searched(folder: Path, name: str, *arguments: str) -> tuple[pd.DataFrame, li
 
 
 def trained(run_dir: str, key: str) -> Any:
-    """What a key of the configuration was in a run."""
+    """Return the value of a configuration key in a run."""
     return functools.reduce(lambda node, part: node[part], key.split("."), configuration(Path(run_dir)))
 
 
@@ -54,7 +54,7 @@ def configuration(run_dir: Path) -> Any:
 
 @pytest.mark.parametrize("name", spaces.names())
 def test_a_space_is_searched(folder: Path, name: str) -> None:
-    """What is drawn reaches the trainer and the version's tags, and the trial is certified."""
+    """Drawn values reach the trainer and the version's tags, and the trial is certified."""
     space = spaces.load(name)
     rows, versions = searched(folder, name, "--space", name, "--num-samples", "1", *RANDOM, "--", *SMALL[space.trainer])
     (version,), row = versions, rows.iloc[0]
@@ -66,7 +66,7 @@ def test_a_space_is_searched(folder: Path, name: str) -> None:
 
 
 def test_the_worse_of_a_population_goes_on_from_the_better(folder: Path) -> None:
-    """With its weights, and with parameters other than its own."""
+    """It takes the better trial's weights with other parameters."""
     few = (*EVERY, "train.epochs=4")
     searched(folder, "pbt", "--space", "recipe", "--scheduler", "pbt", "--num-samples", "2", "--", *few)
     search = folder / "runs" / "tune" / "pbt"

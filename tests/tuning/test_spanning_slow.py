@@ -1,5 +1,7 @@
-"""Trials that span nodes (raylets of one CPU each): their ranks meet, end together, and go on after a node is lost; a
-search that waits begins before there is a node for it."""
+"""Trials that span nodes (raylets of one CPU each): their ranks meet, end together, and survive the loss of a node.
+
+A search that waits may begin before there is a node for it.
+"""
 
 import json
 import time
@@ -49,7 +51,7 @@ def test_a_trial_on_two_nodes_goes_on_after_one_is_lost(tmp_path: Path, monkeypa
 def test_ranks_that_are_refused_on_the_other_node_end_the_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two ranks a batch of 129 makes no two equal parts, which both nodes' ranks say."""
+    """Two ranks cannot share a batch of 129 equally, which both nodes' ranks report."""
     trial = ("--space", "msvp", "--num-samples", "1", "--nodes-per-trial", "2", "--scheduler", "none", "--name", "odd")
     with shared_server(tmp_path) as url, two_nodes(monkeypatch):
         driver = begin(tmp_path, *trial, "--", "train.epochs=1", "train.batch_size=129", *SMALL, uri=url)
@@ -62,7 +64,7 @@ def test_ranks_that_are_refused_on_the_other_node_end_the_trial(
 def test_nodes_without_a_common_folder_are_named_before_anything_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second node has a file system of its own where the search is kept."""
+    """The second node has its own file system in the place of the search's folder."""
     storage = tmp_path / "runs" / "tune"
     with shared_server(tmp_path) as url, two_nodes(monkeypatch) as (cluster, other):
         cluster.remove_node(other)

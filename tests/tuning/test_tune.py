@@ -1,4 +1,4 @@
-"""Spaces, objectives, trials and what a search leaves, without a cluster; the real ones run in test_tune_slow.py."""
+"""Spaces, objectives, trials and results of a search, without a cluster; real ones run in test_tune_slow.py."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def asked(*arguments: str) -> search.Search:
 
 @pytest.mark.parametrize("name", mostly_slow(NAMES, *FEW))
 def test_every_space_composes_whatever_is_drawn(name: str) -> None:
-    """All keys exist, all values are of the right kind, and the certificate has the objective's radius."""
+    """All keys exist, values have the right type, and the certificate has the objective's radius."""
     wanted, random = asked("--space", name), Random(0)
     for _ in range(5):
         point = wanted.parameters.draw(random)
@@ -180,7 +180,7 @@ def test_trials_are_looked_at_where_schedulers_compare_them(epochs: int) -> None
 
 @pytest.mark.parametrize("images", ["certify_images", "eval_images"])
 def test_a_search_that_sees_nothing_of_its_trials_is_refused(images: str) -> None:
-    """Without the second a trial had nothing to report, and ended in an IndexError after its certificate."""
+    """Otherwise a trial had nothing to report, and ended in an IndexError after its certificate."""
     with pytest.raises(UserError, match=f"train.{images} .*set it above 0"):
         asked("--space", "msvp", "--", f"train.{images}=0")
 
@@ -261,7 +261,7 @@ def test_help_is_for_people() -> None:
 
 
 def test_an_adopted_checkpoint_is_of_this_trial_and_only_searched_keys_may_differ(tmp_path: Path) -> None:
-    """What a population-based search hands over: another trial's weights, this trial's parameters."""
+    """A population-based search hands over another trial's weights with this trial's parameters."""
     theirs = tmp_path / "theirs"
     folder = theirs / "checkpoints" / checkpoint.tag(12)
     folder.mkdir(parents=True)
@@ -270,7 +270,7 @@ def test_an_adopted_checkpoint_is_of_this_trial_and_only_searched_keys_may_diffe
     mark = {"format": checkpoint.FORMAT, "position": position, "world_size": 1, "files": {}, "sha256": {}}
     mark |= {"run_id": "theirs", "fingerprint": prints}
     (folder / checkpoint.MARK).write_text(json.dumps(mark))
-    for name in trial.RESULTS:  # of a trial that has ended, as an object store keeps it
+    for name in trial.RESULTS:  # of a finished trial, as an object store keeps it
         (theirs / name).mkdir()
     trial.adopt(theirs, tmp_path / "mine", {"penalty.lambda_q": 5e-4})
     saved = checkpoint.newest(tmp_path / "mine")
@@ -309,7 +309,7 @@ def test_progress_is_an_evaluation_with_the_checkpoint_after_it(tmp_path: Path) 
 
 
 def test_a_trial_is_told_of_the_registry_by_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ps` shows a command line, and the configuration goes to MLflow. (All of it: test_password_slow.py.)"""
+    """A command line is visible to `ps`, and the configuration goes to MLflow; all of it: test_password_slow.py."""
     from tuning import driver
 
     begun: list[trial.Command] = []
@@ -340,8 +340,10 @@ def test_a_trial_is_told_of_the_registry_by_environment_alone(tmp_path: Path, mo
 def test_a_single_rank_is_told_what_the_launcher_tells_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
 ) -> None:
-    """Command line and environment; `given`: Ray's, of a trial with a GPU. What deepspeed sets when it is imported, the
-    rank's own import sets."""
+    """Compare command line and environment; `given` is Ray's, of a trial with a GPU.
+
+    Variables that importing deepspeed sets are set by the rank's own import.
+    """
     for key in trial.OF_ANOTHER_GROUP:
         monkeypatch.setenv(key, "7")
     for key, value in given.items():
@@ -369,7 +371,7 @@ def test_a_single_rank_is_told_what_the_launcher_tells_it(
     mostly_slow(product(("leave", "kill the worker", "kill as Ray does"), (1, 2)), ("kill as Ray does", 2)),
 )
 def test_no_rank_outlives_its_trial(tmp_path: Path, way: str, ranks: int) -> None:
-    """Ranks that would sleep for ten minutes, as would their loaders. Ray kills the children of a worker that ends."""
+    """Ranks and loaders would sleep for ten minutes. Ray kills the children of a worker that ends."""
     script = tmp_path / "sleeper.py"
     script.write_text(
         "import os, subprocess, time\n"
@@ -414,11 +416,11 @@ def test_a_failed_trial_says_why(tmp_path: Path, log: str, words: str) -> None:
     assert words in trial.why(tmp_path / "run-1.log", 2)
 
 
-# --- what it leaves ---
+# --- the results of a search ---
 
 
 def slow_front(values: np.ndarray) -> list[bool]:
-    """The definition, as loops."""
+    """Compute the front from its definition, as loops."""
     kept = []
     for mine in values:
         beaten = any(all(o >= m for o, m in zip(other, mine, strict=True)) and any(other > mine) for other in values)
@@ -464,13 +466,13 @@ def test_a_search_of_which_nothing_finished_leaves_its_page_too(tmp_path: Path) 
     assert "why not" in closing.write(wanted, board).read_text()
 
 
-# --- what is said ---
+# --- messages ---
 
 
 def test_what_its_trainer_refuses_is_not_said_to_begin_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tune tries again whatever failed."""
+    """Tune retries every failure."""
     from tuning import driver
 
     watch = driver.Watch(Board(spaces.load("msvp"), ["clean_acc"], 1, 1), asked("--space", "msvp"))
@@ -560,7 +562,7 @@ with sole_writer(Path(sys.argv[1]), "this search", "x"):
 def test_the_second_driver_of_a_search_is_told_at_once(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a search that runs: begun again, resumed by its name, resumed as the newest."""
+    """The search is running; the second driver starts it anew, or resumes it by name or as the newest."""
     monkeypatch.setattr(tune, "run", lambda asked, resume: pytest.fail("it was started"))
     asked("--space", "l2", "--name", "mine", "--storage", str(tmp_path)).save()
     command = [sys.executable, "-c", HOLD, str(tmp_path / "mine")]
@@ -594,7 +596,7 @@ def test_a_search_that_ended_before_it_began_leaves_its_name_free(
 
 
 def test_a_full_disk_leaves_a_search_whole_and_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every write of what a search begins and ends with fails in turn."""
+    """Every write at the beginning and end of a search fails in turn."""
     wanted = asked("--space", "l2", "--name", "mine", "--storage", str(tmp_path))
     wanted.save()
     board = Board(wanted.parameters, wanted.metric, 1, wanted.epochs)

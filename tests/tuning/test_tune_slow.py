@@ -1,4 +1,4 @@
-"""Searches as a person starts them, with the real Ray, launcher, trainer, certificates, registry and browser."""
+"""Searches as a user starts them, with the real Ray, launcher, trainer, certificates, registry and browser."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.tools.launching import ROOT
 from tests.tools.tuning_runs import SHORT, alive, begin, certified, finish, finished, first_step, runs
 from tuning import server
 
-SEEN = {  # MLflow's advertisements, and which of its two side bars
+SEEN = {  # hides MLflow's advertisements and selects one of its two side bars
     "_mlflow_model_registry_promo_modal_dismissed_v1": True,
     "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": True,
     "mlflow.workflowType_v1": "machine_learning",
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder, empty before, in which a search of three trials has run."""
+    """Run a search of three trials in a folder that was empty before."""
     folder = tmp_path_factory.mktemp("search")
     arguments = (
         "--space",
@@ -70,7 +70,7 @@ def test_every_trial_is_certified_registered_and_shown(folder: Path) -> None:
 
 
 def test_a_failed_trial_says_why_and_stops_no_other(tmp_path: Path) -> None:
-    """A width of 50 is refused by the trainer of 4 heads; the trials of 1 and 2 heads run."""
+    """The trainer refuses a width of 50 with 4 heads; trials with 1 and 2 heads run."""
     options = ("--num-samples", "3", "--scheduler", "none", "--search", "random", "--seed", "1", "--name", "half")
     driver = begin(tmp_path, "--space", "weight_norm", *options, *SHORT, "model.embed_dim=50")
     status, output = finish(driver, tmp_path, 1200)
@@ -85,7 +85,7 @@ def test_a_failed_trial_says_why_and_stops_no_other(tmp_path: Path) -> None:
 
 
 def test_a_trial_that_is_stopped_early_has_ended_when_the_next_begins(tmp_path: Path) -> None:
-    """One at a time, in one worker: the worse of two is stopped after its first epoch."""
+    """One worker runs one trial at a time; the worse of two is stopped after its first epoch."""
     options = ("--num-samples", "3", "--max-concurrent", "1", "--scheduler", "asha", "--search", "random")
     status, output = finish(begin(tmp_path, "--space", "recipe", "--name", "early", *options, *SHORT), tmp_path, 1200)
     assert status == 0, output
@@ -117,7 +117,7 @@ def test_ctrl_c_leaves_a_search_that_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_resume_after_the_driver_was_killed(tmp_path: Path) -> None:
-    """SIGKILL while a trial is finished and another one trains: the first is kept, the second goes on, none is lost."""
+    """SIGKILL comes with one trial finished and one training: the first is kept, the second resumes."""
     search = tmp_path / "runs" / "tune" / "killed"
     options = ("--num-samples", "2", "--max-concurrent", "1", "--scheduler", "none", "--name", "killed")
     driver = begin(tmp_path, "--space", "msvp", *options, *SHORT[:1], "train.epochs=12", *SHORT[2:])
@@ -146,9 +146,9 @@ def test_resume_after_the_driver_was_killed(tmp_path: Path) -> None:
 
 
 def test_screenshots_of_the_readme(folder: Path) -> None:
-    """The list of models, a certified version, and the runs of two versions compared: docs/*.png by Chromium.
+    """Chromium makes docs/*.png: the list of models, a certified version, and two versions' runs compared.
 
-    (MLflow 3.17 fails to render its own comparison of versions.)
+    MLflow 3.17 fails to render its own comparison of versions.
     """
     if shutil.which("chromium") is None:
         pytest.skip("needs chromium")
@@ -179,7 +179,7 @@ def certificate_time(search: Path, trial: str) -> float:
 
 
 def wait_until(true: Callable[[], bool], seconds: float, driver: "subprocess.Popen[str] | None" = None) -> None:
-    """Fails, and ends the driver, where it does not come to that."""
+    """Wait for a condition; fail and end the driver if it does not come."""
     deadline = time.monotonic() + seconds
     while not true():
         if driver is not None and time.monotonic() > deadline:

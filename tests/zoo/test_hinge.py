@@ -1,4 +1,4 @@
-"""The hinge on spectral norms against SVDs, its caps over time, and what it does to a training."""
+"""The hinge on spectral norms against SVDs, its caps over time, and its effect on a training."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ def model() -> Any:
 
 
 def norms(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Whole matrices, all heads together."""
+    """Return norms of whole matrices, all heads together."""
     found = [("patch", model.patch_embed.proj.weight.flatten(1))]
     for block in model.blocks:
         found += zip("qkv", block.attn.qkv.weight.chunk(3), strict=True)
@@ -93,7 +93,7 @@ def test_what_scales_the_output_of_a_norm_has_a_cap_of_its_own(norm: str) -> Non
     torch.manual_seed(0)
     model: Any = zoo.create_model("dp_vit_ti", norm=norm, embed_dim=24, depth=2, num_heads=3, img_size=32)
     gammas = [weight for name, weight in model.named_parameters() if "norm" in name and name.endswith("weight")]
-    if norm == "smoothproject":  # it has none
+    if norm == "smoothproject":  # the model has none
         with pytest.raises(ValueError, match="no weights of the branches"):
             hinge(model, {"norm": 1.5})
         return
@@ -161,7 +161,10 @@ def test_wrong_values_are_named(wrong: dict[str, Any], word: str) -> None:
 @pytest.mark.parametrize("size", [1e-30, 1e-15, 1e15, 1e30])
 @pytest.mark.parametrize("shape", [(6, 8), (8,)])
 def test_norms_far_from_1_have_values_and_gradients(size: float, shape: tuple[int, ...]) -> None:
-    """In float32 the squares of their Gram matrix are 0 or infinite. The hinge itself is a square: it ends at 1e19."""
+    """In float32 the squares in their Gram matrix are 0 or infinite.
+
+    The hinge itself is a square, which ends at 1e19.
+    """
     torch.manual_seed(0)
     unit = torch.randn(shape, dtype=torch.float64)
     weight = (size * unit).float().requires_grad_()
@@ -189,12 +192,12 @@ def test_the_hinge_has_values_and_gradients_far_from_1(size: float) -> None:
 
 
 class Capped(torch.nn.Module):
-    """One matrix of the branch "mlp"."""
+    """A module with one matrix, of the branch "mlp"."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         self.linear = linear
 
     def spectral_terms(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """For `zoo.hinge`."""
+        """Return the terms that `zoo.hinge` reads."""
         yield "mlp", self.linear.weight[None], torch.empty(0)

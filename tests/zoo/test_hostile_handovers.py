@@ -1,4 +1,4 @@
-"""Hand-overs from elsewhere: what the config asks for is bounded by what the weights hold, and opens nothing else."""
+"""Foreign hand-overs: the config's demands are bounded by the weights present, and open no other file."""
 
 import json
 import os
@@ -178,7 +178,7 @@ def test_weights_that_are_none_are_refused(name: str, folder: Path) -> None:
 @pytest.mark.hostile
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool])
 def test_weights_of_another_type_are_refused(dtype: torch.dtype, folder: Path) -> None:
-    """They would be widened or cut without a word."""
+    """Otherwise they would be widened or truncated silently."""
     path = folder / "model.safetensors"
     save_file({key: value.to(dtype) for key, value in load_file(path).items()}, path)
     assert "float32" in refusal(folder)
@@ -238,7 +238,7 @@ def test_what_the_weights_do_not_hold_takes_no_memory(options: dict[str, Any], f
 
 @pytest.mark.hostile
 def test_a_window_as_large_as_the_image_takes_no_memory(tmp_path: Path) -> None:
-    """Masks of a Swin are no weights: 11 TB that no file holds."""
+    """A Swin's masks are not weights: 11 TB that no file contains."""
     (tmp_path / "model.safetensors").write_bytes(raw({}))
     model = {"name": "dp_swin_t", "img_size": 1024, "window_size": 256}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": model}))

@@ -18,7 +18,7 @@ def model() -> Any:
 
 
 def slow(model: Any, *lambdas: float) -> torch.Tensor:
-    """sum over layers, heads and branches of lambda sigma_max^2, heads being rows of the stored weight."""
+    """Return the sum over layers, heads and branches of lambda sigma_max^2; heads are rows of the stored weight."""
     total = torch.zeros(())
     for block in model.blocks:
         for weight, lam in zip(block.attn.qkv.weight.chunk(3), lambdas, strict=True):
@@ -115,7 +115,7 @@ def test_output_projections_and_mlps_are_optional_terms(model: Any) -> None:
 
 
 def test_a_branch_that_is_off_is_not_computed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lambda 0: no power iteration, no graph, vectors as they were."""
+    """At lambda 0 there is no power iteration and no graph, and vectors stay unchanged."""
     rows: list[int] = []
 
     def counted(weight: Any, v: Any) -> Any:

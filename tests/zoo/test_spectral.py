@@ -1,4 +1,4 @@
-"""sigma_estimate never above, sigma_upper never below the norm; the oracle is NumPy's float64 SVD."""
+"""sigma_estimate is never above and sigma_upper never below the norm; the oracle is NumPy's float64 SVD."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def test_estimate_is_never_above(iterations: int) -> None:
 
 
 def test_an_estimate_would_fail_as_a_bound() -> None:
-    """That the test above could fail: five iterations lie clearly below the norm."""
+    """Five iterations lie clearly below the norm, so the test above can fail."""
     a = torch.randn(384, 768, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     assert sigma_estimate(a, 5) < 0.99 * svd_norm(a)
 
@@ -75,7 +75,7 @@ def test_gradient_of_a_converged_power_step_is_that_of_the_norm() -> None:
 
 
 def test_a_pass_with_a_zero_weight_leaves_the_vectors_alive() -> None:
-    """A zero vector would stay zero: the cap and the penalty of that block would be off for good."""
+    """A zero vector would stay zero, and turn off the cap and the penalty of that block."""
     weight = torch.randn(3, 6, 9, generator=torch.Generator().manual_seed(4))
     sigma, v = power_step(torch.zeros_like(weight), start_vectors(3, 9))
     assert torch.equal(sigma, torch.zeros(3))

@@ -1,4 +1,4 @@
-"""Radii that an evaluation takes over from a finished certification: those that it would compute, or a refusal."""
+"""An evaluation takes over radii from a finished certification if it would compute the same ones, else refuses."""
 
 import json
 import shutil
@@ -16,8 +16,8 @@ from certify.rows.images import Share
 from certify.stage import run as stage
 from certizoo import UserError
 from certizoo.files import sha256
-from tests.certify.stage.test_stage import CONFIG, data
-from tests.certify.stage.test_stage import SETTINGS as STAGE
+from tests.tools.stage_runs import CONFIG, data
+from tests.tools.stage_runs import SETTINGS as STAGE
 
 PGD = {"pgd": {"kind": "pgd", "norm": "l2", "eps": 0.1, "steps": 3}}
 SETTINGS = evaluation.Settings("test", PGD, images=20, block=10, batch_size=10, check_images=0)
@@ -60,20 +60,20 @@ def unfinished(folder: Path) -> None:
 
 
 def raised(folder: Path, radius: object = 9.0) -> None:
-    """The first radius, which was less."""
+    """Change the first radius to a larger one."""
     rows = [json.loads(line) for line in (folder / stage.ROWS).read_text().splitlines()]
     rows[0]["radius.adjoint"] = radius
     (folder / stage.ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def unreadable(folder: Path) -> None:
-    """A radius that is none, under its own digest."""
+    """Store a radius that is not a number, under a matching digest."""
     raised(folder, "far")
     say(rows_sha256={stage.ROWS: sha256(folder / stage.ROWS)})(folder)
 
 
 def say(**said: Any) -> Callable[[Path], None]:
-    """A certificate that says something else of itself."""
+    """Change fields of the certificate."""
 
     def change(folder: Path) -> None:
         content = json.loads((folder / stage.CERTIFICATE).read_text())

@@ -1,4 +1,4 @@
-"""Checks on attacks: models that hide their gradients are flagged by name, a plain trained one is not."""
+"""The attack checks flag models that hide their gradients, by name, and do not flag a plain trained model."""
 
 from collections.abc import Callable, Mapping
 
@@ -18,7 +18,7 @@ CLASSES, SIDE = 4, 6
 
 @pytest.fixture(scope="module")
 def plain() -> nn.Module:
-    """A small trained classifier of four noisy patterns."""
+    """Return a small trained classifier of four noisy patterns."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE**2, 32), nn.GELU(), nn.Linear(32, CLASSES))
     images, labels = samples(256)
@@ -40,7 +40,7 @@ def samples(n: int) -> tuple[Tensor, Tensor]:
 
 
 def case(model: nn.Module) -> checks.Case:
-    """Images that it gets right, in the ball the checks attack them in."""
+    """Return correctly classified images and the ball in which the checks attack them."""
     images, labels = samples(24)
     right = model(images).argmax(1) == labels
     return checks.Case(model, images[right], labels[right], "linf", 0.03)
@@ -69,7 +69,7 @@ def test_a_plain_model_is_not_flagged(plain: nn.Module) -> None:
 
 
 def test_quantised_activations_and_saturated_logits_are_flagged(plain: nn.Module) -> None:
-    """The masked model of the issue: both at once, and each alone."""
+    """The masked model combines both faults; each fault is also tested alone."""
     stairs = Wrapped(plain, quantised, before=True)
     assert {"zero_gradients", "large_ball_leaves_accuracy"} <= names(Wrapped(stairs, lambda z: 1e4 * z))
     assert {"zero_gradients", "large_ball_leaves_accuracy"} <= names(stairs)
@@ -91,8 +91,10 @@ def test_randomness_probabilities_and_precision_are_flagged(plain: nn.Module) ->
 
 
 class Trap(nn.Module):
-    """Falls where u, the mean change in units of 0.03, passes 0.66; on the way there is a dip from 0.2 to 0.28 that
-    steps of 0.125 may jump over and steps of 0.025 cannot."""
+    """A margin that falls where u, the mean change in units of 0.03, passes 0.66.
+
+    A dip from 0.2 to 0.28 lies on the way. Steps of 0.125 may jump over it; steps of 0.025 cannot.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         u = (x - 0.5).flatten(1).mean(1, keepdim=True) / 0.03

@@ -1,4 +1,4 @@
-"""The evaluation on real files: nested outcomes, the same whatever the batch, resumed, refuted, published."""
+"""The evaluation on real files: nested outcomes, the same for any batch size, resumed, refuted and published."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -29,10 +29,10 @@ from certify.stage import run as stage
 from certizoo import UserError
 from certizoo.locks import HOLDER, LOCK
 from registry import browse
-from tests.certify.stage.test_stage import SETTINGS as FEW
-from tests.certify.stage.test_stage import data
 from tests.tools.full_disk import full_disk
 from tests.tools.rounding import assert_same_to_rounding
+from tests.tools.stage_runs import SETTINGS as FEW
+from tests.tools.stage_runs import data
 
 PGD: Mapping[str, Mapping[str, object]] = {
     "pgd_l2": {"kind": "pgd", "norm": "l2", "eps": 0.1, "steps": 10, "loss": "margin"},
@@ -41,13 +41,13 @@ PGD: Mapping[str, Mapping[str, object]] = {
 }
 ATTACKS = {**PGD, "noise": {"kind": "noise"}}
 SETTINGS = evaluation.Settings("test", ATTACKS, method="lofast", images=40, block=20, batch_size=20, check_images=0)
-FLOAT32 = 1e-4  # logits are off by some 1e-7; what ten steps of an attack find, by some 1e-6 of its length
+FLOAT32 = 1e-4  # logits differ by about 1e-7, the points of ten attack steps by about 1e-6 of their length
 TIMES = ("seconds.certify", *(f"seconds.{name}" for name in ATTACKS))
 
 
 @dataclass(frozen=True)
 class Noise:
-    """One draw for all images of a call, as AutoAttack's are: an image's outcome belongs to its block."""
+    """An attack that draws once for all images of a call, as AutoAttack does, so that outcomes depend on the block."""
 
     norm: str = "l2"
     eps: float = 3.0
@@ -115,7 +115,7 @@ def test_outcomes_do_not_depend_on_the_workers(handover: Path, digits: Path, who
 def test_images_keep_their_random_numbers_in_other_blocks(
     handover: Path, digits: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """But for attacks that draw for all of a block."""
+    """Attacks that draw once for a whole block are the exception."""
     evaluation.run(handover, data(digits), replace(SETTINGS, block=13), tmp_path)
     table = pd.read_parquet(tmp_path / evaluation.TABLE)
     columns = ["survives.pgd_l2", "l2.pgd_l2", "survives.pgd_linf", "l2.pgd_linf"]
@@ -142,7 +142,7 @@ def test_a_start_that_was_cut_off_goes_on_at_a_block(handover: Path, digits: Pat
 def test_an_unsound_certificate_is_caught_with_its_image(
     handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Planted: radii 20 times too large."""
+    """The planted radii are 20 times too large."""
     monkeypatch.setattr(evaluate_block, "radius_of", lambda analysis: 20 * api.radius_of(analysis))
     with pytest.raises(UnsoundCertificate, match="certificate is wrong"):
         evaluation.run(handover, data(digits), SETTINGS, tmp_path)
@@ -151,7 +151,7 @@ def test_an_unsound_certificate_is_caught_with_its_image(
     with safe_open(path, "pt") as file:
         image, found, facts = file.get_tensor("image"), file.get_tensor("adversarial"), file.metadata()
     l2 = float(distance(found[None], image[None], "l2"))
-    assert l2 == pytest.approx(float(facts["l2"]), rel=1e-12)  # there of a batch, here of one image
+    assert l2 == pytest.approx(float(facts["l2"]), rel=1e-12)  # computed there in a batch, here for one image
     assert float(facts["l2"]) <= float(facts["certified_radius"])
     answers: Tensor = model(torch.stack([image, found])).argmax(1)
     assert answers[0] == int(facts["label"]) != answers[1]
@@ -220,7 +220,7 @@ def test_a_wrong_entry_is_named(handover: Path, digits: Path, tmp_path: Path, op
 
 
 def test_transfer_finds_its_points_on_the_other_model(handover: Path, digits: Path, tmp_path: Path) -> None:
-    """From the model itself it is the attack; from one with other weights it is weaker."""
+    """A transfer from the model itself equals the attack; one from other weights is weaker."""
     torch.manual_seed(1)
     config = zoo.handover.read_config(handover)
     zoo.handover.save(tmp_path / "other", zoo.create_model(**config["model"]), config["model"], {})
@@ -278,7 +278,7 @@ def test_only_the_whole_autoattack_is_a_leaderboard_entry(whole: Path) -> None:
 
 
 def test_the_leaderboard_takes_the_model_from_the_folder(handover: Path) -> None:
-    """images in [0,1] -> logits, in eval mode, without gradients of weights: what a benchmark expects."""
+    """RobustBench expects images in [0,1] -> logits, in eval mode, without gradients for weights."""
     model = robustbench.load_model(str(handover))
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())

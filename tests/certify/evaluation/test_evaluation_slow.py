@@ -1,4 +1,4 @@
-"""The whole chain on trained models and real images: certified <= AutoAttack <= PGD <= clean, image by image."""
+"""The whole chain on trained models and real images: certified <= AutoAttack <= PGD <= clean for every image."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import torch
 
 from certify.evaluation import run as evaluation
 from shards import DataConfig
-from tests.certify.stage.test_stage import data
+from tests.tools.stage_runs import data
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 CERT_C10 = Path(__file__).parents[3] / "zoo" / "weights" / "cert_vit_c10"
@@ -43,7 +43,7 @@ def test_digits(handover: Path, digits: Path, tmp_path: Path) -> None:
 
 
 def test_cifar10(real_data: Path, tmp_path: Path) -> None:
-    """The certified model whose weights are kept with its results."""
+    """Evaluate the certified model that is stored with its results."""
     images = DataConfig("cifar10", str(real_data), "cifar10-train-*.tar", "cifar10-test-*.tar", 10, 32)
     settings = evaluation.Settings("slow", protocol("l2", 36 / 255), method="adjoint", images=20, block=10, workers=2)
     check(CERT_C10, images, settings, tmp_path)

@@ -1,4 +1,4 @@
-"""The evaluation with radii in Linf: attacks of both norms beside them, and points that refute them."""
+"""The evaluation with Linf radii: it runs attacks of both norms and catches points that refute the radii."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ from certify.evaluation import run as evaluation
 from certify.evaluation.protocol import covering
 from certify.methods.certificate import UnsoundCertificate
 from certizoo import UserError
-from tests.certify.stage.test_stage import data
+from tests.tools.stage_runs import data
 
 EPS = 4 / 255
 ATTACKS = {
@@ -65,7 +65,7 @@ def test_rows_of_the_other_norm_are_not_continued(handover: Path, digits: Path, 
 def test_a_wrong_certificate_in_linf_is_caught_by_its_own_distance(
     handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted: radii 20 times too large. In L2 the points that fool lie farther away than that."""
+    """The planted radii are 20 times too large; the L2 distance of the points found would not reveal it."""
     monkeypatch.setattr(evaluate_block, "radius_of", lambda analysis: 20 * api.radius_of(analysis))
     settings = replace(SETTINGS, attacks={"far": ATTACKS["far"]})
     with pytest.raises(UnsoundCertificate, match=r"\(Linf\)"):
@@ -82,7 +82,7 @@ def test_a_wrong_certificate_in_linf_is_caught_by_its_own_distance(
     ("of", "norm", "wanted"), [("l2", "l2", 0.1), ("linf", "linf", 0.1), ("l2", "linf", 0.1), ("linf", "l2", 0.8)]
 )
 def test_the_smallest_ball_around_an_attacks_ball(of: str, norm: str, wanted: float) -> None:
-    """Its longest vector, in the other norm, is the radius."""
+    """The radius is the largest length of a vector of the ball in the other norm."""
     attack = AttackConfig(norm=of, eps=0.1)
     found = covering(attack, norm, 64)
     assert found is not None

@@ -1,4 +1,4 @@
-"""From a certificate to an entry and back: a right entry is found again, a wrong one is refused."""
+"""A right leaderboard entry can be recomputed from its certificate; a wrong one is refused."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ IMAGES = 24
 
 @pytest.fixture(scope="module")
 def results(handover: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished certificate of the small model."""
+    """Return the finished certificate of the small model."""
     out = tmp_path_factory.mktemp("results")
     words = [f"handover={handover}", f"out={out}", f"images={IMAGES}", "method=adjoint", "eps=[0.05,0.3]"]
     main([*words, "headline_eps=0.05", "attack.steps=5", "data=digits", f"data.root={digits}"])
@@ -30,7 +30,7 @@ def results(handover: Path, digits: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def made(handover: Path, results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its entry."""
+    """Return the leaderboard entry of the certificate."""
     out = tmp_path_factory.mktemp("entry") / "digits.json"
     main(["submit", f"handover={handover}", f"results={results}", f"out={out}", "training=8 epochs on one core"])
     return out
@@ -75,7 +75,7 @@ def test_an_entry_is_what_the_certificate_says(made: Path, results: Path) -> Non
 def test_a_right_entry_is_found_again(
     made: Path, results: Path, handover: Path, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its figures, and by its rows as well."""
+    """The figures alone reproduce the entry, and so do the figures with the rows."""
     check(made, handover, digits, f"results=[{results}]")
     shown = capsys.readouterr().out
     assert f"OK: {made}" in shown
@@ -95,7 +95,7 @@ def test_a_changed_figure_is_refused(
     changed: Callable[..., Path], made: Path, results: Path, handover: Path, digits: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Parameters; clean by one image; a certified share by a few; one that only the rows give away."""
+    """The cases change parameters, one clean image, some certified shares, and a figure that only the rows reveal."""
     other = changed(lambda entry: entry.update(parameters=entry["parameters"] + 1))
     assert "parameters, not" in refusal(capsys, other, handover, digits)
     other = changed(lambda entry: entry.update(clean=entry["clean"] + 100 / IMAGES))
@@ -125,7 +125,7 @@ def test_an_entry_says_in_which_type_its_model_is_served(
     made: Path, results: Path, handover: Path, digits: Path, changed: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """float32 unless another is asked for; entries that do not say it are of the float64 function."""
+    """The default is float32; entries without the field mean the float64 function."""
     entry = json.loads(made.read_text())
     assert entry["served_dtype"] == "float32"
     assert "served in float32, rounding included" in entry["soundness"]
@@ -140,7 +140,7 @@ def test_an_entry_says_in_which_type_its_model_is_served(
 
 
 def test_a_forged_row_is_found(results: Path, made: Path) -> None:
-    """A radius, or a prediction, that is not found again; what another nonce may change is let pass."""
+    """A forged radius or prediction is found; differences that another nonce can cause are accepted."""
     entry = json.loads(made.read_text())
     rows = rows_of([results], entry)
     again = [dict(row) for row in rows["l2"].values() if row["radius.adjoint"] > 0][:1]
@@ -177,13 +177,13 @@ def test_a_folder_without_results_is_one_line(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_how_far_off_a_claim_is_seen() -> None:
-    """The figures at the head of certify/leaderboard/recheck.py, and that a right claim is refused as good as never."""
+    """Check the rates at the head of certify/leaderboard/recheck.py, and that a right claim is almost never refused."""
     for n, points in ((50, 0.32), (200, 0.15), (500, 0.085), (1000, 0.02)):
         for truth in (0.3, 0.5):
             assert not likely(round(n * truth), n, 1000 * (truth + points), 1000, both=True)
             assert not likely(round(n * (truth + points)), n, 1000 * truth, 1000, both=True)
             assert likely(round(n * truth), n, 1000 * truth, 1000, both=True)
-    assert likely(30, 30, 500, 1000, both=False)  # an attack that finds less is none of the claim's faults
+    assert likely(30, 30, 500, 1000, both=False)  # a weaker attack is not a fault of the claim
 
 
 def test_chances_are_roundedat_most() -> None:

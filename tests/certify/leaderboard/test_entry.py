@@ -1,4 +1,4 @@
-"""The leaderboard's files: in the form of the schema, true to our results, and without contradiction."""
+"""Leaderboard files follow the schema, agree with our results, and do not contradict one another."""
 
 import copy
 import json
@@ -26,13 +26,13 @@ def test_every_entry_is_in_the_form_of_the_schema(path: Path) -> None:
 
 @pytest.mark.parametrize("name", leaderboard.OURS)
 def test_our_entries_are_what_the_results_say(name: str) -> None:
-    """Made again from the files of benchmarks/results, word for word: `python -m benchmarks.leaderboard`."""
+    """`python -m benchmarks.leaderboard` reproduces every entry from benchmarks/results, byte for byte."""
     assert (leaderboard.LEADERBOARD / f"{name}.json").read_text() == leaderboard.text(name)
 
 
 @each_file
 def test_an_entry_is_ours_or_published(path: Path) -> None:
-    """Figures of others say where they stand, and none of them passes for one that was proved here."""
+    """Published figures name their source, and none of them counts as proved here."""
     said = json.loads(path.read_text())
     assert said["published"] == (path.stem not in leaderboard.OURS)
     if said["published"]:

@@ -1,4 +1,4 @@
-"""A nonce that somebody chose is refused: a result counts where its nonce was drawn, or derives from what was fixed."""
+"""A chosen nonce is refused: a result counts only if its nonce was drawn or derives from fixed data."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ ASKED = ["images=3", "eps=[0.05]", "headline_eps=0.05", "attack.steps=2", "metho
 
 
 def certified(handover: Path, digits: Path, out: Path, *words: str, chance: bool = True) -> dict[str, Any]:
-    """The model is so small that nothing is left to chance: it is put into the summary."""
+    """Return a summary with the given failure probability, which this small model would not have by itself."""
     main([f"handover={handover}", f"out={out}", *ASKED, f"data.root={digits}", *words])
     said: dict[str, Any] = json.loads((out / "certificate.json").read_text())
     if chance:
@@ -71,7 +71,7 @@ def test_each_of_the_three_decides() -> None:
 def test_a_derived_nonce_is_submitted_and_derived_again(
     derived: Path, handover: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that does not derive from the entry's own weights, images and beacon is refused."""
+    """A nonce that does not derive from the entry's own weights, images and beacon is refused."""
     path = submitted(handover, derived, tmp_path / "entry.json")
     check = ["check", str(path), f"handover={handover}", f"data.root={digits}", "images=1", f"results=[{derived}]"]
     main(check)
@@ -109,7 +109,7 @@ def test_a_nonce_and_a_beacon_are_too_much(
 def test_results_of_earlier_code_are_not_submitted(
     derived: Path, handover: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They do not say where their nonce is from. Entries that were made of such stay valid."""
+    """They do not record the source of their nonce. Entries already made from such results stay valid."""
     said = json.loads((derived / "certificate.json").read_text())
     del said["nonce_origin"], said["beacon"]
     for name in ("certificates.jsonl", "certificates.parquet"):
@@ -122,7 +122,7 @@ def test_results_of_earlier_code_are_not_submitted(
 
 
 def test_a_table_fails_where_any_of_its_images_does() -> None:
-    """The union of the events of images about which something is said, and of those of several results."""
+    """The failure probability covers the union over all images and over several results."""
     table = pd.DataFrame({"failure": [1e-8, 2e-8, 5e-8, 4e-8], "correct": [True, True, False, True]})
     found = chances(table)
     assert found["failure_probability_of_an_image"] == 5e-8

@@ -1,4 +1,4 @@
-"""Linear maps around a clean batch: the tape, and lengths and norms against dense Jacobians and what ascent finds."""
+"""Linear maps around a clean batch: lengths and norms against dense Jacobians and ascent."""
 
 import math
 from dataclasses import replace
@@ -27,7 +27,7 @@ from zoo.bounds.tape import Tape, Vectors
 
 
 def dense(joint: Joint, last: int) -> Vectors:
-    """M_i (B, x, n) of every leaf up to the last, by pushing every unit vector."""
+    """Return M_i (B, x, n) of every leaf up to the last one, by pushing every unit vector."""
     room, found = joint.room(last), Vectors()
     eye = torch.eye(room, dtype=torch.float64)[:, None].expand(-1, len(joint.most_B), -1)
     joint.push(eye, partial(look, found), last)
@@ -37,7 +37,7 @@ def dense(joint: Joint, last: int) -> Vectors:
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast"))
 def test_the_tape_is_the_model(parts: str) -> None:
-    """What arrives at the image is the gradient by autograd, and pushing is the transpose of pulling."""
+    """The pulled vector at the image equals autograd's gradient, and pushing is the transpose of pulling."""
     certifier, analysis = analysis_of(parts)
     here = situation(analysis)
     x = analysis.images.clone().requires_grad_()
@@ -59,12 +59,12 @@ def test_the_tape_is_the_model(parts: str) -> None:
 
 
 def look(seen: Vectors, at: int, v: Tensor) -> None:
-    """Of unit vectors: the columns of a matrix."""
+    """Return the columns of a matrix, given its action on unit vectors."""
     seen[at] = v.flatten(2).permute(1, 2, 0)
 
 
 def matrix(ellipsoids: Ellipsoids, form: QuadraticForm, at: int, maps: Vectors) -> Tensor:
-    """M^T C M (C, B, n, n) of a leaf, filled up with zeros to the room of the last one."""
+    """Return M^T C M (C, B, n, n) of a leaf, padded with zeros to the size of the last one."""
     m = maps[at]
     columns = m.permute(2, 0, 1).unflatten(-1, entering(ellipsoids.tape.leaves[at])[1:])
     pulled = torch.stack([form.apply(column.expand(len(form.largest), *column.shape)) for column in columns])
@@ -73,22 +73,22 @@ def matrix(ellipsoids: Ellipsoids, form: QuadraticForm, at: int, maps: Vectors) 
 
 
 def entering(leaf: Expansion) -> torch.Size:
-    """The shape of its input."""
+    """Return the shape of a module's input."""
     return leaf.pull(leaf.y[None])[0].shape
 
 
 def unit_vectors(room: torch.Size) -> Tensor:
-    """All of them, for inputs of this shape."""
+    """Return all unit vectors of inputs of this shape."""
     return torch.eye(room[1:].numel(), dtype=torch.float64).view(-1, 1, *room[1:]).expand(-1, *room)
 
 
 def nothing(_: Tensor) -> Sizes:
-    """No length is known from elsewhere."""
+    """Return no lengths known from elsewhere."""
     return {}
 
 
 def measured(analysis: ImageAnalysis, e: float) -> Ellipsoids:
-    """By maps alone."""
+    """Return ellipsoids that use nothing but the maps."""
     here = situation(analysis)
     joint = stage_of(analysis, e).ellipsoids.joint
     return Ellipsoids(joint, here.draw, nothing, here.off, Columns.of(here.tape, here.images))
@@ -96,7 +96,7 @@ def measured(analysis: ImageAnalysis, e: float) -> Ellipsoids:
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast", "standard"))
 def test_known_lengths_are_not_exceeded(parts: str) -> None:
-    """In front of nodes by ascent; inside of them by the singular values of what is in front of a leaf."""
+    """Check lengths before nodes by ascent, and lengths inside nodes by singular values."""
     certifier, analysis = analysis_of(parts, count=2)
     here, e_B = situation(analysis), torch.full((2,), 0.1, dtype=torch.float64)
     sizes, radii = here.sizes(e_B), here.radii(e_B)
@@ -114,7 +114,7 @@ def test_known_lengths_are_not_exceeded(parts: str) -> None:
 
 @pytest.mark.slow
 def test_forms_do_not_diverge_in_a_deep_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of layers that make nothing longer the adjoint analysis knows how long changes are at most, and maps do not."""
+    """For non-expansive layers the adjoint analysis limits the length of changes; maps alone do not."""
     torch.manual_seed(0)
     model: Any = zoo.create_model("dp_vit_ti", **(SMALL | PARTS["smooth"] | {"depth": 6})).eval()
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_forms_do_not_diverge_in_a_deep_chain(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("parts", mostly_slow(SMOOTH, "standard"))
 def test_reaches_and_seminorms_are_those_of_dense_maps(parts: str) -> None:
-    """Never below, and as close as each promises."""
+    """The bounds are never below the exact values, and as close as each one promises."""
     _, analysis = analysis_of(parts)
     found = measured(analysis, 0.05)
     maps, grown = dense(found.joint, found.tape.nonlinear[-1]), found.at(found.most_B)
@@ -164,8 +164,10 @@ def test_reaches_and_seminorms_are_those_of_dense_maps(parts: str) -> None:
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "stem", "smooth"))
 def test_columns_say_how_far_the_first_units_reach(parts: str) -> None:
-    """With nothing but rounding to spare, where functionals are those of every image, and never too little where as
-    much comes in on the way as from the image. The place for rounding costs 3 % at most. Elsewhere nothing is said."""
+    """The reach of the first units is exact up to rounding where functionals are the same for all images.
+
+    It is never too small where noise adds as much as the image. The allowance for rounding costs at most 3 %.
+    """
     _, analysis = analysis_of(parts)
     found = measured(analysis, 0.05)
     tape, e_B = found.tape, found.most_B
@@ -190,7 +192,7 @@ def test_columns_say_how_far_the_first_units_reach(parts: str) -> None:
 
 
 def test_columns_count_what_is_rounded_of_rounding() -> None:
-    """Two leaves that round 10^3 of a unit vector, with gains of 1, in front of units: 10^3 (1 + 10^3) and 10^3."""
+    """Two leaves that round 10^3 of a unit vector, with gains of 1: the bounds are 10^3 (1 + 10^3) and 10^3."""
     x = torch.zeros(2, 8, dtype=torch.float64)
     rough = replace(expansion_of(nn.Identity())(x), rounding_B=torch.full((2,), 1e3).double())
     units = expansion_of(nn.GELU())(x)
@@ -218,7 +220,7 @@ def test_the_forms_of_margins_are_those_of_dense_maps(parts: str) -> None:
 
 @pytest.mark.slow
 def test_the_end_moves_no_further_than_is_said() -> None:
-    """Of chains that are cut behind every node, residual sums too."""
+    """Test chains that are cut behind every node, residual sums included."""
     certifier, analysis = analysis_of("standard", count=2)
     here, e_B = situation(analysis), torch.full((2,), 0.05, dtype=torch.float64)
     whole, cut = stage_of(analysis, 0.05).ellipsoids.joint, list[bool]()
@@ -239,7 +241,7 @@ def test_the_end_moves_no_further_than_is_said() -> None:
 
 
 def farthest(certifier: Image, x: Tensor, count: int, e_B: Tensor) -> Tensor:
-    """How far ascent moves what so many nodes answer: (B,)."""
+    """Return the largest change of the output that ascent finds for these nodes: (B,)."""
 
     def end(z: Tensor) -> Tensor:
         for layer, _ in certifier.nodes[:count]:
@@ -251,7 +253,7 @@ def farthest(certifier: Image, x: Tensor, count: int, e_B: Tensor) -> Tensor:
 
 
 def test_chernoff_is_below_the_quantile() -> None:
-    """Of chi-square with M degrees of freedom, by its series; and not far below."""
+    """Compare with the quantile of chi-square with M degrees of freedom from its series; it is close as well."""
     for count, chance in ((64, 1e-3), (256, 1e-12), (512, 1e-17)):
         x = least_square_sum(count, chance)
         below = math.exp(chi_square_log(count, x))
@@ -260,7 +262,7 @@ def test_chernoff_is_below_the_quantile() -> None:
 
 
 def chi_square_log(count: int, x: float) -> float:
-    """log P[chi^2 <= x] = log of x^(k/2) e^(-x/2) sum_n x^n / ... (the incomplete gamma function)."""
+    """Return log P[chi^2 <= x] from the series x^(k/2) e^(-x/2) sum_n x^n / ... of the incomplete gamma function."""
     s, y = count / 2, x / 2
     term, total, n = 1 / s, 1 / s, s
     for _ in range(2000):
@@ -273,8 +275,11 @@ def chi_square_log(count: int, x: float) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", ["smooth", "standard"])
 def test_weights_are_in_proportion(parts: str) -> None:
-    """Those of no leaf with hidden units, scaled by 3 either way, make the closest rival's remainders cost much less at
-    the radius that is expected. Planted: a leaf whose weights are 10 times what they were."""
+    """Scaling the weights of any leaf by 3 either way barely improves the remainders' cost.
+
+    The cost is that of the closest rival at the expected radius. A planted leaf with weights 10 times too large is
+    detected.
+    """
     _, analysis = analysis_of(parts)
     here = situation(analysis)
     joint = RadiusStage(here, analysis.expected_B, Columns.of(here.tape, here.images)).ellipsoids.joint
@@ -288,7 +293,7 @@ def test_weights_are_in_proportion(parts: str) -> None:
         return found.cost(found.margins(g, class_CB), found.at(found.most_B))[0]
 
     def saved(weights: Sizes) -> Tensor:
-        """The factor by which another scale of one leaf is better, on average."""
+        """Return the factor by which another scale of one leaf improves the cost, on average."""
         others = [{**weights, at: factor * weights[at]} for at in units[:-1] for factor in (1 / 3, 3.0)]
         return (cost(weights) / torch.stack([cost(other) for other in others]).amin(0)).mean()
 

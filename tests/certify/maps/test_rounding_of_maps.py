@@ -1,4 +1,4 @@
-"""What torch rounds in the maps M_i: in float32 a push is that of a slightly other u, in units of that type."""
+"""Rounding inside the maps M_i: a float32 push equals the exact push of a slightly different u."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -24,15 +24,14 @@ E, MANY = 0.05, 6
 
 
 def seen(joint: Joint, last: int, u: Tensor) -> Vectors:
-    """H_i of every leaf up to the last."""
+    """Return H_i of every leaf up to the last one."""
     found = Vectors()
     joint.push(u, lambda at, v: found.update({at: v}), last)
     return found
 
 
 def some(joint: Joint, last: int) -> Iterator[Tensor]:
-    """Of random u, of such of the image alone and of the noise alone, and of one sign; and those that arrive from one
-    functional at the end."""
+    """Return test vectors: random, image only, noise only, of one sign, and some pulled from the end."""
     random = torch.Generator().manual_seed(0)
     u = torch.randn(MANY, len(joint.most_B), joint.room(last), generator=random, dtype=torch.float64)
     image = torch.zeros_like(u)
@@ -45,9 +44,11 @@ def some(joint: Joint, last: int) -> Iterator[Tensor]:
 @pytest.mark.parametrize("quieter", [1, 30])
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth", "standard"))
 def test_a_push_is_that_of_a_slightly_other_u(parts: str, quieter: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fl(M_i u) = M_i u' with |u' - u| <= share / 2 |u|, of all leaves, for the closest u' that there is: then
-    |<a, fl(M_i u)> - <a, M_i u>| <= |M_i^T a| share / 2 |u| for all a. A share that knows nothing of leaves,
-    planted, is seen where there is little noise and no remainder."""
+    """For the closest u' with fl(M_i u) = M_i u', check |u' - u| <= share / 2 |u| over all leaves.
+
+    Then |<a, fl(M_i u)> - <a, M_i u>| <= |M_i^T a| share / 2 |u| for all a. A planted share that ignores leaves is
+    detected where there is little noise and no remainder.
+    """
     _, analysis = analysis_of(parts, count=2)
     ellipsoids = stage_of(analysis, E).ellipsoids
     joint, rounding = ellipsoids.joint, ellipsoids.rounding
@@ -61,7 +62,7 @@ def test_a_push_is_that_of_a_slightly_other_u(parts: str, quieter: int, monkeypa
 
 
 def pushed_off(joint: Joint, rounding: Rounding) -> float:
-    """In units of what is said."""
+    """Return the error of a push relative to its bound."""
     most, last = 0.0, max(joint.tape.leaves)
     maps = dense(joint, last)
     for u in some(joint, last):
@@ -99,8 +100,10 @@ def test_a_pull_is_off_by_a_share_of_what_arrives(parts: str) -> None:
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth", "standard"))
 def test_products_are_off_by_what_norms_are_told(parts: str) -> None:
-    """|fl(sum_i M_i^T C_i M_i u) - that| in units of the norm: what maps and forms round together, and the shift that
-    makes room for the latter; behind a scale too."""
+    """|fl(sum_i M_i^T C_i M_i u) - that| stays below the share of the norm.
+
+    The share covers the rounding of maps and forms and the shift for the latter. The cases include a scale.
+    """
     _, analysis = analysis_of(parts, count=2)
     stage = stage_of(analysis, E)
     ellipsoids, class_CB = stage.ellipsoids, stage.here.rivals_BR[:, :1].mT
@@ -120,7 +123,7 @@ def test_products_are_off_by_what_norms_are_told(parts: str) -> None:
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard", "stem"))
 def test_sizes_are_those_of_dense_maps(parts: str) -> None:
-    """Never below, and so of all at once by a seminorm; of one leaf and the next they may be some times too long."""
+    """Sizes are never too small, for all leaves at once too; single pairs of leaves may be a few times too large."""
     _, analysis = analysis_of(parts, count=2)
     ellipsoids = stage_of(analysis, E).ellipsoids
     sizes, joint = ellipsoids.rounding.sizes, ellipsoids.joint
@@ -143,8 +146,11 @@ def padded(m: Tensor, like: Tensor) -> Tensor:
 
 
 def test_a_share_is_that_of_all_leaves_in_front() -> None:
-    """2 (sum_l (eps_l / w_l)^2)^(1/2), which less noise makes more, and which grows with what follows nothing but the
-    leaves in front; behind a scale, in units of its noise."""
+    """The share is 2 (sum_l (eps_l / w_l)^2)^(1/2).
+
+    Less noise makes it larger, and so does a leaf that follows nothing but the leaves before it. Behind a scale it is
+    in units of that scale's noise.
+    """
     _, analysis = analysis_of("standard", count=2)
     joint, rounding = stage_of(analysis, E).ellipsoids.joint, stage_of(analysis, E).ellipsoids.rounding
     leaves = list(rounding.sizes)
@@ -162,7 +168,7 @@ def test_a_share_is_that_of_all_leaves_in_front() -> None:
 
 
 def cancelling(size: float) -> Any:
-    """A model of which two hidden units, which are one, go into the sum with this weight and its negative."""
+    """Return a model whose two equal hidden units enter the sum with this weight and its negative."""
     model = small_model("standard", 0)
     mlp = model.blocks[0].mlp
     with torch.no_grad():
@@ -176,8 +182,10 @@ def cancelling(size: float) -> Any:
 @pytest.mark.hostile
 @pytest.mark.parametrize("size", [1.0, 2.0**80])
 def test_what_cancels_far_above_has_no_norm(size: float) -> None:
-    """Behind products that round 2^27 of what is left of them nothing is known, and nothing certified. Served in
-    float64, as in float32 the model is not what it is in float64, and refused."""
+    """Products that round 2^27 times what remains give no bound and no certificate.
+
+    The model is served in float64, because its float32 version differs too much and is refused.
+    """
     model = cancelling(size).double()
     x = labelled(small_model("standard", 0), 2, 1)[0].double()
     ((_, analysis),) = Image(model, nonce="a nonce").analyse(x, model(x).argmax(-1)).parts

@@ -1,4 +1,4 @@
-"""Which largest e stages have: that the e where maps diverge is found, from wherever a search begins."""
+"""The search over e finds the largest useful one, below the point where the maps diverge, from any start."""
 
 import pytest
 import torch
@@ -14,7 +14,10 @@ LEAST = GAIN[1]
 
 
 def proved(first_B: Tensor, end_B: Tensor, short: float) -> Tensor:
-    """By stages from `first` on, each of which proves all up to `end`, and beyond it this share of that."""
+    """Return the radius proved by stages from `first` on.
+
+    Each proves everything up to `end`, and beyond it a share of `end`.
+    """
     schedule, best_B = RadiusSchedule.first(first_B, torch.full_like(first_B, 10.0)), torch.zeros_like(first_B)
     for _ in range(image.MAX_STAGES):
         most_B = schedule.most_B
@@ -25,7 +28,7 @@ def proved(first_B: Tensor, end_B: Tensor, short: float) -> Tensor:
 
 @pytest.mark.parametrize("short", [0.0, 0.5, 0.9])
 def test_the_end_is_found_from_wherever_a_search_begins(short: float) -> None:
-    """From twice as much, and from two thirds."""
+    """Start from twice the end and from two thirds of it."""
     first_B = torch.linspace(0.66, 2.0, 100, dtype=torch.float64)
     found_B = proved(first_B, torch.ones_like(first_B), short)
     assert (found_B <= 1).all()
@@ -33,7 +36,7 @@ def test_the_end_is_found_from_wherever_a_search_begins(short: float) -> None:
 
 
 def test_the_first_order_ends_a_search() -> None:
-    """At its end there is nothing to gain; in front of it no stage reaches further."""
+    """The first-order radius is an upper limit, and no stage below it reaches further."""
     e_B = torch.tensor([1.0, 0.8], dtype=torch.float64)
     after = RadiusSchedule.first(e_B, torch.ones_like(e_B)).after(e_B).worth(LEAST)
     assert after.most_B[0].isnan()
@@ -43,7 +46,7 @@ def test_the_first_order_ends_a_search() -> None:
 
 
 def test_a_search_goes_on_beyond_what_others_prove() -> None:
-    """Not from where the adjoint analysis proves all, also where a stage fell short of less."""
+    """The search skips radii that the adjoint analysis proves, even after a stage that fell short."""
     e_B = torch.tensor([1.0, 1.0, 0.0, torch.nan], dtype=torch.float64)
     fell = RadiusSchedule.first(e_B, torch.full_like(e_B, 10.0)).after(0.0 * e_B)
     for schedule in (RadiusSchedule.first(e_B, torch.full_like(e_B, 10.0)), fell):
@@ -56,7 +59,7 @@ def test_a_search_goes_on_beyond_what_others_prove() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", ["standard", "stem"])
 def test_radii_hang_little_on_what_was_expected(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first stage that is too small, or far too large; the e where maps diverge hangs on random starts, too."""
+    """The first stage may be too small or far too large. The divergence point also depends on random starts."""
     found = []
     for beyond in (0.8, image.FIRST_STAGE, 2.5):
         monkeypatch.setattr(image, "FIRST_STAGE", beyond)

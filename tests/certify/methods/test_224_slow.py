@@ -1,4 +1,4 @@
-"""At 224 pixels, 16-pixel patches and 1000 classes: answers come to an end, in time and memory, and say something."""
+"""At 224 pixels, 16-pixel patches and 1000 classes, useful answers come within the limits of time and memory."""
 
 import json
 import subprocess

@@ -27,7 +27,7 @@ def analyse(model: Any, x: Tensor, y: Tensor) -> AdjointAnalysis:
 
 @pytest.mark.parametrize(("seed", "parts"), mostly_slow(product(range(3), PARTS), (2, "standard")))
 def test_no_ascent_beats_the_loss_or_the_radii(seed: int, parts: str) -> None:
-    """The margin of every pair falls by no more than the loss, and every node moves by no more than its radius."""
+    """No pair's margin falls by more than its loss, and no node moves by more than its radius."""
     model = small_model(parts, seed)
     x, y = labelled(model, 6, seed)
     analysis = analyse(model, x, y)
@@ -38,7 +38,7 @@ def test_no_ascent_beats_the_loss_or_the_radii(seed: int, parts: str) -> None:
         loss_BJ, _ = analysis.losses(analysis.radii(eps_B))
 
         def fall(z: Tensor) -> Tensor:
-            """Minus the smallest margin."""
+            """Return minus the smallest margin."""
             logits, labels = baked(z), y.repeat(len(z) // len(y))
             rest = logits.masked_fill(torch.nn.functional.one_hot(labels, 4).bool(), -torch.inf)
             return rest.amax(-1) - logits.gather(1, labels[:, None]).squeeze(1)
@@ -57,7 +57,7 @@ def test_no_ascent_beats_the_loss_or_the_radii(seed: int, parts: str) -> None:
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard", "stem"))
 def test_first_order_is_exact(parts: str) -> None:
-    """loss / eps -> ||g_0|| as eps -> 0: nothing but the gradient of the margin is paid for."""
+    """As eps -> 0, loss / eps -> ||g_0||, so only the gradient of the margin counts."""
     model = small_model(parts, 1)
     x, y = labelled(model, 5, 0)
     analysis = analyse(model, x, y)
@@ -80,7 +80,7 @@ def test_first_order_is_exact(parts: str) -> None:
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast", "standard"))
 def test_cheap_bounds_stand_on_both_sides_of_the_dear_one(parts: str) -> None:
-    """first <= tight <= coarse for every pair; and with what order the pairs are asked for, nothing changes."""
+    """For every pair first <= tight <= coarse, in whatever order the pairs are requested."""
     model = small_model(parts, 1)
     x, y = labelled(model, 5, 0)
     analysis = analyse(model, x, y)
@@ -133,8 +133,10 @@ def test_the_jacobian_is_that_of_autograd() -> None:
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast", "standard"))
 def test_norms_without_matrices_are_those_of_the_matrices(parts: str) -> None:
-    """Lanczos is never below the verified norms of J_k and of the products, and at most 8 % above where it
-    was used; in particular for nodes of the first block and for the whole trunk."""
+    """Lanczos norms are never below the verified norms of J_k and of the products, and at most 8 % above them.
+
+    This includes the nodes of the first block and the whole trunk.
+    """
     model = bake(small_model(parts, 1))
     x, _ = labelled(model.float(), 4, 1)
     model.double()
@@ -163,7 +165,7 @@ def test_norms_without_matrices_are_those_of_the_matrices(parts: str) -> None:
 
 
 def radii_by(*methods: str) -> list[Tensor]:
-    """Of the same images by each method."""
+    """Return the radii of the same images by each method."""
     model = small_model("smooth", 1)
     x, y = labelled(model, 12, 3)
     return [certified_radius(model, x, y, method=method, nonce="one") for method in methods]

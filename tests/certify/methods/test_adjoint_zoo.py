@@ -22,7 +22,7 @@ COVERED = [name for name in MODELS if name not in REFUSED]
 
 
 def attention(name: str) -> str:
-    """The kind, "None" of a model without attention."""
+    """Return the kind of attention, "None" for a model without one."""
     kind = model_options(name).get("attention")
     return str(kind["name"] if isinstance(kind, dict) else kind)
 
@@ -41,7 +41,7 @@ def test_every_model_is_covered_or_named() -> None:
 
 @pytest.mark.parametrize("name", mostly_slow(COVERED, *QUICK))
 def test_grams_are_there_and_back_again(name: str) -> None:
-    """J J^T of the embedding is a short cut."""
+    """J J^T of the embedding is computed by a short cut."""
     options = model_options(name, **tiny_options(name))
     torch.manual_seed(0)
     model = bake(zoo.create_model(name, **tiny_options(name)).eval())
@@ -54,7 +54,7 @@ def test_grams_are_there_and_back_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", mostly_slow(COVERED, *FEW))
 def test_no_ascent_beats_the_certificate(name: str) -> None:
-    """The smallest margin falls to no less than the losses say; a small enough eps is certified."""
+    """The smallest margin falls no further than the losses allow, and a small enough eps is certified."""
     options = model_options(name, **tiny_options(name))
     torch.manual_seed(0)
     model: Any = zoo.create_model(name, **tiny_options(name)).eval()

@@ -1,5 +1,4 @@
-"""Balls in L2 and Linf: what a proof takes of them, whole certificates in Linf against ascent over the box, and no
-place where one norm stands for the other."""
+"""Balls in L2 and Linf: certificates against ascent over the box, and no place where one norm stands for the other."""
 
 import math
 from fractions import Fraction
@@ -22,8 +21,7 @@ from certify.methods.image import Image
 from certify.methods.lofast import LoFAST
 from certify.methods.served import ServedAdjoint
 from certizoo import UserError
-from tests.certify.methods.test_certify import margin_loss
-from tests.tools.ascent import ascend, ascend_box
+from tests.tools.ascent import ascend, ascend_box, margin_loss
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS, labelled, nodes_up_to_first_block, small_model
 from tests.tools.trials import served_loss
@@ -48,7 +46,7 @@ def same_eps(eps: float, count: int) -> Tensor:
 
 @pytest.mark.parametrize("entries", [1, 2, 3, 64, 784, 3072, 150528])
 def test_the_l2_ball_around_is_never_too_small(entries: int) -> None:
-    """radius^2 >= d eps^2 in exact arithmetic, and hardly more."""
+    """In exact arithmetic radius^2 >= d eps^2, with hardly any excess."""
     eps_B = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(entries))
     for eps, radius in zip(eps_B.tolist(), Ball("linf", entries).radius(eps_B).tolist(), strict=True):
         square = entries * Fraction(eps) ** 2
@@ -58,7 +56,7 @@ def test_the_l2_ball_around_is_never_too_small(entries: int) -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_linear_function_falls_so_far(norm: str) -> None:
-    """Against all corners of the box, and the longest step of the L2 ball."""
+    """Compare with all corners of the box and the longest step of the L2 ball."""
     g = torch.randn(5, 4, 1, 2, 3, dtype=torch.float64)
     eps_B = torch.rand(4, dtype=torch.float64)
     if norm == "linf":
@@ -95,8 +93,10 @@ def test_another_norm_is_refused_with_those_there_are(wrong: Any) -> None:
 
 
 def overtaken(analysis: AdjointAnalysis, baked: Any, x: Tensor, y: Tensor, eps: float) -> Tensor:
-    """By how much ascent over the box lowers the margin over the closest rival beyond what its loss allows, and the
-    smallest margin beyond what all losses allow: (B,)."""
+    """Return by how much ascent over the box lowers margins beyond what their losses allow: (B,).
+
+    The first value is of the closest rival, the second of the smallest margin.
+    """
     eps_B, rival_B = same_eps(eps, len(x)), analysis.rivals_BR[:, 0]
     radii = analysis.radii(eps_B)
     loss_B = analysis.rivals(0, 1).tight(radii, torch.ones(1, len(x), dtype=torch.bool))[0]
@@ -114,7 +114,7 @@ def overtaken(analysis: AdjointAnalysis, baked: Any, x: Tensor, y: Tensor, eps: 
 
 
 def outrun(analysis: AdjointAnalysis, baked: Any, x: Tensor, eps: float) -> Tensor:
-    """The largest change behind the first block that ascent over the box finds, for each unit of its radius: (B,)."""
+    """Return the largest change behind the first block that ascent over the box finds, relative to its radius: (B,)."""
     behind = nodes_up_to_first_block(baked)
     radius_B = analysis.radii(same_eps(eps, len(x))).e[behind]
 
@@ -150,7 +150,7 @@ def test_no_ascent_over_the_box_beats_the_radius(parts: str, method: str) -> Non
 
 
 def test_a_first_order_term_of_the_other_norm_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """|g_0|_2 eps for |g_0|_1 eps."""
+    """The planted term is |g_0|_2 eps in place of |g_0|_1 eps."""
     model = small_model("smooth", 0)
     x, y = labelled(model, 6, 0)
     monkeypatch.setattr(Ball, "length", lambda self, g: g.flatten(-3).norm(dim=-1) / self._spread)
@@ -165,7 +165,7 @@ def test_a_forgotten_root_of_the_entries_is_seen(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_prefix_of_the_other_norm_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """||P_k|| eps for ||P_k|| sqrt(d) eps, the rest being right: as if the prefixes were shorter by sqrt(d)."""
+    """The planted prefix is ||P_k|| eps in place of ||P_k|| sqrt(d) eps; everything else is right."""
     model = small_model("smooth", 0)
     x, y = labelled(model, 6, 0)
     analysis = inner(model, x, y)
@@ -178,8 +178,11 @@ def test_a_prefix_of_the_other_norm_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard", "stem"))
 def test_behind_the_image_all_is_as_in_the_l2_ball_around(parts: str) -> None:
-    """Every radius and every remainder is that of the L2 analysis at sqrt(d) eps; the losses are no larger, and differ
-    where the cut is at the image alone. A place that took eps for a radius, or the other way round, would not agree."""
+    """Every radius and remainder equals that of the L2 analysis at sqrt(d) eps.
+
+    The losses are no larger, and differ only where the cut is at the image. Code that confuses eps with a radius would
+    not agree.
+    """
     model = small_model(parts, 0)
     x, y = labelled(model, 5, 0)
     box, ball = inner(model, x, y), inner(model, x, y, "l2")
@@ -198,7 +201,7 @@ def test_behind_the_image_all_is_as_in_the_l2_ball_around(parts: str) -> None:
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard", "stem"))
 def test_first_order_is_exact_in_the_box(parts: str) -> None:
-    """loss / eps -> |g_0|_1 as eps -> 0, by autograd."""
+    """As eps -> 0, loss / eps -> |g_0|_1 by autograd."""
     model = small_model(parts, 1)
     x, y = labelled(model, 5, 0)
     analysis, eps = inner(model, x, y), 1e-8
@@ -218,7 +221,7 @@ def test_first_order_is_exact_in_the_box(parts: str) -> None:
     mostly_slow(product(("smooth", "standard"), METHODS), *product(("smooth",), METHODS[:-1])),
 )
 def test_radii_of_the_two_norms_stand_as_their_balls_do(parts: str, method: str) -> None:
-    """The box of eps lies in the L2 ball of sqrt(d) eps and holds that of eps: so do the bounds."""
+    """The box of eps contains the L2 ball of eps and lies in that of sqrt(d) eps; the bounds are ordered alike."""
     model = small_model(parts, 0)
     x, y = labelled(model, 5, 2)
     l2_B, linf_B = (certified_radius(model, x, y, method, "n", norm) for norm in NORMS)
@@ -230,7 +233,7 @@ def test_radii_of_the_two_norms_stand_as_their_balls_do(parts: str, method: str)
 
 @pytest.mark.parametrize(
     ("method", "norm"),
-    mostly_slow(product(METHODS, NORMS), *product(METHODS[1:2], NORMS)),  # `best`: the radii of the test above
+    mostly_slow(product(METHODS, NORMS), *product(METHODS[1:2], NORMS)),  # The radii of `best` are in the test above.
 )
 def test_an_analysis_knows_its_norm_and_answers_in_it(method: str, norm: str) -> None:
     model = small_model("standard", 0)
@@ -259,7 +262,7 @@ def test_forms_on_the_ball_of_images_are_asked_in_its_norm(norm: str) -> None:
 
 @pytest.mark.slow
 def test_a_search_in_the_box_takes_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It starts at a box inside the ball where a search in L2 starts."""
+    """The search starts with a box inside the ball with which an L2 search starts."""
     trials = dict.fromkeys(NORMS, 0)
     for seed in range(6):
         model = small_model("standard", seed)
@@ -274,7 +277,7 @@ def test_a_search_in_the_box_takes_no_longer(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_served_model_in_the_box() -> None:
-    """Float32 logits at the points that ascent finds, and radii below those of the exact function."""
+    """Check float32 logits at the points that ascent finds, and radii below those of the exact function."""
     model = small_model("standard", 0)
     x, y = labelled(model, 4, 0)
     analysis, loss = ServedAdjoint(model, torch.float32, "n", "linf").analyse(x, y), served_loss(model, y)
@@ -289,7 +292,7 @@ def test_the_served_model_in_the_box() -> None:
 
 
 def test_what_ascent_over_a_box_finds_is_what_there_is() -> None:
-    """The search itself: it reaches |g|_1 eps of a linear function, and more than the L2 ball inside holds."""
+    """The ascent reaches |g|_1 eps for a linear function, more than the inner L2 ball allows."""
     g, x = torch.randn(3, 1, 4, 4, dtype=torch.float64), torch.zeros(3, 1, 4, 4, dtype=torch.float64)
     eps_B = torch.tensor([0.1, 1.0, 2.0], dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""Calls that mean nothing are answered with one line of one kind, and what can mean one thing only is taken."""
+"""Meaningless calls end with one line of one kind; calls that can mean only one thing are accepted."""
 
 import copy
 from collections.abc import Callable
@@ -109,7 +109,7 @@ def test_a_call_that_means_nothing_is_refused_in_one_line(name: str) -> None:
 
 
 class Answering(Tensor):
-    """A tensor that answers for itself."""
+    """A tensor that overrides torch functions with its own answers."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +153,7 @@ SEEDS = (1, 2, 5)
 
 
 def nearly_tied(seed: int) -> tuple[Any, Tensor]:
-    """A model between whose two best answers float32 cannot decide, and the image."""
+    """Return a model whose two best classes float32 cannot tell apart, and the image."""
     model = small_model("standard", seed)
     x, _ = labelled(model, 1, seed)
     exact = small_model("standard", seed).double()
@@ -168,7 +168,7 @@ def nearly_tied(seed: int) -> tuple[Any, Tensor]:
 @pytest.mark.hostile
 @pytest.mark.parametrize("method", mostly_slow(("lofast", "adjoint", "best"), "lofast"))
 def test_a_label_that_the_given_model_does_not_give_is_never_certified(method: str) -> None:
-    """Near ties: the float64 function and the model that was given answer differently, and neither is right alone."""
+    """At near ties the float64 function and the given model disagree; each alone could mislead."""
     differ = 0
     for seed in SEEDS:
         model, x = nearly_tied(seed)

@@ -44,7 +44,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 
 
 def random_model(seed: int) -> Any:
-    """A seeded model of one of the families; weights as initialised, then moved and scaled at random."""
+    """Return a seeded model of one family, with its initial weights moved and scaled at random."""
     name, options = FAMILIES[seed % len(FAMILIES)]
     torch.manual_seed(seed)
     statistics = {"mean": [0.5], "std": [0.5]}
@@ -58,14 +58,16 @@ def random_model(seed: int) -> Any:
 def easy_batch(model: Any, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        return x, model(x).argmax(-1)  # its own answers: correct by construction
+        return x, model(x).argmax(-1)  # the model's own answers, correct by construction
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", range(10))
 def test_no_attack_beats_the_certified_radius(group: int) -> None:
-    """200 seeded random models (20 in each group), 4 images each: PGD with 100 steps and 5 restarts on the margin of
-    the baked function, at the largest radius that is certified for the image."""
+    """Attack the baked function at the largest certified radius of each image.
+
+    200 seeded random models (20 in each group), 4 images each; PGD on the margin with 100 steps and 5 restarts.
+    """
     certified = 0
     for seed in range(20 * group, 20 * group + 20):
         model = random_model(seed)
@@ -79,7 +81,7 @@ def test_no_attack_beats_the_certified_radius(group: int) -> None:
 
 @pytest.mark.parametrize("seed", mostly_slow(range(5), 0, 1))
 def test_the_margin_never_falls_by_more_than_the_loss(seed: int) -> None:
-    """Also where nothing is certified: the drop that an attack finds stays below the bound, pair by pair of classes."""
+    """For every pair of classes the drop that an attack finds stays below the bound, certified or not."""
     model = random_model(seed)
     x, y = easy_batch(model, 8, seed)
     baked = bake(model)
@@ -198,7 +200,7 @@ def test_evaluate_answers_clean_attack_and_proof_together() -> None:
 
 
 def test_a_refuted_certificate_stops_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong rule (here: nothing ever moves) certifies what the attack then changes: nothing is reported."""
+    """A planted rule claims that nothing moves; the attack refutes it, and no result is reported."""
     model = random_model(0)
     x, y = easy_batch(model, 16, 0)
     honest = LoFAST.analyse

@@ -1,4 +1,4 @@
-"""The door to auto_LiRPA: the model is traced as the function it is, and what is not a proof is `unknown`."""
+"""The interface to auto_LiRPA: the traced model is the same function, and anything short of a proof is `unknown`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -16,17 +16,17 @@ from certify import certified_radius, certify
 from certify.methods import crown as door
 from certify.methods.bake import bake
 from certify.methods.crown import Crown, Plain, plain
-from tests.certify.methods.test_certify import SMALL, margin_loss
-from tests.tools.ascent import ascend
+from tests.certify.methods.test_certify import SMALL
+from tests.tools.ascent import ascend, margin_loss
 from tests.tools.small_models import PARTS, labelled, small_model
 
-GAIN = 2.0  # what the stand-in says every margin can lose per unit of eps
+GAIN = 2.0  # the loss per unit of eps that the stand-in claims for every margin
 Answer = Callable[[Tensor, float], Tensor]
 
 
 @dataclass
 class StandIn:
-    """auto_LiRPA as far as it is used: `answer(margins (1, R), eps)` is what it returns; calls are recorded."""
+    """The used part of auto_LiRPA's interface; it returns `answer(margins (1, R), eps)` and records calls."""
 
     answer: Answer = field(default=lambda margins_1R, eps: margins_1R - GAIN * eps)
     calls: list[tuple[float, Tensor]] = field(default_factory=list)
@@ -115,7 +115,7 @@ def test_a_margin_within_the_tolerance_is_not_certified(stand_in: StandIn) -> No
 
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf, torch.inf])
 def test_an_overflow_is_unknown(stand_in: StandIn, bad: float) -> None:
-    """Of one rival: the image is unknown, however good the others are."""
+    """An overflow for one rival makes the image unknown, whatever the other rivals give."""
     stand_in.answer = lambda margins_1R, eps: torch.cat([margins_1R[:, :-1], margins_1R[:, -1:] * 0 + bad], 1)
     model = small_model("standard", 0)
     x, y = labelled(model, 3, 0)
@@ -195,7 +195,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_traced_is_the_same_function(name: str) -> None:
-    """Attention, norms and activations in elementary operations, also far from the clean image."""
+    """Attention, norms and activations in elementary operations agree, also far from the clean image."""
     baked = bake(MODELS[name]())
     x = torch.rand(5, 1, 8, 8, dtype=torch.float64) * torch.tensor([1e-3, 0.5, 1.0, 5.0, 50.0]).view(-1, 1, 1, 1)
     with torch.no_grad(), Plain():

@@ -1,4 +1,4 @@
-"""Weights that make float64 forget what decides: no method may certify beyond the change that gives the image away."""
+"""Weights that make float64 lose the deciding digits: no method may certify beyond the change that turns the image."""
 
 import copy
 from itertools import product
@@ -16,13 +16,15 @@ from tests.tools.trials import Subject
 from zoo.bounds import float_error
 
 METHODS = ("lofast", "lofast_local", "adjoint", "image", "best")
-BEYOND = (1.001, 8.0)  # of the change that is known to be enough
+BEYOND = (1.001, 8.0)  # multiples of the change that is known to suffice
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_small_change_of_one_pixel_gives_the_image_to_another_class(family: str) -> None:
-    """As exact function: with S and without, the model is the same, and the one without hardly rounds. As served in
-    float32, too."""
+    """As an exact function the model is the same with S and without, and without S it hardly rounds.
+
+    Served in float32 it changes its class too.
+    """
     truth = FAMILIES[family](0.0).double()
     change = change_needed(truth)
     points = torch.cat([image(), attacked(BEYOND[0] * change)])
@@ -37,12 +39,16 @@ def test_a_small_change_of_one_pixel_gives_the_image_to_another_class(family: st
 
 
 def quick(family: str, scale: float, method: str, norm: str) -> bool:
-    """In the gate: one scale, at which `best` says what `image` says, which takes long where nothing is forged."""
-    return (
-        scale == 2.0**80
-        and not (method == "best" and family != "mixing")
-        and not (method == "image" and family in ("patches_scores", "convolutions", "value_projection_layernorm"))
+    """Select the gate's cases: one scale, with every family, method and norm.
+
+    `lofast` and `lofast_local` are cheap, so every family has both norms. `adjoint` takes the norms in turn. `image`
+    takes seconds, so it has one family of each kind, and `best`, which combines the others, has one.
+    """
+    own_norm = NORMS[list(FAMILIES).index(family) % 2]
+    families = {"image": ("mixing", "scale_of_norm", "pool_head", "gradient"), "best": ("mixing",)}.get(
+        method, FAMILIES
     )
+    return scale == 2.0**80 and family in families and (method.startswith("lofast") or norm == own_norm)
 
 
 EVERY = list(product(FAMILIES, SCALES, METHODS, NORMS))
@@ -51,7 +57,7 @@ CASES = mostly_slow(EVERY, *(case for case in EVERY if quick(*case)))
 
 @pytest.mark.parametrize(("family", "scale", "method", "norm"), CASES)
 def test_no_method_certifies_a_radius_that_holds_the_change(family: str, scale: float, method: str, norm: str) -> None:
-    """One image, asked twice: at the change that is enough, and far beyond."""
+    """Test one image at the sufficient change, and far beyond."""
     change = change_needed(FAMILIES[family](0.0).double())
     images, labels = image().expand(2, -1, -1, -1), torch.ones(2, dtype=torch.long)
     try:
@@ -65,7 +71,7 @@ def test_no_method_certifies_a_radius_that_holds_the_change(family: str, scale: 
 @pytest.mark.parametrize("exponent", [-560, 560])
 @pytest.mark.parametrize("method", ["lofast", "lofast_local", "adjoint"])
 def test_a_scale_that_the_next_layer_takes_off_again_grows_no_radius(method: str, exponent: int) -> None:
-    """Of float64 weights, layer after layer: the same function, also where squares under- or overflow."""
+    """Scale float64 weights layer by layer: the function stays the same, also where squares under- or overflow."""
     subject = Subject("standard", "medium", 0)
     plain, x = subject.model().double(), subject.images(1)
     y = plain(x.double()).argmax(-1)

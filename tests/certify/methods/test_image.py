@@ -1,4 +1,4 @@
-"""Forms on the ball of images: what they bound, against what ascent finds; faults that are planted are seen."""
+"""Bounds on the ball of images hold against ascent, and planted faults are detected."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,8 +22,7 @@ from certify.methods.adjoint import Adjoint
 from certify.methods.ball import NORMS
 from certify.methods.image import Image, ImageAnalysis
 from certify.methods.radius_stage import RadiusStage, Situation
-from tests.certify.methods.test_certify import margin_loss
-from tests.tools.ascent import ascend, ascend_box
+from tests.tools.ascent import ascend, ascend_box, margin_loss
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import PARTS, labelled, small_model
 from zoo.attention.parts import CoreLeafForms
@@ -35,10 +34,10 @@ from zoo.bounds.tape import Tape
 from zoo.models.convnet import ConvNet
 
 ROOT = Path(__file__).parents[3]
-EPS = (0.2,)  # and below
-# The others, "cls" and "fc_norm", are as "standard".
+EPS = (0.2,)  # the test also tries smaller values
+# "cls" and "fc_norm" behave like "standard".
 BUT_FOR_THE_POOLING = mostly_slow(PARTS, "smooth", "lofast", "standard", "stem")
-SMOOTH = ("standard", "smooth", "cls")  # parts with hidden units that have forms
+SMOOTH = ("standard", "smooth", "cls")  # parts whose hidden units have forms
 
 
 def analysis_of(parts: str, seed: int = 0, count: int = 3, norm: str = "l2") -> tuple[Image, ImageAnalysis]:
@@ -54,7 +53,7 @@ def situation(analysis: ImageAnalysis) -> Situation:
 
 
 def off_by(analysis: ImageAnalysis, off: float) -> Situation:
-    """With nodes whose ends are off by this, of which the adjoint analysis and its radii know nothing."""
+    """Return the situation with node ends off by `off`, which the adjoint analysis and its radii do not know."""
     return replace(situation(analysis), off=lambda _, r_B: torch.full_like(r_B, off), radii=lambda _: [])
 
 
@@ -66,14 +65,14 @@ def stage_of(analysis: ImageAnalysis, e: float) -> RadiusStage:
 @pytest.mark.parametrize("eps", EPS)
 @pytest.mark.parametrize(("parts", "norm"), mostly_slow(product(PARTS, NORMS), ("smooth", "linf")))
 def test_ascent_finds_no_image_that_loses_more(parts: str, norm: str, eps: float) -> None:
-    """Of the image's own bound, without the adjoint's help: for every rival, at the largest e and below."""
+    """Attack the image method's own bound, without the adjoint's help, for every rival at the largest e and below."""
     certifier, analysis = analysis_of(parts, count=4, norm=norm)
     assert not beaten(certifier, analysis, stage_of(analysis, eps), (eps, 0.1 * eps))
 
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth"))
 def test_any_weights_are_sound(parts: str) -> None:
-    """They choose how tight a bound is, not whether it is one."""
+    """Weights change how tight a bound is, never its validity."""
     certifier, analysis = analysis_of(parts, count=4)
     stage = stage_of(analysis, 0.1)
     weights, random = stage.ellipsoids.joint.weights, torch.Generator().manual_seed(0)
@@ -89,8 +88,11 @@ def test_any_weights_are_sound(parts: str) -> None:
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth"))
 def test_what_is_off_between_nodes_is_part_of_the_ball(parts: str) -> None:
-    """Nodes whose ends are off by a hundredth: ascent over the image and all of that finds no margin that loses more.
-    Without it in the ball, planted, it does."""
+    """Nodes have ends that are off by a hundredth.
+
+    Ascent over the image and these errors finds no margin that loses more than the bound. A planted bound that ignores
+    the errors is beaten.
+    """
     certifier, analysis = analysis_of(parts, count=3)
     e_B, off = torch.full((3,), 0.02, dtype=torch.float64), 0.01
     here, unaware = off_by(analysis, off), off_by(analysis, 0.0)
@@ -104,7 +106,7 @@ def test_what_is_off_between_nodes_is_part_of_the_ball(parts: str) -> None:
 
 
 def fall(certifier: Image, here: Situation, rival_B: Tensor, e_B: Tensor, off: float) -> Tensor:
-    """Of the margin, by ascent over a change of the image, of length e, and one of every node, `off`."""
+    """Return the fall of the margin, by ascent over an image change of length e and a change of every node, `off`."""
     shapes = [here.images.shape, *(here.tape.leaves[leaves[-1]].y.shape for leaves in here.tape.of_nodes)]
     lengths = [e_B, *(torch.full_like(e_B, off) for _ in shapes[1:])]
     torch.manual_seed(0)
@@ -124,15 +126,17 @@ def fall(certifier: Image, here: Situation, rival_B: Tensor, e_B: Tensor, off: f
         ]
         moved_B = margin_of(on_sphere)
         found = torch.autograd.grad(moved_B.sum(), on_sphere)
-        moves = [-gradient.detach() for gradient in found]  # a Frank-Wolfe step: the ends of balls
+        moves = [-gradient.detach() for gradient in found]  # a Frank-Wolfe step to the boundary of each ball
         moves = [move.requires_grad_() for move in moves]
     return (margin_of([torch.zeros_like(move) for move in moves]) - moved_B).detach()
 
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast"))
 def test_large_models_are_left_to_forms(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is small is taken for large: no layer is measured, rivals are told apart by how far the features move. All
-    images have a radius, and no ascent finds more."""
+    """Treat a small model as a large one: measure no layer, and tell rivals apart by their features.
+
+    All images have a radius, and no ascent finds more.
+    """
     monkeypatch.setattr(budget, "LARGE", 1)
     certifier, analysis = analysis_of(parts)
     radius_B = radius_of(analysis)
@@ -144,7 +148,7 @@ def test_large_models_are_left_to_forms(parts: str, monkeypatch: pytest.MonkeyPa
 
 
 def beaten(certifier: Image, analysis: ImageAnalysis, stage: RadiusStage, radii: tuple[float, ...]) -> bool:
-    """Does an image of one of the balls inside these L2 balls lose more of a margin than the stage says?"""
+    """Check if an image of one of the balls inside these L2 balls loses more margin than the stage claims."""
     label_B, ball = analysis.clean.label_B, analysis.ball
     search = ascend if ball.norm == "l2" else ascend_box
     for e in radii:
@@ -169,7 +173,7 @@ def beaten(certifier: Image, analysis: ImageAnalysis, stage: RadiusStage, radii:
 
 
 def formed_losses(stage: RadiusStage, e_B: Tensor) -> Tensor:
-    """By the forms of every rival, also of those that a decision does not need."""
+    """Return the losses by the forms of every rival, also of those that a decision does not need."""
     class_CB = stage.here.rivals_BR.mT
     formed, asked = stage._formed_of(class_CB), stage._asked(e_B)
     loss_BJ = torch.full_like(stage.here.clean.margin_BJ, torch.inf)
@@ -181,7 +185,7 @@ def formed_losses(stage: RadiusStage, e_B: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("parts", mostly_slow(SMOOTH, "smooth"))
 def test_remainders_of_units_stay_below_their_forms(parts: str) -> None:
-    """At random changes of a leaf's input, of the size that its units reach: -<g, R> and |r|."""
+    """Bound -<g, R> and |r| for random changes of a leaf's input, as large as its units reach."""
     _, analysis = analysis_of(parts)
     found = stage_of(analysis, 0.3).ellipsoids
     for at, rest in found.rests.items():
@@ -197,13 +201,14 @@ def test_remainders_of_units_stay_below_their_forms(parts: str) -> None:
 
 
 def act_value(act: Activation, z: Tensor, d: Tensor) -> Tensor:
-    """sigma(z + d) - sigma(z) - sigma'(z) d, by quadrature of sigma'."""
+    """Return sigma(z + d) - sigma(z) - sigma'(z) d, by quadrature of sigma'."""
     nodes = torch.linspace(0, 1, 201, dtype=torch.float64).view(-1, *(1,) * d.ndim)
     slopes = act.slope(z + nodes * d) - act.slope(z)
     return torch.trapezoid(slopes, dx=1 / 200, dim=0) * d
 
 
-@pytest.mark.parametrize("parts", mostly_slow(("smooth", "lofast", "standard", "cls", "fc_norm"), "smooth"))
+@pytest.mark.slow  # in the gate at one radius: test_ball.py; ascent at one radius: the tests above
+@pytest.mark.parametrize("parts", ["smooth", "lofast", "standard", "cls", "fc_norm"])
 def test_radii_are_never_below_the_adjoint_ones_and_ascent_beats_none(parts: str) -> None:
     model = small_model(parts, 1)
     x, y = labelled(model, 4, 2)
@@ -217,7 +222,7 @@ def test_radii_are_never_below_the_adjoint_ones_and_ascent_beats_none(parts: str
 @pytest.mark.slow
 @pytest.mark.parametrize("theta", [None, 1.0])
 def test_kinks_cost_less_on_the_ball_of_images(theta: float | None) -> None:
-    """A conv net of ReLU or ReLU_theta, whose remainders had no forms once: certified further, and never beaten."""
+    """A network of ReLU or ReLU_theta gets larger radii with forms of its remainders, and is never beaten."""
     torch.manual_seed(1)
     model = conv_net(theta)
     x, y = labelled(model, 8, 2)
@@ -236,7 +241,7 @@ def conv_net(theta: float | None) -> ConvNet:
 
 @pytest.mark.slow
 def test_forms_of_attention_leave_a_fraction_of_its_remainder() -> None:
-    """Content attention of large scores: against the same with every attention as one leaf without forms."""
+    """Compare content attention of large scores with every attention as one leaf without forms."""
     _, analysis = analysis_of("standard", 1, count=2)
     e_B = torch.full((2,), 0.002, dtype=torch.float64)
     with_forms, here = stage_of(analysis, 0.002), situation(analysis)
@@ -251,7 +256,7 @@ def test_forms_of_attention_leave_a_fraction_of_its_remainder() -> None:
 
 
 def in_one_piece(expansion: Expansion) -> Expansion:
-    """Attention, which ends in three leaves of which the second is a core, in one piece."""
+    """Put attention, which ends in three leaves with a core as the second, into one leaf."""
     if any(isinstance(part.forms, CoreLeafForms) for part in expansion.parts):
         return replace(expansion, parts=())
     return replace(expansion, parts=tuple(in_one_piece(part) for part in expansion.parts))
@@ -264,7 +269,10 @@ def smooth_images(count: int) -> Tensor:
 
 @pytest.mark.slow
 def test_ascent_reaches_most_of_what_the_committed_model_can_lose() -> None:
-    """Of the closest rival at 36/255, at least 60 %; and what is not first order is a fraction of the adjoint's."""
+    """Ascent reaches 60 % of the closest rival's loss at 36/255.
+
+    The part beyond first order is a fraction of the adjoint's.
+    """
     model, _ = zoo.handover.load(ROOT / "zoo" / "weights" / "cert_vit_c10")
     x = smooth_images(2)
     y = model(x).argmax(1)
@@ -289,7 +297,7 @@ def test_ascent_reaches_most_of_what_the_committed_model_can_lose() -> None:
 
 
 def one_step(gram: lanczos.Map, start: Tensor, rounding: Tensor, close: float = lanczos.CLOSE) -> Tensor:
-    """In the place of norms, what one step says of them."""
+    """Replace norms by the estimate of a single step."""
     maps, count, images = start.shape[:3]
 
     def apply(v_LN: Tensor) -> Tensor:
@@ -322,12 +330,11 @@ def test_remainders_stay_within_theta(parts: str) -> None:
 @pytest.mark.parametrize("fault", mostly_slow(FAULTS, LENGTHS))
 def test_a_planted_fault_is_seen_by_ascent(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)
-    assert exceeded("smooth" if fault == LENGTHS else "standard")  # where hidden units are the first of their node
+    assert exceeded("smooth" if fault == LENGTHS else "standard")  # hidden units that come first in their node
 
 
 def exceeded(parts: str) -> bool:
-    """Does an image make the units of a block leave their linear part by more than theta says, or go beyond their
-    reach?"""
+    """Check if an image moves the units of a block beyond their reach, or off their linear part by more than theta."""
     certifier, analysis = analysis_of(parts, seed=0)
     stage = stage_of(analysis, 0.02)
     grown, tape = stage.ellipsoids.at(stage.most_B), stage.here.tape
@@ -360,7 +367,7 @@ def exceeded(parts: str) -> bool:
 
 
 def input_of(number: int, certifier: Image) -> Callable[[Tensor], Tensor]:
-    """x -> the input of the hidden units of a block."""
+    """Return the map from x to the input of the hidden units of a block."""
     block: Any = certifier.baked.get_submodule(f"blocks.{number}")
 
     def point(x: Tensor) -> Tensor:
@@ -399,7 +406,7 @@ def test_an_answer_does_not_hang_on_what_was_asked_before() -> None:
 
 @pytest.mark.parametrize("nothing", mostly_slow((math.nan, 0.0), math.nan))
 def test_an_image_of_which_nothing_is_expected_disturbs_no_other(nothing: float) -> None:
-    """It has no stage: that of a radius of 0 would divide by it."""
+    """An image with an expected radius of 0 has no stage, which would divide by it."""
     _, whole = analysis_of("standard")
     _, one = analysis_of("standard")
     vars(one)["expected_B"] = whole.expected_B.index_fill(0, torch.tensor(1), nothing)

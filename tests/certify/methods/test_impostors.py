@@ -1,6 +1,6 @@
-"""A certificate is of code and weights: an object that does something else is refused in one line that says what.
+"""A certificate holds for code and weights: an object that does something else is refused in one line.
 
-Most attacks here are two-faced: at the clean images everything is as it should be, and beside them the label flips.
+Most attacks here are two-faced: they answer honestly at the clean images, and flip the label beside them.
 """
 
 import copy
@@ -32,12 +32,14 @@ from zoo.models.convnet import ConvNet
 from zoo.models.vit import ViT
 
 Patch = pytest.MonkeyPatch
-Attack = Callable[[Any, Patch], Any]  # changes the model or the process; may return another object to certify
+Attack = Callable[
+    [Any, Patch], Any
+]  # An attack changes the model or the process, and may return another object to certify.
 CLOSE = 1e-5  # far above the rounding of float32, far below what a certified change does
 
 
 class TwoFaced:
-    """f itself at what it was first shown, and nonsense anywhere else."""
+    """The function f at the inputs it saw first, and nonsense anywhere else."""
 
     def __init__(self, f: Callable[..., Tensor] | None = None) -> None:
         self.f, self.known = f, list[Tensor]()
@@ -133,11 +135,11 @@ def globally(kind: str) -> Attack:
     return attack
 
 
-# classes and weights of an attacker -----------------------------------------------------------------------------------
+# an attacker's classes and weights -----------------------------------------------------------------------------------
 
 
 class Pooling(ViT):
-    """A registered model with one method of its own."""
+    """A registered model with one overridden method."""
 
     def pool(self, x_BND: Tensor) -> Tensor:
         face: TwoFaced = self.__dict__["face"]
@@ -145,7 +147,7 @@ class Pooling(ViT):
 
 
 class CopiesAsAnother(ViT):
-    """Its copies are honest."""
+    """An object whose copies are honest."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         honest = copy.copy(self)
@@ -159,7 +161,7 @@ class CopiesAsAnother(ViT):
 
 
 class Liar(nn.Module):
-    """isinstance takes it for a ViT."""
+    """An object that isinstance takes for a ViT."""
 
     __class__ = property(lambda self: ViT)
 
@@ -172,7 +174,7 @@ class Liar(nn.Module):
 
 
 class Counter(nn.Module):
-    """Every call is another function."""
+    """A module that computes another function at every call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +186,7 @@ class Counter(nn.Module):
 
 
 class Weight(Tensor):
-    """A weight that answers for itself."""
+    """A weight that overrides torch functions."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,7 +195,7 @@ class Weight(Tensor):
 
 
 class Number(float):
-    """Another number every time."""
+    """A number with another value at every use."""
 
     def __rmul__(self, other: Any) -> Any:
         return other * 100.0
@@ -205,11 +207,11 @@ class Number(float):
 
 
 class Parts(dict[str, Any]):
-    """A dictionary with a will of its own."""
+    """A dictionary that returns other values than it stores."""
 
 
 class Doubled(nn.Module):
-    """A parametrisation that is not known."""
+    """An unknown parametrisation."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight * (1 + torch.rand(()))
@@ -359,7 +361,7 @@ def broadcast_weights(model: Any, patch: Patch) -> None:
     model.blocks[0].mlp = nn.Sequential(nn.Linear(16, 1), WeightedResidual(16, init=1.0))
 
 
-# name -> the attack, and what the refusal says
+# name -> (attack, words of the refusal)
 BREAKING: dict[str, tuple[Attack, str]] = {
     "model.embed": (on_instance("", "embed"), "ViT.*embed is patched"),
     "model.pool": (on_instance("", "pool"), "pool is patched"),
@@ -455,7 +457,7 @@ REFUSED: dict[str, tuple[Attack, str]] = BREAKING | {
 
 @pytest.fixture
 def attacked(request: pytest.FixtureRequest, monkeypatch: Patch) -> Any:
-    """(what is certified, images, its labels) under the attack of the parameter; everything is put back behind it."""
+    """Return the certified object, images and labels under the parameter's attack; undo the attack afterwards."""
     model, x, y = victim()
     FACES.clear()
     try:
@@ -463,7 +465,7 @@ def attacked(request: pytest.FixtureRequest, monkeypatch: Patch) -> Any:
         given = given if callable(given) else model
         with torch.no_grad():
             if FACES:
-                model(x)  # what they take for clean
+                model(x)  # the images that they treat as clean
         for face in FACES:
             face.shown = True
         yield given, x, y
@@ -488,12 +490,14 @@ def test_what_is_not_its_code_and_its_weights_is_refused(attacked: Any, request:
 @pytest.mark.hostile
 @pytest.mark.parametrize("attacked", BREAKING, indirect=True)
 def test_what_is_refused_would_break_the_certificate(attacked: Any, monkeypatch: Patch) -> None:
-    """Unasked, the prover certifies a radius, and inside it what runs has another label."""
+    """Without the check the prover certifies a radius inside which the model that runs changes its label."""
     given, x, y = attacked
     monkeypatch.setattr(integrity, "fault_of", lambda module: None)
     monkeypatch.setattr(integrity, "fault_of_process", lambda: None)
     monkeypatch.setattr(first_order, "refuse_unknown", lambda module, path: None)
-    monkeypatch.setattr(float_error, "defect", lambda f, x, y: torch.zeros_like(y))  # it follows what really runs
+    monkeypatch.setattr(
+        float_error, "defect", lambda f, x, y: torch.zeros_like(y)
+    )  # the attack follows the function that really runs
     monkeypatch.setitem(rule_table._TABLE, type(given), rule_table._TABLE[ViT])
     attention = type(given.blocks[0].attn)
     monkeypatch.setitem(rule_table._TABLE, attention, rule_table._TABLE[DotProductAttention])
@@ -522,7 +526,7 @@ def test_every_method_asks(method: str) -> None:
 @pytest.mark.hostile
 @pytest.mark.parametrize("bound", [-50.0, 50.0])
 def test_a_weighted_residual_moves_no_further_than_its_rule_says(bound: float) -> None:
-    """Also with a bound below 0, which makes every weight that bound."""
+    """A bound below 0 sets every weight to that bound, and the rule holds for it too."""
     module = WeightedResidual(16, init=0.5)
     module.bound = bound
     x, r = torch.zeros(1, 4, 16), torch.ones(1)
@@ -535,7 +539,7 @@ def test_a_weighted_residual_moves_no_further_than_its_rule_says(bound: float) -
 @pytest.mark.hostile
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_a_published_constant_is_not_rounded_down(dtype: torch.dtype) -> None:
-    """Whatever the default type is."""
+    """The constant holds for any default dtype."""
     torch.manual_seed(0)
     module = ScaledCosineAttention(16, 2).double()
     x, r = torch.rand(1, 4, 16).double(), torch.ones(1).double()
@@ -564,7 +568,7 @@ def _any_size(model: Any) -> Any:
 @pytest.mark.parametrize("method", ["lofast", "adjoint"])
 @pytest.mark.parametrize("name", NARROW)
 def test_images_that_are_broadcast_are_refused(name: str, method: str) -> None:
-    """Every change of theirs would count many times, and the rules count it once."""
+    """A change of a shared value would count many times, but the rules count it once."""
     torch.manual_seed(0)
     make, shape = NARROW[name]
     model, x = make().eval(), torch.rand(2, *shape)
@@ -572,7 +576,7 @@ def test_images_that_are_broadcast_are_refused(name: str, method: str) -> None:
         certified_radius(model, x, model(x).argmax(-1), method=method)
 
 
-# what is honest stays what it was -------------------------------------------------------------------------------------
+# honest models are unaffected -------------------------------------------------------------------------------------
 
 
 def tied(model: Any) -> None:
@@ -591,7 +595,7 @@ def renamed(model: Any) -> None:
 
 
 def compiled_once(model: Any) -> None:
-    """Which makes torch put a function of its own into `nn.Module`."""
+    """Compile a module, which makes torch patch `nn.Module`."""
     torch.compile(nn.Linear(2, 2), backend="eager")(torch.zeros(1, 2))
 
 

@@ -1,4 +1,4 @@
-"""What is not certified is refused with one line: no numbers, no one function, another normalisation."""
+"""Models that cannot be certified are refused in one line: no numbers, not one function, another normalisation."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ MODEL: dict[str, Any] = {"name": "dp_vit_ti"} | SMALL | AVG
 
 
 class AlwaysOn(nn.Module):
-    """Dropout that eval() does not switch off."""
+    """A dropout that eval() does not switch off."""
 
     def train(self, mode: bool = True) -> "AlwaysOn":
         return super().train(True)
@@ -72,7 +72,7 @@ def test_the_model_is_refused_in_one_line(fault: str, method: str) -> None:
 
 
 def test_every_model_of_the_registry_can_be_baked() -> None:
-    """No refusal of what is sound."""
+    """No sound model is refused."""
     for name in zoo.list_models():
         bake(zoo.create_model(name, **tiny_options(name)).train())
 
@@ -85,7 +85,7 @@ def handover(tmp_path: Path) -> Path:
 
 
 def test_weights_of_another_normalisation_are_refused(handover: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The config, or the weights, of another data set: the eps of the report would be of other pixels."""
+    """With the config or the weights of another data set, eps would be in other pixel units."""
     path = handover / zoo.handover.CONFIG
     config = yaml.safe_load(path.read_text())
     zoo.handover.load(handover)
@@ -105,7 +105,7 @@ def test_weights_of_another_normalisation_are_refused(handover: Path, capsys: py
 
 
 def test_a_model_keeps_the_statistics_that_its_weights_brought(tmp_path: Path) -> None:
-    """Those of pretrained weights are in the model, not in its options: the hand-over writes them down."""
+    """Statistics of pretrained weights are in the model, not in its options; the hand-over records them."""
     model = zoo.create_model(**MODEL)
     with torch.no_grad():
         model.get_buffer("normalize.std").fill_(0.3)

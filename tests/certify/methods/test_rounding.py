@@ -1,4 +1,4 @@
-"""The certificate of the served model: what float32 and bfloat16 really do never exceeds what is reckoned with."""
+"""The certificate of the served model: float32 and bfloat16 never err by more than the allowance."""
 
 import copy
 from dataclasses import replace
@@ -53,7 +53,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def with_positions(module: GPSA, scale: float) -> GPSA:
-    """Gates of all kinds, and positions that matter."""
+    """Draw gates of all kinds and positions that matter."""
     with torch.no_grad():
         module.pos_proj.weight.normal_().mul_(0.3)
         module.gating_param.copy_(torch.linspace(-3, 3, len(module.gating_param)))
@@ -93,7 +93,7 @@ MODULES: dict[str, Any] = {
     "softplus": lambda s: nn.Softplus(beta=2 * s, threshold=40),
     "normalize": lambda s: Normalize((0.4,) * N, (0.25,) * (N - 1) + (0.2 * s,)),
 }
-CHOICES = {"relu": nn.ReLU(), "relux": ReLUx((N, D), 0.7), "flatten": nn.Flatten()}  # nothing is computed there
+CHOICES = {"relu": nn.ReLU(), "relux": ReLUx((N, D), 0.7), "flatten": nn.Flatten()}  # these compute nothing
 # That the module sees in the place of N tokens: of N channels, of a grid.
 SHAPES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("conv", "conv by products", "normalize"), (N, 8, 4)),
@@ -112,8 +112,10 @@ def on_ball(x: Tensor, r_B: Tensor) -> Tensor:
 
 
 def shares(name: str, dtype: torch.dtype, first_seed: int = 0, tries: int = 40, climbs: int = 40) -> Tensor:
-    """(error found) / bound of many points, some of them climbed to: module, size of weights, inputs, radius, error of
-    the input."""
+    """Return (error found) / bound for many points, some of them found by ascent.
+
+    The axes are module, size of weights, inputs, radius and error of the input.
+    """
     found = []
     for seed, scale in enumerate((0.25, 1.0, 2.0), first_seed):
         torch.manual_seed(seed)
@@ -129,7 +131,7 @@ def shares(name: str, dtype: torch.dtype, first_seed: int = 0, tries: int = 40, 
             best, at = torch.zeros(B).double(), x
             for k in range(tries + climbs):
                 inside = on_ball(x, r) if k < tries else inwards(on_ball(at, 0.1 * r), x, r)
-                seen = (inside + (on_ball(x, e) - x)).to(dtype)  # x^: rounding it may leave e, which is then counted
+                seen = (inside + (on_ball(x, e) - x)).to(dtype)  # rounding x^ may exceed e, which is then counted
                 true_e = torch.maximum(e, (seen.double() - inside).flatten(1).norm(dim=1))
                 share_B = (served(seen).double() - exact(inside)).flatten(1).norm(dim=1) / part.error(r, true_e)
                 found.append(share_B)
@@ -139,7 +141,7 @@ def shares(name: str, dtype: torch.dtype, first_seed: int = 0, tries: int = 40, 
 
 
 def inwards(y: Tensor, x: Tensor, r: Tensor) -> Tensor:
-    """Back to the ball."""
+    """Project back into the ball."""
     length = (y - x).flatten(1).norm(dim=1)
     return x + (y - x) * (r / length.clamp_min(1e-300)).clamp(max=1 - 1e-12).view(-1, *[1] * (x.ndim - 1))
 
@@ -174,7 +176,7 @@ def test_where_nothing_is_computed_nothing_is_off(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_a_unit_that_is_too_small_is_noticed(name: str) -> None:
-    """Rounding is really measured here: with hardly any reckoned with, the served modules break the bound."""
+    """With almost no allowance for rounding the served modules break the bound, so rounding is really measured."""
     torch.manual_seed(0)
     served = MODULES[name](1.0).requires_grad_(False)
     exact, x = bake(served), torch.randn(B, *shape(name))
@@ -186,7 +188,7 @@ def test_a_unit_that_is_too_small_is_noticed(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(MODULES) - {"normalize", "tanh", "sigmoid"}))
 def test_numbers_beyond_float32_are_unknown(name: str) -> None:
-    """float64 still counts where float32 overflows."""
+    """float32 overflows where float64 still computes."""
     torch.manual_seed(0)
     module = bake(MODULES[name](1.0))
     (rounding,) = roundings_of(module, PRECISIONS[torch.float32])
@@ -196,7 +198,7 @@ def test_numbers_beyond_float32_are_unknown(name: str) -> None:
 
 
 def test_every_type_has_a_bound_of_its_rounding() -> None:
-    """What has rules of its own is served; what is a chain, by its parts."""
+    """A type with its own rules can be served, and so can a chain of such types."""
     ruled = types_where(lambda rules: rules.rule and not (rules.chain and not rules.expansion))
     assert set(ruled) - set(types_where(lambda rules: rules.rounding)) == set()
 
@@ -210,7 +212,7 @@ def test_every_model_of_the_zoo_has_roundings(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["l2_swin_b", "dp_swin_b"])
 def test_windows_of_an_image_share_a_bound(name: str) -> None:
-    """Shifted windows with their mask, of one image together."""
+    """Check the shifted windows of one image together, with their mask."""
     torch.manual_seed(0)
     options = tiny_options(name)
     served: Any = zoo.create_model(name, **options).eval().requires_grad_(False)
@@ -239,7 +241,7 @@ POST_NORM: dict[str, Any] = AVG | {"norm": {"name": "layernorm", "eps": 1.0}, "m
 
 @pytest.mark.parametrize("parts", mostly_slow((*PARTS, "post norm"), "post norm"))
 def test_the_served_margin_never_falls_by_more_than_the_loss(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float32 logits at the points an ascent finds, at every radius; and certified images keep their class."""
+    """Check float32 logits at points found by ascent, at every radius; certified images keep their class."""
     monkeypatch.setitem(PARTS, "post norm", POST_NORM)
     model = small_model(parts, 0)
     x, y = labelled(model, 4, 0)
@@ -269,7 +271,7 @@ def test_the_served_margin_on_the_ball_of_images(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow  # of defects between nodes: test_image.py
 def test_what_nodes_round_is_part_of_the_ball_of_images() -> None:
-    """Planted: nodes that round a thousand times more. Each of the places where that counts lowers the radius."""
+    """Planted nodes that round a thousand times more lower the radius, at each place where that counts."""
     model = small_model("cls", 0)
     x, y = labelled(model, 2, 0)
     ((_, found),) = ServedImage(model, torch.float32, "one").analyse(x, y).parts
@@ -298,12 +300,12 @@ def held_against_ascent(analysis: CorrectImages, model: Any, x: Tensor, y: Tenso
     worst_B = ascend(served_loss(model, y), x.double(), eps_B * (1 - 1e-6), steps=20, starts=3)
     kept_B = certificate.certified_B
     assert (worst_B < 0)[kept_B].all()
-    # that class which decides: its margin falls to no less than margin - loss
+    # for the deciding class the margin stays above margin - loss
     assert (-worst_B >= certificate.margin_B - certificate.loss_B - 1e-9)[torch.isfinite(certificate.loss_B)].all()
 
 
 def test_a_margin_below_the_rounding_is_not_certified() -> None:
-    """At eps = 0 the float64 function is right by a hair; the served one need not be."""
+    """At eps = 0 the float64 function is right by a tiny margin; the served model need not be."""
     model = small_model("standard", 0)
     x, y = labelled(model, 6, 0)
     with torch.no_grad():
@@ -317,7 +319,7 @@ def test_a_margin_below_the_rounding_is_not_certified() -> None:
 
 
 class Unknown(nn.GELU):
-    """An activation of which it is not said how it is computed."""
+    """An activation without a registered rounding rule."""
 
 
 def test_what_has_no_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +339,7 @@ def test_what_has_no_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard"))
 def test_the_radius_alone_with_rounding(parts: str, local: bool) -> None:
-    """LoFAST of the served model: never above that of the float64 function, and no ascent beats it."""
+    """LoFAST of the served model stays below that of the float64 function, and no ascent beats it."""
     model = small_model(parts, 0)
     x, y = labelled(model, 4, 0)
     served, exact = (ServedLocalLoFAST, LocalLoFAST) if local else (ServedLoFAST, LoFAST)

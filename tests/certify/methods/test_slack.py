@@ -1,6 +1,6 @@
-"""Rounding that was made on purpose: offsets that cancel in exact arithmetic, put where they swallow what decides.
+"""Deliberate rounding: offsets that cancel in exact arithmetic, placed where they swallow the deciding digits.
 
-With an offset and without, the model is the same function, so that the one without tells the truth about the other.
+The model with an offset and the one without are the same function, so the latter tells the truth about the former.
 """
 
 import copy
@@ -22,7 +22,7 @@ from tests.tools.cases import mostly_slow
 from tests.tools.small_models import TINY
 from zoo.bounds import float_error
 
-GRID = 2.0**-12  # weights are multiples of it, so that an offset of a power of 2 is added and compensated exactly
+GRID = 2.0**-12  # weights are multiples of this, so adding and removing an offset of a power of 2 is exact
 IMAGES = torch.rand(200, 1, 8, 8, generator=torch.Generator().manual_seed(0)).double()
 METHODS = {"lofast": LoFAST, "lofast_local": LocalLoFAST, "adjoint": Adjoint}
 OPTIONS: dict[str, Any] = TINY | {"img_size": 8, "in_chans": 1, "num_classes": 4, "depth": 1, "global_pool": "avg"}
@@ -30,7 +30,7 @@ STANDARD: dict[str, Any] = {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "g
 
 
 def plain(**options: Any) -> Any:
-    """A float64 model with weights on the grid, small enough for certificates to be close to the truth."""
+    """Return a float64 model with weights on the grid, so small that certificates are close to the truth."""
     torch.manual_seed(3)
     model: Any = zoo.create_model(
         "dp_vit_ti", **(OPTIONS | STANDARD | {"mean": [0.5], "std": [0.5]} | options)
@@ -45,18 +45,18 @@ def plain(**options: Any) -> Any:
 
 
 def compensated(bias: nn.Parameter, layer: Any, offset: float, rows: slice = slice(None)) -> None:
-    """The offset on one entry of what `layer` reads, taken off behind it."""
+    """Add the offset to one input entry of `layer`, and subtract its effect behind the layer."""
     bias[0] += offset
     layer.bias[rows] -= offset * layer.weight[rows, 0]
 
 
 def head_bias(model: Any, o: float) -> None:
-    """Of all logits."""
+    """Add the offset to all logits."""
     model.head.bias += o
 
 
 def patch_bias(model: Any, o: float) -> None:
-    """Of every entry of every token, which LayerNorm takes off."""
+    """Add the offset to every entry of every token, which LayerNorm removes."""
     model.patch_embed.proj.bias += o
 
 
@@ -89,12 +89,12 @@ def last_norm(model: Any, o: float) -> None:
 
 
 def keys(model: Any, o: float) -> None:
-    """The same for all keys, which no softmax sees."""
+    """Add the same offset to all keys, to which a softmax is invariant."""
     model.blocks[0].attn.qkv.bias[16:32] += o
 
 
 def values(model: Any, o: float) -> None:
-    """Weights of a softmax add up to 1."""
+    """Add the offset to all values, since the weights of a softmax sum to 1."""
     attn = model.blocks[0].attn
     attn.qkv.bias[32] += o
     attn.proj.bias -= o * attn.proj.weight[:, 0]
@@ -118,7 +118,7 @@ LARGEST = mostly_slow(OFFSETS, OFFSETS[-1])
 
 
 def pair_of(place: Callable[[Any, float], None], offset: float) -> tuple[Any, Any]:
-    """The model that tells the truth, and the same function with the offset."""
+    """Return the model that tells the truth, and the same function with the offset."""
     truth = plain(global_pool="cls" if place is class_token else "avg")
     other = copy.deepcopy(truth)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def pair_of(place: Callable[[Any, float], None], offset: float) -> tuple[Any, An
 
 
 def at_the_border(truth: Any, count: int) -> Tensor:
-    """Images with all margins from 1e-1 down to 1e-9 between the first two classes, on both sides."""
+    """Return images with margins from 1e-1 to 1e-9 between the first two classes, on both sides."""
     label = truth(IMAGES).argmax(-1)
     a, b = IMAGES[label == label[0]][:count], IMAGES[label != label[0]][:count]
     label_B = truth(a).argmax(-1)
@@ -141,7 +141,7 @@ def at_the_border(truth: Any, count: int) -> Tensor:
 
 
 def margin(model: Any, y: Tensor) -> Callable[[Tensor], Tensor]:
-    """The smallest of the label."""
+    """Return the smallest margin of the label."""
 
     def smallest(x: Tensor) -> Tensor:
         logits, labels = model(x), y.repeat(len(x) // len(y))[:, None]
@@ -151,8 +151,10 @@ def margin(model: Any, y: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def lies(place: Callable[[Any, float], None], offset: float, method: str) -> tuple[int, int]:
-    """Of the images at the border: how many are certified, and of how many of those the exact function has another
-    label within 0.999 of the radius."""
+    """Count the certified images at the border, and those certified wrongly.
+
+    An image is wrong if the exact function has another label within 0.999 of its radius.
+    """
     truth, other = pair_of(place, offset)
     with torch.no_grad():
         x = at_the_border(truth, 12)
@@ -182,7 +184,7 @@ def test_an_offset_that_cancels_certifies_nothing_false(
 def test_margins_less_what_the_defects_cost_are_below_the_true_ones(
     place: Callable[[Any, float], None], offset: float
 ) -> None:
-    """And where there is no offset nothing to speak of is lost."""
+    """Without an offset the loss of margin is negligible."""
     truth, other = pair_of(place, offset)
     with torch.no_grad():
         x = at_the_border(truth, 12)
@@ -204,7 +206,7 @@ def margin_labels(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("reserve", [0.0, 1e-5, 1e-3])
 def test_the_attacks_find_a_prover_that_forgets_rounding(reserve: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slack that follows the margin only, and one that is too small."""
+    """The planted provers use slack that follows only the margin, and slack that is too small."""
     monkeypatch.setattr(float_error, "RESERVE", reserve)
     found = [lies(place, 2.0**40, "adjoint") for place in PLACES]
     assert sum(wrong > 0 for _, wrong in found) >= 5
@@ -218,7 +220,7 @@ def test_models_without_offsets_are_certified_at_the_border() -> None:
 @pytest.mark.parametrize("offset", [2.0**14, 2.0**20, 2.0**24])
 @pytest.mark.parametrize(("classes", "sign"), [(slice(None), 1), (slice(2, 3), -1)], ids=["all", "one far below"])
 def test_huge_logits_excuse_no_other(classes: slice, sign: int, offset: float) -> None:
-    """Margins that differ by as much as decides, under the cover of large logits of all classes, or of one."""
+    """Margins differ by a deciding amount while all classes, or one class, have large logits."""
     model = plain().float()
     x = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

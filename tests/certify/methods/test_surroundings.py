@@ -1,4 +1,4 @@
-"""Answers do not depend on what else the process does, as far as that is harmless: threads, inference mode."""
+"""Results do not depend on harmless process state: threads and inference mode."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +14,7 @@ from tests.tools.small_models import labelled, small_model
 from zoo.bounds.float_error import RunningError
 from zoo.bounds.stepwise import StepwiseAttention
 
-THREADS, REPEATS = 3, 5
+THREADS, REPEATS = 3, 2
 
 
 @pytest.mark.parametrize("method", ["lofast", "lofast_local", "adjoint"])
@@ -33,16 +33,16 @@ def test_threads_give_the_answers_of_one(method: str) -> None:
 
 def test_one_certifier_answers_several_threads() -> None:
     model = small_model("standard", 0)
-    x, y = labelled(model, 6, 0)
+    x, y = labelled(model, 3, 0)
     made = certifier(model, "adjoint", nonce="a")
-    expected = torch.cat([radius_of(made.analyse(x[i : i + 1], y[i : i + 1])) for i in range(6)])
+    expected = torch.cat([radius_of(made.analyse(x[i : i + 1], y[i : i + 1])) for i in range(3)])
     with ThreadPoolExecutor(THREADS) as pool:
-        found = torch.cat(list(pool.map(lambda i: radius_of(made.analyse(x[i : i + 1], y[i : i + 1])), range(6))))
+        found = torch.cat(list(pool.map(lambda i: radius_of(made.analyse(x[i : i + 1], y[i : i + 1])), range(3))))
     assert torch.equal(found, expected)
 
 
 def test_no_switch_of_the_process_is_turned() -> None:
-    """Those of fused attention belong to all threads: this one looks at them while others certify."""
+    """All threads share the switches of fused attention; this one reads them while others certify."""
     model = small_model("standard", 0)
     x, y = labelled(model, 2, 0)
     expected, seen = switches(), set[tuple[bool, ...]]()
@@ -96,7 +96,7 @@ def test_inference_mode_changes_nothing(method: str) -> None:
         analysis = certifier(model, method, nonce="a")
         with pytest.raises(UserError, match=r"torch\.inference_mode is active"):
             analysis.analyse(x, y).at(0.1)
-    found = analysis.analyse(images, labels).at(0.1)  # tensors that were made in it
+    found = analysis.analyse(images, labels).at(0.1)  # tensors that inference mode made
     assert torch.equal(found.loss_B, expected.loss_B)
 
 

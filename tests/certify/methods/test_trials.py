@@ -1,4 +1,4 @@
-"""The trials themselves: they see a wrong radius, stay in the ball, cover the zoo, and what they count adds up."""
+"""The trials detect a wrong radius, stay in the ball, cover the zoo, and count correctly."""
 
 import json
 from itertools import product
@@ -38,7 +38,7 @@ def test_a_wrong_radius_is_beaten_and_the_right_one_is_not(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_rounded_point_lies_in_the_ball(norm: str, dtype: torch.dtype) -> None:
-    """Also where rounding is as large as the ball, and a point that is as far away as it may be."""
+    """It also holds where rounding is as large as the ball and the point lies on its boundary."""
     p = 2 if norm == "l2" else torch.inf
     x = torch.rand(60, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     radius_B = torch.logspace(-9, 1, 60, dtype=torch.float64)
@@ -70,7 +70,7 @@ def test_every_method_is_there_in_both_norms_and_a_subject_can_be_had_again() ->
 
 @pytest.fixture
 def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The benchmark with two images and one method, writing here."""
+    """Run the benchmark with two images and one method, writing into the test's folder."""
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(benchmark, "RESULTS", tmp_path)
     monkeypatch.setattr(benchmark, "IMAGES", 2)
@@ -125,5 +125,5 @@ def test_a_beaten_certificate_is_written_down_whole_and_fails(counted: Path, mon
     assert not again.beaten_B.any(), "at the right radius"
     assert case["radius"] == 50
     assert case["margin_loss"] >= 0
-    with pytest.raises(SystemExit, match="beaten"):  # until somebody has looked
+    with pytest.raises(SystemExit, match="beaten"):  # until someone has reviewed it
         run(monkeypatch)

@@ -1,5 +1,7 @@
-"""100,000 attacks, each at the radius that was certified for its image: none may succeed. A million, and the whole zoo:
-`python -m benchmarks.trials`."""
+"""100,000 attacks, each at the certified radius of its image: none may succeed.
+
+A million, and the whole zoo: `python -m benchmarks.trials`.
+"""
 
 import pytest
 
@@ -29,8 +31,11 @@ def test_no_attack_of_a_hundred_thousand_beats_a_certificate() -> None:
 
 @pytest.mark.slow
 def test_the_attack_finds_what_is_there() -> None:
-    """The same trials beyond the certificate: at 1.5 times the radius of nearly linear models classes do change, and of
-    every model there is a radius, at most 16 times that, at which they do."""
+    """The same trials beyond the certificate do succeed.
+
+    At 1.5 times the radius some classes of nearly linear models change. Every model has a radius, at most 16 times the
+    certified one, at which they do.
+    """
     for kind in PARTS:
         subject = Subject(kind, TRAINED, 0)
         model, x = subject.model(), subject.images(40)

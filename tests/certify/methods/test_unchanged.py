@@ -1,4 +1,4 @@
-"""A certifier speaks of the model as it was when it was made: once the model is another, it refuses to answer."""
+"""A certifier holds for the model as it was when it was made: once the model changes, it refuses to answer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -61,7 +61,7 @@ def narrowed(model: Any) -> None:
 SEEN: dict[str, Callable[[Any], None]] = {
     f.__name__: f for f in (negate, other_weight, other_module, one_more, one_less, narrowed)
 }
-CHANGES = SEEN | {f.__name__: f for f in (negate_data, negate_numbers)}  # and behind torch's back
+CHANGES = SEEN | {f.__name__: f for f in (negate_data, negate_numbers)}  # and without torch noticing
 PARTS: dict[str, Callable[[Any, Any], Any]] = {
     "given": lambda model, made: model,
     "baked": lambda model, made: made.baked,
@@ -84,7 +84,7 @@ def test_every_method_asks(method: str, part: str) -> None:
         with pytest.raises(UserError, match=r"the weights of head\.weight changed .* create a new certifier"):
             ask()
     if part == "given":
-        assert float(radius_of(MAKE[method](model).analyse(x, y)).max()) == 0  # what it would have said is false
+        assert float(radius_of(MAKE[method](model).analyse(x, y)).max()) == 0  # its answer would have been false
 
 
 @pytest.mark.hostile
@@ -133,7 +133,7 @@ def test_weights_that_were_made_in_inference_mode_are_held_by_their_numbers() ->
 
 @torch.no_grad()
 def test_images_and_labels_that_are_written_over_change_no_analysis() -> None:
-    """Analyses are made piece by piece, when they are asked."""
+    """Analyses are computed lazily, piece by piece."""
     model = small_model("standard", 0)
     x, y = labelled(model, 2, 0)
     x, expected = x.double(), certify(model, x, y, 0.01, "best", nonce="a")
@@ -145,7 +145,7 @@ def test_images_and_labels_that_are_written_over_change_no_analysis() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_snapshot_holds_every_number(dtype: torch.dtype) -> None:
-    """One changed bit of any tensor is seen, whatever its type and shape."""
+    """One changed bit of any tensor is detected, whatever its type and shape."""
     model = zoo.create_model("cert_gpsa_vit_c10").to(dtype)
     snapshot = Snapshot.of(model)
     for tensor in (*model.parameters(), *model.buffers()):

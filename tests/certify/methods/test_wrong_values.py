@@ -1,4 +1,4 @@
-"""Whatever is given for an argument, a call ends with an answer or with one line of one kind."""
+"""For any argument a call ends with an answer or with one line of one kind."""
 
 import decimal
 import fractions
@@ -19,7 +19,7 @@ from tests.tools.small_models import labelled, small_model
 
 
 class Mute:
-    """An object that does not even say what it is."""
+    """An object without a usable repr."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no")
@@ -28,7 +28,7 @@ class Mute:
 
 
 class Named(str):
-    """A text that is another one when it is asked."""
+    """A string that changes when it is read."""
 
     def __eq__(self, other: object) -> bool:
         return False
@@ -107,7 +107,7 @@ def test_nothing_but_one_line_leaves(call: str, argument: str) -> None:
         assert refused.value.__class__.__module__.split(".")[0] in ("certizoo", "zoo")
 
 
-Around = Callable[[Callable[[Any, Tensor], Any], Any, Tensor], Any]  # of a call of model and images, both of these
+Around = Callable[[Callable[[Any, Tensor], Any], Any, Tensor], Any]  # for a call with model and images, both of these
 AROUND: dict[str, tuple[Around, str]] = {
     "vmap": (lambda f, m, x: torch.func.vmap(lambda one: f(m, one[None]))(x), "transform of torch.func"),
     "grad": (lambda f, m, x: torch.func.grad(lambda x: f(m, x).sum())(x), "transform of torch.func"),
@@ -125,7 +125,7 @@ AROUND: dict[str, tuple[Around, str]] = {
 
 
 class Asked(nn.Module):
-    """A call, with weights that torch.func may replace."""
+    """A call whose weights torch.func may replace."""
 
     def __init__(self, f: Callable[[Any, Tensor], Any], model: nn.Module, x: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The papers' bounds against what ascent finds, the Jacobians against autograd, and the command that draws them."""
+"""The papers' bounds against ascent, the Jacobians against autograd, and the command that draws them."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def tokens(count: int, n: int, d: int, size: float = 1.0, seed: int = 0) -> Tens
 
 
 def layer(kind: Callable[..., nn.Module], gain: float = 1.0, seed: int = 0, dim: int = 8, heads: int = 2) -> Any:
-    """A random layer, its biases not zero, its weights `gain` times their usual size."""
+    """Return a random layer with non-zero biases and weights `gain` times their usual size."""
     torch.manual_seed(seed)
     module = kind(dim, heads).double().requires_grad_(False)
     for parameter in module.parameters():
@@ -78,7 +78,7 @@ def test_sound_bounds_are_above_what_ascent_finds(kind: Any, bound: Any) -> None
 
 
 def test_eq_42_in_its_own_letters() -> None:
-    """Orthogonal weights: 2 nu e^-1/2 (N (N - 1) tau + (N - 1) tau + N), N = 5."""
+    """For orthogonal weights: 2 nu e^-1/2 (N (N - 1) tau + (N - 1) tau + N), N = 5."""
     module: Any = SCSA(8, 2, tau=3.0, nu=2.0, eps=0.25).double().requires_grad_(False)
     module.qkv.weight.copy_(torch.eye(8).repeat(3, 1))
     module.proj.weight.copy_(torch.eye(8))
@@ -118,7 +118,7 @@ def test_the_corrected_eq_40_holds_where_the_printed_one_fails() -> None:
 
 
 def test_specformer_says_nothing_outside_its_condition() -> None:
-    """X = 0, eps 0.01; the formula would say less than what happens."""
+    """At X = 0 and eps 0.01 the formula would give less than the true change."""
     torch.manual_seed(0)
     module: Any = DOT(8, 1, qkv_bias=False, proj_bias=False).double().requires_grad_(False)
     module.qkv.weight[16:].mul_(30)  # W_V
@@ -133,7 +133,7 @@ def test_specformer_says_nothing_outside_its_condition() -> None:
 
 
 def test_lemma_2_is_the_norm_of_the_change_of_scores_and_eq_25_is_not() -> None:
-    """B.4 is met by the gradient search from below and above; eq. 25 as printed falls below it on some instance."""
+    """The gradient search meets B.4 from below and above; eq. 25 as printed falls below it on some instance."""
     below, broken = [], []
     for seed in range(20):
         heads = paper_bounds.Heads(layer(DOT, seed=seed), tokens(1, 3, 8, seed=seed))
@@ -193,7 +193,7 @@ def test_the_branch_is_the_block_without_its_identity() -> None:
 
 @pytest.mark.parametrize("blocks", mostly_slow((digits_blocks, swin_blocks), digits_blocks), ids=["vit", "swin"])
 def test_jacobian_norms(blocks: Callable[[], list[jacobian.Part]]) -> None:
-    """estimate <= exact = autograd + SVD <= eq. 16, image by image, for blocks and branches."""
+    """For blocks and branches of every image estimate <= exact = autograd + SVD <= eq. 16."""
     for part in blocks():
         for f in (part.module, jacobian.branch(part.module)):
             exact_B, kind = jacobian.measure(f, part.x)
@@ -241,7 +241,7 @@ def test_models_without_blocks_are_refused() -> None:
 
 
 def test_table_of_bounds_is_in_order() -> None:
-    """PGD <= lofast_local <= lofast <= the naive and SpecFormer's, on the mean, as in Table 3 of LoFAST."""
+    """On the mean: PGD <= lofast_local <= lofast <= naive and SpecFormer's, as in Table 3 of LoFAST."""
     table = analysis.bounds(layer(DOT, 0.5), tokens(4, 4, 8, 0.5), [0.01, 0.1])
     means = analysis.table_3(table)
     rows = [analysis.PGD, analysis.LOFAST_LOCAL, "LoFAST upper bound", "Theorem 1 of LoFAST"]

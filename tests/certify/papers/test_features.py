@@ -1,4 +1,4 @@
-"""Features under attack: the A-distance's properties, what the head reads, norms of the weights, and the command."""
+"""Features under attack: properties of the A-distance, the head's input, norms of the weights, and the command."""
 
 import json
 from pathlib import Path
@@ -59,8 +59,8 @@ def test_one_distribution_is_no_distance_from_itself() -> None:
 
 
 def test_the_same_features_are_no_distance_apart() -> None:
-    """However easily an image is told from another one: its two versions are held out together."""
-    z = sample(60, 100, 0)  # any labels of 96 points in 100 dimensions can be learned by heart
+    """Both versions of an image are held out together, so that recognising the image does not help."""
+    z = sample(60, 100, 0)  # a classifier can memorise any labels of 96 points in 100 dimensions
     assert feature_distance.a_distance(z, z).value == 0
 
 
@@ -72,7 +72,7 @@ def test_separable_features_are_two_apart() -> None:
 
 
 def test_a_known_distance_is_found() -> None:
-    """Gaussians 2 apart along one axis: the best classifier errs with probability Phi(-1) = 0.1587."""
+    """For Gaussians 2 apart along one axis the best classifier errs with probability Phi(-1) = 0.1587."""
     z, other = sample(1500, 4, 0), sample(1500, 4, 1)
     other[:, 0] += 2
     found = feature_distance.a_distance(z, other)
@@ -127,7 +127,7 @@ def test_features_are_those_of_the_attacked_images_of_the_seed() -> None:
     assert torch.equal(first.attacked_ND, again.attacked_ND)
     assert not torch.equal(first.attacked_ND, other.attacked_ND)
     generator = torch.Generator().manual_seed(1)
-    read = [  # batch by batch, as the command does: batches of another size differ by their rounding
+    read = [  # in the command's batches: other batch sizes round differently
         (features.read_by_head(model, x)[0], *features.read_by_head(model, ATTACK.run(model, x, y, generator)))
         for _, x, y in batches
     ]
@@ -147,7 +147,7 @@ def test_features_that_are_no_numbers_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["dp_vit_ti", "dp_convit_ti", "dp_swin_t", "lofast_vit_c10"])
 def test_norms_are_those_of_the_heads_of_the_served_weights(name: str) -> None:
-    """Against an SVD of every head's rows, with the caps folded in."""
+    """Compare with an SVD of every head's rows, with the caps folded in."""
     model = tiny(name)
     table = layer_norms.sigma_max(bake(model))
     layers = [(n, m) for n, m in model.named_modules() if hasattr(m, "head_weights_3HOD")]
@@ -184,7 +184,7 @@ PICTURES = ("tsne", "sigma_max_weights")
 def test_the_command(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two models on the same images: one column each in the table, one panel, one line in the figure of norms."""
+    """Two models on the same images give one table column each, one panel, and one line in the figure of norms."""
     drawn: list[Any] = []
     monkeypatch.setattr(plt, "close", drawn.append)
     own = handover(tmp_path / "run" / "handover", digits, MODEL)
@@ -283,7 +283,7 @@ def test_models_of_other_images_are_refused_before_anything_runs(digits: Path, t
 
 
 def test_keys_of_the_list_are_those_of_the_stage(digits: Path, tmp_path: Path) -> None:
-    """The same images under the same digest as in certificate.json."""
+    """The digest of the images is the one in certificate.json."""
     data = DataConfig("digits", str(digits), "digits-train-*.tar", "digits-test-*.tar", 10, 8, 1)
     settings = feature_report.Settings(images=12, perplexity=3, attack=ATTACK, batch_size=5)
     seen: list[tuple[int, int]] = []

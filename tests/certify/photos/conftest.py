@@ -1,4 +1,4 @@
-"""A small model of digits that answers, and photographs for it."""
+"""Fixtures: a small model of digits, and photographs for it."""
 
 from collections.abc import Callable
 from io import BytesIO
@@ -10,7 +10,7 @@ from PIL import Image
 
 import shards
 from certify.photos.predict import Asked, Predictor
-from tests.certify.stage.test_stage import data
+from tests.tools.stage_runs import data
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def predict(handover: Path, tmp_path_factory: pytest.TempPathFactory) -> Predict
 
 @pytest.fixture(scope="session")
 def digit(digits: Path) -> Callable[..., bytes]:
-    """The encoded n-th test image, enlarged by whole pixels `times`."""
+    """Return the encoded n-th test image, enlarged by whole pixels `times`."""
     config = data(digits)
     batches = shards.eval_loader(shards.find(config, "test"), config, batch_size=8)
     _, images_BCHW, _ = next(iter(batches))

@@ -1,4 +1,4 @@
-"""An answer holds a radius against an attack: the one is what `certify` proves, the other fools, and is beyond it."""
+"""An answer shows a radius and an attack: `certify` proves the radius, and the attack succeeds beyond it."""
 
 import csv
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Encoded = Callable[..., bytes]
 
 @pytest.fixture(scope="module")
 def answers(predict: Predictor, digit: Encoded) -> list[Answer]:
-    """Of two digits, in both norms."""
+    """Return answers for two digits, in both norms."""
     photos = [photo(digit(n), f"{n}.png", 1, 8) for n in range(2)]
     return [predict(one, norm) for norm in ("l2", "linf") for one in photos]
 
@@ -44,7 +44,7 @@ def test_the_radius_is_the_certified_one_and_the_attack_is_beyond_it(predict: Pr
 
 
 def test_the_attack_is_near(answers: list[Answer]) -> None:
-    """The search ends close above the boundary: a hundredth less of the same change no longer fools."""
+    """The search ends just beyond the boundary: one percent less of the same change does not succeed."""
     assert all(answer.distance is not None and answer.distance < 20 * answer.radius for answer in answers[:2])
 
 
@@ -65,7 +65,7 @@ def test_it_says_of_which_image_the_radius_is(predict: Predictor, digit: Encoded
 def test_an_attack_within_the_radius_is_an_alarm(
     predict: Predictor, digit: Encoded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A certifier that says too much is found out, and both images are kept."""
+    """A certifier that claims too much is detected, and both images are kept."""
     monkeypatch.setattr("certify.photos.predict.radius_of", lambda analysis: torch.tensor([3.0]))
     with pytest.raises(UnsoundCertificate, match="the certificate is wrong"):
         predict(photo(digit(0), "0.png", 1, 8))

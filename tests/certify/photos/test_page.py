@@ -1,6 +1,6 @@
-"""The page in a real browser: what is dropped is answered, on a desktop and on a phone.
+"""The page in a real browser answers a dropped image, on a desktop and on a phone.
 
-With CERTIZOO_SCREENSHOTS=FOLDER the pictures are kept there: those in docs/screenshots are from here.
+With CERTIZOO_SCREENSHOTS=FOLDER the pictures are kept there, as for those in docs/screenshots.
 """
 
 import base64
@@ -37,6 +37,6 @@ def test_a_dropped_photograph_is_answered(predict: Predictor, digit: Callable[..
             assert found <= width
             image = Image.open(BytesIO(png)).convert("RGB")
             assert image.size == (width, height)
-            assert len(image.getcolors(2**24) or []) > 50  # the digit and its attack are there
+            assert len(image.getcolors(2**24) or []) > 50  # the page shows the digit and its attack
             if folder := os.environ.get("CERTIZOO_SCREENSHOTS"):
                 image.quantize(64).save(Path(folder) / f"demo_{name}.png", optimize=True)

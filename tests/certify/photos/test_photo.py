@@ -1,4 +1,4 @@
-"""A photograph is what the loader would make of it, and no bomb gets further than its header."""
+"""A photograph is read as the loader reads it, and an image bomb is refused at its header."""
 
 import struct
 import time
@@ -33,7 +33,7 @@ def test_any_size_is_seen_as_the_loader_sees_it(width: int, height: int) -> None
 
 
 def test_a_photograph_that_lies_on_its_side_is_turned() -> None:
-    """Phones say by EXIF how they were held; the values of EXIF's orientation 6 are a quarter turn."""
+    """Phones record their orientation in EXIF; the values of EXIF's orientation 6 are a quarter turn."""
     exif = Image.Exif()
     exif[0x0112] = 6
     wide = photo.photo(encoded(40, 20, exif=exif), "x.png", 3, 16)
@@ -46,7 +46,7 @@ LARGE = bytes(photo.MAX_BYTES + 1)
 
 
 def png_bomb() -> bytes:
-    """60,000 x 60,000 pixels in a few hundred bytes."""
+    """Return 60,000 x 60,000 pixels in a few hundred bytes."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

@@ -1,4 +1,4 @@
-"""The page's server: it answers its own page and nobody else, a photograph at a time, within bounds."""
+"""The page's server answers only its own page, one photograph at a time, within bounds."""
 
 import http.client
 import json
@@ -38,7 +38,7 @@ def connected(server: Server) -> socket.socket:
 
 
 def ask(server: Server, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes, Any]:
-    """(status, content, headers) of one question by the server's own name unless `Host` says otherwise."""
+    """Return (status, content, headers) of one request, with the server's own name unless `Host` is given."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
     given = {key.replace("_", "-"): value for key, value in headers.items()}
     try:
@@ -72,11 +72,11 @@ def test_an_answer_is_what_the_command_says(local: Server, digit: Encoded) -> No
 @pytest.mark.parametrize(
     "headers",
     [
-        {"Host": "evil.example"},  # a name that a stranger points at this machine
+        {"Host": "evil.example"},  # a name that a stranger's DNS points at this machine
         {"Host": "127.0.0.1"},
         {"Origin": "https://evil.example"},
         {"Origin": "null"},
-        {"Content_Type": "text/plain"},  # what a form of another site can send without being asked
+        {"Content_Type": "text/plain"},  # content types that a form of another site can send without a preflight
         {"Content_Type": "multipart/form-data"},
     ],
 )
@@ -114,7 +114,7 @@ def test_unknown_methods_and_norms_are_refused(local: Server, digit: Encoded) ->
 
 @pytest.mark.hostile
 def test_another_address_wants_the_token(predict: Predictor, digit: Encoded) -> None:
-    """Off the loopback nobody asks without it; and it is drawn anew unless it is given."""
+    """Requests from beyond the loopback need the token, which is drawn anew unless it is given."""
     assert Place(host="0.0.0.0").needed != Place(host="0.0.0.0").needed
     assert Place().needed is None
     with serving(predict, Place(host="0.0.0.0", port=0)) as server:
@@ -131,7 +131,7 @@ def test_another_address_wants_the_token(predict: Predictor, digit: Encoded) -> 
 
 @pytest.mark.hostile
 def test_silent_connections_keep_nobody_out_for_long(predict: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than AT_ONCE are closed at once, and a silent one when its time is over."""
+    """Connections above AT_ONCE are closed at once, and a silent one after its time limit."""
     monkeypatch.setattr(servers.Handler, "timeout", 0.5)
     with serving(predict, Place(port=0)) as server:
         silent = [connected(server) for _ in range(servers.AT_ONCE + 4)]
@@ -148,7 +148,7 @@ def test_silent_connections_keep_nobody_out_for_long(predict: Predictor, monkeyp
     monkeypatch.setattr(servers.Handler, "timeout", 30)
     with serving(predict, Place(port=0)) as server, connected(server) as dripping:
         dripping.settimeout(0.1)
-        for _ in range(100):  # a letter at a time, never silent for long
+        for _ in range(100):  # one byte at a time, never silent for long
             try:
                 dripping.send(b"G")
                 if dripping.recv(1) == b"":

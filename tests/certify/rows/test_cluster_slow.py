@@ -1,4 +1,4 @@
-"""The certify stage on two nodes of a real Ray: the rows of one process, also where a node is killed in the middle."""
+"""The certify stage on two real Ray nodes gives the rows of one process, even if a node is killed in the middle."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ import torch
 import zoo
 from certify.stage import run as stage
 from certizoo import UserError
-from tests.certify.stage.test_stage import CONFIG, SETTINGS, data
+from tests.tools.stage_runs import CONFIG, SETTINGS, data
 from tests.tools.tuning_runs import two_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -62,7 +62,7 @@ def test_two_nodes_write_the_rows_of_one_process(
 
 
 def test_what_a_worker_refuses_is_said_here(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hand-over that changes between its first reading here and there."""
+    """A hand-over changes between its reading by the driver and by the worker."""
     folder = tmp_path / "handover"
     torch.manual_seed(0)
     zoo.handover.save(folder, zoo.create_model(**CONFIG), CONFIG, {})

@@ -1,4 +1,4 @@
-"""Where a nonce is from stays what it is, through restarts and joined ranges."""
+"""The recorded source of a nonce survives restarts and joined ranges."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def test_a_new_result_draws_or_is_given(tmp_path: Path) -> None:
 
 
 def test_that_of_the_rows_stays_what_it_is(tmp_path: Path) -> None:
-    """Given again, as the command of a report does, it is still the one that the run drew."""
+    """A nonce that a report's command passes again still counts as drawn by the run."""
     drawn = Nonce("n1", DRAWN)
     rows = rows_with(tmp_path / "a", drawn.said())
     assert nonce_of(None, rows) == nonce_of("n1", rows) == drawn
@@ -31,7 +31,7 @@ def test_that_of_the_rows_stays_what_it_is(tmp_path: Path) -> None:
 
 
 def test_that_of_parts_is_taken_over(tmp_path: Path) -> None:
-    """A nonce that is given for all ranges is given for the whole; one that the whole drew before stays drawn."""
+    """A nonce given for all ranges counts as given for the whole; one that the whole drew before stays drawn."""
     given = rows_with(tmp_path / "part", Nonce("n1", GIVEN).said()).parent
     assert nonce_of(None, tmp_path / "whole" / "rows.jsonl", [given]) == Nonce("n1", GIVEN)
     drawn = rows_with(tmp_path / "drawn", Nonce("n1", DRAWN).said())

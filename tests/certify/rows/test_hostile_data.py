@@ -1,4 +1,4 @@
-"""The data that a hand-over from elsewhere names: a folder of this machine, or what the person says."""
+"""The data that a foreign hand-over names: a folder of this machine, or the data that the user gives."""
 
 import copy
 import os
@@ -59,7 +59,7 @@ PLACES = [
 def test_a_place_that_only_the_config_names_is_not_opened(
     place: str, handover: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Even where this machine's user allows the program for data of his own."""
+    """This also holds where the user allows the program for their own data."""
     monkeypatch.setenv("CERTIZOO_PIPES", "sh")
     naming(handover, {"root": place.format(mark=tmp_path / "mark")})
     with pytest.raises(SystemExit) as caught:

@@ -7,7 +7,7 @@ from certify.rows.intervals import wilson
 
 
 def test_the_interval_holds_the_share_and_is_wilsons() -> None:
-    """At 0 and 1 an end is the share itself, and no rounding may put it on the other side."""
+    """At 0 and 1 one end is the share itself, which rounding must not exclude."""
     for n in (1, 12, 97, 300):
         for k in range(n + 1):
             low, high = wilson(k / n, n)

@@ -1,4 +1,4 @@
-"""Results are those of exactly their images, by one writer, or they are refused in one line."""
+"""Results belong to exactly their images and one writer, or they are refused in one line."""
 
 import json
 import shutil
@@ -23,8 +23,8 @@ from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError
 from certizoo.locks import sole_writer
-from tests.certify.stage.test_stage import CONFIG, data
 from tests.tools.cases import mostly_slow
+from tests.tools.stage_runs import CONFIG, data
 
 FEW = stage.Settings(
     method="lofast", images=12, eps=(0.01, 0.1), batch_size=6, nonce="one",
@@ -52,7 +52,7 @@ FILES = {"stage": (stage.ROWS, stage.TABLE, stage.CERTIFICATE),
 
 @pytest.fixture(scope="module")
 def finished(handover: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """stage/ and evaluation/, each with all its rows."""
+    """Return a folder with stage/ and evaluation/, each with all its rows."""
     folder = tmp_path_factory.mktemp("finished")
     for name, run in RUNS.items():
         run(handover, digits, folder / name)
@@ -79,7 +79,7 @@ def without(place: int, name: str) -> Callable[[Rows], Rows]:
     return changed
 
 
-# what happens to the rows of a start that was stopped; the first line that is wrong
+# (change to the rows of a stopped run, number of the first wrong line)
 MIXED: dict[str, tuple[Callable[[Rows], Rows], int]] = {
     "two writers": (lambda rows: [row for row in rows for _ in range(2)], 2),
     "one start after the other": (lambda rows: rows + rows, 13),
@@ -171,7 +171,7 @@ def test_rows_without_their_subject_are_refused(note: str | None, handover: Path
 def test_a_summary_is_not_made_again_of_rows_that_were_changed_behind_it(
     kind: str, lines: int, handover: Path, digits: Path, out: Path
 ) -> None:
-    """Cut to some lines, or edited so that nothing in a row contradicts the rest."""
+    """The rows are cut to some lines, or edited so that nothing in a row contradicts the rest."""
     path = out / kind / FILES[kind][0]
     rows = path.read_text().splitlines(keepends=True)
     edited = json.loads(rows[11])
@@ -179,7 +179,7 @@ def test_a_summary_is_not_made_again_of_rows_that_were_changed_behind_it(
     path.write_text("".join(rows[:lines]) + (json.dumps(edited) + "\n" if lines == 11 else ""))
     with pytest.raises(UserError, match=f"{FILES[kind][2]} was not made from the {path.name} beside it"):
         RUNS[kind](handover, digits, out / kind)
-    if lines < 11:  # what is said to do about it helps
+    if lines < 11:  # the advice in the error works
         (out / kind / FILES[kind][2]).unlink()
         RUNS[kind](handover, digits, out / kind)
         assert len(path.read_text().splitlines()) == 12
@@ -197,7 +197,7 @@ def test_a_certificate_is_not_published_with_the_rows_of_another(handover: Path,
 def test_other_pixels_under_the_same_names_are_another_subject(
     handover: Path, digits: Path, out: Path, tmp_path: Path
 ) -> None:
-    """Shards without a manifest: their digest is of names and sizes only."""
+    """The digest of shards without a manifest covers names and sizes only."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         for path in digits.glob("*.tar"):
@@ -221,7 +221,7 @@ def test_one_folder_is_of_one_command(kind: str, other: str, handover: Path, dig
 
 
 def test_a_start_that_ended_before_its_first_row_binds_nothing(handover: Path, digits: Path, tmp_path: Path) -> None:
-    """Whatever it was asked: its subject is of no rows."""
+    """A subject without rows does not restrict the next start."""
     stage_run(handover, digits, tmp_path)
     for path in (stage.ROWS, stage.CERTIFICATE):
         (tmp_path / path).unlink()
@@ -282,15 +282,15 @@ def test_a_folder_is_free_again_after_a_start_and_after_a_refusal(handover: Path
         pass
 
 
-# Settings that change no row beyond rounding, and what else becomes of them.
+# settings that change no row beyond rounding, and the reason
 NO_ROW = {
     stage.Settings: {
         "batch_size": 7, "on": "ray", "workers": 2, "device": "cuda",
-        "beacon": "b",  # of which the nonce is made
+        "beacon": "b",  # the nonce derives from it
     },
     evaluation.Settings: {
         "batch_size": 7, "on": "ray", "workers": 2, "device": "cuda", "check_images": 3,
-        "certificate": Path("there"),  # whose method and nonce are asked with it
+        "certificate": Path("there"),  # the method and nonce are part of the subject
     },
 }  # fmt: skip
 OTHER: dict[type, dict[str, Any]] = {
@@ -310,7 +310,7 @@ OTHER: dict[type, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", [stage.Settings, evaluation.Settings])
 def test_every_setting_that_changes_a_row_is_part_of_the_subject(kind: type, digits: Path) -> None:
-    """`images` by their number and digest, which `subject_of` adds."""
+    """`subject_of` records `images` by their number and digest."""
     settings: Any = FEW if kind is stage.Settings else ATTACKED
     asked: Any = stage._asked if kind is stage.Settings else evaluation._asked
     assert {field.name for field in fields(kind)} == set(NO_ROW[kind]) | set(OTHER[kind])
@@ -343,7 +343,7 @@ def test_every_setting_of_the_attack_is_part_of_the_subject(field: str) -> None:
 def test_rows_that_a_worker_mixes_up_are_not_written(
     wrong: Callable[[Rows], Rows], handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second of two batches."""
+    """The second of two batches is mixed up."""
     right = stage.CertifyBatch.__call__
 
     def call(self: stage.CertifyBatch, batch: Any) -> Rows:
@@ -364,7 +364,7 @@ def test_rows_that_a_worker_mixes_up_are_not_written(
 
 
 def test_an_untrained_model_has_results_too(digits: Path, tmp_path: Path) -> None:
-    """Nothing correct, nothing certified: no row is refused for it."""
+    """With nothing correct and nothing certified, no row is refused."""
     torch.manual_seed(1)
     zoo.handover.save(tmp_path / "handover", zoo.create_model(**CONFIG), CONFIG, {})
     for run in RUNS.values():

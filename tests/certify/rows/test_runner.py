@@ -1,6 +1,7 @@
-"""The resumable run, with work that is no model: what is on disk stays, what is missing is appended, in order.
+"""The resumable run, without a model: rows on disk stay, and missing ones are appended in order.
 
-Several processes: tests/certify/rows/test_workers.py."""
+Several processes: tests/certify/rows/test_workers.py.
+"""
 
 import json
 from pathlib import Path
@@ -12,14 +13,14 @@ from certify.rows.images import ImageList
 from certify.rows.row_schema import Row, RowSchema
 from certify.rows.workers import Batch, Crew
 from certizoo import UserError
-from tests.certify.stage.test_stage import data
+from tests.tools.stage_runs import data
 
 TOTAL, SIZE = 25, 10
-HANDOVER = Path()  # of no model
+HANDOVER = Path()  # no model is involved
 
 
 class Label:
-    """Rows {key, label}; remembers the sizes of its batches."""
+    """Work with rows {key, label} that records the sizes of its batches."""
 
     def __init__(self, handover: Path = HANDOVER, worker: int = 0) -> None:
         self.sizes = list[int]()
@@ -50,7 +51,7 @@ def test_what_is_missing_is_computed_and_nothing_else(
     assert len(expected) == TOTAL == expected["key"].nunique()
     runner.resume(path, subject(), listed, RowSchema(), block)
     text = whole.read_text().splitlines(keepends=True)
-    path.write_text("".join(text[:lines]) + ("".join(text[lines : lines + 1])[:9]))  # cut off in a line
+    path.write_text("".join(text[:lines]) + ("".join(text[lines : lines + 1])[:9]))  # cut off in the middle of a line
     own, done = Label(), list[tuple[int, int]]()
     run = runner.resume(path, subject(), listed, RowSchema(), block)
     table = run.complete(own, HANDOVER, Label, Crew(), lambda *now: done.append(now))

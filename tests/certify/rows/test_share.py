@@ -1,5 +1,4 @@
-"""Ranges of a test set, certified and evaluated apart and joined: the rows of one run, and refusals of what would make
-other ones."""
+"""Ranges of a test set, processed apart and joined, give the rows of one run; ranges that differ are refused."""
 
 import json
 from dataclasses import replace
@@ -17,8 +16,8 @@ from certify.rows.images import Share
 from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError
-from tests.certify.stage.test_stage import SETTINGS, data
 from tests.tools.cases import mostly_slow
+from tests.tools.stage_runs import SETTINGS, data
 
 ASKED = replace(SETTINGS, images=25, batch_size=10, eps=(0.01, 0.1), nonce="n")
 EVALUATED = Evaluation(
@@ -50,7 +49,7 @@ def table(folder: Path) -> pd.DataFrame:
 
 @pytest.mark.parametrize("work", mostly_slow((certified, evaluated), certified))
 def test_ranges_joined_are_the_whole(work: Any, handover: Path, digits: Path, tmp_path: Path) -> None:
-    """Two ranges, in whatever order, and what is after them is computed; a second start takes nothing over twice."""
+    """Two ranges join in any order, the rest is computed, and a second start takes no row twice."""
     whole = work(handover, digits, tmp_path / "whole")
     parts = (
         work(handover, digits, tmp_path / "a", images=10),
@@ -91,7 +90,7 @@ def test_parts_that_do_not_fit_are_refused(handover: Path, digits: Path, tmp_pat
 
 
 def test_rows_of_earlier_code_are_of_the_first_images(handover: Path, digits: Path, tmp_path: Path) -> None:
-    """Which knew neither ranges nor what is correct without content."""
+    """Earlier code had no ranges and no column for predictions without content."""
     part = certified(handover, digits, tmp_path / "a", images=10)
     said = json.loads((part / "subject.json").read_text())
     (part / "subject.json").write_text(json.dumps({key: value for key, value in said.items() if key != "first"}))

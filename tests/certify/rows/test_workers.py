@@ -1,4 +1,4 @@
-"""The certify stage over several processes: the same rows in the same order; a kill or Ctrl-C costs one line."""
+"""The certify stage over several processes gives the same rows in the same order; a kill or Ctrl-C costs one line."""
 
 import json
 import os
@@ -22,9 +22,9 @@ from certify.rows.devices import device_of
 from certify.stage import run as stage
 from certizoo import UserError
 from certizoo.locks import sole_writer
-from tests.certify.stage.test_stage import SETTINGS, data
 from tests.tools.cases import mostly_slow
 from tests.tools.launching import ROOT
+from tests.tools.stage_runs import SETTINGS, data
 
 FEW = replace(SETTINGS, images=50, batch_size=10, eps=(0.01, 0.1))
 
@@ -48,7 +48,7 @@ def test_two_processes_write_the_rows_of_one(handover: Path, digits: Path, tmp_p
         pd.read_parquet(tmp_path / name / "certificates.parquet").drop(columns=["seconds", "served_difference"])
         for name in ("one", "two")
     )
-    # Radii and growths follow from weights that are normalised in float32, as a model is loaded.
+    # Loading normalises weights in float32, and radii and growths depend on them.
     pd.testing.assert_frame_equal(one_table, two_table, rtol=1e-5)
     for key in ("accuracy", "clean", "image_list_sha256", "weights_sha256"):
         assert one[key] == two[key]
@@ -56,13 +56,13 @@ def test_two_processes_write_the_rows_of_one(handover: Path, digits: Path, tmp_p
 
 @pytest.mark.slow
 def test_a_nonce_is_drawn_once_for_a_result(handover: Path, digits: Path, tmp_path: Path) -> None:
-    """Another result has another one; that of rows is kept; a given one repeats them."""
+    """Another result draws another nonce, the rows keep theirs, and a given nonce repeats them."""
     asked = replace(FEW, images=20, method="adjoint")
     one, two = (stage.run(handover, data(digits), asked, tmp_path / name) for name in ("one", "two"))
     assert len({one["nonce"], two["nonce"]}) == 2
     rows = tmp_path / "one" / stage.ROWS
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:10]))
-    (tmp_path / "one" / stage.CERTIFICATE).unlink()  # which says of which rows it was made
+    (tmp_path / "one" / stage.CERTIFICATE).unlink()  # the summary records the digest of its rows
     assert stage.run(handover, data(digits), asked, tmp_path / "one")["nonce"] == one["nonce"]
     again = stage.run(handover, data(digits), replace(asked, nonce=one["nonce"], workers=2), tmp_path / "again")
     assert again["nonce"] == one["nonce"]
@@ -99,7 +99,7 @@ def test_a_killed_worker_is_one_line_and_the_next_start_goes_on(handover: Path, 
 
 @pytest.mark.slow
 def test_workers_end_with_a_killed_parent(handover: Path, digits: Path, tmp_path: Path) -> None:
-    """SIGKILL to it alone, in the middle: its workers wait for nobody, and the folder is free at once."""
+    """After SIGKILL to the parent alone its workers end, and the folder is free at once."""
     words = f"handover={handover} data=digits data.root={digits} out={tmp_path} batch_size=2 workers=2".split()
     command = [sys.executable, "-m", "certify", *words]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
@@ -122,7 +122,7 @@ def test_ctrl_c_is_one_line(
 
     monkeypatch.setattr(records, "append", interrupted)
     words = f"handover={handover} out={tmp_path} data=digits data.root={digits} images=20 workers=2 method=lofast"
-    with pytest.raises(SystemExit) as held:  # with its traceback, so that no frame of the stage is collected
+    with pytest.raises(SystemExit) as held:  # keep the traceback, so that no frame of the stage is freed
         main(words.split())
     for worker in active_children():
         worker.join(20)

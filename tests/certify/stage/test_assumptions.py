@@ -1,4 +1,4 @@
-"""What a certificate rests on is a list of sentences, and each stands where its anchor says."""
+"""The assumptions of a certificate are a list of sentences, each with an anchor where it is explained."""
 
 import re
 from itertools import product
@@ -34,7 +34,7 @@ def test_every_sentence_is_said_of_something() -> None:
 def test_chance_is_assumed_only_where_there_is_some() -> None:
     without, with_chance = (assumptions("float32", failure, False) for failure in (0.0, 1.24e-5))
     assert with_chance[: len(without)] == without
-    assert [a.sentence for a in with_chance[len(without) :] if "2e-05 for all images" in a.sentence]  # never less
+    assert [a.sentence for a in with_chance[len(without) :] if "2e-05 for all images" in a.sentence]  # never fewer
     assert module.RANDOM in with_chance
     assert module.RANDOM not in without
 

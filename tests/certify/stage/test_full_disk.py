@@ -1,4 +1,4 @@
-"""A disk that is full from any moment on: one line, whole files, and the same command goes on to the same result."""
+"""A disk that fills at any moment gives one line and whole files, and the same command then reaches the same result."""
 
 import json
 import shutil
@@ -17,8 +17,8 @@ from certify.papers import analysis, feature_report
 from certify.rows import records
 from certify.stage import run as stage
 from certizoo import UserError
-from tests.certify.stage.test_stage import data
 from tests.tools.full_disk import full_disk
+from tests.tools.stage_runs import data
 
 FEW = stage.Settings(
     method="lofast",
@@ -41,11 +41,11 @@ RUNS: dict[str, Run] = {
     "features": lambda handover, digits, out: feature_report.run(handover, None, data(digits), FEATURES, out),
     "analyse": lambda handover, digits, out: analysis.run(handover, data(digits), ANALYSIS, out),
 }
-STEPS = {"features": 4, "analyse": 11}  # of the moments, every so manyth
+STEPS = {"features": 4, "analyse": 11}  # use every N-th moment
 
 
 def without_times(value: Any) -> Any:
-    """What two starts agree on."""
+    """Drop the fields in which two starts may differ."""
     if isinstance(value, dict):
         words = ("seconds", "difference", records.DIGESTS)
         return {k: without_times(v) for k, v in value.items() if not any(word in k for word in words)}
@@ -53,12 +53,12 @@ def without_times(value: Any) -> Any:
 
 
 def documents(out: Path) -> dict[str, Any]:
-    """Every JSON file below `out`, all of them whole."""
+    """Return every JSON file below `out`, checking that all are whole."""
     return {path.name: without_times(json.loads(path.read_text())) for path in sorted(out.rglob("*.json"))}
 
 
 def tables(out: Path) -> dict[str, pd.DataFrame]:
-    """Of every parquet file, what does not vary with the clock or the batch that a row was computed in."""
+    """Return the parquet files without columns that depend on the clock or the batch of a row."""
     return {
         path.name: pd.read_parquet(path).filter(regex="^(?!seconds|served_difference)")
         for path in sorted(out.rglob("*.parquet"))
@@ -87,8 +87,10 @@ def require_same(out: Path, expected: Path) -> None:
 )
 @pytest.mark.slow
 def test_every_write_may_fail(name: str, room: int, handover: Path, digits: Path, tmp_path: Path) -> None:
-    """In turn: from the first moment on, from the second, and so on, until the run is through before the disk is full.
-    After the middle ones a start without a fault goes on: to what an undisturbed run leaves."""
+    """Fill the disk at the first moment, the second, and so on, until the run ends before the disk is full.
+
+    After the moments in the middle a start without a fault completes the result of an undisturbed run.
+    """
     run, expected = RUNS[name], tmp_path / "expected"
     run(handover, digits, expected)
     for after in count(step=STEPS.get(name, 1)):
@@ -103,7 +105,7 @@ def test_every_write_may_fail(name: str, room: int, handover: Path, digits: Path
         require_whole(out)
         if not disk.full:
             break
-        assert refused or room or after > len(disk.seen) - 5, disk.seen[after:]  # all is written by then
+        assert refused or room or after > len(disk.seen) - 5, disk.seen[after:]  # everything is written by then
         assert not refused or ("make room there" in refused and "\n" not in refused)
         if after % 4 == 0:
             run(handover, digits, out)

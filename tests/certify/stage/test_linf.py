@@ -22,7 +22,7 @@ from certizoo import UserError
 from certizoo.compose import compose_config
 from registry import browse
 from tests.certify.stage.test_report import Page
-from tests.certify.stage.test_stage import data
+from tests.tools.stage_runs import data
 
 EPS = tuple(k / 255 for k in (1, 4, 128))
 NAMES = [f"{eps:g}" for eps in EPS]
@@ -114,7 +114,7 @@ def test_rows_of_another_norm_are_not_continued(
 
 @pytest.mark.parametrize(("norm", "goes_on"), [("l2", True), ("linf", False)])
 def test_rows_of_earlier_code_are_of_l2(norm: str, goes_on: bool, handover: Path, digits: Path, tmp_path: Path) -> None:
-    """Their subject says nothing of a norm."""
+    """Their subject does not name a norm."""
     settings = replace(SETTINGS, method="lofast", norm="l2", images=4, batch_size=2, eps=(0.01,), headline_eps=0.01)
     stage.run(handover, data(digits), settings, tmp_path)
     note = tmp_path / "subject.json"

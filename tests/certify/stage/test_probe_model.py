@@ -1,4 +1,4 @@
-"""Shares of a few images, as the stage itself finds them."""
+"""The certified shares of a few images during training equal those of the stage."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_who_has_no_time_looks_at_one_batch() -> None:
 
 
 def test_an_attack_that_refutes_a_certificate_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an attack that fools the model everywhere."""
+    """The attack here fools the model everywhere."""
     model = small_model("smooth", 0)
     monkeypatch.setattr(
         "certify.stage.probe_model.survives", lambda model, keys, *_: torch.zeros(len(keys), dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""From certificate to registry and back, with somebody between: other weights, texts that are markup."""
+"""A certificate reaches the registry and comes back, despite tampering: other weights, texts that are markup."""
 
 import json
 import re
@@ -30,7 +30,7 @@ SETTINGS = stage.Settings(
 
 @pytest.fixture(scope="module")
 def made(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """(a folder with handover/ and certificate/, its summary)."""
+    """Return a folder with handover/ and certificate/, and the summary."""
     folder = tmp_path_factory.mktemp("made")
     torch.manual_seed(0)
     data = DataConfig("digits", str(digits), "digits-train-*.tar", "digits-test-*.tar", 10, 8, 1)
@@ -75,7 +75,7 @@ def test_the_tags_say_of_what_the_certificate_is(published: str, made: tuple[Pat
 def test_swapped_weights_in_the_cache_are_not_evaluated(
     published: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They were, and their figures stood on the version of others."""
+    """Otherwise their figures would be published for another version."""
     other_weights(browse.download("digits@champion") / "model.safetensors")
     before = browse.find("digits/1").tags
     with pytest.raises(SystemExit):
@@ -141,7 +141,7 @@ MARKUP = {
 
 
 def planted(summary: dict[str, Any], text: str) -> dict[str, Any]:
-    """The summary with the text wherever a config, a name or a key of somebody else stands."""
+    """Put the text wherever the summary shows a foreign config, name or key."""
     optimizer = {"name": text, "lr": text}
     training = {"objective": {"name": text}, "optimizer": optimizer, "attack": {"eps": text}, "seed": text}
     own = {"model": {"name": text, "img_size": text}, "dataset": text, "attention": text, "git_commit": text}

@@ -1,5 +1,7 @@
-"""report.html: its numbers are those of the certificate, data stay data, nothing is loaded, a browser shows it; and
-the breakdown of a loss adds up to the loss."""
+"""report.html shows the certificate's numbers, escapes data, loads nothing, and renders in a browser.
+
+The breakdown of a loss adds up to the loss.
+"""
 
 import base64
 import io
@@ -32,7 +34,7 @@ from certify.stage.report import gallery
 from certify.stage.report.charts import histogram
 from certizoo.compose import compose_config
 from tests.certify.methods.test_certify import SMALL
-from tests.certify.stage.test_stage import data
+from tests.tools.stage_runs import data
 
 SETTINGS = stage.Settings(
     method="lofast",
@@ -48,7 +50,7 @@ VOID = {"meta", "img", "br", "link"}
 
 
 class Page(HTMLParser):
-    """What a page holds: (tag, attributes) in order, and the text of each element."""
+    """The content of a page: (tag, attributes) in order, and the text of each element."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -96,7 +98,7 @@ def rows(out: Path) -> pd.DataFrame:
 
 
 def rendered(summary: dict[str, Any], rows: pd.DataFrame, class_names: list[str] | None = None) -> str:
-    """The page with one grey picture for every image."""
+    """Return the page with one grey picture for every image."""
     grey = gallery.data_uri(torch.full((1, 8, 8), 0.5))
     circumstances = report.Circumstances("2000-01-01", "python -m certify", class_names)
     return report.report(summary, rows, dict.fromkeys(range(len(rows)), grey), circumstances)
@@ -191,7 +193,7 @@ def test_data_stay_data(summary: dict[str, Any], rows: pd.DataFrame) -> None:
 
 
 def without_proofs(summary: dict[str, Any], rows: pd.DataFrame, status: str) -> tuple[dict[str, Any], pd.DataFrame]:
-    """The same model with no image certified at any eps."""
+    """Return the summary of the same model with no image certified at any eps."""
     answer, nothing = np.where(rows["correct"], status, "not certified"), np.full(len(rows), np.nan)
     answers = {key: answer for key in map(str, rows) if key.startswith("certified.")}
     costs = {key: nothing for key in map(str, rows) if key.startswith("growth.")}
@@ -316,7 +318,7 @@ def test_shares_add_up_to_the_adjoint_loss(name: str) -> None:
         costs_KB = torch.stack(list(found.costs.values()))
         torch.testing.assert_close(costs_KB.sum(0), torch.ones(6, dtype=torch.float64))
         assert (costs_KB >= 0).all()
-        # The first-order term is eps ||g_0|| of some class, relative to the loss that the certificate names.
+        # The first-order term is eps ||g_0|| of some class, relative to the certificate's loss.
         radii = analysis.radii(torch.full((6,), eps, dtype=torch.float64))
         rivals = analysis.rivals(0, 3)
         part_RB = eps * rivals.lengths[0] / rivals.tight(radii, torch.ones(3, 6, dtype=torch.bool))
@@ -383,7 +385,7 @@ def test_it_is_published_linked_and_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = (out / "card.md").read_text()
-    assert "`report.html`, among the files" in text  # a link to it would be none in MLflow
+    assert "`report.html`, among the files" in text  # MLflow would not follow a link to it
     assert len(text) < 5000, "MLflow's column"
     assert f"{100 * summary['accuracy']['0.05']['certified']:.1f} (" in text
     collected = register._collect([handover, out], tmp_path / "published")

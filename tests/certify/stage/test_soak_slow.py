@@ -1,4 +1,4 @@
-"""The stage, killed twenty times: at the end its rows and its certificate are those of an undisturbed run."""
+"""The stage is killed twenty times and still ends with the rows and certificate of an undisturbed run."""
 
 import json
 import os
@@ -23,13 +23,13 @@ TOLD = "another process writes results here"
 
 @dataclass
 class Counted:
-    """What happened, for the report."""
+    """Counts of events, for the report."""
 
     starts: int = 0
     kills: int = 0
-    finished: int = 0  # before they could be killed
-    refused: int = 0  # the second of two starts
-    lost: int = 0  # rows that were on the disk before a kill or a start, and not after
+    finished: int = 0  # starts that ended before they could be killed
+    refused: int = 0  # second starts that were refused
+    lost: int = 0  # rows on the disk before a kill or a start, and missing after it
     twins: int = 0
     orphans: int = 0  # workers that outlive a killed parent by more than a moment
 
@@ -44,14 +44,14 @@ def start(handover: Path, digits: Path, out: Path, workers: int) -> "subprocess.
 
 
 def keys(out: Path) -> list[str]:
-    """Of the whole lines."""
+    """Return the keys of the whole lines."""
     path = out / stage.ROWS
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line)["key"] for line in lines if line.endswith("\n")]
 
 
 def kill(process: "subprocess.Popen[str]", counted: Counted) -> None:
-    """SIGKILL to the process alone; its workers have to end by themselves."""
+    """Send SIGKILL to the process alone; its workers have to end by themselves."""
     children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.kill()
     status = process.wait()
@@ -73,7 +73,7 @@ def moment(draw: random.Random, process: "subprocess.Popen[str]", out: Path, bef
 
 
 def two(handover: Path, digits: Path, out: Path, counted: Counted) -> "subprocess.Popen[str]":
-    """Two starts at once: one is told, the other goes on."""
+    """Start two processes at once: one is refused, the other continues."""
     both = [start(handover, digits, out, 1) for _ in range(2)]
     counted.starts += 2
     while all(process.poll() is None for process in both):
@@ -94,7 +94,7 @@ def test_twenty_kills_change_nothing(handover: Path, digits: Path, tmp_path: Pat
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert start(handover, digits, whole, 1).wait() == 0
     while counted.kills < KILLS:
-        if counted.starts and counted.finished:  # begin anew: there is nothing left to disturb
+        if counted.starts and counted.finished:  # start again from nothing: there is nothing left to disturb
             counted.finished, done = 0, keys(out)
             (out / stage.ROWS).write_text("".join((out / stage.ROWS).read_text().splitlines(keepends=True)[:40]))
             (out / stage.CERTIFICATE).unlink(missing_ok=True)
@@ -116,7 +116,7 @@ def test_twenty_kills_change_nothing(handover: Path, digits: Path, tmp_path: Pat
           f"{(time.monotonic() - begun) / 60:.1f} minutes, {os.cpu_count()} cores")  # fmt: skip
     assert (counted.lost, counted.twins, counted.orphans) == (0, 0, 0)
     assert counted.refused >= KILLS // 5
-    # A start goes on in the middle of a batch, whose other size rounds float32 in another way.
+    # A resumed batch has another size, for which float32 rounds differently.
     pd.testing.assert_frame_equal(
         one.drop(columns="served_difference"), other.drop(columns="served_difference"), rtol=1e-5
     )

@@ -14,28 +14,15 @@ import torch
 
 import shards
 import zoo
-from attacks import AttackConfig
 from certify.__main__ import main
 from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError
 from registry import browse
-from shards import DataConfig, eval_loader
+from shards import eval_loader
 from tests.tools.rounding import assert_same_to_rounding
+from tests.tools.stage_runs import CONFIG, SETTINGS, data
 from zoo.models import catalog
-
-CONFIG: dict[str, Any] = {"name": "spec_vit_digits", "num_classes": 10, "img_size": 8, "in_chans": 1}
-SETTINGS = stage.Settings(
-    method="lofast",
-    images=60,
-    eps=(0.01, 0.1, 5.0),
-    batch_size=20,
-    attack=AttackConfig(norm="l2", steps=10, loss="margin"),
-)
-
-
-def data(root: Path) -> DataConfig:
-    return DataConfig("digits", str(root), "digits-train-*.tar", "digits-test-*.tar", 10, 8, 1)
 
 
 def test_accuracies_are_nested_image_by_image(handover: Path, digits: Path, tmp_path: Path) -> None:
@@ -81,7 +68,7 @@ def test_a_start_that_was_cut_off_goes_on(handover: Path, digits: Path, tmp_path
         pd.read_parquet(f / "certificates.parquet").drop(columns=["seconds", "served_difference"])
         for f in (whole, again)
     )
-    assert_same_to_rounding(one, two, rtol=1e-9)  # in float64; rows 26 to 40 come in a batch of other size
+    assert_same_to_rounding(one, two, rtol=1e-9)  # in float64; rows 26 to 40 come in a batch of another size
     for key in ("accuracy", "clean", "image_list_sha256", "weights_sha256"):
         assert result[key] == expected[key]
 
@@ -111,7 +98,7 @@ def test_bad_handovers_are_refused(handover: Path, tmp_path: Path) -> None:
 def test_a_handover_outlives_the_defaults_of_its_name(
     handover: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A later version may change what a name means; what was handed over stays the same function."""
+    """A later version may change a name's defaults; a hand-over stays the same function."""
     before, _ = zoo.handover.load(handover)
     caps = {"name": "dp", "q_cap": 0.01, "k_cap": 0.01, "v_cap": 0.01, "o_cap": 0.01}
     monkeypatch.setitem(catalog.SPEC_DIGITS, "attention", caps)
@@ -150,7 +137,7 @@ def test_published_version_comes_back_bit_equal(
     x = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(served(x), original(x))
     assert config["model"] == {"name": "spec_vit_digits"} | zoo.model_options(**CONFIG)
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")  # a fresh process would read the variable
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")  # a new process would read the variable
     mlflow.set_registry_uri(f"sqlite:///{tmp_path}/mlflow.db")
     by_mlflow = mlflow.pyfunc.load_model("models:/digits@champion").predict(x.numpy())
     assert np.array_equal(by_mlflow, original(x).numpy())

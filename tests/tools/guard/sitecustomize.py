@@ -1,4 +1,4 @@
-"""First on PYTHONPATH: a process that begins to read a pickle ends, and says where (Python imports it by itself)."""
+"""Loaded first on PYTHONPATH by Python itself: a process that begins to read a pickle ends and reports where."""
 
 import _pickle
 import os

@@ -1,4 +1,4 @@
-"""Run by tests/trainers/weights/test_ema_slow.py under the launcher: the average of the weights at each ZeRO stage.
+"""Worker of tests/trainers/weights/test_ema_slow.py, run by the launcher: the average of the weights at each stage.
 
 Writes {variant: largest difference from the average written out in float64} to the file of the last argument.
 """
@@ -19,7 +19,7 @@ from trainers.entry import launcher_argv
 from trainers.job.job import Job
 from trainers.job.prepare import prepare
 
-STEPS, LR, DECAY = 5, 0.05, 0.4  # from step 2 on (1 + t) / (10 + t) would be larger: both branches of the minimum
+STEPS, LR, DECAY = 5, 0.05, 0.4  # (1 + t) / (10 + t) is larger from step 2 on, so both branches of the minimum run
 VARIANTS = {"zero0": (0, "fp32"), "zero1": (1, "fp32"), "zero2": (2, "fp32"), "zero2-bf16": (2, "bf16")}
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     job = prepare(compose_config("adv_train", overrides))
     world = engine.start(5)
     worst = {name: largest_difference(job, *cut, name) for name, cut in VARIANTS.items()}
-    together = world.sums(torch.tensor(list(worst.values()))).tolist()  # also of the other rank's average
+    together = world.sums(torch.tensor(list(worst.values()))).tolist()  # of the other rank's average too
     if world.rank == 0:
         Path(out).write_text(json.dumps(dict(zip(worst, together, strict=True))))
     engine.stop()

@@ -1,7 +1,7 @@
-"""Run by tests/trainers/test_full_disk_slow.py: a training again and again, with a disk full from each moment on.
+"""Worker of tests/trainers/test_full_disk_slow.py: one training, repeated with a disk that fills at each moment.
 
-Writes a list, an entry a moment: what the training said, and whether the same command with resume=auto then left the
-hand-over of a training with room. One process, a world of one rank.
+Writes a list with an entry for each moment: the training's output, and whether the same command with resume=auto then
+left the hand-over of an undisturbed training. One process, a world of one rank.
 """
 # ruff: noqa: E402
 

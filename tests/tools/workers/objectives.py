@@ -1,8 +1,7 @@
-"""Run by tests/trainers/objectives/test_steps.py under the launcher: two real steps of every objective and option, on
-all ranks.
+"""Worker of tests/trainers/objectives/test_steps.py, run on 2 ranks: two real steps of every objective and option.
 
-Writes {case: {"terms": of each step, "moved": the largest change of a weight, "apart": its difference between ranks,
-"off": from the oracle}} to the file of the last argument.
+Writes {case: {"terms": the terms of each step, "moved": the largest change of a weight, "apart": its difference between
+ranks, "off": the distance from the oracle}} to the file of the last argument.
 """
 # ruff: noqa: E402
 
@@ -30,7 +29,7 @@ CONV += ["registry.enabled=false", "certify.enabled=false"]
 
 
 def cases(tiny: list[str]) -> dict[str, list[str]]:
-    """The overrides of each case."""
+    """Return the overrides of each case."""
     found = {name: [*(CONV if name in LIPSCHITZ else tiny), f"objective={name}"] for name in OBJECTIVES}
     found |= {
         f"sam-zero{stage}": [*tiny, "objective=clean", "train.sam_rho=0.1", f"deepspeed=zero{stage}"]
@@ -49,7 +48,7 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def sam_oracle(job: Job, size: int) -> dict[str, Tensor]:
-    """One plain process; each rank's part of the batch has its own ascent."""
+    """Take the steps in one plain process, where each rank's part of the batch has its own ascent."""
     torch.manual_seed(job.seed)
     model = zoo.create_model(**job.model).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=job.optimizer.momentum)

@@ -1,7 +1,7 @@
-"""Run by tests/trainers/weights/test_states.py under the launcher: a checkpoint in the middle, at each ZeRO stage.
+"""Worker of tests/trainers/weights/test_states.py, run on 2 ranks: a checkpoint in the middle, at each ZeRO stage.
 
-Writes {variant: facts, summed over ranks} to the file of the last argument, of the variants that the one before it
-names; the checkpoints stay in runs/NAME/VARIANT.
+Writes {variant: facts, summed over ranks} to the file of the last argument, for the variants that the argument before
+it names. The checkpoints stay in runs/NAME/VARIANT.
 """
 # ruff: noqa: E402
 
@@ -33,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"zero{stage}-offloaded": {"stage": stage, "offload": True} for stage in (1, 3)},
 }
 
-# Each stage, and what shares no code with another.
+# Each stage, and each variant with code of its own.
 QUICK = ("zero0", "zero0-muon", "zero1", "zero1-sgd", "zero2-bf16", "zero3", "zero3-offloaded")
 CHOICES = {"quick": QUICK, "rest": tuple(name for name in VARIANTS if name not in QUICK)}
 
@@ -44,7 +44,9 @@ def of(job: Job, name: str, cut: dict[str, Any]) -> Job:
         job,
         run_dir=job.run_dir / name,
         train=replace(job.train, precision=cut.get("precision", "fp32")),
-        deepspeed=replace(job.deepspeed, **zero, persistent_below=40),  # at stage 3 some weights whole, some cut
+        deepspeed=replace(
+            job.deepspeed, **zero, persistent_below=40
+        ),  # at stage 3 some weights stay whole and some are cut
         optimizer=replace(job.optimizer, name=cut.get("optimizer", "adamw")),
     )
 
@@ -89,7 +91,9 @@ def compared(job: Job) -> dict[str, float]:
     train(first, HALF, 2 * HALF)
     found = checkpoint.newest(job.run_dir)
     assert found is not None
-    second = replace(assemble(replace(job, seed=job.seed + 1), world), job=job)  # other weights, until it is loaded
+    second = replace(
+        assemble(replace(job, seed=job.seed + 1), world), job=job
+    )  # other weights until the checkpoint is loaded
     saving.load(second.engine, None, job.run_dir, found)
     restored = state(second.engine)
     train(second, HALF, 2 * HALF)
@@ -106,7 +110,7 @@ def compared(job: Job) -> dict[str, float]:
 
 
 def own_steps(engine: Any) -> float:
-    """As torch's optimiser counts them; SGD does not."""
+    """Return the optimiser's own count of steps; SGD has none."""
     optimizer = engine._engine.optimizer
     states = getattr(optimizer, "optimizer", optimizer).state.values()
     return max((float(state["step"]) for state in states if "step" in state), default=2 * HALF)
@@ -126,7 +130,7 @@ def main() -> None:
     if world.rank == 0:
         Path(out).write_text(json.dumps(of_both))
     engine.stop()
-    # So many engines hold parts of the group that is gone, whose threads may abort the process in its last moment.
+    # Many engines refer to the closed process group, whose threads may abort the process at its end.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,9 +1,11 @@
-"""Run by tests/trainers/engine/test_zero.py under the launcher: the same training, cut over ranks in many ways.
+"""Worker of tests/trainers/engine/test_zero.py, run on 2 ranks: one training, cut over ranks in many ways.
 
-Writes, for every way, how far it is from one plain PyTorch process with the same global batches: {way: {"loss": the
+Writes, for every way, its distance from one plain PyTorch process with the same global batches: {way: {"loss": the
 largest difference of a loss, "weight": of a weight at the end, "sharded": the share of parameters that no rank holds
-whole}}. `stages`: all of them; `quick`: those of QUICK. With `arrival` instead: what reaches the weights of penalties
-of many sizes in bf16.
+whole}}.
+
+`stages` runs all ways, `quick` those of QUICK. `arrival` measures how penalties of many sizes reach the weights in
+bf16.
 """
 # ruff: noqa: E402
 
@@ -45,7 +47,7 @@ def adversarial_loss(job: Job, model: nn.Module, images: Tensor, labels: Tensor)
 
 
 def linearised_loss(job: Job, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Image by image, with the attention written out: the fused kernels have no second derivative."""
+    """Compute the loss image by image with explicit attention: the fused kernels have no second derivative."""
     losses = []
     with sdpa_kernel(SDPBackend.MATH):
         for image, label in zip(images, labels.tolist(), strict=True):
@@ -65,7 +67,7 @@ LOSSES = {"pgd_at": adversarial_loss, "lmce": linearised_loss}
 
 @dataclass(frozen=True)
 class Curve:
-    """A training: its losses, its weights, and the share of them that was sharded at the end."""
+    """The losses and final weights of a training, and the share of weights that was sharded at the end."""
 
     losses: list[float]
     state: dict[str, Tensor]
@@ -80,7 +82,7 @@ class Curve:
 
 
 def oracle(job: Job, steps: int) -> Curve:
-    """One process, the whole batch, no DeepSpeed."""
+    """Train in one process on the whole batch, without DeepSpeed."""
     torch.manual_seed(job.seed)
     model = zoo.create_model(**job.model)
     settle_caps_(model)
@@ -109,7 +111,7 @@ def oracle(job: Job, steps: int) -> Curve:
 
 
 def trained(job: Job, steps: int, name: str) -> Curve:
-    """By our engine, each rank on its share of the batch."""
+    """Train with our engine, each rank on its share of the batch."""
     from trainers import ranks
     from trainers.engine.world import World
     from trainers.steps.run import assemble
@@ -131,13 +133,13 @@ def at(job: Job, stage: int, **train: Any) -> Job:
 
 
 def modelled(job: Job, name: str, **options: Any) -> Job:
-    """The same training of another model."""
+    """Return the same training for another model."""
     shape = {key: job.model[key] for key in ("num_classes", "img_size", "in_chans")}
     return replace(job, model={"name": name, **zoo.model_options(name, **shape, **options)})
 
 
 SMALL = {"embed_dim": 32, "depth": 2, "num_heads": 2, "patch_size": 4}
-# Weights that are read outside the module that owns them, vectors that move in each pass, blocks in stages, no blocks.
+# Weights read outside their module, vectors that move in each pass, blocks in stages, no blocks.
 MODELS: dict[str, dict[str, Any]] = {
     "l2_vit_ti": SMALL,
     "spec_vit_digits": {},
@@ -148,7 +150,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def attack_trace(job: Job, stage: int) -> dict[str, float]:
-    """After a training step: does an attack move images, and what else has it changed?"""
+    """Run an attack after a training step; return if it moves images, and if it changes anything else."""
     from trainers import ranks
     from trainers.engine.world import World
     from trainers.steps.run import assemble
@@ -166,7 +168,10 @@ def attack_trace(job: Job, stage: int) -> dict[str, float]:
 
 
 def after_a_broken_gradient(job: Job, stage: int, precision: str) -> dict[str, float]:
-    """The last rank's gradient is no number, though its loss is one: does the engine say that it made an update?"""
+    """Return if the engine reports an update, with the last rank's gradient whole and NaN.
+
+    The loss of that rank is finite in both cases.
+    """
     from trainers import ranks
     from trainers.engine.world import World
     from trainers.steps.run import assemble
@@ -189,10 +194,12 @@ def after_a_broken_gradient(job: Job, stage: int, precision: str) -> dict[str, f
 
 
 def arrived(job: Job, name: str) -> dict[str, float]:
-    """{"share": <p', p> / <p, p>, "off": |p' - p| / |p|, "logged"}: p' is what a job's penalty adds to the gradient
-    just before the update, p the penalty's own gradient at these weights in one plain process, and `logged` the
-    relative error of its value in the step's terms. Of the second step, after one with lr = 0 and an update of the
-    average."""
+    """Compare the gradient p' that a job's penalty adds before the update with the penalty's own gradient p.
+
+    Returns {"share": <p', p> / <p, p>, "off": |p' - p| / |p|, "logged": the relative error of the penalty in the step's
+    terms}. p is computed at these weights in one plain process. Measured at the second step, after one with lr = 0 and
+    an update of the average.
+    """
     _, without, _ = gradient_of(replace(job, penalty=PenaltyConfig(), hinge=HingeConfig()), f"{name}-without")
     before, found, terms = gradient_of(job, name)
     model = zoo.create_model(**job.model)
@@ -213,7 +220,7 @@ def arrived(job: Job, name: str) -> dict[str, float]:
 
 
 def gradient_of(job: Job, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
-    """(state before the second step, gradient as its update finds it, the step's terms)."""
+    """Return (state before the second step, gradient at its update, the step's terms)."""
     from deepspeed.utils import safe_get_full_grad
 
     from trainers import ranks
@@ -247,7 +254,7 @@ def gradient_of(job: Job, name: str) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 
 def small_penalties(job: Job) -> Iterator[tuple[str, Job]]:
-    """Over the range of configs/space/msvp.yaml, and the hinge; gradients accumulated, the average kept (ZeRO 0-2)."""
+    """Yield the range of configs/space/msvp.yaml and the hinge, with accumulation and the average (ZeRO 0-2)."""
     for stage in range(4):
         bf16 = at(job, stage, precision="bf16", micro_batch_size=2, ema_decay=0.9 if stage < 3 else 0.0)
         for exponent in (-6, -5, -4, -3, -2):
@@ -258,7 +265,7 @@ def small_penalties(job: Job) -> Iterator[tuple[str, Job]]:
 
 
 def everything(engine: Any) -> list[Any]:
-    """Weights, buffers, gradients, modes, and what the optimiser holds, here compared bit by bit."""
+    """Return weights, buffers, gradients, modes and optimiser state in a form to compare bit by bit."""
     state = engine.whole_state()
     optimizer = engine._engine.optimizer
     held = [value for group in getattr(optimizer, "optimizer", optimizer).state.values() for value in group.values()]
@@ -271,7 +278,7 @@ def everything(engine: Any) -> list[Any]:
 
 
 def ways(job: Job, steps: int) -> Iterator[tuple[Job, int, dict[str, Job]]]:
-    """(what one process does, steps, the ways to cut it); so many steps of `pgd`."""
+    """Yield (training of one process, number of steps, ways to cut it); `pgd` takes `steps` steps."""
     hinged = replace(job, penalty=PenaltyConfig(), hinge=HingeConfig(weight=1.0, q=0.1, o=0.1, mlp=0.1))
     linearised = replace(job, objective=ObjectiveConfig("lmce", eps=2.0))
     wider = replace(job, train=replace(job.train, attack_precision="fp32"))
@@ -294,17 +301,17 @@ def ways(job: Job, steps: int) -> Iterator[tuple[Job, int, dict[str, Job]]]:
 
 
 def models(job: Job) -> Iterator[tuple[Job, int, dict[str, Job]]]:
-    """The same, of other models at stage 3."""
+    """Yield the same for other models at stage 3."""
     for name, options in MODELS.items():
         other = modelled(job, name, **options)
-        if name.startswith("conv"):  # which has no attention to penalise and no blocks to recompute
+        if name.startswith("conv"):  # it has no attention to penalise and no blocks to recompute
             other = replace(other, penalty=PenaltyConfig())
             yield other, 3, {name: at(other, 3)}
         else:
             yield other, 3, {name: at(other, 3), f"{name}-recomputed": at(other, 3, grad_checkpointing=True)}
 
 
-# Each technique at one stage, training and small penalties at one that keeps weights whole and at one that does not.
+# Each technique at one stage; training and small penalties at a stage with whole weights and one without.
 QUICK = (
     *("pgd-zero0", "pgd-zero2", "pgd-zero3", "accumulated-zero3", "hinge-zero2", "recomputed-zero3", "offloaded-zero2"),
     *("lmce-zero2", "capped-zero1", "bf16-zero3", "bf16-attacked-in-fp32-zero3", "attacked-in-bf16-zero3"),
@@ -313,7 +320,7 @@ QUICK = (
 
 
 def traces(job: Job) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
-    """What else is measured of every stage."""
+    """Yield the other measurements of every stage."""
     penalised = dict(small_penalties(job))
     for stage in range(4):
         name = f"1e-6-zero{stage}"
@@ -324,13 +331,13 @@ def traces(job: Job) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
 
 
 def arrivals(job: Job) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
-    """What arrives of every small penalty."""
+    """Yield the measurement of every small penalty."""
     for name, penalised in small_penalties(job):
         yield f"arrived-{name}", partial(arrived, penalised, f"arrived-{name}")
 
 
 def as_on_a_gpu() -> None:
-    """There DeepSpeed's forward turns an autocast off that was on before it; on a CPU it never notices one."""
+    """Make DeepSpeed's forward turn off a surrounding autocast, as it does on a GPU but not on a CPU."""
     from deepspeed.runtime import engine
 
     engine.autocast_if_enabled = lambda _: torch.autocast("cpu", enabled=False)

@@ -1,4 +1,4 @@
-"""CertViT's stage 2: the projection is nearest, the fixed point of Douglas-Rachford is the sparsest in the set."""
+"""CertViT's stage 2: the projection is the nearest point, and Douglas-Rachford ends at the sparsest one of the set."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def layer(t: int = 40, i: int = 6, o: int = 5, j: int = 3) -> tuple[Tensor, list
 
 
 def members(w: Tensor, batches: list[Rows], eta: float, count: int = 200) -> list[Tensor]:
-    """Points of C: on the way from w, which is in it, to random ones."""
+    """Return points of C between w, which is in it, and random points."""
     generator, found = torch.Generator().manual_seed(1), []
     for _ in range(count):
         far, share = torch.randn(w.shape, generator=generator, dtype=w.dtype), 1.0
@@ -38,7 +38,7 @@ def test_the_excess_has_its_gradient() -> None:
 
 
 def test_what_an_activation_hides_is_free() -> None:
-    """Weights that give the same activations cost nothing, others as much as the activations differ at least."""
+    """Weights that give the same activations cost nothing; others cost at least their difference in activations."""
     w, (rows, *_) = layer()
     theta = torch.full_like(rows.y, 0.5)
     hidden = Rows(rows.x, rows.y, theta)
@@ -63,7 +63,7 @@ def test_what_an_activation_hides_is_free() -> None:
 
 
 def test_an_activation_sees_the_bias_too() -> None:
-    """Thresholds are those of W x + b: with b in the matrix, against inputs of 1, the misses are the same."""
+    """Thresholds apply to W x + b: with b as a column of the matrix and inputs of 1, the misses are the same."""
     w, (rows, *_) = layer()
     theta, b = torch.full_like(rows.y, 0.5), torch.linspace(-2, 2, len(w), dtype=w.dtype)
     beside = Rows(rows.x, rows.y, theta, b)
@@ -77,7 +77,7 @@ def test_an_activation_sees_the_bias_too() -> None:
 
 
 def test_the_projection_is_the_nearest_point() -> None:
-    """In C, and for every c of C <w_0 - p, c - p> <= 0: the property that has one solution."""
+    """The projection p is in C, and <w_0 - p, c - p> <= 0 for every c of C, which has one solution."""
     w, batches = layer()
     eta = 0.05
     w_0 = w + torch.randn(w.shape, generator=torch.Generator().manual_seed(3), dtype=w.dtype)
@@ -90,7 +90,7 @@ def test_the_projection_is_the_nearest_point() -> None:
 
 
 def test_with_orthonormal_inputs_the_solution_is_a_soft_threshold() -> None:
-    """min ||V||_1 with ||V - W||^2 <= eta ||W||^2 is soft(W, t), t found by bisection."""
+    """The minimum of ||V||_1 with ||V - W||^2 <= eta ||W||^2 is at soft(W, t), t found by bisection."""
     w, _ = layer(o=8, i=8)
     rows, eta = Rows(torch.eye(8, dtype=torch.float64), w.mT.clone()), 0.04
     low, high = 0.0, float(w.abs().max())
@@ -106,7 +106,7 @@ def test_with_orthonormal_inputs_the_solution_is_a_soft_threshold() -> None:
 
 
 def test_the_fixed_point_is_in_the_set_and_sparser() -> None:
-    w, batches = layer(i=16, o=12, t=10)  # fewer rows than unknowns: much can go
+    w, batches = layer(i=16, o=12, t=10)  # with fewer rows than unknowns many weights can vanish
     eta = 0.02
     found = solve(w, batches, gamma=0.05, eta=eta, rate=1.2, iterations=150, passes=30)
     assert max(rows.share(found) for rows in batches) <= 1.05 * eta

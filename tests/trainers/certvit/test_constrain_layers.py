@@ -1,4 +1,4 @@
-"""CertViT's stage 2 on models: what a layer is held against, and that its file is a function of its arguments."""
+"""CertViT's stage 2 on models: the target of each layer, and a file that depends only on the arguments."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_all_free_linear_layers_are_constrained_and_capped_ones_left_alone() -> 
 
 @pytest.mark.parametrize("kind", ["vit", "conv"])
 def test_rows_are_what_goes_in_and_out(kind: str) -> None:
-    """x W^T of the rows, all of them taken, is the layer's output without its bias, in some order."""
+    """The layer's output without its bias is x W^T over all rows, up to the order."""
     model = vit() if kind == "vit" else conv_net().float().eval()
     for name in constrainable(model):
         module = model.get_submodule(name)
@@ -64,7 +64,7 @@ def test_rows_are_what_goes_in_and_out(kind: str) -> None:
 
 
 def test_a_layer_with_a_bias_is_clamped_with_it() -> None:
-    """The layer as it was misses nothing, and what the activation gives is W x + b, clamped."""
+    """The unchanged layer misses nothing, and the activation's output is W x + b, clamped."""
     model = conv_net().float().eval()
     model.convs[0].bias = torch.nn.Parameter(torch.linspace(-1, 1, model.convs[0].out_channels))
     rows = observe(model, "convs.0", images(1), 10**6, seed=0).rows[0]
@@ -79,7 +79,7 @@ def test_a_layer_with_a_bias_is_clamped_with_it() -> None:
 
 
 def test_thresholds_are_those_of_the_activation_behind() -> None:
-    """What the layer gives, cut by its thresholds, is what the activation gives."""
+    """The layer's output, clamped to its thresholds, is the activation's output."""
     model = conv_net().float().eval()
     for name, activation in (("convs.0", model.convs[1]), ("convs.2", model.convs[3]), ("fcs.1", model.fcs[2])):
         seen: list[Tensor] = []

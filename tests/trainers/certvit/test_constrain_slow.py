@@ -1,4 +1,4 @@
-"""trainers/constrain.py as a user runs it: three stages on 2 ranks; killed in stage 2 it goes on layer by layer."""
+"""trainers/constrain.py as a user runs it: three stages on 2 ranks; killed in stage 2, it resumes layer by layer."""
 
 import json
 import shutil

@@ -6,7 +6,7 @@ from trainers.certvit.prox import magnitude_quantile, soft_threshold
 
 
 def test_it_is_the_minimiser() -> None:
-    """Against a slow search over a fine grid of p, for t ||p||_1 + 1/2 ||p - w||^2."""
+    """Compare with a slow search over a fine grid of p, for t ||p||_1 + 1/2 ||p - w||^2."""
     torch.manual_seed(0)
     w = torch.cat([torch.randn(60, dtype=torch.float64), torch.tensor([0.0, 0.5, -0.5])])
     grid = torch.linspace(-4, 4, 80001, dtype=torch.float64)
@@ -18,7 +18,7 @@ def test_it_is_the_minimiser() -> None:
 
 
 def test_it_is_firmly_non_expansive() -> None:
-    """||prox a - prox b||^2 <= <prox a - prox b, a - b>, also with a threshold for each entry."""
+    """Check ||prox a - prox b||^2 <= <prox a - prox b, a - b>, also with a threshold for each entry."""
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, 1000, 8, dtype=torch.float64, generator=generator)
     for t in (0.3, torch.rand(8, dtype=torch.float64, generator=generator)):

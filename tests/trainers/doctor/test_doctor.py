@@ -1,4 +1,4 @@
-"""The doctor's table against the machine and against real runs: what it says a run needs is what the run takes."""
+"""The doctor's estimates against the machine and real runs: the need it reports is the need of the run."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def job(*overrides: str) -> Job:
     return prepare(compose_config("adv_train", [*TINY, *overrides]))
 
 
-# --- as it is typed --------------------------------------------------------------------------------------------------
+# --- the command --------------------------------------------------------------------------------------------------
 
 
 def test_a_healthy_machine(folder: Path) -> None:
@@ -96,11 +96,11 @@ def test_a_run_that_does_not_fit(here: Path) -> None:
     assert doctor.table([Finding("a", "b", False, "c")]).row_count == 1
 
 
-# --- what a run needs ------------------------------------------------------------------------------------------------
+# --- the needs of a run -----------------------------------------------------------------------------------------------
 
 
 def test_bytes_of_the_zero_stages(here: Path) -> None:
-    """P parameters on 2 ranks, AdamW in float32 (b = 4): the table at the head of estimate.py, written out."""
+    """P parameters on 2 ranks, AdamW in float32 (b = 4): the table at the head of estimate.py."""
     for stage, (weights, gradients, states) in enumerate([(4, 4, 8), (4, 4, 6), (4, 2, 6), (2, 2, 6)]):
         need = estimate.estimate(job(f"deepspeed=zero{stage}"), 2)
         assert need.parameters > 10_000
@@ -120,7 +120,7 @@ def test_activations_grow_with_the_batch_as_estimated(here: Path) -> None:
     for images in (1, 5, 32):
         kept = estimate.saved_by_autograd(small, model, images)
         assert estimate.activations(small, model, images) == pytest.approx(kept, rel=0.02)
-    least = 32 * 2 * 5 * 32 * 4  # images x layers x tokens x width: the inputs of the blocks alone
+    least = 32 * 2 * 5 * 32 * 4  # images x layers x tokens x width: only the inputs of the blocks
     assert kept > 10 * least
 
 

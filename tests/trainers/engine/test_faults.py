@@ -1,4 +1,4 @@
-"""What a fault leaves behind, part by part: signals, a silent rank, damaged checkpoints. Whole runs: *_slow.py."""
+"""The parts that handle faults: signals, a silent rank, damaged checkpoints. Whole runs: *_slow.py."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_a_signal_becomes_a_request(number: signal.Signals) -> None:
     with suppress(preempt.Stopped), preempt.listening() as request:
         assert not request.agreed(Alone())  # type: ignore[arg-type]
         os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)  # the cluster's, and the launcher's copy of it
+        os.kill(os.getpid(), number)  # the cluster's signal, and the launcher's copy of it
         assert request.agreed(Alone())  # type: ignore[arg-type]
         assert request.reason == number.name
         raise preempt.Stopped
@@ -58,7 +58,7 @@ def test_a_signal_becomes_a_request(number: signal.Signals) -> None:
 
 
 def test_a_launcher_that_died_counts_as_a_request() -> None:
-    """Also while nobody has taken note of its end (a zombie)."""
+    """It counts even before its end has been collected (a zombie)."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = psutil.Process(child.pid)
     assert not launcher.ended(process)
@@ -85,7 +85,7 @@ print(launcher.killed())
 
 
 def test_a_rank_that_was_killed_is_named_by_those_beside_it(tmp_path: Path) -> None:
-    """One lives, one was killed, one ended by itself and has said why; nobody has waited for them."""
+    """One rank lives, one was killed, one ended with its own message; none has been collected."""
     done = python(RANKS, tmp_path)
     assert done.stdout == "['rank 1 was killed (SIGKILL): out of memory?']\n", done.stderr
 
@@ -151,7 +151,7 @@ def test_silence_ends_the_process_with_one_line(tmp_path: Path) -> None:
 
 @contextmanager
 def patched_disk(fault: Exception | None) -> Iterator[None]:
-    """Files are written, and then the disk says `fault`."""
+    """Write files until the disk reports `fault`."""
     with pytest.MonkeyPatch.context() as patch:
 
         def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -195,7 +195,7 @@ def test_a_save_that_fails_is_one_line_and_harms_nothing(tmp_path: Path, fault: 
 
 
 def on_a_full_disk(run_dir: Path, after: int, room: int) -> tuple[bool, UserError | None]:
-    """Is there a moment of that number in a save, and what did the save say?"""
+    """Return if a save has a moment of that number, and the save's message."""
     with full_disk(run_dir, after, room) as disk:
         try:
             write(run_dir, 2)
@@ -204,9 +204,9 @@ def on_a_full_disk(run_dir: Path, after: int, room: int) -> tuple[bool, UserErro
     return disk.full, None
 
 
-@pytest.mark.parametrize("room", [0, 300])  # bytes of a file: nothing can be written; small files can
+@pytest.mark.parametrize("room", [0, 300])  # limit in bytes of a file: no file can be written, or only small ones
 def test_a_disk_that_is_full_from_any_moment_of_a_save(tmp_path: Path, room: int) -> None:
-    """One line; the checkpoint before is whole, nothing is left aside, and with room again the save is made."""
+    """One line; the checkpoint before stays whole, no partial file stays, and with space the save succeeds."""
     write(tmp_path, 1)
     said = []
     for after in count():
@@ -260,7 +260,7 @@ def test_one_flipped_bit_is_found_before_it_is_loaded(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_reading(tmp_path: Path) -> None:
-    """Every file is read by exactly one of three ranks."""
+    """Exactly one of three ranks reads each file."""
     names = [states.rank_file(rank) for rank in range(5)]
     for name in names:
         (tmp_path / name).write_text(name)
@@ -279,7 +279,7 @@ def test_ranks_share_the_reading(tmp_path: Path) -> None:
 
 
 def test_what_is_measured_again_is_written_once(tmp_path: Path) -> None:
-    """A run that goes on from an epoch's end evaluates it again: its checkpoint was written before."""
+    """A run that resumes at an epoch's end evaluates it again, because its checkpoint came first."""
     lines: list[dict[str, float]] = [{"step": 3, "loss": 1.0}, {"step": 3, "clean_acc": 0.5}, {"step": 4, "loss": 0.9}]
     (tmp_path / ROWS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     with Report(tmp_path, total_steps=9, enabled=True).shown(first_step=3) as report:

@@ -1,4 +1,4 @@
-"""Faults in whole runs: the end is a checkpoint to resume from and one line that says what happened."""
+"""Faults in whole runs end with a checkpoint to resume from and one line that names the fault."""
 
 import json
 import os
@@ -26,7 +26,7 @@ LONG = (*TINY, "train.epochs=1000", "train.log_every=1", "train.checkpoint_every
 
 
 def alone(*arguments: str, cwd: Path) -> "subprocess.Popen[str]":
-    """The script without the launcher: a world of one."""
+    """Run the script without the launcher, in a world of one."""
     command = [sys.executable, str(SCRIPT), *arguments]
     return subprocess.Popen(
         command, cwd=cwd, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -53,10 +53,10 @@ def above(process: psutil.Process) -> psutil.Process:
     return process.parent()
 
 
-TARGETS = {  # who gets SIGTERM, and what the command's exit status is then
+TARGETS = {  # (receiver of SIGTERM, exit status of the command)
     "one rank": (lambda rank: rank, 0),
-    "the launcher": (above, 1),  # it passes the signal on, and ends with 1 whatever its ranks do
-    "the command": (lambda rank: above(above(rank)), -signal.SIGTERM),  # it passes nothing on
+    "the launcher": (above, 1),  # it forwards the signal and always ends with 1
+    "the command": (lambda rank: above(above(rank)), -signal.SIGTERM),  # it forwards nothing
 }
 
 
@@ -81,7 +81,7 @@ def test_sigterm_leaves_a_checkpoint_of_the_last_step(folder: Path, target: str)
 
 
 def test_slurms_warning_to_every_process(folder: Path) -> None:
-    """SIGUSR1, which the commands above the ranks were started to ignore (`trap '' USR1`)."""
+    """The commands above the ranks ignore SIGUSR1 from their start (`trap '' USR1`)."""
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     process = launch(SCRIPT, *LONG, "name=slurm", "train.checkpoint_every=0", "data.workers=1", cwd=folder)
     signal.signal(signal.SIGUSR1, before)
@@ -99,12 +99,12 @@ def test_slurms_warning_to_every_process(folder: Path) -> None:
 
 
 def limit_files(process: psutil.Process, disk: Path) -> None:
-    """No file may grow beyond 16 KiB: the rows of metrics.jsonl may, a checkpoint may not."""
+    """Let no file grow beyond 16 KiB, which fits the rows of metrics.jsonl but no checkpoint."""
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (2**14, 2**14))
 
 
 def fill(process: psutil.Process, disk: Path) -> None:
-    """All but 100 kB of the disk."""
+    """Fill all but 100 kB of the disk."""
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     (disk / "filler").write_bytes(b"\0" * (free - 100_000))
 
@@ -170,7 +170,7 @@ def test_numbers_that_are_none_name_their_images(folder: Path) -> None:
     assert f"step {record['step']}:" in error
 
 
-# --- a rank in which nothing happens ---------------------------------------------------------------------------------
+# --- a rank without progress ---------------------------------------------------------------------------------
 
 
 def test_a_stopped_rank_ends_the_run(folder: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_stopped_rank_ends_the_run(folder: Path) -> None:
 
 
 def test_a_loader_that_hangs_ends_the_run(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command that prints shards falls silent, as a network disk that answers no more."""
+    """The command that prints shards stops responding, like a lost network disk."""
     silent, program = tmp_path / "silent", tmp_path / "shard.sh"
     program.write_text(f'#!/bin/sh\nif test -e {silent}; then exec sleep 100; fi\nexec cat {digits}/"$1"\n')
     program.chmod(0o700)

@@ -1,4 +1,4 @@
-"""Muon turns the hidden matrices, and nothing else; its step against an oracle of singular vectors."""
+"""Muon rotates the hidden matrices and nothing else; its step follows an oracle of singular vectors."""
 
 from collections.abc import Collection
 
@@ -32,7 +32,7 @@ def test_ends_vectors_and_tables_are_left_to_adamw(name: str) -> None:
 
 
 def test_a_step_is_that_of_the_oracles() -> None:
-    """Of matrices M/|M| with singular vectors U, V: the step is U D V^T with D near 1, scaled; of the rest AdamW's."""
+    """For matrices M/|M| = U S V^T the step is U D V^T with D near 1, scaled; for the rest it is AdamW's."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Linear(40, 40, bias=False))
     model.head = torch.nn.Linear(40, 5)
@@ -60,6 +60,6 @@ def test_a_step_is_that_of_the_oracles() -> None:
             step = (before[name] * (1 - LR * DECAY) - weights[name]) / (LR * 0.2 * max(weights[name].shape) ** 0.5)
             turned = u.mT @ step @ vh.mT
             assert (step - u @ turned @ vh).norm() < 0.02 * step.norm(), "in the same subspaces"
-            large = turned.diagonal()[: len(turned) // 2]  # of small singular values five steps make less
+            large = turned.diagonal()[: len(turned) // 2]  # five steps raise small singular values less
             assert ((large > 0.6) & (large < 1.3)).all()
             assert (turned - turned.diagonal().diag()).abs().max() < 0.1

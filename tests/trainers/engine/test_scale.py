@@ -1,4 +1,4 @@
-"""What makes models larger than a device trainable, in one process: parts, recomputed blocks, precisions."""
+"""Techniques for models larger than a device, in one process: parts, recomputed blocks, precisions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,14 +21,14 @@ SWIN = SMALL | {"embed_dim": 16, "depths": (1, 1), "num_heads": (1, 2), "patch_s
 
 
 def capped() -> nn.Module:
-    """With vectors that move in each pass, dropout of branches, and MSVP's branches."""
+    """Return a model with vectors that move in each pass, drop-path, and MSVP's branches."""
     torch.manual_seed(0)
     attention = {"name": "dp", "v_cap": 0.3, "o_cap": 0.3}
     return zoo.create_model("dp_vit_ti", **SIZE, attention=attention, drop_path_rate=0.3).train()
 
 
 def pass_twice(model: nn.Module) -> list[Tensor]:
-    """Gradients and buffers after two passes."""
+    """Return gradients and buffers after two passes."""
     images, labels = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4)
     for seed in range(2):
         torch.manual_seed(seed)
@@ -38,7 +38,7 @@ def pass_twice(model: nn.Module) -> list[Tensor]:
 
 
 def test_recomputed_blocks_have_the_same_gradients_and_buffers() -> None:
-    """Also where a pass changes its own buffers and draws: the second pass is the first once more."""
+    """A pass that changes its buffers and draws random numbers is repeated exactly."""
     plain, recomputed = capped(), capped()
     assert recompute_blocks_(recomputed) == 2
     for one, other in zip(pass_twice(plain), pass_twice(recomputed), strict=True):
@@ -46,7 +46,7 @@ def test_recomputed_blocks_have_the_same_gradients_and_buffers() -> None:
 
 
 def test_recomputed_blocks_keep_their_inputs_only() -> None:
-    """Fewer than a third of the saved numbers, for a second pass through each block."""
+    """They save fewer than a third of the numbers, for a second pass through each block."""
 
     def saved(model: nn.Module) -> int:
         sizes: dict[int, int] = {}
@@ -72,7 +72,7 @@ def test_recomputed_blocks_keep_their_inputs_only() -> None:
 
 
 def test_a_penalty_in_parts_is_the_penalty() -> None:
-    """Value and gradients; and nothing of a model is saved twice."""
+    """Value and gradients agree, and no tensor of a model is saved twice."""
     model, other = capped(), capped()
     owners = [module for module in model.modules() if isinstance(module, zoo.penalty.HasSpectralTerms)]
     owners = [owner for owner in owners if "q" in {branch for branch, *_ in owner.spectral_terms()}]
@@ -94,7 +94,7 @@ def test_a_penalty_in_parts_is_the_penalty() -> None:
 
 @pytest.mark.parametrize("name", ["dp_vit_ti", "l2_vit_ti", "scsa_vit_ti", "ln_vit_ti", "dp_convit_ti", "dp_swin_t"])
 def test_training_and_attack_run_on_the_fused_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call an attention and pass, whichever the variant; no scores are written out (GPSA: of FEW tokens)."""
+    """One call for each attention and pass, in all variants; no scores are stored (GPSA: up to FEW tokens)."""
     monkeypatch.setattr("zoo.attention.gpsa.FEW", 0)
     model = zoo.create_model(name, **(SWIN if "swin" in name else SIZE | {"patch_size": 2}))
     calls: list[int] = []
@@ -113,7 +113,7 @@ def test_training_and_attack_run_on_the_fused_kernel(name: str, monkeypatch: pyt
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("clip", [0.0, 1.0, 5.0])
 def test_clipping_is_always_written(stage: int, clip: float) -> None:
-    """Left out, DeepSpeed clips at 1."""
+    """Without the key DeepSpeed would clip at 1."""
     train = TrainConfig(epochs=1, batch_size=8, clip_grad=clip)
     config = ds_config(train, DeepSpeedConfig(stage, offload_optimizer=stage > 0), world_size=2, weights=1000)
     assert config["gradient_clipping"] == clip

@@ -1,4 +1,4 @@
-"""Trainings as a cluster runs them: two hosts by a hostfile, weights cut over ranks to the hand-over, compiled."""
+"""Trainings as on a cluster: two hosts by a hostfile, weights cut over ranks up to the hand-over, compiled."""
 
 import json
 import os
@@ -32,11 +32,11 @@ MISSING = [program for program in ("sshd", "ssh-keygen", "pdsh") if where(progra
 
 @contextmanager
 def hosts(folder: Path, port: int) -> Iterator[None]:
-    """An sshd of its own for every address, with keys of its own; ssh finds them by `ssh_arguments`."""
+    """Run an sshd with its own keys for every address, and make ssh find them by `ssh_arguments`."""
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", str(folder / name)], check=True, timeout=30)
     if os.getuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd, as root, insists
+        Path("/run/sshd").mkdir(exist_ok=True)  # required by sshd as root
     daemons = []
     try:
         for address in HOSTS:
@@ -77,7 +77,7 @@ def test_two_hosts_of_a_hostfile_run_one_training(folder: Path) -> None:
         status, output = finish(process, seconds=400)
     assert status == 0, output
     for host in HOSTS:
-        assert f"{host}: " in output, output  # pdsh says whose line it is
+        assert f"{host}: " in output, output  # pdsh prefixes each line with its host
     _, config = zoo.handover.load(folder / "runs" / "hosts" / "handover")
     assert config["ranks"] == 2
     assert [row["step"] for row in rows(folder / "runs" / "hosts") if "loss" in row] == [1, 2, 3]
@@ -100,7 +100,7 @@ def test_every_kind_of_model_equals_one_plain_process_at_stage_3(found: dict[str
 
 
 def test_weights_cut_over_ranks_from_start_to_handover(folder: Path) -> None:
-    """Evaluated where ranks have unlike numbers of batches, killed, resumed: as at ZeRO-1 without a break."""
+    """Evaluated with unequal numbers of batches, killed and resumed, it equals an unbroken ZeRO-1 run."""
     run = (*TINY, "train.epochs=2", "train.batch_size=256", "train.eval_images=257", "train.log_every=1",
            "train.checkpoint_every=2")  # fmt: skip
     status, output = finish(launch(SCRIPT, *run, "name=zero1", cwd=folder), seconds=300)
@@ -127,7 +127,7 @@ def test_weights_cut_over_ranks_from_start_to_handover(folder: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants a C++ compiler, and there is no g++")
 def test_compiled_training_is_the_same_training(folder: Path) -> None:
-    """Attack, training pass and penalties; the same losses up to the rounding of fused kernels."""
+    """Attack, training pass and penalties give the same losses up to the rounding of fused kernels."""
     tiny = [word for word in TINY if word != "+model.drop_path_rate=0.2"]
     run = (*tiny, "+model.drop_path_rate=0", "train.max_steps=4", "train.log_every=1", "train.eval_images=16")
     for name, extra in {"eager": (), "compiled": ("train.compile=true",)}.items():

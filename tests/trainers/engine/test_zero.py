@@ -1,15 +1,15 @@
-"""However ranks, ZeRO stages and gradient accumulation cut a batch, the training is that of one plain process."""
+"""Any split of a batch over ranks, ZeRO stages and accumulation gives the training of one plain process."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.tools.launching import ROOT, TINY, finish, launch
+from tests.tools.launching import ROOT, TINY, finish, launch, run_ranks
 
 WORKER = ROOT / "tests" / "tools" / "workers" / "zero.py"
 EXACT = ("attack.random_start=false", "+model.drop_path_rate=0", "optimizer=sgd", "train.batch_size=16")
-SHARDED = ("+deepspeed.persistent_below=0", "+deepspeed.live_parameters=0")  # by default small weights stay whole
+SHARDED = ("+deepspeed.persistent_below=0", "+deepspeed.live_parameters=0")  # otherwise small weights stay whole
 
 WAYS = {
     "pgd": (0, 1, 2, 3),
@@ -18,7 +18,7 @@ WAYS = {
     "offloaded": (1, 2, 3),
     "hinge": (0, 1, 2, 3),
     "lmce": (0, 1, 2),
-    "capped": (1, 3),  # and accumulated: the power iteration moves once a step
+    "capped": (1, 3),  # with accumulation: the power iteration moves once a step
 }
 MEASURED = {
     "arrived-1e-6": (0, 1, 2, 3),
@@ -33,18 +33,17 @@ Facts = dict[str, dict[str, float]]
 
 
 def differences(folder: Path, which: str) -> Facts:
-    """What tests/tools/workers/zero.py writes."""
+    """Return the measurements of tests/tools/workers/zero.py."""
     replaced = ("+model.drop_path_rate", "train.batch_size", "optimizer")
     tiny = [override for override in TINY if not override.startswith(replaced)]
-    strong = [f"penalty.lambda_{branch}=0.1" for branch in "qkv"]  # a penalty counted twice must show
+    strong = [f"penalty.lambda_{branch}=0.1" for branch in "qkv"]  # strong enough to show a penalty that counts twice
     arguments = (*tiny, *EXACT, *SHARDED, *strong, f"name={which}", which, str(folder / f"{which}.json"))
-    status, output = finish(launch(WORKER, *arguments, cwd=folder), seconds=300)
-    assert status == 0, output
+    run_ranks(WORKER, *arguments, cwd=folder)
     return dict(json.loads((folder / f"{which}.json").read_text()))
 
 
 def whole(arrived: dict[str, float]) -> None:
-    """What is logged of a penalty is what the update gets of it, which is the penalty's gradient."""
+    """Check that the logged penalty equals the penalty's gradient in the update."""
     assert abs(arrived["share"] - 1) <= 1e-3
     assert arrived["off"] <= 0.01
     assert arrived["logged"] <= 1e-5
@@ -55,7 +54,7 @@ def staged(ways: dict[str, tuple[int, ...]]) -> list[str]:
 
 
 def of(found: Facts, *ways: str) -> Facts:
-    """Those of these ways, at the stages that were run: some of all, or all of the slow tests."""
+    """Select these ways at the stages that were run: a few in the gate, all in the slow tests."""
     return {f"{way}-zero{stage}": found[f"{way}-zero{stage}"] for way in ways for stage in range(4)
             if f"{way}-zero{stage}" in found}  # fmt: skip
 
@@ -70,8 +69,11 @@ def found(request: pytest.FixtureRequest, folder: Path) -> Facts:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_equals_one_plain_process(found: Facts, way: str) -> None:
-    """Losses and weights, with PGD, MSVP, clipping, momentum and weight decay; of `pgd` 20 steps (6 in the quick
-    tests), of the others 3. At stage 3 no rank holds a whole weight between steps; elsewhere all do."""
+    """Compare losses and weights, with PGD, MSVP, clipping, momentum and weight decay.
+
+    `pgd` runs 20 steps (6 in the quick tests), the others 3. At stage 3 no rank holds a whole weight between steps; at
+    other stages all do.
+    """
     chosen = of(found, way)
     assert chosen
     for name, facts in chosen.items():
@@ -81,7 +83,7 @@ def test_training_equals_one_plain_process(found: Facts, way: str) -> None:
 
 
 def test_an_attack_leaves_no_trace(found: Facts) -> None:
-    """Nothing of weights, gradients, buffers, optimiser state and modes differs after it."""
+    """Weights, gradients, buffers, optimiser state and modes are unchanged after it."""
     traces = of(found, "attack")
     assert traces
     assert all(facts == {"moved": 1.0, "changed": 0.0} for facts in traces.values())
@@ -93,14 +95,17 @@ def test_bf16_is_close_to_float32(found: Facts) -> None:
 
 
 def test_a_small_penalty_reaches_the_weights_in_bf16(found: Facts) -> None:
-    """At the smallest lambda that is searched (all: test_zero_slow.py); the loss's gradient is 10^5 times as large."""
+    """The lambda is the smallest of the searches, where the loss's gradient is 10^5 times as large.
+
+    All lambdas: test_zero_slow.py.
+    """
     assert of(found, "arrived-1e-6")
     for facts in of(found, "arrived-1e-6").values():
         whole(facts)
 
 
 def test_the_attacks_precision_is_its_own(found: Facts) -> None:
-    """Each of the two precisions makes its difference, and that of the attack is the smaller one."""
+    """Each precision changes the result, the attack's by less."""
     stages = [stage for stage in range(4) if f"attacked-in-bf16-zero{stage}" in found]
     assert stages
     for stage in stages:
@@ -112,7 +117,7 @@ def test_the_attacks_precision_is_its_own(found: Facts) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_broken_gradient_is_noticed(found: Facts, precision: str) -> None:
-    """Of one rank, under a finite loss; before it, an update is called one."""
+    """One rank's gradient is NaN under a finite loss; the step before counts as an update."""
     broken = of(found, f"broken-{precision}")
     assert broken
     assert all(facts == {"whole": 1.0, "broken": 0.0} for facts in broken.values())

@@ -1,4 +1,4 @@
-"""What bf16 leaves of penalties on weights, over the range that searches take."""
+"""Penalties on weights survive bf16 over the range of the searches."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_penalty_reaches_the_weights_in_bf16(folder: Path) -> None:
-    """MSVP from 1e-6 to 1e-2, and the hinge, at each stage; micro-batches accumulated, the average kept."""
+    """MSVP from 1e-6 to 1e-2 and the hinge, at each stage, with accumulation and the average of the weights."""
     found = differences(folder, "arrival")
     assert len(found) == 4 * 6
     for arrived in found.values():

@@ -1,4 +1,4 @@
-"""What a command leaves open is settled once: by the machine, the batch, or the run that goes on."""
+"""Settings that a command leaves open are chosen once: from the machine, the batch, or the run to resume."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ def saved_of(fingerprint: dict[str, Any]) -> Saved:
     [("linear", 1024, 256, 0.25), ("root", 1024, 256, 0.5), ("root", 64, 256, 2.0), ("linear", None, 8, 1.0)],
 )
 def test_the_learning_rate_follows_the_batch(scaling: str, of: int | None, batch: int, factor: float) -> None:
-    """Once: what is settled stays."""
+    """It is set once: a chosen value stays."""
     config = composed(f"optimizer.lr_batch={'null' if of is None else of}", f"optimizer.lr_scaling={scaling}")
     optimizer = OptimizerConfig("adamw", 1e-3, lr_batch=of, lr_scaling=scaling)
     config, own, lines = scale_lr(config, optimizer, batch)
@@ -47,7 +47,7 @@ def test_the_learning_rate_follows_the_batch(scaling: str, of: int | None, batch
 
 @pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
 def test_a_recipe_trains_with_the_rate_that_it_names(path: Path) -> None:
-    """Its lr is for its own batch."""
+    """The recipe's lr is for its own batch size."""
     recipe = yaml.safe_load(path.read_text())
     assert recipe["optimizer"]["lr_batch"] == recipe["train"]["batch_size"]
 
@@ -94,8 +94,7 @@ def test_loaders_are_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_resumed_run_goes_on_as_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with another number of cores, a GPU, or another number of ranks; the order of images depends on the
-    number of loaders."""
+    """The machine may have other cores, a GPU or other ranks; image order depends on the number of loaders."""
     began = {"train.batch_size": 16, "train.precision": "bf16", "train.compile": True, "data.workers": 2}
     monkeypatch.setattr(auto_settings, "cores", lambda: 64)
     found, lines = resolve_auto(composed("data.workers=8"), 4, saved_of(began))
@@ -109,7 +108,7 @@ def test_a_resumed_run_goes_on_as_it_began(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_cpu_that_computes_bfloat16_in_software_is_said(
     avx512: bool, precision: str, said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first fifty steps took longer than anyone would wait."""
+    """Such a run is far too slow to wait for, so it warns."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cpu = {"architecture": "x86_64", "avx512_bw": avx512, "amx_bf16": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu, raising=False)

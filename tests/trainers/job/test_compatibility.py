@@ -1,4 +1,4 @@
-"""Every rule of compatibility.py refuses its case before work; the trainer and the doctor print the same line."""
+"""Every rule of trainers/job/compatibility.py refuses its case before any work, in the trainer and the doctor alike."""
 
 import ast
 import re
@@ -30,7 +30,7 @@ CERTVIT = (
     "+model=l2_certvit_mnist", "model.embed_dim=32", "model.depth=2", "model.num_heads=2", "model.patch_size=4",
     "data=digits", "train.batch_size=64", "registry.enabled=false", "certify.enabled=false",
 )  # fmt: skip
-UNTIED = "model.attention={name:l2,tied:false}"  # which no certificate has a rule for
+UNTIED = "model.attention={name:l2,tied:false}"  # no certificate has a rule for it
 
 LOOK = (*TINY, "certify.enabled=true", "certify.images=20", "train.certify_images=32")
 
@@ -195,7 +195,7 @@ def test_what_goes_together_is_let_through(script: str, overrides: Sequence[str]
 
 
 def test_certvit_checks_its_last_stage_before_its_first(here: Path) -> None:
-    """Certificates are asked of stage 3 only; its weights are made by stage 2."""
+    """Only stage 3 needs a certificate, and stage 2 makes its weights."""
     assert "certify.eps" in str(refusal("constrain", [*CERTVIT, "certify.enabled=true", "certify.eps=[]"]))
 
 
@@ -209,7 +209,7 @@ def test_layers_of_other_settings_are_refused_before_the_first_stage(here: Path)
 
 @pytest.mark.parametrize("name", ["spec_vit_digits", "cert_vit_c10", "lofast_vit_c10", "conv_4c3f_mnist", "dp_swin_t"])
 def test_rules_see_the_model_that_is_trained(name: str) -> None:
-    """Without memory, but of the same modules and shapes. (All models without memory: tests/zoo/models.)"""
+    """It has the same modules and shapes, without memory. All models: tests/zoo/models."""
     with torch.device("meta"):
         model = zoo.create_model(name)
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
@@ -225,11 +225,18 @@ def parts(model: nn.Module) -> tuple[list[str], dict[str, torch.Size]]:
 
 GROUPS = "train|deepspeed|attack|objective|penalty|hinge|mix|masks|optimizer|schedule|model|constrain|certify|data"
 OPTION = re.compile(rf"\b(?:{GROUPS})(?:\.\w+)?=")
-LATE = ("engine", "weights", "steps", "techniques", "objectives", "certvit")  # rooms of what runs after `prepare`
+LATE = (
+    "engine",
+    "weights",
+    "steps",
+    "techniques",
+    "objectives",
+    "certvit",
+)  # sub-folders of code that runs after `prepare`
 
 
 def late_refusals(source: str) -> list[str]:
-    """Messages about options in calls of `require` and `UserError`."""
+    """Return messages about options in calls of `require` and `UserError`."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     refusing = [call for call in calls if ast.unparse(call.func).split(".")[-1] in ("require", "UserError")]
     return [text for call in refusing if OPTION.search(text := ast.unparse(call))]

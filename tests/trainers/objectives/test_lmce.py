@@ -1,4 +1,4 @@
-"""The linearised-margin objective is its formula, and it lowers what the adjoint certificate pays first."""
+"""The linearised-margin objective follows its formula, and lowers the first-order term of the adjoint certificate."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def batch(size: int = 6) -> tuple[Tensor, Tensor]:
 
 
 def slow_loss(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> Tensor:
-    """The equation, image by image; the gradient from central differences of the logits."""
+    """Compute the equation image by image, with central differences of the logits for the gradient."""
     losses, step = [], 1e-4
     for image, label in zip(images, labels.tolist(), strict=True):
         shifts = step * torch.eye(image.numel(), dtype=image.dtype).view(-1, *image.shape)
@@ -85,11 +85,11 @@ def test_rivals_are_the_runner_up_or_any_wrong_class() -> None:
     shares = torch.bincount((drawn - labels) % 5, minlength=5)[1:] / 4000
     assert (shares - 0.25).abs().max() < 0.05
     mixed = rivals(logits, labels, 0.4)
-    assert 0.6 < float((mixed == runner_up).float().mean()) < 0.8  # a quarter of the random ones agree
+    assert 0.6 < float((mixed == runner_up).float().mean()) < 0.8  # a quarter of random answers agree
 
 
 def test_a_model_that_ignores_its_input_has_a_gradient() -> None:
-    """||grad|| = 0 has no derivative; the loss must have one."""
+    """The loss must have a gradient where ||grad||, being 0, has no derivative."""
     model, (images, labels) = small_vit(), batch()
     nn.init.zeros_(model.get_parameter("patch_embed.proj.weight"))
     OBJECTIVES["lmce"](probe_of(model, eps=0.7), images, labels)["loss"].backward()
@@ -97,7 +97,7 @@ def test_a_model_that_ignores_its_input_has_a_gradient() -> None:
 
 
 def test_it_lowers_the_slopes_of_digits() -> None:
-    """The same steps on the same images, with eps = 0 and with eps = 0.5."""
+    """Train the same steps on the same images, with eps = 0 and with eps = 0.5."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

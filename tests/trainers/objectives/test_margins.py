@@ -1,4 +1,4 @@
-"""EMMA, logit annealing and the term of second order are their formulas, image by image, with central differences."""
+"""EMMA, logit annealing and the second-order term follow their formulas, image by image, by central differences."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from trainers.objectives.curvature import slopes_and_bends
 from trainers.settings import ObjectiveConfig
 
 SETTINGS = ObjectiveConfig("any", eps=0.7, curvature=1.5, offset=1.0, temperature=0.5, gamma=3.0)
-STEP = 1e-4  # of central differences
+STEP = 1e-4  # the step of central differences
 Oracle = Callable[[nn.Module, Tensor, int, ObjectiveConfig], Tensor]
 
 
@@ -62,11 +62,11 @@ ORACLES: dict[str, Oracle] = {"emma": emma_of, "logit_annealing": annealed_of, "
 @pytest.mark.parametrize("name", ORACLES)
 def test_loss_and_gradient_are_those_of_the_equation(name: str) -> None:
     model, (images, labels) = small_vit().double(), batch()
-    for module in model.modules():  # weights of a size at which the terms differ
+    for module in model.modules():  # weights large enough for the terms to differ
         if isinstance(module, nn.Linear):
             module.weight.data.mul_(2.0)
     images = images.double()
-    labels[:4] = model(images).argmax(1)[:4]  # both kinds: margins above 0 and below
+    labels[:4] = model(images).argmax(1)[:4]  # margins above 0 and below
     loss = OBJECTIVES[name](replace(probe_of(model), settings=SETTINGS), images, labels)["loss"]
     expected = torch.stack(
         [ORACLES[name](model, x, y, SETTINGS) for x, y in zip(images, labels.tolist(), strict=True)]
@@ -93,7 +93,7 @@ def test_emma_is_cross_entropy_where_nothing_is_left_and_lmce_where_all_is() -> 
 
 
 def test_annealing_lets_go_of_large_margins() -> None:
-    """Beside cross-entropy, whose gradient of a confident image is 1 - p: (1 - p)^gamma times smaller, about."""
+    """The gradient of a confident image is about (1 - p)^gamma times that of cross-entropy, which is 1 - p."""
     logits = torch.tensor([[8.0, 0.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64, requires_grad=True)
     probe = probe_of(nn.Identity(), name="logit_annealing", offset=0.0, temperature=1.0, gamma=5.0)
     labels = torch.zeros(2, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Every objective is its equation, written out image by image in float64: value and gradient."""
+"""Every objective follows its equation, written out image by image in float64: value and gradient."""
 
 import importlib
 import math
@@ -33,7 +33,7 @@ def vit() -> nn.Module:
 
 
 def conv_net() -> Any:
-    """With thresholds that some units pass, and one largest singular value in each layer: its gradient is unique."""
+    """Return a network with active thresholds and a simple top singular value in each layer: its gradient is unique."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"layers": [(3, 3, 1, 1), (4, 4, 2, 1)], "hidden": [7], "theta": 0.4, "img_size": 8}
     model = ConvNet(num_classes=CLASSES, in_chans=1, mean=(0.4,), std=(0.25,), **options).double()
@@ -50,7 +50,7 @@ def batch(size: int = 6) -> tuple[Tensor, Tensor]:
 
 
 def shifted(images: Tensor, labels: Tensor) -> Tensor:
-    """Stands for an attack: its points depend on what it is told."""
+    """Stand in for an attack: the points depend on the arguments."""
     told = labels.double() if labels.ndim == 1 else labels @ torch.arange(CLASSES, dtype=labels.dtype)
     return (images + 0.05 * (told - 2)[:, None, None, None]).clamp(0, 1)
 
@@ -98,13 +98,13 @@ def slow_mart(model: nn.Module, image: Tensor, label: int, adversarial: Tensor) 
 
 
 def matrix(affine: nn.Module, shape: tuple[int, ...]) -> Tensor:
-    """The layer as a dense matrix, column by column."""
+    """Return the layer as a dense matrix, column by column."""
     size = math.prod(shape)
     return affine(torch.eye(size, dtype=torch.float64).view(size, *shape)).flatten(1).T
 
 
 def matrices(model: Any) -> list[Tensor]:
-    """Of all layers before the head."""
+    """Return the matrices of all layers before the head."""
     conv1, _, conv2, _ = model.convs
     return [matrix(conv1, (1, 8, 8)), matrix(conv2, (3, 8, 8)), model.fcs[1].weight]
 
@@ -223,7 +223,7 @@ def test_soft_labels_of_one_class_are_that_class(name: str) -> None:
 
 
 def test_trades_attack_climbs_the_divergence() -> None:
-    """The loss 'ce' with probabilities for labels, from a random start: further from p(x) than random points are."""
+    """The loss 'ce' with soft labels, from a random start, moves further from p(x) than random points."""
     model, (images, _) = vit(), batch()
     attack = AttackConfig("l2", 0.5, steps=10)
     p = model(images).softmax(1).detach()
@@ -238,7 +238,7 @@ def test_trades_attack_climbs_the_divergence() -> None:
 
 
 def test_mart_stays_finite_where_the_model_is_sure() -> None:
-    """1 - p_j rounds to 0 in float32; -log(1 - p_j) does not overflow."""
+    """In float32 1 - p_j rounds to 0, and -log(1 - p_j) must not overflow."""
     logits = torch.tensor([[200.0, 0.0, -5.0], [0.0, 200.0, 1.0]], requires_grad=True)
     loss = boosted_cross_entropy(logits, torch.tensor([1, 1]))
     assert loss.tolist() == pytest.approx([400.0 - math.log1p(math.exp(-5)), 0.0])
@@ -250,7 +250,7 @@ def test_mart_stays_finite_where_the_model_is_sure() -> None:
 @pytest.mark.usefixtures("converged_norms")
 @pytest.mark.parametrize("local", [False, True])
 def test_no_attack_moves_the_last_layer_further_than_its_reach(local: bool) -> None:
-    """Ascent on ||h' - h|| / r for points of the ball, and units that are said to stand still do."""
+    """Ascend ||h' - h|| / r over the ball, and check the units that are said to be inactive."""
     model, (images, _) = conv_net(), batch()
     found = reach(model, images, EPS, local)
     radius, moving = found.radius_B, found.moving_BF
@@ -275,7 +275,7 @@ def test_the_local_radius_is_the_smaller_one() -> None:
 
 
 def test_training_for_the_margin_certifies_images() -> None:
-    """GloRo on two easy classes: after training most images are right and not bottom; with clean training fewer are."""
+    """GloRo on two easy classes classifies most images right and not as bottom; clean training fewer."""
     torch.manual_seed(0)
     labels = torch.arange(32) % 2
     images = (0.3 + 0.4 * labels[:, None, None, None] + 0.05 * torch.randn(32, 1, 8, 8)).double().clamp(0, 1)

@@ -1,4 +1,4 @@
-"""Masks of the attack (ARD, PRM), mixed labels, SAM's ascent: what they do, and that they leave nothing behind."""
+"""Attack masks (ARD, PRM), mixed labels and SAM's ascent have their effect and restore everything afterwards."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def test_patches_are_whole_and_as_many_as_the_share_says() -> None:
 
 
 def test_dropped_attention_passes_no_gradient_and_the_rest_is_untouched() -> None:
-    """All branches dropped: the gradient is that of a model whose attention adds a constant."""
+    """With all branches dropped the gradient is that of a model whose attention adds a constant."""
     model, (images, _) = vit(), batch()
     x = images.clone().requires_grad_()
     with masked(model, MasksConfig(ard=True), 0.0, Generator().manual_seed(0)):
@@ -96,7 +96,7 @@ def test_masks_that_have_faded_do_nothing() -> None:
 
 
 def test_masked_patches_start_their_step_at_the_image() -> None:
-    """With a step of 0 the masked patches are those of the clean image, the others keep their perturbation."""
+    """With a step of 0 masked patches equal the clean image; the others keep their perturbation."""
     images, _ = batch()
     x = (images + 0.1).clamp(0, 1)
     with masked(vit(), MasksConfig(prm=True), 0.125, Generator().manual_seed(3)) as disturb:  # half of the share
@@ -113,7 +113,7 @@ def test_masked_patches_start_their_step_at_the_image() -> None:
 
 @pytest.mark.parametrize("config", [MixConfig(mixup=0.8), MixConfig(cutmix=1.0), MixConfig(mixup=0.8, cutmix=1.0)])
 def test_labels_say_how_much_of_each_image_is_there(config: MixConfig) -> None:
-    """Images that are their label everywhere: the mean pixel is the expected label."""
+    """Each image has its label as every pixel, so its mean pixel is the expected label."""
     labels = torch.tensor([0, 1, 2, 3, 4, 0, 1, 3])
     images = (labels / 4).view(-1, 1, 1, 1).expand(-1, 1, 16, 16).contiguous()
     for seed in range(10):

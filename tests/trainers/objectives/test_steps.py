@@ -1,4 +1,4 @@
-"""Two real steps of every objective and option: DeepSpeed, 2 ranks, the launcher."""
+"""Two real steps of every objective and option: DeepSpeed on 2 ranks."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.launching import ROOT, TINY, finish, launch
+from tests.tools.launching import ROOT, TINY, run_ranks
 from tests.tools.workers.objectives import cases
 from trainers.objectives import OBJECTIVES
 
@@ -19,8 +19,7 @@ def found(folder: Path) -> dict[str, Any]:
     replaced = ("+model.drop_path_rate", "penalty", "train.batch_size", "optimizer")
     tiny = [override for override in TINY if not override.startswith(replaced)]
     worker = ROOT / "tests" / "tools" / "workers" / "objectives.py"
-    status, output = finish(launch(worker, *tiny, *EXACT, str(folder / "out.json"), cwd=folder), seconds=300)
-    assert status == 0, output
+    run_ranks(worker, *tiny, *EXACT, str(folder / "out.json"), cwd=folder)
     return dict(json.loads((folder / "out.json").read_text()))
 
 
@@ -39,14 +38,14 @@ def test_every_objective_is_stepped() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_sharpness_aware_steps_are_those_of_one_plain_process(found: dict[str, Any], stage: int) -> None:
-    """Weights go uphill and come back bit by bit, under each stage that keeps them whole."""
+    """Weights go uphill and return bit by bit, under each stage that keeps them whole."""
     assert found[f"sam-zero{stage}"]["off"] <= 1e-6
     plain, sharp = (found[case]["terms"][0]["loss"] for case in ("clean", f"sam-zero{stage}"))
     assert sharp > plain + 1e-3, "the loss that counts is the one uphill"
 
 
 def test_a_run_that_compiles_nothing_does_not_wait_for_a_compiler(found: dict[str, Any]) -> None:
-    """DeepSpeed would load one (`trainers.engine.engine.uncompiled`), which takes 2 s."""
+    """DeepSpeed would load one in 2 s (`trainers.engine.engine.uncompiled`)."""
     assert not found["loaded inductor"]
 
 

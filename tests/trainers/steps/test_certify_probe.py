@@ -1,4 +1,4 @@
-"""What a training sees of its certificates: the stage's figures, of the last test images, and no trace in the run."""
+"""Certificates during training: the stage's figures on the last test images, without an effect on the run."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_images_are_the_last_ones(digits: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 0), (2, 2)])
 def test_a_probe_leaves_no_trace_in_the_run(ranks: int, stage: int, digits: Path, tmp_path: Path) -> None:
-    """Figures at the end of every second epoch, and the same losses and accuracies as without."""
+    """Every second epoch ends with figures; losses and accuracies equal those of a run without them."""
     common = (*TINY, f"data.root={digits}", "train.epochs=4", "train.eval_images=16", "train.log_every=1",
               f"deepspeed=zero{stage}", "certify.images=4", "data.workers=0")  # fmt: skip
     looking = ("certify.enabled=true", "certify.method=lofast_local", "certify.eps=[0.001,0.1]",

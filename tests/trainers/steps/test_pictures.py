@@ -1,4 +1,4 @@
-"""The pictures of a run's end, on a real hand-over; the system's numbers through MLflow's monitors."""
+"""The plots at the end of a run, from a real hand-over; system metrics through MLflow's monitors."""
 
 import shutil
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_both_pictures_are_drawn(digits: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_norms_are_those_of_every_layer() -> None:
-    """Against the singular values, branch by branch."""
+    """Compare with the singular values, branch by branch."""
     options: dict[str, Any] = {"embed_dim": 32, "depth": 3, "num_heads": 2, "img_size": 8, "patch_size": 4}
     model = zoo.create_model("dp_vit_ti", num_classes=10, in_chans=1, **options)
     norms = pictures.sigma_max(model)

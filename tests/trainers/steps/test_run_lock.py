@@ -1,4 +1,4 @@
-"""Two trainers with one run folder: one at a time, and whoever comes second is told at once."""
+"""One trainer at a time uses a run folder, and a second one is refused at once."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ with held(Path(sys.argv[1])):
 
 
 def another(run_dir: Path) -> "subprocess.Popen[str]":
-    """A process that holds the folder."""
+    """Start a process that holds the folder."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, run_dir], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
@@ -37,7 +37,7 @@ def another(run_dir: Path) -> "subprocess.Popen[str]":
 
 
 class Second(Alone):
-    """The second of two ranks; the first could not have the folder, or could."""
+    """The second of two ranks, whose first rank failed or managed to take the folder."""
 
     rank, size = 1, 2
 
@@ -49,7 +49,7 @@ class Second(Alone):
 
 
 def enter(run_dir: Path, world: Any, unchanged: Any = lambda: None) -> list[str]:
-    """Names in the folder while it is held."""
+    """Return the names in the folder while it is held."""
     with run_lock(run_dir, world, unchanged):
         return sorted(path.name for path in run_dir.iterdir()) if run_dir.is_dir() else []
 
@@ -96,7 +96,7 @@ def test_what_the_lock_leaves_is_no_earlier_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_command_ends_and_after_a_kill_the_next_goes_on(folder: Path) -> None:
-    """Two ranks each. The first command's rank 0 is killed, and the third starts while its launcher still ends."""
+    """Two ranks each. The first command's rank 0 is killed, and the third starts while its launcher ends."""
     run = (*TINY, "train.epochs=1000", "train.log_every=1", "train.checkpoint_every=4", "train.eval_images=0",
            "data.workers=1", "name=twice")  # fmt: skip
     run_dir = folder / "runs" / "twice"
@@ -108,12 +108,12 @@ def test_a_second_command_ends_and_after_a_kill_the_next_goes_on(folder: Path) -
     assert "another process writes a training here" in error
     assert "Traceback" not in output
     step = max(row["step"] for row in rows(run_dir))
-    reach(first, run_dir, int(step) + 2)  # the first did not notice
+    reach(first, run_dir, int(step) + 2)  # the first command is unaffected
     ranks(first, SCRIPT)[0].kill()
     third = launch(SCRIPT, *run, "resume=auto", cwd=folder)
     status, output = finish(first, seconds=60)
     assert status != 0
-    # Rank 1 says it in words, unless the launcher, which looks once a second, was the first to see it.
+    # Rank 1 reports it, unless the launcher, which checks once a second, ends it first.
     assert "rank 0 was killed (SIGKILL): out of memory?" in output or "return code = -9" in output, output
     reach(third, run_dir, int(step) + 8)
     third.terminate()

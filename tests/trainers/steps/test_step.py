@@ -1,4 +1,4 @@
-"""What a step and the monitor draw: the same for both passes of SAM, and for every number of ranks."""
+"""Random draws of a step and of the monitor: equal for both passes of SAM, and for every number of ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +19,7 @@ from trainers.steps.step import make_probe, sharpness
 
 
 def test_both_passes_of_sam_drop_the_same_paths() -> None:
-    """With an ascent of nothing the second pass is the first; another draw gives another loss."""
+    """With an ascent of length 0 both passes have one loss; another draw would change it."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"embed_dim": 16, "depth": 4, "num_heads": 2, "patch_size": 4, "img_size": 8, "in_chans": 1}
     model = zoo.create_model("dp_vit_ti", num_classes=5, drop_path_rate=0.5, **sizes).train()
@@ -48,7 +48,7 @@ def test_both_passes_of_sam_drop_the_same_paths() -> None:
 
 @pytest.mark.parametrize("cut", [[8], [4, 4], [3, 3, 2]])
 def test_the_monitors_attack_starts_where_the_key_says(cut: list[int]) -> None:
-    """However ranks and batches cut the images, last ones without a key included."""
+    """Any ranks and batches give the same starts, also for final images without a key."""
     starts: dict[int, float] = {}
 
     class Start:

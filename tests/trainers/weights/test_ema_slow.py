@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_equals_the_average_written_out(folder: Path) -> None:
-    """Float32 against float64, summed over both ranks; in bf16 the average is of the float32 masters."""
+    """Compare float32 with float64, summed over both ranks; in bf16 it averages the float32 masters."""
     small = [override for override in TINY if not override.startswith("train.batch_size")]
     worker = ROOT / "tests" / "tools" / "workers" / "ema.py"
     status, output = finish(launch(worker, *small, "train.batch_size=16", str(folder / "out.json"), cwd=folder))

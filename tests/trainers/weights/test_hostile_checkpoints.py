@@ -1,4 +1,4 @@
-"""A run folder from elsewhere: whatever its checkpoint holds, nothing runs, and resuming is refused in one line."""
+"""A foreign run folder: whatever its checkpoint holds, no code runs, and resuming is refused in one line."""
 
 import json
 import os
@@ -31,14 +31,14 @@ RANK = states.rank_file(0)
 
 
 class Payload:
-    """Unpickled, it writes the file `ran` to the working directory."""
+    """An object that writes the file `ran` to the working directory when unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (open, ("ran", "w"))
 
 
 def resume(run_dir: Path) -> Trained:
-    """As a start with resume=auto does, in its order."""
+    """Resume as a start with resume=auto does, in its order."""
     refuse_used_folder(run_dir, "auto")
     saved = checkpoint.newest(run_dir)
     if saved is None:
@@ -46,14 +46,14 @@ def resume(run_dir: Path) -> Trained:
     checkpoint.check_same_run(saved, {"seed": 0}, 1, run_dir)
     checkpoint.check_position(saved, steps_per_epoch=10, total_steps=100)
     trained: Any = Trained()
-    trained.step()  # as it must not stay
+    trained.step()  # the payload must not have run
     saving.load(trained, None, run_dir, saved)
     return trained
 
 
 @pytest.fixture
 def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run's folder, with a checkpoint of its first step."""
+    """Make a run's folder with a checkpoint of its first step."""
     monkeypatch.chdir(tmp_path)
     trained: Any = Trained()
     saving.save(trained, None, tmp_path / "run", Saved(checkpoint.tag(1), Position(1, 0, 1), 1, None, {"seed": 0}), 2)
@@ -61,7 +61,7 @@ def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_checkpoint_of_our_own_is_resumed(left: Path) -> None:
-    """What every attack below is made from."""
+    """Every attack below modifies this checkpoint."""
     first, second = Trained(), resume(left)
     for trained in (first, second):
         trained.step()
@@ -168,7 +168,7 @@ def without(state: State, *names: str) -> State:
 
 
 def cut(*parts: tuple[object, int, int]) -> Callable[[State], State]:
-    """The weight in parts: what each says where it begins, and its entries."""
+    """Store the weight in parts, each with its claimed start and its entries."""
     return lambda state: (
         without(state, WEIGHT)
         | {f"0.weight:{said}:weight": state[WEIGHT][start:end].clone() for said, start, end in parts}
@@ -202,7 +202,7 @@ STATES: dict[str, Callable[[State], State]] = {
 
 
 def rewritten(run_dir: Path, name: str, content: bytes) -> None:
-    """A file in place of ours, and a mark that fits: who can write the one can write the other."""
+    """Replace one of our files and its mark: whoever can write one can write the other."""
     path = run_dir / "checkpoints" / checkpoint.tag(1)
     (path / name).write_bytes(content)
     mark = json.loads((path / MARK).read_text())
@@ -303,7 +303,7 @@ def test_a_layer_of_certvit_that_is_none_is_refused(tmp_path: Path, attack: str)
 
 
 def linked(path: Path, target: Path) -> None:
-    """The path leads to a copy of what it was, elsewhere."""
+    """Replace the path by a link to a copy elsewhere."""
     target.parent.mkdir(parents=True, exist_ok=True)
     path.rename(target)
     path.symlink_to(target)
@@ -345,7 +345,7 @@ OF_DEEPSPEED = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_s
 
 @pytest.mark.slow
 def test_a_run_folder_of_pickles_runs_nothing(digits: Path, tmp_path: Path) -> None:
-    """As DeepSpeed wrote it before: complete and of these very settings, and every file a program."""
+    """The folder is complete, in DeepSpeed's former format and with these settings; every file is a program."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "digits").symlink_to(digits)
     command = [sys.executable, str(ROOT / "trainers" / "adv_train.py"), *TINY, "train.max_steps=2", "name=theirs"]

@@ -1,4 +1,4 @@
-"""Whole trainings by processes that end where a pickle is begun to be read: by us, DeepSpeed, torch, another rank."""
+"""Whole trainings in processes that end as soon as anything begins to read a pickle: we, DeepSpeed or torch."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from tests.tools.cases import mostly_slow
 from tests.tools.launching import ROOT, TINY, environment, finish, launch
 
 SCRIPT = ROOT / "trainers" / "adv_train.py"
-STATUS = 77  # of the guard
+STATUS = 77  # the guard's exit status
 GUARD = {"PYTHONPATH": f"{ROOT / 'tests' / 'tools' / 'guard'}{os.pathsep}{ROOT}"}
 READERS = {
     "pickle": "pickle.loads(pickle.dumps(1))",
@@ -38,8 +38,10 @@ def test_the_guard_sees_every_reader(reader: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_nothing_reads_a_pickle(folder: Path, stage: int) -> None:
-    """Two ranks, from the start to the hand-over, and again from the checkpoint. (Loaders in the ranks' own processes:
-    what workers send is pickled, between processes of one start.)"""
+    """Two ranks run from the start to the hand-over, and again from the checkpoint.
+
+    Loaders run in the ranks' own processes, because worker processes exchange pickles within one start.
+    """
     run = (*TINY, f"deepspeed=zero{stage}", "train.max_steps=3", "train.eval_images=64", "data.workers=0",
            "++deepspeed.persistent_below=0", f"name=zero{stage}")  # fmt: skip
     status, output = finish(launch(SCRIPT, *run, cwd=folder, more=GUARD))

@@ -1,4 +1,4 @@
-"""Trained by two ranks, gone on with by one: the checkpoint loses nothing."""
+"""A run of two ranks continues on one rank without loss."""
 
 import shutil
 import subprocess
@@ -24,10 +24,10 @@ RUN = (*TINY, "train.epochs=2", "train.log_every=1", "train.eval_images=64", "tr
 def calm(
     request: pytest.FixtureRequest, digits: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[str]]:
-    """A whole run by two ranks, and its command."""
+    """Run the training on two ranks without a break; return its command too."""
     folder = tmp_path_factory.mktemp("reshape")
     shutil.copytree(digits, folder / "data" / "digits")
-    average = 0.0 if request.param == 3 else 0.9  # which needs whole weights
+    average = 0.0 if request.param == 3 else 0.9  # it needs whole weights
     command = [*RUN, f"deepspeed=zero{request.param}", f"train.ema_decay={average}"]
     status, output = finish(launch(SCRIPT, *command, "name=calm", cwd=folder))
     assert status == 0, output
@@ -35,7 +35,7 @@ def calm(
 
 
 def half(calm: Path, name: str) -> Path:
-    """A copy of the run as it was at step 30: past the first epoch, inside the second."""
+    """Return a copy of the run as of step 30: past the first epoch, inside the second."""
     run_dir = calm.with_name(name)
     shutil.copytree(calm, run_dir)
     for made_later in ("handover", "pictures"):

@@ -1,4 +1,4 @@
-"""Two ranks train, one is killed, the run goes on: the weights are bit for bit those of a run left in peace."""
+"""Two ranks train, one is killed, and the run resumes to bit for bit the weights of an undisturbed run."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from trainers.job.checkpoint import Position, Saved
 from trainers.job.prepare import prepare
 
 SCRIPT = ROOT / "trainers" / "adv_train.py"
-CAPS = "+model.attention={name:dp,v_cap:1.0,o_cap:1.0}"  # their power iteration has to be resumed as well
+CAPS = "+model.attention={name:dp,v_cap:1.0,o_cap:1.0}"  # their power iteration has to resume too
 RUN = (*TINY, CAPS, "train.epochs=2", "train.checkpoint_every=5", "train.log_every=1", "train.eval_images=64",
        "train.ema_decay=0.9", "data.workers=1")  # fmt: skip
 STEPS_PER_EPOCH = 22  # ceil(1437 / 64) = 23 batches of 64, in micro-batches of 16 on 2 ranks: 45 // 2
@@ -74,7 +74,7 @@ def test_killed_and_resumed_equals_undisturbed(folder: Path, undisturbed: Path) 
     assert marks, "checkpoints every 5 steps should exist"
     torn = max((run_dir / "checkpoints").glob("step*")) / "rank00001.safetensors"
     if torn.exists():
-        torn.write_bytes(torn.read_bytes()[:1000])  # as if it had been killed while writing this one
+        torn.write_bytes(torn.read_bytes()[:1000])  # as if the run had been killed while writing this one
     status, output = finish(launch(SCRIPT, *arguments("killed"), "resume=auto", cwd=folder))
     assert status == 0, output
     assert "is incomplete" in output
@@ -82,7 +82,7 @@ def test_killed_and_resumed_equals_undisturbed(folder: Path, undisturbed: Path) 
     assert resumed % STEPS_PER_EPOCH, "the resume should begin inside an epoch"
     weights = [path / "handover" / "model.safetensors" for path in (run_dir, undisturbed)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    for key in ("loss", "lr", "clean_acc", "pgd_acc"):  # the schedule, and what is measured on the average
+    for key in ("loss", "lr", "clean_acc", "pgd_acc"):  # the schedule, and the figures of the average
         values = [[row[key] for row in rows(path) if key in row] for path in (run_dir, undisturbed)]
         assert values[0] == values[1], key
     states = [trained_weights(path) for path in (run_dir, undisturbed)]
@@ -92,14 +92,14 @@ def test_killed_and_resumed_equals_undisturbed(folder: Path, undisturbed: Path) 
 
 
 def trained_weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Those that training goes on with, not their average."""
+    """Return the weights that training continues with, not their average."""
     path = max((run_dir / "checkpoints").glob("step*"))
     return whole(path, "weight") | load_file(path / "buffers.safetensors")
 
 
 @pytest.mark.slow  # in the gate, without a run: trainers/test_settings_and_job.py
 def test_another_run_is_not_resumed_by_mistake(undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What every rank checks before there is a process group."""
+    """Every rank checks this before there is a process group."""
     monkeypatch.chdir(undisturbed.parents[1])
 
     def refusal(*more: str, ranks: int = 2) -> str:
@@ -120,7 +120,7 @@ def test_another_run_is_not_resumed_by_mistake(undisturbed: Path, monkeypatch: p
 
 @pytest.mark.parametrize("name", zoo.list_models())
 def test_every_model_knows_its_own_run_again(name: str, tmp_path: Path) -> None:
-    """What a checkpoint says of a run, read back from its file, is what the same command says."""
+    """The identity that a checkpoint stores equals the identity of the same command."""
     mine = checkpoint.fingerprint({"model": {"name": name} | zoo.model_options(name)}, "digest")
     (tmp_path / "mark.json").write_text(Saved("step-1", Position(), 1, None, mine).mark())
     saved = Saved("step-1", Position(), 1, None, json.loads((tmp_path / "mark.json").read_text())["fingerprint"])

@@ -11,13 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tools.checkpoints import whole
-from tests.tools.launching import ROOT, TINY, finish, launch
+from tests.tools.launching import ROOT, TINY, run_ranks
 from tests.tools.workers.resume import CHOICES, HALF
 from trainers.job import checkpoint
 
 WORKER = ROOT / "tests" / "tools" / "workers" / "resume.py"
-CAPS = "+model.attention={name:dp,v_cap:1.0,o_cap:1.0}"  # vectors of power iterations: buffers that training moves
-MOMENTA = {"sgd": (True, False), "muon": (True, True)}  # one of a parameter, or AdamW's two
+CAPS = (
+    "+model.attention={name:dp,v_cap:1.0,o_cap:1.0}"  # adds vectors of power iterations, buffers that training changes
+)
+MOMENTA = {"sgd": (True, False), "muon": (True, True)}  # (one momentum for each parameter, AdamW's two)
 CASES = [
     pytest.param(which, name, marks=() if which == "quick" else pytest.mark.slow)
     for which, names in CHOICES.items()
@@ -27,7 +29,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Found:
-    """What a worker found, and the folder of its runs."""
+    """The findings of a worker and the folder of its runs."""
 
     facts: dict[str, dict[str, float]]
     runs: Path
@@ -40,8 +42,7 @@ def launched(folder: Path) -> Callable[[str], Found]:
         small = [override for override in TINY if not override.startswith("train.batch_size")]
         out = folder / f"{which}.json"
         command = (*small, CAPS, "train.batch_size=16", f"name={which}", which, str(out))
-        status, output = finish(launch(WORKER, *command, cwd=folder))
-        assert status == 0, output
+        run_ranks(WORKER, *command, cwd=folder)
         facts = dict(json.loads(out.read_text()))
         assert set(facts) == set(CHOICES[which])
         return Found(facts, folder / "runs" / which)
@@ -53,7 +54,7 @@ def launched(folder: Path) -> Callable[[str], Found]:
 def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(
     launched: Callable[[str], Found], which: str, variant: str
 ) -> None:
-    """Weights and buffers, momenta, and the optimiser's own count of steps; on both ranks."""
+    """Compare weights, buffers, momenta and the optimiser's own count of steps, on both ranks."""
     facts = launched(which).facts[variant]
     assert {key: facts[key] for key in ("restored", "weights", "moved", "kept")} == dict.fromkeys(
         ("restored", "weights", "moved", "kept"), 2.0
@@ -71,7 +72,7 @@ def test_the_pieces_of_all_ranks_are_every_weight(launched: Callable[[str], Foun
     assert weights.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(weights[name].float().view(value.shape), value), name
-    copies = 2 if variant.startswith("zero0") else 1  # held by both ranks, or cut over them
+    copies = 2 if variant.startswith("zero0") else 1  # both ranks hold them, or share them
     turned, first, second = (whole(path, key) for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"))
     assert first.keys() == second.keys()
     assert (bool(turned), bool(first)) == MOMENTA.get(variant.split("-")[-1], (False, True))

@@ -1,4 +1,4 @@
-"""Attention of the form softmax(score) V: the fused kernels against the papers' formulas, and what is Lipschitz.
+"""Attention of the form softmax(score) V: the fused kernels against the papers' formulas, and Lipschitz claims.
 
 Letters: B images, N tokens, D width, H heads, O = D / H.
 """
@@ -94,7 +94,7 @@ def plain(name: str, module: Any, x: Tensor) -> Tensor:
 
 
 def randomised(name: str, dim: int, num_heads: int, **options: Any) -> Any:
-    """Weights that keep the size of the tokens, biases of size 0.1."""
+    """Draw weights that keep the size of the tokens, and biases of size 0.1."""
     module = variants()[name](dim, num_heads, **options)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.1 if parameter.ndim == 1 else dim**-0.5)
@@ -102,7 +102,7 @@ def randomised(name: str, dim: int, num_heads: int, **options: Any) -> Any:
 
 
 def output_and_gradients(f: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
-    """f(x), and the gradients of <g, f(x)> for the input and all parameters, ||g|| = 1."""
+    """Return f(x), and the gradients of <g, f(x)> for the input and all parameters, ||g|| = 1."""
     x = x.requires_grad_()
     y = f(x)
     g = F.normalize(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y).flatten(), dim=0)
@@ -115,7 +115,7 @@ def output_and_gradients(f: Callable[[Tensor], Tensor], module: nn.Module, x: Te
 def test_fused_equals_the_formula(
     name: str, options: dict[str, Any], dim: int, num_heads: int, tokens: int, dtype: torch.dtype
 ) -> None:
-    """Output and every gradient, for tokens of norm sqrt(D) / 10, sqrt(D) and 3 sqrt(D)."""
+    """Compare output and every gradient, for tokens of norm sqrt(D) / 10, sqrt(D) and 3 sqrt(D)."""
     torch.manual_seed(0)
     module = randomised(name, dim, num_heads, **options).to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-11
@@ -140,7 +140,7 @@ def test_no_variant_falls_off_the_fused_kernel(name: str, options: dict[str, Any
 
 
 def test_l2_keeps_its_distances_far_from_the_origin() -> None:
-    """A common part of 100 times the differences cancels before it is squared, not after."""
+    """A common offset of 100 times the differences cancels before it is squared, not after."""
     torch.manual_seed(0)
     module = randomised("l2", 64, 1)
     x = 0.1 * torch.randn(2, 17, 64) + 10 * torch.randn(64)
@@ -150,8 +150,10 @@ def test_l2_keeps_its_distances_far_from_the_origin() -> None:
 
 
 def test_l2_keeps_its_distances_in_bfloat16() -> None:
-    """Two clusters far apart: the squares that cancel are far larger than the distances within one. Against float64 on
-    the same rounded projections; were ||k||^2 in one column, the error of P would be 0.15."""
+    """Two clusters are far apart, so the squares that cancel far exceed the distances within one.
+
+    The reference is float64 on the same rounded projections. With ||k||^2 in one column, the error of P would be 0.15.
+    """
     torch.manual_seed(0)
     cluster = 6 * torch.randn(2, 64)
     q = (cluster[torch.arange(16) % 2] + 0.3 * torch.randn(2, 16, 64)).bfloat16()
@@ -162,11 +164,11 @@ def test_l2_keeps_its_distances_in_bfloat16() -> None:
     assert (torch.softmax(module.scale * query @ key.mT, -1) - exact).abs().max() < 0.01
 
 
-# What is Lipschitz ----------------------------------------------------------------------------------------------------
+# Lipschitz claims ----------------------------------------------------------------------------------------------------
 
 
 def steepest(module: nn.Module, x: Tensor, steps: int = 60) -> Tensor:
-    """The largest ||F(x + h d) - F(x)|| / h found over x and unit d, starting at each x of the batch: (B,)."""
+    """Return the largest ||F(x + h d) - F(x)|| / h found over x and unit d, from each x of the batch: (B,)."""
     x, d = x.clone().requires_grad_(), torch.randn_like(x).requires_grad_()
     optimizer = torch.optim.Adam([x, d], lr=0.05)
     best_B = x.new_zeros(len(x))
@@ -185,19 +187,19 @@ def slope(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
 
 
 def stretch(module: nn.Module, x: Tensor, r: float) -> float:
-    """The largest change per radius that ascent finds around one input x (N, D)."""
+    """Return the largest change per radius that ascent finds around one input x (N, D)."""
     module = module.double().eval().requires_grad_(False)
     return float(largest_change(module, x[None].double(), torch.tensor([r], dtype=torch.float64))) / r
 
 
 def constant(module: nn.Module, x: Tensor) -> float:
-    """The rule's Lipschitz constant for inputs like x (N, D)."""
+    """Return the rule's Lipschitz constant for inputs like x (N, D)."""
     _, bound = layer_of(module)(x[None].double())
     return float(bound(torch.ones(1, dtype=torch.float64)))
 
 
 def trained(module: nn.Module, tokens: int, dim: int) -> nn.Module:
-    """A few steps of SGD towards 'every token becomes the largest one of its image'."""
+    """Take a few steps of SGD towards 'every token becomes the largest one of its image'."""
     module.double()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
     x = torch.randn(16, tokens, dim, dtype=torch.float64)
@@ -215,7 +217,7 @@ def trained(module: nn.Module, tokens: int, dim: int) -> nn.Module:
 
 
 def adversarial(module: nn.Module, x: Tensor) -> nn.Module:
-    """Weights of unit spectral norm per projection, climbed together with the input to the steepest slope."""
+    """Climb weights of unit spectral norm per projection and the input together to the steepest slope."""
     matrices = [p for p in module.parameters() if p.ndim == 2]
     x, d = x.clone().requires_grad_(), torch.randn_like(x).requires_grad_()
     optimizer = torch.optim.Adam([x, d, *module.double().parameters()], lr=0.03)
@@ -244,7 +246,7 @@ LIPSCHITZ: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("tokens", mostly_slow((1, 3), 3))
 @pytest.mark.parametrize("weights", ["random", "trained", "adversarial"])
 def test_claims_hold(name: str, tokens: int, weights: str) -> None:
-    """No pair of inputs found by ascent is stretched by more than the rule's constant."""
+    """Ascent finds no pair of inputs that is stretched by more than the rule's constant."""
     torch.manual_seed(0)
     module = LIPSCHITZ[name]().double()
     sizes = torch.logspace(-1.5, 1, 24, dtype=torch.float64)
@@ -256,12 +258,12 @@ def test_claims_hold(name: str, tokens: int, weights: str) -> None:
     module.eval().requires_grad_(False)
     _, bound = layer_of(module)(x)
     ratio = float((steepest(module, x) / bound(torch.ones(24, dtype=torch.float64))).max())
-    assert ratio <= 1 + 1e-6  # the finite difference has an error of its own
+    assert ratio <= 1 + 1e-6  # allow for the error of the finite difference
     assert ratio >= {"random": 0.1, "trained": 0.12, "adversarial": 0.2}[weights], "the search has no teeth"
 
 
 def growth(ratio_at: Callable[[float], float]) -> float:
-    """By how much the ratio grows when the parameter does by 10; a Lipschitz map ends at 1."""
+    """Return the growth of the ratio when the parameter grows by 10; it tends to 1 for a Lipschitz map."""
     return ratio_at(1000.0) / ratio_at(100.0)
 
 
@@ -279,7 +281,7 @@ def test_dot_product_attention_is_not_lipschitz(prepared: Callable[[nn.Module], 
 
 
 def test_untied_l2_attention_is_not_lipschitz_and_has_no_rule(prepared: Callable[[nn.Module], Any]) -> None:
-    """Keys 2 and 3 on either side of query 1, which is far from its own key: slope like t^2."""
+    """Keys 2 and 3 lie on either side of query 1, which is far from its own key: slope like t^2."""
     module = prepared(L2Attention(4, 1, tied=False))
     to_query, to_key = module.q.weight.detach().T, module.k.weight.detach().T
     first, side = torch.randn(2, 4, dtype=torch.float64)
@@ -301,13 +303,15 @@ class WithoutA(L2Attention):
 
 
 def test_l2_attention_without_a_is_not_lipschitz(prepared: Callable[[nn.Module], Any]) -> None:
-    """With D / H < D a head is blind to some directions: far apart there, near in its distances. Slope like t; the same
-    weights and tokens with A_h stay below the rule."""
+    """With D / H < D tokens far apart in directions that a head cannot see have small distances: slope like t.
+
+    The same weights and tokens with A_h stay below the rule.
+    """
     module = prepared(WithoutA(4, 2))
     first_head = module.q.weight.detach()[:2]
     blind = torch.linalg.svd(first_head).Vh[-1]
     tokens = torch.randn(3, 4, dtype=torch.float64)
-    tokens /= (tokens @ first_head.T).norm()  # distances of about 1, so that no weight is 0 or 1
+    tokens /= (tokens @ first_head.T).norm()  # distances of about 1 keep weights away from 0 and 1
     apart = torch.tensor([0.0, 1.0, -1.0]).double()[:, None] * blind
     assert growth(lambda t: stretch(module, tokens + t * apart, r=1e-3)) > 5
     lipschitz = L2Attention(4, 2).double().eval()
@@ -317,7 +321,7 @@ def test_l2_attention_without_a_is_not_lipschitz(prepared: Callable[[nn.Module],
 
 
 def test_scsa_loses_its_constant_with_eps(prepared: Callable[[nn.Module], Any]) -> None:
-    """Near the origin the slope grows like eps^-1/2: the code's 1e-12 is no Lipschitz constant worth the name."""
+    """Near the origin the slope grows like eps^-1/2, so the code's 1e-12 gives a useless constant."""
     module = prepared(ScaledCosineAttention(4, 1, qkv_bias=False))
 
     def ratio_at(t: float) -> float:
@@ -333,8 +337,10 @@ def norms(*weights: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_eq_40_as_printed_is_broken(tokens: int) -> None:
-    """sqrt(N) / sqrt(D/H) (4 Phi + 1) ||W_Q|| ||W_V|| ||W_O||, one head: A_h brings a second ||W_Q||
-    (docs/references.md#erratum-l2-power)."""
+    """For one head sqrt(N) / sqrt(D/H) (4 Phi + 1) ||W_Q|| ||W_V|| ||W_O|| is too small.
+
+    A_h brings a second ||W_Q|| (docs/references.md#erratum-l2-power).
+    """
     torch.manual_seed(0)
     module = L2Attention(4, 1).double()
     with torch.no_grad():
@@ -346,8 +352,10 @@ def test_eq_40_as_printed_is_broken(tokens: int) -> None:
 
 
 def test_eq_41_is_broken() -> None:
-    """11 ||W_O|| ||W_Q|| ||W_K||, one head, has no W_V: for N = 1 the layer is X W_V W_O
-    (docs/references.md#erratum-ln-values)."""
+    """For one head 11 ||W_O|| ||W_Q|| ||W_K|| lacks W_V.
+
+    For N = 1 the layer is X W_V W_O (docs/references.md#erratum-ln-values).
+    """
     torch.manual_seed(0)
     module = LipschitzNormAttention(4, 1).double()
     with torch.no_grad():
@@ -380,8 +388,10 @@ def test_caps_of_l2_are_put_on_by_finish_init() -> None:
 
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_penalised_weights_are_those_of_the_heads(name: str) -> None:
-    """Blocks (H, O, D) of output rows for q, k, v (docs/references.md#erratum-specformer-heads), the whole matrix for
-    o."""
+    """The weights q, k, v are blocks (H, O, D) of output rows, o is the whole matrix.
+
+    See docs/references.md#erratum-specformer-heads.
+    """
     module = randomised(name, 12, 3)
     terms = {branch: (weight, power) for branch, weight, power in module.spectral_terms()}
     assert set(terms) == ({"q", "v", "o"} if name == "l2" else {"q", "k", "v", "o"})
@@ -394,6 +404,6 @@ def test_penalised_weights_are_those_of_the_heads(name: str) -> None:
 
 
 def test_l2_has_three_square_matrices() -> None:
-    """What CertViT's published parameter counts are made of."""
+    """CertViT's published parameter counts follow from them."""
     assert sum(p.numel() for p in L2Attention(12, 3, proj_bias=False).parameters()) == 3 * 12**2
     assert sum(p.numel() for p in L2Attention(12, 3, proj_bias=False, tied=False).parameters()) == 4 * 12**2

@@ -1,4 +1,4 @@
-"""The second order of attention, and its local first-order rules, are attacked by ascent, every form by itself.
+"""Ascent attacks the second order of attention and its local first-order rules, each form by itself.
 
 Letters: B images, C gradients, N tokens, D width, H heads.
 """
@@ -46,7 +46,7 @@ def random_(module: nn.Module, scale: float) -> Any:
 
 
 def trained(steps: int) -> Any:
-    """Each token has to fetch the token whose first half is most like its own: attention gets sharp."""
+    """Train each token to fetch the token whose first half is most like its own: attention gets sharp."""
     module = DotProductAttention(D, H)
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
     itself = torch.eye(N, dtype=torch.bool)
@@ -60,14 +60,14 @@ def trained(steps: int) -> Any:
 
 
 def instance(module: nn.Module, tokens: int = N) -> Instance:
-    """Diffuse to sharp attention, radii from 1e-3 to 0.5 of the input's size."""
+    """Return diffuse to sharp attention, with radii from 1e-3 to 0.5 of the input's size."""
     x = torch.randn(IMAGES, tokens, D).double() * 10 ** torch.empty(IMAGES, 1, 1).uniform_(-1, 0.7).double()
     r = x.flatten(1).norm(dim=1) * 10 ** torch.empty(IMAGES).uniform_(-3, -0.3).double()
     return Instance(module, x, torch.randn(1, IMAGES, tokens, D).double(), r)
 
 
 def instances() -> Iterator[Instance]:
-    """210 of them."""
+    """Return 210 instances."""
     torch.manual_seed(0)
     for i in range(12):
         yield instance(random_(DotProductAttention(D, H), 2.0 ** (i % 6 - 3)))
@@ -100,7 +100,7 @@ def remainder_of(case: Instance, core: JointCore) -> CoreRemainder:
 
 
 def remainder_forms(case: Instance) -> Forms:
-    """With the terms of each form alone, and with the least of each."""
+    """Return the remainder with the terms of each form alone, and with the least of each."""
     remainder, r = remainder_of(case, core_of(case)), same(case.r_B)
     t1, t2, t3 = remainder.terms(r)
     return {name: t1 + t2[name] + t3[name] for name in ("box", "exponential")} | {"least": remainder(r)}
@@ -115,17 +115,17 @@ Attacked = list[tuple[Instance, Tensor, Tensor]]
 
 @pytest.fixture(scope="module")
 def attacked() -> Attacked:
-    """With the largest -<g, R> and ||R|| that ascent finds."""
+    """Return the largest -<g, R> and ||R|| that ascent finds."""
     return [(case, largest_dip(case)[0], largest_remainder(case)) for case in instances()]
 
 
 def ratios(pairs: list[tuple[Forms, Tensor]]) -> dict[str, Tensor]:
-    """bound / best found of each form, over all instances."""
+    """Return bound / best found of each form, over all instances."""
     return {name: torch.cat([forms[name].flatten() / positive(best) for forms, best in pairs]) for name in pairs[0][0]}
 
 
 def positive(best: Tensor) -> Tensor:
-    """G = 0 has 0, which rounding may hide where attention is all but linear."""
+    """Return the positive ratios; G = 0 gives 0, which rounding may hide where attention is nearly linear."""
     return best.clamp_min(1e-300)
 
 
@@ -170,7 +170,7 @@ def test_no_ascent_beats_attention_of_a_kind(kind: type[nn.Module]) -> None:
     ids=lambda v: v.__name__ if isinstance(v, type) else str(v),
 )
 def test_no_ascent_beats_the_local_rule(kind: type[nn.Module], residual: bool) -> None:
-    """Nor is the published rule ever better."""
+    """The published rule is never better than the local one."""
     found: dict[str, list[Tensor]] = {"published": [], "local": []}
     for case in mixtures(kind):
         of = residual_layer_of if residual else layer_of
@@ -192,14 +192,14 @@ def test_no_ascent_beats_the_local_rule(kind: type[nn.Module], residual: bool) -
 
 def test_every_local_rule_and_expansion_has_a_case() -> None:
     elsewhere = {L2Attention, ScaledCosineAttention, LipschitzNormAttention}
-    kinds = set(MIXTURES) | elsewhere  # test_curvature_variants.py
+    kinds = set(MIXTURES) | elsewhere  # tested in test_curvature_variants.py
     assert set(types_where(lambda rules: rules.local)) == kinds
     assert set(types_where(lambda facts: facts.local_residual)) <= set(MIXTURES)
     assert {kind for kind in types_where(lambda rules: rules.expansion) if issubclass(kind, SoftmaxAttention)} <= kinds
 
 
 def test_local_reaches_every_part_of_a_chain() -> None:
-    """Of a chain in a chain, and of a residual sum."""
+    """A chain in a chain and a residual sum are covered."""
     case = next(instances())
     alone = {local: layer_of(case.module, local=local)(case.x)[1](case.r_B) for local in (False, True)}
     assert (alone[False] > alone[True]).all()
@@ -228,7 +228,7 @@ def test_bounds_are_monotone_and_survive_zero_and_infinity(kind: type[nn.Module]
 
 
 def test_a_single_token_has_no_remainder() -> None:
-    """P = 1 whatever the scores; what is left is rounding."""
+    """P = 1 for any scores, so only rounding is left."""
     case = instance(random_(DotProductAttention(D, H), 1.0), tokens=1)
     expansion = case.expansion()
     assert (expansion.beta(case.r_B) <= 1e-10).all()
@@ -243,18 +243,18 @@ def test_pull_is_the_transpose_of_the_jacobian(kind: type[nn.Module]) -> None:
         torch.testing.assert_close(case.expansion().pull(case.g)[0], expected, rtol=1e-9, atol=1e-11)
 
 
-# the facts behind -----------------------------------------------------------------------------------------------------
+# lemmas -----------------------------------------------------------------------------------------------------
 
 
 def rows(count: int = 256) -> Tensor:
-    """Scores (B, 4) of all sharpnesses."""
+    """Return scores (B, 4) of all sharpnesses."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(count, 4, generator=generator).double()
     return scores * torch.logspace(-2, 0.7, count).double()[:, None]
 
 
 def test_the_softmax_constants_hold_on_the_ball_and_are_nearly_attained() -> None:
-    """||D softmax|| and ||D^2 softmax[v, v]|| at the worst point of the ball; times 0.95 they are refuted."""
+    """Bound ||D softmax|| and ||D^2 softmax[v, v]|| at the worst point of the ball; 0.95 of them fails."""
     scores = rows()
     r = torch.logspace(-2, 0.5, len(scores)).double().roll(97)
     softmax = SoftmaxRows(scores.softmax(-1)[None, None])
@@ -287,14 +287,14 @@ def test_the_softmax_constants_hold_on_the_ball_and_are_nearly_attained() -> Non
 
 
 def test_the_exponential_forms_hold_and_are_nearly_attained() -> None:
-    """<p' - p, c>, and what it has beyond Cov(delta, c), at the worst delta; the third cumulant is needed."""
+    """Bound <p' - p, c> and its excess over Cov(delta, c) at the worst delta; the third cumulant is needed."""
     scores = rows()
     p, r = scores.softmax(-1), torch.logspace(-2, 0.7, len(scores)).double().roll(97)
     c = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)).double()
     c = c - (p * c).sum(-1, keepdim=True)
 
     def shares(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of E1, and of E2 with and without the third cumulant."""
+        """Return the shares of E1, and of E2 with and without the third cumulant."""
         p_z, c_z, s_z = (one.repeat(len(z) // len(scores), 1) for one in (p, c, scores))
         delta = z - s_z - (p_z * (z - s_z)).sum(-1, keepdim=True)
         moved = ((z.softmax(-1) - p_z) * c_z).sum(-1)
@@ -311,7 +311,7 @@ def test_the_exponential_forms_hold_and_are_nearly_attained() -> None:
 
 
 def test_centring_is_never_below_the_largest_eigenvalue() -> None:
-    """Of sum_k w_k z~_k^2 = z^T (I - p 1^T) diag(w) (I - 1 p^T) z."""
+    """sum_k w_k z~_k^2 = z^T (I - p 1^T) diag(w) (I - 1 p^T) z."""
     p = rows().softmax(-1)
     w = 10 ** torch.empty(p.shape).uniform_(-4, 1, generator=torch.Generator().manual_seed(1)).double()
     away = torch.eye(p.shape[-1]).double() - p.unsqueeze(-2)  # I - 1 p^T
@@ -349,11 +349,11 @@ def test_eigenvalue_upper_is_never_below_the_largest_eigenvalue() -> None:
     assert (eigenvalue_upper(torch.zeros(3, 4, 4).double()) == 0).all()
 
 
-# traps ----------------------------------------------------------------------------------------------------------------
+# errors that are easy to make -----------------------------------------------------------------------------------------
 
 
 def score_change(case: Instance) -> Callable[[Tensor], Tensor]:
-    """delta (K B, H, N, N) of z (K B, N, D)."""
+    """Return delta (K B, H, N, N) of z (K B, N, D)."""
     module: Any = case.module
     q, k, _ = module.projections(case.x)
 
@@ -366,7 +366,7 @@ def score_change(case: Instance) -> Callable[[Tensor], Tensor]:
 
 
 def test_seminorm_bounds_hold_and_their_parts_are_needed() -> None:
-    """sqrt(sum w delta~^2) for w = p z, of all rows and of one; without the share of queries or keys it is refuted."""
+    """sqrt(sum w delta~^2) <= bound for w = p z, for all rows and for one; it fails without queries or keys."""
     excess: dict[str, list[Tensor]] = {"queries": [], "keys": []}
     for case in instances():
         core, delta = core_of(case), score_change(case)
@@ -417,7 +417,10 @@ def test_tau_holds_and_is_nearly_attained() -> None:
 
 
 def test_the_second_order_of_the_scores_holds() -> None:
-    """T1: -<G, Q> for the part Q of delta that is quadratic, by the parallelogram of delta(x + G) and delta(x - G)."""
+    """T1 bounds -<G, Q> for the quadratic part Q of delta.
+
+    Q follows from delta(x + G) and delta(x - G) by the parallelogram identity.
+    """
     nearest = []
     for case in instances():
         core, delta = core_of(case), score_change(case)
@@ -435,8 +438,10 @@ def test_the_second_order_of_the_scores_holds() -> None:
 
 
 def test_largest_of_capped_tokens_is_no_bound_of_their_sum() -> None:
-    """min(quadratic, linear) does not grow like r^2, so the maximum over tokens bounds one token only: tokens at 0 of
-    a bounded normalisation of radius 1e-3 lose almost all of their change, |R_i| ~ |G_i|, each of them."""
+    """min(quadratic, linear) does not grow like r^2, so the maximum over tokens bounds only one token.
+
+    Tokens at 0 of a bounded normalisation of radius 1e-3 each lose almost all of their change, |R_i| ~ |G_i|.
+    """
     tokens = 16
     module, r = SmoothProject(D, 1e-3), torch.ones(1).double()
     x = torch.zeros(1, tokens, D).double()

@@ -1,7 +1,6 @@
-"""Attention beyond plain dot products, to second order: distances, cosines, normalised scores, alone, in windows and
-with gated positions. Attacked by ascent, at least 200 instances each.
+"""Second-order rules of other attention: distances, cosines, normalised scores; plain, windowed and gated.
 
-Letters: B images, C gradients, N tokens, D width, H heads.
+Ascent attacks at least 200 instances of each. Letters: B images, C gradients, N tokens, D width, H heads.
 """
 
 import math
@@ -39,7 +38,7 @@ def cosine(scale: float) -> nn.Module:
     return ScaledCosineAttention(D, H, tau=2 * scale, nu=1.5, eps=scale)
 
 
-# kind: how it is made, the largest medians of bound / best found of remainder and beta that are accepted
+# kind: (how to make it, largest accepted medians of bound / best found for remainder and beta)
 CASES: dict[str, tuple[Callable[[float], nn.Module], float, float]] = {
     "l2": (lambda s: L2Attention(D, H), 30, 20),
     "l2 untied": (lambda s: L2Attention(D, H, tied=False), 45, 45),
@@ -58,7 +57,7 @@ def random_(module: nn.Module, scale: float) -> Any:
 
 
 def instances(kind: str, modules: int = MODULES, seed: int = 0) -> Iterator[Instance]:
-    """Weights and inputs of all sizes, radii from 1e-3 to 0.5 of the input's size."""
+    """Return weights and inputs of all sizes, radii from 1e-3 to 0.5 of the input's size."""
     torch.manual_seed(seed)
     for i in range(modules):
         scale = 2.0 ** (i % 5 - 3)
@@ -119,7 +118,7 @@ def test_pull_is_the_transpose_of_the_jacobian(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CASES)
 def test_remainders_are_of_second_order(kind: str) -> None:
-    """A tenth of the radius leaves about a hundredth: nothing of first order is hidden in it but rounding."""
+    """A tenth of the radius leaves about a hundredth, so only rounding is of first order."""
     for case in instances(kind, modules=5):
         expansion = case.expansion()
         small = 1e-5 * case.x.flatten(1).norm(dim=1)
@@ -130,8 +129,10 @@ def test_remainders_are_of_second_order(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CASES)
 def test_bounds_of_one_window_are_superhomogeneous(kind: str) -> None:
-    """What windows are joined by: beta / r and remainder / r^2 do not fall, nor does the radius over r, nor what the
-    rounding of a core costs over r."""
+    """No ratio falls with r: beta / r, remainder / r^2, radius / r, cost of rounding / r.
+
+    Joining windows relies on this.
+    """
     for case in instances(kind, modules=5):
         if isinstance(case.module, WindowAttention | GPSA):
             return
@@ -149,7 +150,7 @@ def test_bounds_of_one_window_are_superhomogeneous(kind: str) -> None:
             assert (values[1:] >= values[:-1] * (1 - 1e-9)).all()
 
 
-# the core by itself ---------------------------------------------------------------------------------------------------
+# the core alone ---------------------------------------------------------------------------------------------------
 
 
 def core_of(bounds: AttentionBounds, x: Tensor) -> SeparateCore:
@@ -162,7 +163,7 @@ def scores(score: Score, q: Tensor, k: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kappa", [0.0, 1.0])
 def test_no_ascent_beats_a_form_of_the_core(kappa: float) -> None:
-    """Each bound of ||R|| and -<o, R> by itself, for q, k and v that move on their own, and heads of unequal gain."""
+    """Test each bound of ||R|| and -<o, R> alone, with independent q, k and v and heads of unequal gain."""
     found: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
     score = Score(0.5, kappa)
@@ -180,7 +181,7 @@ def test_no_ascent_beats_a_form_of_the_core(kappa: float) -> None:
         def rest(
             z: Tensor, qkv: Tensor = qkv, r_B3: Tensor = r_B3, p: Tensor = p, gain: Tensor = gain, score: Score = score
         ) -> Tensor:
-            """R for qkv + eta with |eta| <= r, each part in its own ball."""
+            """Return R for qkv + eta with |eta| <= r, each part in its own ball."""
             many = len(z) // INPUTS
             qkv, p = qkv.repeat(many, 1, 1, 1, 1), p.repeat(many, 1, 1, 1)
             eta = z - qkv
@@ -216,8 +217,11 @@ def test_no_ascent_beats_a_form_of_the_core(kappa: float) -> None:
 
 @pytest.mark.parametrize("kind", mostly_slow(("dp", "l2 untied"), "l2 untied"))
 def test_seminorm_bounds_and_tau_of_the_core(kind: str) -> None:
-    """max |delta~| <= tau, sqrt(sum w p delta~^2) <= its bound, and T1 = -<G, Q> with Q by the parallelogram of delta,
-    for q, k and v that move on their own. All of them are attained but for a few percent."""
+    """Check max |delta~| <= tau, the seminorm bound, and T1, with q, k and v moving independently.
+
+    The seminorm is sqrt(sum w p delta~^2). T1 = -<G, Q>, with Q from delta by the parallelogram identity. All bounds
+    are attained up to a few percent.
+    """
     nearest: dict[str, list[Tensor]] = {"tau": [], "seminorm": [], "t1": []}
     torch.manual_seed(0)
     for i in range(6):
@@ -235,7 +239,7 @@ def test_seminorm_bounds_and_tau_of_the_core(kind: str) -> None:
         def delta(
             z: Tensor, core: SeparateCore = core, qk: Tensor = qk, sizes: Tensor = sizes, score: Any = score
         ) -> Tensor:
-            """z = qk + eta with |eta| <= r; each part is put into its own ball."""
+            """Return the change of scores for z = qk + eta with |eta| <= r, each part put into its own ball."""
             many = len(z) // INPUTS
             eta = z - qk.repeat(many, 1, 1, 1, 1)
             length = eta.flatten(2).norm(dim=-1).view(len(eta), 2, 1, 1, 1).clamp_min(1e-300)
@@ -279,7 +283,7 @@ def test_seminorm_bounds_and_tau_of_the_core(kind: str) -> None:
 
 
 def swin_blocks(attention: str, scale: float) -> Any:
-    """A plain and a shifted block on 3 x 3 tokens of width 2 D, with windows of 2 x 2: filled up with zeros."""
+    """Return a plain and a shifted block on 3 x 3 tokens of width 2 D, with padded windows of 2 x 2."""
     model = create_model(
         "dp_swin_t", img_size=20, window_size=2, embed_dim=D, depths=(1, 2), num_heads=(H, H), norm="smoothproject",
         attention=attention,
@@ -290,7 +294,7 @@ def swin_blocks(attention: str, scale: float) -> Any:
 
 
 def attended(block: Any) -> nn.Module:
-    """The attention of a block as a map of its tokens."""
+    """Return the attention of a block as a map of its tokens."""
 
     class Attended(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -361,12 +365,12 @@ def test_an_untied_l2_has_local_rules_only() -> None:
 
 @pytest.mark.parametrize("share", [1.001, 1.5, 10.0])
 def test_nothing_is_known_of_a_quotient_that_may_be_held(share: float) -> None:
-    """c' = max(its products, SMALLEST_C): the remainder of 1 / c is above its bound where that is forgotten."""
+    """With c' = max(its products, SMALLEST_C), ignoring the max breaks the bound of the remainder of 1 / c."""
     c, still = share * SMALLEST_C, torch.zeros(1).double()
     rows = c**0.5 * torch.tensor([1.0, 1.0, 0.5]).double().view(3, 1, 1, 1, 1)
     quotient = _Quotient(rows)
     for part in torch.linspace(0.001, 0.5, 50).tolist():
-        r = QKVRadii(still, torch.full((1,), part * c**0.5).double(), still)  # the key gets shorter by all of it
+        r = QKVRadii(still, torch.full((1,), part * c**0.5).double(), still)  # the key shrinks by the whole change
         exact = abs(1 / max(SMALLEST_C, c * (1 - part)) - 1 / c - part / c)
         assert exact <= float(quotient.nonlinear(r, superhomogeneous=True)) * (1 + 1e-9)
         assert exact <= float(quotient.nonlinear(r, superhomogeneous=False)) * (1 + 1e-9)

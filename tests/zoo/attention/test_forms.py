@@ -1,7 +1,7 @@
 """Quadratic forms of the core of attention: ascent within the reaches beats none, and dense matrices agree.
 
-The change of (q, k, v) is eta = M u, |u| <= r, as that which images bring about. Letters: B instances, C gradients, H
-heads, N tokens, W width of a head, X numbers of u.
+The change of (q, k, v) is eta = M u, |u| <= r, like the change that an image causes. Letters: B instances, C gradients,
+H heads, N tokens, W width of a head, X numbers of u.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ RADII = (1e-3, 0.03, 0.3, 1.0, 5.0)
 
 @dataclass(frozen=True)
 class Case:
-    """One core, its leaf, and what moves q, k and v."""
+    """One core, its leaf, and the map that moves q, k and v."""
 
     core: SeparateCore
     leaf: Expansion
@@ -60,18 +60,17 @@ class Case:
         return torch.einsum("mbx,xb...->mb...", u_BX.view(many, B, X), self.m_XB3HNW).flatten(0, 1)
 
     def reach(self, r: float) -> Tensor:
-        """The exact ones."""
+        """Return the exact reaches."""
         return self.forms.squares(self.m_XB3HNW).sqrt() * r
 
     def rest(self, eta: Tensor) -> Tensor:
-        """R of changes (many B, ...)."""
+        """Return R of changes (many B, ...)."""
         linear = self.leaf.push(eta.view(-1, B, 3, H, N, W)).flatten(0, 1)
         return self.moved(eta) - linear
 
 
 def case_of(score: Score, seed: int = 0, tokens: Tensor | None = None) -> Case:
-    """Diffuse to sharp attention, with a bias and a gain as windows and gated positions have; eta larger here, and
-    smaller there."""
+    """Return diffuse to sharp attention, with a bias and a gain as in windows and gated positions, and unequal eta."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -109,7 +108,7 @@ ONE = torch.ones(1, 1, 1, 1, dtype=torch.float64)  # weights of an image
 
 
 def share_of_gradient(case: Case, r: float) -> Tensor:
-    """max -<g, R> / (<H, C H> / 2) found: (B,)."""
+    """Return max -<g, R> / (<H, C H> / 2) found: (B,)."""
     form = case.forms.of_gradient(case.g, case.reach(r))
 
     def share(u: Tensor) -> Tensor:
@@ -121,7 +120,7 @@ def share_of_gradient(case: Case, r: float) -> Tensor:
 
 
 def share_of_rest(case: Case, r: float) -> Tensor:
-    """max |R|^2 / <H, C H> found: (B,)."""
+    """Return max |R|^2 / <H, C H> found: (B,)."""
     form = case.forms.of_rest(case.reach(r), ONE)
 
     def share(u: Tensor) -> Tensor:
@@ -132,7 +131,7 @@ def share_of_rest(case: Case, r: float) -> Tensor:
 
 
 def squared(apply: Callable[[Tensor], Tensor], eta: Tensor) -> Tensor:
-    """<H, C H> of changes (many B, ...), C the same for all."""
+    """Return <H, C H> of changes (many B, ...), with the same C for all."""
     v = eta.view(-1, B, 3, H, N, W)
     return (v * torch.cat([apply(one[None]) for one in v])).flatten(2).sum(-1).flatten()
 
@@ -140,7 +139,7 @@ def squared(apply: Callable[[Tensor], Tensor], eta: Tensor) -> Tensor:
 @pytest.mark.parametrize("r", mostly_slow(RADII, 0.3))
 @pytest.mark.parametrize("score", SCORES)
 def test_no_ascent_within_the_reaches_beats_a_form(score: str, r: float) -> None:
-    """While the reaches are the exact ones."""
+    """The reaches are exact."""
     case = case_of(SCORES[score])
     by_gradient, by_rest = share_of_gradient(case, r), share_of_rest(case, r)
     print(f"{score} {r}: of gradient {by_gradient.median():.3f}, of rest {by_rest.median():.4f}")
@@ -151,7 +150,7 @@ def test_no_ascent_within_the_reaches_beats_a_form(score: str, r: float) -> None
 @pytest.mark.parametrize("r", mostly_slow((0.03, 1.0, 30.0, 1e4), 1.0))
 @pytest.mark.parametrize("score", SCORES)
 def test_no_ascent_beats_what_holds_everywhere(score: str, r: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However far scores move."""
+    """The scores may move without limit."""
     monkeypatch.setattr(ScoreRange, "__init__", unbounded(ScoreRange.__init__))
     case = case_of(SCORES[score])
     by_gradient, by_rest = share_of_gradient(case, r), share_of_rest(case, r)
@@ -162,7 +161,7 @@ def test_no_ascent_beats_what_holds_everywhere(score: str, r: float, monkeypatch
 
 
 def unbounded(init: Callable[..., None]) -> Callable[..., None]:
-    """No reach is known."""
+    """Return reaches of which nothing is known."""
 
     def of(self: ScoreRange, *known: Any) -> None:
         init(self, *known)
@@ -172,7 +171,7 @@ def unbounded(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def dense(case: Case, apply: Callable[[Tensor], Tensor]) -> Tensor:
-    """C (B, 3HNO, 3HNO), by applying it to every unit vector."""
+    """Return C (B, 3HNO, 3HNO), by applying it to every unit vector."""
     eye = torch.eye(3 * H * N * W, dtype=torch.float64).view(-1, 1, 3, H, N, W).expand(-1, B, -1, -1, -1, -1)
     return torch.cat([apply(one[None]) for one in eye]).flatten(2).permute(1, 0, 2)
 
@@ -194,7 +193,7 @@ def test_forms_are_symmetric_not_negative_and_below_their_largest(score: str, r:
 
 @pytest.mark.parametrize("score", SCORES)
 def test_at_small_reach_the_form_is_near_the_true_second_order(score: str) -> None:
-    """lambda_max of the form on what is reached, against the largest -<g, R> found."""
+    """Compare lambda_max of the form on the reached set with the largest -<g, R> found."""
     case, r = case_of(SCORES[score]), 1e-3
     m = case.m_XB3HNW.flatten(2).permute(1, 2, 0)
     c = dense(case, case.forms.of_gradient(case.g, case.reach(r)).apply)
@@ -213,7 +212,7 @@ def test_at_small_reach_the_form_is_near_the_true_second_order(score: str) -> No
 
 @pytest.mark.parametrize("score", SCORES)
 def test_the_functionals_are_linear_and_their_sizes_are_lengths(score: str) -> None:
-    """The first are the linear changes of the scores, less their means."""
+    """The first are the linear changes of the scores, minus their means."""
     case = case_of(SCORES[score])
     eye = torch.eye(3 * H * N * W, dtype=torch.float64).view(-1, 1, 3, H, N, W).expand(-1, B, -1, -1, -1, -1)
     torch.testing.assert_close(case.forms.squares(eye), case.forms.sizes.square(), rtol=1e-9, atol=1e-11)
@@ -221,12 +220,12 @@ def test_the_functionals_are_linear_and_their_sizes_are_lengths(score: str) -> N
 
 @pytest.mark.parametrize("score", mostly_slow(SCORES, "tied distances"))
 def test_a_smaller_reach_shrinks_the_rest_as_it_says(score: str) -> None:
-    """t C of the large reach holds within the small one; t falls like its square where forms are of second order."""
+    """The form t C of the large reach holds within the small one; t falls like its square at second order."""
     case = case_of(SCORES[score])
     for small, large in ((1e-3, 2e-3), (0.01, 0.02), (0.3, 5.0)):
         t = case.forms.shrink(case.reach(small), case.reach(large))
         assert (t <= 1).all()
-        assert t.median() < 0.5 or large == 5.0  # what holds everywhere does not shrink
+        assert t.median() < 0.5 or large == 5.0  # bounds that hold everywhere do not shrink
         form = case.forms.of_rest(case.reach(large), ONE)
 
         def share(u: Tensor, form: Any = form, t: Tensor = t) -> Tensor:
@@ -269,7 +268,7 @@ def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_sided_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """m on the scores alone."""
+    """Return m on the scores alone."""
     init = ScoreValueSquares.__init__
     monkeypatch.setattr(
         ScoreValueSquares,
@@ -301,10 +300,10 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], float]] = {
 }
 
 
-@pytest.mark.slow  # of other forms, by the same search: zoo/bounds/test_forms.py
+@pytest.mark.slow  # other forms under the same search: zoo/bounds/test_forms.py
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the same search."""
+    """The same search detects it."""
     plant, r = FAULTS[fault]
     plant(monkeypatch)
     found = torch.cat([torch.cat([share_of_gradient(c, r), share_of_rest(c, r)]) for c in map(only, range(6))])
@@ -330,7 +329,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_leaves_of_an_attention_are_its_chain(kind: str) -> None:
-    """Their outputs, the Jacobian through them and its transpose, and no gain that is too small."""
+    """Check their outputs, the Jacobian through them and its transpose, and that no gain is too small."""
     torch.manual_seed(0)
     module = random_(KINDS[kind](), 1.0)
     x = torch.randn(3, 4, 12).double()
@@ -354,7 +353,7 @@ def test_the_leaves_of_an_attention_are_its_chain(kind: str) -> None:
     "kind", mostly_slow((kind for kind in KINDS if "SCSA" not in kind), "gated positions", "window of L2")
 )
 def test_ascent_over_tokens_beats_no_form(kind: str) -> None:
-    """Through the projections: what the certificate measures."""
+    """Go through the projections, as the certificate does."""
     torch.manual_seed(1)
     module = random_(KINDS[kind](), 1.0)
     x, g, r = torch.randn(6, 4, 12).double(), torch.randn(1, 6, 4, 12).double(), 0.05

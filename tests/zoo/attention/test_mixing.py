@@ -39,7 +39,7 @@ SWIN: dict[str, Any] = {
 
 
 def randomised(module: Any, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Any:
-    """Every parameter drawn anew, so that nothing hides behind a zero or a one."""
+    """Draw every parameter anew, so that no zero or one hides an error."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -52,7 +52,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def assert_same_function(f: Any, g: Any, x: Tensor, tolerance: float) -> None:
-    """Outputs and gradients of two modules or functions agree."""
+    """Check that outputs and gradients of two modules or functions agree."""
     x = x.clone().requires_grad_(True)
     y, expected = f(x), g(x)
     weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
@@ -103,7 +103,7 @@ def test_norm_of_conv_mixing_is_just_above_the_norm_of_its_dense_matrix(length: 
 
 
 def test_a_residual_that_cancels_has_norm_zero() -> None:
-    """x - x, the kernels being 1 in their middle: the identity and groups of all sizes count from the same place."""
+    """For x - x, with kernels of 1 in the middle, the identity and groups of all sizes share one origin."""
     module = ConvMixing(D, H, kernels=(1, 3, 5)).double().requires_grad_(False)
     for conv in module.convs:
         nn.init.dirac_(conv.get_parameter("weight"))
@@ -133,7 +133,7 @@ def test_norm_of_conv_mixing_holds_for_many_frequencies_at_a_time_and_for_few(mo
 
 
 def plain_gpsa(module: Any, x: Tensor) -> Tensor:
-    """The equation with the offsets of all pairs and an explicit P."""
+    """Compute the equation with the offsets of all pairs and an explicit P."""
     n = x.shape[1]
     side = math.isqrt(n)
     at = torch.tensor([[i % side, i // side] for i in range(n)]).to(x)
@@ -147,7 +147,7 @@ def plain_gpsa(module: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("n", [1, 9, 64, 81])  # up to FEW weights are written out, beyond on the fused kernel
+@pytest.mark.parametrize("n", [1, 9, 64, 81])  # explicit up to FEW weights, beyond that on the fused kernel
 @pytest.mark.parametrize("variant", SOFTMAX)
 def test_gpsa_equals_the_equation_written_out(variant: str, n: int, dtype: torch.dtype, tolerance: float) -> None:
     assert 64 <= FEW < 81
@@ -205,7 +205,7 @@ def test_gpsa_around_other_contents_has_no_rule() -> None:
 
 
 def test_a_closed_gate_narrows_the_bound_of_gpsa() -> None:
-    """What positions decide does not depend on the image: with g = 1 the map is linear and its bound is zeta r."""
+    """Positions do not depend on the image: with g = 1 the map is linear, and its bound is zeta r."""
     module = randomised(GPSA(DotProductAttention(D, H))).requires_grad_(False)
     x, r = tokens(1, 9, D), torch.ones(1, dtype=torch.float64)
     module.gating_param.fill_(100.0)
@@ -219,7 +219,7 @@ def test_a_closed_gate_narrows_the_bound_of_gpsa() -> None:
 
 
 def plain_windows(module: Any, x: Tensor, mask: Tensor | None) -> Tensor:
-    """Window by window, pair by pair, with dot-product scores."""
+    """Compute window by window and pair by pair, with dot-product scores."""
     height, width = 2, 3
     out = []
     for index, window in enumerate(x):
@@ -252,7 +252,7 @@ def test_windows_equal_the_equation_and_timm(masked: bool, dtype: torch.dtype, t
 
 
 def test_distances_get_the_bias_as_they_are() -> None:
-    """L2 in windows: softmax( -||q_i - q_j||^2 / sqrt(D / H) + T_ij )."""
+    """For L2 in windows: softmax( -||q_i - q_j||^2 / sqrt(D / H) + T_ij )."""
     ours = randomised(WindowAttention(variants()["l2"](D, H), (2, 3)))
     x = tokens(2, 6, D)
     _, _, v = ours.content.heads(x)
@@ -269,8 +269,10 @@ def swin(**options: Any) -> Any:
 
 @pytest.mark.parametrize("shifted", [False, True])
 def test_a_token_reaches_exactly_the_tokens_of_its_window(shifted: bool) -> None:
-    """Windows of 4 x 4 on 8 x 8 tokens; shifted by 2 they start at row and column 2, and the rest at the border is in
-    windows of its own."""
+    """Windows of 4 x 4 lie on 8 x 8 tokens.
+
+    Shifted by 2, they start at row and column 2, and the rest at the border has its own windows.
+    """
     block = randomised(swin().layers[0].blocks[int(shifted)], scale=2)
     with torch.no_grad():
         for norm in (block.norm1, block.norm2):
@@ -372,7 +374,7 @@ def test_no_ascent_beats_the_bound_of_a_whole_swin() -> None:
 
 def test_bound_of_all_windows_is_that_of_the_most_sensitive_one() -> None:
     block = randomised(swin().layers[0].blocks[0], scale=2).requires_grad_(False)
-    size = 10 ** torch.linspace(-2, 1, 8, dtype=torch.float64)  # of the 2 x 4 windows: which one decides, is known
+    size = 10 ** torch.linspace(-2, 1, 8, dtype=torch.float64)  # of the 2 x 4 windows the deciding one is known
     x = tokens(2, 8, 8, D) * size.reshape(2, 2, 2).repeat_interleave(4, 1).repeat_interleave(4, 2)[..., None]
     r = torch.tensor([[0.1, 2.0], [0.2, 0.3]], dtype=torch.float64)
     bound = InWindows(block).layer(local=False)(x)[1](r)
@@ -431,7 +433,7 @@ def test_without_content_every_token_sees_the_mean_of_the_values(name: str) -> N
 
 
 def test_without_content_gates_and_biases_stay() -> None:
-    """With gated positions and in windows: as with W_Q = W_K = 0, where values do not depend on them."""
+    """Gated positions and windows behave as with W_Q = W_K = 0, where values do not depend on them."""
     for module in (GPSA(DotProductAttention(D, H)), WindowAttention(DotProductAttention(D, H), (2, 2))):
         module = randomised(module)
         zeroed = copy.deepcopy(module)

@@ -1,7 +1,7 @@
-"""The steps of the proofs of attention, one by one: every summand, and every inequality in between, row by row.
+"""The steps of the proofs of attention, one by one: every summand and every intermediate inequality, row by row.
 
-Ascent on a whole form cannot see a step that is false where the steps around it are loose. Changes are drawn within the
-reaches of hundreds of cores, and then climb on the ratio of the two sides of one step. Letters: as in test_forms.py.
+Ascent on a whole form cannot detect a false step between loose ones. Changes are drawn within the reaches of hundreds
+of cores, then climb on the ratio of the two sides of one step. Letters: as in test_forms.py.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ from zoo.attention.theory.score_range import ScoreRange
 from zoo.attention.theory.softmax_row import K2_MAX, e1, e2, norm_upper, third_cumulant
 from zoo.attention.theory.squares import QKV, Scores, ScoreSquares, ScoreValueSquares, Squares, ValueSquares
 
-SEEDS = 20  # times B cores
+SEEDS = 20  # changes for each of B cores
 RADII = (0.01, 0.3, 3.0)
-Sides = dict[str, tuple[Tensor, Tensor]]  # of each step: what is bounded, and by what; B comes first
+Sides = dict[str, tuple[Tensor, Tensor]]  # the two sides of each step: the bounded value and its bound; B comes first
 
 
 @dataclass(frozen=True)
 class Move:
-    """What one change eta (B, 3, H, N, W) makes of a core, exactly."""
+    """The exact effect of one change eta (B, 3, H, N, W) on a core."""
 
     core: Core
     eta: Tensor
@@ -45,7 +45,7 @@ class Move:
 
     @cached_property
     def by_q(self) -> Tensor:
-        """s <eta^q, k>."""
+        """Return s <eta^q, k>."""
         return self.core.score.s * self.parts.q @ self.core.k.mT
 
     @cached_property
@@ -56,7 +56,7 @@ class Move:
 
     @cached_property
     def products(self) -> Tensor:
-        """Q."""
+        """Return Q."""
         q, k, _ = self.parts
         score = self.core.score
         return score.s * (q @ k.mT - score.kappa / 2 * k.square().sum(-1).unsqueeze(-2))
@@ -73,27 +73,27 @@ class Move:
         return z - (self.core.p * z).sum(-1, keepdim=True)
 
     def behind(self, delta: Tensor) -> Tensor:
-        """The softmax behind this change of the scores."""
+        """Return the softmax after this change of the scores."""
         return (self.core.p.log() + delta).softmax(-1)
 
     @cached_property
     def change(self) -> Tensor:
-        """P' - P."""
+        """Return P' - P."""
         return self.behind(self.delta) - self.core.p
 
     @cached_property
     def inputs(self) -> Tensor:
-        """eta^v, with the gain of the head."""
+        """Return eta^v, with the gain of the head."""
         return self.core.gain_H[:, None, None] * self.parts.v
 
     @cached_property
     def covariance(self) -> Tensor:
-        """Cov(Q, v)."""
+        """Return Cov(Q, v)."""
         return (self.core.p * self.centred(self.products)) @ self.core.values
 
     @cached_property
     def nonlinear(self) -> Tensor:
-        """(P' - P) v - Cov(delta, v)."""
+        """Return (P' - P) v - Cov(delta, v)."""
         return (self.change - self.core.p * self.delta) @ self.core.values
 
 
@@ -102,12 +102,12 @@ def length(z: Tensor) -> Tensor:
 
 
 def weighted(a: Tensor, z: Tensor) -> Tensor:
-    """sum_k a_k z_k^2 of every row."""
+    """Return sum_k a_k z_k^2 of every row."""
     return (a * z.square()).sum(-1)
 
 
 def worth(squares: Squares, eta: Tensor) -> Tensor:
-    """F(eta) of every core."""
+    """Return F(eta) of every core."""
     applied = squares.apply(QKV(*eta.unbind(1)))
     return (torch.stack([one.reshape(eta[:, 0].shape) for one in applied], 1) * eta).flatten(1).sum(1)
 
@@ -116,7 +116,7 @@ def worth(squares: Squares, eta: Tensor) -> Tensor:
 
 
 def gradient_steps(forms: CoreForms, reach: ScoreRange, move: Move, o: Tensor) -> Sides:
-    """T1, T2 and T3 within the reach."""
+    """Yield T1, T2 and T3 within the reach."""
     core, (_, _, v) = forms.core, move.parts
     c, gained = core.directional(o), core.gain_H[:, None, None] * o
     y, size = gained @ v.mT, length(gained).unsqueeze(-1)
@@ -136,7 +136,7 @@ def gradient_steps(forms: CoreForms, reach: ScoreRange, move: Move, o: Tensor) -
 
 
 def rest_steps(forms: CoreForms, reach: ScoreRange, move: Move) -> Sides:
-    """A, B and C within the reach; B = B1 + B2, what delta^1 and Q do."""
+    """Yield A, B and C within the reach; B = B1 + B2, the effects of delta^1 and Q."""
     core, weights, quadratic = forms.core, forms.weights(reach), move.centred(move.products)
     a, (exponential, box) = forms._chosen_nonlinear(reach, weights.by_values), forms._nonlinear(reach)
     b = reach.centred(a)
@@ -160,7 +160,7 @@ def rest_steps(forms: CoreForms, reach: ScoreRange, move: Move) -> Sides:
 
 
 def steps_everywhere(forms: CoreForms, reach: ScoreRange, move: Move, o: Tensor) -> Sides:
-    """What holds however far scores move."""
+    """Yield the steps that hold for any movement of the scores."""
     core, (q, k, v) = forms.core, move.parts
     size, sd = norm_upper(core.values).unsqueeze(-1), weighted(core.p, move.delta1).sqrt()
     first, x, linear = move.behind(move.delta1) - core.p, length(move.products), length(move.delta1)
@@ -189,7 +189,7 @@ def steps_everywhere(forms: CoreForms, reach: ScoreRange, move: Move, o: Tensor)
 
 
 def all_steps(case: Case, r: float) -> Callable[[Tensor], Sides]:
-    """Of changes within the exact reaches of |u| <= r."""
+    """Yield the steps for changes within the exact reaches of |u| <= r."""
     forms = CoreForms(case.core)
     reach = forms.reach(case.reach(r))
 
@@ -206,7 +206,7 @@ def all_steps(case: Case, r: float) -> Callable[[Tensor], Sides]:
 
 
 def shares(sides: Sides) -> dict[str, Tensor]:
-    """The largest ratio in each core (B,); 0 / 0 is 0, and rounding of the two is not seen."""
+    """Return the largest ratio in each core (B,), with 0 / 0 = 0 and rounding of the two ignored."""
     return {
         name: ((low - 1e-12) / high.clamp_min(1e-12)).reshape(len(high), -1).amax(1)
         for name, (low, high) in sides.items()
@@ -247,7 +247,7 @@ def test_no_ascent_beats_a_step(score: str, r: float) -> None:
 
 @pytest.mark.parametrize("score", [{"s": -1.0, "kappa": 1.0}, {"s": -1.0, "tied": True}, {"s": 1.0, "kappa": -1.0}])
 def test_scores_of_distances_have_a_positive_scale(score: dict[str, Any]) -> None:
-    """The forms of T1 take its sign for granted."""
+    """The forms of T1 assume a positive scale."""
     with pytest.raises(ValueError, match="distances need s > 0"):
         Score(**score)
 
@@ -257,7 +257,7 @@ def test_scores_of_distances_have_a_positive_scale(score: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("score", SCORES)
 def test_no_sum_of_squares_is_above_what_it_says(score: str) -> None:
-    """F(eta) <= sum d |eta|^2, and F(eta) is what `apply` says."""
+    """F(eta) <= sum d |eta|^2, and F(eta) equals `apply`."""
     generator = torch.Generator().manual_seed(1)
     for seed in range(SEEDS):
         case = case_of(SCORES[score], seed)
@@ -313,7 +313,7 @@ def separate_case(score: str, seed: int) -> tuple[Core, Tensor, Tensor, QKVRadii
 
 
 def seminorms(core: Core, o: Tensor) -> dict[str, tuple[Callable[[Tensor], Tensor], SeminormBound, int]]:
-    """The seminorm of a change z of the scores, its bound, and how many dimensions that has behind B."""
+    """Return the seminorm of a change z of the scores, its bound, and the number of the bound's dimensions behind B."""
     p, c = core.p, core.directional(o)
 
     def centred(z: Tensor) -> Tensor:
@@ -360,7 +360,7 @@ CASES: dict[str, Callable[[int], tuple[Core, Tensor, Tensor, QKVRadii]]] = {
 
 @pytest.mark.parametrize("kind", CASES)
 def test_every_summand_of_a_seminorm_bound_holds_by_itself(kind: str) -> None:
-    """What queries do, what keys do, and what both do together."""
+    """The summands are of queries, of keys, and of both together."""
     for seed in range(SEEDS):
         core, eta, o, radii = CASES[kind](seed)
         move = Move(core, eta)
@@ -378,7 +378,7 @@ def test_every_summand_of_a_seminorm_bound_holds_by_itself(kind: str) -> None:
 
 
 def remainder_steps(core: Core, move: Move, o: Tensor, r: QKVRadii) -> Sides:
-    """T1, T2, T3 and the three parts of each form of beta, in front of W_O."""
+    """Yield T1, T2, T3 and the three parts of each form of beta, before W_O."""
     c, y = core.directional(o), (core.gain_H[:, None, None] * o) @ move.parts.v.mT
     tau, change = core.tau.at(r), core.change(r)
     t1, t2, t3 = (part if isinstance(part, dict) else {"": part} for part in core.remainder(o[None]).terms(r))

@@ -1,7 +1,7 @@
-"""Every rule of second order is attacked by gradient ascent, on at least 200 instances each.
+"""Ascent attacks every second-order rule on at least 200 instances each.
 
 An instance is a module with random weights, a clean input, a gradient and a radius. The table is enumerated: a rule
-that is entered without a case here, or in test_curvature_attention.py for those in zoo/attention, fails the test.
+without a case here, or in tests/zoo/attention/test_curvature.py for those in zoo/attention, fails the test.
 """
 
 import math
@@ -39,7 +39,7 @@ Make = Callable[[float], nn.Module]
 
 @dataclass(frozen=True)
 class Case:
-    """A module of a random size; the largest median of bound / best found of remainder and beta that is accepted."""
+    """A module of a random size, with the largest accepted medians of bound / best found for remainder and beta."""
 
     make: Make
     remainder: float
@@ -76,7 +76,7 @@ CASES: dict[type[nn.Module], list[Case]] = {
     ReLUx: [Case(lambda s: scaled_(ReLUx((N, D), 1.0), s), 3.3, 1.2)],
     Mlp: [
         Case(mlp(nn.GELU), 1.1, 3.1, (1, D)),
-        Case(mlp(nn.GELU), 1.8, 3.9),  # one form for all tokens, which here have nothing to do with one another
+        Case(mlp(nn.GELU), 1.8, 3.9),  # one form for all tokens, which are independent here
         Case(mlp(partial(nn.GELU, "tanh")), 1.1, 3.1, (1, D)),
         Case(mlp(nn.Tanh), 1.25, 3.3, (1, D)),
         Case(mlp(nn.SiLU), 1.25, 3.3, (1, D)),
@@ -92,7 +92,7 @@ CASES: dict[type[nn.Module], list[Case]] = {
     ],
     ConstrainedMlp: [Case(lambda s: scaled_(ConstrainedMlp(D, 2 * D, act=nn.Tanh if s > 1 else nn.ReLU), s), 1.9, 3.1)],
 }
-ACTIVATIONS = ((Mlp, 2), (Mlp, 3), (Mlp, 4), (Mlp, 5), (Mlp, 7), (SLL, 3))  # others, of one token: quick by themselves
+ACTIVATIONS = ((Mlp, 2), (Mlp, 3), (Mlp, 4), (Mlp, 5), (Mlp, 7), (SLL, 3))  # other cases, of one token, are quick
 EVERY = [(kind, i) for kind, cases in CASES.items() for i in range(len(cases))]
 HERE = mostly_slow(EVERY, *(case for case in EVERY if case not in ACTIVATIONS))
 FEW = mostly_slow(
@@ -105,7 +105,7 @@ IDENTITIES = (nn.Dropout, DropPath)  # in eval mode
 
 
 def instances(case: Case, seed: int, modules: int = MODULES) -> Iterator[Instance]:
-    """Inputs of sizes 0.1 to 10, radii from 0.001 to 0.1 times theirs, for one module in five from 0.1 to 10 times."""
+    """Return inputs of sizes 0.1 to 10 and radii from 0.001 to 0.1 of them; for one module in five 0.1 to 10."""
     torch.manual_seed(seed)
     for i in range(modules):
         module = case.make(2.0 ** (i % 4 - 2)).double().eval().requires_grad_(False)
@@ -138,7 +138,7 @@ def test_no_ascent_beats_the_rule(kind: type[nn.Module], i: int) -> None:
 def test_bounds_are_monotone_zero_at_zero_and_survive_infinity(kind: type[nn.Module], i: int) -> None:
     for instance in instances(CASES[kind][i], seed=1, modules=5):
         expansion, r_B = instance.expansion(), instance.r_B
-        instance.g[0, 0] = 0  # no gradient: no remainder, even at infinity
+        instance.g[0, 0] = 0  # without a gradient there is no remainder, even at infinity
         factors = torch.tensor([0.0, 1e-6, 0.1, 0.5, 1.0, 1.001, 1.5, 3.0, 1e3, 1e9]).double()
         r_FB = factors[:, None] * r_B
         remainder = expansion.remainder(instance.g)
@@ -149,7 +149,7 @@ def test_bounds_are_monotone_zero_at_zero_and_survive_infinity(kind: type[nn.Mod
         at_infinity = remainder(torch.full_like(r_B, torch.inf)[None])
         assert (at_infinity >= remainder(r_FB[-1:])).all()
         assert at_infinity[0, 0] == 0
-        # Radii of each class, and the same one by one.
+        # Radii for each class together, and one by one.
         of_classes = remainder(torch.stack([r_B, 2 * r_B]))
         torch.testing.assert_close(of_classes[0], remainder(r_B[None])[0], rtol=1e-12, atol=0)
         torch.testing.assert_close(of_classes[1], remainder(2 * r_B[None])[1], rtol=1e-12, atol=0)
@@ -184,8 +184,10 @@ def test_affine_modules_have_no_remainder(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("kind", [SmoothProject, nn.LayerNorm, Mlp], ids=lambda kind: kind.__name__)
 def test_a_small_radius_gives_half_the_hessian(kind: type[nn.Module]) -> None:
-    """One token: remainder / r^2 tends to half the most negative curvature of <g, f>; norms bound its modulus, for the
-    worst g."""
+    """For one token remainder / r^2 tends to half the most negative curvature of <g, f>.
+
+    Norms bound its modulus, for the worst g.
+    """
     torch.manual_seed(0)
     case = CASES[kind][0]
     for scale in (0.5, 1.0, 2.0):
@@ -223,8 +225,11 @@ def test_the_curvature_of_the_norms_is_exact() -> None:
 
 
 def test_the_maximum_over_tokens_is_refuted_where_the_bound_is_linear() -> None:
-    """LayerProject at the kink: max_i |g_i| (r - k_i)_+ is beaten by sharing r among tokens; so is the lemma on tokens
-    applied to min(quadratic, linear) for SmoothProject (docs/proofs.md#tokenwise-trap)."""
+    """Sharing r among tokens beats max_i |g_i| (r - k_i)_+ for LayerProject at its kink.
+
+    It also beats the lemma on tokens applied to min(quadratic, linear) for SmoothProject
+    (docs/proofs.md#tokenwise-trap).
+    """
     torch.manual_seed(0)
     many, radius = 16, 1.0
     x = torch.nn.functional.normalize(torch.randn(1, many, D).double(), dim=-1) * (radius - 1e-3)
@@ -238,7 +243,7 @@ def test_the_maximum_over_tokens_is_refuted_where_the_bound_is_linear() -> None:
     x[..., 0] = 0.5
     instance = Instance(SmoothProject(D, 1.0), x, torch.zeros(1, 1, many, D).double(), torch.tensor([4.0]).double())
     instance.g[..., 0] = 1.0
-    capped = min(0.4293251 * 16, 4.0)  # of one token with the whole radius
+    capped = min(0.4293251 * 16, 4.0)  # for one token with the whole radius
     assert largest_dip(instance).item() > 1.2 * capped
 
 
@@ -308,7 +313,7 @@ def test_eigenvalue_bound_is_never_below_and_one_percent_close(kind: str) -> Non
 
 
 def test_eigenvalue_bound_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same with memory for three matrices at a time."""
+    """With memory for three matrices at a time the bound is the same."""
     torch.manual_seed(0)
     w_HD, c_PNH = torch.randn(30, D).double(), torch.randn(10, 7, 30).double()
     whole = eigenvalue_bound(w_HD)(c_PNH)
@@ -317,7 +322,7 @@ def test_eigenvalue_bound_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_units_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few pairs at a time give the same."""
+    """A few pairs at a time give the same result."""
     (instance,) = instances(CASES[Mlp][0], seed=3, modules=1)
     r = instance.r_B[None] * torch.tensor([1.0, 2.0]).double()[:, None, None]
     whole = instance.expansion().remainder(instance.g)(r), instance.expansion().beta(r[:, 0])
@@ -341,7 +346,7 @@ def test_an_mlp_with_an_unknown_part_is_refused() -> None:
 @pytest.mark.parametrize("bias", [0.0, 1.0, 1e100])
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1.0, 1e30, 1e300])
 def test_the_linear_part_of_any_vector(size: float, bias: float) -> None:
-    """Also without an offset, where a scale that fits both is beyond the numbers."""
+    """This includes vectors without an offset, where no finite scale fits both."""
     weight = torch.randn(3, 4, dtype=torch.float64)
     v = size * torch.randn(2, 1, 4, dtype=torch.float64)
     push = linear_part(lambda x: x @ weight.mT + bias, torch.zeros(1, 4, dtype=torch.float64))
@@ -350,7 +355,7 @@ def test_the_linear_part_of_any_vector(size: float, bias: float) -> None:
 
 @pytest.mark.parametrize("size", [torch.inf, torch.nan])
 def test_the_linear_part_of_no_number_is_none(size: float) -> None:
-    """What overflowed stays unknown."""
+    """An overflow stays unknown."""
     push = linear_part(lambda x: 2 * x, torch.zeros(1, 4, dtype=torch.float64))
     assert not push(torch.full((1, 1, 4), size, dtype=torch.float64)).isfinite().any()
 

@@ -1,7 +1,7 @@
-"""Every rule of the table is attacked by gradient ascent, on at least 200 instances each.
+"""Gradient ascent attacks every rule of the table on at least 200 instances each.
 
-An instance is a module with random weights, a clean input and a radius. The table is enumerated: a rule that is
-entered without a case here fails the test.
+An instance is a module with random weights, a clean input and a radius. The table is enumerated: a rule without a case
+here fails the test.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ Make = Callable[[float], nn.Module]
 
 
 def scaled_(module: nn.Module, scale: float) -> nn.Module:
-    """Random weights of a random size, so that curvature and saturation both occur."""
+    """Draw weights of a random size, so that curvature and saturation both occur."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn_like(parameter) * scale * parameter.shape[-1] ** -0.5)
@@ -82,7 +82,7 @@ def cell_conv2d(scale: float) -> nn.Module:
 
 
 def swin_stage(scale: float) -> nn.Module:
-    """Merges 5 x 5 tokens to 3 x 3, two by two; a plain and a shifted block with windows of 2 x 2: all of it padded."""
+    """Return a stage that merges 5 x 5 tokens to 3 x 3, with plain and shifted windows of 2 x 2, all padded."""
     model = create_model(
         "dp_swin_t", img_size=20, window_size=2, embed_dim=D, depths=(1, 2), num_heads=(H, H), norm="smoothproject"
     )
@@ -93,7 +93,7 @@ def normalize(scale: float) -> nn.Module:
     return Normalize(tuple(torch.rand(N).tolist()), tuple((scale * torch.rand(N) + 0.05).tolist()))
 
 
-# (module, how close the search must come to the bound for the check to have teeth)
+# (module, share of the bound that the search must reach for the check to be meaningful)
 CASES: dict[type[nn.Module], tuple[Make, float]] = {
     nn.Linear: (lambda s: scaled_(nn.Linear(D, 7), s), 0.98),
     nn.Identity: (lambda s: nn.Identity(), 0.99),
@@ -134,7 +134,7 @@ CASES: dict[type[nn.Module], tuple[Make, float]] = {
     NormFirstBlock: (norm_first, 0.3),
     Normalize: (normalize, 0.9),
 }
-# Of chains, attentions, layers and activations; the others as slow tests.
+# Chains, attentions, layers and activations; the others are slow tests.
 FEW = (
     nn.Linear, nn.ReLU, nn.GELU, MonotoneGELU, nn.Sequential, nn.LayerNorm, SLL, ConvMixing, ScaledCosineAttention,
     GPSA, WeightedResidual, CellConv2d, ReLUx, PatchMerging, NormFirstBlock, Normalize,
@@ -153,7 +153,7 @@ SHAPES: dict[type[nn.Module], tuple[int, ...]] = {
 
 
 def instances(make: Make, shape: tuple[int, ...], seed: int) -> list[tuple[nn.Module, Tensor, Tensor]]:
-    """MODULES modules, each with INPUTS inputs of sizes 0.01 to 10 and radii of 1e-3 to 10 times theirs."""
+    """Return MODULES modules, each with INPUTS inputs of sizes 0.01 to 10 and radii of 1e-3 to 10 times theirs."""
     torch.manual_seed(seed)
     cases = []
     for i in range(MODULES):
@@ -167,7 +167,7 @@ def instances(make: Make, shape: tuple[int, ...], seed: int) -> list[tuple[nn.Mo
 
 
 def reached(cases: list[tuple[nn.Module, Tensor, Tensor]], residual: bool = False, local: bool = False) -> Tensor:
-    """(largest change found) / bound of every instance; above 1 is a counter-example."""
+    """Return (largest change found) / bound of every instance; above 1 is a counter-example."""
     ratios = []
     for module, x, r in cases:
         with torch.no_grad():
@@ -218,7 +218,7 @@ def test_bounds_are_monotone_nonnegative_and_survive_infinity(kind: type[nn.Modu
 
 
 def test_the_paper_constants_that_are_wrong_are_caught() -> None:
-    """GELU slope 1.12, and the SLL layer with GELU: the search refutes both."""
+    """The search refutes GELU slope 1.12 and the SLL layer with GELU."""
     x = torch.full((1, 1, 1), 1.4142, dtype=torch.float64)
     r = torch.tensor([0.05], dtype=torch.float64)
     assert largest_change(nn.GELU(), x, r) > 1.12 * r
@@ -254,7 +254,7 @@ def test_eq_25_as_printed_is_caught() -> None:
 
 
 class Subclass(nn.Linear):
-    """Inherits nothing from the proof of nn.Linear."""
+    """A subclass that must not inherit the proof of nn.Linear."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)

@@ -1,5 +1,7 @@
-"""Running error bounds: never below the error that 64 bits of mantissa show, close to it where nothing cancels; what
-has no bound is refused."""
+"""Running error bounds are never below the error that 64 bits of mantissa show, and close where nothing cancels.
+
+Operations without a bound are refused.
+"""
 
 import math
 from collections.abc import Callable
@@ -46,7 +48,7 @@ def convolution(x: Any) -> Any:
 
 
 def gelu(x: Any) -> Any:
-    """To some units of float64, of which the bound allows eighty."""
+    """Compute GELU to a few float64 units, of which the bound allows eighty."""
     return np.vectorize(lambda z: z * math.erfc(-z / math.sqrt(2)) / 2)(x.astype(np.float64)).astype(LONG)
 
 

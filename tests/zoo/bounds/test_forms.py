@@ -1,5 +1,7 @@
-"""Quadratic forms of remainders, of every type that has them: ascent within an ellipsoid of changes finds none that is
-above its form; forms are what dense matrices say; faults are seen."""
+"""Quadratic forms of remainders for every type that has them, under ascent within an ellipsoid of changes.
+
+Forms equal dense matrices, and planted faults are detected.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -37,7 +39,7 @@ NONE = {  # types that bend and have no forms: attention
     "WindowAttention",
 }
 NORMS = (nn.LayerNorm, SmoothProject, LayerProject)
-RANK = 5  # of an ellipsoid of changes
+RANK = 5  # dimensions of an ellipsoid of changes
 each_case, few_cases = (
     pytest.mark.parametrize(("kind", "i"), cases, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
     for cases in (HERE, FEW)
@@ -56,7 +58,7 @@ class Attack:
 
     @classmethod
     def of(cls, instance: Instance, seed: int) -> "Attack":
-        """|H| <= r: for odd inputs most of L is one direction, the token's own for every fourth."""
+        """Limit |H| <= r; for odd inputs L is mostly one direction, for every fourth the token's own."""
         torch.manual_seed(seed)
         expansion = instance.expansion()
         forms = expansion.forms
@@ -71,16 +73,16 @@ class Attack:
         return cls(instance, expansion, forms, axes, torch.minimum(squares.sqrt(), sizes) * (1 + 1e-12))
 
     def change(self, v: Tensor) -> Tensor:
-        """v (S B, K) -> H (S, B, ...)."""
+        """Map v (S B, K) to H (S, B, ...)."""
         return torch.einsum("sbk,kb...->sb...", v.unflatten(0, (-1, len(self.instance.x))), self.axes)
 
     def rest(self, change: Tensor) -> Tensor:
-        """R(H), (S, B, *y)."""
+        """Return R(H), (S, B, *y)."""
         x, module = self.instance.x, self.instance.module
         return torch.stack([module(x + h) for h in change]) - self.expansion.y - self.expansion.push(change)
 
     def inner_rest(self, change: Tensor) -> Tensor:
-        """r (S, B, ...), of which R = B r."""
+        """Return r (S, B, ...), of which R = B r."""
         forms = self.forms
         if isinstance(forms, NormForms):
             radius = forms.radius
@@ -107,12 +109,12 @@ class Attack:
 
     @property
     def weight(self) -> Tensor:
-        """Of the entries of r, (B, ...)."""
+        """Return weights of the entries of r, (B, ...)."""
         room = self.forms.collect(self.instance.g[:1])[0]
         return 0.5 + torch.rand(room.shape, generator=torch.Generator().manual_seed(0), dtype=room.dtype)
 
     def beaten(self) -> bool:
-        """Does ascent find a change that loses more than a form says?"""
+        """Check if ascent finds a change that loses more than a form claims."""
         size_B = self.instance.size_B()
         gradient = self.forms.of_gradient(self.instance.g[:1], self.reach)
         rest = self.forms.of_rest(self.reach, self.weight)
@@ -135,7 +137,7 @@ class Attack:
         return bool((found_B > 1e-10 * size_B * weight_B).any() or (found_rest_B > 1e-10 * scale_B).any())
 
     def _unit_scale(self) -> float:
-        """Sizes of hidden units, relative to the input."""
+        """Return sizes of hidden units, relative to the input."""
         return float(1 + (self.forms.form.norm if isinstance(self.forms, UnitForms) else 0))
 
 
@@ -153,7 +155,7 @@ def attacks(case: Case, seed: int, modules: int = 5) -> Iterator[Attack]:
 
 
 def grazing(seed: int) -> Iterator[Attack]:
-    """LayerProject with tokens near its sphere, on either side, and changes that cross it."""
+    """Return LayerProject with tokens near its sphere, on either side, and changes that cross it."""
     torch.manual_seed(seed)
     for radius in (0.5, 2.0):
         x = torch.randn(20, 1, 4, dtype=torch.float64)
@@ -167,7 +169,7 @@ def test_no_ascent_beats_a_projection_near_its_sphere() -> None:
 
 
 def test_which_leaves_that_bend_have_no_forms() -> None:
-    """Of all modules of all models, shrunk; nothing else is forgotten silently."""
+    """Check all modules of all models, shrunk, so that nothing is skipped silently."""
     nonlinear = set(types_where(lambda rules: rules.expansion not in (None, affine)))
     found, seen = set[str](), set[type[nn.Module]]()
     for name in distinct():
@@ -191,7 +193,7 @@ def test_which_leaves_that_bend_have_no_forms() -> None:
                 found.add(type(module).__name__)
         seen |= met.keys()
     assert found == NONE
-    assert nonlinear - seen <= set(CASES)  # what no model has is attacked below, and must have forms
+    assert nonlinear - seen <= set(CASES)  # types without a model are attacked below, and must have forms
 
 
 @few_cases
@@ -201,7 +203,7 @@ def test_no_ascent_beats_a_form(kind: type[nn.Module], i: int) -> None:
 
 @each_case
 def test_the_remainder_is_spread_and_collected(kind: type[nn.Module], i: int) -> None:
-    """R = B r, and B^T is the transpose."""
+    """R = B r, and B^T is the transpose of B."""
     for attack in attacks(CASES[kind][i], 1, 2):
         h = attack.change(torch.randn(3 * len(attack.instance.x), RANK, dtype=torch.float64))
         r, wanted = attack.inner_rest(h), attack.rest(h)
@@ -211,7 +213,7 @@ def test_the_remainder_is_spread_and_collected(kind: type[nn.Module], i: int) ->
 
 
 def dense(form: QuadraticForm, x: Tensor) -> Tensor:
-    """(C, B, n, n)."""
+    """Return the form as dense matrices (C, B, n, n)."""
     eye = torch.eye(x[0].numel(), dtype=torch.float64)
     columns = [form.apply(e.view(1, 1, *x.shape[1:]).expand(1, *x.shape)).flatten(2) for e in eye]
     return torch.stack(columns, -1)
@@ -251,7 +253,7 @@ def test_shrink_says_how_forms_shrink(kind: type[nn.Module], i: int) -> None:
 
 @each_case
 def test_extreme_reaches_have_an_answer(kind: type[nn.Module], i: int) -> None:
-    """Forms are finite; what they cost may be infinite, and never is "not a number"."""
+    """Forms are finite; their cost may be infinite but never NaN."""
     for attack in attacks(CASES[kind][i], 4, 2):
         attack.instance.g[0, 0] = 0
         far = torch.full_like(attack.reach, torch.inf)
@@ -283,7 +285,7 @@ def at_the_clean_point(forms: NormForms, reach: norm_forms.TokenRange) -> norm_f
 
 
 kink, factors, chord, turned = Hinge._kink, NormForms._factors, Hinge.chord, NormForms._turned
-# a fault: the type that has it, what is replaced, and by what
+# a fault: (its type, the replaced attribute, the replacement)
 FAULTS: dict[str, tuple[type[nn.Module], object, str, Callable[..., object]]] = {
     "constant forgotten": (nn.ReLU, activations, "hinge_parabola", no_constant),
     "constant forgotten of hidden units": (SLL, activations, "hinge_parabola", no_constant),

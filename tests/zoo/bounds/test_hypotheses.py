@@ -1,4 +1,4 @@
-"""Hypotheses of the proofs: shapes that torch would broadcast are refused, and scale does not make a radius grow."""
+"""Hypotheses of the proofs: shapes that torch would broadcast are refused, and scaling does not enlarge a radius."""
 
 import re
 from collections.abc import Iterator
@@ -41,11 +41,11 @@ def tiny(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def sites() -> dict[tuple[type[nn.Module], str], tuple[nn.Module, nn.Module]]:
-    """(type, name) -> a model of the zoo, and a module of that type with a parameter or buffer of that name."""
+    """Return (type, name) -> a model of the zoo and a module of that type with a parameter or buffer of that name."""
     found: dict[tuple[type[nn.Module], str], tuple[nn.Module, nn.Module]] = {}
     for name in (*distinct(), "stem"):
         model = small_model("stem", 0).double() if name == "stem" else tiny(name)
-        trunk(model)  # what the zoo makes is not refused: every shape is stated, and as stated
+        trunk(model)  # models of the zoo pass: every shape is stated and right
         for _, module in modules_of(model):
             for key, _ in own_tensors(module):
                 found.setdefault((type(module), key), (model, module))
@@ -53,7 +53,7 @@ def sites() -> dict[tuple[type[nn.Module], str], tuple[nn.Module, nn.Module]]:
 
 
 def broadcast(tensor: Tensor) -> Iterator[Tensor]:
-    """The same numbers, or one of them for all, in the other shapes that torch may take."""
+    """Return the same numbers, or one of them for all, in other shapes that torch may accept."""
     yield tensor.flatten()[0]
     yield tensor.flatten()[:1]
     yield tensor[None]
@@ -69,7 +69,7 @@ def broadcast(tensor: Tensor) -> Iterator[Tensor]:
 def test_every_shape_but_the_stated_one_is_refused(
     sites: dict[tuple[type[nn.Module], str], tuple[nn.Module, nn.Module]],
 ) -> None:
-    """By whole models, in one line that names parameter and shapes."""
+    """Whole models refuse them, in one line that names parameter and shapes."""
     assert {kind for kind, _ in sites} == set(STATED), "every type with tensors of its own is met in a model"
     tries = 0
     for (_, key), (model, module) in sites.items():
@@ -97,7 +97,7 @@ def test_every_shape_but_the_stated_one_is_refused(
 
 
 def wider_positions(model: Any) -> None:
-    """Patches of one channel, added to 16 of every position."""
+    """Return patches of one channel, added to 16 of every position."""
     model.patch_embed.proj = PatchProjection(1, 1, 4, 4)
 
 
@@ -112,13 +112,13 @@ def flat_gamma(model: Any) -> None:
 
 
 def column_of_q(model: Any) -> None:
-    """As many units as tokens."""
+    """Use as many units as tokens."""
     model.blocks[0].mlp = SLL(16, 4)
     model.blocks[0].mlp.log_q = nn.Parameter(torch.tensor([[5.0], [-5.0], [0.0], [1.0]]))
 
 
 def narrow_branch(model: Any) -> None:
-    """One channel, added to 16."""
+    """Return a branch of one channel, added to 16."""
     model.blocks[0].mlp = ConstrainedMlp(16, 8)
     model.blocks[0].mlp.fc2 = nn.Linear(8, 1)
 
@@ -185,7 +185,10 @@ def test_options_beyond_float32_are_refused() -> None:
 
 
 def scaled_branches(k: int) -> Any:
-    """W_1, b_1 and W_V times 2^k, W_2 and W_O divided by it: one function, as ReLU and values take a factor out."""
+    """Scale W_1, b_1 and W_V by 2^k and divide W_2 and W_O by it.
+
+    The function stays the same, because ReLU and values pass a factor through.
+    """
     model = small_model("standard", 0).double()
     with torch.no_grad():
         for block in model.blocks:
@@ -199,7 +202,7 @@ def scaled_branches(k: int) -> Any:
 
 
 def scaled_depth(k: int) -> Any:
-    """Six layers, the first three times 2^k, the others divided by it."""
+    """Return six layers, the first three times 2^k, the others divided by it."""
     torch.manual_seed(0)
     layers = ((4, 3, 1, 1), (4, 3, 2, 1), (6, 3, 1, 1))
     model: Any = zoo.create_model(
@@ -222,8 +225,8 @@ SLOW = ("image", "best")  # half a minute each
 def test_a_scale_and_its_inverse_cost_no_less(
     make: Any, method: str, norm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The losses at a radius are those of scale 1 or more, whatever the scale; or the model is refused."""
-    monkeypatch.setattr(lanczos, "seed_of", lambda model, nonce: b"one for all")  # the weights choose the starts
+    """At any scale the losses at a radius are at least those of scale 1, or the model is refused."""
+    monkeypatch.setattr(lanczos, "seed_of", lambda model, nonce: b"one for all")  # random starts depend on the weights
     x, y = labelled(make(0).float(), 2, 0)
 
     def analysis(k: int) -> Analysis:
@@ -244,7 +247,7 @@ def test_a_scale_and_its_inverse_cost_no_less(
 
 @pytest.mark.parametrize("kind", ["mlp", "gelu", "relu", "layerproject"])
 def test_radii_beyond_the_range_are_no_smaller_than_their_bounds(kind: str) -> None:
-    """Remainders of 2^250 were those of 1e100; and of 2^-600 none at all."""
+    """Remainders of 2^250 must not become those of 1e100, nor those of 2^-600 vanish."""
     torch.manual_seed(0)
     modules: dict[str, nn.Module] = {
         "mlp": Mlp(8, 16),

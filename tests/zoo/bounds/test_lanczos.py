@@ -1,4 +1,4 @@
-"""Norms by Lanczos: above the truth for every spectrum, close to it, and an unlucky start is really what may fail."""
+"""Norms by Lanczos: above the truth for every spectrum and close to it; only an unlucky start can fail."""
 
 import math
 
@@ -13,7 +13,7 @@ KINDS = ("flat", "isolated", "clustered", "crowded at the top", "low rank", "zer
 
 
 def spectrum(kind: str) -> Tensor:
-    """Singular values of A."""
+    """Return singular values of A."""
     flat = torch.linspace(0, 1, N).double()
     return {
         "flat": flat,
@@ -26,22 +26,22 @@ def spectrum(kind: str) -> Tensor:
 
 
 def drawn(seed: int, count: int = L) -> Tensor:
-    """Starts (STARTS, L, N) of so many norms."""
+    """Draw starts (STARTS, L, N) for L norms."""
     return torch.randn(lanczos.STARTS, count, N, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def norms(gram: lanczos.Map, start_TLN: Tensor, off: float = 0.0) -> Tensor:
-    """(L,), of products that are off by so much."""
+    """Return norms (L,) of products with an error of this size."""
     return lanczos.norms(gram, start_TLN[None], torch.full_like(start_TLN[None, 0, :, 0], off))[0]
 
 
 def found(values_N: Tensor, start_TLN: Tensor) -> Tensor:
-    """Of the diagonal matrix: any other is that one, turned, and starts are as likely in all directions."""
+    """Return the norm of a diagonal matrix, which stands for all, since starts have a uniform direction."""
     return norms(lambda v: v * values_N.square(), start_TLN)
 
 
 def least_share(n: int = N) -> float:
-    """Of a start in the top direction: less is as rare as one start fails."""
+    """Return the least share of a start in the top direction; less is as rare as one failing start."""
     return lanczos.chance(n) ** (1 / lanczos.STARTS) / math.sqrt(2 * n / math.pi)
 
 
@@ -54,7 +54,7 @@ def test_the_bound_is_above_the_norm_and_close_to_it(kind: str) -> None:
 
 
 def test_the_couplings_are_those_of_the_characteristic_polynomial() -> None:
-    """|p(M) v| = b_1 ... b_k, on which the bound stands."""
+    """The bound rests on |p(M) v| = b_1 ... b_k."""
     values_N = spectrum("flat")
     start_LN = torch.randn(1, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ritz = next(lanczos.tridiagonal(lambda v: v * values_N, start_LN, (8,)))
@@ -65,8 +65,10 @@ def test_the_couplings_are_those_of_the_characteristic_polynomial() -> None:
 
 
 def test_the_chance_to_fail_is_that_of_the_start() -> None:
-    """A start that is short of the top eigenvector by just the share s reckoned with is bounded still; and shorter ones
-    are as rare as it is said, for larger s that can be counted."""
+    """A start with just the assumed share s of the top eigenvector is still bounded.
+
+    Starts with a smaller share are as rare as claimed, for larger s that can be counted.
+    """
     values_N = spectrum("isolated")
     start_TLN = drawn(2)
     start_TLN = start_TLN / start_TLN.norm(dim=-1, keepdim=True)
@@ -81,7 +83,7 @@ def test_the_chance_to_fail_is_that_of_the_start() -> None:
 
 
 def test_a_norm_fails_where_all_of_its_starts_do_and_only_there() -> None:
-    """Starts that see nothing of the top direction: all of a norm, or all but one of them."""
+    """Starts miss the top direction: all of a norm's, or all but one."""
     values_N = spectrum("isolated")
     hidden_TLN = drawn(8)
     hidden_TLN[..., -1] = 0
@@ -96,7 +98,7 @@ def test_a_norm_fails_where_all_of_its_starts_do_and_only_there() -> None:
 
 
 def test_starts_of_several_maps_are_told_apart() -> None:
-    """S maps, STARTS vectors of each behind each other: every norm is that of its own map."""
+    """S maps with STARTS vectors each: every norm belongs to its own map."""
     squares_SLN = torch.stack([spectrum("flat"), 3 * spectrum("isolated")])[:, None].expand(-1, L, -1).square()
     start_STLN = torch.stack([drawn(10), drawn(11)])
     each = squares_SLN.repeat_interleave(lanczos.STARTS, 0)
@@ -113,8 +115,10 @@ def test_products_beyond_their_rounding_have_no_norm(share: float) -> None:
 
 @pytest.mark.hostile
 def test_a_map_that_is_not_one_is_seen_by_its_recurrence() -> None:
-    """One that is no symmetric matrix: an image that the two vectors before do not span is measured, and refused. Of
-    noise within ROUNDING the norm is no less than that of the map."""
+    """An asymmetric matrix is detected: the part of an image outside the last two vectors is measured.
+
+    With noise within ROUNDING the norm is no less than the map's.
+    """
     squares_N, noise = spectrum("isolated").square(), torch.Generator().manual_seed(12)
     top = squares_N.amax()
 
@@ -139,8 +143,10 @@ def test_ritz_values_are_never_above() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_basis_is_orthonormal_and_the_recurrence_holds(kind: str) -> None:
-    """M v_k = b_{k-1} v_{k-1} + a_k v_k + b_k v_{k+1} up to the share ROUNDING of ||M||, when the space is exhausted
-    too."""
+    """M v_k = b_{k-1} v_{k-1} + a_k v_k + b_k v_{k+1} up to ROUNDING times ||M||.
+
+    It also holds when the space is exhausted.
+    """
     squares_N = spectrum(kind).square()
     start_LN = torch.randn(L, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     basis = list[Tensor]()
@@ -181,7 +187,7 @@ def test_neighbours_that_need_more_steps_change_nothing() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero"])
 def test_the_bound_keeps_the_distance_that_rounding_asks_for(kind: str) -> None:
-    """Beyond the bound rounding alone cannot hide a share s of the start, however close the Ritz value is."""
+    """Beyond the bound rounding alone cannot hide a share s of the start, however close the Ritz value."""
     start_LN = torch.randn(L, N, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     s = least_share()
     for ritz in lanczos.tridiagonal(lambda v: v * spectrum(kind).square(), start_LN, lanczos.STEPS):
@@ -194,7 +200,7 @@ def test_the_bound_keeps_the_distance_that_rounding_asks_for(kind: str) -> None:
 
 @pytest.mark.parametrize("n", [3 * 10**4, 10**5, 4 * 10**6, 10**9])
 def test_of_a_huge_map_the_chance_grows_and_the_bound_stays(n: int) -> None:
-    """No share of a start is asked about that rounding could hide."""
+    """The share s stays above what rounding could hide."""
     start_LN = torch.randn(L, N, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     *_, ritz = lanczos.tridiagonal(lambda v: v * spectrum("isolated").square(), start_LN, lanczos.STEPS)
     x_L, s = lanczos.upper(ritz, n), least_share(n)
@@ -211,9 +217,9 @@ IMAGE = torch.rand(1, 1, 5, 8, generator=torch.Generator().manual_seed(5), dtype
 
 
 def hidden_from(start_TN: Tensor) -> Tensor:
-    """A unit vector orthogonal to these starts."""
+    """Return a unit vector orthogonal to these starts."""
     basis_NT, w_N = torch.linalg.qr(start_TN.mT).Q, torch.ones_like(start_TN[0])
-    for _ in range(2):  # the second time against rounding
+    for _ in range(2):  # repeated against rounding
         w_N = w_N - basis_NT @ (w_N @ basis_NT)
     return w_N / w_N.norm()
 
@@ -221,9 +227,11 @@ def hidden_from(start_TN: Tensor) -> Tensor:
 @pytest.mark.hostile
 @pytest.mark.parametrize("top", [1.1, 1.2, 1.3])
 def test_a_direction_hidden_from_every_start_known_before_is_found(top: float) -> None:
-    """Whoever makes the weights knows the image, and every nonce that was drawn so far, and gives the map a largest
-    direction w orthogonal to the starts of those, beside others that are found at once. Those are deceived; new ones
-    are not."""
+    """An attacker who knows the image and all earlier nonces hides a direction from their starts.
+
+    The largest direction w is orthogonal to the starts of those nonces, beside others that are found at once. Old
+    nonces are deceived; new ones are not.
+    """
     shape = torch.Size([lanczos.STARTS, N])
     known = lanczos.starts(IMAGE, shape, b"known").movedim(1, 0)
     w_N = hidden_from(known[:, 0])

@@ -1,11 +1,11 @@
-"""A constant of a rule that is 5 % too small is caught.
+"""A constant of a rule that is 5 % too small is detected.
 
-For each constant a construction where it is tight: 0.95 bound < largest found <= bound, so that a bound of 0.95 times
-as much would be refuted. Some faults are planted, to see that it is so.
+For each constant the test has a construction where it is tight: 0.95 bound < largest found <= bound, so 0.95 times the
+bound would be refuted. Some faults are planted, to verify this.
 
-Elsewhere: E1 and E2 to 1e-10, sqrt(6)/9, tau and the levels of the scores (test_curvature_attention.py); the range of
-sigma'' by dense sampling, printed extrema to 2e-10, eigenvalues to 1 % (test_curvature.py); sigma_upper
-(test_spectral.py); served types (test_rounding.py); whole certificates by 100,000 attacks (test_attack_trials_slow.py).
+Other tests cover E1 and E2 to 1e-10, sqrt(6)/9, tau and the levels of the scores (test_curvature.py of attention); the
+range of sigma'' by dense sampling, printed extrema to 2e-10, eigenvalues to 1 % (test_curvature.py); sigma_upper
+(test_spectral.py); served types (test_rounding.py); whole certificates by 100,000 attacks (test_trials_slow.py).
 """
 
 import math
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 import zoo
 from certify import certified_radius
 from certify.methods.bake import bake
-from tests.certify.methods.test_certify import margin_loss
-from tests.tools.ascent import ascend, largest_change
+from tests.tools.ascent import ascend, largest_change, margin_loss
 from tests.tools.expansions import Instance, largest_dip
 from tests.tools.small_models import AVG, SMALL, labelled
 from zoo.attention.dot_product import DotProductAttention
@@ -39,14 +38,14 @@ D = 6
 
 
 def token(*values: float) -> Tensor:
-    """One image of one token (1, 1, D) that begins with these."""
+    """Return one image of one token (1, 1, D) that begins with these values."""
     x = torch.zeros(1, 1, D).double()
     x[0, 0, : len(values)] = torch.tensor(values)
     return x
 
 
 def weighted(module: Any, **values: Any) -> Any:
-    """The module with some of its parameters filled or replaced; dotted names with `__`."""
+    """Return the module with some parameters filled or replaced; dotted names use `__`."""
     module = module.double().requires_grad_(False)
     for name, value in values.items():
         parameter = module.get_parameter(name.replace("__", "."))
@@ -56,7 +55,7 @@ def weighted(module: Any, **values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Tight:
-    """A module, an input and a radius at which its rule is tight; `residual`: of x + module(x)."""
+    """A module, an input and a radius at which its rule is tight; `residual` takes x + module(x)."""
 
     module: nn.Module
     x: Tensor
@@ -64,7 +63,7 @@ class Tight:
     residual: bool = False
 
     def share(self) -> float:
-        """(largest change found) / bound."""
+        """Return (largest change found) / bound."""
         layer = (residual_layer_of if self.residual else layer_of)(self.module)
         r_B = torch.tensor([self.r]).double()
         with torch.no_grad():
@@ -74,14 +73,14 @@ class Tight:
 
 
 def linear_attention() -> nn.Module:
-    """Two tokens attend to each other alike, whatever they are."""
+    """Return attention in which two tokens always attend to each other equally."""
     torch.manual_seed(0)
     weight = torch.cat([torch.zeros(2 * D, D), torch.randn(D, D)])
     return weighted(DotProductAttention(D, 2), qkv__weight=weight)
 
 
 def matched_mlp() -> nn.Module:
-    """fc2 takes up the direction in which fc1 stretches most, through units at their largest slope."""
+    """Return an MLP whose fc2 picks up the direction that fc1 stretches most, through units at their largest slope."""
     u, v = torch.eye(D)[0], torch.eye(2 * D)[1]
     return weighted(
         Mlp(D, 2 * D),
@@ -129,7 +128,7 @@ def test_a_first_order_constant_is_tight_somewhere(name: str) -> None:
 
 @pytest.mark.parametrize("pool", ["avg", "cls"])
 def test_the_embedding_and_the_pooling_of_a_model_are_tight(pool: str) -> None:
-    """Patch norm with the std of the pixels; 1 / sqrt(N) of the mean, 1 of the class token."""
+    """The factors are the patch norm with the std of the pixels, 1 / sqrt(N) of the mean, and 1 of the class token."""
     torch.manual_seed(0)
     options = SMALL | AVG | {"global_pool": pool, "std": [0.3], "depth": 1}
     model: Any = bake(zoo.create_model("dp_vit_ti", **options))
@@ -142,13 +141,13 @@ def test_the_embedding_and_the_pooling_of_a_model_are_tight(pool: str) -> None:
 
 
 def linear_model() -> Any:
-    """No blocks and a norm that is affine: the certificate can be exact."""
+    """Return a model without blocks and with an affine norm, for which the certificate can be exact."""
     torch.manual_seed(0)
     return zoo.create_model("dp_vit_ti", **(SMALL | AVG | {"depth": 0, "norm": "centernorm"})).eval()
 
 
 def test_the_certificate_of_a_linear_model_is_exact() -> None:
-    """min_j m_j / ||grad m_j||: so every factor of it is, std, patches, norm, pooling, the pair of classes."""
+    """The radius min_j m_j / ||grad m_j|| is exact, and so is each factor: std, patches, norm, pooling, classes."""
     model = linear_model()
     x, y = labelled(model, 8, 0)
     baked, z = bake(model), x.double().requires_grad_()
@@ -167,7 +166,7 @@ def test_the_certificate_of_a_linear_model_is_exact() -> None:
 
 
 def remainder_share(module: nn.Module, x: Tensor, g: Tensor, r: float) -> float:
-    """(largest -<g, R> found) / bound, over the gradients g (C, 1, 1, D)."""
+    """Return (largest -<g, R> found) / bound, over the gradients g (C, 1, 1, D)."""
     case = Instance(module, x, g, torch.tensor([r]).double())
     return float((largest_dip(case, steps=120, starts=4) / case.expansion().remainder(g)(case.r_B[None])).max())
 
@@ -177,7 +176,7 @@ def unit(i: int, sign: float = 1.0) -> Tensor:
 
 
 def fan() -> Tensor:
-    """Gradients between the first two axes."""
+    """Return gradients between the first two axes."""
     angles = torch.linspace(0, 2 * math.pi, 73).double()
     g = torch.zeros(73, 1, 1, D).double()
     g[:, 0, 0, 0], g[:, 0, 0, 1] = angles.cos(), angles.sin()
@@ -185,7 +184,7 @@ def fan() -> Tensor:
 
 
 def one_unit(act: type[nn.Module], at: float, sign: float) -> tuple[nn.Module, Tensor, Tensor, float]:
-    """An SLL layer of one unit, where 2 T^{-1} W^T g weighs sigma''."""
+    """Return an SLL layer of one unit, where 2 T^{-1} W^T g weighs sigma''."""
     layer = weighted(SLL(D, 1, act), weight=torch.eye(D)[:, :1], bias=at)
     return layer, token(), unit(0, sign), 1e-3
 
@@ -224,7 +223,10 @@ def test_a_second_order_constant_is_tight_somewhere(name: str) -> None:
 
 
 def test_softmax_dispersion_by_two_points() -> None:
-    """Var <= range^2 / 4 gives the slope 1/2, |third moment| <= range^3 / (6 sqrt3) gives sqrt(6) / 9: attained."""
+    """Both constants are attained.
+
+    Var <= range^2 / 4 gives the slope 1/2, |third moment| <= range^3 / (6 sqrt3) gives sqrt(6) / 9.
+    """
     best_slope, best_third = 0.0, 0.0
     v = torch.tensor([0.5**0.5, -(0.5**0.5)]).double()
     for p in torch.linspace(0.01, 0.99, 981).double():
@@ -240,7 +242,7 @@ def test_softmax_dispersion_by_two_points() -> None:
 
 
 def _said(patch: pytest.MonkeyPatch, kind: type[nn.Module], **lies: Any) -> None:
-    """Some facts of a type replaced."""
+    """Replace some rules of a type."""
     patch.setitem(rule_table._TABLE, kind, replace(rule_table._TABLE[kind], **lies))
 
 
@@ -308,7 +310,10 @@ def test_a_planted_fault_of_second_order_is_caught(act: str, name: str, monkeypa
 
 @pytest.mark.parametrize("method", ["lofast", "adjoint"])
 def test_a_planted_pair_of_classes_is_caught(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """||w_y - w_j|| 5 % too small, with a head whose pair of classes takes what the trunk amplifies."""
+    """The planted ||w_y - w_j|| is 5 % too small.
+
+    The head's pair of classes reads the direction that the trunk amplifies.
+    """
     import certify.methods.adjoint
     import certify.methods.lofast
     from certify.methods.certificate import pair_weights
@@ -316,7 +321,7 @@ def test_a_planted_pair_of_classes_is_caught(method: str, monkeypatch: pytest.Mo
     for module in (certify.methods.adjoint, certify.methods.lofast):
         monkeypatch.setattr(module, "pair_weights", lambda head, labels: 0.9 * pair_weights(head, labels))
     model = linear_model()
-    with torch.no_grad():  # the trunk keeps one direction of the patches, the head reads it
+    with torch.no_grad():  # the trunk keeps one direction of the patches, which the head reads
         nn.init.zeros_(model.patch_embed.proj.weight)
         model.patch_embed.proj.weight[0] = 0.25
         model.patch_embed.proj.weight[1] = -0.25

@@ -1,4 +1,4 @@
-"""What products with Jacobians and forms round: in float32 never more than is said, in units of that type."""
+"""Rounding of products with Jacobians and forms: in float32 it never exceeds the claim, in units of that type."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -49,8 +49,11 @@ AFFINE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def share(f: Map, transposed: Map, x: Tensor, claim_B: Tensor) -> float:
-    """The largest |fl(J v) - J v| / (claim |v|) that is found, x (B, ...) like v: among random vectors, such of one
-    sign, and the signs of rows of J, by which nothing cancels in |J| |v|; and by chance around the worst of them."""
+    """Return the largest |fl(J v) - J v| / (claim |v|) that is found, for x (B, ...) like v.
+
+    The vectors are random ones, random ones of one sign, the signs of rows of J, for which nothing cancels in |J| |v|,
+    and random ones around the worst of them.
+    """
     random = torch.Generator().manual_seed(0)
     v = torch.randn(ROWS, *x.shape, generator=random, dtype=torch.float64)
     y = f(v)
@@ -102,7 +105,7 @@ def test_modules_that_bend_round_no_more_than_is_said(kind: type[nn.Module], i: 
 
 @pytest.mark.parametrize("name", mostly_slow(COVERED, *QUICK))
 def test_leaves_and_nodes_of_the_zoo_round_no_more_than_is_said(name: str) -> None:
-    """Their forms too."""
+    """Check their forms too."""
     found = list[float]()
     for expansion in expansions(name):
         nodes = [expansion] if bool(torch.isfinite(expansion.rounding).all()) else []
@@ -117,7 +120,7 @@ def test_leaves_and_nodes_of_the_zoo_round_no_more_than_is_said(name: str) -> No
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 @pytest.mark.parametrize("score", SCORES)
 def test_cores_with_offsets_round_no_more_than_is_said(score: str, offset: float) -> None:
-    """All tokens share a part of their keys, queries and values, which changes of scores do not see."""
+    """All tokens share a part of their keys, queries and values, to which changes of scores are blind."""
     random = torch.Generator().manual_seed(0)
     of, plain = SCORES[score], case_of(SCORES[score]).core
     q, k, v = (
@@ -132,7 +135,7 @@ def test_cores_with_offsets_round_no_more_than_is_said(score: str, offset: float
 
 
 def expansions(name: str) -> Iterator[Expansion]:
-    """Of all nodes of a model of the zoo, shrunk."""
+    """Return the expansions of all nodes of a model of the zoo, shrunk."""
     options = model_options(name, **tiny_options(name))
     torch.manual_seed(0)
     model = bake(zoo.create_model(name, **tiny_options(name)).eval())
@@ -145,7 +148,7 @@ def expansions(name: str) -> Iterator[Expansion]:
 
 
 def of_forms(leaf: Expansion, forms: Forms, radius: float = 0.05) -> float:
-    """The same of its quadratic forms within this radius, its functionals, and B."""
+    """Return the same for its quadratic forms within this radius, its functionals, and B."""
     x = leaf.pull(leaf.y[None])[0]
     room_B = torch.ones_like(leaf.gain_B)
     squares = forms.squares(x[None])
@@ -164,7 +167,7 @@ def of_forms(leaf: Expansion, forms: Forms, radius: float = 0.05) -> float:
 
 
 def functionals(forms: Forms, x: Tensor) -> float:
-    """|<a, v>| by its square, of which torch rounds a few units more; where there is an a."""
+    """Bound |<a, v>| by its square, which torch rounds by a few more units, where there is an a."""
     random, most = torch.Generator().manual_seed(2), 0.0
     for _ in range(4):
         v = in_float32(torch.randn(1, *x.shape, generator=random, dtype=torch.float64))
@@ -194,7 +197,7 @@ def test_slopes_are_off_by_no_more_than_is_said(name: str) -> None:
 
 @pytest.mark.hostile
 def test_weights_that_cancel_round_what_they_are_made_of() -> None:
-    """W_2 W_1 = 1 by way of 2^40 and -2^40, within one module and from one to the next; what is lost is found."""
+    """W_2 W_1 = 1 through 2^40 and -2^40, within one module and across two; the loss is found."""
     torch.manual_seed(0)
     w, huge = torch.randn(12, 8, dtype=torch.float64), 2.0**40
     first, second = nn.Linear(8, 24).double(), nn.Linear(24, 12).double()
@@ -222,7 +225,7 @@ def test_weights_that_cancel_round_what_they_are_made_of() -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 1.0, 1e6])
 def test_constants_that_cancel_count(offset: float) -> None:
-    """x W + c - c with a large c, where f(0) is small."""
+    """A large c makes f(0) small in x W + c - c."""
     torch.manual_seed(0)
     w, c = torch.randn(8, 8, dtype=torch.float64), offset * torch.rand(8, dtype=torch.float64)
     x = torch.zeros(2, 8, dtype=torch.float64)
@@ -236,7 +239,7 @@ def test_constants_that_cancel_count(offset: float) -> None:
 
 
 def test_the_rounding_of_a_matrix_is_gamma_times_its_absolute_values() -> None:
-    """By hand, of a product with one matrix; of two, gammas add up, and absolute values are multiplied."""
+    """By hand: for a product of two matrices gammas add and absolute values multiply."""
     w = torch.tensor([[1.0, -2.0, 3.0], [-4.0, 5.0, -6.0]], dtype=torch.float64)
     x = torch.rand(1, 3, dtype=torch.float64)
     assert float(absolute_norm(w)) == pytest.approx(91**0.5, rel=1e-8), "Frobenius"
@@ -278,7 +281,7 @@ def test_what_is_not_known_is_refused(f: Any) -> None:
 
 
 def test_a_bound_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: one unit for a sum of hundreds, of one sign."""
+    """The planted bound is one unit for a sum of hundreds of terms of one sign."""
     torch.manual_seed(0)
     w = in_float32(torch.rand(4, 4000, dtype=torch.float64))
     x = torch.zeros(1, 4000, dtype=torch.float64)

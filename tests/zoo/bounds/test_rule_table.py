@@ -1,4 +1,4 @@
-"""One record a module type: entered once, enumerated by the tests of every fact, and enough to add a module."""
+"""One record for each module type: registered once, with tests of every field, and sufficient to add a module."""
 
 from dataclasses import fields
 from typing import Any
@@ -47,14 +47,14 @@ from zoo.rules import (
 
 VARIANTS = {type(make(1.0)) for make, _, _ in test_curvature_variants.CASES.values()} - {GPSA, WindowAttention}
 BLOCKS = {PreNormBlock, PostNormBlock, NormFirstBlock, SwinTransformerBlock, SwinTransformerStage, PatchMerging}
-# fact -> the types of which tests attack it
+# field -> the types whose tests attack it
 ATTACKED: dict[str, set[type[nn.Module]]] = {
     "rule": set(test_first_order.CASES) - BLOCKS - {nn.Sequential, Mlp},
     "chain": BLOCKS | {nn.Sequential, Mlp},
-    "residual": {DotProductAttention, GPSA, ConvMixing},  # test_first_order.py asks the table itself
+    "residual": {DotProductAttention, GPSA, ConvMixing},  # test_first_order.py enumerates the table itself
     "local": set(test_attention.MIXTURES) | VARIANTS,
     "local_residual": {DotProductAttention, GPSA},
-    "trunk": {ViT, Swin, ConvNet},  # all models: tests/certify/methods/test_adjoint_zoo.py
+    "trunk": {ViT, Swin, ConvNet},  # all models are in tests/certify/methods/test_adjoint_zoo.py
     "expansion": {
         *test_curvature.CASES, *test_curvature.AFFINE, *test_curvature.IDENTITIES, *test_attention.MIXTURES, *VARIANTS
     },
@@ -63,7 +63,7 @@ ATTACKED: dict[str, set[type[nn.Module]]] = {
     | {type(module) for module in test_rounding.CHOICES.values()}
     | {nn.Identity, nn.Dropout, DropPath},
     "split": VARIANTS | {DotProductAttention},
-    "shapes": set(test_hypotheses.STATED),  # in models of the zoo, which test_hypotheses.py enumerates
+    "shapes": set(test_hypotheses.STATED),  # in models of the zoo, enumerated by test_hypotheses.py
     "mixing": {DotProductAttention},  # inside windows and gated positions: test_attention.MIXTURES
 }  # fmt: skip
 
@@ -96,13 +96,13 @@ def half(module: Half) -> Layer:
 
 @pytest.fixture
 def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten behind it."""
+    """Restore the table after a test that registers types."""
     monkeypatch.setattr(table, "_TABLE", dict(table._TABLE))
 
 
 @pytest.fixture
 def halved() -> Any:
-    """A model in which one module is unknown."""
+    """Return a model with one unknown module."""
     torch.manual_seed(0)
     model: Any = zoo.create_model("dp_vit_ti", **(SMALL | AVG | {"depth": 1, "norm": "smoothproject"})).eval()
     model.norm = Half()
@@ -111,7 +111,7 @@ def halved() -> Any:
 
 @pytest.mark.usefixtures("own_table")
 def test_a_module_is_added_by_one_registration(halved: Any) -> None:
-    """In a whole model, for every method, served types included."""
+    """It works in a whole model, for every method and for served types."""
     x, y = labelled(halved, 3, 0)
     with pytest.raises(NoRule, match="Half"):
         certified_radius(halved, x, y, "lofast")
@@ -131,7 +131,7 @@ def test_a_module_with_a_rule_of_first_order_alone_is_left_to_lofast(halved: Any
 
 
 class Lukewarm(QKVAttention):
-    """Dot products, half as sharp as usual."""
+    """Dot-product attention at half the usual scale."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__(dim, num_heads)
@@ -142,13 +142,13 @@ class Lukewarm(QKVAttention):
 
 
 def lukewarm(module: Lukewarm) -> Layer:
-    """Theorem 1 of LoFAST has any scale."""
+    """Return the rule; Theorem 1 of LoFAST holds for any scale."""
     return lofast(module, module, residual=False)
 
 
 @pytest.mark.usefixtures("own_table")
 def test_a_softmax_attention_is_added_by_a_rule_and_its_split() -> None:
-    """It has local and second-order rules by that, also in windows and with gated positions."""
+    """Local and second-order rules follow, also in windows and with gated positions."""
     register(Lukewarm, softmax_rules(lukewarm, qkv_split))
     torch.manual_seed(0)
     for around in (lambda content: content, GPSA, lambda content: WindowAttention(content, (2, 2))):

@@ -1,4 +1,4 @@
-"""Spectral caps: when the vectors of their power iteration move, and how near they start."""
+"""Spectral caps: the vectors of their power iteration move at the right times and start close."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from zoo.layers.cap import SpectralCap, cap_, caps_still, settle_caps_
 
 @pytest.fixture
 def layer() -> Any:
-    """Its weight is no longer the orthogonal one that it was capped with, as after loading another."""
+    """Return a layer with another weight than the orthogonal one that it was capped with, as after loading."""
     torch.manual_seed(0)
     layer: Any = nn.Linear(40, 30)
     cap_(layer, [1.0])
@@ -26,7 +26,7 @@ def vectors(layer: nn.Module) -> torch.Tensor:
 
 
 def test_of_the_passes_of_a_step_one_moves_the_vectors(layer: Any) -> None:
-    """All see the same cap: as many micro-batches as one likes are one batch."""
+    """All passes have the same cap, so any number of micro-batches equals one batch."""
     x, start = torch.randn(6, 40), vectors(layer)
     with caps_still(layer):
         first = [layer(part) for part in x[:4].split(2)]

@@ -1,4 +1,4 @@
-"""Every Lipschitz claim is attacked by gradient ascent, on random and on trained weights; every non-claim is shown."""
+"""Gradient ascent attacks every Lipschitz claim on random and trained weights; every false claim is refuted."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {"img_size": 8, "patch_size": 4, "embed_dim": D, "depth"
 
 
 def constrained(kind: str, scale: float) -> nn.Module:
-    """A matrix under a constraint, wide or tall, far from its start."""
+    """Return a matrix under a constraint, wide or tall, far from its start."""
     linear = nn.Linear(D, 2 * D if scale < 1 else 7)
     constrain_(linear, kind)
     return scaled_(linear, scale)
@@ -51,7 +51,7 @@ def spectral(module: nn.Module) -> nn.Module:
     return module
 
 
-# claim: (how to make the module, what its Lipschitz constant is claimed to be, how close the search must come)
+# claim: (how to make the module, claimed Lipschitz constant, share of it that the search must reach)
 CLAIMS: dict[str, tuple[Callable[[float], nn.Module], float, float]] = {
     "LayerProject": (lambda s: LayerProject(D, s * D**0.5), 1, 0.99),
     "SmoothProject": (lambda s: SmoothProject(D, s * D**0.5), 1, 0.99),
@@ -79,7 +79,7 @@ def test_no_ascent_beats_a_claim_on_random_weights(claim: str) -> None:
 
 
 def examples() -> tuple[Tensor, Tensor]:
-    """Four classes of images, one pattern each, with noise."""
+    """Return four classes of images, one pattern each, with noise."""
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(64) % 4
     patterns = torch.rand(4, 3, 8, 8, generator=generator)
@@ -87,7 +87,7 @@ def examples() -> tuple[Tensor, Tensor]:
 
 
 def trained(name: str, **options: Any) -> Any:
-    """40 steps of Adam: the weights have left their start, the loss has fallen."""
+    """Train for 40 steps of Adam, until weights have left their start and the loss has fallen."""
     torch.manual_seed(0)
     model = zoo.create_model(name, **(SMALL | options)).train()
     x, y = examples()
@@ -117,7 +117,7 @@ TRAINED: list[tuple[str, dict[str, Any], tuple[type[nn.Module], ...]]] = [
 def test_no_ascent_beats_a_claim_on_trained_weights(
     name: str, options: dict[str, Any], kinds: tuple[type[nn.Module], ...]
 ) -> None:
-    """Folded float32 weights may exceed a constraint by their rounding, no more."""
+    """Folded float32 weights may exceed a constraint only by their rounding."""
     baked = bake(trained(name, **options))
     parts = [module for module in baked.modules() if type(module) in kinds]
     assert {type(part) for part in parts} == set(kinds)
@@ -209,7 +209,7 @@ def test_every_mlp_fits_into_a_model_and_has_a_proof(mlp: str) -> None:
     model: Any = zoo.create_model("lofast_vit_c10", **SMALL, mlp=mlp).eval()
     x, _ = examples()
     assert bool((certified_radius(model, x, model(x).argmax(-1), "lofast") > 0).any())
-    if type(model.blocks[0].mlp) is not Mlp:  # the others bring their residual and are 1-Lipschitz
+    if type(model.blocks[0].mlp) is not Mlp:  # the others include their residual and are 1-Lipschitz
         _, bound = layer_of(bake(model).get_submodule("blocks.0.mlp"))(torch.zeros(1, N, D, dtype=torch.float64))
         assert float(bound(torch.ones(1, dtype=torch.float64))) <= 1 + 1e-6
 
@@ -243,7 +243,7 @@ def weights_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def test_spectral_initialisation_is_one_for_every_stored_weight() -> None:
-    """SVD in float64 of the float32 weights, W_Q, W_K, W_V as one matrix; not one of 20 models exceeds 1."""
+    """A float64 SVD of the float32 weights, W_Q, W_K, W_V as one matrix, exceeds 1 in none of 20 models."""
     for seed in range(20):
         torch.manual_seed(seed)
         model = zoo.create_model("dp_vit_ti", **SMALL, init="spectral")
@@ -277,7 +277,7 @@ def test_centernorm_by_its_equation_and_it_is_not_one_lipschitz() -> None:
 
 
 def test_layernorm_grows_as_its_eps_falls() -> None:
-    """The ratio is 1 / sqrt(eps) at constant tokens: no constant holds for all eps."""
+    """The ratio is 1 / sqrt(eps) at constant tokens, so no constant holds for all eps."""
     x, r = torch.ones(4, 1, D, dtype=torch.float64), torch.full((4,), 1e-6, dtype=torch.float64)
     found = [largest_ratio(nn.LayerNorm(D, eps=eps).double().requires_grad_(False), x, r) for eps in (1e-2, 1e-4, 1e-6)]
     assert found == pytest.approx([10, 100, 1000], rel=1e-3)
@@ -297,11 +297,11 @@ def test_sll_and_the_constrained_mlp_with_gelu_exceed_one() -> None:
     x = torch.zeros(20, 1, 1, dtype=torch.float64)
     assert largest_ratio(mlp, x, r) > 1.06
     _, bound = layer_of(mlp)(x)
-    assert largest_ratio(mlp, x, r) <= float((bound(r) / r).max()) * (1 + 1e-9)  # the rule knows the slope
+    assert largest_ratio(mlp, x, r) <= float((bound(r) / r).max()) * (1 + 1e-9)  # the rule includes the slope
 
 
 def test_weighted_residual_stays_in_its_bound_and_comes_back() -> None:
-    """Pushed against the bound it stops there; when the gradient turns it leaves with the first steps."""
+    """Pushed against the bound it stops there; once the gradient turns, it leaves with the first steps."""
     layer = WeightedResidual(3, init=0.9, bound=1.0)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
     seen = []
@@ -331,7 +331,7 @@ def test_post_norm_block_by_its_equation() -> None:
 
 
 def test_one_norm_for_the_sum_where_nothing_weighs_the_branch() -> None:
-    """x + F(x) with F = -x / 2 (as attention of one token would be) has norm 1 / 2, not 3 / 2."""
+    """The sum x + F(x) with F = -x / 2 (like attention of one token) has norm 1 / 2, not 3 / 2."""
     attn: Any = scaled_(DotProductAttention(4, 1), 0.0)
     with torch.no_grad():
         attn.qkv.weight[8:].copy_(torch.eye(4))

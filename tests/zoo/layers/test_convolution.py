@@ -12,7 +12,7 @@ from zoo.layers.convolution import CellConv2d, conv_norm
 
 
 def dense(conv: nn.Conv2d, height: int, width: int) -> Tensor:
-    """The matrix of the linear part of a convolution on images of one size."""
+    """Return the matrix of the linear part of a convolution on images of one size."""
     pixels = torch.eye(conv.in_channels * height * width, dtype=torch.float64)
     images = pixels.view(-1, conv.in_channels, height, width)
     with torch.no_grad():
@@ -27,8 +27,10 @@ GEOMETRY = [
 
 
 def test_the_norm_is_never_below_the_exact_one() -> None:
-    """Every kernel, stride and padding, images that are not square; tight where the image is much larger than the
-    kernel, and exact where patches do not overlap."""
+    """Test every kernel, stride and padding on images that are not square.
+
+    The norm is tight where the image is much larger than the kernel, and exact where patches do not overlap.
+    """
     torch.manual_seed(0)
     ratios = []
     for k, s, p, (height, width) in GEOMETRY:
@@ -44,7 +46,7 @@ def test_the_norm_is_never_below_the_exact_one() -> None:
 
 
 def test_a_filter_that_passes_one_frequency_has_the_known_norm() -> None:
-    """A box filter of 3 x 3 ones: its symbol is 9 at frequency 0. The circulant reaches it, at any image size."""
+    """A box filter of 3 x 3 ones has the symbol 9 at frequency 0, which the circulant reaches at any image size."""
     box = torch.ones(1, 1, 3, 3)
     for n in (3, 8, 31):
         assert float(conv_norm(box, (1, 1), (n, n))) == pytest.approx(9, rel=1e-8)
@@ -108,7 +110,7 @@ def test_convolutions_without_a_proof_are_refused(conv: nn.Conv2d) -> None:
 @pytest.mark.parametrize("size", [(8, 8), (11, 9)])
 @pytest.mark.parametrize("geometry", [(4, 4, 0), (4, 2, 1), (6, 2, 0), (8, 4, 2), (3, 1, 1), (2, 2, 2)])
 def test_by_products_it_is_the_same_function(geometry: tuple[int, int, int], size: tuple[int, int]) -> None:
-    """Values, both gradients, and the gradients of the image's gradient; images that the windows do not fill."""
+    """Compare values, gradients, and gradients of the image's gradient, also where windows leave a rest."""
     kernel, stride, padding = geometry
     torch.manual_seed(0)
     products = CellConv2d(3, 5, kernel, stride, padding).double()

@@ -31,7 +31,7 @@ def projected(u: Tensor) -> Tensor:
 
 
 def remainder(f: Callable[[Tensor], Tensor], u: Tensor, eta: Tensor) -> Tensor:
-    """f(u + eta) - f(u) - J eta."""
+    """Return f(u + eta) - f(u) - J eta."""
     y, linear = torch.func.jvp(f, (u,), (eta,))[:2]
     moved: Tensor = f(u + eta) - y - linear
     return moved
@@ -40,7 +40,7 @@ def remainder(f: Callable[[Tensor], Tensor], u: Tensor, eta: Tensor) -> Tensor:
 @pytest.mark.parametrize("size", [1e-2, 0.3, 1.0])
 @pytest.mark.parametrize("kind", [BoundedForms, ProjectForms])
 def test_every_step_of_the_form_holds(kind: type[NormForms], size: float) -> None:
-    """The equation, the range of its factors, each term, and what they are joined to."""
+    """Check the equation, the range of its factors, each term, and their sum."""
     generator = torch.Generator().manual_seed(0)
     u, eta, g = torch.randn(3, T, D, generator=generator).double()
     u, eta = u * 3, eta * size
@@ -51,7 +51,7 @@ def test_every_step_of_the_form_holds(kind: type[NormForms], size: float) -> Non
     reach = TokenRange.of(torch.cat([wide * eta.abs(), wide * dot(n, eta).abs(), wide * length(eta)], -1))
     plane, factors, t = Plane.of(g, n), forms._factors(reach), forms._divisor
     valid = factors.near
-    if isinstance(forms, ProjectForms):  # of what stays outside
+    if isinstance(forms, ProjectForms):  # of the terms outside the form
         valid = valid & (length(u) > R) & (reach.line < forms._k)
     a, omega = dot(u, eta) / t.square(), forms._omega
     b2 = (eta.square().sum(-1, keepdim=True) / t.square() - a.square()).clamp_min(0)

@@ -1,5 +1,8 @@
-"""The convolutional stem: what it refuses, and that nothing is certified of another grid. Its function: the oracle of
-tests/zoo/models/test_models.py; its certificates: tests/tools/trials.py, where it is one of the parts."""
+"""The convolutional stem: its refusals, and no certificate for another grid.
+
+Its function: the oracle of tests/zoo/models/test_models.py. Its certificates: tests/tools/trials.py, where it is one of
+the parts.
+"""
 
 from typing import Any
 

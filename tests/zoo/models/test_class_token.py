@@ -10,7 +10,7 @@ from zoo.models.vit import ViT
 
 
 def vit(class_token: bool | None, global_pool: str) -> ViT:
-    """Without a block, it is affine: mean and head of patches and class token."""
+    """Return an affine model without a block: the mean of patches and class token, and a head."""
     torch.manual_seed(0)
     model = ViT(
         block=lambda i, drop: nn.Identity(),
@@ -41,7 +41,7 @@ def test_the_mean_is_of_all_tokens() -> None:
 
 
 def test_its_bound_holds_and_is_close() -> None:
-    """The class token is constant: of five tokens four move, and the bound counts five, a factor (5 / 4)^(1/2)."""
+    """The class token is constant: of five tokens four move, and the bound counts five, a factor of (5 / 4)^(1/2)."""
     model, x = vit(True, "avg"), torch.rand(1, 1, 8, 8, dtype=torch.float64)
 
     def pooled(pixels: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Weights from timm and back: the oracle is always timm's own model of the same sizes, with random weights."""
+"""Weights from timm and back; the oracle is timm's own model of the same sizes, with random weights."""
 
 import logging
 import shutil
@@ -31,7 +31,7 @@ from zoo.models.pretrained import load_pretrained
 
 VIT_TINY = {"img_size": 32, "patch_size": 8, "depth": 3, "num_classes": 7}
 SWIN_TINY = {"img_size": 56, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4), "num_classes": 7}
-# family -> our model's ending and options, timm's architecture and options
+# family -> (our model's ending and options, timm's architecture and options)
 FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "vit": (
         "vit_ti", VIT_TINY | {"embed_dim": 48, "num_heads": 3},
@@ -56,7 +56,7 @@ TRUE_SIZES = {
 
 
 def randomised(model: Any, seed: int = 0) -> Any:
-    """Every parameter random (biases, gates and norms too), and logits of a size that shows errors."""
+    """Draw every parameter (biases, gates and norms too), with logits large enough to show errors."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         value = torch.randn(parameter.shape, generator=generator)
@@ -87,8 +87,10 @@ def images(model: Any, batch: int = 2) -> Tensor:
 
 
 def difference(model: Any, oracle: Any) -> float:
-    """max |logits - logits of timm's model|, relative to 1 + max |logit|; pixels in [0,1] for the one, normalised for
-    the other."""
+    """Return max |logits - logits of timm's model|, relative to 1 + max |logit|.
+
+    Our model takes pixels in [0,1], timm's takes normalised ones.
+    """
     x = images(model)
     with torch.no_grad():
         expected = oracle(model.normalize(x))
@@ -116,7 +118,7 @@ def test_logits_equal_timms_at_true_size(name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_matters(family: str) -> None:
-    """A conversion that left one parameter out would pass none of these: each one, changed, changes the result."""
+    """Changing any parameter changes the result, so a conversion that skips one would fail above."""
     state = theirs(family).state_dict()
     model = ours(family)
     before = convert.from_timm(state, model)
@@ -183,7 +185,7 @@ def test_another_number_of_classes_leaves_the_head() -> None:
 
 
 def test_another_image_size_resamples_positions_as_timm_does() -> None:
-    """timm's own loading of a checkpoint into a larger model is the oracle."""
+    """The oracle is timm's own loading of a checkpoint into a larger model."""
     for family in ("vit", "convit"):
         small, large = theirs(family), theirs(family, img_size=64)
         prefix = int(family == "vit")
@@ -195,7 +197,7 @@ def test_another_image_size_resamples_positions_as_timm_does() -> None:
 
 
 def test_another_patch_size_resamples_the_kernel() -> None:
-    """With half the patch on half the image: the same number of tokens, that see (nearly) the same thing."""
+    """Half the patch on half the image gives the same number of tokens with nearly the same content."""
     oracle = theirs("vit")
     state = convert.from_timm(oracle.state_dict(), ours("vit", patch_size=4, img_size=16))
     kernel = timm.layers.resample_patch_embed(oracle.patch_embed.proj.weight.data, [4, 4])
@@ -260,7 +262,7 @@ def attentions(model: nn.Module) -> list[Any]:
 
 
 def test_the_bias_of_v_moves_behind_w_o_exactly() -> None:
-    """DP attention with b_V, and without it but with the new b_O, is one function: rows of P sum to 1."""
+    """DP attention with b_V equals that with the new b_O instead, because rows of P sum to 1."""
     dp: Any = randomised(variants()["dp"](24, 3)).double()
     bias = convert.dp_to_l2({f"attn.{key}": value for key, value in dp.state_dict().items()})["attn.proj.bias"]
     x = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -295,7 +297,7 @@ TABLE_2: dict[str, tuple[int, float]] = {
     "dp_swin_b": (87768224, 87.7), "l2_swin_b": (80752544, 79.9),
     "dp_swin_l": (196532476, 196.4), "l2_swin_l": (180774268, 179.4),
 }  # fmt: skip
-# Rows that differ by more than 1 %, and by how much at most.
+# Rows that differ by more than 1 %, with the largest difference.
 DIFFERS = {
     "dp_vit_b": 0.076,  # a misprint: DeiT-B is the same architecture, for which the table has 86.4
     "l2_vit_ti": 0.014,  # 5.27 here with biases; the paper's linear layers have none (5.25), printed as 5.2
@@ -338,8 +340,7 @@ def test_full_size_models_have_timms_names_and_shapes(name: str) -> None:
 
 @pytest.fixture
 def tag(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A full tag that can be had without a network."""
-
+    """Return a full tag that is available without a network."""
     model = theirs("vit")
 
     def create_model(name: str, pretrained: bool) -> Any:
@@ -370,7 +371,7 @@ def test_what_was_adapted_is_said_in_one_line(tag: str, caplog: pytest.LogCaptur
 
 
 def test_a_tag_with_other_heads_is_refused(tag: str) -> None:
-    """The state dict alone could not tell."""
+    """The state dict alone does not show the number of heads."""
     with pytest.raises(UserError, match=r"has heads \[3, 3, 3\], the model has \[4, 4, 4\]; set num_heads"):
         ours("vit", pretrained=tag, num_heads=4)
 
@@ -421,7 +422,7 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_pretrained_is_no_option_of_a_model(tmp_path: Path) -> None:
-    """It must not come back when a hand-over is read."""
+    """It must not return when a hand-over is read."""
     assert "pretrained" not in VIT
     save_file(theirs("vit").state_dict(), tmp_path / "w.safetensors")
     name, sizes, _, _ = FAMILIES["vit"]
@@ -435,9 +436,10 @@ def test_pretrained_is_no_option_of_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_training_starts_from_a_file_once(digits: Path, tmp_path: Path) -> None:
-    """One step at a learning rate of nothing: the hand-over holds the given weights. Resumed, the run needs the file no
-    more."""
+    """After one step at a learning rate of 0 the hand-over holds the given weights.
 
+    A resumed run no longer needs the file.
+    """
     shutil.copytree(digits, tmp_path / "data" / "digits")
     sizes: dict[str, Any] = {"embed_dim": 32, "depth": 1, "num_heads": 2, "patch_size": 4}
     source = randomised(zoo.create_model("dp_vit_ti", img_size=8, in_chans=1, **sizes, num_classes=10))

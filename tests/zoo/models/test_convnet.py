@@ -1,4 +1,4 @@
-"""The conv nets of CertViT: its parameter counts, and its layers written out."""
+"""CertViT's convolutional networks: parameter counts, and their layers written out."""
 
 from itertools import product
 from typing import Any
@@ -62,7 +62,7 @@ def slow_conv(x_CHW: Tensor, w_OCkk: Tensor, stride: int, padding: int) -> Tenso
 
 
 def test_the_model_equals_its_layers_written_out() -> None:
-    """Normalise, convolve, cut off at 0 and theta, flatten, linear: one image, slow loops, float64."""
+    """Normalise, convolve, clamp to [0, theta], flatten, linear: one image, slow loops, float64."""
     model = tiny(img_size=7).double().requires_grad_(False)
     for module in model.modules():
         if isinstance(module, ReLUx):
@@ -132,7 +132,7 @@ def test_no_attack_beats_the_certified_radius(theta: float | None) -> None:
 
 
 def test_no_ascent_beats_the_trunk() -> None:
-    """The chain of rules against the change of the last hidden layer, from the normalised image on."""
+    """Compare the chain of rules, from the normalised image on, with the change of the last hidden layer."""
     for seed in range(5):
         model = bake(tiny(seed))
         assert isinstance(model, ConvNet)

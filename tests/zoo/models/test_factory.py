@@ -1,4 +1,4 @@
-"""Models by name: what is refused, and oracles for the parts. test_models.py enumerates the registry."""
+"""Models by name: refusals, and oracles for the parts. test_models.py enumerates the registry."""
 
 import math
 from typing import Any
@@ -22,7 +22,7 @@ from zoo.models.overview import tiny_options
 
 
 def small(name: str) -> Any:
-    """The model with its own parts, shrunk."""
+    """Return the model with its own parts, shrunk."""
     torch.manual_seed(0)
     return zoo.create_model(name, **tiny_options(name))
 
@@ -47,7 +47,7 @@ def test_standard_vit_equals_timms_with_the_same_weights() -> None:
 
 @pytest.mark.parametrize(("chans", "dim", "patch", "size"), [(3, 5, 4, (8, 12)), (1, 8, 2, (6, 6)), (2, 3, 1, (1, 4))])
 def test_the_product_with_patches_is_the_convolution(chans: int, dim: int, patch: int, size: tuple[int, int]) -> None:
-    """Values, memory order behind PatchEmbed, and gradients; the weights stay the parameters that timm made."""
+    """Compare values, memory order behind PatchEmbed, and gradients; the parameters stay timm's."""
     torch.manual_seed(0)
     embed: Any = PatchEmbed(size, patch, chans, dim).double()
     conv, x = embed.proj, torch.rand(2, chans, *size, dtype=torch.float64, requires_grad=True)
@@ -101,7 +101,7 @@ def test_attention_equals_the_equation_written_out() -> None:
 
 
 def test_heads_are_output_rows() -> None:
-    """Changing the rows of one head of W_V changes that head's block alone."""
+    """Changing the rows of one head of W_V changes only that head's block."""
     attention = DotProductAttention(8, 2)
     with torch.no_grad():
         attention.qkv.weight[2 * 8 : 2 * 8 + 4] = 7.0  # W_V, head 0

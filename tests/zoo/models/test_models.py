@@ -1,4 +1,4 @@
-"""Every model of the registry: it equals its slow oracle, trains, round-trips, and has its published size.
+"""Every model of the registry equals its slow oracle, trains, round-trips, and has its published size.
 
 All models are enumerated, each with its own parts at a tiny size (`tiny_options`); true sizes are built without memory
 for their weights.
@@ -23,11 +23,11 @@ from zoo.layers.fold import folded
 from zoo.models.overview import tiny_options
 
 MODELS = zoo.list_models()
-SHRUNK = distinct()  # small, l2_vit_s and l2_vit_b are one model
+SHRUNK = distinct()  # shrunk, l2_vit_s and l2_vit_b are one model
 
 
 def tiny(name: str, seed: int = 0, **overrides: Any) -> Any:
-    """The model with its own parts, shrunk."""
+    """Return the model with its own parts, shrunk."""
     torch.manual_seed(seed)
     return zoo.create_model(name, **tiny_options(name) | overrides)
 
@@ -39,7 +39,7 @@ def images(name: str, batch: int = 2, **overrides: Any) -> Tensor:
 
 
 def stirred(model: Any) -> Any:
-    """Every parameter moved: biases, affine weights, gates, tables and thresholds are no longer 0 or 1."""
+    """Perturb every parameter, so that biases, affine weights, gates, tables and thresholds are no longer 0 or 1."""
     torch.manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -49,7 +49,7 @@ def stirred(model: Any) -> Any:
 
 # --- the published definitions ---------------------------------------------------------------------------------------
 
-# Parts that no name of the registry has, or none in every place.
+# Parts that no name of the registry has, or has everywhere.
 PARTS: list[tuple[str, dict[str, Any]]] = [
     ("scsa_vit_ti", {"norm": "centernorm", "block": "postnorm", "residual": {"name": "weighted", "bound": 0.1}}),
     ("scsa_convit_ti", {"attention": {"name": "scsa", "tau": 3.0, "nu": 0.5, "eps": 0.7}, "residual": "weighted"}),
@@ -70,7 +70,7 @@ PARTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "own"), [*((name, {}) for name in SHRUNK), *PARTS], ids=str)
 def test_every_model_equals_its_slow_definition(name: str, own: dict[str, Any]) -> None:
-    """In float64, all weights non-trivial. The oracle is written from the papers and shares no code with the zoo."""
+    """Compare in float64 with non-trivial weights. The oracle follows the papers and shares no code with the zoo."""
     model = stirred(tiny(name, **own).double()).eval()
     x = images(name, **own).double()
     options = zoo.model_options(name, **tiny_options(name) | own)
@@ -82,7 +82,7 @@ def test_every_model_equals_its_slow_definition(name: str, own: dict[str, Any]) 
 
 
 def test_oracles_tell_variants_apart() -> None:
-    """The comparison above means something: with another variant's equation it fails for the same weights."""
+    """With another variant's equation the comparison above fails for the same weights."""
     name, x = "dp_vit_ti", images("dp_vit_ti").double()
     state = stirred(tiny(name).double()).state_dict()
     options = zoo.model_options(name, **tiny_options(name))
@@ -98,12 +98,12 @@ def test_oracles_tell_variants_apart() -> None:
 
 # --- training and keeping --------------------------------------------------------------------------------------------
 
-# Their gradient is zero by the equation: a softmax drops what it adds to a whole row.
+# Their gradient is zero: a softmax ignores a constant added to a whole row.
 WITHOUT_EFFECT = ("pos_proj.bias",)
 
 
 def train(model: Any, x: Tensor, steps: int, lr: float = 1e-3) -> list[float]:
-    """The loss before and after each of some steps on the same images."""
+    """Return the loss before and after each of some steps on the same images."""
     labels = torch.arange(len(x)) % model.num_classes
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
     losses = []
@@ -139,7 +139,7 @@ def test_every_model_trains(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHRUNK)
 def test_every_model_round_trips(name: str, tmp_path: Path) -> None:
-    """Saved weights in another instance: the same logits, bit for bit."""
+    """Saved weights in another instance give the same logits bit for bit."""
     model, x = stirred(tiny(name)).eval(), images(name)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     other = tiny(name, seed=7).eval()
@@ -166,7 +166,7 @@ def test_every_model_has_timms_methods_and_one_return_type(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SHRUNK if zoo.model_options(name).get("global_pool") == "cls"])
 def test_a_pooled_class_token_is_all_that_the_last_block_answers_for(name: str) -> None:
-    """Logits and gradients are those of all tokens, with drop-path as well: it draws the same."""
+    """Logits and gradients equal those with all tokens, with drop-path too, since random draws agree."""
     model, x = stirred(tiny(name, drop_path_rate=0.5)).double().train(), images(name, 6).double()
     tokens: list[int] = []
     handle = model.blocks[-1].mlp.register_forward_hook(lambda module, given, y: tokens.append(y.shape[1]))
@@ -204,7 +204,7 @@ COUNTS = {
     "conv_6c2f": 2_360_672,
     "conv_8c2f": 2_436_864,
     "conv_8c2f_tin": 5_257_984,
-    # The cards of the published models.
+    # From the cards of the published models.
     "dp_vit_b": 86_567_656,
     "dp_swin_t": 28_288_354,
 }
@@ -234,8 +234,8 @@ def kinds(model: Any) -> set[str]:
 
 @pytest.mark.parametrize("name", mostly_slow(MODELS, *SHRUNK))
 def test_every_true_size_is_the_published_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built without memory for its weights; and what the tests above used was the same model, shrunk."""
-    # There is nothing to draw, and pretending to takes most of a second a model.
+    """True sizes are built without memory; the tests above used the same models, shrunk."""
+    # Drawing random weights is skipped: it would take most of a second for each model.
     monkeypatch.setattr("timm.layers.weight_init._trunc_normal_", lambda tensor, *_: tensor)
     with torch.device("meta"):
         model, small = zoo.create_model(name), zoo.create_model(name, **tiny_options(name))

@@ -13,7 +13,7 @@ from zoo.models import overview
 
 
 def test_cost_of_a_vit_by_its_formula() -> None:
-    """N D P for the patches, 12 N D^2 + 2 N^2 D a block, D K for the head: multiply-adds of one image."""
+    """Count multiply-adds of one image: N D P for patches, 12 N D^2 + 2 N^2 D for each block, D K for the head."""
     row = overview.summarize("dp_vit_b")
     n, d, patches = 197, 768, 196
     assert row.macs == patches * d * 3 * 16**2 + 12 * (12 * n * d**2 + 2 * n**2 * d) + 1000 * d

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: what comes counts by its sha256 alone, within its bound, and nothing else is left behind."""
+"""Foreign weights are accepted only by their sha256, within their size limit, and leave no other file."""
 
 import hashlib
 import shutil
@@ -22,7 +22,7 @@ NAME = "cert_vit_c10"
 
 @contextmanager
 def serving(answers: dict[str, tuple[int, dict[str, str], bytes]]) -> Iterator[tuple[str, list[str]]]:
-    """A web server with these answers, (status, headers, body) by path; its address, and what it was asked."""
+    """Start a web server with answers (status, headers, body) by path; return its address and its requests."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -66,7 +66,7 @@ def handover_files() -> dict[str, bytes]:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model of the package as one that has to be fetched."""
+    """Turn the packaged model into one that has to be fetched."""
     entry = replace(table.entry(NAME), source="https://weights.invalid/zoo")
     monkeypatch.setattr(table, "entries", lambda: {NAME: entry})
 
@@ -77,7 +77,7 @@ def test_a_model_is_fetched_once_and_then_offline(elsewhere: None, monkeypatch: 
         monkeypatch.setenv(table.MIRROR, f"{url}/mirror")
         first = zoo.create_model(NAME, pretrained=True).state_dict()
     assert sorted(asked) == sorted(files)
-    again = zoo.create_model(NAME, pretrained=True).state_dict()  # the server is gone
+    again = zoo.create_model(NAME, pretrained=True).state_dict()  # the server has stopped
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
@@ -105,7 +105,7 @@ def test_what_was_changed_in_the_cache_comes_again(
 
 
 def test_a_url_of_the_users_own(tmp_path: Path) -> None:
-    """pretrained=URL#sha256=HEX gives the weights; the same without the digest is refused before anything is asked."""
+    """pretrained=URL#sha256=HEX gives the weights; without the digest it is refused before any request."""
     weights = handover_files()[table.WEIGHTS]
     with serving({"/a/w.safetensors": whole(weights)}) as (url, asked):
         place = f"{url}/a/w.safetensors"
@@ -139,7 +139,7 @@ def test_the_hub_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hostile_server_leaves_nothing(
     fault: str, elsewhere: None, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other weights, endless ones, half of them, a redirection out of the web: one line, and no file of the name."""
+    """Other, endless or truncated weights and redirections off the web give one line and leave no file."""
     right = handover_files()
     weights = right[table.WEIGHTS]
     secret = tmp_path / "secret"
@@ -162,7 +162,7 @@ def test_a_hostile_server_leaves_nothing(
 
 
 def test_two_that_fetch_side_by_side_spoil_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks do: a second one that begins while the first is at work writes to a file of its own."""
+    """Ranks do this: a second fetch during the first writes to its own file."""
     content = handover_files()[table.WEIGHTS]
     digest, path = hashlib.sha256(content).hexdigest(), tmp_path / "w"
     real, once = fetch._chunks, iter([True])
@@ -186,7 +186,7 @@ def test_two_that_fetch_side_by_side_spoil_nothing(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.hostile
 def test_no_other_form_than_safetensors_is_read(tmp_path: Path) -> None:
-    """A pickle under the digest that was asked for is still no safetensors."""
+    """A pickle with the right digest is still not a safetensors file."""
     import pickle
 
     content = pickle.dumps({"head.weight": 1})
@@ -197,7 +197,7 @@ def test_no_other_form_than_safetensors_is_read(tmp_path: Path) -> None:
 
 
 def test_a_name_is_no_path_out_of_the_cache(tmp_path: Path) -> None:
-    """The cache's file is named by the digest, whatever the address is."""
+    """The digest names the cache's file, whatever the address is."""
     save_file({"head.weight": torch.zeros(1)}, tmp_path / "w.safetensors")
     content = (tmp_path / "w.safetensors").read_bytes()
     digest = hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""Weights by name: the table is true, complete and enough; a name gives the function that was certified."""
+"""Weights by name: the table is true and complete, and a name gives the function that was certified."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_a_name_with_weights_is_a_model_of_the_zoo(entry: zoo.weights.Entry) -> 
 
 @pytest.mark.parametrize("entry", IN_PACKAGE, ids=lambda entry: entry.name)
 def test_a_name_gives_the_function_that_was_certified(entry: zoo.weights.Entry) -> None:
-    """By our name, by timm's, and as a hand-over; its options are those that the name has today."""
+    """Our name, timm's name and the hand-over give it, with the options that the name has today."""
     folder = zoo.weights.handover_of(entry.name)
     assert (folder / table.WEIGHTS).stat().st_size == entry.bytes
     certified, config = zoo.handover.load(folder)
@@ -97,7 +97,7 @@ def test_the_overview_says_what_is_certified(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_table_says_no_more_than_it_means() -> None:
-    """A key too many or too few is no entry."""
+    """An entry with a key too many or too few is refused."""
     fields = set(table.Entry.__dataclass_fields__) - {"name"}
     assert all(set(said) == fields for said in read_yaml(table.TABLE).values())
     assert all(sha256(table.HERE / entry.name / table.CONFIG) == entry.config_sha256 for entry in IN_PACKAGE)

@@ -1,0 +1,22 @@
+"""A small model of the digits, the digits, and settings for quick runs of the certify stage."""
+
+from pathlib import Path
+from typing import Any
+
+from attacks import AttackConfig
+from certify.stage import run as stage
+from shards import DataConfig
+
+CONFIG: dict[str, Any] = {"name": "spec_vit_digits", "num_classes": 10, "img_size": 8, "in_chans": 1}
+SETTINGS = stage.Settings(
+    method="lofast",
+    images=60,
+    eps=(0.01, 0.1, 5.0),
+    batch_size=20,
+    attack=AttackConfig(norm="l2", steps=10, loss="margin"),
+)
+
+
+def data(root: Path) -> DataConfig:
+    """Return the digits in `root`."""
+    return DataConfig("digits", str(root), "digits-train-*.tar", "digits-test-*.tar", 10, 8, 1)
