@@ -41,7 +41,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 STARTS = 2  # of every norm
 STEPS = (8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 42, 48)  # where the bound is looked at
@@ -118,30 +117,30 @@ class Ritz:
 
 
 def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator[Ritz]:
-    """After each of these numbers of steps, of a symmetric map (L, n) -> (L, n).
+    """Yield the spectrum after each of these numbers of steps of a symmetric map (L, n) -> (L, n).
 
-    The image of a vector is made orthogonal to that and the one before, which in exact arithmetic is all; and as a unit
-    vector, against rounding, to the whole basis."""
+    Only the last two vectors are kept. The bound needs the recurrence and no orthogonal basis: what rounding takes from
+    the basis repeats eigenvalues that are found already, and costs a step or two.
+    """
     diagonal, b, off2_L = list[Tensor](), list[Tensor](), torch.zeros_like(start_LN[:, 0])
     most_L = torch.zeros_like(off2_L)
-    v_LN = start_LN / _length(start_LN)
-    basis_LKN = start_LN.new_empty(len(start_LN), 0, start_LN.shape[-1])
+    v_LN, before_LN, b_before_L1 = start_LN / _length(start_LN), torch.zeros_like(start_LN), torch.zeros_like(off2_L)[:, None]
     for count in counts:
-        basis_LKN = pad(basis_LKN, (0, 0, 0, count - len(b)))  # no longer than is needed: few maps take all counts
-        for k in range(len(b), count):
-            basis_LKN[:, k] = v_LN
-            so_far = basis_LKN[:, : k + 1]
+        for _ in range(len(b), count):
             image_LN = apply(v_LN)
-            most_L = torch.maximum(most_L, _length(image_LN).squeeze(-1))
-            diagonal.append((image_LN * v_LN).sum(-1))
-            # Of an exhausted space only rounding would be left, in no free direction: a little of one is added.
-            free_LN = NUDGE * _length(image_LN) / _length(start_LN) * start_LN.roll(k + 1, -1)
-            rest_LN = _without(so_far[:, -2:], image_LN + free_LN)
-            b.append(torch.linalg.vector_norm(rest_LN, dim=-1))
-            v_LN = _orthonormal(so_far, rest_LN)
-            off_LN = image_LN - diagonal[k][:, None] * so_far[:, k] - b[k][:, None] * v_LN
-            off_LN = off_LN - b[k - 1][:, None] * so_far[:, k - 1] if k else off_LN
-            off2_L = off2_L + (_length(off_LN) + MEASURED * _length(image_LN)).square().squeeze(-1)
+            size_L1 = _length(image_LN)
+            most_L = torch.maximum(most_L, size_L1.squeeze(-1))
+            a_L1 = (image_LN * v_LN).sum(-1, keepdim=True)
+            # In an exhausted space only rounding is left, in no free direction: add a little of one.
+            free_LN = NUDGE * size_L1 / _length(start_LN) * start_LN.roll(len(b) + 1, -1)
+            rest_LN = image_LN - a_L1 * v_LN - b_before_L1 * before_LN
+            b_L1 = _length(next_LN := rest_LN + free_LN)
+            next_LN = next_LN / b_L1
+            off_L1 = _length(rest_LN - b_L1 * next_LN) + MEASURED * size_L1
+            off2_L = off2_L + off_L1.square().squeeze(-1)
+            diagonal.append(a_L1.squeeze(-1))
+            b.append(b_L1.squeeze(-1))
+            before_LN, v_LN, b_before_L1 = v_LN, next_LN, b_L1
         diagonal_LK, b_LK = torch.stack(diagonal, -1), torch.stack(b, -1)
         whole = torch.diag_embed(diagonal_LK)
         for offset in (1, -1):
@@ -151,21 +150,8 @@ def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator
 
 
 def _length(v: Tensor) -> Tensor:
-    """|v| (..., 1), never 0."""
+    """Return |v| (..., 1), never 0."""
     return torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(1e-300)
-
-
-def _orthonormal(basis_LKN: Tensor, v_LN: Tensor) -> Tensor:
-    """v made orthogonal to the basis, of length 1; once more where most of it was lost (Daniel et al. 1976)."""
-    rest_LN = _without(basis_LKN, v_LN / _length(v_LN))
-    if bool((lost_L1 := _length(rest_LN) < 0.5).any()):
-        rest_LN = torch.where(lost_L1, _without(basis_LKN, rest_LN / _length(rest_LN)), rest_LN)
-    return rest_LN / _length(rest_LN)
-
-
-def _without(basis_LKN: Tensor, v_LN: Tensor) -> Tensor:
-    """v less its part in the span of an orthonormal basis."""
-    return v_LN - ((basis_LKN @ v_LN.unsqueeze(-1)).mT @ basis_LKN).squeeze(1)
 
 
 def ritz(apply: Map, start_LN: Tensor, count: int) -> Tensor:
