@@ -46,6 +46,9 @@ test-attacks: install
 lint: install
 	ruff check $(CODE)
 	ruff format --check $(CODE)
+	@! grep -rnE '"""(Of|What|Whether|That|Where|Those|Who|How|Which) ' --include=*.py $(CODE) \
+		|| { echo 'begin a docstring with a verb or a noun: CONTRIBUTING.md'; false; }
+	codespell $(CODE) configs cluster *.md
 	mypy
 
 bench: install

@@ -1,5 +1,6 @@
-"""Largest eigenvalues by Lanczos' method: estimates from below (`ritz`), and norms of linear maps that are never
-written out, from above with a stated chance to fail (`norms`).
+"""Lanczos' method: eigenvalue estimates from below (`ritz`) and norms from above (`norms`) of implicit linear maps.
+
+An upper bound fails with a stated probability.
 
 k steps from a unit vector v give a tridiagonal matrix with eigenvalues theta_i (the Ritz values) and couplings
 b_1 .. b_k. With M = A^T A the polynomial p(x) = prod_i (x - theta_i) then has |p(M) v| = b_1 ... b_k (Parlett 1998,
@@ -11,24 +12,24 @@ For v uniform on the sphere of R^n the density of <u, v> is at most sqrt(n / 2 p
 
     P[ |<u, v>| < s ]  <=  s sqrt(2 n / pi)  =  chance(n),
 
-and but for that chance ||A||^2 = lambda is at most the x > max theta_i where b_1 ... b_k / p(x) = s: p grows beyond
-max theta_i. (The bound of Kuczynski and Wozniakowski 1992 is for the worst spectrum, this one for that which was met.)
-The start is drawn from a stream that is chosen by a nonce, the weights and the image, so neither the batch nor the
-number of processes changes a certificate by more than rounding. The chance is over the nonce: it holds against whoever
-fixed the weights and the images before the nonce was drawn, and not against who knew it.
+and except with that probability ||A||^2 = lambda is at most the x > max theta_i where b_1 ... b_k / p(x) = s, because p
+grows beyond max theta_i. (The bound of Kuczynski and Wozniakowski 1992 holds for the worst spectrum, this one for the
+spectrum at hand.) The start comes from a stream chosen by a nonce, the weights and the image, so neither the batch nor
+the number of processes changes a certificate by more than rounding. The probability is over the nonce: it holds for
+weights and images that were fixed before the nonce was drawn.
 
-The bound holds for all k with the same <u, v>: the recurrence goes on, vector by vector, until it is close, and the
-chance to fail is that of one start all the same. A norm is the larger bound of STARTS independent starts: it fails
-where all of them do.
+The bound holds for all k with the same <u, v>. The recurrence therefore continues until the bound is close, and the
+probability of failure stays that of one start. A norm is the larger bound of STARTS independent starts, so it fails
+only if all of them do.
 
-Rounding, that of the products with M included, leaves an F in the recurrence, M V = V T + b_k v_{k+1} u_k^T + F, with
+Rounding, including that of the products with M, leaves an F in the recurrence, M V = V T + b_k v_{k+1} u_k^T + F, with
 |u^T F| <= ROUNDING lambda, whence
 
     |<u, v>|  <=  b_1 ... b_k / p(lambda)  +  ROUNDING lambda |(lambda - T)^{-1} u_1|,
 
-u_1 the first unit vector. x is where that falls to s: it keeps its distance from max theta_i, in which the right side
-is infinite, and `chance` is that with rounding. Who asks for a norm says how far the products are from exact ones; for
-a start with one chance in 30,000 that may be a hundred million times more than one operation rounds.
+where u_1 is the first unit vector. x is where the right side falls to s. It keeps its distance from max theta_i, where
+the right side is infinite. The caller of `norms` states how far its products are from exact ones; since a start may
+fail with probability 1 / 30,000, this may be a hundred million times the rounding of one operation.
 """
 
 import hashlib
@@ -43,28 +44,29 @@ import torch
 from torch import Tensor, nn
 
 STARTS = 2  # of every norm
-STEPS = (8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 42, 48)  # where the bound is looked at
-EARLY, ROUGH = 6, 1.5  # and a first time where so much may be missing
-CLOSE = 1.02  # and is good enough, as a multiple of what is a bound from below
-FAILURE = 1e-9  # the chance that one norm is too small, rounding included; of huge maps see `chance`
+STEPS = (8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 42, 48)  # after these the bound is evaluated
+EARLY, ROUGH = 6, 1.5  # and after 6 if a bound 1.5 times too large will do
+CLOSE = 1.02  # a bound this much above the Ritz value, which is a lower bound, will do
+FAILURE = 1e-9  # probability that one norm is too small, rounding included; for huge maps see `chance`
 NUDGE = 1e-14
-MEASURED = 1e-15  # what measuring the recurrence rounds, in units of the image of a vector
-SMALLEST = 1e-120  # added to every eigenvalue: what underflows in a product is nothing beside it
-HUGE = 1e100  # of an entry of an image: beyond it a map is taken for an infinite one
-ROUNDING = 5e-8  # |u^T F| / lambda of the recurrence with rounding: with more, nothing is known
-SEEN = 4  # the least share of a start in a direction that is asked about, in units of ROUNDING
+MEASURED = 1e-15  # rounding of the measured recurrence, in units of the image of a vector
+SMALLEST = 1e-120  # added to every eigenvalue; underflow in a product is negligible beside it
+HUGE = 1e100  # entries above this make the norm infinite
+ROUNDING = 5e-8  # largest |u^T F| / lambda; beyond it the norm is infinite
+SEEN = 4  # least s, in units of ROUNDING
 SLACK = 1 + 1e-9
-HALVINGS = 50  # of an interval less than 100 times as long as its lower end
+VECTORS = 8  # as long as a start that are in memory at a time
+HALVINGS = 50  # the interval is less than 100 times as long as its lower end
 Map = Callable[[Tensor], Tensor]
 
 
 def new_nonce() -> str:
-    """What nobody knew before. The letter in front keeps YAML from reading a number."""
+    """Return a fresh random nonce. Its first letter keeps YAML from reading a number."""
     return f"n{secrets.token_hex(16)}"
 
 
 def seed_of(model: nn.Module, nonce: str) -> bytes:
-    """Of a nonce, and of every number in the model."""
+    """Return a hash of the nonce and of every number in the model."""
     digest = hashlib.sha256(nonce.encode())
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
@@ -73,11 +75,11 @@ def seed_of(model: nn.Module, nonce: str) -> bytes:
 
 
 def starts(images_BCHW: Tensor, shape: torch.Size, seed: bytes) -> Tensor:
-    """One Gaussian vector (B, *shape) an image, drawn from a stream of its own that `seed` and its pixels choose: on a
-    GPU from one of the GPU's, as drawing and copying would take a host most of a certificate's time there.
+    """Return one Gaussian vector (B, *shape) an image, from a stream that `seed` and the pixels choose.
 
-    There are 2^124 streams or more: of a generator with few, such as torch's on a host with its 2^32, one direction can
-    be orthogonal to a share of all vectors that it can draw.
+    On a GPU the stream is one of the GPU's, because drawing on the host and copying would take most of the time. There
+    are at least 2^124 streams. With few, such as the 2^32 of torch on a host, one direction can be orthogonal to a
+    share of all vectors that can be drawn.
     """
     keys = [hashlib.sha256(seed + _bytes(image_CHW)).digest() for image_CHW in images_BCHW.double().cpu()]
     drawn = images_BCHW.new_empty((len(keys), *shape), dtype=torch.float64)
@@ -92,7 +94,7 @@ def _draw_on_host(key: bytes, room: Tensor) -> None:
 
 
 def _draw_on_gpu(key: bytes, room: Tensor) -> None:
-    """Philox, whose state is 64 bits of seed, and an offset in fours that must not overflow."""
+    """Draw from Philox; its state is 64 bits of seed and an offset, a multiple of 4 that must not overflow."""
     offset = int.from_bytes(key[8:16], sys.byteorder) >> 4 << 2
     state = bytearray(key[:8] + offset.to_bytes(8, sys.byteorder))
     stream = torch.Generator(room.device)
@@ -106,8 +108,11 @@ def _bytes(tensor: Tensor) -> bytes:
 
 @dataclass(frozen=True)
 class Ritz:
-    """After k steps: the eigenvalues of T, ascending, the first entries of its eigenvectors, the couplings b, and how
-    far the recurrence is from what the map gave, in the Frobenius norm; the longest image of a vector."""
+    """The spectrum after k steps.
+
+    theta: the eigenvalues of T, ascending; first: the first entries of its eigenvectors; b: the couplings; off: the
+    Frobenius norm of the recurrence's error; most: the largest length of an image of a vector.
+    """
 
     theta_LK: Tensor
     first_LK: Tensor
@@ -119,12 +124,16 @@ class Ritz:
 def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator[Ritz]:
     """Yield the spectrum after each of these numbers of steps of a symmetric map (L, n) -> (L, n).
 
-    Only the last two vectors are kept. The bound needs the recurrence and no orthogonal basis: what rounding takes from
-    the basis repeats eigenvalues that are found already, and costs a step or two.
+    Only the last two vectors are kept. The bound needs the recurrence, not an orthogonal basis. Loss of orthogonality
+    only repeats eigenvalues that are already found, which costs a step or two.
     """
     diagonal, b, off2_L = list[Tensor](), list[Tensor](), torch.zeros_like(start_LN[:, 0])
     most_L = torch.zeros_like(off2_L)
-    v_LN, before_LN, b_before_L1 = start_LN / _length(start_LN), torch.zeros_like(start_LN), torch.zeros_like(off2_L)[:, None]
+    v_LN, before_LN, b_before_L1 = (
+        start_LN / _length(start_LN),
+        torch.zeros_like(start_LN),
+        torch.zeros_like(off2_L)[:, None],
+    )
     for count in counts:
         for _ in range(len(b), count):
             image_LN = apply(v_LN)
@@ -155,14 +164,14 @@ def _length(v: Tensor) -> Tensor:
 
 
 def ritz(apply: Map, start_LN: Tensor, count: int) -> Tensor:
-    """The largest Ritz value (L,): never above lambda_max. Infinite where the map is not within the numbers."""
+    """Return the largest Ritz value (L,), never above lambda_max; infinite where the map overflows."""
     lost_L = torch.zeros_like(start_LN[:, 0], dtype=torch.bool)
     found_L = next(tridiagonal(_within_numbers(apply, lost_L), start_LN, (count,))).theta_LK[:, -1]
     return torch.where(lost_L, torch.inf, found_L)
 
 
 def _within_numbers(apply: Map, lost_L: Tensor) -> Map:
-    """The map, and the identity where its image is too large to be squared, or is no number: `lost_L` is set there."""
+    """Replace images that are NaN or too large to be squared by the vector itself, and set `lost_L` there."""
 
     def within(v_LN: Tensor) -> Tensor:
         image_LN = apply(v_LN)
@@ -173,18 +182,20 @@ def _within_numbers(apply: Map, lost_L: Tensor) -> Map:
 
 
 def chance(n: int) -> float:
-    """That one norm of a map on R^n is too small."""
+    """Return the probability that one norm of a map on R^n is too small."""
     return _chance_of_start(n) ** STARTS
 
 
 def _chance_of_start(n: int) -> float:
-    """So that STARTS of them fail together with FAILURE; and more where n is so large that s would be near ROUNDING,
-    and rounding could hide a direction."""
+    """Return the probability that one start fails; STARTS of them fail together with probability FAILURE.
+
+    It is larger where n is so large that s would be near ROUNDING, and rounding could hide a direction.
+    """
     return max(FAILURE ** (1 / STARTS), SEEN * ROUNDING * math.sqrt(2 * n / math.pi))
 
 
 def upper(found: Ritz, n: int) -> Tensor:
-    """lambda_max <= (L,) but for the chance of one start, of a map on R^n, by bisection."""
+    """Bound lambda_max (L,) of a map on R^n by bisection, except with the probability of one start."""
     s = _chance_of_start(n) / math.sqrt(2 * n / math.pi)
     product_L, low_L = found.b_LK.log().sum(-1), found.theta_LK[:, -1]
     # At the upper end each of the two terms is at most s / 2: p(x) >= (x - max theta)^k.
@@ -201,12 +212,15 @@ def upper(found: Ritz, n: int) -> Tensor:
 
 
 def norms(gram: Map, start: Tensor, rounding: Tensor, close: float = CLOSE) -> Tensor:
-    """Upper bounds (S, B) of ||A|| of S maps for each of B images, gram: v (S STARTS, B, ...) -> A^T A v, the STARTS
-    vectors of one map behind each other, from starts (S, STARTS, B, ...); of several maps they may be one. `rounding`
-    (S, B): never below |u^T (fl(A^T A v) - A^T A v)| / ||A||^2 for the unit vectors v that are met, u as above.
-    `close`: see CLOSE. Infinite where a map is not within the numbers, or its rounding beyond ROUNDING.
+    """Return upper bounds (S, B) of ||A|| for S maps and B images.
 
-    Proof: docs/proofs.md#lanczos.
+    Args:
+        gram: v (S STARTS, B, ...) -> A^T A v, with the STARTS vectors of one map next to each other.
+        start: (S, STARTS, B, ...); several maps may share one.
+        rounding: (S, B), never below |u^T (fl(A^T A v) - A^T A v)| / ||A||^2 for the unit vectors v that occur.
+        close: see CLOSE.
+
+    A bound is infinite where a map overflows or its rounding is beyond ROUNDING. Proof: docs/proofs.md#lanczos.
     """
     maps, count, images = start.shape[:3]
 
@@ -215,7 +229,7 @@ def norms(gram: Map, start: Tensor, rounding: Tensor, close: float = CLOSE) -> T
         return image_LN + SMALLEST * v_LN
 
     n = start[0, 0, 0].numel()
-    found_L = start.new_full((maps * count * images,), torch.inf)  # an image's own, whatever others need
+    found_L = start.new_full((maps * count * images,), torch.inf)  # an image's result does not depend on the others
     lost_L, off_L = torch.zeros_like(found_L, dtype=torch.bool), torch.zeros_like(found_L)
     most_L, within = torch.zeros_like(found_L), _within_numbers(apply, lost_L)
     steps = STEPS if close < ROUGH else (EARLY, *STEPS)
