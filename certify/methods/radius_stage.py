@@ -176,7 +176,7 @@ class RadiusStage:
         joint = WeightEstimate(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
         self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, here.off, first)
         room = self.ellipsoids.joint.room(here.tape.nonlinear[-1]) * len(here.images)
-        self._at_once = min(AT_ONCE, at_once(room * lanczos.STARTS, lanczos.VECTORS))
+        self._at_once = min(AT_ONCE, at_once(room * lanczos.STARTS, lanczos.STEPS[-1]))
         self._groups = dict[int, Group]()
         self._formed = list[Formed]()
 

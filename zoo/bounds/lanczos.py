@@ -42,6 +42,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 STARTS = 2  # of every norm
 STEPS = (8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 42, 48)  # after these the bound is evaluated
@@ -55,7 +56,6 @@ HUGE = 1e100  # entries above this make the norm infinite
 ROUNDING = 5e-8  # largest |u^T F| / lambda; beyond it the norm is infinite
 SEEN = 4  # least s, in units of ROUNDING
 SLACK = 1 + 1e-9
-VECTORS = 8  # as long as a start that are in memory at a time
 HALVINGS = 50  # the interval is less than 100 times as long as its lower end
 Map = Callable[[Tensor], Tensor]
 
@@ -124,32 +124,29 @@ class Ritz:
 def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator[Ritz]:
     """Yield the spectrum after each of these numbers of steps of a symmetric map (L, n) -> (L, n).
 
-    Only the last two vectors are kept. The bound needs the recurrence, not an orthogonal basis. Loss of orthogonality
-    only repeats eigenvalues that are already found, which costs a step or two.
+    The image of a vector is made orthogonal to that vector and the one before, which suffices in exact arithmetic, and
+    then, as a unit vector, to the whole basis. A map that is not symmetric and linear shows in `off`.
     """
     diagonal, b, off2_L = list[Tensor](), list[Tensor](), torch.zeros_like(start_LN[:, 0])
     most_L = torch.zeros_like(off2_L)
-    v_LN, before_LN, b_before_L1 = (
-        start_LN / _length(start_LN),
-        torch.zeros_like(start_LN),
-        torch.zeros_like(off2_L)[:, None],
-    )
+    v_LN = start_LN / _length(start_LN)
+    basis_LKN = start_LN.new_empty(len(start_LN), 0, start_LN.shape[-1])
     for count in counts:
-        for _ in range(len(b), count):
+        basis_LKN = pad(basis_LKN, (0, 0, 0, count - len(b)))  # grown on demand: few maps need all counts
+        for k in range(len(b), count):
+            basis_LKN[:, k] = v_LN
+            so_far = basis_LKN[:, : k + 1]
             image_LN = apply(v_LN)
-            size_L1 = _length(image_LN)
-            most_L = torch.maximum(most_L, size_L1.squeeze(-1))
-            a_L1 = (image_LN * v_LN).sum(-1, keepdim=True)
+            most_L = torch.maximum(most_L, _length(image_LN).squeeze(-1))
+            diagonal.append((image_LN * v_LN).sum(-1))
             # In an exhausted space only rounding is left, in no free direction: add a little of one.
-            free_LN = NUDGE * size_L1 / _length(start_LN) * start_LN.roll(len(b) + 1, -1)
-            rest_LN = image_LN - a_L1 * v_LN - b_before_L1 * before_LN
-            b_L1 = _length(next_LN := rest_LN + free_LN)
-            next_LN = next_LN / b_L1
-            off_L1 = _length(rest_LN - b_L1 * next_LN) + MEASURED * size_L1
-            off2_L = off2_L + off_L1.square().squeeze(-1)
-            diagonal.append(a_L1.squeeze(-1))
-            b.append(b_L1.squeeze(-1))
-            before_LN, v_LN, b_before_L1 = v_LN, next_LN, b_L1
+            free_LN = NUDGE * _length(image_LN) / _length(start_LN) * start_LN.roll(k + 1, -1)
+            rest_LN = _without(so_far[:, -2:], image_LN + free_LN)
+            b.append(torch.linalg.vector_norm(rest_LN, dim=-1))
+            v_LN = _orthonormal(so_far, rest_LN)
+            off_LN = image_LN - diagonal[k][:, None] * so_far[:, k] - b[k][:, None] * v_LN
+            off_LN = off_LN - b[k - 1][:, None] * so_far[:, k - 1] if k else off_LN
+            off2_L = off2_L + (_length(off_LN) + MEASURED * _length(image_LN)).square().squeeze(-1)
         diagonal_LK, b_LK = torch.stack(diagonal, -1), torch.stack(b, -1)
         whole = torch.diag_embed(diagonal_LK)
         for offset in (1, -1):
@@ -161,6 +158,19 @@ def tridiagonal(apply: Map, start_LN: Tensor, counts: Sequence[int]) -> Iterator
 def _length(v: Tensor) -> Tensor:
     """Return |v| (..., 1), never 0."""
     return torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(1e-300)
+
+
+def _orthonormal(basis_LKN: Tensor, v_LN: Tensor) -> Tensor:
+    """Return v as a unit vector orthogonal to the basis; repeat where most of it was lost (Daniel et al. 1976)."""
+    rest_LN = _without(basis_LKN, v_LN / _length(v_LN))
+    if bool((lost_L1 := _length(rest_LN) < 0.5).any()):
+        rest_LN = torch.where(lost_L1, _without(basis_LKN, rest_LN / _length(rest_LN)), rest_LN)
+    return rest_LN / _length(rest_LN)
+
+
+def _without(basis_LKN: Tensor, v_LN: Tensor) -> Tensor:
+    """Return v minus its part in the span of an orthonormal basis."""
+    return v_LN - ((basis_LKN @ v_LN.unsqueeze(-1)).mT @ basis_LKN).squeeze(1)
 
 
 def ritz(apply: Map, start_LN: Tensor, count: int) -> Tensor:

@@ -142,7 +142,7 @@ def test_ritz_values_are_never_above() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_vectors_have_length_1_and_the_recurrence_holds(kind: str) -> None:
+def test_the_basis_is_orthonormal_and_the_recurrence_holds(kind: str) -> None:
     """M v_k = b_{k-1} v_{k-1} + a_k v_k + b_k v_{k+1} up to ROUNDING times ||M||.
 
     It also holds when the space is exhausted.
@@ -158,7 +158,8 @@ def test_vectors_have_length_1_and_the_recurrence_holds(kind: str) -> None:
     *_, last = lanczos.tridiagonal(apply, start_LN, lanczos.STEPS)
     v_LKN = torch.stack(basis, 1)
     assert v_LKN.shape[1] == lanczos.STEPS[-1]
-    torch.testing.assert_close(v_LKN.norm(dim=-1), torch.ones_like(last.b_LK), atol=1e-14, rtol=0)
+    eye = torch.eye(v_LKN.shape[1]).double()
+    torch.testing.assert_close(v_LKN @ v_LKN.mT, eye.expand(L, -1, -1), atol=1e-13, rtol=0)
     rest = v_LKN * squares_N
     rest = rest - (rest * v_LKN).sum(-1, keepdim=True) * v_LKN
     rest[:, 1:] -= last.b_LK[:, :-1, None] * v_LKN[:, :-1]
