@@ -36,10 +36,12 @@ def fused(
     scales_H: Tensor | None = None,
     skip: float = 0.0,
     gain: float | None = None,
+    off: float = 0.0,
 ) -> Expand:
     """Expand skip x + W_2 sigma(units(x)) with units(x) = W_1 x + b_1.
 
     `module` is the whole map, constants included; `gain` is a bound of ||J|| where a better one is known than here.
+    `off` is the relative error of the columns of w_2_DH, where they are computed.
 
     With any scaling S > 0 of the units, ||R|| <= ||W_2 S^{-1}|| |S R_sigma|, and J = W_2 D W_1 has
     ||J||^2 <= ||W_2 S^{-1}||^2 lambda_max(W_1^T (S D)^2 W_1).
@@ -47,9 +49,9 @@ def fused(
     s_H = torch.ones_like(w_1_HD[:, 0]) if scales_H is None else scales_H
     lengths_H = torch.linalg.vector_norm(w_1_HD, dim=1)
     form = Form(lengths_H, s_H, sigma_upper(s_H[:, None] * w_1_HD), eigenvalue_bound(w_1_HD))
-    outer = sigma_upper(w_2_DH / s_H)
+    outer = sigma_upper(w_2_DH / s_H) * (1 + off) * OUT
     absolute_1 = absolute_norm(w_1_HD)
-    share = gamma(w_1_HD.shape[1] + 2) + gamma(w_1_HD.shape[0] + 2) + SLOPE + 4 * U
+    share = gamma(w_1_HD.shape[1] + 2) + gamma(w_1_HD.shape[0] + 2) + SLOPE + 4 * U + off
     rounding = (lipschitz(activation) * share * absolute_1 * absolute_norm(w_2_DH) + 4 * U * abs(skip)) * OUT
 
     def expand(x: Tensor) -> Expansion:
@@ -78,7 +80,7 @@ def fused(
                 lambda g: g.flatten(2, -2) @ w_2_DH,
                 sum(w_1_HD.shape),
                 absolute_1,
-                matrix_rounding(w_2_DH),
+                matrix_rounding(w_2_DH) + off * absolute_norm(w_2_DH),
             ),
         )
 

@@ -8,7 +8,7 @@ import timm.layers
 import torch
 from torch import Tensor, nn
 
-from zoo.arithmetic import OUT
+from zoo.arithmetic import OUT, U, gamma
 from zoo.bounds.activations import activation_of
 from zoo.bounds.contracts import Bound, Expand, Layer, Precision, Rounded, Rounding
 from zoo.bounds.first_order import added, chain, layer_of
@@ -19,6 +19,8 @@ from zoo.bounds.rounding import TINY, composed, of_chain, residual_rounding, rou
 from zoo.bounds.rule_table import Links, ModuleRules, NoRule, expect, register
 from zoo.layers.constrained import constrain_
 from zoo.spectral import start_vectors
+
+DIAGONAL = 1e-11  # largest relative error of the T of an SLL layer that second order accepts
 
 
 class Mlp(timm.layers.Mlp):
@@ -149,12 +151,22 @@ def sll_expansion(module: SLL) -> Expand:
     rule says (docs/proofs.md#sll).
     """
     w_DH, t_H = module.weight.detach().double(), module.diagonal_H().detach().double()
+    off = _diagonal_error(module, gamma(sum(w_DH.shape) + 20) + 8 * U)
+    if not off <= DIAGONAL:
+        raise NoRule(module, f"its T is a sum that cancels: float64 has it to a share of {off:.1g}; use method=lofast")
 
     def units(x: Tensor) -> Tensor:
         return x @ w_DH + module.bias.double()
 
     scales_H = t_H.rsqrt()
-    return fused(module, activation_of(module.act), units, w_DH.mT, -2 * w_DH / t_H, scales_H, skip=1.0, gain=1.0)
+    return fused(module, activation_of(module.act), units, w_DH.mT, -2 * w_DH / t_H, scales_H, 1.0, 1.0, 2 * off)
+
+
+def _diagonal_error(module: SLL, share: float) -> float:
+    """Return the largest relative error of the computed T_ii, whose terms |W^T W| are off by a share of |W|^T |W|."""
+    weight, q = module.weight.detach().double().abs(), module.log_q.detach().double().exp()
+    most_H = ((weight.mT @ weight) * q).sum(1) / q
+    return float((share * most_H / module.diagonal_H().detach().double()).amax())
 
 
 def constrained_mlp_expansion(module: ConstrainedMlp) -> Expand:
@@ -178,10 +190,8 @@ def sll_rounding(module: SLL, precision: Precision) -> Rounding:
     of |W|^T |W|.
     """
     layer, u = layer_of(module, local=True), precision.u
-    weight, q = module.weight.detach().double(), module.log_q.detach().double().exp()
-    t_H = module.diagonal_H().detach().double()
-    most_H = ((weight.abs().mT @ weight.abs()) * q).sum(1) / q
-    rho = float(((precision.gamma(sum(weight.shape) + 20) + 8 * u) * most_H / t_H).amax())
+    weight, t_H = module.weight.detach().double(), module.diagonal_H().detach().double()
+    rho = _diagonal_error(module, precision.gamma(sum(weight.shape) + 20) + 8 * u)
     up, act = matrix_product(weight.mT, module.bias, precision), roundings_of(module.act, precision)
     more = 1.01 * (rho + 3 * u) / (1 - rho) if rho < 0.5 else math.inf
     branch = composed([up, *act, matrix_product(-2 * weight / t_H, None, precision, more)])

@@ -368,3 +368,17 @@ def test_a_linear_part_is_a_vectors_own_whatever_its_neighbours_are(other: float
     mixed[0] *= other
     mixed[1, 0] *= other
     torch.testing.assert_close(push(mixed)[1, 1:], (v @ weight.mT)[1, 1:])
+
+
+def test_an_sll_layer_whose_diagonal_cancels_is_refused() -> None:
+    """Two columns of W are nearly orthogonal, a large q_j / q_i multiplies their product, and float64 loses it."""
+    layer = SLL(D, 2, nn.ReLU).double()
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[:3, 0] = torch.tensor([2.0**40, 1.0, -(2.0**40)])
+        layer.weight[:3, 1] = torch.tensor([2.0**20, 1.0, 2.0**20])
+        layer.log_q[1] = 60.0
+    exact = 2.0**81 + 1 + math.exp(60.0)  # of T_00; the product of the two columns is 1
+    assert float(layer.diagonal_H()[0]) < exact / 10
+    with pytest.raises(NoRule, match="T is a sum that cancels"):
+        expansion_of(layer)
