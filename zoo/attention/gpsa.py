@@ -13,14 +13,14 @@ Letters: B images, N tokens, D width, H heads, O = D / H, Y = X = sqrt(N) sides 
 
 import math
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.arithmetic import OUT
+from zoo.arithmetic import OUT, U
 from zoo.attention.qkv import Mixing, MixingError
 from zoo.attention.softmax import QKVAttention, SoftmaxAttention
 from zoo.attention.softmax_rounding import attention_rounding
@@ -28,9 +28,10 @@ from zoo.attention.softmax_rules import AttentionRules, attention_rules, rules_w
 from zoo.bounds.contracts import Precision, Rounding
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rounding import TINY
-from zoo.bounds.rule_table import expect, register
+from zoo.bounds.rule_table import NoRule, expect, register
 
 FEW = 64  # up to this many tokens all N^2 weights are written out; here both ways take the same time
+LOST = 1e-11  # largest relative error of the weights of positions that certificates accept
 
 
 class GPSA(nn.Module):
@@ -89,10 +90,9 @@ class GPSA(nn.Module):
 
     def mixed(self, p_BHNN: Tensor) -> Tensor:
         """Return (1 - g) P + g R for all pairs of tokens."""
-        rx_HXX, ry_HYY = self.positions(p_BHNN.shape[-1])
-        r_HYXYX = ry_HYY[:, :, None, :, None] * rx_HXX[:, None, :, None, :]
+        r_HNN = _pairs(*self.positions(p_BHNN.shape[-1]))
         g_H11 = self.gating_param.sigmoid()[:, None, None]
-        return (1 - g_H11) * p_BHNN + g_H11 * r_HYXYX.flatten(3).flatten(1, 2)
+        return (1 - g_H11) * p_BHNN + g_H11 * r_HNN
 
     @torch.no_grad()
     def finish_init(self) -> None:
@@ -112,6 +112,11 @@ class GPSA(nn.Module):
         weight_H3 *= self.locality_strength
 
 
+def _pairs(rx_HXX: Tensor, ry_HYY: Tensor) -> Tensor:
+    """Return Ry[y, y'] Rx[x, x'] of all pairs of tokens (H, N, N)."""
+    return (ry_HYY[:, :, None, :, None] * rx_HXX[:, None, :, None, :]).flatten(3).flatten(1, 2)
+
+
 def _rules(module: GPSA) -> AttentionRules:
     """Return Theorem 1 of LoFAST with P~ = (1 - g) P + g R for P.
 
@@ -124,10 +129,21 @@ def _rules(module: GPSA) -> AttentionRules:
 
 
 def mixing(module: GPSA) -> Mixing:
-    """Return the mixing (1 - g) P + g R."""
+    """Return the mixing (1 - g) P + g R. It is refused where float64 loses R."""
     expect(module.pos_proj, nn.Linear)
     share_H = (-module.gating_param.detach()).sigmoid()
-    return Mixing(mix=module.mixed, gain_H=share_H, rounding=partial(_mixing_error, module))
+
+    @cache
+    def refuse_lost(tokens: int) -> None:
+        off_HNN = _mixing_error(module, Precision(U, U), tokens).constants
+        if not bool((off_HNN <= LOST * _pairs(*module.positions(tokens)) + 2 * TINY).all()):
+            raise NoRule(module, "float64 loses the weights of its positions: pos_proj has too large weights or biases")
+
+    def mix(p_BHNN: Tensor) -> Tensor:
+        refuse_lost(p_BHNN.shape[-1])
+        return module.mixed(p_BHNN)
+
+    return Mixing(mix=mix, gain_H=share_H, rounding=partial(_mixing_error, module))
 
 
 def _mixing_error(module: GPSA, precision: Precision, tokens: int) -> MixingError:
@@ -141,12 +157,8 @@ def _mixing_error(module: GPSA, precision: Precision, tokens: int) -> MixingErro
     x_HXX = _along(rx_HXX, weight_H3[:, [0, 2]], bias_H, precision)
     y_HYY = _along(ry_HYY, weight_H3[:, [1, 2]], torch.zeros_like(bias_H), precision)
     delta = 24 * precision.sums + 3 * precision.u
-
-    def product(y_HYY: Tensor, x_HXX: Tensor) -> Tensor:
-        return (y_HYY[:, :, None, :, None] * x_HXX[:, None, :, None, :]).flatten(3).flatten(1, 2)
-
-    r_HNN = product(ry_HYY, rx_HXX)
-    off_HNN = product(ry_HYY + y_HYY, rx_HXX + x_HXX) - r_HNN
+    r_HNN = _pairs(rx_HXX, ry_HYY)
+    off_HNN = _pairs(rx_HXX + x_HXX, ry_HYY + y_HYY) - r_HNN
     g_H11 = module.gating_param.detach().sigmoid()[:, None, None]
     return MixingError(roundings=10, delta=delta, constants=(g_H11 + delta) * off_HNN + delta * r_HNN + TINY)
 

@@ -22,6 +22,7 @@ from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import FEW, GPSA
 from zoo.attention.softmax import SoftmaxAttention, without_content
 from zoo.attention.window import WindowAttention
+from zoo.bounds.curvature import expansion_of
 from zoo.bounds.first_order import layer_of, residual_layer_of
 from zoo.bounds.rule_table import NoRule
 from zoo.models.swin import InWindows
@@ -130,6 +131,22 @@ def test_norm_of_conv_mixing_holds_for_many_frequencies_at_a_time_and_for_few(mo
 
 
 # gated positions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["bias", "weight"])
+def test_positions_that_float64_loses_are_refused(change: str) -> None:
+    """A large bias moves all scores of a row, so exact weights stay; in float64 they become uniform."""
+    module = GPSA(DotProductAttention(12, 2)).double().requires_grad_(False)
+    x_BND = torch.randn(1, 16, 12, dtype=torch.float64)
+    layer_of(module)(x_BND)
+    if change == "bias":
+        module.pos_proj.bias.fill_(2.0**60)
+    else:
+        module.pos_proj.weight[:, 0], module.pos_proj.weight[:, 2] = 2.0**60, -(2.0**60)
+    with pytest.raises(NoRule, match="float64 loses the weights of its positions"):
+        layer_of(module)(x_BND)
+    with pytest.raises(NoRule, match="float64 loses the weights of its positions"):
+        expansion_of(module)(x_BND)
 
 
 def plain_gpsa(module: Any, x: Tensor) -> Tensor:
