@@ -15,9 +15,19 @@ from benchmarks.redteam.claims import METHODS, SLACK
 from benchmarks.redteam.finding import Finding
 from certify.api import certifier
 from certify.methods.ball import NORMS
-from certizoo import UserError
 from tests.tools import forgeries
-from tests.tools.forgeries import FAMILIES, GAIN, MOST, SWIN, Build, attacked, change_needed, image
+from tests.tools.forgeries import (
+    BEYOND,
+    FAMILIES,
+    GAIN,
+    MOST,
+    SWIN,
+    Build,
+    at_sufficient_changes,
+    attacked,
+    change_needed,
+    image,
+)
 
 NORMALISATIONS: tuple[Any, ...] = (
     "centernorm",
@@ -35,7 +45,6 @@ PLACES = {
 }
 GAINED = ("mixing", "value, projection")  # places that may have the gain before the unit
 TURNS = tuple((method, norm) for method in ("adjoint", "image", "adjoint", "image", *METHODS) for norm in NORMS)
-BEYOND = (1.001, 8.0)  # of the change that is known to be enough
 
 
 def findings(seed: int) -> Iterator[Finding]:
@@ -89,10 +98,5 @@ def ratio(build: Build, scale: float, method: str, norm: str) -> float | None:
         return None
     logits = truth(points)
     fall = float((logits[:, 1] - logits[:, 0]).diff().neg()) - SLACK * float(1 + logits.abs().max())
-    try:
-        x, y = image().expand(len(BEYOND), -1, -1, -1), torch.ones(len(BEYOND), dtype=torch.long)
-        analysis = certifier(build(scale), method, "n", norm).analyse(x, y)
-    except UserError:
-        return 0.0
-    loss_B = analysis.at(change * torch.tensor(BEYOND)).loss_B
-    return float((fall / loss_B.clamp_min(1e-300)).amax())
+    found = at_sufficient_changes(lambda: certifier(build(scale), method, "n", norm), change)
+    return 0.0 if found is None else float((fall / found.loss_B.clamp_min(1e-300)).amax())

@@ -98,7 +98,7 @@ def lofast_theorem_1(module: DotProductAttention, x_BND: Tensor) -> Bound:
     `zoo.attention.dot_product` has half of delta_2: see `change_of_p`. Proof: docs/proofs.md#paper-lofast.
     """
     heads = Heads(module, x_BND)
-    zeta_B = zeta(heads.p_BHNN, heads.m_HDD, heads.norm_m_H, residual=True)
+    zeta_B = zeta(heads.p_BHNN, heads.m_HDD, heads.norm_m_H, residual=True, off_m_H=0.0)  # as the paper: no rounding
     return lambda r: zeta_B * r + heads.second(r)
 
 

@@ -20,9 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from certify.methods.certificate import Certificate, Certifier
+from certizoo import UserError
 
 MOST = 0.25  # this change of one pixel, or a smaller one, gives the image to class 0
 GAIN = 2.0**13
+BEYOND = (1.001, 8.0)  # multiples of the change that suffices, at which nothing may be certified
 FLAT = 60.0  # distance of the clean image from the unit's kink
 SCALES = tuple(2.0**k for k in (20, 40, 60, 80, 100))
 OPTIONS: dict[str, Any] = {
@@ -68,6 +71,16 @@ def change_needed(truth: Any) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if int(truth(attacked(middle).double()).argmax()) == 0 else (middle, high)
     return high
+
+
+def at_sufficient_changes(make: Callable[[], Certifier], change: float) -> Certificate | None:
+    """Certify the image at a change that suffices, and far beyond it; None if the model is refused."""
+    images, labels = image().expand(len(BEYOND), -1, -1, -1), torch.ones(len(BEYOND), dtype=torch.long)
+    try:
+        analysis = make().analyse(images, labels)
+    except UserError:
+        return None
+    return analysis.at(change * torch.tensor(BEYOND))
 
 
 def blank(name: str = "dp_vit_ti", **options: Any) -> Any:

@@ -27,11 +27,7 @@ from tests.tools.ascent import ascend, ascend_box, margin_loss
 from tests.tools.small_models import PARTS, SMALL, distinct
 from zoo.models.overview import tiny_options
 
-SIZES = {
-    "small": 0.3,
-    "medium": 1.0,
-    "large": 1.7,
-}  # sizes of random weights, relative to the size that preserves lengths
+SIZES = {"small": 0.3, "medium": 1.0, "large": 1.7}  # of random weights, relative to the size that preserves lengths
 TRAINED = "trained"
 WEIGHTS = (*SIZES, TRAINED)
 KINDS = (*PARTS, *distinct())

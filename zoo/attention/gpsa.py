@@ -3,8 +3,8 @@
     F(X) = merge( (1 - g) softmax(s q k^T) v + g R v ),   R = softmax(W_pos r),   g = sigmoid(gating) per head
 
 r_ij = (dx, dy, dx^2 + dy^2) is the offset of patch j from patch i on their square grid. The second part is the same for
-every image, and W_pos r is a function of dx plus one of dy, so that R is the Kronecker product of two small matrices, R
-= Ry (x) Rx. For few tokens (1 - g) P + g R is written out and multiplies v once, which is 1.7 times as fast at 16
+every image, and W_pos r is a function of dx plus one of dy, so that R is the Kronecker product of two small matrices,
+R = Ry (x) Rx. For few tokens (1 - g) P + g R is written out and multiplies v once, which is 1.7 times as fast at 16
 tokens. For more, the first part runs on the fused kernel, and the second takes 2 N sqrt(N) products per channel instead
 of N^2.
 

@@ -23,7 +23,7 @@ DENSE_BYTES = 2**28  # memory for the matrices of one chunk
 SOFTMAX: Callable[[Tensor], Tensor] = partial(torch.softmax, dim=-1)
 
 
-def zeta(p_BHNN: Tensor, m_HDD: Tensor, norm_m_H: Tensor, residual: bool, off_m_H: Tensor | float = 0.0) -> Tensor:
+def zeta(p_BHNN: Tensor, m_HDD: Tensor, norm_m_H: Tensor, residual: bool, off_m_H: Tensor | float) -> Tensor:
     """Return zeta = || (I (x) I_d) + sum_l P_l (x) M_l^T || (B,), without the identity for a branch alone.
 
     I_d: docs/references.md#erratum-lofast-identity. The norm is exact (verified) where the matrix is small, and sum_l

@@ -50,9 +50,10 @@ def fused(
     lengths_H = torch.linalg.vector_norm(w_1_HD, dim=1)
     form = Form(lengths_H, s_H, sigma_upper(s_H[:, None] * w_1_HD), eigenvalue_bound(w_1_HD))
     outer = sigma_upper(w_2_DH / s_H) * (1 + off) * OUT
-    absolute_1 = absolute_norm(w_1_HD)
+    absolute_1, absolute_2 = absolute_norm(w_1_HD), absolute_norm(w_2_DH)
+    rounding_2 = matrix_rounding(w_2_DH) + off * absolute_2
     share = gamma(w_1_HD.shape[1] + 2) + gamma(w_1_HD.shape[0] + 2) + SLOPE + 4 * U + off
-    rounding = (lipschitz(activation) * share * absolute_1 * absolute_norm(w_2_DH) + 4 * U * abs(skip)) * OUT
+    rounding = (lipschitz(activation) * share * absolute_1 * absolute_2 + 4 * U * abs(skip)) * OUT
 
     def expand(x: Tensor) -> Expansion:
         z = units(x)
@@ -80,7 +81,7 @@ def fused(
                 lambda g: g.flatten(2, -2) @ w_2_DH,
                 sum(w_1_HD.shape),
                 absolute_1,
-                matrix_rounding(w_2_DH) + off * absolute_norm(w_2_DH),
+                rounding_2,
             ),
         )
 
@@ -93,9 +94,9 @@ def eigenvalue_bound(w_HD: Tensor) -> LambdaMax:
     A cheap bound for every token is min(||W||^2 max c^+, sum_h c_h^+ |a_h|^2). The token where this is largest is
     solved first; then only tokens whose cheap bound exceeds that result (docs/proofs.md#eigenvalue-bound).
 
-    Rounding: a matrix computed from (c, W) is off by gamma_(H+2) max|c| ||W||_F^2. A Cholesky factorisation of theta I
-    - S that completes proves lambda_max(S) <= theta + gamma_(d+2) tr(theta I - S) (Rump; docs/proofs.md#sigma-upper). 4
-    (H + d + d^2) u max|c| ||W||_F^2 is above both as theta <= ||W||_F^2 max|c|.
+    Rounding: a matrix computed from (c, W) is off by gamma_(H+2) max|c| ||W||_F^2. A Cholesky factorisation of
+    theta I - S that completes proves lambda_max(S) <= theta + gamma_(d+2) tr(theta I - S) (Rump;
+    docs/proofs.md#sigma-upper). 4 (H + d + d^2) u max|c| ||W||_F^2 is above both as theta <= ||W||_F^2 max|c|.
     """
     lengths2_H = w_HD.square().sum(1)
     norm2 = sigma_upper(w_HD).square() * (1 + 4 * U)

@@ -159,7 +159,8 @@ def sll_expansion(module: SLL) -> Expand:
         return x @ w_DH + module.bias.double()
 
     scales_H = t_H.rsqrt()
-    return fused(module, activation_of(module.act), units, w_DH.mT, -2 * w_DH / t_H, scales_H, 1.0, 1.0, 2 * off)
+    act, w_2_DH = activation_of(module.act), -2 * w_DH / t_H
+    return fused(module, act, units, w_DH.mT, w_2_DH, scales_H, skip=1.0, gain=1.0, off=2 * off)
 
 
 def _diagonal_error(module: SLL, share: float) -> float:
