@@ -4,9 +4,11 @@ In training a worker's part of the epoch (see plan.py) is shuffled, and repeated
 rank makes the same number of steps, and every sample of the epoch is used. Evaluation reads each sample once.
 """
 
+import atexit
 import gc
 import logging
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -352,6 +354,20 @@ def _settle(worker: int) -> None:
     """
     keep_freed_memory()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@atexit.register
+def _end_loaders() -> None:
+    """Kill loader processes that are left at exit.
+
+    multiprocessing, whose own function runs after this one, would send them the SIGTERM that they ignore and then wait
+    forever: a training on a GPU, where something kept the exhausted loader alive, never returned.
+    """
+    left = [process for process in multiprocessing.active_children() if process.daemon]
+    if left:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a killed loader process
+    for process in left:
+        process.kill()
 
 
 def _as_it_is(item: Any) -> Any:

@@ -307,11 +307,28 @@ print("loaded", flush=True)
 gc.collect()
 """
 
+KEPT = """
+import sys
+from shards import find, train_loader
+from tests.shards.test_read import config
+
+data = config(sys.argv[1], workers=2)
+kept = sys.modules["kept"] = iter(train_loader(find(data, "train"), data, batch_size=4, epoch=0, seed=0))
+next(kept)
+print("read", flush=True)
+"""
+
 
 def test_a_loader_process_tidies_nothing_up_that_the_rank_had() -> None:
     """Closing fsspec's sessions there would wait for the rank's event loop, for up to a minute."""
     done = subprocess.run([sys.executable, "-c", HEIR], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "loaded\nclosed by the rank\n"), done.stderr
+
+
+def test_a_process_ends_beside_a_loader_that_it_never_closed(root: Path) -> None:
+    """A training on a GPU finished its work and never returned, as its loader processes ignored their end."""
+    done = subprocess.run([sys.executable, "-c", KEPT, str(root)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "read\n", "")
 
 
 def test_a_loader_process_that_dies_is_one_line_and_no_hang(toy: ShardSet, root: Path) -> None:
