@@ -6,7 +6,7 @@ export PATH := $(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
 # Images set it; each of the hundreds of processes that tests start would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
-CODE := certizoo zoo shards attacks certify registry trainers tuning tune.py benchmarks docs tests
+CODE := certizoo zoo certify trainers tuning *.py benchmarks docs tests
 
 .PHONY: install demo docs test test-slow test-attacks lint bench experiment ui clean
 
@@ -20,9 +20,9 @@ install: .venv/installed
 
 # Digits of scikit-learn, 2 ranks on the CPU, certificates, a version in ./mlflow.db. Runs again from where it stopped.
 demo: install
-	test -f data/digits/digits.json || python -m shards digits data/digits
+	test -f data/digits/digits.json || certizoo shards digits data/digits
 	deepspeed --num_gpus 2 trainers/adv_train.py +model=spec_vit_digits data=digits name=demo certify.workers=2 resume=auto
-	python -m registry list
+	certizoo registry list
 	@echo 'rows, curve and model card: runs/demo/certificate/   browse the registry: make ui'
 
 # The documentation site: build/site/index.html. Anything that MkDocs warns of fails. The table of the zoo takes a minute, and
@@ -59,7 +59,7 @@ experiment: install
 	python -m benchmarks.experiments $(NAME) $(ARGS)
 
 ui: install
-	python -m registry ui
+	certizoo registry ui
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from attacks import AttackConfig
-from attacks.loop import probing
 from benchmarks.record import record
+from certizoo.attacks import AttackConfig
+from certizoo.attacks.loop import probing
 
 EPS = 8 / 255
 Way = Callable[[], Tensor]

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import shards
 import zoo
 from benchmarks.record import record
 from certify.api import certifier, radius_of
 from certify.methods import METHODS
-from certify.methods.certificate import Analysis
+from certify.shared.certificate import Analysis
+from certizoo import shards
 from zoo.layers.fold import folded
 
 EPS = (0.02, 0.05, 0.1, 36 / 255, 0.25, 72 / 255)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pandas as pd
 
-import shards.__main__
+import certizoo.shards.__main__
 import zoo
 from benchmarks import ray_nodes
 from benchmarks.record import record
@@ -59,7 +59,7 @@ def of_digits(folder: Path) -> list[str]:
     """Write a hand-over with random weights and the digits; return the command's options for them."""
     model = zoo.model_options("spec_vit_digits") | {"name": "spec_vit_digits"}
     zoo.handover.save(folder / "handover", zoo.create_model(**model), model, {})
-    shards.__main__.main(["digits", str(folder / "digits")])
+    certizoo.shards.__main__.main(["digits", str(folder / "digits")])
     return [f"handover={folder / 'handover'}", "data=digits", f"data.root={folder / 'digits'}"]
 
 

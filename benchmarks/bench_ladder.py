@@ -24,7 +24,7 @@ import zoo
 from benchmarks.bench_certify import handed_over
 from benchmarks.record import record
 from certify.api import certifier, radius_of
-from certify.methods.certificate import guess_of
+from certify.shared.certificate import guess_of
 
 SIZES: dict[str, Any] = {"img_size": 224, "patch_size": 16, "num_classes": 1000}
 STAGES = ("clean points", "first radius", "maps and margins", "search")

@@ -29,13 +29,13 @@ from pathlib import Path
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-import shards
 from benchmarks.record import record
+from certizoo import shards
 from certizoo.memory import keep_freed_memory
-from shards import DataConfig, ShardSet
-from shards.batch import train_view
-from shards.plan import entries, segments
-from shards.tar import Sample
+from certizoo.shards import DataConfig, ShardSet
+from certizoo.shards.batch import train_view
+from certizoo.shards.plan import entries, segments
+from certizoo.shards.tar import Sample
 
 Seconds = tuple[float, float]  # processor time, wall time
 EPOCH, SEED = 0, 0

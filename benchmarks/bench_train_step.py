@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import shards.__main__
+import certizoo.shards.__main__
 import zoo
-from attacks.loop import probing
 from benchmarks.record import record
+from certizoo.attacks.loop import probing
 from certizoo.compose import compose_config
 from trainers.engine import engine
 from trainers.job.prepare import prepare
@@ -52,7 +52,7 @@ def main() -> None:
     images = torch.rand(options.batch, 3, SIZE, SIZE, generator=generator).to(world.device)
     labels = torch.randint(CLASSES, (options.batch,), generator=generator).to(world.device)
     with tempfile.TemporaryDirectory() as folder:
-        shards.__main__.main(["digits", folder])  # the trainer needs shards; the images are those above
+        certizoo.shards.__main__.main(["digits", folder])  # the trainer needs shards; the images are those above
         results = {
             f"pgd_{steps}": measured(options, steps, run_of(options, steps, folder, world), images, labels)
             for steps in options.steps

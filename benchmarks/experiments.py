@@ -27,14 +27,14 @@ import torch
 from torch import Generator
 
 import zoo
-from attacks import AttackConfig
 from benchmarks.record import RESULTS, record
 from certizoo import UserError
+from certizoo.attacks import AttackConfig
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
 from certizoo.nearest import unknown
 from certizoo.ports import free_port
-from shards import DataConfig, eval_loader, find
+from certizoo.shards import DataConfig, eval_loader, find
 
 ROOT = Path(__file__).parents[1]
 BATCH = 100
@@ -187,8 +187,8 @@ TABLES = {
         DEIT_TI, differs=f"{SMALL}; PGD-2 of 5/255 in training (PGD-10 of 2/255)", seeds=SEEDS, images=5000
     ),
     "table1_imagenette": Table(
-        source="SpecFormer (https://arxiv.org/abs/2402.03317), Table 1: DeiT-Ti, Imagenette, standard training, attacks "
-        "of 2/255",
+        source="SpecFormer (https://arxiv.org/abs/2402.03317), Table 1: DeiT-Ti, Imagenette, standard training, "
+        "attacks of 2/255",
         differs=f"{IMAGENETTE.format(40)}; PGD-2 in steps of 1/255 from the image (not said there)",
         columns=("clean", "FGSM", "PGD-2"),
         rows=imagenette(

@@ -36,8 +36,8 @@ from benchmarks.vnncomp import vit, vnnlib
 from benchmarks.vnncomp.contents import content
 from certify.api import certifier, radius_of
 from certify.methods import METHODS
-from certify.methods.breakdown import FIRST_ORDER, averaged, columns
-from certify.methods.certificate import Analysis, Explained
+from certify.shared.breakdown import FIRST_ORDER, averaged, columns
+from certify.shared.certificate import Analysis, Explained
 from certizoo import UserError
 from certizoo.errors import one_line_errors
 from zoo.models.vit import ViT

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from certify.methods.certificate import UnsoundCertificate
+from certify.shared.certificate import UnsoundCertificate
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from certify.methods import METHODS, NAMES, named
-from certify.methods.ball import L2, known
-from certify.methods.certificate import Analysis, Certificate, Certifier, guess_of, require_numbers
+from certify.shared.ball import L2, known
+from certify.shared.certificate import Analysis, Certificate, Certifier, guess_of, require_numbers
 from certizoo import UserError
 from certizoo.nearest import unknown
 from certizoo.text import shown

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from registry import manifest
+from certizoo.registry import manifest
 from zoo import handover
 
 

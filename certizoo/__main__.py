@@ -18,10 +18,10 @@ from certizoo.nearest import unknown
 # command -> its module and description
 COMMANDS = {
     "zoo": ("zoo", "list models and what is proved of their weights; export"),
-    "shards": ("shards", "data sets as shards"),
+    "shards": ("certizoo.shards", "data sets as shards"),
     "certify": ("certify", "certify, evaluate with attacks, certify photographs, the leaderboard"),
-    "registry": ("registry", "browse certified versions in MLflow"),
-    "tune": ("tune", "search with Ray Tune"),
+    "registry": ("certizoo.registry", "browse certified versions in MLflow"),
+    "tune": ("tuning", "search with Ray Tune"),
     "doctor": ("trainers.doctor", "check what this machine can train"),
     "reshape": ("trainers.reshape", "convert a run to another number of ranks"),
 }

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MODELS = ("certizoo", "zoo", "certify/served.py")  # sources from which a published model is built
+MODELS = ("certizoo/*.py", "zoo/**/*.py", "certify/served.py")  # sources from which a published model is built
 
 
 def git_commit() -> str:
@@ -22,9 +22,7 @@ def git_commit() -> str:
 def code_sha256() -> str:
     """Return the digest of the source that builds models, as it is on disk: a commit does not show local changes."""
     digest = hashlib.sha256()
-    for place in MODELS:
-        path = ROOT / place
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            content = file.read_bytes()
-            digest.update(f"{file.relative_to(ROOT).as_posix()} {len(content)}\n".encode() + content)
+    for file in (file for pattern in MODELS for file in sorted(ROOT.glob(pattern))):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(ROOT).as_posix()} {len(content)}\n".encode() + content)
     return digest.hexdigest()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before a test module imports timm)
-from registry import store
+from certizoo.registry import store
 
 torch.set_num_threads(1)
 TESTS = Path(__file__).parent
@@ -26,12 +26,12 @@ FIRST = (
     "tuning/test_tune.py",
     "trainers/test_end_to_end.py",
     "trainers/objectives/test_steps.py",
-    "registry/test_server.py",
+    "certizoo/registry/test_server.py",
     "configs/test_new_attention.py",
     "trainers/doctor/test_doctor.py",
-    "certify/methods/test_image.py",
-    "shards/test_remote.py",
-    "certify/methods/test_ball.py",
+    "certify/image/test_image.py",
+    "certizoo/shards/test_remote.py",
+    "certify/shared/test_ball.py",
     "zoo/bounds/test_curvature.py",
     "zoo/attention/test_curvature_variants.py",
     "zoo/models/test_models.py",
@@ -77,7 +77,7 @@ def store_in(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the shards of scikit-learn's digits, read-only; a test that changes them takes a copy."""
-    from shards.__main__ import main
+    from certizoo.shards.__main__ import main
 
     folder = tmp_path_factory.mktemp("digits")
     main(["digits", str(folder)])

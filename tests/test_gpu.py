@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attacks import AttackConfig
 from certify import certified_radius
+from certizoo.attacks import AttackConfig
 from tests.tools.launching import ROOT, TINY, finish, launch
 from tests.tools.small_models import PARTS, labelled, small_model
 from trainers.engine.optimizers import make_optimizer

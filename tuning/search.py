@@ -109,7 +109,7 @@ class Search:
         """Return the command line of a trial.
 
         Its version in the registry records the search, the space and the values. The registry's place is in the
-        environment (`registry/credentials.py`).
+        environment (`certizoo/registry/credentials.py`).
         """
         values = self.parameters.values(point)
         tags = {"space": self.space, "search": self.name, "trial": f"{self.name}/{trial}"}
@@ -151,7 +151,7 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
     The user's overrides, `given`, come last and take priority. The objectives' radii join certify.eps, and the first of
     them decides about the champion. Paths become absolute: a trial runs elsewhere.
     """
-    from certify.methods.ball import known
+    from certify.shared.ball import known
     from certify.stage.settings import EPS
     from trainers.settings import TrainConfig
 
@@ -195,9 +195,9 @@ def find_data(search: Search) -> Search:
     config = compose_config(search.trainer, [*search.overrides, "resume=auto", nowhere])
     root = Path(config["data"]["root"])
     if config["data"]["name"] == "digits" and not (root / "digits.json").is_file():
-        import shards.__main__
+        import certizoo.shards.__main__
 
-        shards.__main__.main(["digits", str(root)])
+        certizoo.shards.__main__.main(["digits", str(root)])
     looked_at, config["train"]["certify_images"] = config["train"]["certify_images"], 0
     test_set = prepare_first(config).test_set
     if test_set is None:
@@ -226,7 +226,7 @@ def _middle(space: Space) -> dict[str, Any]:
 
 def _anywhere(root: str) -> str:
     """Return data.root in a form that is valid from every folder."""
-    from shards.config import is_remote
+    from certizoo.shards.config import is_remote
 
     return root if is_remote(root) else str(Path(root).expanduser().absolute())
 

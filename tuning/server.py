@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from certizoo import UserError
 from certizoo.ports import free_port
 from certizoo.processes import end_group
-from registry import publish, spool, store
+from certizoo.registry import publish, spool, store
 from tuning.guard import end_with_parent
 from tuning.trial import PATIENCE_SECONDS
 
@@ -44,12 +44,12 @@ def registry(nodes: int, at_once: int, log: Path) -> Iterator[str]:
 
 @contextmanager
 def started(uri: str, log: Path, host: str = "127.0.0.1") -> Iterator[str]:
-    """Run `python -m registry ui` on a free port of `host`.
+    """Run `certizoo registry ui` on a free port of `host`.
 
     The URI is passed by environment: it may hold a password.
     """
     port = free_port()
-    command = [sys.executable, "-m", "registry", "ui", "--host", host, "--port", str(port)]
+    command = [sys.executable, "-m", "certizoo.registry", "ui", "--host", host, "--port", str(port)]
     code = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = os.environ | {"MLFLOW_TRACKING_URI": uri, "PYTHONPATH": os.pathsep.join(code)}
     if host not in LOOPBACK:

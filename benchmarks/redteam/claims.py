@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from certify.api import certifier, radius_of
-from certify.methods.bake import bake
-from certify.methods.ball import LINF
-from certify.methods.certificate import Analysis
+from certify.shared.bake import bake
+from certify.shared.ball import LINF
+from certify.shared.certificate import Analysis
 from certizoo import UserError
 from tests.tools.ascent import ascend, ascend_box
 from tests.tools.trials import inside

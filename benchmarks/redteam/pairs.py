@@ -14,7 +14,7 @@ import torch
 from benchmarks.redteam.claims import METHODS, SLACK
 from benchmarks.redteam.finding import Finding
 from certify.api import certifier
-from certify.methods.ball import NORMS
+from certify.shared.ball import NORMS
 from tests.tools import forgeries
 from tests.tools.forgeries import (
     BEYOND,

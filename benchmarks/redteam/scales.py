@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.redteam.claims import METHODS, analysis_of, certified_claim, claim_at, drop, ratio
 from benchmarks.redteam.finding import Finding
-from certify.methods.ball import NORMS
+from certify.shared.ball import NORMS
 from tests.tools.trials import KINDS, SIZES, Subject
 
 EXPONENTS = tuple(sign * e for e in (10, 40, 130, 330, 560, 996) for sign in (1, -1))  # of two: 2^996 is 7e299

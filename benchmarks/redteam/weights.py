@@ -18,8 +18,8 @@ from torch import Tensor
 
 from benchmarks.redteam.claims import METHODS, Claim, analysis_of, certified_claim, claim_at, drop, margin
 from benchmarks.redteam.finding import Finding
-from certify.methods.bake import bake
-from certify.methods.ball import NORMS
+from certify.shared.bake import bake
+from certify.shared.ball import NORMS
 from tests.tools.trials import KINDS, SIZES, Subject
 
 CLIMB = 12  # steps

@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from attacks.attack import Attack
 from certify.rows.intervals import wilson
+from certizoo.attacks.attack import Attack
 
 Accuracy = dict[str, Any]
 

@@ -16,10 +16,10 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from attacks import AttackConfig
-from attacks.attack import Attack
-from attacks.auto import AutoAttack
-from attacks.loop import probing
+from certizoo.attacks import AttackConfig
+from certizoo.attacks.attack import Attack
+from certizoo.attacks.auto import AutoAttack
+from certizoo.attacks.loop import probing
 
 STEPS, MORE_STEPS = 20, 100
 QUERIES = 1000  # queries of Square, which beats masked gradients long before its 5000

@@ -33,7 +33,7 @@ def evaluate(config: Config) -> None:
         console.print(f"warning: {flag['name']}: {flag['message']}", style="yellow", markup=False, soft_wrap=True)
     console.print(f"card {out / run.CARD}, bars {out / run.BARS}, rows {out / run.TABLE}", soft_wrap=True, markup=False)
     if config["version"]:
-        from registry.annotate import annotate
+        from certizoo.registry.annotate import annotate
 
         tags, metrics = tables.tags(summary), tables.metrics(summary)
         version = annotate(config["version"], tags, metrics, summary["weights_sha256"])

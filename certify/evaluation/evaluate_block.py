@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from attacks.attack import Attack
-from attacks.losses import margin
-from attacks.norms import distance
 from certify.api import radius_of
 from certify.evaluation.protocol import attack_of, covering
 from certify.evaluation.refuted import Found, refuse
 from certify.evaluation.settings import Settings
-from certify.methods.bake import logit_differences
-from certify.methods.ball import L2
 from certify.methods.served import certifier_of
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.draws import draws
 from certify.rows.row_schema import Kind, Row, RowSchema, amount, chance, flag, perhaps, real, whole
 from certify.rows.workers import Batch
+from certify.shared.bake import logit_differences
+from certify.shared.ball import L2
+from certizoo.attacks.attack import Attack
+from certizoo.attacks.losses import margin
+from certizoo.attacks.norms import distance
 
 
 class EvaluateBlock:

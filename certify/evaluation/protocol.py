@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 import zoo
-from attacks.attack import Attack
-from attacks.kinds import make
-from attacks.transfer import Transfer
-from certify.methods.ball import L2, LINF, NORMS
+from certify.shared.ball import L2, LINF, NORMS
 from certizoo import UserError
+from certizoo.attacks.attack import Attack
+from certizoo.attacks.kinds import make
+from certizoo.attacks.transfer import Transfer
 
 Options = Mapping[str, object]
 

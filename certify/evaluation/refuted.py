@@ -7,8 +7,8 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor
 
-from certify.methods.certificate import UnsoundCertificate
 from certify.rows.intervals import NAMES
+from certify.shared.certificate import UnsoundCertificate
 from certizoo.files import whole_file
 
 FOLDER = "refuted"

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 import zoo
-from attacks.attack import Attack
-from attacks.auto import AutoAttack
 from certify.rows.intervals import eps_words
+from certizoo.attacks.attack import Attack
+from certizoo.attacks.auto import AutoAttack
 
 THREATS = {"linf": "Linf", "l2": "L2"}
 
@@ -25,7 +25,7 @@ def load_model(reference: str) -> nn.Module:
     """
     folder = Path(reference)
     if not folder.is_dir():
-        from registry import browse
+        from certizoo.registry import browse
 
         folder = browse.download(reference)
     model, _ = zoo.handover.load(folder)

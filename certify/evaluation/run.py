@@ -18,7 +18,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-import shards
 from certify.evaluation import accuracies, checks, robustbench, tables
 from certify.evaluation.certified import read
 from certify.evaluation.evaluate_block import EvaluateBlock, row_schema_of
@@ -27,7 +26,7 @@ from certify.rows import images, records, runner
 from certify.rows.draws import nonce_of
 from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, chances, image_facts, model_facts, subject_of
-from certizoo import UserError
+from certizoo import UserError, shards
 from certizoo.documents import read_json
 from certizoo.files import write_whole
 

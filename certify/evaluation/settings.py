@@ -8,10 +8,10 @@ from torch import nn
 
 from certify.evaluation.certified import Certified
 from certify.methods import AUTO, named
-from certify.methods.ball import L2, known
 from certify.methods.served import require_served
 from certify.rows.devices import DEVICES, DTYPES
 from certify.rows.workers import HERE, PLACES, Crew
+from certify.shared.ball import L2, known
 from certizoo import UserError
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from certify.methods.ball import NORMS
 from certify.rows.devices import DTYPES
+from certify.shared.ball import NORMS
 from certizoo import UserError
 from certizoo.documents import read_json
 from certizoo.files import require_file_name

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-import shards
 import zoo
 from certify.leaderboard import nonces
 from certify.leaderboard.entry import Entry, faults, points, served_in
@@ -33,7 +32,7 @@ from certify.rows.workers import Batch
 from certify.stage.certify_batch import CertifyBatch
 from certify.stage.outcomes import CERTIFIED, DEFAULT_ATTACK
 from certify.stage.settings import Settings
-from certizoo import UserError
+from certizoo import UserError, shards
 from zoo.bounds import lanczos
 
 DOUBT = 1e-5  # probability that a right claim is refused, at each of its points

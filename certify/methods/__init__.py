@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from torch import nn
 
-from certify.methods.adjoint import Adjoint
+from certify.adjoint.adjoint import Adjoint
+from certify.image.image import Image
 from certify.methods.best import Best
-from certify.methods.certificate import Certifier
 from certify.methods.crown import Crown
-from certify.methods.image import Image
 from certify.methods.lofast import LocalLoFAST, LoFAST
+from certify.shared.certificate import Certifier
 
 Method = Callable[[nn.Module, str | None, str], Certifier]
 

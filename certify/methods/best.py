@@ -12,9 +12,11 @@ from dataclasses import fields
 import torch
 from torch import Tensor, nn
 
+from certify.image.image import Image
 from certify.methods import crown
-from certify.methods.ball import L2, Ball
-from certify.methods.certificate import (
+from certify.methods.lofast import LoFAST
+from certify.shared.ball import L2, Ball
+from certify.shared.certificate import (
     Analysis,
     Breakdown,
     Certificate,
@@ -24,8 +26,6 @@ from certify.methods.certificate import (
     batch_given,
     guess_of,
 )
-from certify.methods.image import Image
-from certify.methods.lofast import LoFAST
 from zoo.bounds.rule_table import NoRule
 
 

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from certify.methods.bake import model_of
-from certify.methods.ball import L2, LINF, Ball, known
-from certify.methods.certificate import Certificate, Clean, checked, decide, lowered, per_image
+from certify.shared.bake import model_of
+from certify.shared.ball import L2, LINF, Ball, known
+from certify.shared.certificate import Certificate, Clean, checked, decide, lowered, per_image
 from zoo.bounds.first_order import classifier_of
 from zoo.layers.mlp import SLL
 from zoo.layers.norms import LayerProject, SmoothProject

@@ -6,7 +6,7 @@ Letters: B images, J classes; y the label, m_j = logit_y - logit_j, W = (w_j) th
 
     ||x' - x||_2 <= r  =>  ||h(x') - h(x)||_2 <= e(r)  =>  m_j(x') >= m_j(x) - ||w_y - w_j||_2 e(r)
 
-with r the radius of the L2 ball around the ball of eps (certify/methods/ball.py).
+with r the radius of the L2 ball around the ball of eps (certify/shared/ball.py).
 
 The last step compares classes in pairs (docs/references.md#erratum-lofast-pairs); it is never worse than the paper's
 sqrt(2) ||W|| e.
@@ -19,11 +19,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from certify.methods.bake import SERVED, model_of
-from certify.methods.ball import L2, Ball, known
-from certify.methods.batching import CorrectImages, analyse_correct
-from certify.methods.breakdown import growth, names
-from certify.methods.certificate import (
+from certify.shared.bake import SERVED, model_of
+from certify.shared.ball import L2, Ball, known
+from certify.shared.batching import CorrectImages, analyse_correct
+from certify.shared.breakdown import growth, names
+from certify.shared.certificate import (
     Breakdown,
     Certificate,
     Clean,

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from certify.adjoint.adjoint import Adjoint, AdjointAnalysis
+from certify.image.image import Image
 from certify.methods import AUTO, METHODS
-from certify.methods.adjoint import Adjoint, AdjointAnalysis
-from certify.methods.bake import refuse_impostor
-from certify.methods.ball import L2, Ball
-from certify.methods.certificate import Certificate, Certifier, Clean, decide, per_image
-from certify.methods.image import Image
 from certify.methods.lofast import LoFAST, LoFASTAnalysis
+from certify.shared.bake import refuse_impostor
+from certify.shared.ball import L2, Ball
+from certify.shared.certificate import Certificate, Certifier, Clean, decide, per_image
 from certizoo import UserError
 from zoo.arithmetic import OUT, nan_to_inf, product
 from zoo.bounds.contracts import Bound, Expansion, Layer, Node, Precision, Rounding

@@ -15,15 +15,14 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-import shards
 import zoo
-from certify.methods.bake import bake
 from certify.papers import figures, jacobian, paper_bounds
 from certify.papers.ascent import largest, largest_change
 from certify.rows.images import image_list
 from certify.rows.progress import Progress, counting, silent
 from certify.rows.records import results, write_csv, write_json
-from certizoo import UserError
+from certify.shared.bake import bake
+from certizoo import UserError, shards
 from certizoo.files import write_whole
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.l2 import L2Attention

@@ -18,10 +18,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-import shards
 import zoo
-from attacks import AttackConfig
-from certify.methods.bake import bake
 from certify.papers import feature_distance, feature_figures, layer_norms
 from certify.papers.features import Features, clean_and_attacked
 from certify.rows import images
@@ -30,7 +27,9 @@ from certify.rows.progress import Progress, counting, silent
 from certify.rows.records import results, write_csv, write_json
 from certify.rows.summary import Summary
 from certify.rows.workers import Batch
-from certizoo import UserError, __version__
+from certify.shared.bake import bake
+from certizoo import UserError, __version__, shards
+from certizoo.attacks import AttackConfig
 
 FEWEST = 2 * feature_distance.FOLDS  # images
 DEFAULT_ATTACK = AttackConfig(norm="linf", eps=8 / 255, steps=20, loss="ce")

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attacks import AttackConfig
 from certify.rows.workers import Batch
 from certizoo import UserError
+from certizoo.attacks import AttackConfig
 
 
 class Features(NamedTuple):

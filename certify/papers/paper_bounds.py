@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from certify.methods.bake import bake
+from certify.shared.bake import bake
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.l2 import L2Attention, distance_bound
 from zoo.attention.lipschitz_norm import LipschitzNormAttention

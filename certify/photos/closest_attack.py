@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor, nn
 
-from attacks import AttackConfig
-from attacks.norms import distance
+from certizoo.attacks import AttackConfig
+from certizoo.attacks.norms import distance
 
 GROWTH = 1.5  # factor from ball to ball
 FIRST = 1.02  # first ball relative to the certified radius, inside which nothing is searched

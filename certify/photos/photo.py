@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from certizoo import UserError
+from certizoo.shards import SampleError
+from certizoo.shards.decode import MAX_PIXELS, fit, upright
 from certizoo.text import plain
-from shards import SampleError
-from shards.decode import MAX_PIXELS, fit, upright
 
 MAX_BYTES = 32 * 2**20  # of a file; 24 million pixels as JPEG or WEBP take less
 ADVICE = f"give a JPEG, PNG or WEBP of at most {MAX_PIXELS / 1e6:.0f} million pixels and {MAX_BYTES >> 20} MiB"
@@ -41,7 +41,11 @@ def read(path: Path, channels: int, size: int) -> Photo:
 
 
 def photo(data: bytes, name: str, channels: int, size: int) -> Photo:
-    """Return the photograph in encoded bytes. Raises UserError for invalid or oversized images (shards/decode.py)."""
+    """Return the photograph in encoded bytes.
+
+    Raises:
+        UserError: it is invalid or too large (certizoo/shards/decode.py).
+    """
     if len(data) > MAX_BYTES:
         raise UserError(f"{name} is larger than {MAX_BYTES >> 20} MiB; {ADVICE}")
     try:

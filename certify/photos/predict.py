@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 import zoo
-from attacks import AttackConfig
-from attacks.norms import distance
 from certify.api import certifier, radius_of
 from certify.evaluation.refuted import Found, refuse
 from certify.methods import named
-from certify.methods.bake import logit_differences
-from certify.methods.ball import known
-from certify.methods.certificate import Certifier
 from certify.photos.closest_attack import closest_attack
 from certify.photos.names import names_of
 from certify.photos.photo import Photo
 from certify.rows.devices import device_of, require_device
 from certify.rows.draws import draws
 from certify.rows.intervals import NAMES, radius_in
+from certify.shared.bake import logit_differences
+from certify.shared.ball import known
+from certify.shared.certificate import Certifier
 from certizoo import UserError
+from certizoo.attacks import AttackConfig
+from certizoo.attacks.norms import distance
 from zoo.bounds import lanczos
 
 HALF = {"l2": 0.5e-4, "linf": 0.5e-3 / 255}  # half of a radius's last printed digit, subtracted to round down

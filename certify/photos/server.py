@@ -20,10 +20,10 @@ from threading import BoundedSemaphore, Lock, Timer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from certify.methods.certificate import UnsoundCertificate
 from certify.photos import page, picture
 from certify.photos.photo import MAX_BYTES, photo
 from certify.photos.predict import Answer, Predictor
+from certify.shared.certificate import UnsoundCertificate
 from certizoo import UserError
 
 EVERY = ("0.0.0.0", "::")  # all addresses of this machine

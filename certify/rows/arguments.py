@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import zoo
-from attacks import AttackConfig
-from attacks.kinds import fits, words
 from certify.rows.images import Share
 from certizoo import UserError
+from certizoo.attacks import AttackConfig
+from certizoo.attacks.kinds import fits, words
 from certizoo.nearest import unknown
-from shards import DataConfig, config_of, from_elsewhere
+from certizoo.shards import DataConfig, config_of, from_elsewhere
 
 Config = dict[str, Any]
 S = TypeVar("S")
@@ -27,7 +27,7 @@ def handover_of(config: Config) -> Path:
         return zoo.weights.handover_of(str(config["model"]))
     if config["handover"]:
         return Path(config["handover"])
-    from registry import browse
+    from certizoo.registry import browse
 
     return browse.download(config["version"])
 

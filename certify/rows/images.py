@@ -5,11 +5,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import shards
 from certify.rows.row_schema import Listed
 from certify.rows.workers import Batch
-from certizoo import UserError
-from shards.sets import listing_of
+from certizoo import UserError, shards
+from certizoo.shards.sets import listing_of
 
 
 @dataclass(frozen=True)

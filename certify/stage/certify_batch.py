@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 import zoo
-from certify.methods.bake import COARSE, LOGIT_TOLERANCE, logit_differences
 from certify.methods.served import certifier_of
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.row_schema import Row
 from certify.rows.workers import Batch
+from certify.shared.bake import COARSE, LOGIT_TOLERANCE, logit_differences
 from certify.stage.outcomes import POSITION_ONLY, rows_of
 from certify.stage.settings import Settings
 

@@ -21,7 +21,7 @@ from certify.rows.progress import progress_bar
 from certify.stage import register, run, tables
 from certify.stage.settings import Settings
 from certizoo import UserError
-from registry import champion
+from certizoo.registry import champion
 
 
 def certify(config: Config) -> None:

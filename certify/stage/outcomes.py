@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from attacks import AttackConfig
 from certify.api import certifier as certifier_of
 from certify.api import outside_inference_mode, radius_given, radius_of
 from certify.methods import named
-from certify.methods.ball import L2
-from certify.methods.breakdown import QUANTITIES, columns
-from certify.methods.certificate import Certificate, Certifier, Explained, UnsoundCertificate, batch_given
 from certify.rows.draws import draws
 from certify.rows.row_schema import Kind, Row, RowSchema, amount, chance, flag, one_of, perhaps, real, whole
+from certify.shared.ball import L2
+from certify.shared.breakdown import QUANTITIES, columns
+from certify.shared.certificate import Certificate, Certifier, Explained, UnsoundCertificate, batch_given
 from certizoo import UserError
+from certizoo.attacks import AttackConfig
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,8 +12,8 @@ from certify.stage import tables
 from certify.stage.run import CARD, CERTIFICATE, TABLE
 from certizoo import UserError
 from certizoo.locks import HOLDER, LOCK
-from registry import champion, credentials, version_tags
-from registry.publish import publish as publish_version
+from certizoo.registry import champion, credentials, version_tags
+from certizoo.registry.publish import publish as publish_version
 
 
 def publish(
@@ -54,7 +54,7 @@ def publish(
         uri=uri,
     )
     if version.version is None:
-        return f"not yet: MLflow is away; {version.uri} waits for `python -m registry sync {out.parent}`"
+        return f"not yet: MLflow is away; {version.uri} waits for `certizoo registry sync {out.parent}`"
     standing = " (champion)" if version.champion else f" (not champion: {version.why})"
     return f"{version.name} version {version.version}{standing}"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from certify.stage.settings import Settings
-from registry import credentials
-from shards import DataConfig
-from shards.config import is_remote
+from certizoo.registry import credentials
+from certizoo.shards import DataConfig
+from certizoo.shards.config import is_remote
 
 KEYS = ("method", "norm", "served_dtype", "images", "batch_size")
 

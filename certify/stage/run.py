@@ -16,22 +16,21 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-import shards
 import zoo
 from certify.methods import crown
-from certify.methods.breakdown import averaged
-from certify.methods.certificate import SLACK
 from certify.rows import images, records, runner
 from certify.rows.draws import Nonce, derived, nonce_of
 from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, chances, image_facts, model_facts, subject_of
+from certify.shared.breakdown import averaged
+from certify.shared.certificate import SLACK
 from certify.stage import assumptions, report, reproduce, tables
 from certify.stage.certify_batch import CertifyBatch
 from certify.stage.model_card import model_card
 from certify.stage.outcomes import POSITION_ONLY, row_schema_of
 from certify.stage.report import gallery
 from certify.stage.settings import Settings
-from certizoo import UserError
+from certizoo import UserError, shards
 from certizoo.files import write_whole
 
 ROWS, CERTIFICATE = records.CERTIFICATES, records.CERTIFICATE

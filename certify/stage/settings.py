@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from attacks import AttackConfig
 from certify.methods import AUTO, NAMES, named
-from certify.methods.ball import L2, LINF, known
 from certify.methods.served import require_served
 from certify.rows.devices import require_device
 from certify.rows.workers import HERE, PLACES, Crew
+from certify.shared.ball import L2, LINF, known
 from certify.stage.outcomes import DEFAULT_ATTACK
 from certizoo import UserError
+from certizoo.attacks import AttackConfig
 from certizoo.nearest import unknown
 
 # norm -> the default radii, and the one by which versions are compared

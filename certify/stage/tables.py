@@ -12,8 +12,8 @@ from rich.text import Text
 from certify.rows.intervals import NAMES, axis_of, eps_in, percent, wilson
 from certify.rows.records import write_png
 from certify.rows.summary import Summary, norm_of
+from certizoo.registry import version_tags
 from certizoo.text import plain
-from registry import version_tags
 from zoo import penalty
 
 

@@ -16,16 +16,16 @@ def markdown() -> str:
 
 def _parsers() -> Iterator[argparse.ArgumentParser]:
     """Iterate over the parsers; they are imported here because together they take seconds."""
-    import registry.__main__
-    import shards.__main__
-    import tune
+    import certizoo.registry.__main__
+    import certizoo.shards.__main__
+    import tuning.__main__
     import zoo.__main__
     from certizoo.compose import compose_config
 
-    yield shards.__main__.parser()
+    yield certizoo.shards.__main__.parser()
     yield zoo.__main__.parser()
-    yield tune.parser(compose_config("tune", []))
-    yield registry.__main__.parser()
+    yield tuning.__main__.parser(compose_config("tune", []))
+    yield certizoo.registry.__main__.parser()
 
 
 def _section(parser: argparse.ArgumentParser) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import griffe
 
-PACKAGES = ("zoo", "zoo.rules", "certify", "shards", "attacks", "registry")
+PACKAGES = ("zoo", "zoo.rules", "certify", "certizoo.shards", "certizoo.attacks", "certizoo.registry")
 
 
 def missing(root: Path) -> list[str]:

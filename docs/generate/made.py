@@ -9,7 +9,7 @@ from docs.generate import api, commands, config_keys, leaderboard, links, recipe
 MARK = re.compile(r"^<!-- made at build: (\w+)(?: (\S+) (\S+))? -->$", re.M)
 # WORD -> Markdown
 PARTS: dict[str, Callable[[], str]] = {
-    "api_registry": api.page_of("registry"),
+    "api_registry": api.page_of("certizoo.registry"),
     "api_zoo": api.page_of("zoo"),
     "commands": commands.markdown,
     "config_keys": config_keys.markdown,

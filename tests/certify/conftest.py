@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import shards
 import zoo
+from certizoo import shards
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """`certizoo COMMAND` has every command, and `train` is the documented command of the launcher."""
 
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,3 +53,19 @@ def test_it_lists_its_commands_and_mends_a_wrong_one(capsys: pytest.CaptureFixtu
 def test_every_package_says_that_it_is_typed() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "benchmarks", "docs"}
     assert packages == {path.parent.name for path in ROOT.glob("*/py.typed")}
+
+
+def test_the_folder_above_a_clone_named_certizoo_is_not_taken_for_the_package(tmp_path: Path) -> None:
+    """`mlflow models serve`, started there, found the clone's folder before the installed package."""
+    (tmp_path / "certizoo").symlink_to(ROOT)
+    code = "import certizoo.errors, certify; print(certizoo.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, __version__), done.stderr
+
+
+@pytest.mark.parametrize("name", ["shards", "registry"])
+def test_a_module_of_earlier_versions_names_the_command_and_runs_it(name: str) -> None:
+    words = [sys.executable, "-m", name, "--help"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, f"python -m {name} is now: certizoo {name}\n")
+    assert done.stdout.startswith("usage:")

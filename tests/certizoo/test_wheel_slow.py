@@ -14,7 +14,7 @@ from certizoo.ports import free_port
 from tests.tools.launching import ROOT, environment
 
 pytestmark = pytest.mark.slow
-BUILT_OF = ("pyproject.toml", "README.md", "LICENSE", "tune.py")  # files beside the packages
+BUILT_OF = ("pyproject.toml", "README.md", "LICENSE")  # files beside the packages
 
 
 def done(*command: str | Path, cwd: Path) -> str:
@@ -33,7 +33,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("wheel")
     tree, wheels, venv = root / "tree", root / "wheels", root / "venv"
     tree.mkdir()
-    for name in [*BUILT_OF, "configs", *(path.parent.name for path in ROOT.glob("*/py.typed"))]:
+    for name in [*BUILT_OF, *(path.parent.name for path in ROOT.glob("*/py.typed"))]:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tree / name)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
@@ -53,11 +53,19 @@ def empty(tmp_path: Path) -> Path:
 
 
 def test_the_installed_package_is_the_one_that_runs(program: Path, empty: Path) -> None:
-    where = done(program.parent / "python", "-c", "import zoo, tune; print(zoo.__file__, tune.__file__)", cwd=empty)
-    assert all(word.startswith(str(program.parents[1])) for word in where.split())
+    where = done(program.parent / "python", "-c", "import zoo, certify; print(zoo.__file__)", cwd=empty)
+    assert where.startswith(str(program.parents[1]))
     files = {path.name for path in next((program.parents[1] / "lib").glob("python*/site-packages")).glob("*/py.typed")}
     assert files == {"py.typed"}
     assert "certizoo COMMAND" in done(program, cwd=empty)
+
+
+def test_files_of_common_names_in_the_current_folder_are_not_taken_for_ours(program: Path, empty: Path) -> None:
+    for name in ("attacks", "shards", "registry", "tune", "configs"):
+        (empty / f"{name}.py").write_text("raise SystemExit('the file of the user')\n")
+    done(program.parent / "python", "-c", "import zoo, certify, trainers, tuning.search", cwd=empty)
+    done(program, "shards", "digits", "data/digits", cwd=empty)
+    assert "VERSION" in done(program, "registry", "list", "--help", cwd=empty).upper()
 
 
 def test_models_shards_and_certificates(program: Path, empty: Path) -> None:

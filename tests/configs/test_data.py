@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shards import DataConfig
+from certizoo.shards import DataConfig
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "configs" / "data").glob("*.yaml"))
 
@@ -16,7 +16,7 @@ def test_data_configs_are_complete(path: Path) -> None:
     content = yaml.safe_load(text)
     assert DataConfig(**content).name == path.stem
     assert set(content) == set(DataConfig.__dataclass_fields__)
-    assert "python -m shards" in text
+    assert "certizoo shards" in text
 
 
 def test_the_four_sets_are_there() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from attacks import AttackConfig, make
-from attacks.auto import STANDARD, AutoAttack
-from attacks.minimal import CarliniWagner
 from certify.stage.settings import EPS
+from certizoo.attacks import AttackConfig, make
+from certizoo.attacks.auto import STANDARD, AutoAttack
+from certizoo.attacks.minimal import CarliniWagner
 from certizoo.compose import CONFIGS
 
 FILES = sorted((CONFIGS / "protocol").glob("*.yaml"))

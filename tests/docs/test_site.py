@@ -150,10 +150,10 @@ def test_every_configuration_file_is_on_a_page(site: Path) -> None:
 def test_every_command_with_options_is_on_its_page(site: Path) -> None:
     said = (site / "reference" / "commands.html").read_text()
     for word in (
-        "python -m shards folder",
+        "certizoo shards folder",
         "python -m zoo export",
         "tune.py",
-        "python -m registry promote",
+        "certizoo registry promote",
         "--nodes-per",
     ):
         assert word in said, word

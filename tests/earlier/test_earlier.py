@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import zoo
-from attacks import AttackConfig
 from certify import certified_radius
 from certify.stage import run as stage
 from certify.stage.settings import Settings
-from shards import DataConfig
+from certizoo.attacks import AttackConfig
+from certizoo.shards import DataConfig
 from tests.tools.cases import mostly_slow
 
 HERE = Path(__file__).parent / "f6dab7c"

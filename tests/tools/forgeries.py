@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from certify.methods.certificate import Certificate, Certifier
+from certify.shared.certificate import Certificate, Certifier
 from certizoo import UserError
 
 MOST = 0.25  # this change of one pixel, or a smaller one, gives the image to class 0

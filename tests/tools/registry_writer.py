@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from registry.track import Tracker
+from certizoo.registry.track import Tracker
 from tests.tools import versions
 
 STEPS = 5

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from attacks import AttackConfig
 from certify.stage import run as stage
-from shards import DataConfig
+from certizoo.attacks import AttackConfig
+from certizoo.shards import DataConfig
 
 CONFIG: dict[str, Any] = {"name": "spec_vit_digits", "num_classes": 10, "img_size": 8, "in_chans": 1}
 SETTINGS = stage.Settings(

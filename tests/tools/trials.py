@@ -16,12 +16,12 @@ from torch import Tensor
 import zoo
 from certify import certified_radius
 from certify.api import radius_of
-from certify.methods.bake import bake
-from certify.methods.ball import LINF, NORMS, Ball
-from certify.methods.certificate import Certificate, Clean, decide_by, per_image
-from certify.methods.image import Image, ImageAnalysis
-from certify.methods.radius_stage import Situation
+from certify.image.image import Image, ImageAnalysis
+from certify.image.radius_stage import Situation
 from certify.methods.served import ServedImage
+from certify.shared.bake import bake
+from certify.shared.ball import LINF, NORMS, Ball
+from certify.shared.certificate import Certificate, Clean, decide_by, per_image
 from certizoo import UserError
 from tests.tools.ascent import ascend, ascend_box, margin_loss
 from tests.tools.small_models import PARTS, SMALL, distinct

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 import torch
 
-import shards.__main__
+import certizoo.shards.__main__
 import zoo
-from registry import browse
+from certizoo.registry import browse
 from tests.tools.launching import ROOT, environment, finish, launch
 
 SCRIPT = ROOT / "trainers" / "adv_train.py"
@@ -24,7 +24,7 @@ def test_from_shards_to_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    shards.__main__.main(["digits", "data/digits"])
+    certizoo.shards.__main__.main(["digits", "data/digits"])
     arguments = ("+model=spec_vit_digits", "data=digits", "name=demo", "train.epochs=10", "certify.images=24")
     status, output = finish(launch(SCRIPT, *arguments, "registry.champion_images=24", cwd=tmp_path), seconds=240)
     assert status == 0, output

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from registry import browse
+from certizoo.registry import browse
 from tests.tools.launching import ROOT
 from tests.tools.tuning_runs import certified, runs
 

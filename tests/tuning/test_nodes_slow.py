@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from registry import browse
+from certizoo.registry import browse
 from tests.tools.tuning_runs import alive, begin, finish, finished, first_step, runs, shared_server, two_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -14,9 +14,9 @@ from pyarrow.fs import FileSelector, FileSystem
 
 from certizoo.ports import free_port
 from certizoo.processes import end_group
-from registry import browse
-from tests.shards import test_s3_slow
-from tests.shards.test_s3_slow import BUCKET, KEY, Bucket
+from certizoo.registry import browse
+from tests.certizoo.shards import test_s3_slow
+from tests.certizoo.shards.test_s3_slow import BUCKET, KEY, Bucket
 from tests.tools.tuning_runs import SMALL, begin, finish, finished, node_apart, shared_server, two_nodes
 from tuning.trial import PATIENCE_SECONDS
 

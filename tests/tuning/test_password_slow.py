@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from certizoo.ports import free_port
-from registry import browse
+from certizoo.registry import browse
 from tests.tools.tuning_runs import SHORT, alive, begin, finish, finished
 from tuning import server
 

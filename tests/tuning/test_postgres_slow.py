@@ -18,7 +18,7 @@ import pytest
 
 from certizoo.ports import free_port
 from certizoo.processes import end_group
-from registry import browse, publish, spool, store
+from certizoo.registry import browse, publish, spool, store
 from tests.tools.launching import ROOT
 from tests.tools.registry_writer import STEPS
 from tests.tools.tuning_runs import alive
@@ -61,7 +61,7 @@ def database() -> Iterator[str]:
 
 def start(uri: str, port: int, log: Path) -> "subprocess.Popen[bytes]":
     """Start the project's own server on the database, keeping its password off the command line."""
-    command = [sys.executable, "-m", "registry", "ui", "--port", str(port)]
+    command = [sys.executable, "-m", "certizoo.registry", "ui", "--port", str(port)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": uri}
     with log.open("ab") as out:
         process = subprocess.Popen(

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from registry import browse
+from certizoo.registry import browse
 from tests.tools.tuning_runs import begin, finish, first_step, runs
 from tuning import spaces
 

@@ -18,15 +18,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import tune
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
 from certizoo.files import disk_errors
-from registry import credentials
+from certizoo.registry import credentials
 from tests.tools.cases import mostly_slow
 from tests.tools.full_disk import full_disk
 from tests.tools.launching import ROOT
 from trainers.job import checkpoint
+from tuning import __main__ as tune
 from tuning import closing, objectives, search, spaces, trial
 from tuning.live import Board
 from tuning.spaces import Parameter

@@ -26,8 +26,8 @@ from certify.papers import paper_bounds
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.files import whole_file, write_whole
-from registry import credentials
-from shards import train_loader
+from certizoo.registry import credentials
+from certizoo.shards import train_loader
 from trainers import ranks
 from trainers.certvit.douglas_rachford import solve
 from trainers.certvit.layers import constrainable, norm, observe

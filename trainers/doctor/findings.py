@@ -24,7 +24,7 @@ from rich.table import Table
 from certizoo import UserError
 from certizoo.compose import compose_config
 from certizoo.errors import one_line_errors
-from shards.ring import shared_bytes
+from certizoo.shards.ring import shared_bytes
 from trainers import ranks
 from trainers.doctor.estimate import Estimate, estimate
 from trainers.doctor.machine import Finding, disk, machine, registry, size

@@ -13,7 +13,7 @@ import torch
 from packaging.requirements import Requirement
 
 from certizoo import UserError
-from registry import store
+from certizoo.registry import store
 
 
 @dataclass(frozen=True)

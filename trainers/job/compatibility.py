@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 import zoo
-from attacks import AttackConfig
-from attacks.attention import loss_of
 from certizoo import UserError
+from certizoo.attacks import AttackConfig
+from certizoo.attacks.attention import loss_of
 from certizoo.files import require_file_name
 from certizoo.nearest import choices
-from registry import champion, version_tags
+from certizoo.registry import champion, version_tags
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, SECOND_ORDER, SOFT_LABELS

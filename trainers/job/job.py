@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attacks import AttackConfig
 from certify.stage.settings import Settings as CertifySettings
-from shards import DataConfig, ShardSet, steps_per_epoch
+from certizoo.attacks import AttackConfig
+from certizoo.shards import DataConfig, ShardSet, steps_per_epoch
 from trainers.job import checkpoint
 from trainers.job.schedule import ScheduleConfig
 from trainers.job.typed import typed

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import zoo
-from attacks import AttackConfig
 from certizoo import UserError
-from registry import store
-from shards import DataConfig, ShardSet, find
+from certizoo.attacks import AttackConfig
+from certizoo.registry import store
+from certizoo.shards import DataConfig, ShardSet, find
 from trainers import ranks
 from trainers.job import checkpoint
 from trainers.job.auto_settings import bf16_is_emulated, resolve_auto, scale_lr

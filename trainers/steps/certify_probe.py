@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from certify.stage.probe_model import certify_probe
-from shards import eval_loader
+from certizoo.shards import eval_loader
 from trainers.engine.engine import Engine
 from trainers.job.job import Job, certify_settings
 from trainers.weights import handover

@@ -20,7 +20,7 @@ from typing import TypeVar
 from torch import nn
 
 from certizoo import UserError
-from shards import train_loader
+from certizoo.shards import train_loader
 from trainers.engine import engine, logs
 from trainers.engine.preempt import Request, Stopped, listening
 from trainers.engine.watchdog import Watchdog

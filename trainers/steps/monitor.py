@@ -7,8 +7,8 @@ from itertools import chain, islice, repeat
 import torch
 from torch import Generator, Tensor, nn
 
-from attacks import AttackConfig
-from shards import eval_loader
+from certizoo.attacks import AttackConfig
+from certizoo.shards import eval_loader
 from trainers.engine.world import World
 from trainers.job.job import Job
 from trainers.seeds import seed_of

@@ -5,7 +5,7 @@ import math
 from itertools import islice
 
 from certizoo.files import write_whole
-from shards import train_loader
+from certizoo.shards import train_loader
 from trainers.job.checkpoint import Position
 from trainers.steps.run import Run
 

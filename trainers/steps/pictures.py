@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 import zoo
-from shards import eval_loader
+from certizoo.shards import eval_loader
 from trainers.job.job import Job
 from trainers.seeds import seed_of
 from trainers.steps.monitor import LEAST_STEPS

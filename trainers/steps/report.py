@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from certizoo import UserError
 from certizoo.files import write_whole
-from registry.system import SystemMetrics
-from registry.track import Tracker
+from certizoo.registry.system import SystemMetrics
+from certizoo.registry.track import Tracker
 
 T = TypeVar("T")
 Row = dict[str, float]

@@ -8,8 +8,8 @@ from torch import Tensor
 import zoo
 from certizoo.documents import yaml_of
 from certizoo.files import write_whole
-from registry import credentials
-from registry.track import Tracker
+from certizoo.registry import credentials
+from certizoo.registry.track import Tracker
 from trainers.engine.engine import Engine
 from trainers.engine.world import World
 from trainers.job.job import Job

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from attacks.loop import probing
 from certizoo import UserError
+from certizoo.attacks.loop import probing
 from trainers.job import checkpoint
 from trainers.objectives import OBJECTIVES, Probe, Terms
 from trainers.seeds import seed_of

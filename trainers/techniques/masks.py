@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from attacks.loop import Disturb
+from certizoo.attacks.loop import Disturb
 from trainers.model_parts import attentions_of
 from trainers.settings import MasksConfig
 

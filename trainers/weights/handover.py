@@ -17,8 +17,8 @@ from certizoo import UserError, __version__
 from certizoo.commit import git_commit
 from certizoo.documents import read_json
 from certizoo.files import write_whole
+from certizoo.registry import credentials
 from certizoo.text import plain
-from registry import credentials
 from trainers.engine.engine import Engine
 from trainers.job.job import Job, certify_settings
 from trainers.weights.ema import Average

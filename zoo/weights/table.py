@@ -63,7 +63,7 @@ def entry(name: str) -> Entry:
     if name not in known:
         raise UserError(
             f"{name} has no published weights; models with weights: {', '.join(known)}. Your own checkpoints are in "
-            "the registry (python -m registry list)"
+            "the registry (certizoo registry list)"
         )
     return known[name]
 

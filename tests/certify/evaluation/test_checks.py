@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attacks import AttackConfig
-from attacks.attack import Attack
-from attacks.auto import AutoAttack
 from certify.evaluation import checks
 from certify.evaluation.evaluate_block import in_dtype
+from certizoo.attacks import AttackConfig
+from certizoo.attacks.attack import Attack
+from certizoo.attacks.auto import AutoAttack
 
 CLASSES, SIDE = 4, 6
 

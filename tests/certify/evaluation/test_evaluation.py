@@ -14,21 +14,21 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import zoo
-from attacks import AttackConfig
-from attacks.attack import Attack, Draws
-from attacks.auto import AutoAttack
-from attacks.kinds import KINDS
-from attacks.norms import distance
 from certify import api
 from certify.__main__ import main
 from certify.evaluation import evaluate_block, refuted, robustbench
 from certify.evaluation import run as evaluation
-from certify.methods.certificate import UnsoundCertificate
+from certify.shared.certificate import UnsoundCertificate
 from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError
+from certizoo.attacks import AttackConfig
+from certizoo.attacks.attack import Attack, Draws
+from certizoo.attacks.auto import AutoAttack
+from certizoo.attacks.kinds import KINDS
+from certizoo.attacks.norms import distance
 from certizoo.locks import HOLDER, LOCK
-from registry import browse
+from certizoo.registry import browse
 from tests.tools.full_disk import full_disk
 from tests.tools.rounding import assert_same_to_rounding
 from tests.tools.stage_runs import SETTINGS as FEW

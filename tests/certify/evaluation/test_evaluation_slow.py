@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from certify.evaluation import run as evaluation
-from shards import DataConfig
+from certizoo.shards import DataConfig
 from tests.tools.stage_runs import data
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from attacks import AttackConfig
-from attacks.kinds import make
-from attacks.norms import distance
 from certify import api
 from certify.evaluation import evaluate_block
 from certify.evaluation import run as evaluation
 from certify.evaluation.protocol import covering
-from certify.methods.certificate import UnsoundCertificate
+from certify.shared.certificate import UnsoundCertificate
 from certizoo import UserError
+from certizoo.attacks import AttackConfig
+from certizoo.attacks.kinds import make
+from certizoo.attacks.norms import distance
 from tests.tools.stage_runs import data
 
 EPS = 4 / 255

@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 import zoo
-from attacks import pgd
 from certify import certified_radius, certify, evaluate
 from certify.api import TOLERANCE, certifier, radius_of
 from certify.methods import named
-from certify.methods.bake import bake, logit_difference
-from certify.methods.batching import CorrectImages
-from certify.methods.certificate import UnsoundCertificate
 from certify.methods.lofast import LoFAST
 from certify.methods.served import SERVED_METHODS
+from certify.shared.bake import bake, logit_difference
+from certify.shared.batching import CorrectImages
+from certify.shared.certificate import UnsoundCertificate
 from certify.stage.settings import Settings
 from certizoo import UserError
+from certizoo.attacks import pgd
 from tests.tools.ascent import ascend, margin_loss
 from tests.tools.cases import mostly_slow
 from zoo.bounds.rule_table import NoRule

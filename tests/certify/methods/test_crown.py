@@ -14,8 +14,8 @@ from torch import Tensor
 import zoo
 from certify import certified_radius, certify
 from certify.methods import crown as door
-from certify.methods.bake import bake
 from certify.methods.crown import Crown, Plain, plain
+from certify.shared.bake import bake
 from tests.certify.methods.test_certify import SMALL
 from tests.tools.ascent import ascend, margin_loss
 from tests.tools.small_models import PARTS, labelled, small_model

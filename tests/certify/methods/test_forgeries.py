@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.redteam.scales import places
 from certify.api import certified_radius, certifier
-from certify.methods.ball import NORMS
+from certify.shared.ball import NORMS
 from certizoo import UserError
 from tests.tools.cases import mostly_slow
 from tests.tools.forgeries import BEYOND, FAMILIES, SCALES, at_sufficient_changes, attacked, change_needed, image

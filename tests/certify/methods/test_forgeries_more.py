@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from certify.api import certifier
-from certify.methods.ball import NORMS
 from certify.methods.served import SERVED_METHODS
+from certify.shared.ball import NORMS
 from tests.tools.cases import mostly_slow
 from tests.tools.forgeries import BEYOND, at_sufficient_changes, attacked, change_needed, image
 from tests.tools.forgeries_more import FAMILIES, SCALES

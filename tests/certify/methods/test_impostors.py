@@ -503,7 +503,7 @@ def test_what_is_refused_would_break_the_certificate(attacked: Any, monkeypatch:
     monkeypatch.setitem(rule_table._TABLE, attention, rule_table._TABLE[DotProductAttention])
     if type(given) is CopiesAsAnother:
         monkeypatch.setattr(
-            "certify.methods.bake.integrity.kind_of", lambda module: ViT if module is given else type(module)
+            "certify.shared.bake.integrity.kind_of", lambda module: ViT if module is given else type(module)
         )
     radius_B = certified_radius(given, x, y)
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))

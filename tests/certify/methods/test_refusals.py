@@ -14,7 +14,7 @@ import zoo
 from certify import certify
 from certify.__main__ import main
 from certify.methods import METHODS
-from certify.methods.bake import bake
+from certify.shared.bake import bake
 from certizoo import UserError
 from tests.tools.cases import mostly_slow
 from tests.tools.small_models import AVG, SMALL, labelled, small_model

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from certify.adjoint.adjoint import Adjoint
 from certify.api import radius_of
-from certify.methods.adjoint import Adjoint
-from certify.methods.bake import bake
-from certify.methods.batching import CorrectImages
-from certify.methods.image import Image, ImageAnalysis
+from certify.image.image import Image, ImageAnalysis
+from certify.image.radius_stage import RadiusStage, Situation
 from certify.methods.lofast import LocalLoFAST, LoFAST
-from certify.methods.radius_stage import RadiusStage, Situation
 from certify.methods.served import SERVED_METHODS, ServedAdjoint, ServedImage, ServedLocalLoFAST, ServedLoFAST
+from certify.shared.bake import bake
+from certify.shared.batching import CorrectImages
 from certizoo import UserError
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import zoo
 from certify import certified_radius
-from certify.methods.adjoint import Adjoint
-from certify.methods.bake import bake, logit_difference
+from certify.adjoint.adjoint import Adjoint
 from certify.methods.lofast import LocalLoFAST, LoFAST
+from certify.shared.bake import bake, logit_difference
 from certizoo import UserError
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow

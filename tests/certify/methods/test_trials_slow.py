@@ -6,7 +6,7 @@ A million, and the whole zoo: `python -m benchmarks.trials`.
 import pytest
 
 from certify import certified_radius
-from certify.methods.bake import bake
+from certify.shared.bake import bake
 from tests.tools.ascent import ascend, margin_loss
 from tests.tools.small_models import PARTS
 from tests.tools.trials import METHODS, NORMS, STEPS, TRAINED, WEIGHTS, Subject, outcomes

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import zoo
 from certify.__main__ import main
-from certify.methods.bake import bake
 from certify.papers import analysis, jacobian, paper_bounds
 from certify.papers.ascent import largest_change
+from certify.shared.bake import bake
 from certizoo import UserError
-from shards import DataConfig
+from certizoo.shards import DataConfig
 from tests.tools.cases import mostly_slow
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.l2 import L2Attention

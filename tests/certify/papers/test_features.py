@@ -12,15 +12,15 @@ from matplotlib import pyplot as plt
 from PIL import Image
 
 import zoo
-from attacks import AttackConfig
 from certify.__main__ import main
-from certify.methods.bake import bake
 from certify.papers import feature_distance, feature_report, features, layer_norms
 from certify.rows import images
+from certify.shared.bake import bake
 from certizoo import UserError
+from certizoo.attacks import AttackConfig
 from certizoo.compose import compose_config
 from certizoo.locks import HOLDER, LOCK
-from shards import DataConfig
+from certizoo.shards import DataConfig
 from zoo.models.overview import tiny_options
 
 FAMILIES = (

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import shards
 from certify.photos.predict import Asked, Predictor
+from certizoo import shards
 from tests.tools.stage_runs import data
 
 

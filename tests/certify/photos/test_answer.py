@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 
 import certify
-from attacks.norms import distance
 from certify.__main__ import main
-from certify.methods.certificate import UnsoundCertificate
 from certify.photos import picture
 from certify.photos.names import KNOWN, names_of
 from certify.photos.photo import photo
 from certify.photos.predict import Answer, Predictor
+from certify.shared.certificate import UnsoundCertificate
+from certizoo.attacks.norms import distance
 
 Encoded = Callable[..., bytes]
 

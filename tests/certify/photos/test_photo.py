@@ -12,7 +12,7 @@ from PIL import Image
 
 from certify.photos import photo
 from certizoo import UserError
-from shards.decode import fit, pixels
+from certizoo.shards.decode import fit, pixels
 
 
 def encoded(width: int, height: int, kind: str = "PNG", **options: object) -> bytes:

@@ -9,13 +9,12 @@ import pytest
 import torch
 import yaml
 
-import shards
 import zoo
 from certify.__main__ import main
 from certify.rows.arguments import data_of
-from certizoo import UserError
+from certizoo import UserError, shards
 from certizoo.compose import compose_config
-from shards import sources
+from certizoo.shards import sources
 from tests.tools.cases import mostly_slow
 
 MODEL: dict[str, Any] = {"name": "spec_vit_digits", "depth": 1, "embed_dim": 8}

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import zoo
-from attacks import AttackConfig
 from certify.evaluation import run as evaluation
 from certify.papers import analysis, feature_report
 from certify.rows import records
@@ -22,6 +21,7 @@ from certify.rows.images import image_list
 from certify.stage import register
 from certify.stage import run as stage
 from certizoo import UserError
+from certizoo.attacks import AttackConfig
 from certizoo.locks import sole_writer
 from tests.tools.cases import mostly_slow
 from tests.tools.stage_runs import CONFIG, data

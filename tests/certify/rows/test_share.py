@@ -8,14 +8,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-import shards
 from certify.evaluation import run as evaluation
 from certify.evaluation.settings import Settings as Evaluation
 from certify.rows import images
 from certify.rows.images import Share
 from certify.stage import register
 from certify.stage import run as stage
-from certizoo import UserError
+from certizoo import UserError, shards
 from tests.tools.cases import mostly_slow
 from tests.tools.stage_runs import SETTINGS, data
 

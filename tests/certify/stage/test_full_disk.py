@@ -11,12 +11,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from attacks import AttackConfig
 from certify.evaluation import run as evaluation
 from certify.papers import analysis, feature_report
 from certify.rows import records
 from certify.stage import run as stage
 from certizoo import UserError
+from certizoo.attacks import AttackConfig
 from tests.tools.full_disk import full_disk
 from tests.tools.stage_runs import data
 

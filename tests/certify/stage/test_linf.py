@@ -10,17 +10,16 @@ import pandas as pd
 import pytest
 import torch
 
-import shards
 import zoo
-from attacks import AttackConfig
 from certify import certified_radius
 from certify.__main__ import main
 from certify.rows.draws import draws
 from certify.stage import register, tables
 from certify.stage import run as stage
-from certizoo import UserError
+from certizoo import UserError, shards
+from certizoo.attacks import AttackConfig
 from certizoo.compose import compose_config
-from registry import browse
+from certizoo.registry import browse
 from tests.certify.stage.test_report import Page
 from tests.tools.stage_runs import data
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from certify.api import certifier
-from certify.methods.certificate import UnsoundCertificate
+from certify.shared.certificate import UnsoundCertificate
 from certify.stage.outcomes import evaluate
 from certify.stage.probe_model import certify_probe
 from certify.stage.settings import Settings

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import zoo
-from attacks import AttackConfig
 from certify.__main__ import main
 from certify.evaluation import tables as evaluation_tables
 from certify.stage import register, report, tables
 from certify.stage import run as stage
 from certify.stage.model_card import model_card
 from certizoo import UserError
-from registry import browse, champion
-from shards import DataConfig
+from certizoo.attacks import AttackConfig
+from certizoo.registry import browse, champion
+from certizoo.shards import DataConfig
 
 CONFIG: dict[str, Any] = {"name": "spec_vit_digits", "num_classes": 10, "img_size": 8, "in_chans": 1}
 SETTINGS = stage.Settings(

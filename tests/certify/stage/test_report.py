@@ -21,17 +21,17 @@ import torch
 from PIL import Image
 from scipy.stats import binomtest  # type: ignore[import-untyped]
 
-import shards
 import zoo
-from attacks import AttackConfig
 from certify.__main__ import main
-from certify.methods.adjoint import Adjoint
-from certify.methods.breakdown import FIRST_ORDER, IN_FRONT, averaged, columns, names, shares
+from certify.adjoint.adjoint import Adjoint
 from certify.methods.lofast import LoFAST
+from certify.shared.breakdown import FIRST_ORDER, IN_FRONT, averaged, columns, names, shares
 from certify.stage import register, report, reproduce
 from certify.stage import run as stage
 from certify.stage.report import gallery
 from certify.stage.report.charts import histogram
+from certizoo import shards
+from certizoo.attacks import AttackConfig
 from certizoo.compose import compose_config
 from tests.certify.methods.test_certify import SMALL
 from tests.tools.stage_runs import data

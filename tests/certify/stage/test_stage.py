@@ -12,14 +12,13 @@ import pandas as pd
 import pytest
 import torch
 
-import shards
 import zoo
 from certify.__main__ import main
 from certify.stage import register
 from certify.stage import run as stage
-from certizoo import UserError
-from registry import browse
-from shards import eval_loader
+from certizoo import UserError, shards
+from certizoo.registry import browse
+from certizoo.shards import eval_loader
 from tests.tools.rounding import assert_same_to_rounding
 from tests.tools.stage_runs import CONFIG, SETTINGS, data
 from zoo.models import catalog

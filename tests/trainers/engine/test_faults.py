@@ -326,7 +326,7 @@ from trainers.engine import logs
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
 logs.to_files(Path("."))
 logging.getLogger("trainers.steps.loop").info("a step")
-logging.getLogger("shards.read").warning("a corrupt image")
+logging.getLogger("certizoo.shards.read").warning("a corrupt image")
 """
 
 
@@ -338,7 +338,7 @@ def test_other_ranks_warn_in_their_files(tmp_path: Path, rank: int) -> None:
     assert ("a corrupt image" in done.stderr) == (rank == 0)
     text = (tmp_path / "logs" / f"rank{rank}.log").read_text()
     assert "INFO trainers.steps.loop: a step" in text
-    assert "WARNING shards.read: a corrupt image" in text
+    assert "WARNING certizoo.shards.read: a corrupt image" in text
 
 
 def test_positions_count_epochs() -> None:

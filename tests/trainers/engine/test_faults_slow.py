@@ -200,5 +200,5 @@ def test_a_loader_that_hangs_ends_the_run(digits: Path, tmp_path: Path, monkeypa
     status, output = finish(process, seconds=60)
     assert status == 1
     error = the_error(output)
-    assert "rank 0 is stuck at shards/" in error
+    assert "rank 0 is stuck at certizoo/shards/" in error
     assert "/shards/" in (tmp_path / "runs" / "hung" / "logs" / "rank0.log").read_text(), "all stacks are in the log"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from attacks import AttackConfig
+from certizoo.attacks import AttackConfig
 from trainers.engine.engine import ds_config
 from trainers.engine.wrappers import EngineModel, recompute_blocks_
 from trainers.model_parts import blocks_of

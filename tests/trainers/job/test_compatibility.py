@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shards.__main__
+import certizoo.shards.__main__
 import zoo
 from certizoo import UserError
 from certizoo.compose import compose_config
@@ -140,7 +140,7 @@ FIRST = [(rule, *cases[0]) for rule, cases in CASES.items()]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipe")
-    shards.__main__.main(["digits", str(folder / "data" / "digits")])
+    certizoo.shards.__main__.main(["digits", str(folder / "data" / "digits")])
     return folder
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zoo
-from attacks import AttackConfig
 from certizoo import UserError
+from certizoo.attacks import AttackConfig
 from tests.trainers.objectives.test_lmce import slow_loss as slow_lmce
 from tests.trainers.objectives.test_margins import ORACLES as MARGINS
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, SOFT_LABELS, Probe

@@ -7,8 +7,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 import zoo
-from attacks import AttackConfig
-from attacks.norms import distance
+from certizoo.attacks import AttackConfig
+from certizoo.attacks.norms import distance
 from trainers.model_parts import attentions_of
 from trainers.settings import MasksConfig, MixConfig
 from trainers.techniques.masks import masked, patches

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import shards
+from certizoo import shards
 from tests.tools.launching import ROOT, TINY, finish, launch, rows
 from trainers.steps import certify_probe
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 import zoo
 from certizoo.compose import compose_config
-from registry.system import PREFIX, SystemMetrics
+from certizoo.registry.system import PREFIX, SystemMetrics
 from tests.tools.launching import TINY
 from trainers.job.prepare import prepare
 from trainers.steps import pictures

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from attacks import AttackConfig
+from certizoo.attacks import AttackConfig
 from tests.tools.trained import Alone
 from trainers.objectives import Probe
 from trainers.settings import MasksConfig, ObjectiveConfig

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zoo
 import zoo.bounds.activations as activations
 import zoo.layers.norm_forms as norm_forms
-from certify.methods.bake import bake
+from certify.shared.bake import bake
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.expansions import Instance

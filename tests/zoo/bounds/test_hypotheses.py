@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import zoo
 from certify import certified_radius
 from certify.api import certifier, radius_of
-from certify.methods.bake import bake
-from certify.methods.certificate import Analysis
+from certify.shared.bake import bake
+from certify.shared.certificate import Analysis
 from certizoo import UserError
 from tests.tools.small_models import distinct, labelled, small_model
 from zoo.arithmetic import length

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import zoo
 from certify import certified_radius
-from certify.methods.bake import bake
+from certify.shared.bake import bake
 from tests.tools.ascent import ascend, largest_change, margin_loss
 from tests.tools.expansions import Instance, largest_dip
 from tests.tools.small_models import AVG, SMALL, labelled
@@ -314,11 +314,11 @@ def test_a_planted_pair_of_classes_is_caught(method: str, monkeypatch: pytest.Mo
 
     The head's pair of classes reads the direction that the trunk amplifies.
     """
-    import certify.methods.adjoint
+    import certify.adjoint.adjoint
     import certify.methods.lofast
-    from certify.methods.certificate import pair_weights
+    from certify.shared.certificate import pair_weights
 
-    for module in (certify.methods.adjoint, certify.methods.lofast):
+    for module in (certify.adjoint.adjoint, certify.methods.lofast):
         monkeypatch.setattr(module, "pair_weights", lambda head, labels: 0.9 * pair_weights(head, labels))
     model = linear_model()
     with torch.no_grad():  # the trunk keeps one direction of the patches, which the head reads

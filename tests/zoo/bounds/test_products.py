@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from certify.methods.bake import bake
+from certify.shared.bake import bake
 from certizoo import UserError
-from tests.certify.methods.test_adjoint_zoo import COVERED, QUICK
+from tests.certify.adjoint.test_adjoint_zoo import COVERED, QUICK
 from tests.tools.cases import mostly_slow
 from tests.tools.in_float32 import UNITS, InFloat32, in_float32, rounded_by
 from tests.zoo.attention.test_forms import SCORES, case_of

@@ -54,7 +54,7 @@ ATTACKED: dict[str, set[type[nn.Module]]] = {
     "residual": {DotProductAttention, GPSA, ConvMixing},  # test_first_order.py enumerates the table itself
     "local": set(test_attention.MIXTURES) | VARIANTS,
     "local_residual": {DotProductAttention, GPSA},
-    "trunk": {ViT, Swin, ConvNet},  # all models are in tests/certify/methods/test_adjoint_zoo.py
+    "trunk": {ViT, Swin, ConvNet},  # all models are in tests/certify/adjoint/test_adjoint_zoo.py
     "expansion": {
         *test_curvature.CASES, *test_curvature.AFFINE, *test_curvature.IDENTITIES, *test_attention.MIXTURES, *VARIANTS
     },

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import zoo
 from certify import certified_radius
-from certify.methods.bake import bake
+from certify.shared.bake import bake
 from certizoo import UserError
 from tests.tools.ascent import ascend, largest_change
 from tests.tools.cases import mostly_slow

@@ -1,0 +1,397 @@
+"""The set that the ball of images reaches at every leaf: an ellipsoid, the image of one ball under a linear map.
+
+The change H_i of the input of leaf i is linear in the image's change G, in the remainders in front, and in the errors
+d_n at the outputs of the leaves in front (rounding),
+
+    H_i = A_i G + sum_{k<i} J_{k->i} B_k r_k + sum_{n<i} J_{n->i} d_n = M_i u,    u = (G / E, r_k / W_k, d_n / w_n),
+
+with weights W_k > 0, entry by entry, and w_n > 0, that may be chosen freely (weights.py), and E the largest radius that
+is asked for. Every leaf has a w_n, with or without an error: torch computes M_i u for a slightly different u
+(rounding.py). With |G| <= e <= E, |r_k / W_k|^2 <= theta_k(e) and sum_n |d_n / w_n|^2 <= theta_0,
+
+    |u|^2 <= Theta_i(e) = (e / E)^2 + theta_0 + sum_{k<i} theta_k(e),
+
+so a functional <a, H_i> stays within |M_i^T a| Theta_i^(1/2), and a form within lambda_max(M_i^T C M_i) Theta_i. A
+bound of |H_i| from elsewhere also bounds both. The weights in M_i are fixed before any of the random vectors that
+measure M_i is drawn; proved bounds of remainders enter Theta alone. Proof: docs/proofs.md#image-forms.
+
+Letters: B images, C rivals of each, M random vectors.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from certify.image.budget import at_once, budget
+from certify.image.columns import Columns
+from certify.image.joint import Joint, Scale, Sizes
+from certify.image.rounding import ALLOWED, Rounding
+from zoo.arithmetic import OUT, broadcast_batch, nan_to_inf, product
+from zoo.bounds import lanczos
+from zoo.bounds.contracts import Bound, Forms, QuadraticForm
+from zoo.bounds.tape import Vectors
+
+TINY = 1e-290  # over underflow
+LEAST_LENGTH = 1e-100  # smallest length that is divided by, for maps that are nearly 0
+TOGETHER = 16  # random vectors per push that bound functionals, at most; more are no faster
+PROBE_FAILURE = 1e-11  # probability that one reach of an image is too small
+SIZES = 1.5  # times `share`: errors of pushes are at most half of it; those of pulls twice that, as images may be 2 x
+COARSE = 1.2  # coarse precision of norms, as in zoo/bounds/lanczos.py; budget.py has the fine one
+
+Known = Callable[[Tensor], Sizes]  # e (B,) -> bounds of |H_i| within e for some leaves, from elsewhere
+Off = Callable[[int, Tensor], Tensor]  # node, r (B,) -> error at its end for inputs within r: (B,)
+Draw = Callable[[torch.Size, str, Tensor], Tensor]  # room, purpose, numbers (B, n) -> a Gaussian vector (B, *room) each
+
+
+def _met(met: Sizes, at: int, form: QuadraticForm) -> QuadraticForm:
+    """Return the form with a record of the longest vector that it was applied to."""
+
+    def apply(v: Tensor) -> Tensor:
+        met[at] = torch.maximum(met[at], torch.linalg.vector_norm(v.flatten(2), dim=-1).amax(0))
+        return form.apply(v)
+
+    return replace(form, apply=apply)
+
+
+def _multiple(factor_B: Tensor) -> QuadraticForm:
+    """Return the form factor |H|^2."""
+    return QuadraticForm(lambda v: broadcast_batch(factor_B, v.shape[2:]) * v, factor_B[None], rounding=0.0)
+
+
+def identity(like_B: Tensor) -> QuadraticForm:
+    return QuadraticForm(lambda v: v, torch.ones_like(like_B)[None], rounding=0.0)
+
+
+@dataclass(frozen=True)
+class Grown:
+    """The bounds at one e.
+
+    `before` is Theta in front of every nonlinear leaf, `theta` that of each leaf, `sizes` bounds of |H| for some
+    leaves, `defects` the errors at the ends of nodes, and `theta_0_B` their theta_0.
+    """
+
+    before: Sizes
+    theta: Sizes
+    sizes: Sizes
+    defects: Sequence[Tensor]
+    theta_0_B: Tensor
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The bound of |r / W| of a leaf at the largest e.
+
+    `norm_B` is the seminorm of the leaf's form for Theta = 1, or that of |H| for a leaf without forms; `reach` is the
+    reach of its functionals there, and `form` the form.
+    """
+
+    norm_B: Tensor
+    reach: Tensor | None
+    form: QuadraticForm | None
+
+
+@dataclass(frozen=True)
+class Margins:
+    """The largest costs of remainders for the margins of some rivals.
+
+    `norm` and `constant`, (C, B), are the cost of remainders with forms; `bounds` are those of leaves without a form.
+    """
+
+    norm: Tensor
+    constant: Tensor
+    last: int  # leaf with a form
+    bounds: Mapping[int, Bound]
+    forms: Mapping[int, QuadraticForm]
+    numbers: Sequence[Tensor]  # seeds of the random starts, one tensor per rival
+
+
+class Ellipsoids:
+    """The ellipsoids of all leaves around a batch of clean images."""
+
+    def __init__(self, joint: Joint, draw: Draw, known: Known, off: Off, first: Columns | None) -> None:
+        self.joint, self.tape, self.most_B, self._draw = joint, joint.tape, joint.most_B, draw
+        self._known, self._off = known, off
+        self.budget, self.failure = budget(self.tape), PROBE_FAILURE  # `failure` is per image
+        self.rounding = self._measured()
+        self._reaches = self._probed()
+        if first is not None:
+            length = first.lengths(self.tape, self.most_B, joint.noise.weights)
+            self._reaches[first.at] = torch.fmin(self._reaches[first.at], length)
+        self._norms = {} if self.budget.large else self._norms_of_sizes()
+        self.rests = dict[int, Rest]()
+
+        def measured(at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
+            self.rests[at] = self._rest(at, total_B, sizes)
+            return self._theta(at, total_B, sizes)
+
+        self._most = self._grow(self.most_B, measured)
+
+    def _measured(self) -> Rounding:
+        """Bound the sizes of all M_i at once, and return the rounding that follows from them.
+
+        The sizes come from the norm of the sum of (M_i / lengths_i)^T (M_i / lengths_i). The rounding of this norm
+        itself depends on the lengths of the vectors met while it was computed, so the result is valid only if those
+        were within the sizes.
+        """
+        weights = {at: 1 / length_B.clamp_min(LEAST_LENGTH) for at, length_B in self.joint.noise.lengths.items()}
+        self.rounding = Rounding(self.joint, {at: torch.zeros_like(weight_B) for at, weight_B in weights.items()})
+        met = {at: torch.zeros_like(weight_B) for at, weight_B in weights.items()}
+        forms = {at: _met(met, at, _multiple(weight_B.square())) for at, weight_B in weights.items()}
+        norm_B = self.seminorms(forms, "sizes", [self.most_B[:, None]], self.budget.close)[0]
+        measured = Rounding(self.joint, {at: norm_B / weight_B * OUT for at, weight_B in weights.items()})
+        within_B = torch.stack([met[at] <= size_B for at, size_B in measured.sizes.items()]).all(0)
+        return measured.only(within_B & (SIZES * measured.share(max(weights)) <= ALLOWED))
+
+    def _norms_of_sizes(self) -> Sizes:
+        """Return ||M_i|| of leaves with an infinite reach; elsewhere the reaches of single coordinates are enough."""
+        return {at: self._norm(at) for at, length in self._reaches.items() if bool(torch.isinf(length).any())}
+
+    def at(self, eps_B: Tensor) -> Grown:
+        """Return the bounds for eps <= the largest."""
+        return self._grow(eps_B, self._theta)
+
+    def _grow(self, eps_B: Tensor, theta_of: Callable[[int, Tensor, Sizes], Tensor]) -> Grown:
+        """Compute the bounds node by node: the error at the end of a node depends on how far its input moves."""
+        before, theta, defects, sizes = Sizes(), Sizes(), list[Tensor](), self._known(eps_B)
+        total_B, theta_0_B = (eps_B / self.most_B).square(), torch.zeros_like(self.most_B)
+        for node, leaves in enumerate(self.tape.of_nodes):
+            radius_B = product(self.rounding.sizes[leaves[0]], total_B.sqrt()) * OUT
+            if leaves[0] in sizes:
+                radius_B = torch.fmin(radius_B, sizes[leaves[0]])
+            defects.append(self._off(node, radius_B))
+            for at in leaves:
+                if at in self.tape.nonlinear:
+                    before[at], theta[at] = total_B, theta_of(at, total_B, sizes)
+                    total_B = total_B + theta[at]
+            square_B = nan_to_inf(defects[-1] / self.joint.noise.weights[leaves[-1]]).square() * OUT
+            total_B, theta_0_B = total_B + square_B, theta_0_B + square_B
+        return Grown(before, theta, sizes, defects, theta_0_B)
+
+    def margins(self, g: Vectors, class_CB: Tensor) -> Margins:
+        """Return the costs for the margins over these classes.
+
+        g (C, B, *y) are their gradients at the outputs of the nonlinear leaves.
+        """
+        forms, bounds = dict[int, QuadraticForm](), dict[int, Bound]()
+        for at in self.tape.nonlinear:
+            leaf, reach = self.tape.leaves[at], self.rests[at].reach
+            if leaf.forms is None or reach is None:
+                bounds[at] = leaf.remainder(g[at])
+            else:
+                forms[at] = leaf.forms.of_gradient(g[at], reach)
+        zero = torch.zeros_like(self.most_B).expand(class_CB.shape)
+        numbers = [torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB]
+        if not forms:
+            return Margins(zero, zero, self.tape.nonlinear[-1], bounds, forms, numbers)
+        norm = self.seminorms(forms, "margin", numbers, COARSE)
+        constant = torch.stack([zero + form.constant for form in forms.values()]).sum(0)
+        return Margins(norm, constant, max(forms), bounds, forms, numbers)
+
+    def cost(self, margins: Margins, grown: Grown) -> Tensor:
+        """Bound what remainders can cost of the margins: (C, B)."""
+        half = 0.5 * product(margins.norm.square(), grown.before[margins.last])
+        return nan_to_inf(half) + self.beside_forms(margins, grown)
+
+    def beside_forms(self, margins: Margins, grown: Grown) -> Tensor:
+        """Return the part of `cost` from constants and from leaves without a form."""
+        bounds = (bound(self._radius(at, grown.before[at], grown.sizes)) for at, bound in margins.bounds.items())
+        return sum((nan_to_inf(bound) for bound in bounds), nan_to_inf(margins.constant))
+
+    def held(self, at: int) -> Tensor:
+        """Return 1 where a leaf's remainder is bounded best by its form, at the largest e, else 0: (B,)."""
+        rest, before_B = self.rests[at], self._most.before[at]
+        if rest.form is None:
+            return torch.zeros_like(self.most_B)
+        return (product(rest.norm_B.square(), before_B) <= self._most.theta[at]).to(self.most_B)
+
+    def end(self, grown: Grown) -> Tensor:
+        """Bound how far the features move, without the last node's own error: (B,).
+
+        Infinite where the last leaf is nonlinear or ends in a sum.
+        """
+        if self.tape.nonlinear[-1] == max(self.tape.leaves) or self.tape.ends_in_sum:
+            return torch.full_like(self.most_B, torch.inf)
+        return product(self._norm_of_end, self.whole(grown))
+
+    @cached_property
+    def _norm_of_end(self) -> Tensor:
+        at = max(self.tape.leaves)
+        leaf = self.tape.leaves[at]
+        moved = 3 * leaf.rounding * (leaf.gain_B + leaf.rounding)
+        whole = {at: QuadraticForm(lambda v: leaf.pull(leaf.push(v)), self.joint.ones_B[None], rounding=moved[None])}
+        return self.seminorms(whole, "end", [self.most_B[:, None]], COARSE)[0]
+
+    def lengths(self, g: Vectors) -> Vectors:
+        """Return |W_k B_k^T g_k| of all nonlinear leaves, (C, B).
+
+        Times theta^(1/2), this bounds the cost of remainders. The rounding of B_k^T is a part of `slip`.
+        """
+        return {
+            at: torch.linalg.vector_norm((self.tape.collected(g, at) * self.joint.weights[at]).flatten(2), dim=-1)
+            for at in self.tape.nonlinear
+        }
+
+    def slip(self, lengths: Sizes) -> Tensor:
+        """Bound the cost of the rounding of gradients for a margin at |u| = 1: (C, B).
+
+        `lengths` (C, B) are those of the gradients at the outputs of all leaves.
+        """
+        return self.rounding.of_gradients(lengths)
+
+    def whole(self, grown: Grown) -> Tensor:
+        """Bound |u|, with all that moves any leaf: (B,)."""
+        last = self.tape.nonlinear[-1]
+        return (grown.before[last] + grown.theta[last] + grown.theta_0_B).sqrt()
+
+    def _theta(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
+        """Return theta of a leaf for Theta in front of it; the bound at the largest e holds below it, and shrinks."""
+        leaf, rest = self.tape.leaves[at], self.rests[at]
+        if leaf.forms is None or rest.reach is None or rest.form is None:
+            weight_B = self.joint.weights[at].flatten(1).amin(1)
+            return nan_to_inf(leaf.beta(self._radius(at, total_B, sizes)) / weight_B).square()
+        square_B = nan_to_inf(product(rest.norm_B.square(), total_B))
+        if at in sizes:
+            square_B = torch.fmin(square_B, product(rest.form.largest[0], sizes[at].square()))
+        return nan_to_inf(product(square_B, leaf.forms.shrink(self._reach(at, total_B, sizes), rest.reach)))
+
+    def _rest(self, at: int, total_B: Tensor, sizes: Sizes) -> Rest:
+        leaf = self.tape.leaves[at]
+        if leaf.forms is None:
+            return Rest(self._norm(at), None, None)
+        reach = self._reach(at, total_B, sizes)
+        form = leaf.forms.of_rest(reach, 1 / self.joint.weights[at])
+        norm_B = self.seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.budget.close)[0]
+        return Rest(norm_B, reach, form)
+
+    def _norm(self, at: int) -> Tensor:
+        """Return ||M_i|| (B,)."""
+        whole = {at: identity(self.joint.ones_B)}
+        return self.seminorms(whole, f"input {at}", [self.most_B[:, None]], COARSE)[0]
+
+    def _radius(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
+        """Bound |H_i| (B,)."""
+        radius_B = product(self.rests[at].norm_B, total_B.sqrt())
+        return torch.fmin(radius_B, sizes[at]) if at in sizes else radius_B
+
+    def _reach(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
+        """Bound the functionals of a leaf's forms (B, ...)."""
+        forms, length = self.tape.leaves[at].forms, self._reaches[at]
+        assert forms is not None
+        reach = product(length, broadcast_batch(total_B.sqrt(), length.shape[1:]))
+        if at in self._norms:
+            reach = within(product(self._norms[at], total_B.sqrt()), forms, reach)
+        return within(sizes[at], forms, reach) if at in sizes else reach
+
+    def seminorms(
+        self,
+        forms: Mapping[int, QuadraticForm],
+        word: str,
+        numbers: Sequence[Tensor],
+        close: float,
+        scale: Scale | None = None,
+    ) -> Tensor:
+        """Return upper bounds of lambda_max(s sum_i M_i^T C_i M_i s)^(1/2), s diagonal: (C, B).
+
+        They are infinite where a form is. `numbers` are C tensors that seed the starts.
+        """
+        unknown = ~torch.stack([torch.isfinite(form.largest) for form in forms.values()]).all(0)
+        known = {at: _silenced(form, unknown) for at, form in forms.items()} if bool(unknown.any()) else forms
+        last = max(forms)
+        room = torch.Size([lanczos.STARTS, self.joint.room(last)])
+        self.failure += len(numbers) * lanczos.chance(room[-1])
+        start = torch.stack([self._draw(room, word, of_map).movedim(1, 0) for of_map in numbers])
+        shift, gram = self.rounding.shift(known, scale), self.joint.gram(known)
+        rounding = torch.where(self.rounding.left(last, scale) > 0, ALLOWED, torch.inf).expand(len(start), -1)
+
+        def apply(u: Tensor) -> Tensor:
+            if scale is None:
+                return gram(u) + _repeated(shift, u) * u
+            s = scale.entries.repeat_interleave(lanczos.STARTS, 0)
+            return s * gram(s * u) + _repeated(shift, u) * u
+
+        found = lanczos.norms(apply, start, rounding, close)
+        return torch.where(unknown, torch.inf, found)
+
+    def _probed(self) -> Sizes:
+        """Bound the lengths |M_i^T a| of the functionals of all leaves by random vectors.
+
+        For a Gaussian vector u, <a, M_i u> is normal with variance |M_i^T a|^2. A sum of M squares is therefore below
+        `share` |M_i^T a|^2 with a stated probability only (docs/proofs.md#probes).
+        """
+        formed = {at: forms for at in self.tape.nonlinear if (forms := self.tape.leaves[at].forms) is not None}
+        if not formed:
+            return {}
+        last, squares = max(formed), Sizes()
+        room = self.joint.room(last)
+
+        def visit(at: int, v: Tensor) -> None:
+            if at in formed:
+                squares[at] = formed[at].squares(v) + squares.get(at, 0.0)
+
+        fit, longest_B = at_once(self.most_B.numel() * room), torch.zeros_like(self.most_B)
+        for start in range(0, self.budget.probes, TOGETHER):  # the vectors do not depend on how many fit
+            rooms = torch.Size([min(TOGETHER, self.budget.probes - start), room])
+            u = self._draw(rooms, f"probes {start}", self.most_B[:, None]).movedim(1, 0)
+            longest_B = torch.maximum(longest_B, torch.linalg.vector_norm(u, dim=-1).amax(0))
+            for fitting in u.split(fit):
+                self.joint.push(fitting, visit, last)
+        count = sum(found[0].numel() for found in squares.values())
+        share = least_square_sum(self.budget.probes, PROBE_FAILURE / count)
+        return {at: self._length(at, found, share, longest_B) for at, found in squares.items()}
+
+    def _length(self, at: int, squares: Tensor, share: float, longest_B: Tensor) -> Tensor:
+        """Bound |M_i^T a| from sums of squares of <a, M_i u> with |u| <= longest, as torch computed them.
+
+        Each computed value is <a, M_i u'> for |u' - u| <= share() |u| / 2, up to the rounding of the functional itself.
+        """
+        forms, root = self.tape.leaves[at].forms, self.budget.probes**0.5
+        assert forms is not None
+        moved_B = self.rounding.share(at) * longest_B * OUT
+        far_B = product(self.rounding.sizes[at], longest_B) * OUT
+        rounded = root * product(forms.slack, broadcast_batch(far_B, squares.shape[1:]))
+        sure_B = share**0.5 - root * moved_B
+        found = (OUT * squares + TINY).sqrt() + rounded
+        return torch.where(
+            broadcast_batch(sure_B > 0, squares.shape[1:]),
+            found / broadcast_batch(sure_B, squares.shape[1:]),
+            torch.inf,
+        )
+
+
+def _silenced(form: QuadraticForm, unknown: Tensor) -> QuadraticForm:
+    """Return the form with 0 where it is unknown."""
+
+    def apply(v: Tensor) -> Tensor:
+        return torch.where(broadcast_batch(unknown, v.shape[2:]), 0.0, form.apply(v))
+
+    return QuadraticForm(apply, form.largest, form.constant, form.rounding)
+
+
+def _repeated(shift: Tensor, u: Tensor) -> Tensor:
+    """Repeat (C, B) for multiplication with vectors (C STARTS, B, n)."""
+    return shift.repeat_interleave(len(u) // len(shift), 0).unsqueeze(-1)
+
+
+def within(size_B: Tensor, forms: Forms, reach: Tensor) -> Tensor:
+    """Return the reaches of functionals (B, ...), none larger than its length times |H|."""
+    return torch.fmin(reach, forms.sizes * broadcast_batch(size_B, reach.shape[1:]))
+
+
+def least_square_sum(count: int, chance: float) -> float:
+    """Return x with P[chi^2 with `count` degrees of freedom <= x] <= chance.
+
+    Chernoff's bound is (t e^(1 - t))^(count / 2) for x = t count, t <= 1, which grows with t. Proof:
+    docs/proofs.md#probes.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(100):
+        t = (low + high) / 2
+        if t > 0 and math.log(t) + 1 - t > 2 / count * math.log(chance):
+            high = t
+        else:
+            low = t
+    return low * count

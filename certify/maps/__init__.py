@@ -1,1 +1,0 @@
-"""Linear maps of a whole network, measured around a clean batch."""

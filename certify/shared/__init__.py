@@ -1,0 +1,1 @@
+"""Certificates, balls, baked models and batches: what every method of certification shares."""

@@ -1,0 +1,223 @@
+"""The function that is certified: the model in eval mode, with parametrisations folded, in float64.
+
+Weights are folded in the precision in which they are served and then widened, so that the float64 function has exactly
+the served weights (docs/proofs.md#served-weights). The model must compute what its code and its weights say
+(zoo/bounds/integrity.py); a copy of it, with the same types and the same weights, is certified.
+"""
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from certify.shared.certificate import Clean, margins_of
+from certify.shared.unchanged import Snapshot
+from certizoo import UserError
+from zoo.bounds import integrity
+from zoo.bounds.rule_table import refuse_altered
+from zoo.layers.fold import folded
+from zoo.layers.patches import Normalize
+
+LOGIT_TOLERANCE = 1e-3  # float32 margins against float64 ones, each relative to its own 1 + |margin|
+COARSE = 0.25  # the same for bfloat16, whose rounding is part of the certificate
+SERVED = (torch.float32, torch.float64)
+PROBES = 4  # images of each kind at which served and certified logits are compared
+STEP = 1e-2  # distance of the probes near an image
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is certified.
+
+    `served` is a copy of the given model in its own type, `exact` the float64 function. `snapshots` hold the state of
+    the given model and of both copies when they were measured.
+    """
+
+    served: nn.Module
+    exact: nn.Module
+    snapshots: tuple[Snapshot, ...]
+
+    def also(self, given: nn.Module) -> "Model":
+        """Return this model with a further one that must stay as it is, of which `served` is a copy."""
+        return replace(self, snapshots=(*self.snapshots, Snapshot.of(given)))
+
+    def require_unchanged(self, *, digests: bool = False) -> None:
+        """Raise UserError if one of the models has changed.
+
+        Without `digests`, only changes that torch records are detected.
+        """
+        for snapshot in self.snapshots:
+            snapshot.require(digests=digests)
+
+    @torch.no_grad()
+    def answers(self, images_BCHW: Tensor, labels_B: Tensor) -> Clean:
+        """Return the answers of both functions for images; an image is correct if both give its label.
+
+        Raises UserError for images that the model does not accept, for a model that has changed, and if the two are not
+        one function at these images or near them.
+        """
+        refuse_process()
+        self.require_unchanged(digests=True)
+        try:
+            exact_BJ = self.exact(images_BCHW)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AssertionError, IndexError, ValueError) as error:
+            shape = tuple(images_BCHW.shape[1:])
+            raise UserError(
+                f"the model does not take images of {shape}: {error}; pass images of the size it was made for"
+            ) from None
+        dtype = next(self.served.parameters()).dtype
+        tolerance = COARSE if dtype is torch.bfloat16 else LOGIT_TOLERANCE
+        logit_differences(self.served, self.exact, _probes(images_BCHW), tolerance)
+        prediction_B = self.served(images_BCHW.to(dtype)).argmax(-1)
+        return Clean(prediction_B, labels_B, margins_of(exact_BJ, labels_B), self.require_unchanged)
+
+
+def model_of(model: nn.Module, types: Collection[torch.dtype] = SERVED) -> Model:
+    """Return what is certified of a model with weights of these types. Raises UserError for an invalid model."""
+    served = _copied(model)
+    _refuse_types(served, types)
+    served, exact = served.requires_grad_(False), _widened(served)
+    return Model(served, exact, tuple(map(Snapshot.of, (model, served, exact))))
+
+
+def bake(model: nn.Module) -> nn.Module:
+    """Return a float64 copy of `model` in eval mode, without parametrisations and gradients. `model` stays as it is.
+
+    Raises UserError for a model that is not a deterministic function of finite numbers, see `_refuse`; and NoRule if
+    anything but the code of its types takes part.
+    """
+    return _widened(_copied(model))
+
+
+def refuse_process() -> None:
+    """Raise UserError if this process has changed what every module computes."""
+    if fault := integrity.fault_of_process():
+        raise UserError(fault)
+
+
+def refuse_impostor(model: nn.Module) -> None:
+    """Raise UserError for a model that computes something else than its code and its weights say.
+
+    The model is inspected, and none of its own code is called.
+    """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"the model is a {type(model).__name__}; pass a torch.nn.Module, such as zoo.create_model(...)")
+    refuse_process()
+    for path, module in integrity.modules_of(model):
+        refuse_altered(module, path)
+    for path, tensor in integrity.tensors_of(model):
+        if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+            raise UserError(f"{path} holds no dense numbers; load or dequantise the weights first")
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return the folded copy of a model that passes `refuse_impostor`.
+
+    The copy is compared with the model, because a module of unknown type may copy itself as another.
+    """
+    refuse_impostor(model)
+    copied = folded(model)
+    given = {path: integrity.kind_of(module) for path, module in integrity.modules_of(model) if _outlives(path)}
+    if {path: type(module) for path, module in integrity.modules_of(copied)} != given:
+        raise UserError("a copy of the model has other modules than the model; remove its own __deepcopy__")
+    weights = dict(integrity.tensors_of(copied))
+    for path, tensor in integrity.tensors_of(model):
+        if _outlives(path) and not _equal(weights.get(path), tensor):
+            raise UserError(f"{path} is another in a copy of the model; remove its own __deepcopy__")
+    return copied
+
+
+def _outlives(path: str) -> bool:
+    """Return whether what has this path remains after folding."""
+    return "parametrizations" not in path.split(".")
+
+
+def _equal(one: Tensor | None, other: Tensor) -> bool:
+    if one is None or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _refuse_types(served: nn.Module, types: Collection[torch.dtype]) -> None:
+    """Raise UserError unless all weights have one of these types.
+
+    In a model of mixed types, sums are computed in one type and stored in another, so that the served function is no
+    longer the widened one.
+    """
+    found = dict[torch.dtype, str]()
+    for path, tensor in integrity.tensors_of(served):
+        if tensor.is_floating_point() or tensor.is_complex():
+            found.setdefault(tensor.dtype, path)
+    names = ", ".join(f"{path} {dtype}".replace("torch.", "") for dtype, path in found.items())
+    if len(found) > 1:
+        raise UserError(f"the weights have several types ({names}); certify model.float()")
+    if not any(dtype in types for dtype in found):
+        raise UserError(
+            f"the weights are {names or 'none'}, and what such a model answers is not what its float64 function does; "
+            "certify model.float() and serve that, or let certify.served_dtype=bfloat16 prove the rounding"
+        )
+
+
+def _probes(images_BCHW: Tensor) -> Tensor:
+    """Return the first few images, points near them, and points anywhere in the box; the same ones every time."""
+    first = images_BCHW[:PROBES]
+    noise = torch.rand(first.shape, generator=torch.Generator().manual_seed(0), dtype=first.dtype).to(first.device)
+    return torch.cat([first, first + STEP * (2 * noise - 1), noise])
+
+
+def _widened(served: nn.Module) -> nn.Module:
+    baked = copy.deepcopy(served).double().requires_grad_(False)
+    _refuse(baked)
+    return baked
+
+
+def _refuse(baked: nn.Module) -> None:
+    """Raise UserError for dropout that stays active after eval(), for numbers that are not finite, or for a bad std."""
+    for name, module in integrity.modules_of(baked):
+        if module.training:
+            raise UserError(
+                f"{name or 'the model'} ({type(module).__name__}) stays in training mode after eval(), so that dropout "
+                "may be active; a certificate needs eval mode"
+            )
+        if isinstance(module, Normalize) and not bool((module.std > 0).all()):
+            raise UserError(
+                f"{name} divides by a std that is not above 0; set mean and std of the data in the model's config"
+            )
+    for name, tensor in integrity.tensors_of(baked):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise UserError(f"{name} holds NaN or infinite values; certify an earlier checkpoint or train again")
+
+
+def logit_difference(model: nn.Module, baked: nn.Module, images_BCHW: Tensor) -> float:
+    """Return max |served logits - baked logits| on these images.
+
+    Raises UserError if the margins of the predicted class differ for any image or class: huge logits of one do not
+    excuse another.
+    """
+    return float(logit_differences(model, baked, images_BCHW).max())
+
+
+def logit_differences(
+    model: nn.Module, baked: nn.Module, images_BCHW: Tensor, tolerance: float = LOGIT_TOLERANCE
+) -> Tensor:
+    """Return the same image by image: (B,)."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        dtype = next(model.parameters()).dtype
+        served = model(images_BCHW.to(dtype)).double()
+        exact = baked(images_BCHW.double())
+    model.train(was_training)
+    top_B1 = exact.argmax(-1, keepdim=True)
+    margin_BJ, served_margin_BJ = (logits.gather(1, top_B1) - logits for logits in (exact, served))
+    off_BJ = (served_margin_BJ - margin_BJ).abs()
+    if not bool((off_BJ <= tolerance * (1 + margin_BJ)).all()):
+        raise UserError(
+            f"the baked float64 model does not reproduce the model's margins (off by {float(off_BJ.max()):.3g}); serve "
+            "it in float32, look for huge offsets in biases, or for a module that behaves differently in eval mode"
+        )
+    return (served - exact).abs().amax(-1)

@@ -1,0 +1,135 @@
+"""Minimal-norm attacks: the nearest image that fools, at any distance. The only module that imports foolbox.
+
+    CW        min_w ||x' - x||_2^2 + c max(0, z_y - max_{j != y} z_j + kappa),  x' = (tanh(w) + 1)/2, by Adam;
+              the nearest of the points that fooled is kept
+    DeepFool  x' <- x' + the step to the nearest boundary of the model linearised at x', until it fools
+
+Carlini & Wagner, https://arxiv.org/abs/1608.04644; Moosavi-Dezfooli et al., https://arxiv.org/abs/1511.04599.
+
+Neither is random, and no image depends on its neighbours: an image's result is the same in every batch, up to the
+model's rounding. Images that are misclassified already, or that nothing fooled, are returned unchanged.
+
+Legend: B batch, R those of its images that were correct, C channels, H W pixels.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from certizoo import UserError
+from certizoo.attacks.attack import Draws
+from certizoo.attacks.guard import Forward, boxed, fooled
+from certizoo.attacks.loop import probing
+from certizoo.attacks.norms import distance
+
+
+@dataclass(frozen=True)
+class CarliniWagner:
+    """Carlini & Wagner in L2. The defaults are those of CoViT, section 5.3: c = 1 without a search, kappa = 0.
+
+    Attributes:
+        threshold: an image that fools from beyond this L2 distance in [0,1] pixel units does not count; None allows any
+            distance.
+    """
+
+    norm: ClassVar[str] = "l2"
+    eps: ClassVar[float | None] = None
+    together: ClassVar[bool] = False
+    c: float = 1.0
+    confidence: float = 0.0
+    lr: float = 0.01
+    steps: int = 100
+    binary_search_steps: int = 1
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        _positive("cw_l2", self, "c", "lr", "steps", "binary_search_steps")
+        if self.threshold is not None:
+            _positive("cw_l2", self, "threshold")
+        if self.confidence < 0:
+            raise UserError(f"cw_l2: confidence={self.confidence} does not work; give 0 or more")
+
+    def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
+        """Return adversarial_BCHW; `draws` is unused: nothing is drawn."""
+        from_foolbox = _foolbox().L2CarliniWagnerAttack(
+            initial_const=self.c, confidence=self.confidence, stepsize=self.lr, steps=self.steps,
+            binary_search_steps=self.binary_search_steps,
+            abort_early=False,  # it would look at the sum over the batch
+        )  # fmt: skip
+        return _nearest(from_foolbox, model, images_BCHW, labels_B, self.threshold)
+
+
+@dataclass(frozen=True)
+class DeepFool:
+    """DeepFool in L2: it tries the boundaries of the `candidates` likeliest classes and goes `overshoot` beyond."""
+
+    norm: ClassVar[str] = "l2"
+    eps: ClassVar[float | None] = None
+    together: ClassVar[bool] = False
+    steps: int = 50
+    candidates: int = 10
+    overshoot: float = 0.02
+
+    def __post_init__(self) -> None:
+        _positive("deepfool", self, "steps")
+        if self.candidates < 2 or self.overshoot < 0:
+            raise UserError("deepfool: give candidates of at least 2 and an overshoot of at least 0")
+
+    def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
+        """Return adversarial_BCHW; `draws` is unused: nothing is drawn."""
+        from_foolbox = _foolbox().L2DeepFoolAttack(
+            steps=self.steps, candidates=self.candidates, overshoot=self.overshoot
+        )
+        return _nearest(from_foolbox, model, images_BCHW, labels_B, None)
+
+
+def _positive(kind: str, attack: object, *keys: str) -> None:
+    for key in keys:
+        if not getattr(attack, key) > 0:
+            raise UserError(f"{kind}: {key}={getattr(attack, key)} does not work; give a number above 0")
+
+
+def _foolbox() -> Any:
+    try:
+        import foolbox.attacks
+    except ImportError as error:  # also raised without a git program
+        raise UserError(f"foolbox does not load ({error}); pip install foolbox, and git") from None
+    return foolbox.attacks
+
+
+def _nearest(
+    from_foolbox: Any, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, threshold: float | None
+) -> Tensor:
+    """Return foolbox's result for the images that are correct, if it fools within the threshold."""
+    from foolbox import PyTorchModel
+
+    forward, adversarial_BCHW = Forward(model), images_BCHW.detach().clone()
+    with probing(model), _root_logger():
+        right_R = (~fooled(forward, images_BCHW, labels_B)).nonzero().flatten() if len(labels_B) else labels_B
+        if not len(right_R):
+            return adversarial_BCHW
+        images_RCHW, labels_R = adversarial_BCHW[right_R], labels_B[right_R]
+        bounded = PyTorchModel(forward.eval(), bounds=(0, 1), device=images_BCHW.device)
+        with torch.enable_grad():
+            found_RCHW = from_foolbox.run(bounded, images_RCHW.float(), labels_R)
+        found_RCHW = boxed(found_RCHW, images_RCHW)
+        counts_R = fooled(forward, found_RCHW, labels_R)
+    if threshold is not None:
+        counts_R &= distance(found_RCHW, images_RCHW, "l2") <= threshold
+    adversarial_BCHW[right_R] = torch.where(counts_R[:, None, None, None], found_RCHW, images_RCHW)
+    return adversarial_BCHW
+
+
+@contextmanager
+def _root_logger() -> Iterator[None]:
+    """Remove the handler that foolbox's DeepFool adds to the root logger by calling logging.info."""
+    handlers = logging.root.handlers[:]
+    try:
+        yield
+    finally:
+        logging.root.handlers[:] = handlers

@@ -1,0 +1,8 @@
+"""The only module that uses MLflow: track runs, publish certified models, browse published versions.
+
+Importing this package is cheap; the first function that needs MLflow imports it.
+"""
+
+from certizoo.registry import browse, publish, track
+
+__all__ = ["browse", "publish", "track"]

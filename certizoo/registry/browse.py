@@ -1,0 +1,203 @@
+"""Browse and fetch published versions. Nothing that comes from the registry is executed or unpickled."""
+
+import logging
+import re
+import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from certizoo import UserError
+from certizoo.files import cache_folder, disk_errors
+from certizoo.nearest import choices, unknown
+from certizoo.registry import champion, manifest, package, store
+from certizoo.text import plain
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+
+logger = logging.getLogger(__name__)
+PROXIED = "mlflow-artifacts:/"
+
+
+@dataclass(frozen=True)
+class Version:
+    """A registered model version. `tags` hold the figures of its certificate as text."""
+
+    name: str
+    version: str
+    aliases: tuple[str, ...]
+    tags: dict[str, str]
+    description: str
+    run_id: str | None
+    created: datetime
+
+    @property
+    def uri(self) -> str:
+        return f"models:/{self.name}/{self.version}"
+
+
+def versions(name: str | None = None, uri: str | None = None) -> list[Version]:
+    """Return all versions of the model `name`, or of every model; newest version first within a model."""
+    target = _existing(uri)
+    with store.one_line(target):
+        client = store.connect(target)
+        models = {model.name: model for model in store.every(client.search_registered_models)}
+        if name is not None and name not in models:
+            where = f"no model {name!r} in {store.public(target)}"
+            raise UserError(f"{where}; {choices(name, models, 'certizoo registry list')}")
+        return [v for model in models.values() if name in (None, model.name) for v in _versions(client, model)]
+
+
+def promote(reference: str, alias: str, uri: str | None = None, *, force: bool = False) -> Version:
+    """Give the version the alias.
+
+    Aliases of champions follow the rule of certizoo/registry/champion.py. `force` overrides the rule until the next
+    promotion.
+    """
+    target = _existing(uri)
+    version = find(reference, target)
+    own = (champion.CHAMPION, champion.dataset_alias(version.tags.get("dataset", "")))
+    if alias.startswith(champion.CHAMPION) and alias not in own:
+        raise UserError(f"{alias} belongs to another dataset; {version.uri} can be {' or '.join(own)}")
+    with store.one_line(target):
+        client = store.connect(target)
+        if alias in own:
+            _promote_champion(client, version, force)
+        else:
+            client.set_registered_model_alias(version.name, alias, version.version)
+    return find(version.uri, target)
+
+
+def _promote_champion(client: "MlflowClient", version: Version, force: bool) -> None:
+    against = champion.against_rule(client, version.name, version.version)
+    if against and not force:
+        raise UserError(
+            f"{version.uri} is not the champion by the rule: {against}; add --force to promote it nevertheless"
+        )
+    if against:
+        logger.warning("%s is champion against the rule: %s", plain(version.uri), plain(against))
+    champion.promote(client, version.name, version.version)
+
+
+def pull(reference: str, to: Path, uri: str | None = None) -> Path:
+    """Copy the published files of a version into the folder `to`, which must be new or empty: all of them, or none."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"{to} is not empty; give a new folder")
+    source = download(reference, uri)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors("free some space, then pull again"), tempfile.TemporaryDirectory(dir=to.parent) as scratch:
+        shutil.copytree(source, Path(scratch) / "whole")
+        (Path(scratch) / "whole").rename(to)  # os.rename accepts an empty target folder
+    return to
+
+
+def find(reference: str, uri: str | None = None) -> Version:
+    """Return the version named by `name@alias`, `name/3`, or `name` (its champion), with or without `models:/`."""
+    match = re.fullmatch(r"(?:models:/)?(?P<name>[^@/]+)(?:@(?P<alias>[^@/]+)|/(?P<number>\d+))?", reference, re.ASCII)
+    if match is None:
+        raise UserError(f"{reference!r} is not a model version; write NAME@ALIAS or NAME/VERSION")
+    name, number = match["name"], match["number"]
+    alias = match["alias"] or "champion"
+    known = versions(name, uri)
+    for version in known:
+        if version.version == number or (number is None and alias in version.aliases):
+            return version
+    have = [word for v in known for word in (f"{name}/{v.version}", *(f"{name}@{alias}" for alias in v.aliases))]
+    raise unknown("version", reference, have, f"certizoo registry list {name}")
+
+
+def download(reference: str, uri: str | None = None) -> Path:
+    """Return a local folder with the published files of a version, checked against its tags at every call.
+
+    The folder lies in the cache (CERTIZOO_CACHE, by default ~/.cache/certizoo), one per logged model.
+
+    Args:
+        reference: as in `find`.
+
+    Raises:
+        UserError: the files are not those that were published.
+    """
+    target = _existing(uri)
+    version = find(reference, target)
+    with store.one_line(target):
+        client = store.connect(target)
+        registered = client.get_model_version(version.name, version.version)
+        model_id = logged_model_id(registered)
+        if model_id is None:
+            raise UserError(f"{version.uri} was not published by this project: it has no logged model")
+        kept = cache() / model_id
+        if not kept.is_dir():
+            _fetch(_source(client.get_logged_model(model_id).artifact_location, target), kept, version, target)
+    manifest.verify(kept, version.tags, version.uri)
+    return kept
+
+
+def _fetch(source: str, to: Path, version: Version, target: str) -> None:
+    """Fetch the files; a copy that differs from the publication does not enter the cache."""
+    from mlflow.artifacts import download_artifacts
+
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent) as scratch:
+        got = Path(download_artifacts(source, dst_path=scratch, tracking_uri=target, registry_uri=target))
+        manifest.verify(got, version.tags, version.uri)
+        with suppress(FileExistsError):  # another process was faster
+            got.rename(to)
+
+
+def logged_model_id(registered: "ModelVersion") -> str | None:
+    """Return the id of the logged model behind one of our versions; its `.model_id` is lost over HTTP."""
+    model_id = str(registered.source or "").removeprefix("models:/")
+    return model_id if re.fullmatch(r"m-[0-9a-f]{1,64}", model_id) else None  # it names a folder of the cache
+
+
+def cache() -> Path:
+    """Return the folder of pulled versions: CERTIZOO_CACHE, else the user's cache."""
+    return cache_folder("models")
+
+
+def _source(location: str, uri: str) -> str:
+    """Return the location of the published files, given that of the logged model."""
+    root = store.artifact_root(uri)
+    if root and location.startswith(PROXIED):  # written through a server, read from its store directly
+        location = (root / location.removeprefix(PROXIED).lstrip("/")).as_uri()
+    return f"{location.rstrip('/')}/{package.LOCATION}"
+
+
+def _existing(uri: str | None) -> str:
+    """Return the URI; raise an error, instead of creating a database, if there is none."""
+    target = store.resolve_uri(uri)
+    store.use_defaults()
+    if target.startswith(store.SQLITE) and not store.database(target).is_file():
+        raise UserError(
+            f"no registry at {store.database(target)}; go to the project's folder, or set MLFLOW_TRACKING_URI"
+        )
+    return target
+
+
+def _named(name: str) -> str:
+    """Return a query for a name that may come from someone else."""
+    quote = '"' if "'" in name else "'"
+    return f"name = {quote}{name}{quote}"
+
+
+def _versions(client: "MlflowClient", model: "RegisteredModel") -> list[Version]:
+    """Return the versions of one model. The search of versions returns no aliases: they come with the model."""
+    aliases = client.get_registered_model(model.name).aliases  # {alias: version}
+    found = [
+        Version(
+            name=v.name,
+            version=str(v.version),
+            aliases=tuple(sorted(alias for alias, number in aliases.items() if str(number) == str(v.version))),
+            tags=dict(v.tags),
+            description=v.description or "",
+            run_id=v.run_id,
+            created=datetime.fromtimestamp(v.creation_timestamp / 1000, UTC),
+        )
+        for v in store.every(client.search_model_versions, filter_string=_named(model.name))
+    ]
+    return sorted(found, key=lambda version: -int(version.version))

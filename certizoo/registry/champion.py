@@ -1,0 +1,209 @@
+"""The rule that chooses the champion among the versions of a model.
+
+`champion-DATASET` is the best version of a dataset; `champion` is the version that last took such an alias. The rule:
+
+1. A version is a *candidate* if its tags state the question (dataset, norm, eps: its tag `headline`), the weights and
+   test shards of its certificate, and at least `champion_images` images (300 unless its publisher set another number).
+2. Only answers to one *question* are compared: the same dataset, test shards, norm and eps. The question is that of
+   the alias's holder; without a holder, the candidate's own. A version with another question cannot win.
+3. The best version has the highest certified lower bound (`certified_low.EPS`: Wilson's of 95 %), so that few images
+   weigh little. Versions with 300 images rank above all with fewer. Between equals the first registered wins.
+4. A version that was promoted by hand against the rule (tag `champion_by` = hand) stays until the next promotion by
+   hand. Promoting the version that the rule would choose returns the alias to the rule.
+
+All writers decide by the same tags. A writer that has moved an alias checks the result again.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from certizoo import UserError
+from certizoo.registry import store, version_tags
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+CHAMPION = "champion"
+BY, HAND, RULE = "champion_by", "hand", "rule"
+IMAGES = "champion_images"  # tag: the least number of images that the publisher wants for a champion's certificate
+ENOUGH = 300
+ASKED = ("dataset", version_tags.DATA, "norm", "headline")
+
+Tags = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The result of an election: is the version the champion of its dataset? If not, `why` says so in words."""
+
+    is_champion: bool
+    why: str = ""
+
+
+def refuse_given(images: object) -> None:
+    """Raise UserError if `champion_images` is not a number of images."""
+    if isinstance(images, bool) or not isinstance(images, int) or images < 1:
+        raise UserError(f"champion_images={images}: give a whole number of images above 0, such as 300")
+
+
+def dataset_alias(dataset: str) -> str:
+    return f"{CHAMPION}-{re.sub(r'[^A-Za-z0-9_-]', '_', dataset)}"
+
+
+def elect_champion(client: "MlflowClient", name: str, version: str) -> Standing:
+    """Give `version` the aliases if it is the best by the rule.
+
+    Then check again: another process may have elected a better version meanwhile, whose aliases were just taken.
+    """
+    board = Board.read(client, name, version)
+    if board.holder == version:
+        return Standing(True)
+    winner = board.winner(version)
+    if winner != version:
+        return Standing(False, board.why_not(version))
+    while winner is not None:
+        _give(client, board, winner)
+        board = Board.read(client, name, version)
+        if board.winner(winner) == winner:
+            break
+        winner = board.winner(winner)
+    return Standing(winner == version, "" if winner == version else board.why_not(version))
+
+
+def promote(client: "MlflowClient", name: str, version: str) -> None:
+    """Give `version` the aliases, whatever the rule says; against the rule it keeps them until the next promotion."""
+    board = Board.read(client, name, version)
+    by = RULE if board.by_rule(version) == version else HAND
+    for other in board.by_hand():
+        client.set_model_version_tag(name, other, BY, RULE)
+    client.set_model_version_tag(name, version, BY, by)
+    for alias in (CHAMPION, board.alias):
+        client.set_registered_model_alias(name, alias, version)
+
+
+def against_rule(client: "MlflowClient", name: str, version: str) -> str:
+    """Return why the rule would not give the aliases to `version`; '' if it would."""
+    board = Board.read(client, name, version)
+    return "" if board.by_rule(version) == version else board.why_not(version)
+
+
+@dataclass(frozen=True)
+class Board:
+    """The versions of a model on one dataset by their tags, and the holder of the dataset's alias."""
+
+    name: str
+    alias: str
+    tags: Mapping[str, Tags]
+    holder: str | None
+    overall: Tags  # of the version with the alias `champion`, on any dataset
+
+    @classmethod
+    def read(cls, client: "MlflowClient", name: str, version: str) -> "Board":
+        """Read the current state; the dataset is that of `version`."""
+        found = store.every(client.search_model_versions, filter_string=f"name = '{name}'")
+        tags: dict[str, Tags] = {str(v.version): v.tags for v in found}
+        dataset = tags[version].get("dataset", "")
+        alias = dataset_alias(dataset)
+        aliases = {key: str(number) for key, number in client.get_registered_model(name).aliases.items()}
+        rivals = {number: t for number, t in tags.items() if t.get("dataset", "") == dataset}
+        holder = aliases.get(alias)
+        overall = tags.get(aliases.get(CHAMPION, ""), {})
+        return cls(name, alias, rivals, holder if holder in rivals else None, overall)
+
+    def winner(self, asking: str) -> str | None:
+        """Return the version that should hold the alias, as `asking` sees it; None if there is none."""
+        return next(iter(self.by_hand()), None) or self.by_rule(asking)
+
+    def by_hand(self) -> list[str]:
+        return sorted((v for v, tags in self.tags.items() if tags.get(BY) == HAND), key=int, reverse=True)
+
+    def by_rule(self, asking: str) -> str | None:
+        """Return the best answer to the holder's question or, without a holder, to that of `asking`."""
+        holder = self.holder if self.holder and _may_hold(self.tags[self.holder]) else None
+        question = self.tags[holder or asking]
+        rivals = [v for v, tags in self.tags.items() if v == holder or _is_candidate(tags, question)]
+        return max(rivals, key=lambda v: (*rank(self.tags[v]), -int(v)), default=None)
+
+    def why_not(self, version: str) -> str:
+        """Return why the rule does not choose `version`, with both figures."""
+        tags, holder = self.tags[version], self.holder
+        reasons = list(_missing(tags))
+        if reasons or holder is None:
+            return "; ".join(reasons) or "another version is as good"
+        held = f"{self.name}/{holder} ({figure(self.tags[holder])})"
+        if holder in self.by_hand():
+            return f"{held} was promoted by hand; its own figure is {figure(tags)}"
+        other = list(_differences(tags, self.tags[holder]))
+        if other:
+            return f"its question differs from that of {held}: {', '.join(other)}"
+        return f"{figure(tags)} does not beat {held}"
+
+
+def figure(tags: Tags) -> str:
+    """Return text such as 'certified_acc.0.1 0.4200, at least 0.3775, on 500 images'."""
+    headline = tags.get("headline", "?")
+    low = tags.get(_low(tags), "?")
+    return f"{headline} {tags.get(headline, '?')}, at least {low}, on {tags.get('images', '?')} images"
+
+
+def rank(tags: Tags) -> tuple[bool, float]:
+    """Return the key to compare by. A version of earlier code states no lower bound: its share is used instead."""
+    low = tags.get(_low(tags), tags.get(tags.get("headline", ""), ""))
+    value = version_tags.number(low)
+    return _count(tags.get("images")) >= ENOUGH, value if value == value else -1.0
+
+
+def _is_candidate(tags: Tags, question: Tags) -> bool:
+    return not any(_missing(tags)) and not any(_differences(tags, question))
+
+
+def _missing(tags: Tags) -> Iterator[str]:
+    """List what keeps a version from being a candidate."""
+    for tag in (*ASKED, version_tags.WEIGHTS):
+        if not tags.get(tag):
+            yield f"its tag {tag} is missing"
+    shares = [version_tags.number(tags.get(tag, "")) for tag in (_low(tags), tags.get("headline", ""))]
+    if not shares[0] <= shares[1]:  # also refuses NaN
+        yield f"it has no certified share with a lower bound ({_low(tags)})"
+    if _count(tags.get("images")) < _wanted(tags):
+        yield f"its {tags.get('images', 'unknown')} images are fewer than {IMAGES}={_wanted(tags)}"
+
+
+def _differences(tags: Tags, question: Tags) -> Iterator[str]:
+    """List the differences of the questions. Earlier code does not state the shards of a certificate."""
+    for tag in ASKED:
+        if tag in question and tags.get(tag) != question[tag]:
+            yield f"{tag} {tags.get(tag, '?')[:24]} instead of {question[tag][:24]}"
+
+
+def _may_hold(tags: Tags) -> bool:
+    """Return True if a version may hold the alias.
+
+    Versions of earlier code state less than a candidate and may hold it. A version with too few images does not fix the
+    question.
+    """
+    share = version_tags.number(tags.get(tags.get("headline", ""), ""))
+    return share == share and _count(tags.get("images")) >= _wanted(tags)
+
+
+def _wanted(tags: Tags) -> int:
+    return _count(tags.get(IMAGES)) or ENOUGH
+
+
+def _low(tags: Tags) -> str:
+    return f"{version_tags.LOW}.{tags.get('headline', '').removeprefix(f'{version_tags.CERTIFIED}.')}"
+
+
+def _count(text: str | None) -> int:
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 12 else 0
+
+
+def _give(client: "MlflowClient", board: Board, winner: str) -> None:
+    """Set the dataset's alias, and `champion` unless a version of another dataset holds that by hand."""
+    client.set_model_version_tag(board.name, winner, BY, board.tags[winner].get(BY, RULE))
+    elsewhere = board.overall.get("dataset") != board.tags[winner].get("dataset")
+    if not (elsewhere and board.overall.get(BY) == HAND):
+        client.set_registered_model_alias(board.name, CHAMPION, winner)
+    client.set_registered_model_alias(board.name, board.alias, winner)  # last: its holder then has every alias

@@ -1,0 +1,316 @@
+"""Publish a finished run as a registered model version, always with its certificate.
+
+The certificate's figures become the version's tags and the metrics of the logged model behind it. The files are sent
+first; the version is created last, in one step, with all its tags. A request lies in the run folder from before the
+first step until after the last. `sync` therefore completes an interrupted publication, and only once.
+"""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from certizoo import UserError
+from certizoo.commit import ROOT
+from certizoo.documents import read_json
+from certizoo.files import disk_errors, sha256, write_whole
+from certizoo.locks import locked
+from certizoo.registry import champion, checks, manifest, package, records, spool, store, version_tags
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+logger = logging.getLogger(__name__)
+SPOOL, LOCK = "publish_spool.json", ".publish_spool.lock"
+DIGEST = manifest.DIGEST  # tag: with the run's id, it identifies a version
+TRIAL = "trial"  # tag: a trial of a search has one version, however often it was restarted and sent
+MAX_DESCRIPTION = 5000  # characters, the width of MLflow's column
+
+
+@dataclass(frozen=True)
+class Published:
+    """A registered version, and `why` it is not the champion.
+
+    `version` is None while the publication waits in its spool, `uri`.
+    """
+
+    name: str
+    version: str | None
+    uri: str
+    champion: bool
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that a publication needs, as it is spooled."""
+
+    folder: str
+    name: str
+    loader_module: str
+    tags: dict[str, str]
+    description: str
+    metrics: dict[str, float]
+    run_id: str | None
+    experiment: str
+    headline: str
+    uri: str
+
+
+def publish(
+    folder: Path,
+    *,
+    name: str,
+    loader_module: str,
+    tags: Mapping[str, object],
+    description: str,
+    metrics: Mapping[str, float],
+    run_id: str | None,
+    experiment: str,
+    headline: str,
+    uri: str | None = None,
+    run_dir: Path | None = None,
+) -> Published:
+    """Register the files of `folder` as the next version of `name`; the same certificate of a run only once.
+
+    Args:
+        folder: the hand-over, with its certificate.
+        name: of the registered model.
+        loader_module: name of an importable module with `_load_pyfunc(folder) -> object with predict(images)`, by
+            which `mlflow.pyfunc.load_model` builds the model from the published files.
+        tags: figures of the certificate; must hold `dataset` and the tag named by `headline`, the accuracy in
+            [0, 1] that the alias `champion` goes by.
+        description: the model card, Markdown.
+        run_id: the run the model comes from, as given by `Tracker.start`; None creates a run for it.
+        run_dir: where the publication is spooled if MLflow does not answer; by default the parent of `folder`.
+
+    Raises:
+        UserError: `folder` has no readable `certificate.json`.
+    """
+    run_dir = Path(run_dir or Path(folder).absolute().parent)
+    request = Request(
+        folder=os.path.relpath(Path(folder).resolve(), run_dir.resolve()),  # a run folder may be moved
+        name=name,
+        loader_module=loader_module,
+        tags={records.clean_name(key): str(value) for key, value in tags.items()},
+        description=description,
+        metrics={key: float(value) for key, value in metrics.items()},
+        run_id=run_id,
+        experiment=experiment,
+        headline=records.clean_name(headline),
+        uri=store.public(store.resolve_uri(uri)),
+    )
+    check(request, run_dir)
+    target = store.resolve_uri(uri)
+    with locked(run_dir / LOCK):
+        _send_another_first(run_dir, request.name, target)
+        with disk_errors("free some space, then publish again"):
+            write_whole(run_dir / SPOOL, json.dumps(asdict(request)))
+        try:
+            return _finish(request, run_dir, target)
+        except store.Away as away:
+            logger.warning(
+                "%s. %s is kept; publish it with `certizoo registry sync %s`", away, run_dir / SPOOL, run_dir
+            )
+            return Published(name, None, str(run_dir / SPOOL), champion=False)
+        except store.Full:  # repeating the command, or `sync`, completes it
+            raise
+        except UserError:
+            (run_dir / SPOOL).unlink()
+            raise
+
+
+def sync(run_dir: Path, uri: str | None = None) -> Published | None:
+    """Perform the publication that waits in a run folder; return None if none waits."""
+    if not waiting(run_dir):
+        return None
+    request = load(run_dir)
+    target = store.agreed_uri(uri, request.uri, run_dir)
+    with locked(run_dir / LOCK):
+        if not waiting(run_dir):  # another process has performed it meanwhile
+            return None
+        check(request, run_dir)
+        return _finish(request, run_dir, target)
+
+
+def waiting(run_dir: Path) -> bool:
+    """Return True if a version of this run is still to be published."""
+    spool.refuse_links(run_dir, SPOOL, f"{SPOOL}.part")
+    return (run_dir / SPOOL).is_file()
+
+
+def meant_for(run_dir: Path) -> str | None:
+    """Return the server that a waiting request names, to be shown and compared."""
+    return store.public(load(run_dir).uri) if waiting(run_dir) else None
+
+
+def load(run_dir: Path) -> Request:
+    """Return the request that waits in a run folder, which may come from someone else.
+
+    Raises UserError if it is invalid.
+    """
+    path = run_dir / SPOOL
+    found = read_json(path)
+    try:
+        wanted = {field.name for field in fields(Request)}
+        if not isinstance(found, dict) or set(found) != wanted:
+            raise ValueError(f"these keys are wrong or missing: {', '.join(sorted(wanted ^ set(found)))[:80]}")
+        for key in ("folder", "name", "loader_module", "description", "experiment", "headline", "uri"):
+            if not isinstance(found[key], str) or (key != "description" and len(found[key]) > checks.MAX_TEXT):
+                raise ValueError(f"{key} is no text")
+        checks.run_id(found["run_id"])
+        checks.mapping(found["tags"], "tags", str)
+        checks.mapping(found["metrics"], "metrics", (int, float))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is not a valid publication ({error}); remove it and publish again") from None
+    return Request(**found)
+
+
+def check(request: Request, run_dir: Path) -> None:
+    """Refuse what must not be registered, before anything is sent."""
+    try:
+        certificate = checks.inside(run_dir, request.folder) / manifest.CERTIFICATE
+    except ValueError as error:
+        raise UserError(f"{run_dir} has nothing to publish: {error}") from None
+    if not certificate.is_file():
+        raise UserError(f"{certificate} is missing, and only certified runs are published; certify the run first")
+    said = read_json(certificate)
+    weights = certificate.with_name(manifest.WEIGHTS)
+    if not isinstance(said, dict) or not weights.is_file() or said.get(version_tags.WEIGHTS) != sha256(weights):
+        raise UserError(f"{certificate} does not belong to the weights beside it; certify them again")
+    if not re.fullmatch(r"(?=.*\w)[\w.-]{1,100}", request.name, re.ASCII):
+        raise UserError(f"registered model name {request.name[:80]!r}: use up to 100 letters, digits, '_', '-' and '.'")
+    if not _is_ours(request.loader_module):
+        raise UserError(f"loader_module {request.loader_module!r} is not a module of the project; name one")
+    for tag in ("dataset", request.headline):
+        if tag not in request.tags:
+            raise UserError(f"tag {tag!r} is missing from the publication of {request.name}; add it to tags")
+    if (wrong := version_tags.contradiction(request.tags, said)) is not None:
+        raise UserError(f"{run_dir / request.folder} is not published because its tag {wrong}; certify it again")
+
+
+def _is_ours(module: str) -> bool:
+    """Return True for a module of the project; nothing is imported to find out."""
+    words = re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", module, re.ASCII)
+    return words is not None and (ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
+
+
+def _send_another_first(run_dir: Path, name: str, uri: str) -> None:
+    """Send a waiting publication under another name first: the next would replace it in the folder."""
+    if waiting(run_dir) and (earlier := load(run_dir)).name != name:
+        check(earlier, run_dir)
+        _finish(earlier, run_dir, uri)
+
+
+def _finish(request: Request, run_dir: Path, uri: str) -> Published:
+    published = _send(request, run_dir, uri)
+    (run_dir / SPOOL).unlink()
+    return published
+
+
+def _send(request: Request, run_dir: Path, uri: str) -> Published:
+    store.use_defaults()
+    with store.one_line(uri):
+        client = store.connect(uri)
+        if spool.waiting(run_dir):  # the version belongs to a run that MLflow may not know yet
+            spool.sync(run_dir, uri)
+        folder = run_dir / request.folder
+        digest = sha256(folder / manifest.CERTIFICATE)
+        run_id = _run(client, request, digest)
+        version = _find(client, request, run_id, digest) or _create(client, request, folder, run_id, digest)
+        standing = champion.elect_champion(client, request.name, str(version.version))
+    if not standing.is_champion:
+        logger.info("%s/%s is not the champion: %s", request.name, version.version, standing.why)
+    return Published(
+        request.name,
+        str(version.version),
+        f"models:/{request.name}/{version.version}",
+        standing.is_champion,
+        standing.why,
+    )
+
+
+def _run(client: "MlflowClient", request: Request, digest: str) -> str:
+    """Return MLflow's id of the request's run; create a run if the request has none."""
+    experiment = store.experiment_id(client, request.experiment)
+    run_id = records.find_run(client, experiment, request.run_id or records.PENDING + digest)
+    if run_id is None and request.run_id:
+        raise UserError(f"MLflow has no run {request.run_id}; send its spool first, or publish with run_id=None")
+    if run_id is None:
+        run_id = records.create_run(client, experiment, digest, request.name)
+    if not request.run_id:
+        client.set_terminated(run_id)
+    return run_id
+
+
+def _find(client: "MlflowClient", request: Request, run_id: str, digest: str) -> "ModelVersion | None":
+    """Return the version that this publication has already made.
+
+    Two writers may each have made one, on different machines or because MLflow's client repeated a request. The first
+    stays and the others are deleted.
+    """
+
+    def same(v: "ModelVersion") -> bool:
+        trial = request.tags.get(TRIAL)
+        return (v.run_id == run_id and v.tags.get(DIGEST) == digest) or (
+            trial is not None and v.tags.get(TRIAL) == trial
+        )
+
+    versions = store.every(client.search_model_versions, filter_string=f"name = '{request.name}'")
+    made = sorted(filter(same, versions), key=lambda v: int(v.version))
+    for other in made[1:]:
+        _delete(client, other)
+    return made[0] if made else None
+
+
+def _delete(client: "MlflowClient", version: "ModelVersion") -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.delete_model_version(version.name, version.version)
+    except MlflowException as error:
+        if not store.is_refusal(error):
+            raise  # otherwise the other writer was faster
+
+
+def _create(client: "MlflowClient", request: Request, folder: Path, run_id: str, digest: str) -> "ModelVersion":
+    """Log the model, then register it in one step with its tags: no version is ever without them."""
+    from mlflow.exceptions import MlflowException
+
+    with package.staged(folder) as (files, binding):
+        tags = request.tags | binding | {"headline": request.headline}
+        model_id = package.log_model(
+            client,
+            files,
+            name=request.name,
+            loader_module=request.loader_module,
+            tags=tags,
+            metrics=request.metrics,
+            run_id=run_id,
+        )
+    try:
+        client.create_registered_model(request.name)
+    except MlflowException as error:
+        if getattr(error, "error_code", "") != "RESOURCE_ALREADY_EXISTS":
+            raise
+    with store.as_global(client.tracking_uri):
+        made = client.create_model_version(
+            request.name,
+            source=f"models:/{model_id}",
+            run_id=run_id,
+            model_id=model_id,
+            tags=tags,
+            description=shorten(request.description),
+        )
+    return _find(client, request, run_id, digest) or made
+
+
+def shorten(description: str) -> str:
+    """Return the model card, cut to MLflow's limit for descriptions."""
+    rest = "\n\n... (the whole card is in the file card.md)"
+    return description if len(description) <= MAX_DESCRIPTION else description[: MAX_DESCRIPTION - len(rest)] + rest

@@ -1,0 +1,70 @@
+"""Output of the registry's commands. Text from the registry is printed without markup or control characters."""
+
+from collections.abc import Sequence
+
+from rich.markdown import Markdown
+from rich.table import Column, Table
+from rich.text import Text
+
+from certizoo.registry import version_tags
+from certizoo.registry.browse import Version
+from certizoo.registry.select import fact
+from certizoo.text import plain
+
+FACTS = ("dataset", "attention", "penalty", "method", "clean_acc")
+OWN = ("certificate_sha256", "files_sha256", "code_sha256", "weights_sha256", "certizoo", "git_commit", "trial",
+       "search")  # always different, and not results  # fmt: skip
+MAX_CARD = 5000
+
+
+def versions(found: Sequence[Version]) -> Table:
+    """Return a table with one row per version and its certified shares."""
+    radii = sorted({tag for v in found for tag in v.tags if tag.startswith(f"{version_tags.CERTIFIED}.")}, key=_radius)
+    table = _table("name", "version", "alias", *(key.removesuffix("_acc") for key in FACTS), *radii)
+    for v in found:
+        cells = (v.name, v.version, " ".join(v.aliases), *(fact(v, tag) for tag in (*FACTS, *radii)))
+        table.add_row(*map(_text, cells))
+    return table
+
+
+def tags(version: Version) -> Table:
+    """Return a table of all tags of one version."""
+    table = _table("tag", "value")
+    table.title = _text(f"{version.name}/{version.version} {' '.join('@' + alias for alias in version.aliases)}")
+    for tag, value in sorted(version.tags.items()):
+        table.add_row(_text(tag), _text(value))
+    return table
+
+
+def card(version: Version) -> Markdown:
+    """Return the description. Its links are printed as text instead of being clickable."""
+    lines = version.description[:MAX_CARD].split("\n")
+    return Markdown("\n".join(map(plain, lines)), hyperlinks=False)
+
+
+def comparison(found: Sequence[Version]) -> Table:
+    """Return a table with one column per version; differing rows come first, in bold."""
+    table = _table("tag", *(f"{v.name}/{v.version}" for v in found))
+    keys = sorted({key for v in found for key in v.tags})
+    rows = [(key, [v.tags.get(key, "") for v in found]) for key in keys]
+    for key, values in sorted(rows, key=lambda row: (row[0] in OWN, len(set(row[1])) == 1)):
+        style = "bold" if len(set(values)) > 1 else ""
+        table.add_row(_text(key), *(_text(value, style) for value in values))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    return Table(*(Column(_text(name)) for name in columns))
+
+
+def _text(value: str, style: str = "") -> Text:
+    return Text(plain(value), style=style)
+
+
+def _radius(tag: str) -> tuple[str, float, str]:
+    """Return a sort key: by the norm, then by the number at the end, other texts last."""
+    _, norm, eps = version_tags.parts(tag)
+    try:
+        return norm, float(eps), tag
+    except ValueError:
+        return norm, float("inf"), tag

@@ -1,0 +1,120 @@
+"""Write shards, or the manifest of existing shards: `certizoo shards digits|folder|torchvision|index --help`."""
+
+import argparse
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import track
+
+from certizoo import UserError
+from certizoo.errors import one_line_errors
+from certizoo.shards import manifest, sources
+from certizoo.shards.write import write
+
+console = Console(stderr=True)
+
+
+def digits(args: argparse.Namespace) -> None:
+    for split, source in sources.digits(args.seed).items():
+        path = write(source, args.root, name="digits", split=split, seed=args.seed, per_shard=200, overwrite=True)
+    console.print(f"wrote {path}")
+
+
+def folder(args: argparse.Namespace) -> None:
+    source = sources.Folder(args.source, args.only)
+    path = write(
+        source,
+        args.root,
+        name=args.name,
+        split=args.split,
+        seed=args.seed,
+        per_shard=args.per_shard,
+        resize=args.resize,
+        class_names=source.classes,
+        overwrite=args.overwrite,
+        track=_bar(f"{args.name}-{args.split}"),
+    )
+    console.print(f"wrote {len(source)} samples of {len(source.classes)} classes, listed in {path}")
+
+
+def torchvision(args: argparse.Namespace) -> None:
+    name = args.name or args.dataset.lower()
+    for split in ("train", "test"):
+        source = sources.torchvision_set(args.dataset, split, args.download_to or args.root / "download")
+        path = write(
+            source,
+            args.root,
+            name=name,
+            split=split,
+            seed=args.seed,
+            class_names=list(getattr(source, "classes", [])) or None,
+            overwrite=args.overwrite,
+            track=_bar(f"{name}-{split}"),
+        )
+    console.print(f"wrote {path}")
+
+
+def index(args: argparse.Namespace) -> None:
+    pattern = f"{args.name}-*.tar" if args.name else "*.tar"
+    path_of_manifest = args.root / (f"{args.name}.json" if args.name else manifest.GENERAL)
+    paths = sorted(args.root.glob(pattern))
+    if not paths:
+        raise UserError(f"there are no shards {args.root / pattern}; give the folder that holds them")
+    infos = []
+    for path in track(paths, "index", console=console, transient=True):
+        infos.append(replace(manifest.scan(path, decoded=args.decode), sha256=manifest.sha256_of(path)))
+    manifest.save(path_of_manifest, infos)
+    console.print(f"listed {len(infos)} shards, {sum(i.samples for i in infos)} samples in {path_of_manifest}")
+
+
+def _bar(title: str):  # type: ignore[no-untyped-def]
+    def bar(numbers: Iterable[int], total: int) -> Iterable[int]:
+        return track(numbers, title, total=total, console=console, transient=True)
+
+    return bar
+
+
+def parser() -> argparse.ArgumentParser:
+    main = argparse.ArgumentParser(prog="certizoo shards", description=__doc__)
+    commands = main.add_subparsers(required=True)
+    make_digits = commands.add_parser("digits", help="scikit-learn's handwritten digits (no download)")
+    make_digits.set_defaults(run=digits)
+    make_folder = commands.add_parser("folder", help="a folder with a subfolder of images per class")
+    make_folder.add_argument("source", type=Path)
+    make_folder.set_defaults(run=folder)
+    make_torchvision = commands.add_parser("torchvision", help="a data set that torchvision downloads")
+    make_torchvision.add_argument("dataset", choices=sources.TORCHVISION_SETS)
+    make_torchvision.set_defaults(run=torchvision)
+    make_index = commands.add_parser("index", help="write the manifest of existing shards")
+    make_index.set_defaults(run=index)
+    for command in (make_digits, make_folder, make_torchvision, make_index):
+        command.add_argument("root", type=Path, help="folder of the shards")
+    for command in (make_digits, make_folder, make_torchvision):
+        command.add_argument("--seed", type=int, default=0, help="seed of the order of the samples")
+    for command in (make_folder, make_torchvision):
+        command.add_argument("--overwrite", action="store_true", help="replace shards of this name and split")
+    make_folder.add_argument("--name", required=True)
+    make_folder.add_argument("--split", required=True, choices=("train", "test"))
+    make_folder.add_argument("--per-shard", type=int, default=1000)
+    make_folder.add_argument("--resize", type=int, help="shrink images whose short side is longer (JPEG 95)")
+    make_folder.add_argument("--only", type=Path, help="text file that lists the images to take, one per line")
+    make_torchvision.add_argument("--name", help="default: the data set's, in lower case")
+    make_torchvision.add_argument("--download-to", type=Path, help="default: ROOT/download")
+    make_index.add_argument("--name", help="list NAME-*.tar in NAME.json; default: *.tar in manifest.json")
+    make_index.add_argument("--decode", action="store_true", help="also decode every image")
+    return main
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console)])
+    args = parser().parse_args(argv)
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Collect samples into batches. A faulty sample is passed on as a value and judged at the end of the pipeline.
+
+B: images of a batch, C: channels, H, W: height, width.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from certizoo.shards.augment import augmentation, mix
+from certizoo.shards.config import DataConfig
+from certizoo.shards.decode import Pixels, fit, pixels
+from certizoo.shards.kernels import write_planes
+from certizoo.shards.ring import Page
+from certizoo.shards.tar import Entry, Sample, SampleError
+
+View = Callable[[Sample], Pixels]
+
+
+class Batch(NamedTuple):
+    """Samples whose images are the first entries of a page: (B, C, H, W), uint8."""
+
+    keys: list[str]
+    labels: list[int]
+    faults: list[str]
+    page: Page
+
+    @property
+    def images_BCHW(self) -> Tensor:
+        return self.page.images_BCHW[: len(self.keys)]
+
+
+def loaded(source: Iterable[Entry], num_classes: int) -> Iterator[Sample | SampleError]:
+    for entry in source:
+        try:
+            yield entry.load(num_classes)
+        except SampleError as error:
+            yield error
+
+
+def train_view(config: DataConfig, seed: int, epoch: int) -> View:
+    augment = augmentation(config.augment, config.img_size, config.interpolation)
+
+    def view(sample: Sample) -> Pixels:
+        return augment(pixels(sample.image, sample.where, config.channels), mix(seed, epoch, sample.key))
+
+    return view
+
+
+def eval_view(config: DataConfig) -> View:
+    def view(sample: Sample) -> Pixels:
+        return fit(pixels(sample.image, sample.where, config.channels), config.img_size)
+
+    return view
+
+
+def batches(
+    items: Iterable[Sample | SampleError], view: View, pages: Iterator[Page], *, patience: int
+) -> Iterator[Batch]:
+    """Iterate over batches of good samples, each filling a page, the last one perhaps smaller.
+
+    Faults are attached to the batch in which they occurred. With patience 0 the first one is raised; otherwise the last
+    of more than `patience` consecutive ones.
+    """
+    batch: Batch | None = None
+    faults: list[str] = []
+    in_a_row = 0
+    for item in items:
+        try:
+            if isinstance(item, SampleError):
+                raise item
+            image_HWC = view(item)
+        except SampleError as error:
+            faults.append(str(error))
+            in_a_row += 1
+            if in_a_row > patience:
+                raise
+            continue
+        in_a_row = 0
+        batch = batch or Batch([], [], faults, next(pages))
+        write_planes(image_HWC, batch.page.images_BCHW[len(batch.keys)].numpy())
+        batch.keys.append(item.key)
+        batch.labels.append(item.label)
+        if len(batch.keys) == len(batch.page.images_BCHW):
+            yield batch
+            batch, faults = None, []
+    if batch:
+        yield batch

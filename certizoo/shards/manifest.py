@@ -1,0 +1,172 @@
+"""The manifest of a folder of shards: the expected content of each file.
+
+`{"files": [{"file", "samples", "bytes", "sha256", "classes", "label_histogram"}, ...]}`, where `classes` is the number
+of labels that occur. The writer adds `class_names`. `{name}.json` has priority over `manifest.json`.
+"""
+
+import json
+import logging
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from certizoo import UserError
+from certizoo.files import sha256, write_whole
+from certizoo.shards.decode import decode
+from certizoo.shards.tar import SampleError, Shard, opened, walk
+
+log = logging.getLogger(__name__)
+GENERAL = "manifest.json"
+
+
+def mend(path: Path) -> str:
+    """Return the advice for shards that differ from the manifest `path`."""
+    name = "" if path.name == GENERAL else f" --name {shlex.quote(path.stem)}"
+    index = f"certizoo shards index {shlex.quote(str(path.parent))}{name}"
+    return f"write the shards again, or run `{index}` if they are right"
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """Properties of one shard; `sha256` or `histogram` is None if it was not computed."""
+
+    file: str
+    samples: int
+    bytes: int
+    sha256: str | None
+    histogram: dict[int, int] | None
+
+    def as_json(self) -> dict[str, Any]:
+        counts = self.histogram or {}
+        return {
+            "file": self.file,
+            "samples": self.samples,
+            "bytes": self.bytes,
+            "sha256": self.sha256,
+            "classes": len(counts),
+            "label_histogram": {str(label): counts[label] for label in sorted(counts)},
+        }
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest as read from `where`; `general` unless it is of one set. `mend`: the advice for differing shards."""
+
+    where: str
+    files: dict[str, ShardInfo]
+    class_names: list[str] | None
+    general: bool
+    mend: str
+
+    def covers(self, paths: Iterable[Path]) -> bool:
+        """Return False for a folder's general manifest that lists none of the shards: it is of other sets."""
+        return not self.general or any(path.name in self.files for path in paths)
+
+
+def read(root: Path, name: str) -> Manifest | None:
+    """Read `{name}.json` or else `manifest.json` of `root`; None if neither exists. Raises `UserError` if malformed."""
+    for path in (root / f"{name}.json", root / GENERAL):
+        if path.is_file():
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read ({error.strerror}); {mend(path)}") from None
+            return parse(content, str(path), general=path.name == GENERAL, mend=mend(path))
+    return None
+
+
+def parse(content: bytes, where: str, *, general: bool, mend: str) -> Manifest:
+    """Parse the manifest that `where` holds. Raises `UserError` if it is malformed."""
+    try:
+        listing = json.loads(content)
+        infos = [_info(entry) for entry in listing["files"]]
+        return Manifest(where, {info.file: info for info in infos}, listing.get("class_names"), general, mend)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise UserError(f"{where}: not a manifest of shards ({type(error).__name__}: {error}); {mend}") from None
+
+
+def _info(entry: dict[str, Any]) -> ShardInfo:
+    file = str(entry["file"])
+    if Path(file).name != file or file == "..":
+        raise ValueError(f"{file!r} is not a file of its folder")
+    histogram = entry.get("label_histogram")
+    counts = {int(label): int(count) for label, count in histogram.items()} if histogram else None
+    sha256 = str(entry["sha256"]) if entry.get("sha256") else None
+    return ShardInfo(file, int(entry["samples"]), int(entry["bytes"]), sha256, counts)
+
+
+def save(path: Path, infos: Iterable[ShardInfo], class_names: list[str] | None = None) -> None:
+    """Write a manifest atomically: a reader sees the old one or the new one."""
+    content: dict[str, Any] = {"class_names": class_names} if class_names else {}
+    content["files"] = [info.as_json() for info in sorted(infos, key=lambda info: info.file)]
+    try:
+        write_whole(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another root") from None
+
+
+def check(path: Path, manifest: Manifest, *, hashed: bool) -> ShardInfo:
+    """Return the manifest's entry of the shard `path`. Raises `UserError` if the file differs from it."""
+    info = expected(path.name, str(path), manifest)
+    hold(str(path), path.stat().st_size if path.is_file() else None, info, manifest)
+    if hashed and info.sha256 and sha256_of(path) != info.sha256:
+        raise UserError(f"{path}: its sha256 is not the one in {manifest.where}; {manifest.mend}")
+    return info
+
+
+def expected(name: str, where: str, manifest: Manifest) -> ShardInfo:
+    """Return the manifest's entry of the shard `name`, shown as `where`.
+
+    Raises `UserError` if there is no valid one.
+    """
+    info = manifest.files.get(name)
+    if info is None:
+        raise UserError(f"{where} is not in {manifest.where}; {manifest.mend}")
+    if min(info.samples, info.bytes) < 1 or (info.histogram and sum(info.histogram.values()) != info.samples):
+        raise UserError(f"{manifest.where}: the numbers of samples of {name} are inconsistent; {manifest.mend}")
+    return info
+
+
+def hold(where: str, size: int | None, info: ShardInfo, manifest: Manifest) -> None:
+    """Raise `UserError` unless the file exists (`size` is not None) with the manifest's size."""
+    if size is None:
+        raise UserError(f"{where} is missing, but {manifest.where} lists it; {manifest.mend}")
+    if size != info.bytes:
+        raise UserError(f"{where} holds {size} bytes, {manifest.where} says {info.bytes}; {manifest.mend}")
+
+
+def scan(path: Shard, num_classes: int | None = None, *, lenient: bool = False, decoded: bool = False) -> ShardInfo:
+    """Count the samples and labels of a shard by walking it; images are decoded only if `decoded`.
+
+    Raises `UserError` for a damaged tar, and for a faulty sample unless `lenient` (then it is logged and counted among
+    the samples, not in the histogram).
+    """
+    histogram: Counter[int] = Counter()
+    samples = 0
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        for entry in walk(path, file):
+            samples += 1
+            try:
+                label, extension = entry.label(num_classes), entry.image_extension
+                if decoded:
+                    decode(entry.read(extension), entry.where)
+                histogram[label] += 1
+            except SampleError as error:
+                if not lenient:
+                    raise
+                log.warning("will be skipped: %s", error)
+    if not samples:
+        raise UserError(f"{path} holds no samples; remove it or write it again")
+    return ShardInfo(path.name, samples, size, None, dict(histogram))
+
+
+def sha256_of(path: Path) -> str:
+    try:
+        return sha256(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); copy or write the shard again") from None

@@ -1,0 +1,378 @@
+"""The loaders: shards to batches by epoch, rank and worker, exact to the sample.
+
+In training a worker's part of the epoch (see plan.py) is shuffled, and repeated until its steps are complete: every
+rank makes the same number of steps, and every sample of the epoch is used. Evaluation reads each sample once.
+"""
+
+import atexit
+import gc
+import logging
+import math
+import multiprocessing
+import os
+import random
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import webdataset as wds
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from certizoo import UserError
+from certizoo.memory import keep_freed_memory
+from certizoo.shards.augment import mix
+from certizoo.shards.batch import Batch, batches, eval_view, loaded, train_view
+from certizoo.shards.config import DataConfig
+from certizoo.shards.plan import entries, segments, share, steps_per_epoch
+from certizoo.shards.ring import PREFETCH, Page, Ring, Slot, fresh_pages
+from certizoo.shards.sets import ShardSet
+from certizoo.shards.tar import Entry, Sample, SampleError
+
+log = logging.getLogger(__name__)
+SHUFFLE_BUFFER = 1000  # encoded samples that a worker holds
+
+
+@dataclass(eq=False)
+class Stream(IterableDataset, ABC):
+    """Batches of one rank.
+
+    A `UserError` is yielded instead of raised, because a loader would wrap it in its traceback.
+    """
+
+    shard_set: ShardSet
+    config: DataConfig
+    batch_size: int
+    rank: int
+    world_size: int
+
+    def __iter__(self) -> Iterator[Batch | UserError]:
+        """Iterate in the training process."""
+        yield from self.turns(0, 1, fresh_pages(*self.page))
+
+    def turns(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch | UserError]:
+        """Iterate over `read`; a UserError becomes the last item."""
+        try:
+            yield from self.read(worker, workers, pages)
+        except UserError as error:
+            yield error
+
+    @property
+    def page(self) -> tuple[int, int, int]:
+        """Return the number of images of a batch, their channels and their side."""
+        return self.batch_size, self.config.channels, self.config.img_size
+
+    @property
+    def processes(self) -> int:
+        """Return the number of loader processes; the choice of batches may depend on it."""
+        return self.config.workers
+
+    @abstractmethod
+    def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
+        """Iterate over the batches of one of the rank's loader processes."""
+
+
+@dataclass(eq=False)
+class TrainStream(Stream):
+    """The first `per_epoch` batches of consecutive epochs.
+
+    The n-th remaining batch belongs to loader n mod K, since torch's loader asks its K loaders in turn. In each epoch
+    they are workers 0 .. K - 1, starting with the one whose turn it is.
+    """
+
+    epochs: range
+    per_epoch: int
+    seed: int
+    skip: int
+
+    def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
+        asked = -self.skip
+        for epoch in self.epochs:
+            yield from self.read_epoch(epoch, (worker - asked) % workers, workers, max(-asked, 0), pages)
+            asked += self.per_epoch
+
+    def read_epoch(self, epoch: int, worker: int, workers: int, skip: int, pages: Iterator[Page]) -> Iterator[Batch]:
+        """Iterate over batches w, w + K, ... of the epoch for worker w of K, without the first `skip` of all."""
+        own, skipped = len(range(worker, self.per_epoch, workers)), len(range(worker, skip, workers))
+        if own <= skipped:
+            return
+        start, stop = self.part(worker, workers)
+        items = iter(self.samples(epoch, start, stop, worker))
+        patience = 0
+        if self.config.on_corrupt == "skip":  # the index of a good sample is known only after decoding
+            patience = 2 * (stop - start)
+        else:
+            items = islice(items, skipped * self.batch_size, None)
+            own, skipped = own - skipped, 0
+        view = train_view(self.config, self.seed, epoch)
+        yield from islice(batches(items, view, pages, patience=patience), skipped, own)
+
+    def part(self, worker: int, workers: int) -> tuple[int, int]:
+        """Return this worker's part of its rank's part of the line, in proportion to its batches."""
+        steps = steps_per_epoch(self.shard_set, self.batch_size, self.world_size)
+        start, stop = share(0, self.shard_set.samples, self.rank, self.rank + 1, self.world_size)
+        first = sum(len(range(before, steps, workers)) for before in range(worker))
+        return share(start, stop, first, first + len(range(worker, steps, workers)), steps)
+
+    def samples(self, epoch: int, start: int, stop: int, worker: int) -> Iterable[Sample | SampleError]:
+        """Iterate over the part, shuffled, again and again (each time in another order)."""
+        line = list(zip(self.shard_set.paths, self.shard_set.counts, strict=True))
+        random.Random(mix(self.seed, epoch)).shuffle(line)
+        paths, counts = zip(*line, strict=True)
+        return wds.DataPipeline(
+            partial(entries, segments(paths, counts, start, stop)),
+            partial(loaded, num_classes=self.config.num_classes),
+            wds.detshuffle(SHUFFLE_BUFFER, SHUFFLE_BUFFER, mix(self.seed, epoch, self.rank, worker), -1),
+        ).repeat()
+
+
+@dataclass(eq=False)
+class EvalStream(Stream):
+    """The rank's part in file order; worker w of K reads batches w, w + K, ..., and the loader restores the order."""
+
+    first: int
+    limit: int
+
+    @property
+    def processes(self) -> int:
+        return min(self.config.workers, cores())
+
+    def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
+        start, stop = (self.first + self.limit * place // self.world_size for place in (self.rank, self.rank + 1))
+        items = wds.DataPipeline(
+            partial(entries, segments(self.shard_set.paths, self.shard_set.counts, start, stop)),
+            partial(_turns, size=self.batch_size, turn=worker, turns=workers),
+            partial(loaded, num_classes=self.config.num_classes),
+        )
+        yield from batches(items, eval_view(self.config), pages, patience=0)
+
+
+class Sent(NamedTuple):
+    """A batch between processes: its images lie in the slot."""
+
+    keys: list[str]
+    labels: list[int]
+    faults: list[str]
+    slot: Slot
+
+
+@dataclass(eq=False)
+class Processes(IterableDataset):
+    """A stream in loader processes, whose batches lie in a ring."""
+
+    stream: Stream
+    ring: Ring
+
+    def __iter__(self) -> Iterator[Sent | UserError]:
+        info = get_worker_info()
+        assert info is not None, "a ring is for loader processes"
+        for item in self.stream.turns(info.id, info.num_workers, self.ring.pages(info.id)):
+            if isinstance(item, Batch):
+                assert item.page.slot is not None
+                yield Sent(item.keys, item.labels, item.faults, item.page.slot)
+            else:
+                yield item
+
+
+def _turns(source: Iterable[Entry], size: int, turn: int, turns: int) -> Iterator[Entry]:
+    return (entry for place, entry in enumerate(source) if place // size % turns == turn)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The common part of the loaders: batches from loader processes, one-line errors, `len()` batches."""
+
+    stream: Stream
+    steps: int
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def received(self) -> Iterator[Batch]:
+        """Iterate over batches. Copy the images before the next batch is requested."""
+        workers = self.stream.processes
+        ring = Ring(workers, *self.stream.page) if workers else None
+        loader = DataLoader(
+            Processes(self.stream, ring) if ring else self.stream,
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=PREFETCH if workers else None,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # a loader draws a seed: keep the global generator unchanged
+            worker_init_fn=_settle,
+        )
+        try:
+            for item in _started(loader):
+                if isinstance(item, UserError):
+                    raise item
+                yield Batch(item.keys, item.labels, item.faults, ring.page(item.slot)) if ring else item
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise UserError(
+                f"a loader process of {self.stream.config.name} died ({str(error).splitlines()[0]}); give it more "
+                "memory (also /dev/shm) or use fewer data.workers"
+            ) from None
+
+
+@dataclass(frozen=True)
+class TrainBatches(Batches):
+    """Iterates over (images_BCHW float32 in [0, 1], labels_B int64), on `device`."""
+
+    device: torch.device
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        faults: set[str] = set()
+        served = 0
+        for batch in self.received():
+            self.note(batch.faults, faults)
+            served += 1
+            yield _unit(self.sent(batch.images_BCHW)), self.sent(torch.tensor(batch.labels))
+        if served != self.steps:
+            raise UserError(f"{self.stream.config.name}: {served} batches instead of {self.steps}; report this")
+
+    def sent(self, values: Tensor) -> Tensor:
+        """Copy to the device; a GPU copies from pinned memory while it computes."""
+        gpu = self.device.type == "cuda"
+        return (values.pin_memory() if gpu else values).to(self.device, non_blocking=gpu)
+
+    def note(self, new: list[str], known: set[str]) -> None:
+        """Log each skipped sample once. Raises `UserError` beyond `max_corrupt` of them."""
+        limit = self.stream.config.max_corrupt
+        for fault in sorted(set(new) - known):
+            known.add(fault)
+            log.warning("skipped corrupt sample %d of at most %d: %s", len(known), limit, fault)
+            if len(known) > limit:
+                raise UserError(f"more than data.max_corrupt={limit} corrupt samples, the last: {fault}")
+
+
+class EvalBatches(Batches):
+    """Iterates over (keys, images_BCHW float32 in [0, 1], labels_B int64)."""
+
+    def __iter__(self) -> Iterator[tuple[list[str], Tensor, Tensor]]:
+        seen: set[str] = set()
+        for batch in self.received():
+            for key in batch.keys:
+                if key in seen:
+                    raise UserError(
+                        f"{self.stream.config.root}: two samples have the key {key}; write the shards again"
+                    )
+                seen.add(key)
+            yield batch.keys, _unit(batch.images_BCHW), torch.tensor(batch.labels)
+
+
+def train_loader(
+    shard_set: ShardSet,
+    config: DataConfig,
+    *,
+    batch_size: int,
+    epoch: int,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    skip_batches: int = 0,
+    epochs: int = 1,
+    per_epoch: int | None = None,
+    device: torch.device | str = "cpu",
+) -> TrainBatches:
+    """Return the `steps_per_epoch` batches of an epoch on every rank, without the first `skip_batches`.
+
+    The batches are a function of (seed, epoch, rank, world_size, config.workers). A run that skips k continues exactly
+    like one that stopped after k, and several epochs together equal the same epochs one by one. The global random
+    generators are left unchanged. Images travel to the device as bytes.
+
+    Args:
+        epochs: continue with the following epochs in the same loader processes, without a pause.
+        per_epoch: at most so many batches of each epoch.
+    """
+    each = steps_per_epoch(shard_set, batch_size, world_size)
+    each = each if per_epoch is None else min(each, per_epoch)
+    ahead = range(epoch, epoch + epochs)
+    stream = TrainStream(shard_set, config, batch_size, rank, world_size, ahead, each, seed, skip_batches)
+    return TrainBatches(stream, max(each * epochs - skip_batches, 0), torch.device(device))
+
+
+def eval_loader(
+    shard_set: ShardSet,
+    config: DataConfig,
+    *,
+    batch_size: int,
+    first: int = 0,
+    limit: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> EvalBatches:
+    """Return `limit` samples (None: all) from sample `first` in file order, each on one rank; none is skipped."""
+    left = max(shard_set.samples - first, 0)
+    limit = left if limit is None else min(limit, left)
+    own = limit * (rank + 1) // world_size - limit * rank // world_size
+    return EvalBatches(
+        EvalStream(shard_set, config, batch_size, rank, world_size, first, limit), math.ceil(own / batch_size)
+    )
+
+
+def eval_samples(
+    shard_set: ShardSet, config: DataConfig, *, first: int = 0, limit: int | None = None
+) -> Iterator[Sample]:
+    """Iterate over the samples of `eval_loader` in its order, still encoded, to identify the images."""
+    stop = shard_set.samples if limit is None else min(first + limit, shard_set.samples)
+    line = segments(shard_set.paths, shard_set.counts, first, stop)
+    for sample in loaded(entries(line), config.num_classes):
+        if isinstance(sample, SampleError):
+            raise sample
+        yield sample
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use; more loaders would only wait for each other."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _started(loader: "DataLoader[Any]") -> Iterator[Any]:
+    """Start the loader processes.
+
+    Objects of the rank are frozen first: a loader process that collected the rank's connection to a web server would
+    wait for a thread that does not exist there.
+    """
+    gc.freeze()  # permanently, in the processes that start here
+    try:
+        return iter(loader)
+    finally:
+        gc.unfreeze()
+
+
+def _settle(worker: int) -> None:
+    """Prepare a loader process: reuse memory, and ignore the signals that stop a training.
+
+    A launcher that is asked to stop signals the whole process tree, but the rank still needs its loaders to finish a
+    step.
+    """
+    keep_freed_memory()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@atexit.register
+def _end_loaders() -> None:
+    """Kill loader processes that are left at exit.
+
+    multiprocessing, whose own function runs after this one, would send them the SIGTERM that they ignore and then wait
+    forever: a training on a GPU, where something kept the exhausted loader alive, never returned.
+    """
+    left = [process for process in multiprocessing.active_children() if process.daemon]
+    if left:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a killed loader process
+    for process in left:
+        process.kill()
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _unit(images_BCHW: Tensor) -> Tensor:
+    return images_BCHW.to(torch.float32).div_(255)

@@ -1,0 +1,169 @@
+"""Write images to shards: shuffled by seed, reproducible byte for byte, and never partial under the final name."""
+
+import io
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import webdataset as wds
+from PIL import Image
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
+
+from certizoo import UserError
+from certizoo.files import whole_file
+from certizoo.shards import manifest
+from certizoo.shards.decode import decode
+from certizoo.shards.manifest import ShardInfo
+
+log = logging.getLogger(__name__)
+EXTENSION_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with a second view
+MAX_SOURCE_PIXELS = 170_000_000  # with `resize`; Pillow itself stops at 179 million
+JPEG_QUALITY = 95
+
+Track = Callable[[Iterable[int], int], Iterable[int]]  # (numbers, how many) -> numbers, for a progress bar
+
+
+def _silent(numbers: Iterable[int], total: int) -> Iterable[int]:
+    return numbers
+
+
+def write(
+    source: Sequence[tuple[Any, int]],
+    root: Path,
+    *,
+    name: str,
+    split: str,
+    seed: int = 0,
+    per_shard: int = 1000,
+    resize: int | None = None,
+    class_names: list[str] | None = None,
+    overwrite: bool = False,
+    track: Track = _silent,
+) -> Path:
+    """Write `{name}-{split}-{000000..}.tar` into `root`, list them in `{name}.json`, return its path.
+
+    Samples are shuffled by `seed`, so that each shard is a fair sample of the classes. Image files are copied byte by
+    byte after a test decoding; images in memory become PNG. `resize` shrinks images whose short side is longer.
+
+    Raises:
+        UserError: the shards exist (unless `overwrite`), an image is corrupt or the disk is full.
+    """
+    pattern = f"{name}-{split}-*.tar"
+    _make(root)
+    old = set(root.glob(pattern))
+    if old and not overwrite:
+        raise UserError(f"{root / pattern} exist; remove them, choose another --name, or add --overwrite")
+    others, names = _listed(root, name, split, class_names)
+    order = random.Random(seed).sample(range(len(source)), len(source))
+    if not order:
+        raise UserError(f"nothing to write as {root / pattern}: the source is empty; give another source")
+    path_of_manifest = root / f"{name}.json"
+    manifest.save(path_of_manifest, others, names)  # until the end, new shards are unlisted and thus refused
+    infos = []
+    ticks = iter(track(range(len(order)), len(order)))
+    for number, first in enumerate(range(0, len(order), per_shard)):
+        path = root / f"{name}-{split}-{number:06d}.tar"
+        members = (
+            _sample(source[index], f"{name}-{split}-{place:08d}", resize)
+            for place, index, _ in zip(range(first, len(order)), order[first : first + per_shard], ticks, strict=False)
+        )
+        infos.append(_write_shard(path, members))
+        old.discard(path)
+    for path in old:
+        path.unlink()
+    manifest.save(path_of_manifest, [*others, *infos], names)
+    return path_of_manifest
+
+
+def _make(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{root} cannot be made ({error.strerror}); choose another root") from None
+
+
+def _listed(
+    root: Path, name: str, split: str, class_names: list[str] | None
+) -> tuple[list[ShardInfo], list[str] | None]:
+    """Return the shards of other splits in `{name}.json`. Raises `UserError` if those have other classes."""
+    path = root / f"{name}.json"
+    if not path.is_file() or (listing := manifest.read(root, name)) is None:
+        return [], class_names
+    others = [info for file, info in listing.files.items() if not file.startswith(f"{name}-{split}-")]
+    if others and class_names and listing.class_names and class_names != listing.class_names:
+        raise UserError(
+            f"the classes of split {split} are not those in {path}, so labels would differ; "
+            "give the same class folders to every split (empty ones if need be)"
+        )
+    return others, class_names or listing.class_names
+
+
+def _write_shard(path: Path, members: Iterable[dict[str, Any]]) -> ShardInfo:
+    """Write under another name, then rename: a file with the final name is complete."""
+    labels: Counter[int] = Counter()
+    try:
+        with (
+            whole_file(path) as part,
+            part.open("wb") as file,
+            wds.TarWriter(file, encoder=False, mtime=0, user="", group="", mode=0o644) as tar,
+        ):
+            for member in members:
+                labels[int(member["cls"])] += 1
+                tar.write(member)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}); free space or choose another root"
+        ) from None
+    size = path.stat().st_size
+    return ShardInfo(path.name, labels.total(), size, manifest.sha256_of(path), dict(labels))
+
+
+def _sample(item: tuple[Any, int], key: str, resize: int | None) -> dict[str, Any]:
+    extension, data = encode(item[0], resize)
+    return {"__key__": key, extension: data, "cls": str(int(item[1])).encode()}
+
+
+def encode(image: Any, resize: int | None = None) -> tuple[str, bytes]:
+    """Return (extension, bytes) of a path (unchanged), a PIL image or a uint8 array (as PNG)."""
+    if isinstance(image, str | Path):
+        data = _bytes_of(Path(image))
+        limit = {"max_pixels": MAX_SOURCE_PIXELS} if resize else {}
+        picture = decode(data, str(image), **limit)
+        if not resize or min(picture.size) <= resize:
+            return EXTENSION_OF[str(picture.format)], data
+        return _encoded(_shrunk(picture, resize), str(picture.format))
+    picture = image if isinstance(image, Image.Image) else _from_array(np.asarray(image))
+    return _encoded(_shrunk(picture, resize) if resize else picture, "PNG")
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); repair or remove the file") from None
+
+
+def _from_array(array: np.ndarray) -> Image.Image:
+    if array.dtype != np.uint8 or array.ndim not in (2, 3):
+        raise UserError(f"an image array is {array.dtype} {array.shape}; give uint8 of shape HW or HWC")
+    return Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
+
+
+def _shrunk(picture: Image.Image, short: int) -> Image.Image:
+    if min(picture.size) <= short:
+        return picture
+    if picture.mode in ("1", "P", "PA"):  # cannot be interpolated
+        picture = picture.convert("RGB")
+    return F.resize(picture, [short], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+
+
+def _encoded(picture: Image.Image, form: str) -> tuple[str, bytes]:
+    buffer = io.BytesIO()
+    form = "JPEG" if form == "MPO" else form
+    picture.save(buffer, form, **({} if form == "PNG" else {"quality": JPEG_QUALITY}))
+    return EXTENSION_OF[form], buffer.getvalue()

@@ -1,8 +1,0 @@
-"""The only module that uses MLflow: track runs, publish certified models, browse published versions.
-
-Importing this package is cheap; the first function that needs MLflow imports it.
-"""
-
-from registry import browse, publish, track
-
-__all__ = ["browse", "publish", "track"]

@@ -1,0 +1,198 @@
+"""Publishing and browsing on a local store: only with a certificate, once, byte for byte."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from certizoo import UserError
+from certizoo.registry import browse, manifest, spool, store
+from certizoo.registry import publish as publishing
+from certizoo.registry.__main__ import main
+from certizoo.registry.publish import Published
+from certizoo.registry.track import Tracker
+from tests.tools import versions
+from tests.tools.versions import HEADLINE
+
+AWAY = "http://127.0.0.1:9"  # the discard port: connection refused
+
+Publish = Callable[..., Published]
+
+
+@pytest.fixture
+def uri(store_in: str) -> str:
+    return store_in
+
+
+def handover(run_dir: Path, certified: float = 0.4, **stated: Any) -> Path:
+    """Make a hand-over with a folder of pictures, and a pickle that must not be published."""
+    folder = versions.certified(run_dir, certified, **stated)
+    (folder / "plots").mkdir()
+    (folder / "plots" / "curve.png").write_bytes(b"\x89PNG")
+    (folder / "checkpoint.pt").write_bytes(b"a pickle")
+    return folder
+
+
+@pytest.fixture
+def issue(uri: str) -> Publish:
+    return lambda folder, **changes: versions.issue(folder, **({"uri": uri} | changes))
+
+
+def test_tags_description_and_metrics_come_back(issue: Publish, uri: str, tmp_path: Path) -> None:
+    published = issue(handover(tmp_path / "a"), metrics={HEADLINE: 0.4})
+    assert published == Published("tiny", "1", "models:/tiny/1", champion=True)
+    (version,) = browse.versions("tiny")
+    assert version.tags[HEADLINE] == "0.4000"
+    assert version.tags["dataset"] == "digits"
+    assert version.aliases == ("champion", "champion-digits")
+    assert version.description == "# Card\nall of it"
+    client = store.connect(uri)
+    experiment = store.experiment_id(client, "digits")
+    (model,) = client.search_logged_models([experiment], filter_string=f"metrics.`{HEADLINE}` > 0.39")
+    assert model.status == "READY"
+    assert version.run_id == model.source_run_id
+
+
+def test_download_is_byte_equal_and_leaves_pickles_out(issue: Publish, tmp_path: Path) -> None:
+    folder = handover(tmp_path / "a")
+    issue(folder)
+    for reference in ("tiny@champion", "tiny/1", "models:/tiny/1", "tiny"):
+        got = browse.download(reference)
+        names = {str(p.relative_to(got)) for p in got.rglob("*") if p.is_file()} - {manifest.FILE}
+        wanted = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} - {"checkpoint.pt"}
+        assert names == wanted
+        assert all((got / name).read_bytes() == (folder / name).read_bytes() for name in names)
+
+
+def test_mlflow_itself_can_load_a_version_without_pickle(
+    issue: Publish, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issue(handover(tmp_path / "a"))
+    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
+    import mlflow
+
+    before = mlflow.get_tracking_uri(), mlflow.get_registry_uri()
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_registry_uri(uri)
+    try:
+        model = mlflow.pyfunc.load_model("models:/tiny@champion")
+    finally:
+        mlflow.set_tracking_uri(before[0])
+        mlflow.set_registry_uri(before[1])
+    assert model.predict(np.ones((4, 3, 8, 8), np.float32)).shape == (4, 2)
+
+
+def test_without_certificate_nothing_is_registered(issue: Publish, uri: str, tmp_path: Path) -> None:
+    store.database(uri).unlink()
+    folder = handover(tmp_path / "a")
+    tags = versions.tags_of(folder)
+    (folder / "certificate.json").write_text("{torn")
+    with pytest.raises(UserError, match="not readable JSON"):
+        issue(folder, all_tags=tags)
+    (folder / "certificate.json").unlink()
+    with pytest.raises(UserError, match=r"certificate\.json is missing"):
+        issue(folder, all_tags=tags)
+    assert not store.database(uri).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"headline": "certified_acc.0.3"}, "is missing from the publication"),
+        ({"name": "a/b"}, "model name"),
+        ({"loader_module": "nowhere"}, "loader"),
+        ({"run_id": "0" * 32}, "no run"),
+    ],
+)
+def test_unfit_publications_are_refused(
+    issue: Publish, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        issue(handover(tmp_path / "a"), **changes)
+
+
+def test_the_same_certificate_is_published_once(issue: Publish, uri: str, tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path / "a", uri)
+    run_id = tracker.start("digits", "first", {"epochs": 3})
+    tracker.finish()
+    folder = handover(tmp_path / "a")
+    assert issue(folder, run_id=run_id) == issue(folder, run_id=run_id)
+    (version,) = browse.versions("tiny")
+    assert version.run_id == run_id
+    assert store.connect(uri).get_run(run_id).info.status == "FINISHED"
+    said = json.loads((folder / "certificate.json").read_text())
+    said["accuracy"][versions.EPS]["certified"] = 0.5
+    (folder / "certificate.json").write_text(json.dumps(said))  # certified again: a new version
+    assert issue(folder, run_id=run_id).version == "2"
+
+
+def test_unknown_names_list_what_exists(issue: Publish, uri: str, tmp_path: Path) -> None:
+    store.database(uri).unlink()
+    with pytest.raises(UserError, match="no registry at"):
+        browse.versions()
+    assert not store.database(uri).exists()
+    issue(handover(tmp_path / "a"))
+    with pytest.raises(UserError, match="choose one of tiny"):
+        browse.download("huge@champion")
+    with pytest.raises(UserError, match="choose one of tiny/1, tiny@champion"):
+        browse.download("tiny@best")
+    with pytest.raises(UserError, match="NAME/VERSION"):
+        browse.download("tiny/1/2")
+    with pytest.raises(UserError, match="does not answer"):
+        browse.download("tiny/1", AWAY)
+
+
+def test_away_publication_waits_with_its_run(issue: Publish, uri: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    tracker = Tracker(run_dir, AWAY)
+    run_id = tracker.start("digits", "first", {"epochs": 3})
+    tracker.finish()
+    folder = handover(run_dir)
+    waiting = issue(folder, run_id=run_id, uri=AWAY)
+    assert waiting.version is None
+    assert waiting.uri == str(run_dir / publishing.SPOOL)
+    moved = run_dir.rename(tmp_path / "moved")
+    copy = (moved / publishing.SPOOL).read_bytes()
+    published = publishing.sync(moved, uri)  # sync sends the run first
+    assert published == Published("tiny", "1", "models:/tiny/1", champion=True)
+    assert not spool.waiting(moved)
+    assert publishing.sync(moved, uri) is None
+    (moved / publishing.SPOOL).write_bytes(copy)  # as if sync had died before it could delete the spool
+    assert publishing.sync(moved, uri) == published
+    (version,) = browse.versions()
+    assert store.connect(uri).get_run(version.run_id).data.params == {"epochs": "3"}  # type: ignore[arg-type]
+
+
+def test_commands(
+    issue: Publish, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["registry", *arguments])
+        main()
+        return capsys.readouterr().out
+
+    issue(handover(tmp_path / "runs" / "a"), uri=AWAY)
+    assert run("sync", "--uri", uri).splitlines() == [
+        f"runs/a: meant for {AWAY}, sent to {uri}",
+        "runs/a: published models:/tiny/1 @champion",
+    ]
+    assert run("sync", "--uri", uri) == "nothing to send\n"
+    listed = run("list")
+    assert all(text in listed for text in ("tiny", "champion", HEADLINE, "0.4000", "digits"))
+    shown = run("show", "tiny@champion")
+    assert "all of it" in shown
+    assert "certificate_sha256" in shown
+
+
+def test_an_error_of_a_command_is_one_line(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(store.__file__).parents[1]))
+    arguments = [sys.executable, "-m", "certizoo.registry", "show", "tiny@best", "--uri", AWAY]
+    wrong = subprocess.run(arguments, capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith(f"error: MLflow at {AWAY} does not answer")
+    assert len(wrong.stderr.splitlines()) == 1

@@ -1,0 +1,127 @@
+"""Secrets of a configuration are neither written nor sent: the tests plant one in every place of it."""
+
+import json
+import logging
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from certify.stage import reproduce
+from certify.stage.settings import Settings
+from certizoo.compose import compose_config
+from certizoo.registry import credentials, records, spool, store
+from certizoo.registry.track import Tracker
+from certizoo.shards import DataConfig
+from tests.tools import versions
+from tests.tools.cases import mostly_slow
+
+SECRET = "hunter2SECRETq9"
+FORMS = {
+    "password of a URI": f"https://me:{SECRET}@host:5000/x",
+    "password with a slash": f"https://me:a/{SECRET}@host:5000/x",
+    "password with an at": f"https://me:a@{SECRET}/b@host/x",
+    "token of a URI": f"https://{SECRET}@host/x",
+    "database": f"postgresql+psycopg://me:{SECRET}@host:5432/mlflow",
+    "header in a command": f'pipe:curl -sH "Authorization: Bearer {SECRET}" https://host/{{shard}}',
+    "option of a command": f"pipe:curl -u me:{SECRET} https://host/{{shard}}",
+    "word of a command": f"pipe:fetch {SECRET} {{shard}}",
+    "environment of a command": f"pipe:AWS_SECRET_ACCESS_KEY={SECRET} aws s3 cp s3://bucket/{{shard}} -",
+    "signature of S3": f"https://host/{{shard}}?X-Amz-Credential={SECRET}&X-Amz-Signature={SECRET}&x=1",
+    "signature of Azure": f"https://host/{{shard}}?sv=2024&sig={SECRET}",
+    "token of a query": f"https://host/{{shard}}?token={SECRET}",
+    "variable": f"export HF_TOKEN={SECRET}; x",
+    "header": f"Authorization: Basic {SECRET}",
+    "JSON": f'{{"api_key": "{SECRET}"}}',
+    "two of a line": f"https://a:{SECRET}@h/x https://b:{SECRET}@h/y",
+}
+
+
+def every_leaf(config: Any, secret: str) -> Any:
+    """Return the configuration with the text as every value, and in every list."""
+    if isinstance(config, dict):
+        return {key: every_leaf(value, secret) for key, value in config.items()} | {"added": [secret, {"x": secret}]}
+    return secret
+
+
+@pytest.fixture(scope="module")
+def config() -> dict[str, Any]:
+    return compose_config("adv_train", ["+model=spec_vit_digits", "data=digits"])
+
+
+def everything_below(folder: Path) -> list[Path]:
+    """Return the files that contain the secret, databases included."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    assert found
+    return [path for path in found if SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("form", mostly_slow(FORMS, *list(FORMS)[::4]))
+def test_no_secret_of_a_configuration_leaves_the_process(
+    store_in: str, tmp_path: Path, config: dict[str, Any], form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Search MLflow's database and files, the spool, both config.yaml files, tags and log lines."""
+    planted = every_leaf(config, FORMS[form])
+    with caplog.at_level(logging.DEBUG, logger="registry"):
+        for uri in (store_in, "http://127.0.0.1:9"):  # with a server, and without one
+            tracker = Tracker(tmp_path / f"run-{uri[:4]}", uri)
+            tracker.start("e", "r", planted)
+            tracker.finish()
+        folder = versions.certified(tmp_path / "published")
+        (folder / "config.yaml").write_text(yaml.safe_dump(credentials.redacted(planted)))
+        versions.issue(folder, store_in, tags=credentials.redacted({"team": FORMS[form]}))
+    assert everything_below(tmp_path) == []
+    assert SECRET not in caplog.text
+    assert spool.waiting(tmp_path / "run-http")
+    (run,) = store.connect(store_in).search_runs([store.experiment_id(store.connect(store_in), "e")])
+    assert "data.root" in run.data.params, "the keys stay"
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("key", ["password", "api_key", "AWS_SECRET_ACCESS_KEY", "hf_token", "awsSecretAccessKey"])
+def test_a_key_that_says_it_is_secret_is_believed(key: str) -> None:
+    assert credentials.redacted({"data": {key: SECRET, "n": [{key: SECRET}]}}) == {
+        "data": {key: "***", "n": [{key: "***"}]}
+    }
+    assert records.flatten({"data": {key: SECRET}}) == {f"data.{key}": "***"}
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("form", FORMS)
+def test_an_error_of_mlflow_quotes_no_secret(form: str) -> None:
+    assert SECRET not in store.reason(Exception(f"request to {FORMS[form]} failed"))
+    assert SECRET not in store.public(FORMS[form])
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("form", FORMS)
+def test_the_report_s_command_shows_no_secret(form: str) -> None:
+    data = DataConfig("digits", FORMS[form], "a-*.tar", "b-*.tar", 10, 8, 1)
+    assert SECRET not in reproduce.command(Path("handover"), {}, data, Settings())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["s3://bucket/a@b", "runs/a@2", "data/digits", "https://host:5000/x", "sqlite:////tmp/a/mlflow.db", "mlp", "0.1",
+     "https://host/a?x=1&y=2", "models:/tiny@champion"],
+)  # fmt: skip
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert credentials.redacted({"a": text}) == {"a": text}
+
+
+def test_a_configuration_without_secrets_is_unchanged(config: dict[str, Any]) -> None:
+    """No ordinary value is taken for a secret."""
+    assert json.loads(json.dumps(credentials.redacted(config))) == json.loads(json.dumps(config))
+
+
+def test_the_trainer_writes_redacted_configurations_alone() -> None:
+    """Check each place that writes a whole configuration."""
+    root = Path(store.__file__).parents[1]
+    found = subprocess.run(
+        ["grep", "-rnE", r"safe_dump\(job\.config|in job\.config\.items", "--include=*.py", "trainers", "tuning"],
+        cwd=root, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    assert [line for line in found.splitlines() if "redacted" not in line] == []
