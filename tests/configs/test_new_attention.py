@@ -120,7 +120,7 @@ def tree(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy the product and its configurations, and add two attentions and the digits."""
     root = tmp_path_factory.mktemp("tree")
     for folder in [*FOLDERS, "configs"]:
-        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, root / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name, code, option in (("tempered", TEMPERED, "tau"), ("mean", MEAN, "gain")):
         (root / "zoo" / "attention" / f"{name}.py").write_text(code)
         (root / "configs" / "attention" / f"{name}.yaml").write_text(NOTE.format(name=name, option=option))

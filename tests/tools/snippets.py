@@ -135,7 +135,7 @@ class Room:
 def room(folder: Path) -> Room:
     """Copy the project, with an environment that `make install` accepts as finished."""
     for name in [*FOLDERS, "configs", "cluster", "benchmarks"]:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("tune.py", "Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy2(ROOT / name, folder / name)
     virtual_environment(folder / ".venv")
