@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 SERVED = {
     "cert_vit_c10_float32": ("cert_vit_c10_cifar10_served", "cert_vit_c10"),
     "cert_gpsa_vit_c10_float32": ("cert_gpsa_vit_c10_cifar10_served", "cert_gpsa_vit_c10"),
+    "cert_gpsa_vit_c10_gpu_float32": ("cert_gpsa_vit_c10_gpu_cifar10_served", "cert_gpsa_vit_c10_gpu"),
 }
 OURS = MODELS | {name: ((file,), MODELS[model][1] | {"name": name}) for name, (file, model) in SERVED.items()}
 
