@@ -20,7 +20,7 @@ from certizoo.errors import UserError
 from certizoo.names import unwritten
 from certizoo.nearest import unknown
 
-CONFIGS = Path(__file__).resolve().parent / "configs"  # in a checkout a link to the top level's
+CONFIGS = (Path(__file__).parent / "configs").resolve()  # in a checkout a link to the top level's
 WITH_PLUS = ("model", "attention", "experiment")  # groups without a default in the main files
 
 

@@ -25,7 +25,7 @@ GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and pat
 FILES = [(path.parent.name, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
 RECIPES = [name for group, name in FILES if group == "model"]
 ALL = sorted(CONFIGS.rglob("*.yaml"))
-COMMAND = re.compile(r"^#\s+((?:deepspeed|python|make) .+?)(?:   .*)?$", re.MULTILINE)
+COMMAND = re.compile(r"^#\s+((?:certizoo|deepspeed|python|make) .+?)(?:   .*)?$", re.MULTILINE)
 
 
 @cache

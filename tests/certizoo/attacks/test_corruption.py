@@ -40,7 +40,7 @@ def test_corruptions_refuse_in_words() -> None:
 
 
 def test_without_the_library_of_corruptions_the_mend_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attacks.corruption.find_spec", lambda name: None)
+    monkeypatch.setattr("certizoo.attacks.corruption.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'certizoo\[corruptions\]'"):
         Corruption("fog")
 

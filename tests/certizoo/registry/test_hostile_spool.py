@@ -283,7 +283,7 @@ def test_two_syncs_of_one_spool_send_it_once(uri: str, tmp_path: Path) -> None:
     rows = [{"kind": "metrics", "rows": [["loss", 0.5, step, step]]} for step in range(50)]
     run_dir = write(tmp_path / "run", START, *rows, FINISH)
     code = f"from pathlib import Path; from certizoo.registry import spool; spool.sync(Path({str(run_dir)!r}), {uri!r})"
-    root = Path(store.__file__).parents[1]
+    root = Path(store.__file__).parents[2]
     both = [subprocess.Popen([sys.executable, "-c", code], cwd=root, stderr=subprocess.PIPE) for _ in range(2)]
     for process in both:
         _, errors = process.communicate()
@@ -299,7 +299,7 @@ def test_a_training_does_not_wait_for_somebody_who_sends_its_spool(uri: str, tmp
         f"import sys, time; from pathlib import Path; from certizoo.locks import locked\n"
         f"with locked(Path({str(run_dir / spool.LOCK)!r})): print('held', flush=True); time.sleep(60)"
     )
-    root = Path(store.__file__).parents[1]
+    root = Path(store.__file__).parents[2]
     holder = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None

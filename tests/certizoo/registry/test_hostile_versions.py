@@ -377,7 +377,7 @@ def test_two_processes_that_publish_one_run_make_one_version(store_in: str, tmp_
         "from pathlib import Path; from tests.tools import versions;"
         f"print(versions.issue(Path({str(tmp_path / 'run' / 'handover')!r}), {store_in!r}).version)"
     )
-    root = Path(store.__file__).parents[1]
+    root = Path(store.__file__).parents[2]
     both = [subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True) for _ in "ab"]
     assert [process.communicate()[0].strip() for process in both] == ["1", "1"]
     assert len(browse.versions("tiny", store_in)) == 1

@@ -190,7 +190,7 @@ def test_commands(
 
 
 def test_an_error_of_a_command_is_one_line(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(store.__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(store.__file__).parents[2]))
     arguments = [sys.executable, "-m", "certizoo.registry", "show", "tiny@best", "--uri", AWAY]
     wrong = subprocess.run(arguments, capture_output=True, text=True)
     assert wrong.returncode == 2

@@ -119,7 +119,7 @@ def test_a_configuration_without_secrets_is_unchanged(config: dict[str, Any]) ->
 
 def test_the_trainer_writes_redacted_configurations_alone() -> None:
     """Check each place that writes a whole configuration."""
-    root = Path(store.__file__).parents[1]
+    root = Path(store.__file__).parents[2]
     found = subprocess.run(
         ["grep", "-rnE", r"safe_dump\(job\.config|in job\.config\.items", "--include=*.py", "trainers", "tuning"],
         cwd=root, capture_output=True, text=True,

@@ -40,7 +40,7 @@ def heeded(number: signal.Signals, how: Any = signal.default_int_handler) -> Ite
 def registry_ui(folder: Path, port: int) -> Iterator[str]:
     """Run the server on the store of `folder`, end it by Ctrl-C, and check that none of its processes is left."""
     environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
-    environment["PYTHONPATH"] = str(Path(store.__file__).parents[1])
+    environment["PYTHONPATH"] = str(Path(store.__file__).parents[2])
     arguments = [sys.executable, "-m", "certizoo.registry", "ui", "--port", str(port)]
     with (folder / "server.log").open("w") as log, heeded(signal.SIGINT):
         server = subprocess.Popen(arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -141,7 +141,7 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        environment = os.environ | {"PYTHONPATH": str(Path(store.__file__).parents[1])}
+        environment = os.environ | {"PYTHONPATH": str(Path(store.__file__).parents[2])}
         arguments = [sys.executable, "-m", "certizoo.registry", "ui", "--port", port]
         done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
@@ -185,7 +185,7 @@ sys.exit(ui.run_group([sys.executable, "-c", sys.argv[1]], {}))
 def group(*at_start: signal.Signals) -> Iterator["subprocess.Popen[str]"]:
     """Start a process that runs the child's group, to be ended inside; check that nothing of the group is left."""
     arguments = [sys.executable, "-c", STRUCK, CHILD, *(str(int(number)) for number in at_start)]
-    environment = os.environ | {"PYTHONPATH": str(Path(store.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(store.__file__).parents[2])}
     runner = subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert runner.stderr is not None
     leader = int(runner.stderr.readline())

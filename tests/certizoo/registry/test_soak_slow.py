@@ -19,7 +19,7 @@ from tests.certizoo.registry.test_server import wait_for
 from tests.tools.registry_writer import STEPS
 
 WRITERS, RUNS, PUBLISHED = 8, 125, 10
-ROOT = Path(store.__file__).parents[1]
+ROOT = Path(store.__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 

@@ -19,7 +19,7 @@ from certizoo import UserError, shards
 from certizoo.shards import DataConfig
 from tests.tools.cases import mostly_slow
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 REAL = Path(os.environ.get("CERTIZOO_DATA", REPOSITORY.parent / "shared" / "data"))
 EXPECTED: dict[str, dict] = (
     json.loads((REAL / "faults" / "expected.json").read_text()) if (REAL / "faults" / "expected.json").is_file() else {}

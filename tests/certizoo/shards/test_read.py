@@ -26,7 +26,7 @@ from certizoo.shards.read import EvalBatches, EvalStream, TrainBatches
 from certizoo.shards.ring import Page, fresh_pages
 
 SIZE = 8
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def numbered(count: int) -> list[tuple[np.ndarray, int]]:

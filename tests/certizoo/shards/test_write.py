@@ -189,7 +189,7 @@ def test_splits_with_other_classes_are_refused(tmp_path: Path) -> None:
 def test_resize_shrinks_only_what_is_larger(tmp_path: Path) -> None:
     small = Image.new("RGB", (40, 30))
     small.save(tmp_path / "a.jpg")
-    assert shards.write.__module__ == "shards.write"
+    assert shards.write.__module__ == "certizoo.shards.write"
     from certizoo.shards.write import encode
 
     assert encode(tmp_path / "a.jpg", resize=30) == ("jpg", (tmp_path / "a.jpg").read_bytes())
