@@ -39,7 +39,7 @@ class Gradients:
     lengths: Sizes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Situation:
     """Some images, and what is known around them."""
 
@@ -78,8 +78,19 @@ class Situation:
         def kept(r_I: Tensor) -> Tensor:
             return nan_to_inf(inner.kept(of_all(r_I))[index_I])
 
-        around = images[index_I], inner.clean[index_I], inner.ball, tape, inner.head
-        return Situation(*around, inner.rivals_BR[index_I], seed, radii, proved, off, kept)
+        return Situation(
+            images=images[index_I],
+            clean=inner.clean[index_I],
+            ball=inner.ball,
+            tape=tape,
+            head=inner.head,
+            rivals_BR=inner.rivals_BR[index_I],
+            seed=seed,
+            radii=radii,
+            proved=proved,
+            off=off,
+            kept=kept,
+        )
 
     def gradients(self, class_CB: Tensor) -> "Gradients":
         """Return the gradients of the margins over these classes.
