@@ -16,7 +16,7 @@ from certify.image.columns import Columns
 from certify.image.coupled import Coupled, coupled
 from certify.image.ellipsoid import Ellipsoids, Grown, Margins, Off
 from certify.image.joint import Sizes
-from certify.image.weights import WeightEstimate
+from certify.image.weights import estimate_weights
 from certify.shared.ball import Ball
 from certify.shared.certificate import Clean, gaps, open_pairs, pair_weights
 from zoo.arithmetic import nan_to_inf, product
@@ -184,7 +184,7 @@ class RadiusStage:
     def __init__(self, here: Situation, most_B: Tensor, first: Columns | None) -> None:
         self.here, self.most_B = here, most_B
         g = here.gradients(here.rivals_BR[:, :1].mT)
-        joint = WeightEstimate(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
+        joint = estimate_weights(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
         self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, here.off, first)
         room = self.ellipsoids.joint.room(here.tape.nonlinear[-1]) * len(here.images)
         self._at_once = min(AT_ONCE, at_once(room * lanczos.STARTS, lanczos.STEPS[-1]))
