@@ -27,7 +27,7 @@ _METHODS = _ORDERS | {"certify/methods"}
 _JOB = {"trainers/job", "trainers/objectives", "trainers/techniques"}
 _BASE = {"trainers/settings.py", "trainers/ranks.py", "trainers/seeds.py", "trainers/model_parts.py"}
 _RUN = _BASE | _JOB | {"trainers/engine", "trainers/weights"}
-_BOUNDS = {"zoo/arithmetic.py", "zoo/spectral.py", "zoo/pristine.py", "zoo/bounds"}
+_BOUNDS = {"zoo/arithmetic.py", "zoo/spectral.py", "zoo/bounds"}
 _WEIGHTS = {"zoo/weights"}
 _LAYERS = _BOUNDS | {"zoo/layers", "zoo/attention"}
 _PENALTIES = {"zoo/penalty.py", "zoo/hinge.py"}
@@ -79,10 +79,9 @@ ROOMS: dict[str, set[str]] = {
     "trainers/reshape.py": {"trainers/job"},
     "zoo/arithmetic.py": set(),
     "zoo/spectral.py": {"zoo/arithmetic.py"},
-    "zoo/pristine.py": set(),
     "zoo/penalty.py": {"zoo/spectral.py"},
     "zoo/hinge.py": {"zoo/spectral.py", "zoo/penalty.py"},
-    "zoo/bounds": {"zoo/arithmetic.py", "zoo/spectral.py", "zoo/pristine.py"},
+    "zoo/bounds": {"zoo/arithmetic.py", "zoo/spectral.py"},
     "zoo/layers": _BOUNDS,
     "zoo/attention/theory": {"zoo/arithmetic.py", "zoo/spectral.py"},
     "zoo/attention": _BOUNDS | {"zoo/layers", "zoo/attention/theory"},
