@@ -19,7 +19,7 @@ from certify.shared.batching import CorrectImages
 from certify.shared.certificate import UnsoundCertificate
 from certify.stage.settings import Settings
 from certizoo import UserError
-from certizoo.attacks import pgd
+from certizoo.attacks import AttackConfig, pgd
 from tests.tools.ascent import ascend, margin_loss
 from tests.tools.cases import mostly_slow
 from zoo.bounds.rule_table import NoRule
@@ -88,7 +88,7 @@ def test_the_margin_never_falls_by_more_than_the_loss(seed: int) -> None:
     for eps in (0.05, 0.5, 2.0):
         analysis: Any = LoFAST(model).analyse(x, y).parts[0][1]
         loss_BJ = analysis.weight_BJ * analysis.radius(torch.full((8,), eps, dtype=torch.float64))[:, None]
-        adversarial = pgd(baked, x.double(), y, norm="l2", eps=eps, steps=50, loss="margin")
+        adversarial = pgd(baked, x.double(), y, AttackConfig("l2", eps, steps=50, loss="margin"))
         with torch.no_grad():
             before, after = baked(x.double()), baked(adversarial)
         drop_BJ = (before.gather(1, y[:, None]) - before) - (after.gather(1, y[:, None]) - after)
