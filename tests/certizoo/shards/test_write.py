@@ -138,7 +138,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
-import numpy as np, shards
+import numpy as np
+from certizoo import shards
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
 try:
@@ -147,7 +148,7 @@ except shards.UserError as error:
     raise SystemExit(str(error))
 """
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[3]
     )
     assert done.returncode == 1
     assert "toy-train-000000.tar cannot be written" in done.stderr
