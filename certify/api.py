@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from certify.methods import METHODS, NAMES, named
+from certify.methods import AUTO, METHODS, NAMES, named
 from certify.shared.ball import L2, known
 from certify.shared.certificate import Analysis, Certificate, Certifier, guess_of, require_numbers
 from certizoo import UserError
@@ -60,7 +60,7 @@ def certify(
     images_BCHW: Tensor,
     labels_B: Tensor,
     eps: float | Tensor,
-    method: str = "lofast",
+    method: str = AUTO,
     nonce: str | None = None,
     norm: str = L2,
 ) -> Certificate:
@@ -73,9 +73,10 @@ def certify(
         images_BCHW: (B, C, H, W) in [0,1], float32 or float64.
         labels_B: (B,), of any integer type.
         eps: one radius, or one per image.
-        method: one of METHODS, or "auto".
-        nonce: see `certifier`.
-        norm: "l2" or "linf".
+        method: "auto", or "lofast", "lofast_local", "adjoint", "image", "crown", "best". "auto" is "best" below 2^20
+            parameters, else "lofast".
+        nonce: a text that chooses the random starts of norms, so that a result can be reproduced. None draws one.
+        norm: of the ball, "l2" or "linf".
 
     Returns:
         (B,) tensors margin_B, loss_B, certified_B, correct_B, unknown_B.
@@ -93,7 +94,7 @@ def certified_radius(
     model: nn.Module,
     images_BCHW: Tensor,
     labels_B: Tensor,
-    method: str = "lofast",
+    method: str = AUTO,
     nonce: str | None = None,
     norm: str = L2,
 ) -> Tensor:

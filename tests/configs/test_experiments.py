@@ -91,8 +91,9 @@ def test_all_protocols_are_there() -> None:
 def test_every_row_of_a_table_composes(name: str) -> None:
     table = TABLES[name]
     for row in table.rows:
-        config = compose_config(table.script, [f"+experiment={name}", f"model={row.model}", "seed=7"])
-        assert config["name"] == f"{name}-{row.model}-s7"
+        config = compose_config(table.script, [f"+experiment={name}", f"model={row.model}", "seed=7", *row.options])
+        assert config["name"].startswith(f"{name}-{row.model}")
+        assert config["name"].endswith("-s7")
         assert len(row.published) == len(table.columns)
         assert (config["penalty"]["lambda_q"] > 0) == row.model.startswith("spec_")
         if table.measure is certified:
@@ -101,7 +102,8 @@ def test_every_row_of_a_table_composes(name: str) -> None:
         else:
             for column in set(table.columns) - {"clean"}:
                 assert ATTACKS[column].eps == pytest.approx(config["attack"]["eps"])
-    assert len({row.model for row in table.rows}) == len(table.rows) == (3 if table.measure is certified else 5)
+    assert len({row.model for row in table.rows}) == (3 if table.measure is certified else 5)
+    assert len({(row.model, row.options) for row in table.rows}) == len(table.rows)
 
 
 @pytest.fixture

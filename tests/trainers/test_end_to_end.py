@@ -72,7 +72,7 @@ def registered(images: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_model_of_zero_3_is_certified_in_the_process_that_trained_it(tmp_path: Path, digits: Path) -> None:
-    """There DeepSpeed replaces torch's linear function, which certificates do not cover."""
+    """There DeepSpeed replaces torch's linear function until the training stops."""
     arguments = ("+model=spec_vit_digits", "data=digits", f"data.root={digits}", "name=z3", "deepspeed.stage=3",
                  "train.epochs=1", "train.eval_images=20", "certify.images=4", "registry.enabled=false")  # fmt: skip
     status, output = finish(launch(SCRIPT, *arguments, cwd=tmp_path), seconds=240)
