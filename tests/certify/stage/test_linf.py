@@ -132,7 +132,7 @@ def test_tags_have_the_norm_in_their_names_and_champions_answer_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store_in)
-    said: dict[str, Any] = {"registered_name": "digits", "run_id": None, "experiment": "test", "champion_images": 20}
+    said: dict[str, Any] = {"registered_name": "digits", "experiment": "test", "champion_images": 20}
     line = register.publish(handover, out, **said)
     assert line == "digits version 1 (champion)"
     tags = browse.find("digits/1").tags
