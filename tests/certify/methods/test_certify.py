@@ -186,7 +186,7 @@ def test_evaluate_answers_clean_attack_and_proof_together() -> None:
     table = evaluate(model, x, y, eps=(1e-3, 0.1), method="lofast")
     assert list(table["key"]) == [str(i) for i in range(6)]
     assert table["correct"].all()
-    np.testing.assert_array_equal(table["radius.lofast"], certified_radius(model, x, y))
+    np.testing.assert_array_equal(table["radius.lofast"], certified_radius(model, x, y, "lofast"))
     for eps in ("0.001", "0.1"):
         assert (table.loc[table[f"certified.{eps}"] == "certified", f"pgd.{eps}"]).all()
 
