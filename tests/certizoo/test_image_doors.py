@@ -20,7 +20,7 @@ from certizoo.images import Pixels, flattened, pixels
 from certizoo.shards import DataConfig, sources
 from certizoo.shards.__main__ import main
 from certizoo.shards.write import encode
-from tests.test_architecture import FILES, ROOT, imported, parsed
+from tests.tools.folders import FILES, ROOT, imported, parsed
 from tests.tools.odd_images import EVERY_MODE, SIDE, drawn, exif_of, odd_images, saved, transparent
 
 Door = Callable[[str, bytes, Path], Pixels]
