@@ -142,6 +142,7 @@ def test_a_wrong_value_is_refused_before_any_work(
         "masks.warmup=0": "masks.warmup",
         "+objective.beta=-1": "objective.beta",
         "attack.norm=l7": "attack.norm",
+        "+attack={norm: linf, eps: 8}": r"set attack.eps=0\.03137 for 8/255",
         "optimizer.name=lion": "optimizer.name",
         "schedule.name=linear": "schedule.name",
         "resume=yes": "resume=auto",

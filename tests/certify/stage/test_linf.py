@@ -168,7 +168,7 @@ def test_the_served_model_is_certified_in_linf(handover: Path, digits: Path, tmp
     ("changes", "words"),
     [
         ({"norm": "l1"}, "choose one of l2, linf"),
-        ({"eps": (8.0,), "headline_eps": 8.0}, "4/255"),
+        ({"eps": (8.0,), "headline_eps": 8.0}, "8/255"),
         ({"eps": (0.02, 1.58), "headline_eps": 1.58}, "every image"),
         ({"headline_eps": 0.1}, "headline_eps=0.1 is not among"),
     ],
