@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+from dataclasses import make_dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -11,11 +13,14 @@ import torch
 import yaml
 
 import zoo
+from certify.rows.arguments import attack_of, settings_of
+from certify.stage.settings import Settings
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
 from certizoo.recipes import row, table
 from tests.tools.cases import mostly_slow
 from trainers.job.stages import prepare_first
+from trainers.job.typed import typed
 from zoo.attention import variants
 from zoo.models.overview import tiny_options
 
@@ -73,7 +78,9 @@ def test_every_config_is_a_lab_note_that_composes(path: Path) -> None:
 def check_note(path: Path) -> None:
     """Check that the note describes the file and gives a command that uses it, in lines of 120 characters at most."""
     assert len(re.findall(r"\w+", note(path))) > 8, "says nothing about itself"
-    name = {"names": "+model", "experiments": "+experiment", "tune": "tune.py"}.get(path.stem, path.stem)
+    name = {"names": "+model", "experiments": "+experiment", "tune": "tune.py", "stage": "certify"}.get(
+        path.stem, path.stem
+    )
     assert any(name in command for command in COMMAND.findall(note(path))), "no command with it"
     assert max(len(line) for line in note(path).splitlines() if not line.startswith("#  ")) <= 120
 
@@ -124,6 +131,20 @@ def test_options_of_a_model_need_no_plus_sign(plus: str) -> None:
 
 def test_certify_composes() -> None:
     assert compose_config("certify", ["data=digits", "eps=[0.1]"])["eps"] == [0.1]
+
+
+def test_a_key_of_certify_is_written_once(tmp_path: Path) -> None:
+    """A key in stage.yaml and in Settings is read by the trainer and by the stage alone."""
+    configs = Path(shutil.copytree(CONFIGS, tmp_path / "configs"))
+    with (configs / "certify" / "stage.yaml").open("a") as stage:
+        stage.write("note: null\n")
+    noted = make_dataclass("Noted", [("note", str | None, None)], bases=(Settings,), frozen=True)
+
+    trained = compose_config("adv_train", ["+model=spec_vit_digits", "certify.note=x"], configs)["certify"]
+    assert trained.pop("enabled")
+    assert typed(noted, {"certify": trained}, "certify").note == "x"
+    alone = compose_config("certify", ["note=x"], configs)
+    assert settings_of(noted, alone, attack=attack_of(alone)).note == "x"
 
 
 # --- models without a file -------------------------------------------------------------------------------------------
