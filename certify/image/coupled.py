@@ -38,7 +38,7 @@ SPARE = (0.02, 0.05, 0.1, 0.2, 0.4)  # tried multiples of D above kappa D
 STEEP = (1.0, 1.1, 1.3, 1.7)  # m in units of |b| / t, where kappa does not require more
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Coupled:
     """The terms of some rivals at the largest e, (C, B) each.
 
@@ -104,8 +104,16 @@ def coupled(ellipsoids: Ellipsoids, margins: Margins, g_0: Tensor, first: Tensor
     z, length = joint.gram(forms)(b), torch.linalg.vector_norm(b, dim=-1)
     off = _rounded(ellipsoids, forms, kappa, weights) * length
     pulled = {part: torch.linalg.vector_norm(z * mask, dim=-1) + off for part, mask in parts.items()}
-    lengths = first * joint.most_B, length, (b * z).sum(-1) + off * length
-    return Coupled(*lengths, kappa, weights, pulled, held, joint.most_B)
+    return Coupled(
+        first=first * joint.most_B,
+        length=length,
+        bent=(b * z).sum(-1) + off * length,
+        kappa=kappa,
+        weights=weights,
+        pulled=pulled,
+        held=held,
+        most_B=joint.most_B,
+    )
 
 
 def _scale(weights: Vectors, parts: Vectors) -> Scale:

@@ -29,7 +29,7 @@ from certify.image.budget import Budget, budget
 from certify.image.columns import Columns
 from certify.image.radius_stage import RadiusStage, Situation
 from certify.image.schedule import RadiusSchedule
-from certify.image.weights import WeightEstimate
+from certify.image.weights import estimate_weights
 from certify.shared.ball import Ball
 from certify.shared.certificate import Breakdown, Certificate, Clean, binding_class, decide_by, open_pairs, per_image
 from zoo.arithmetic import nan_to_inf
@@ -193,7 +193,7 @@ class ImageAnalysis:
         most_B = self._budget.start * above_B
         settled_B = torch.zeros_like(self.clean.correct_B)  # per image: independent of the rest of the batch
         for _ in range(self._budget.rounds):
-            estimate = WeightEstimate(here.tape, self.images, most_B, g, here.draw, here.sizes)
+            estimate = estimate_weights(here.tape, self.images, most_B, g, here.draw, here.sizes)
             found_B = estimate.radius(alone.first_B, alone.margin_B)
             above_B = torch.where(found_B < most_B, most_B, above_B)
             below_B = torch.where(found_B < most_B, below_B, most_B)

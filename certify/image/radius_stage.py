@@ -16,7 +16,7 @@ from certify.image.columns import Columns
 from certify.image.coupled import Coupled, coupled
 from certify.image.ellipsoid import Ellipsoids, Grown, Margins, Off
 from certify.image.joint import Sizes
-from certify.image.weights import WeightEstimate
+from certify.image.weights import estimate_weights
 from certify.shared.ball import Ball
 from certify.shared.certificate import Clean, gaps, open_pairs, pair_weights
 from zoo.arithmetic import nan_to_inf, product
@@ -39,7 +39,7 @@ class Gradients:
     lengths: Sizes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Situation:
     """Some images, and what is known around them."""
 
@@ -78,8 +78,19 @@ class Situation:
         def kept(r_I: Tensor) -> Tensor:
             return nan_to_inf(inner.kept(of_all(r_I))[index_I])
 
-        around = images[index_I], inner.clean[index_I], inner.ball, tape, inner.head
-        return Situation(*around, inner.rivals_BR[index_I], seed, radii, proved, off, kept)
+        return Situation(
+            images=images[index_I],
+            clean=inner.clean[index_I],
+            ball=inner.ball,
+            tape=tape,
+            head=inner.head,
+            rivals_BR=inner.rivals_BR[index_I],
+            seed=seed,
+            radii=radii,
+            proved=proved,
+            off=off,
+            kept=kept,
+        )
 
     def gradients(self, class_CB: Tensor) -> "Gradients":
         """Return the gradients of the margins over these classes.
@@ -173,7 +184,7 @@ class RadiusStage:
     def __init__(self, here: Situation, most_B: Tensor, first: Columns | None) -> None:
         self.here, self.most_B = here, most_B
         g = here.gradients(here.rivals_BR[:, :1].mT)
-        joint = WeightEstimate(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
+        joint = estimate_weights(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
         self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, here.off, first)
         room = self.ellipsoids.joint.room(here.tape.nonlinear[-1]) * len(here.images)
         self._at_once = min(AT_ONCE, at_once(room * lanczos.STARTS, lanczos.STEPS[-1]))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from certizoo import UserError
-from certizoo.shards import SampleError
-from certizoo.shards.decode import MAX_PIXELS, fit, upright
+from certizoo.images import MAX_PIXELS, ImageError, pixels
+from certizoo.shards.fit import fit
 from certizoo.text import plain
 
 MAX_BYTES = 32 * 2**20  # of a file; 24 million pixels as JPEG or WEBP take less
@@ -44,14 +44,14 @@ def photo(data: bytes, name: str, channels: int, size: int) -> Photo:
     """Return the photograph in encoded bytes.
 
     Raises:
-        UserError: it is invalid or too large (certizoo/shards/decode.py).
+        UserError: it is invalid or too large (certizoo/images.py).
     """
     if len(data) > MAX_BYTES:
         raise UserError(f"{name} is larger than {MAX_BYTES >> 20} MiB; {ADVICE}")
     try:
-        pixels_HWC = upright(data, plain(name)[:200], channels)
-    except SampleError as error:
-        raise UserError(f"{str(error).partition(';')[0]}; {ADVICE}") from None
+        pixels_HWC = pixels(data, channels)
+    except ImageError as error:
+        raise UserError(f"{plain(name)[:200]}: {error}; {ADVICE}") from None
     height, width = pixels_HWC.shape[:2]
     seen_CHW = torch.from_numpy(fit(pixels_HWC, size).transpose(2, 0, 1).copy())
     return Photo(plain(name), seen_CHW.float().div(255), width, height)

@@ -8,8 +8,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from certizoo import UserError
 from certizoo.attacks.attack import Attack
 from certizoo.attacks.auto import AutoAttack
-from certizoo.attacks.config import AttackConfig
 from certizoo.attacks.corruption import Corruption
+from certizoo.attacks.loop import AttackConfig
 from certizoo.attacks.minimal import CarliniWagner, DeepFool
 from certizoo.nearest import choices, unknown
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from certizoo.shards.decode import Pixels, fit
+from certizoo.images import Pixels
+from certizoo.shards.fit import fit
 from certizoo.shards.kernels import mirrored, resized
 
 Augment = Callable[[Pixels, int], Pixels]

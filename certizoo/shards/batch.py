@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from certizoo.images import Pixels
 from certizoo.shards.augment import augmentation, mix
 from certizoo.shards.config import DataConfig
-from certizoo.shards.decode import Pixels, fit, pixels
+from certizoo.shards.fit import fit
 from certizoo.shards.kernels import write_planes
 from certizoo.shards.ring import Page
 from certizoo.shards.tar import Entry, Sample, SampleError
@@ -43,14 +44,14 @@ def train_view(config: DataConfig, seed: int, epoch: int) -> View:
     augment = augmentation(config.augment, config.img_size, config.interpolation)
 
     def view(sample: Sample) -> Pixels:
-        return augment(pixels(sample.image, sample.where, config.channels), mix(seed, epoch, sample.key))
+        return augment(sample.pixels(config.channels), mix(seed, epoch, sample.key))
 
     return view
 
 
 def eval_view(config: DataConfig) -> View:
     def view(sample: Sample) -> Pixels:
-        return fit(pixels(sample.image, sample.where, config.channels), config.img_size)
+        return fit(sample.pixels(config.channels), config.img_size)
 
     return view
 

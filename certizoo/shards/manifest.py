@@ -16,7 +16,6 @@ from typing import Any
 
 from certizoo import UserError
 from certizoo.files import sha256, write_whole
-from certizoo.shards.decode import decode
 from certizoo.shards.tar import SampleError, Shard, opened, walk
 
 log = logging.getLogger(__name__)
@@ -152,9 +151,9 @@ def scan(path: Shard, num_classes: int | None = None, *, lenient: bool = False, 
         for entry in walk(path, file):
             samples += 1
             try:
-                label, extension = entry.label(num_classes), entry.image_extension
+                label, _ = entry.label(num_classes), entry.image_extension
                 if decoded:
-                    decode(entry.read(extension), entry.where)
+                    entry.load(num_classes).pixels(3)
                 histogram[label] += 1
             except SampleError as error:
                 if not lenient:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
 from certizoo import UserError
+from certizoo.images import ImageError, Pixels, pixels
 
 MAX_MEMBER_BYTES = 64 * 2**20
 MAX_LABEL_BYTES = 32
@@ -57,6 +58,13 @@ class Sample:
     key: str
     label: int
     image: bytes
+
+    def pixels(self, channels: int) -> Pixels:
+        """Return the decoded image (H, W, `channels`). Raises `SampleError`."""
+        try:
+            return pixels(self.image, channels)
+        except ImageError as error:
+            raise SampleError(f"{self.where}: {error}; {MEND_SAMPLE}") from None
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ class Entry:
             )
         return found[0]
 
-    def load(self, num_classes: int) -> Sample:
+    def load(self, num_classes: int | None) -> Sample:
         return Sample(self.where, self.key, self.label(num_classes), self.read(self.image_extension))
 
 

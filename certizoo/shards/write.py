@@ -5,6 +5,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from torchvision.transforms.v2 import functional as F
 
 from certizoo import UserError
 from certizoo.files import whole_file
+from certizoo.images import MAX_PIXELS, ImageError, flattened, picture
 from certizoo.shards import manifest
-from certizoo.shards.decode import decode
 from certizoo.shards.manifest import ShardInfo
+from certizoo.text import shown
 
 log = logging.getLogger(__name__)
 EXTENSION_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with a second view
 MAX_SOURCE_PIXELS = 170_000_000  # with `resize`; Pillow itself stops at 179 million
+MEND_FILE = "repair or remove the file"
 JPEG_QUALITY = 95
 
 Track = Callable[[Iterable[int], int], Iterable[int]]  # (numbers, how many) -> numbers, for a progress bar
@@ -125,27 +128,45 @@ def _write_shard(path: Path, members: Iterable[dict[str, Any]]) -> ShardInfo:
 
 def _sample(item: tuple[Any, int], key: str, resize: int | None) -> dict[str, Any]:
     extension, data = encode(item[0], resize)
-    return {"__key__": key, extension: data, "cls": str(int(item[1])).encode()}
+    return {"__key__": key, extension: data, "cls": str(_label(item[1], key)).encode()}
+
+
+def _label(given: Any, key: str) -> int:
+    try:
+        label = index(given)
+    except TypeError:
+        raise UserError(f"sample {key} has the label {shown(given)}; give the number of its class, 0, 1, ...") from None
+    if label < 0:
+        raise UserError(f"sample {key} has the label {label}; classes count from 0")
+    return label
 
 
 def encode(image: Any, resize: int | None = None) -> tuple[str, bytes]:
     """Return (extension, bytes) of a path (unchanged), a PIL image or a uint8 array (as PNG)."""
     if isinstance(image, str | Path):
-        data = _bytes_of(Path(image))
-        limit = {"max_pixels": MAX_SOURCE_PIXELS} if resize else {}
-        picture = decode(data, str(image), **limit)
-        if not resize or min(picture.size) <= resize:
-            return EXTENSION_OF[str(picture.format)], data
-        return _encoded(_shrunk(picture, resize), str(picture.format))
-    picture = image if isinstance(image, Image.Image) else _from_array(np.asarray(image))
-    return _encoded(_shrunk(picture, resize) if resize else picture, "PNG")
+        return _of_file(Path(image), resize)
+    seen = flattened(image if isinstance(image, Image.Image) else _from_array(np.asarray(image)))
+    return _encoded(_shrunk(seen, resize) if resize else seen, "PNG")
+
+
+def _of_file(path: Path, resize: int | None) -> tuple[str, bytes]:
+    data = _bytes_of(path)
+    try:
+        seen = picture(data, **({"max_pixels": MAX_SOURCE_PIXELS} if resize else {}))
+    except ImageError as error:
+        raise UserError(f"{path}: {error}; {MEND_FILE}") from None
+    form = str(seen.format)
+    small = _shrunk(seen, resize) if resize else seen
+    if small.width * small.height > MAX_PIXELS:
+        raise UserError(f"{path}: still {small.width} x {small.height} pixels after --resize; {MEND_FILE}")
+    return (EXTENSION_OF[form], data) if small is seen else _encoded(small, form)
 
 
 def _bytes_of(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); repair or remove the file") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); {MEND_FILE}") from None
 
 
 def _from_array(array: np.ndarray) -> Image.Image:
@@ -154,16 +175,15 @@ def _from_array(array: np.ndarray) -> Image.Image:
     return Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
 
 
-def _shrunk(picture: Image.Image, short: int) -> Image.Image:
-    if min(picture.size) <= short:
-        return picture
-    if picture.mode in ("1", "P", "PA"):  # cannot be interpolated
-        picture = picture.convert("RGB")
-    return F.resize(picture, [short], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+def _shrunk(image: Image.Image, short: int) -> Image.Image:
+    if min(image.size) <= short:
+        return image
+    return F.resize(image, [short], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
 
 
-def _encoded(picture: Image.Image, form: str) -> tuple[str, bytes]:
+def _encoded(image: Image.Image, form: str) -> tuple[str, bytes]:
     buffer = io.BytesIO()
     form = "JPEG" if form == "MPO" else form
-    picture.save(buffer, form, **({} if form == "PNG" else {"quality": JPEG_QUALITY}))
+    bare = Image.fromarray(np.asarray(image))  # without metadata, whose orientation is already applied
+    bare.save(buffer, form, **({} if form == "PNG" else {"quality": JPEG_QUALITY}))
     return EXTENSION_OF[form], buffer.getvalue()

@@ -113,7 +113,7 @@ def start(timeout_minutes: float) -> World:
 def stop() -> None:
     """Leave the group together: a process that exits with a live group may be aborted at its end."""
     dist.barrier()
-    torch.nn.functional.linear = LINEAR  # ZeRO 3 replaces this function, and certificates need torch's own
+    torch.nn.functional.linear = LINEAR  # ZeRO 3 replaces this function, and a certificate does not detect it
     if not KEPT.get():
         dist.destroy_process_group()
 

@@ -139,15 +139,22 @@ def expand_attention(
             """Return J v."""
             return join_heads(core.push(*split_heads(v_CBND, qkv_HOD).chunk(3, dim=-3)), heads.o_HOD)
 
-        gain_B = through_values + through_scores
         y_BND = module(x_BND)
         parts = (
             projection_leaf(torch.stack([q, k, v], 1), qkv_HOD.unflatten(0, (3, -1))),
             core_leaf(core, v, inexact),
             merge_leaf(y_BND, heads.o_HOD),
         )
-        bounds = gain_B, lambda r: core.beta(same(r)), remainder
-        computed = Expansion(y_BND, *bounds, pull, push, rounding_B=chained(parts), parts=parts)
+        computed = Expansion(
+            y=y_BND,
+            gain_B=through_values + through_scores,
+            beta=lambda r: core.beta(same(r)),
+            remainder=remainder,
+            pull=pull,
+            own_push=push,
+            rounding_B=chained(parts),
+            parts=parts,
+        )
         return widened(computed, off)
 
     return expand

@@ -114,7 +114,14 @@ def affine_leaf(y: Tensor, weight: Tensor, pull: Map, push: Map, off: Tensor | f
     numbers = sigma_upper(weight) + off, matrix_rounding(weight) + off
     gain_B, rounding_B = (number.expand(len(y)) for number in numbers)
     return Expansion(
-        y, gain_B, torch.zeros_like, lambda g: torch.zeros_like, pull, push, affine=True, rounding_B=rounding_B
+        y=y,
+        gain_B=gain_B,
+        beta=torch.zeros_like,
+        remainder=lambda g: torch.zeros_like,
+        pull=pull,
+        own_push=push,
+        affine=True,
+        rounding_B=rounding_B,
     )
 
 
@@ -164,12 +171,12 @@ def core_leaf(core: Core, v: Tensor, inexact: Inexact | None = None) -> Expansio
         return core.push(*v.unbind(2))
 
     return Expansion(
-        core.mixed @ v,
-        forms.gain,
-        _unknown,
-        lambda g: _unknown,
-        pull,
-        push,
+        y=core.mixed @ v,
+        gain_B=forms.gain,
+        beta=_unknown,
+        remainder=lambda g: _unknown,
+        pull=pull,
+        own_push=push,
         rounding_B=terms_rounding(core) * moduli.of_map(),
         forms=CoreLeafForms(forms, moduli, inexact),
     )

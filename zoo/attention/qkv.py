@@ -260,7 +260,9 @@ class AttentionBounds:
             r_3 = transform.radii(self.projected(r))
             return self.norm_o * inexact.norm(r_3, r_3)
 
-        return Expansion(y_BND, gain_B, beta, remainder, pull, rounding_B=chained(leaves), parts=parts), off
+        return Expansion(
+            y=y_BND, gain_B=gain_B, beta=beta, remainder=remainder, pull=pull, rounding_B=chained(leaves), parts=parts
+        ), off
 
     def _leaves(
         self, projected_3BHNO: Tensor, transform: QKVTransform, inexact: Inexact, y_BND: Tensor
@@ -287,11 +289,11 @@ def transform_leaf(transform: QKVTransform) -> Expansion:
 
     gain_B = length(transform.first(same(ones_B)))
     return Expansion(
-        transform.y_3.transpose(0, 1),
-        gain_B,
-        lambda r: length(transform.betas(same(r))),
-        remainder,
-        lambda g_CB3HNO: transform.pull(g_CB3HNO.movedim(2, 0)).movedim(0, 2),
+        y=transform.y_3.transpose(0, 1),
+        gain_B=gain_B,
+        beta=lambda r: length(transform.betas(same(r))),
+        remainder=remainder,
+        pull=lambda g_CB3HNO: transform.pull(g_CB3HNO.movedim(2, 0)).movedim(0, 2),
         rounding_B=16 * gamma(transform.y_3[0, 0, 0].numel() + 64) * gain_B,
     )
 

@@ -132,7 +132,7 @@ class Forms(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Expansion:
     """The second order of f around one clean batch.
 

@@ -76,13 +76,13 @@ def affine_expansion(
         if x.shape[1:] not in roundings:
             roundings[x.shape[1:]] = affine_rounding(f, pullback(f, x[:1]), x[:1])
         return Expansion(
-            y,
-            bound(ones_B),
-            torch.zeros_like,
-            lambda g: torch.zeros_like,
-            pull,
-            push,
-            gram,
+            y=y,
+            gain_B=bound(ones_B),
+            beta=torch.zeros_like,
+            remainder=lambda g: torch.zeros_like,
+            pull=pull,
+            own_push=push,
+            own_gram=gram,
             affine=True,
             rounding_B=roundings[x.shape[1:]] * ones_B,
         )
@@ -171,7 +171,16 @@ def composition(parts: Sequence[Node]) -> Expand:
 
         gain_B = torch.stack([expansion.gain_B for expansion in expansions]).prod(0)
         rounding_B = chained(expansions)
-        return Expansion(x, gain_B, beta, remainder, pull, push, rounding_B=rounding_B, parts=tuple(expansions))
+        return Expansion(
+            y=x,
+            gain_B=gain_B,
+            beta=beta,
+            remainder=remainder,
+            pull=pull,
+            own_push=push,
+            rounding_B=rounding_B,
+            parts=tuple(expansions),
+        )
 
     return expand
 
@@ -182,12 +191,12 @@ def residual_expansion(branch: Expand) -> Expand:
     def expand(x: Tensor) -> Expansion:
         inner = branch(x)
         return Expansion(
-            added(x, inner.y),
-            1 + inner.gain_B,
-            inner.beta,
-            inner.remainder,
-            lambda g: g + inner.pull(g),
-            lambda v: v + inner.push(v),
+            y=added(x, inner.y),
+            gain_B=1 + inner.gain_B,
+            beta=inner.beta,
+            remainder=inner.remainder,
+            pull=lambda g: g + inner.pull(g),
+            own_push=lambda v: v + inner.push(v),
             rounding_B=inner.rounding + 2 * U * (1 + inner.gain_B),
             parts=inner.parts or (inner,),
             skip=True,

@@ -178,12 +178,12 @@ def elementwise(module: nn.Module, activation: Activation) -> Expand:
         one, z_B1H = x.new_ones(()), x.flatten(1).unsqueeze(1)
         form, slope = Form(one, one, one, largest), activation.slope(z_B1H).view(x.shape)
         return Expansion(
-            module(x),
-            slope.abs().flatten(1).amax(1),
-            units_beta(activation, form, z_B1H),
-            lambda g: units_remainder(activation, form, z_B1H, g.flatten(2).unsqueeze(2)),
-            lambda g: g * slope,
-            lambda v: v * slope,
+            y=module(x),
+            gain_B=slope.abs().flatten(1).amax(1),
+            beta=units_beta(activation, form, z_B1H),
+            remainder=lambda g: units_remainder(activation, form, z_B1H, g.flatten(2).unsqueeze(2)),
+            pull=lambda g: g * slope,
+            own_push=lambda v: v * slope,
             rounding_B=(SLOPE + U) * lipschitz(activation) * x.new_ones(len(x)),
             forms=UnitForms(activation, form, z_B1H, rows, back, back, rows),
         )

@@ -96,8 +96,8 @@ def classifier_of(model: nn.Module, *, local: bool = False) -> tuple[Layer, nn.L
 def trunk(model: nn.Module) -> tuple[Sequence[nn.Module | Link], nn.Linear]:
     """Return the links of a model, with modules that are only chains taken apart, and its head.
 
-    Raises `NoRule` for a model that was altered anywhere, that holds unknown code, or whose numbers the proofs do not
-    cover. This includes parts inside modules whose rule reads the weights without calling the parts.
+    Raises `NoRule` for a model that was altered anywhere, with a module of unknown type, or with numbers that the
+    proofs do not cover. This includes parts inside modules whose rule reads the weights without calling the parts.
     """
     for path, module in modules_of(model):
         refuse_altered(module, path)

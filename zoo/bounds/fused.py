@@ -64,12 +64,12 @@ def fused(
         else:
             gain_B = x.new_full((len(x),), gain)
         return Expansion(
-            module(x),
-            gain_B,
-            lambda r: outer * beta(r),
-            lambda g: units_remainder(activation, form, z_BNH, g.flatten(2, -2) @ w_2_DH),
-            lambda g: skip * g + (g @ w_2_DH * slope) @ w_1_HD,
-            lambda v: skip * v + (v @ w_1_HD.mT * slope) @ w_2_DH.mT,
+            y=module(x),
+            gain_B=gain_B,
+            beta=lambda r: outer * beta(r),
+            remainder=lambda g: units_remainder(activation, form, z_BNH, g.flatten(2, -2) @ w_2_DH),
+            pull=lambda g: skip * g + (g @ w_2_DH * slope) @ w_1_HD,
+            own_push=lambda v: skip * v + (v @ w_1_HD.mT * slope) @ w_2_DH.mT,
             rounding_B=rounding.expand(len(x)),
             forms=UnitForms(
                 activation,

@@ -1,13 +1,13 @@
 """Checks that a module computes what the code of its type says, and nothing else.
 
-A certificate rests on code (the type) and numbers (the state). `fault_of(module)` reports anything else that takes
-part: a hook, a patched method, code that differs from the registered one, a weight or an option that computes by
-itself. `fault_of_process()` reports the same for what all modules share. A module's own faults are found without asking
-the module, because its class may answer any attribute access as it likes.
+A certificate rests on code (the type) and numbers (the state). `fault_of(module)` reports anything else of the module
+that takes part: a hook, a patched method, a weight or an option that computes by itself. `fault_of_process()` reports
+the same for modes and hooks that all modules share. Code is known by its exact type, and is not inspected: the process
+is trusted (docs/security.md). A module's own faults are found without asking the module, because an unknown class may
+answer any attribute access as it likes.
 """
 
 import enum
-import inspect
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -21,14 +21,19 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from zoo import pristine
-
 KEPT = ("_modules", "_parameters", "_buffers")
 HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 PLAIN = (type(None), bool, int, float, str, np.float32, np.float64, np.int32, np.int64)
 COMPUTES = ("__add__", "__radd__", "__mul__", "__rmul__", "__truediv__", "__float__", "__index__", "__torch_function__")
 DEPTH = 8  # of nested lists; no rule reads deeper
 GATHER = "gather the weights and certify the model inside"
+MADE_BY_TORCH = {"__getstate__", "__deepcopy__"}  # the methods of a class that torch makes for parametrised weights
+KNOWN: set[type[nn.Module]] = {
+    kind
+    for kind in (*vars(nn).values(), parametrize.ParametrizationList, *vars(parametrizations).values())
+    if isinstance(kind, type) and issubclass(kind, nn.Module)
+}
+"""Types whose code is known: torch's modules, and those with rules (rule_table.py)."""
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -83,19 +88,8 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
     return kind.__mro__[1] if _is_parametrized(module) else kind
 
 
-def is_known(kind: type[nn.Module]) -> bool:
-    """Return True if the code of this type is remembered: torch's modules and the registered ones."""
-    return pristine.is_remembered(kind)
-
-
 def fault_of(module: nn.Module) -> str | None:
-    """Describe what makes the module another function than its type's; None if nothing does.
-
-    For an unknown type only the instance is checked.
-    """
-    kind = kind_of(module)
-    if is_known(kind) and (change := pristine.change_of(kind)):
-        return f"{change} was replaced since its rules were registered; start a fresh process"
+    """Describe what makes the module another function than its type's; None if nothing does."""
     return _fault_of_class(module) or _fault_of_state(module)
 
 
@@ -122,8 +116,6 @@ def fault_of_process() -> str | None:
         return "matrix products do not have full float32 precision; run torch.set_float32_matmul_precision('highest')"
     if parametrize._cache_enabled:
         return "torch.nn.utils.parametrize.cached() is active; certify outside of it"
-    if change := pristine.change_of_torch():
-        return f"{change} was replaced in this process; start a fresh one"
     return None
 
 
@@ -136,49 +128,21 @@ def _is_parametrized(module: nn.Module) -> bool:
 
 
 def _fault_of_class(module: nn.Module) -> str | None:
-    """Check a class that torch made for parametrised weights.
-
-    It must be as torch makes it, and its parametrisations must be known.
-    """
+    """Check a class for parametrised weights: it has no methods but torch's, and its parametrisations are known."""
     if not _is_parametrized(module):
         return None
     kind, lists = type(module), _parts(module)["parametrizations"]
-    names = _parts(lists)
     for name, value in vars(kind).items():
-        made = _reads(value, name) if name in names else _is_made_like(value, _TORCH_MADE.get(name))
-        if not made and name not in pristine.NOT_RUN:
+        if _is_code(value) and name not in MADE_BY_TORCH | _parts(lists).keys():
             return f"{kind.__name__}.{name} is not what torch's parametrisation makes; remove it"
     for path, part in modules_of(lists):
-        if not is_known(kind_of(part)):
+        if kind_of(part) not in KNOWN:
             name = path.split(".")[0]
             return (
                 f"the parametrisation {type(part).__name__} of its {name} is not known; fold it first, by torch.nn."
                 f"utils.parametrize.remove_parametrizations(module, {name!r})"
             )
     return None if len(kind.__bases__) == 1 else f"{kind.__name__} has several ancestors; remove them"
-
-
-def _reads(value: object, name: str) -> bool:
-    """Return True if this is torch's property of the parametrised tensor `name`."""
-    made = _TORCH_MADE["weight"]
-    if not isinstance(value, property) or not _is_made_like(value.fget, made.fget):
-        return False
-    texts = [cell.cell_contents for cell in value.fget.__closure__ if isinstance(cell.cell_contents, str)]  # type: ignore[union-attr]
-    return texts == [name]
-
-
-def _is_made_like(value: object, made: object) -> bool:
-    """Return True if both are functions with the same bytecode."""
-    if not inspect.isfunction(value) or not inspect.isfunction(made):
-        return False
-    return value.__code__ is made.__code__ and value.__defaults__ == made.__defaults__
-
-
-def _template() -> dict[str, Any]:
-    """Return the attributes of the class that torch makes."""
-    example = nn.Linear(1, 1)
-    parametrize.register_parametrization(example, "weight", nn.Identity())
-    return dict(vars(type(example)))
 
 
 # the state of one object ----------------------------------------------------------------------------------------------
@@ -213,9 +177,6 @@ def _fault_of_state(module: nn.Module) -> str | None:
     for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
         if tensor is not None and (fault := _fault_of_tensor(tensor)):
             return f"its {name} {fault}"
-    for name in (name for kept in KEPT for name in own[kept]):
-        if any(name in vars(base) for base in type(module).__mro__):
-            return f"its {name} is hidden by its class; remove that attribute from the class"
     for name in own.keys() - set(KEPT):
         if fault := _fault_of_attribute(type(module), own, name, own[name]):
             return f"its {name} {fault}"
@@ -263,11 +224,8 @@ def _fault_of_tensor(tensor: object) -> str | None:
 
 def _hides(kind: type, name: str) -> bool:
     """Return True if the class has code of that name, which an attribute of the instance would replace."""
-    found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-    return callable(found) or hasattr(type(found), "__get__")
+    return _is_code(next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None))
 
 
-for _kind in (*vars(nn).values(), parametrize.ParametrizationList, *vars(parametrizations).values()):
-    if isinstance(_kind, type) and issubclass(_kind, nn.Module):
-        pristine.remember(_kind)
-_TORCH_MADE = _template()
+def _is_code(value: object) -> bool:
+    return callable(value) or hasattr(type(value), "__get__")

@@ -27,7 +27,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo import pristine
 from zoo.bounds import integrity
 from zoo.bounds.contracts import Activation, Expand, Layer, Node, Precision, Rounding
 from zoo.bounds.hypotheses import Shapes, fault_of_numbers, fault_of_shapes, unstated
@@ -83,15 +82,15 @@ _TABLE: dict[type[nn.Module], ModuleRules[Any]] = {}
 def register(kind: type[M], rules: ModuleRules[M]) -> None:
     """Enter the rules of modules of exactly this type. A type is registered once, with all its rules.
 
-    The code of the type is remembered as it is now, because the rules are proved for that code. `ModuleRules()` marks a
-    part that only the rules around it read. Every module of a certified model must be torch's own or registered.
+    `ModuleRules()` marks a part that only the rules around it read. Every module of a certified model must be torch's
+    own or registered.
     """
     if _TABLE.get(kind, NOTHING) != NOTHING:
         raise ValueError(
             f"{kind.__module__}.{kind.__qualname__} is registered already; pass all of its rules in one call"
         )
     _TABLE[kind] = rules
-    pristine.remember(kind)
+    integrity.KNOWN.add(kind)
 
 
 def rules_of(module: nn.Module) -> ModuleRules[Any]:
@@ -141,11 +140,11 @@ def refuse_altered(module: nn.Module, path: str = "") -> None:
 
 
 def refuse_unknown(module: nn.Module, path: str = "") -> None:
-    """Refuse unknown code, and numbers of unknown shapes or outside the range of the proofs. Raises `NoRule`.
+    """Refuse an unknown type, and numbers of unknown shapes or outside the range of the proofs. Raises `NoRule`.
 
     This also covers parts that no rule asks about.
     """
-    if not integrity.is_known(type(module)):
+    if type(module) not in integrity.KNOWN:
         raise NoRule(module, path=path)
     if fault := unstated(module, shapes := _shapes(module)) or fault_of_numbers(module, shapes):
         raise NoRule(module, fault, path)

@@ -237,12 +237,12 @@ def smooth_expansion(u_BND: Tensor, radius: float) -> Expansion:
         return radius / rt_BN1 * (g - u_BND * ((u_BND * g).sum(-1, keepdim=True) / rt_BN1.square()))
 
     return Expansion(
-        u_BND * (radius / rt_BN1),
-        radius / rt_BN.amin(1),
-        lambda r: torch.minimum(of_token(r).amax(-1), r),
-        remainder,
-        times_j,
-        times_j,
+        y=u_BND * (radius / rt_BN1),
+        gain_B=radius / rt_BN.amin(1),
+        beta=lambda r: torch.minimum(of_token(r).amax(-1), r),
+        remainder=remainder,
+        pull=times_j,
+        own_push=times_j,
         rounding_B=4 * gamma_k(u_BND.shape[-1] + 16) * radius / rt_BN.amin(1),
         forms=BoundedForms(u_BND, radius),
     )
@@ -274,12 +274,12 @@ def layer_norm_expansion(module: nn.LayerNorm) -> Expand:
             return _centred(outwards(g))
 
         return Expansion(
-            module(x),
-            outer * core.gain_B,
-            lambda r: outer * core.beta(r),
-            lambda g: core.remainder(inwards(g)),
-            lambda g: core.pull(inwards(g)),
-            lambda v: outwards(core.push(_centred(v))),
+            y=module(x),
+            gain_B=outer * core.gain_B,
+            beta=lambda r: outer * core.beta(r),
+            remainder=lambda g: core.remainder(inwards(g)),
+            pull=lambda g: core.pull(inwards(g)),
+            own_push=lambda v: outwards(core.push(_centred(v))),
             rounding_B=16 * terms * outer * core.gain_B,
             forms=BoundedForms(u, radius, _centred, lambda r: outwards(_centred(r)), inwards, 4 * terms * outer),
         )
@@ -347,7 +347,16 @@ def layer_project_expansion(module: LayerProject) -> Expand:
         gain_B = (radius / rho_BN).clamp(max=1).amax(1)
         rounding_B = 4 * gamma_k(x.shape[-1] + 16) * gain_B
         forms = ProjectForms(x, radius)
-        return Expansion(module(x), gain_B, beta, remainder, times_j, times_j, rounding_B=rounding_B, forms=forms)
+        return Expansion(
+            y=module(x),
+            gain_B=gain_B,
+            beta=beta,
+            remainder=remainder,
+            pull=times_j,
+            own_push=times_j,
+            rounding_B=rounding_B,
+            forms=forms,
+        )
 
     return expand
 

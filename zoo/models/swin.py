@@ -178,11 +178,11 @@ class InWindows:
                 return _images(block, inner.pull(inwards(g)).flatten(0, 1), shape).unflatten(0, (len(g), -1))
 
             computed = Expansion(
-                _images(block, inner.y, shape),
-                inner.gain_B.view(images, -1).amax(-1),
-                _largest(inner.beta, images, windows),
-                lambda g: _largest(inner.remainder(inwards(g)), images, windows),
-                pull,
+                y=_images(block, inner.y, shape),
+                gain_B=inner.gain_B.view(images, -1).amax(-1),
+                beta=_largest(inner.beta, images, windows),
+                remainder=lambda g: _largest(inner.remainder(inwards(g)), images, windows),
+                pull=pull,
                 rounding_B=inner.rounding.view(images, -1).amax(-1),
             )
             return widened(computed, _largest(off, images, windows))

@@ -19,20 +19,12 @@ from certify.shared.batching import CorrectImages
 from certify.shared.certificate import UnsoundCertificate
 from certify.stage.settings import Settings
 from certizoo import UserError
-from certizoo.attacks import pgd
+from certizoo.attacks import AttackConfig, pgd
 from tests.tools.ascent import ascend, margin_loss
 from tests.tools.cases import mostly_slow
+from tests.tools.small_models import THREE_HEADS
 from zoo.bounds.rule_table import NoRule
 
-SMALL: dict[str, Any] = {
-    "img_size": 8,
-    "patch_size": 4,
-    "embed_dim": 12,
-    "depth": 2,
-    "num_heads": 3,
-    "num_classes": 4,
-    "in_chans": 1,
-}
 STANDARD_LN: dict[str, Any] = {"norm": {"name": "layernorm", "eps": 0.1}}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("lofast_vit_c10", {}),
@@ -48,7 +40,7 @@ def random_model(seed: int) -> Any:
     name, options = FAMILIES[seed % len(FAMILIES)]
     torch.manual_seed(seed)
     statistics = {"mean": [0.5], "std": [0.5]}
-    model = zoo.create_model(name, **(SMALL | statistics | options)).eval()
+    model = zoo.create_model(name, **(THREE_HEADS | statistics | options)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1).mul_(float(torch.empty(()).uniform_(0.5, 2)))
@@ -88,7 +80,7 @@ def test_the_margin_never_falls_by_more_than_the_loss(seed: int) -> None:
     for eps in (0.05, 0.5, 2.0):
         analysis: Any = LoFAST(model).analyse(x, y).parts[0][1]
         loss_BJ = analysis.weight_BJ * analysis.radius(torch.full((8,), eps, dtype=torch.float64))[:, None]
-        adversarial = pgd(baked, x.double(), y, norm="l2", eps=eps, steps=50, loss="margin")
+        adversarial = pgd(baked, x.double(), y, AttackConfig("l2", eps, steps=50, loss="margin"))
         with torch.no_grad():
             before, after = baked(x.double()), baked(adversarial)
         drop_BJ = (before.gather(1, y[:, None]) - before) - (after.gather(1, y[:, None]) - after)
@@ -125,7 +117,7 @@ def test_batching_does_not_matter() -> None:
 
 def test_an_overflowing_bound_is_unknown_never_certified() -> None:
     torch.manual_seed(0)
-    model: Any = zoo.create_model("dp_vit_ti", **SMALL).eval()
+    model: Any = zoo.create_model("dp_vit_ti", **THREE_HEADS).eval()
     x, y = easy_batch(model, 4, 0)
     certificate = certify(model, x, y, eps=1e300)
     assert certificate.unknown_B.all()
@@ -194,7 +186,7 @@ def test_evaluate_answers_clean_attack_and_proof_together() -> None:
     table = evaluate(model, x, y, eps=(1e-3, 0.1), method="lofast")
     assert list(table["key"]) == [str(i) for i in range(6)]
     assert table["correct"].all()
-    np.testing.assert_array_equal(table["radius.lofast"], certified_radius(model, x, y))
+    np.testing.assert_array_equal(table["radius.lofast"], certified_radius(model, x, y, "lofast"))
     for eps in ("0.001", "0.1"):
         assert (table.loc[table[f"certified.{eps}"] == "certified", f"pgd.{eps}"]).all()
 

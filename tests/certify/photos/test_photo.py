@@ -12,7 +12,8 @@ from PIL import Image
 
 from certify.photos import photo
 from certizoo import UserError
-from certizoo.shards.decode import fit, pixels
+from certizoo.images import pixels
+from certizoo.shards.fit import fit
 
 
 def encoded(width: int, height: int, kind: str = "PNG", **options: object) -> bytes:
@@ -27,7 +28,7 @@ def encoded(width: int, height: int, kind: str = "PNG", **options: object) -> by
 def test_any_size_is_seen_as_the_loader_sees_it(width: int, height: int) -> None:
     data = encoded(width, height)
     seen = photo.photo(data, "x.png", 3, 32)
-    loader = fit(pixels(data, "x.png", 3), 32)
+    loader = fit(pixels(data, 3), 32)
     assert torch.equal(seen.image_CHW, torch.from_numpy(loader.copy()).permute(2, 0, 1).float() / 255)
     assert (seen.width, seen.height, seen.resized) == (width, height, (width, height) != (32, 32))
 

@@ -1,5 +1,7 @@
 """Attacks stay in the ball and the box for any model, gain from more effort, and leave the model unchanged."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,10 +58,9 @@ def test_every_result_lies_in_ball_and_box(
 ) -> None:
     images, labels = make_images(seed=seed)
     as_given = images.clone()
-    x = pgd(
-        make_model(seed), images, labels, norm=norm, eps=eps, steps=steps, step_size=step_size, loss=loss,
-        random_start=random_start, keep_worst=keep_worst, generator=Generator().manual_seed(seed),
-    )  # fmt: skip
+    eps = eps / 20 if norm == "linf" else eps
+    attack = AttackConfig(norm, eps, steps, step_size, random_start, loss=loss)
+    x = pgd(make_model(seed), images, labels, attack, Generator().manual_seed(seed), keep_worst)
     assert distance(x, images, norm).max() <= eps + ROUNDING
     assert x.min() >= 0
     assert x.max() <= 1
@@ -79,7 +80,7 @@ class Broken(nn.Module):
 @pytest.mark.parametrize("norm", sorted(NORMS))
 def test_a_model_of_nans_does_not_leave_the_ball(norm: str) -> None:
     images, labels = make_images()
-    x = pgd(Broken(), images, labels, norm=norm, eps=0.1, steps=3, keep_worst=False)
+    x = pgd(Broken(), images, labels, AttackConfig(norm, 0.1, steps=3), keep_worst=False)
     assert x.isfinite().all()
     assert distance(x, images, norm).max() <= 0.1 + ROUNDING
 
@@ -92,11 +93,8 @@ def test_more_steps_and_restarts_never_raise_accuracy(norm: str, loss: str) -> N
     eps = {"linf": 0.02, "l2": 0.15}[norm]
 
     def robust(steps: int, restarts: int) -> float:
-        generator = Generator().manual_seed(3)
-        x = pgd(
-            model, images, labels, norm=norm, eps=eps, steps=steps, step_size=eps / 4, restarts=restarts, loss=loss,
-            generator=generator,
-        )  # fmt: skip
+        attack = AttackConfig(norm, eps, steps, step_size=eps / 4, restarts=restarts, loss=loss)
+        x = pgd(model, images, labels, attack, Generator().manual_seed(3))
         return accuracy(model, x, labels)
 
     by_steps = [1.0, *(robust(steps, 1) for steps in (1, 2, 5, 10))]
@@ -110,7 +108,8 @@ def test_more_steps_and_restarts_never_raise_accuracy(norm: str, loss: str) -> N
 def test_a_big_ball_leaves_no_accuracy(norm: str, eps: float) -> None:
     model, (images, _) = make_model(), make_images(32)
     labels = own_labels(model, images)
-    x = pgd(model, images, labels, norm=norm, eps=eps, steps=20, loss="margin", generator=Generator().manual_seed(0))
+    attack = AttackConfig(norm, eps, steps=20, loss="margin")
+    x = pgd(model, images, labels, attack, Generator().manual_seed(0))
     assert accuracy(model, x, labels) <= 0.05
 
 
@@ -126,10 +125,9 @@ def test_linear_model_oracle(norm: str) -> None:
         model.get_submodule("1").get_parameter("weight").copy_(torch.stack([torch.zeros(12), weight]))
     images, labels = torch.full((1, 3, 2, 2), 0.5), torch.tensor([1])
     expected = weight.sign() if norm == "linf" else weight / weight.norm()
-    for attack in (pgd, fgsm):
-        steps = 1 if attack is fgsm else 20
-        start = Generator().manual_seed(0)
-        x = attack(model, images, labels, norm=norm, eps=0.1, steps=steps, step_size=0.1, generator=start)
+    climb = AttackConfig(norm, 0.1, steps=20, step_size=0.1)
+    step = AttackConfig(norm, 0.1, steps=1, random_start=False)
+    for x in (pgd(model, images, labels, climb, Generator().manual_seed(0)), fgsm(model, images, labels, step)):
         # The worst iterate is kept, and near the optimum the loss is flat: to float32 many iterates are equal.
         assert torch.allclose(x.flatten(), 0.5 - 0.1 * expected, atol=2e-4)
 
@@ -138,12 +136,10 @@ def test_margin_sees_through_saturated_logits() -> None:
     """Logits 1e4 times larger give a cross-entropy gradient of exactly zero; the margin does not care."""
     model, (images, _) = make_model(scale=1e4), make_images(32)
     labels = own_labels(model, images)
-    robust = {
-        loss: accuracy(
-            model, pgd(model, images, labels, norm="linf", eps=0.05, steps=5, loss=loss, random_start=False), labels
-        )
-        for loss in LOSSES
-    }
+    robust = {}
+    for loss in LOSSES:
+        attack = AttackConfig("linf", 0.05, steps=5, random_start=False, loss=loss)
+        robust[loss] = accuracy(model, pgd(model, images, labels, attack), labels)
     assert max(robust["margin"], robust["dlr"]) < 0.5 < robust["ce"]
 
 
@@ -171,7 +167,7 @@ def test_the_model_is_left_as_it_was(training: bool) -> None:
     before, modes = snapshot(model), [m.training for m in model.modules()]
     images, labels = make_images()
     with torch.no_grad():  # as the evaluation calls it
-        pgd(model, images, labels, norm="l2", eps=0.5, steps=2)
+        pgd(model, images, labels, AttackConfig("l2", 0.5, steps=2))
     assert [m.training for m in model.modules()] == modes
     assert snapshot(model) == before
 
@@ -180,16 +176,17 @@ def test_the_model_is_left_as_it_was_after_an_exception() -> None:
     model = make_model().train()
     images, labels = make_images()
     with pytest.raises(RuntimeError):
-        pgd(model, images[..., :5], labels, norm="l2", eps=0.5, steps=2)
+        pgd(model, images[..., :5], labels, AttackConfig("l2", 0.5, steps=2))
     assert all(p.requires_grad for p in model.parameters())
     assert all(m.training for m in model.modules())
 
 
 def test_a_generator_makes_it_deterministic_and_dropout_does_not_matter() -> None:
     model, (images, labels) = make_model().train(), make_images()
-    runs = [pgd(model, images, labels, norm="l2", eps=0.5, steps=3, generator=Generator().manual_seed(7)) for _ in "ab"]
+    attack = AttackConfig("l2", 0.5, steps=3)
+    runs = [pgd(model, images, labels, attack, Generator().manual_seed(7)) for _ in "ab"]
     state = torch.get_rng_state()
-    runs.append(pgd(model, images, labels, norm="l2", eps=0.5, steps=3, generator=Generator().manual_seed(8)))
+    runs.append(pgd(model, images, labels, attack, Generator().manual_seed(8)))
     assert torch.equal(runs[0], runs[1])
     assert not torch.equal(runs[0], runs[2])
     assert torch.equal(state, torch.get_rng_state()), "the global random state is not the attack's to use"
@@ -197,7 +194,7 @@ def test_a_generator_makes_it_deterministic_and_dropout_does_not_matter() -> Non
 
 def test_a_low_precision_model_gets_images_of_its_dtype() -> None:
     model, (images, labels) = make_model().bfloat16(), make_images()
-    x = pgd(model, images, labels, norm="linf", eps=8 / 255, steps=2)
+    x = pgd(model, images, labels, AttackConfig("linf", 8 / 255, steps=2))
     assert x.dtype == torch.float32
     assert distance(x, images, "linf").max() <= 8 / 255 + ROUNDING
 
@@ -255,7 +252,8 @@ def test_stopping_at_the_first_point_that_fools_changes_no_outcome(
 def test_stopping_on_a_model_that_everything_fools() -> None:
     model, (images, _) = make_model(), make_images()
     wrong = (own_labels(model, images) + 1) % 5
-    assert torch.equal(pgd(model, images, wrong, norm="l2", eps=0.1, steps=2, stop_when_fooled=True), images)
+    attack = AttackConfig("l2", 0.1, steps=2, stop_when_fooled=True)
+    assert torch.equal(pgd(model, images, wrong, attack), images)
 
 
 def test_training_wants_the_last_iterate_and_stops_nowhere() -> None:
@@ -282,14 +280,17 @@ def test_dlr_is_its_equation_and_blind_to_scale_and_shift() -> None:
 
 def test_nonsense_is_refused() -> None:
     model, (images, labels) = make_model(), make_images()
-    with pytest.raises(ValueError, match="normalisation belongs inside"):
-        pgd(model, images * 4 - 2, labels, norm="l2", eps=0.5, steps=1)
-    with pytest.raises(ValueError, match="random_start"):
-        pgd(model, images, labels, norm="l2", eps=0.5, steps=1, restarts=2, random_start=False)
+    attack = AttackConfig("l2", 0.5, steps=1)
+    with pytest.raises(UserError, match="belongs inside the model"):
+        pgd(model, images * 4 - 2, labels, attack)
     with pytest.raises(ValueError, match="keep_worst"):
-        pgd(model, images, labels, norm="l2", eps=0.5, steps=1, stop_when_fooled=True, keep_worst=False)
+        pgd(model, images, labels, replace(attack, restarts=2), keep_worst=False)
     with pytest.raises(ValueError, match="one an image"):
-        pgd(model, images, labels, norm="l2", eps=0.5, steps=1, generator=[Generator()])
+        pgd(model, images, labels, attack, [Generator()])
+    with pytest.raises(ValueError, match="FGSM takes one step"):
+        fgsm(model, images, labels, replace(attack, steps=2))
+    with pytest.raises(UserError, match="random_start"):
+        AttackConfig(restarts=2, random_start=False)
     for wrong in ({"norm": "l3"}, {"eps": -1}, {"eps": float("nan")}, {"steps": 0}, {"step_size": 0.0}, {"loss": "x"}):
         with pytest.raises(UserError, match=f"attack.{next(iter(wrong))}="):
             AttackConfig(**wrong)
@@ -298,10 +299,7 @@ def test_nonsense_is_refused() -> None:
 def test_config_runs_the_same_attack() -> None:
     model, (images, labels) = make_model(), make_images()
     config = AttackConfig(norm="l2", eps=0.5, steps=3, restarts=2, loss="margin")
-    direct = pgd(
-        model, images, labels, norm="l2", eps=0.5, steps=3, restarts=2, loss="margin",
-        generator=Generator().manual_seed(2),
-    )  # fmt: skip
+    direct = pgd(model, images, labels, config, Generator().manual_seed(2))
     assert torch.equal(direct, config.run(model, images, labels, Generator().manual_seed(2)))
     assert config.stronger(10).steps == 10
     assert config.stronger(2) is config

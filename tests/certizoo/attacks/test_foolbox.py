@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from certizoo.attacks import pgd
+from certizoo.attacks import AttackConfig, pgd
 from certizoo.attacks.loop import probing
 from tests.tools.small_models import SMALL
 from tests.tools.trials import trained
@@ -47,17 +47,15 @@ def test_the_same_accuracy_as_foolbox(
     alpha = 2.5 * eps / STEPS
 
     def start() -> Tensor:
-        draws = Generator().manual_seed(0)
-        return pgd(Flat(), images, labels, norm=norm, eps=eps, steps=1, generator=draws, keep_worst=False)
+        one = AttackConfig(norm, eps, steps=1)
+        return pgd(Flat(), images, labels, one, Generator().manual_seed(0), keep_worst=False)
 
     theirs = KINDS[norm](abs_stepsize=alpha, steps=STEPS, random_start=random_start)
     theirs.get_random_start = lambda x, epsilon: eagerpy.astensor(start())
     with probing(model):
         found = theirs.run(foolbox.PyTorchModel(model, bounds=(0, 1), device="cpu"), images, labels, epsilon=eps)
-    ours = pgd(
-        model, images, labels, norm=norm, eps=eps, steps=STEPS, step_size=alpha, random_start=random_start,
-        generator=Generator().manual_seed(0), keep_worst=False,
-    )  # fmt: skip
+    attack = AttackConfig(norm, eps, STEPS, alpha, random_start)
+    ours = pgd(model, images, labels, attack, Generator().manual_seed(0), keep_worst=False)
     robust = [(model(x).argmax(1) == labels).float().mean().item() for x in (images, found, ours)]
     assert abs(robust[1] - robust[2]) <= 0.005
     assert 0.05 < robust[1] < robust[0] - 0.05, "an attack that does something, and not all"

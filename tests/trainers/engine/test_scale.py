@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import zoo
 from certizoo.attacks import AttackConfig
+from trainers.engine import engine
 from trainers.engine.engine import ds_config
 from trainers.engine.wrappers import EngineModel, recompute_blocks_
 from trainers.model_parts import blocks_of
@@ -118,3 +119,13 @@ def test_clipping_is_always_written(stage: int, clip: float) -> None:
     config = ds_config(train, DeepSpeedConfig(stage, offload_optimizer=stage > 0), world_size=2, weights=1000)
     assert config["gradient_clipping"] == clip
     assert config["zero_optimization"]["offload_optimizer"]["device"] == ("cpu" if stage else "none")
+
+
+def test_a_training_leaves_the_linear_function_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO 3 replaces it, and certificates rely on torch's own without a check."""
+    own = F.linear
+    monkeypatch.setattr(F, "linear", lambda *args: -own(*args))
+    monkeypatch.setattr(engine.dist, "barrier", lambda: None)
+    with engine.kept():
+        engine.stop()
+    assert F.linear is own

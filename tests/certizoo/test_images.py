@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from certizoo.shards import decode
-from certizoo.shards.decode import Pixels, pixels
-from certizoo.shards.tar import SampleError
+from certizoo import images
+from certizoo.images import ImageError, Pixels, pixels
 
 JPEGS: list[dict[str, Any]] = [
     {}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 1}, {"quality": 30}, {"keep_rgb": True},
@@ -47,18 +46,18 @@ def test_pixels_are_those_of_pillow(
     mode: str, width: int, height: int, options: dict[str, Any], channels: int, seed: int
 ) -> None:
     data = encoded(mode, width, height, seed, **options)
-    assert np.array_equal(pixels(data, "here", channels), of_pillow(data, channels))
+    assert np.array_equal(pixels(data, channels), of_pillow(data, channels))
 
 
 def test_other_formats_are_left_to_pillow() -> None:
     data = encoded("RGB", 30, 20, file="PNG")
-    assert np.array_equal(pixels(data, "here", 3), of_pillow(data, 3))
+    assert np.array_equal(pixels(data, 3), of_pillow(data, 3))
 
 
 def refusal(data: bytes) -> str | None:
     try:
-        pixels(data, "here", 3)
-    except SampleError as error:
+        pixels(data, 3)
+    except ImageError as error:
         return str(error)
     return None
 
@@ -68,12 +67,12 @@ def test_what_is_cut_is_refused_as_by_pillow(share: float, monkeypatch: pytest.M
     data = encoded("RGB", 100, 80)
     cut = data[: int(len(data) * share)]
     message = refusal(cut)
-    monkeypatch.setattr(decode, "simplejpeg", None)
+    monkeypatch.setattr(images, "simplejpeg", None)
     assert message == refusal(cut)
     assert message is not None
-    assert message.startswith("here: the image is corrupt")
+    assert message.startswith("the image is corrupt")
 
 
 def test_a_huge_image_is_refused_as_by_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "MAX_PIXELS", 100)
-    assert decode._plain_jpeg(encoded("RGB", 20, 20)) is None
+    monkeypatch.setattr(images, "MAX_PIXELS", 100)
+    assert images._plain_jpeg(encoded("RGB", 20, 20)) is None

@@ -11,21 +11,19 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from certizoo.shards.decode import pixels
-from certizoo.shards.tar import SampleError
+from certizoo.images import ImageError, pixels
 from tests.tools import hostile_shards as h
 from tests.tools.cases import mostly_slow
 
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from certizoo.shards.decode import pixels
-from certizoo.shards.tar import SampleError
+from certizoo.images import ImageError, pixels
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))
 try:
-    print("read", pixels(Path(sys.argv[1]).read_bytes(), "here", 3).shape)
-except SampleError as error:
+    print("read", pixels(Path(sys.argv[1]).read_bytes(), 3).shape)
+except ImageError as error:
     print("refused:", error)
 """
 
@@ -84,8 +82,8 @@ def jpeg_of_size(width: int, height: int) -> bytes:
 
 def outcome(data: bytes) -> str:
     try:
-        return f"read {pixels(data, 'here', 3).shape}"
-    except SampleError as error:
+        return f"read {pixels(data, 3).shape}"
+    except ImageError as error:
         return f"refused: {error}"
 
 
@@ -119,4 +117,4 @@ def test_an_image_bomb_takes_no_memory(name: str, tmp_path: Path) -> None:
 
 
 def test_a_progressive_photograph_is_read() -> None:
-    assert pixels(h.jpeg_of_scans(1, (64, 64)), "here", 3).shape == (64, 64, 3)
+    assert pixels(h.jpeg_of_scans(1, (64, 64)), 3).shape == (64, 64, 3)

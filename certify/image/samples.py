@@ -1,0 +1,104 @@
+"""Random vectors in the maps of some images: what weights are estimated from (weights.py). No bound uses them.
+
+Letters: B images, M random vectors.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from certify.image.budget import Budget
+from certify.image.ellipsoid import Draw, identity, within
+from certify.image.joint import Joint, Noise, Sizes
+from zoo.arithmetic import broadcast_batch
+from zoo.bounds import lanczos
+from zoo.bounds.contracts import Forms, QuadraticForm
+from zoo.bounds.tape import Tape
+
+LENGTHS = (1e-100, 1e100)  # range of lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Some images, the largest eps `most_B` around them, and the source of random vectors.
+
+    `sizes` bound the inputs of some leaves within that eps, from elsewhere.
+    """
+
+    tape: Tape
+    images: Tensor
+    most_B: Tensor
+    draw: Draw
+    sizes: Sizes
+    budget: Budget
+
+    @cached_property
+    def formed(self) -> dict[int, Forms]:
+        """The forms of the nonlinear leaves that have some."""
+        return {at: forms for at in self.tape.nonlinear if (forms := self.tape.leaves[at].forms) is not None}
+
+    def gaussian(self, room: torch.Size, word: str) -> Tensor:
+        """Return random vectors (M, B, *room)."""
+        return self.draw(torch.Size([self.budget.samples, *room]), word, self.most_B[:, None]).movedim(1, 0)
+
+    def joint(self, weights: Mapping[int, Tensor], noise: Noise | None = None) -> Joint:
+        """Return the maps with these weights, by default without noise."""
+        return Joint(self.tape, self.images, self.most_B, weights, noise or Noise({}, {}))
+
+    def walk(self, weight: Callable[[int, Tensor], Tensor]) -> Sizes:
+        """Push random vectors through all leaves; return the root mean square lengths at their inputs.
+
+        At each nonlinear leaf, `weight` receives the vectors and returns the weight of what the leaf adds.
+        """
+        lengths, image = Sizes(), self.images.shape[1:]
+
+        def visit(at: int, v: Tensor) -> Tensor | None:
+            square_B = v.flatten(2).square().sum(-1).mean(0)
+            lengths[at] = square_B.sqrt().nan_to_num(1.0, 1.0).clamp(*LENGTHS)
+            if at not in self.tape.nonlinear:
+                return None
+            added = weight(at, v)
+            return self.tape.spread(self.gaussian(self.tape.rooms[at], f"look {at}") * added, at)
+
+        self.tape.push(self.gaussian(image, "look") * broadcast_batch(self.most_B, image), visit, max(self.tape.leaves))
+        return lengths
+
+    def reach(self, at: int, v: Tensor, total_B: Tensor) -> Tensor:
+        """Estimate the reach of a leaf's functionals for Theta in front of it, from random changes v of its input."""
+        forms = self.formed[at]
+        length = (forms.squares(v) / len(v)).sqrt()
+        reach = broadcast_batch(self._around(total_B), length.shape[1:]) * length
+        return within(self.sizes[at], forms, reach) if at in self.sizes else reach
+
+    def rest(self, at: int, v: Tensor, joint: Joint, weight: Tensor, total_B: Tensor) -> Tensor:
+        """Estimate |r / weight| (B,) of a leaf's remainder r, for Theta in front of the leaf."""
+        leaf, form = self.tape.leaves[at], identity(self.most_B)
+        if leaf.forms is not None:
+            form = leaf.forms.of_rest(self.reach(at, v, total_B), 1 / weight)
+        start = self.draw(torch.Size([joint.room(at)]), f"length {at}", self.most_B[:, None])
+        length_B = self._around(total_B) * self._ritz(joint, {at: form}, start)
+        if at in self.sizes:
+            length_B = torch.fmin(length_B, form.largest[0].sqrt() * self.sizes[at])
+        return leaf.beta(length_B) / weight.flatten(1).amin(1) if leaf.forms is None else length_B
+
+    def part(self, joint: Joint, forms: Mapping[int, QuadraticForm], source: int) -> Tensor:
+        """Estimate the seminorm of the forms for changes of length 1 from one source: (B,)."""
+        last = max(forms)
+        start = self.draw(torch.Size([joint.room(last)]), f"part {source}", self.most_B[:, None])
+        return self._ritz(joint, forms, start * joint.part(source, last))
+
+    def _around(self, total_B: Tensor) -> Tensor:
+        """Return Theta^(1/2), times what is proved relative to the estimate."""
+        return self.budget.over * total_B.sqrt()
+
+    def _ritz(self, joint: Joint, forms: Mapping[int, QuadraticForm], start_BN: Tensor) -> Tensor:
+        """Estimate lambda_max^(1/2) of the forms, on the part of u where the start is not 0."""
+        part_BN, gram = start_BN != 0, joint.gram(forms)
+
+        def apply(u_BN: Tensor) -> Tensor:
+            return (gram(u_BN[None])[0] * part_BN).nan_to_num(0.0, 0.0, 0.0)
+
+        return lanczos.ritz(apply, start_BN, self.budget.steps).clamp_min(1e-300).sqrt()
