@@ -1,6 +1,6 @@
 """The command `python -m certify handover=DIR [data=NAME data.root=FOLDER] [eps=[...]] ...`.
 
-Its keys are those of configs/certify.yaml.
+Its keys are those of configs/certify.yaml and configs/certify/stage.yaml.
 """
 
 from dataclasses import fields

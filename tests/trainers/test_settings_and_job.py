@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import zoo
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
-from tests.configs.test_configs import ONE_OF_EACH_SHAPE
 from tests.tools.cases import mostly_slow
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, environment
@@ -34,7 +33,6 @@ from trainers.weights import states
 from zoo.models.convnet import ConvNet
 
 RANK = states.rank_file(0)
-RECIPES = sorted(ONE_OF_EACH_SHAPE)
 
 
 # --- the command line ----------------------------------------------------------------------------------------------
@@ -83,18 +81,6 @@ def test_the_script_as_typed_says_what_is_missing(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: no model given")
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("entry", ["adv_train", "std_train"])
-def test_every_shape_of_recipe_composes(entry: str, recipe: str) -> None:
-    """tests/configs/test_configs.py composes every recipe to its model."""
-    config = compose_config(entry, [f"+model={recipe}", "data=digits"])
-    assert config["model"]["name"] == recipe
-    assert config["name"] == f"{recipe}-digits-s0"
-    assert config["run_dir"] == f"runs/{recipe}-digits-s0"
-    own = "lmce" if recipe.startswith("cert_") else "pgd_at"
-    assert config["objective"]["name"] == {"adv_train": own, "std_train": "clean"}[entry]
 
 
 @pytest.mark.parametrize(
