@@ -59,7 +59,7 @@ def trained(job: Job, engine: Engine, average: Average | None) -> nn.Module | No
 
 def certify_and_publish(job: Job, run_id: str | None) -> None:
     """Certify, register a version and print a table, on rank 0 after the process group is closed."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     folder, out = job.handover, job.run_dir / CERTIFICATE
     summary: dict[str, Any] = {}
     published = "no (registry.enabled=false)"
