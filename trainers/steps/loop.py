@@ -103,7 +103,7 @@ def train(job: Job, world: World) -> str | None:
 def resume(run: Run, average: Average | None) -> Position:
     """Restore the newest complete checkpoint, if any, and return the position to continue from."""
     saved = run.job.saved
-    if saved is None:
+    if saved is None or not saved.position.step:
         return Position()
     saving.load(run.engine, average, run.job.run_dir, saved)
     run.report.say(f"resuming {run.job.run_dir} at step {saved.position.step}")
