@@ -34,6 +34,7 @@ FREE = (
     "train.log_every", "train.checkpoint_every", "train.checkpoint_epochs", "train.keep_checkpoints",
     "deepspeed.timeout_minutes",
 )  # fmt: skip
+LENGTH = ("train.epochs", "train.max_steps")  # keys that may grow
 
 
 @dataclass(frozen=True)
@@ -185,14 +186,24 @@ def _is_file(path: Path) -> bool:
     return not path.is_symlink() and path.is_file()
 
 
+def grown(saved: Saved, now: Mapping[str, Any]) -> list[str]:
+    """Return the keys of LENGTH that make the run longer than it was."""
+    return [key for key in LENGTH if _longer(saved.fingerprint.get(key), now.get(key))]
+
+
+def _longer(then: object, now: object) -> bool:
+    return isinstance(then, int) and (now is None or (isinstance(now, int) and now > then))
+
+
 def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_dir: Path) -> None:
-    """Raise UserError naming the first key that differs, or the number of ranks."""
-    for key in sorted({*saved.fingerprint, *now}):
+    """Raise UserError naming the first key that differs, or the number of ranks. A run may become longer."""
+    for key in sorted({*saved.fingerprint, *now} - {*grown(saved, now)}):
         then, value = saved.fingerprint.get(key), now.get(key)
         if then != value:
+            mend = "give at least as many" if key in LENGTH else "resume with the same settings"
             raise UserError(
                 f"{run_dir} was trained with {key}={str(then)[:100]}, but this command has {key}={value}; "
-                "resume with the same settings, or start anew with name=ANOTHER"
+                f"{mend}, or start anew with name=ANOTHER"
             )
     if saved.world_size not in (None, world_size):
         converted = f"convert its last checkpoint of an epoch's end: `python -m trainers.reshape {run_dir}`"

@@ -107,6 +107,11 @@ def resume(run: Run, average: Average | None) -> Position:
         return Position()
     saving.load(run.engine, average, run.job.run_dir, saved)
     run.report.say(f"resuming {run.job.run_dir} at step {saved.position.step}")
+    for key in checkpoint.grown(saved, run.job.fingerprint):
+        run.report.say(
+            f"extended from {key}={saved.fingerprint[key]} to {run.job.fingerprint[key]}: learning rate, warm-ups and "
+            f"ramps follow the longer run, {saved.position.step / run.total_steps:.0%} of which are done"
+        )
     log.info("resuming at %s", saved.position)
     return saved.position
 
@@ -196,9 +201,11 @@ def write_checkpoint(session: Session, position: Position) -> None:
     run = session.run
     with said_once():
         if not run.engine.finite():
+            found = checkpoint.folders(run.job.run_dir)
             raise UserError(
-                f"step {position.step}: weights are no longer finite; no checkpoint was written; earlier ones are in "
-                f"{checkpoint.folder(run.job.run_dir)}; train again with a lower optimizer.lr and another name=..."
+                f"step {position.step}: weights are no longer finite; no checkpoint was written; "
+                + (f"earlier ones are in {found[-1].parent}; " if found else "")
+                + "train again with a lower optimizer.lr and another name=..."
             )
     run_id = run.report.tracker.run_id if run.report.tracker else None
     saved = Saved(checkpoint.tag(position.step), position, run.world.size, run_id, run.job.fingerprint)
@@ -214,4 +221,4 @@ def end_stopped(session: Session, position: Position) -> None:
         f"{checkpoint.folder(session.run.job.run_dir)}: repeat the command with resume=auto to continue"
     )
     log.info("stopped by %s after step %d", why, position.step)
-    raise Stopped
+    raise Stopped(session.request.signum)
