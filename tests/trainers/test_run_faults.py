@@ -72,9 +72,7 @@ def test_another_number_of_ranks_is_refused_before_the_first_checkpoint(
     killed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        UserError, match=r"was trained by 1 ranks, but now there are 2; .* start anew"
-    ):
+    with pytest.raises(UserError, match=r"was trained by 1 ranks, but now there are 2; .* start anew"):
         prepared(killed, "train.batch_size=64")
 
 
