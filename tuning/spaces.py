@@ -92,11 +92,20 @@ def names(configs: Path = CONFIGS) -> list[str]:
 
 def load(name: str, configs: Path = CONFIGS) -> Space:
     """Load the space `name`. Raises UserError if it does not exist or its file is not a space."""
+    return of(name, read(name, configs), str(configs / "space" / f"{name}.yaml"))
+
+
+def read(name: str, configs: Path = CONFIGS) -> dict[str, Any]:
+    """Return the content of the file of the space `name`. Raises UserError if it does not exist."""
     path = configs / "space" / f"{name}.yaml"
     if not path.is_file():
         raise unknown("space", name, names(configs), "configs/space")
-    content = read_yaml(path)
-    parameters = {key: _parameter(f"{path}: {key}", facts) for key, facts in content["parameters"].items()}
+    return dict(read_yaml(path))
+
+
+def of(name: str, content: Mapping[str, Any], where: str) -> Space:
+    """Return the space of this content, found in `where`. Raises UserError if it is not a space."""
+    parameters = {key: _parameter(f"{where}: {key}", facts) for key, facts in content["parameters"].items()}
     trainer = str(content.get("trainer", "adv_train"))
     return Space(name, trainer, tuple(content["overrides"]), tuple(content["without_model"]), parameters)
 

@@ -28,7 +28,7 @@ def image(config: Config) -> None:
         raise UserError("name a photograph: python -m certify image PHOTO.png [MORE...] model=NAME")
     out = Path(config["out"]) if config["out"] else None
     predict = Predictor(handover_of(config), settings_of(Asked, config), out or Path())
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     answers = []
     for name in files:
         answers.append(predict(photo.read(Path(name), predict.channels, predict.size)))
@@ -45,7 +45,7 @@ def serve(config: Config) -> None:
     """Serve a page on this machine that answers dropped photographs, until Ctrl-C."""
     place = settings_of(Place, config)
     predict = Predictor(handover_of(config), settings_of(Asked, config), Path())
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     serve_forever(predict, place, lambda url: console.print(f"{predict.title}: {url}   (Ctrl-C ends it)", markup=False))
 
 

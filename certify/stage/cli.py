@@ -36,7 +36,7 @@ def certify(config: Config) -> None:
         raise UserError(f"first={share.first}: a certificate of a range is not published; join the ranges with parts=")
     eps = None if config["eps"] is None else tuple(config["eps"])
     settings = settings_of(Settings, config, eps=eps, attack=attack_of(config))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with progress_bar("certifying", console) as progress:
         summary = run.run(handover, data, settings, out, progress, share)
     console.print(tables.table(summary))
