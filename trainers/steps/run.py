@@ -59,7 +59,7 @@ def assemble(job: Job, world: World) -> Run:
     if world.rank == 0:
         job.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(job.run_dir / "config.yaml", yaml_of(credentials.redacted(job.config)))
-        start = Saved(checkpoint.tag(0), Position(), world.size, None, job.fingerprint)
+        start = Saved(checkpoint.tag(0), Position(), world.size, job.fingerprint)
         write_whole(job.run_dir / checkpoint.STARTED, start.mark())
         tracker = open_tracker(job)
     total = job.total_steps(world.size)
