@@ -17,15 +17,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from certizoo.errors import UserError
-from certizoo.names import unwritten
 from certizoo.nearest import unknown
+from certizoo.recipes import shared_recipe
 
 CONFIGS = (Path(__file__).parent / "configs").resolve()  # in a checkout a link to the top level's
 WITH_PLUS = ("model", "attention", "experiment")  # groups without a default in the main files
 
 
 def compose_config(config_name: str, overrides: Sequence[str], configs: Path = CONFIGS) -> dict[str, Any]:
-    """Return the resolved configuration. Raises UserError if a key, a group or the model is wrong or missing."""
+    """Return the resolved configuration. Raises UserError if a key or a group is wrong, or the model missing."""
     if flag := next((word for word in overrides if word.startswith("-")), None):
         raise UserError(f"{flag} is a flag, but options are KEY=VALUE; see configs/{config_name}.yaml for the keys")
     try:
@@ -41,8 +41,8 @@ def compose_config(config_name: str, overrides: Sequence[str], configs: Path = C
 def _composed(config_name: str, overrides: Sequence[str], configs: Path) -> DictConfig:
     """Compose with Hydra.
 
-    If Hydra finds no file of the chosen model, on the command line or in an experiment, a model that needs no recipe is
-    added to Hydra's store.
+    If Hydra finds no file of the chosen model, on the command line or in an experiment, its shared recipe is added to
+    Hydra's store.
     """
     store = ConfigStore.instance()
     try:
@@ -52,9 +52,9 @@ def _composed(config_name: str, overrides: Sequence[str], configs: Path) -> Dict
                     return compose(config_name, overrides=list(overrides))
             except MissingConfigException as error:
                 group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
-                if group != "model" or name not in unwritten(configs):
+                if group != "model":
                     raise
-                store.store(name, unwritten(configs)[name], group, package="_global_")
+                store.store(name, shared_recipe(name, configs), group, package="_global_")
     finally:
         store.repo.pop("model", None)  # the next composition may find a file of that name
 
@@ -83,7 +83,8 @@ def _one_line(error: Exception, config_name: str, overrides: Sequence[str], conf
     text = str(error)
     if isinstance(error, MissingConfigException) and (found := re.search(r"Could not (?:find|load) '([^']+)'", text)):
         group, _, name = found[1].partition("/")
-        return str(unknown(group, name, _names(group, configs), _listed(group)))
+        names = sorted(path.stem for path in (configs / group).glob("*.yaml"))
+        return str(unknown(group, name, names, _listed(group)))
     if found := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
         key = found[1]
         if key in WITH_PLUS and "model" in _parts(config_name, configs):
@@ -92,14 +93,8 @@ def _one_line(error: Exception, config_name: str, overrides: Sequence[str], conf
     if found := re.search(r"An item is already at '([^']+)'", text):
         return f"config key {found[1]!r} exists already; write it without the plus sign"
     if found := re.search(r"Error parsing override '([^'=]+)'\s+missing EQUAL", text):
-        mend = f"+model={found[1]}" if found[1] in _names("model", configs) else "KEY=VALUE"
-        return f"{found[1]!r} sets nothing; write {mend}"
+        return f"{found[1]!r} sets nothing; write KEY=VALUE, such as +model=NAME"
     return f"configuration: {' '.join(text.split('See https')[0].split())}"
-
-
-def _names(group: str, configs: Path) -> list[str]:
-    files = {path.stem for path in (configs / group).glob("*.yaml")}
-    return sorted(files | set(unwritten(configs)) if group == "model" else files)
 
 
 def _listed(group: str) -> str:

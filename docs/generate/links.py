@@ -20,6 +20,7 @@ PAGES = {
     "SECURITY.md": "project/security.md",
     "cluster/README.md": "project/clusters.md",
     "configs/model": "reference/recipes.md",
+    "configs/names.yaml": "reference/recipes.md",
     "configs/experiment": "reference/recipes.md",
     "configs": "reference/config.md",
 }

@@ -1,4 +1,4 @@
-"""Recipes and experiments: every file in full, as a lab note."""
+"""Recipes and experiments: every file in full, as a lab note, after what several of them share."""
 
 from docs.generate.config_keys import CONFIGS
 
@@ -6,6 +6,7 @@ GROUPS = {
     "model": "deepspeed trainers/adv_train.py +model=",
     "experiment": "deepspeed trainers/adv_train.py +experiment=",
 }
+SHARED = {"model": "names"}
 
 
 def markdown() -> str:
@@ -14,7 +15,8 @@ def markdown() -> str:
 
 
 def _group(name: str, command: str) -> str:
-    boxes = [_box(path.stem, path.read_text()) for path in sorted((CONFIGS / name).glob("*.yaml"))]
+    paths = [CONFIGS / f"{SHARED[name]}.yaml"] if name in SHARED else []
+    boxes = [_box(path.stem, path.read_text()) for path in [*paths, *sorted((CONFIGS / name).glob("*.yaml"))]]
     return f"## `{command}NAME`\n\n" + "\n".join(boxes)
 
 

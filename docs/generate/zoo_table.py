@@ -37,7 +37,7 @@ def _rows(pattern: str) -> list[list[str]]:
 
 
 def _digest() -> str:
-    """Return a digest of zoo's code, the published weights, the names, the libraries' versions, and this file."""
+    """Return a digest of zoo's code, the published weights, the libraries' versions, and this file."""
     named = (ROOT / "zoo" / "weights" / "table.yaml", Path(__file__))
-    files = [*sorted((ROOT / "zoo").rglob("*.py")), *named, ROOT / "configs" / "names.yaml", ROOT / "constraints.txt"]
+    files = [*sorted((ROOT / "zoo").rglob("*.py")), *named, ROOT / "constraints.txt"]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import yaml
 import zoo
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
-from certizoo.names import unwritten
+from certizoo.recipes import shared_recipe
 from tests.tools.cases import mostly_slow
+from trainers.job.stages import prepare_first
 from zoo.attention import variants
-from zoo.attention.softmax import SoftmaxAttention
 from zoo.models.overview import tiny_options
 
 ROOT = CONFIGS.parent
@@ -128,14 +129,13 @@ def test_certify_composes() -> None:
 # --- models without a file -------------------------------------------------------------------------------------------
 
 
-def test_names_and_files_are_the_models_of_the_zoo() -> None:
-    """Other names that compose have an attention that fits only the ViT, which the configuration cannot know."""
-    names = set(RECIPES) | set(unwritten(CONFIGS))
-    assert set(zoo.list_models()) <= names
-    for name in names - set(zoo.list_models()):
-        kind = variants()[name.partition("_")[0]]
-        assert not (isinstance(kind, type) and issubclass(kind, SoftmaxAttention)), name
+def test_files_and_patterns_are_of_models_of_the_zoo() -> None:
+    assert set(RECIPES) <= set(zoo.list_models())
     assert {name for group, name in FILES if group == "attention"} == set(variants())
+    patterns = list(yaml.safe_load((CONFIGS / "names.yaml").read_text()))
+    unwritten = set(zoo.list_models()) - set(RECIPES)
+    first = {next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None) for name in unwritten}
+    assert first == {*patterns, None}
 
 
 def test_the_penalty_of_a_prefix_is_a_group_like_any() -> None:
@@ -165,13 +165,10 @@ def test_a_file_comes_before_the_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_file_of_a_model_is_a_recipe_or_has_figures(name: str) -> None:
-    """A model that needs no file has one only for its published or measured figures."""
-    path = CONFIGS / "model" / f"{name}.yaml"
-    plain = unwritten(CONFIGS).get(name, {"model": {"name": name}})
-    recipe = {"defaults": plain.get("defaults", []), **yaml.safe_load(path.read_text())}
-    if recipe in ({"defaults": []} | plain, {"defaults": [], "model": {"name": name}}):
-        assert re.search(r"(Published|Ours) \([^:]*?\)[.:].*\d\.\d", " ".join(note(path).split("\n#"))), path
+def test_a_file_of_a_model_is_a_recipe_of_its_own(name: str) -> None:
+    recipe = yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text())
+    assert recipe != shared_recipe(name, CONFIGS)
+    assert recipe != {"model": {"name": name}}
 
 
 def test_configs_travel_with_the_package() -> None:
@@ -185,11 +182,7 @@ def test_configs_travel_with_the_package() -> None:
 @pytest.mark.parametrize(
     ("main", "overrides", "said"),
     [
-        ("adv_train", ["+model=spec_vit_bb"], "no model 'spec_vit_bb'; nearest: spec_vit_b, "),
-        ("adv_train", ["+model=scsa_deit_tt"], "no model 'scsa_deit_tt'; nearest: scsa_deit_ti, "),
-        ("adv_train", ["+model=[dp_vit_b,dp_vit_bb]"], "no model 'dp_vit_bb'; nearest: dp_vit_b, "),
         ("adv_train", ["+experiment=mo_cifr10"], "no experiment 'mo_cifr10'; nearest: mo_cifar10, "),
-        ("adv_train", ["+experiment=mo_cifar10", "model=dp_deit_x"], "no model 'dp_deit_x'; nearest: dp_deit_b, "),
         ("adv_train", ["+model=dp_vit_b", "+attention=scs"], "no attention 'scs'; nearest: scsa, "),
         ("adv_train", ["+model=dp_vit_b", "data=cifr10"], "no data 'cifr10'; nearest: cifar10, cifar100, mnist (all: "),
         ("adv_train", ["+model=dp_vit_b", "optimizer=adam"], "no optimizer 'adam'; choose one of adamw, muon, sgd"),
@@ -206,8 +199,7 @@ def test_configs_travel_with_the_package() -> None:
         ("adv_train", [], "no model given; add +model=NAME"),
         ("adv_train", ["model=dp_vit_b"], "write +model=NAME, with a plus sign"),
         ("adv_train", ["+model=dp_vit_b", "attention=l2"], "write +attention=NAME, with a plus sign"),
-        ("adv_train", ["dp_vit_b"], "'dp_vit_b' sets nothing; write +model=dp_vit_b"),
-        ("adv_train", ["dp_vit_x"], "'dp_vit_x' sets nothing; write KEY=VALUE"),
+        ("adv_train", ["dp_vit_b"], "'dp_vit_b' sets nothing; write KEY=VALUE, such as +model=NAME"),
         ("adv_train", ["+model=dp_vit_b", "--help"], "--help is a flag, but options are KEY=VALUE; see configs/"),
         ("certify", ["-h"], "configs/certify.yaml"),
     ],
@@ -219,3 +211,22 @@ def test_a_wrong_name_is_answered_with_the_nearest(main: str, overrides: list[st
     assert len(str(refused.value)) < 200
     listed = re.search(r"\(all: (\S+)\)", str(refused.value))
     assert listed is None or (ROOT / listed[1]).exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["+model=spec_vit_bb"], "no model 'spec_vit_bb'; nearest: spec_vit_b, "),
+        (["+model=scsa_deit_tt"], "no model 'scsa_deit_tt'; nearest: scsa_deit_ti, "),
+        (["+model=[dp_vit_b,dp_vit_bb]"], "no model 'dp_vit_bb'; nearest: dp_vit_b, "),
+        (["+experiment=mo_cifar10", "model=dp_deit_x"], "no model 'dp_deit_x'; nearest: dp_deit_b, "),
+    ],
+)
+def test_a_wrong_model_is_answered_with_the_nearest(
+    overrides: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any work, although no image is there yet."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as refused:
+        prepare_first(compose_config("adv_train", overrides))
+    assert said in str(refused.value)

@@ -56,7 +56,6 @@ def test_the_launchers_flag_is_dropped_and_remembered(monkeypatch: pytest.Monkey
     [
         ([], ["+model=", "spec_vit_b"]),
         (["model=spec_vit_b"], ["+model=NAME"]),
-        (["+model=spec_vit_c"], ["no model 'spec_vit_c'", "spec_vit_b"]),
         (["+model=dp_vit_b", "train.epocs=3"], ["train.epocs", "train.epochs"]),
         (["+model=dp_vit_b", "data=cifar11"], ["no data 'cifar11'", "cifar10"]),
         (["+model=dp_vit_b", "sede=3"], ["'sede'", "seed"]),

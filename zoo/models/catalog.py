@@ -1,8 +1,7 @@
 """The models by name: every option of every model, and the source of its sizes. Data only; `factory.py` builds them.
 
 A name is `<variant>_<backbone>_<size>` (`l2_deit_ti`), or one of the families at the end of this file. Patch sizes
-other than 16 have names where CertViT uses them (`_p8`, `_p32`); otherwise they are an option. configs/names.yaml has
-the same names for Hydra, which does not import torch; tests/configs/test_configs.py compares the two.
+other than 16 have names where CertViT uses them (`_p8`, `_p32`); otherwise they are an option.
 """
 
 from typing import Any
