@@ -19,10 +19,8 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor, nn
 
 from benchmarks.record import record
+from tests.tools import attention_cases, attention_variants, curvature_cases, first_order_cases
 from tests.tools.expansions import Instance, tightness
-from tests.zoo.attention import test_curvature as test_curvature_attention
-from tests.zoo.attention import test_curvature_variants
-from tests.zoo.bounds import test_curvature, test_first_order
 from zoo.rules import affine, types_where
 
 MODULES = 20  # of each case of second order: 200 inputs
@@ -42,13 +40,13 @@ def rows_of(kind: type[nn.Module], attacked: dict[str, int], search: Callable[[]
 
 def first_order(kind: type[nn.Module], name: str) -> Iterator[Row]:
     """Attack ||f(x + G) - f(x)||; skip instances where nothing moves."""
-    make, _ = test_first_order.CASES[kind]
-    cases = test_first_order.instances(
-        make, test_first_order.SHAPES.get(kind, (test_first_order.N, test_first_order.D)), seed=0
+    make, _ = first_order_cases.CASES[kind]
+    cases = first_order_cases.instances(
+        make, first_order_cases.SHAPES.get(kind, (first_order_cases.N, first_order_cases.D)), seed=0
     )
 
     def search() -> dict[str, Tensor]:
-        reached = test_first_order.reached(cases, local=name == "local radius")
+        reached = first_order_cases.reached(cases, local=name == "local radius")
         if not reached.max() <= 1 + 1e-9:
             raise AssertionError(f"{kind.__name__}: bound beaten by a factor of {reached.max()}")
         return {name: 1 / reached[reached > 0]}
@@ -59,9 +57,9 @@ def first_order(kind: type[nn.Module], name: str) -> Iterator[Row]:
 def expansions() -> dict[type[nn.Module], list[Instance]]:
     """Return all instances of the second-order tests by the type of their module."""
     sources: list[Iterable[Instance]] = [
-        *(test_curvature.instances(case, 0, MODULES) for cases in test_curvature.CASES.values() for case in cases),
-        *map(test_curvature_attention.mixtures, test_curvature_attention.MIXTURES),
-        *map(test_curvature_variants.instances, test_curvature_variants.CASES),
+        *(curvature_cases.instances(case, 0, MODULES) for cases in curvature_cases.CASES.values() for case in cases),
+        *map(attention_cases.mixtures, attention_cases.MIXTURES),
+        *map(attention_variants.instances, attention_variants.CASES),
     ]
     kinds: dict[type[nn.Module], list[Instance]] = {}
     for case in (case for source in sources for case in source):

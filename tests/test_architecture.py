@@ -1,4 +1,7 @@
-"""Import rules between folders and sub-folders: data flows one way, no cycles, one place for each heavy library."""
+"""Import rules between folders and sub-folders.
+
+Data flows one way, no cycles, one place for each heavy library, and no test imports a test.
+"""
 
 import ast
 import shutil
@@ -11,16 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.tools.cases import mostly_slow
+from tests.tools.folders import FOLDERS
 
 ROOT = Path(__file__).parents[1]
-# folder -> the project's folders that it may import besides itself and `certizoo`
-FOLDERS: dict[str, set[str]] = {
-    "certizoo": set(),
-    "zoo": set(),
-    "certify": {"zoo"},
-    "trainers": {"zoo", "certify"},
-    "tuning": {"zoo", "certify", "trainers"},
-}
 # room (a sub-folder, or a file that stands beside sub-folders) -> the rooms of its own folder that it may import
 _ORDERS = {"certify/shared", "certify/adjoint", "certify/image"}
 _METHODS = _ORDERS | {"certify/methods"}
@@ -237,6 +233,34 @@ def test_crowded_rooms_are_as_crowded_as_the_table_says() -> None:
         files = [path for path in (ROOT / room).glob("*.py") if not path.stem.startswith("__")]
         assert len(files) == count > FILES_A_ROOM, room
         assert reason
+
+
+# imports of a test by a test that are still to move
+IMPORTED_TESTS = {"tests/trainers/test_settings_and_job.py imports tests.configs.test_configs.ONE_OF_EACH_SHAPE"}
+
+
+def imported_tests(root: Path) -> set[str]:
+    """Return every import of a test module by tests, benchmarks and docs: helpers belong in tests/tools."""
+    return {
+        f"{path.relative_to(root)} imports {name}"
+        for folder in ("tests", "benchmarks", "docs")
+        for path in (root / folder).rglob("*.py")
+        for name in imported(path)
+        if name.startswith("tests.") and ".test_" in name
+    }
+
+
+def test_no_test_imports_a_test() -> None:
+    assert imported_tests(ROOT) <= IMPORTED_TESTS
+
+
+@pytest.mark.parametrize(
+    "statement", ["from tests.zoo.test_a import b", "from tests.zoo import test_a", "import tests.zoo.test_a as a"]
+)
+def test_an_import_of_a_test_is_seen(statement: str, tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "planted.py").write_text(f"def f() -> None:\n    {statement}\n")
+    assert len(imported_tests(tmp_path)) == 1
 
 
 FOLDERS_OF_ROOMS = [room for room in ROOMS if not room.endswith(".py")]

@@ -8,7 +8,7 @@
     core            the forms of attention's core, within the reaches of its scores and values
     rounding        |served(x^) - f(x')| <= error(r, e)
 
-The searches and the modules are those of tests/zoo; the seeds continue after theirs.
+The searches and the modules are those of tests/tools; the seeds of the tests come before these.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,14 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.redteam.finding import Finding
-from tests.certify.methods import test_rounding
+from tests.tools import (
+    attention_cases,
+    attention_cores,
+    curvature_cases,
+    first_order_cases,
+    form_attacks,
+    served_modules,
+)
+from tests.tools import attention_variants as variants
 from tests.tools.ascent import ascend
 from tests.tools.expansions import Instance, largest_dip, largest_gain, largest_remainder
-from tests.zoo.attention import test_curvature as attention_cases
-from tests.zoo.attention import test_curvature_variants as variants
-from tests.zoo.attention import test_forms as core_forms
-from tests.zoo.bounds import test_curvature, test_first_order, test_forms
-from tests.zoo.bounds.test_forms import Attack
+from tests.tools.form_attacks import Attack
 from zoo.bounds.contracts import QuadraticForm
 from zoo.rules import affine, types_where
 
@@ -52,27 +56,27 @@ def searches() -> list[Search]:
     first, local = types_where(lambda rules: rules.rule or rules.chain), types_where(lambda rules: rules.local)
     second = types_where(lambda rules: rules.expansion not in (None, affine))
     instances = _instances()
-    if missing := (set(first) | set(local)) - set(test_first_order.CASES) | set(second) - set(instances):
+    if missing := (set(first) | set(local)) - set(first_order_cases.CASES) | set(second) - set(instances):
         raise LookupError(
-            f"no modules of {sorted(kind.__name__ for kind in missing)} are tried; add a case to tests/zoo"
+            f"no modules of {sorted(kind.__name__ for kind in missing)} are tried; add a case to tests/tools"
         )
     return [
         *(_first_order(kind, local=False) for kind in first),
         *(_first_order(kind, local=True) for kind in local),
         *(_second_order(kind, instances[kind]) for kind in second),
-        *(_forms(kind, case) for kind, cases in test_curvature.CASES.items() for case in cases),
-        *(_core(score) for score in core_forms.SCORES),
-        *(_rounding(name) for name in test_rounding.MODULES),
+        *(_forms(kind, case) for kind, cases in curvature_cases.CASES.items() for case in cases),
+        *(_core(score) for score in attention_cores.SCORES),
+        *(_rounding(name) for name in served_modules.MODULES),
     ]
 
 
 def _first_order(kind: type[nn.Module], local: bool) -> Search:
-    make, _ = test_first_order.CASES[kind]
-    shape = test_first_order.SHAPES.get(kind, (test_first_order.N, test_first_order.D))
+    make, _ = first_order_cases.CASES[kind]
+    shape = first_order_cases.SHAPES.get(kind, (first_order_cases.N, first_order_cases.D))
 
     def search(seed: int) -> Iterator[Finding]:
-        cases = test_first_order.instances(make, shape, seed)[: 1 + 4 * (not local)]
-        share = test_first_order.reached(cases, local=local)
+        cases = first_order_cases.instances(make, shape, seed)[: 1 + 4 * (not local)]
+        share = first_order_cases.reached(cases, local=local)
         yield _found(f"{'local' if local else 'radius'}: {kind.__name__}", share.nan_to_num(0.0) / OUT, seed)
 
     return search
@@ -81,8 +85,8 @@ def _first_order(kind: type[nn.Module], local: bool) -> Search:
 def _instances() -> dict[type[nn.Module], Callable[[int], Iterator[Instance]]]:
     """Return a few modules of every nonlinear type."""
 
-    def layers(cases: list[test_curvature.Case]) -> Callable[[int], Iterator[Instance]]:
-        return lambda seed: test_curvature.instances(cases[seed % len(cases)], seed, 3)
+    def layers(cases: list[curvature_cases.Case]) -> Callable[[int], Iterator[Instance]]:
+        return lambda seed: curvature_cases.instances(cases[seed % len(cases)], seed, 3)
 
     def mixture(kind: type[nn.Module]) -> Callable[[int], Iterator[Instance]]:
         return lambda seed: attention_cases.mixtures(kind, 3, seed)
@@ -90,7 +94,7 @@ def _instances() -> dict[type[nn.Module], Callable[[int], Iterator[Instance]]]:
     def variant(names: list[str]) -> Callable[[int], Iterator[Instance]]:
         return lambda seed: variants.instances(names[seed % len(names)], 3, seed)
 
-    found = {kind: layers(cases) for kind, cases in test_curvature.CASES.items()}
+    found = {kind: layers(cases) for kind, cases in curvature_cases.CASES.items()}
     found |= {kind: mixture(kind) for kind in attention_cases.MIXTURES}
     named: dict[type[nn.Module], list[str]] = {}
     for name in variants.CASES:
@@ -127,11 +131,11 @@ def _share(found: Tensor, bound: Tensor, size: Tensor) -> Tensor:
     return torch.where(found > 1e-12 * size, (found - 1e-12 * size) / (bound * OUT).clamp_min(1e-300), 0.0)
 
 
-def _forms(kind: type[nn.Module], case: test_curvature.Case) -> Search:
+def _forms(kind: type[nn.Module], case: curvature_cases.Case) -> Search:
     """Attack intermediate inequalities of leaves with hidden units, activations and norms."""
 
     def search(seed: int) -> Iterator[Finding]:
-        for attack in test_forms.attacks(case, seed, 2):
+        for attack in form_attacks.attacks(case, seed, 2):
             name, gradient = kind.__name__, attack.forms.of_gradient(attack.instance.g[:1], attack.reach)
             rest = attack.forms.of_rest(attack.reach, attack.weight)
             yield _found(f"gradient: {name}", _climbed(attack, partial(_dip, attack, gradient)), seed)
@@ -145,7 +149,7 @@ def _forms(kind: type[nn.Module], case: test_curvature.Case) -> Search:
 def _climbed(attack: Attack, share: Callable[[Tensor], Tensor]) -> Tensor:
     """Maximise over changes within the ellipsoid: (B,)."""
     one_B = torch.ones_like(attack.instance.r_B)
-    start = torch.zeros(len(one_B), test_forms.RANK, dtype=torch.float64)
+    start = torch.zeros(len(one_B), form_attacks.RANK, dtype=torch.float64)
     return ascend(lambda v: share(attack.change(v)).flatten(), start, one_B, STEPS, STARTS)
 
 
@@ -163,7 +167,7 @@ def _length(attack: Attack, form: QuadraticForm, h: Tensor) -> Tensor:
 
 
 def _largest(attack: Attack, form: QuadraticForm) -> Tensor:
-    values = torch.linalg.eigvalsh(test_forms.dense(form, attack.instance.x))
+    values = torch.linalg.eigvalsh(form_attacks.dense(form, attack.instance.x))
     return values[..., -1] / (form.largest * OUT).clamp_min(1e-300)
 
 
@@ -175,7 +179,7 @@ def _shrunk(attack: Attack) -> Tensor:
     small = attack.reach * torch.rand_like(attack.reach)
     t = attack.forms.shrink(small, attack.reach)[:, None, None]
     less, more = (
-        test_forms.dense(attack.forms.of_rest(reach, attack.weight), attack.instance.x)[0]
+        form_attacks.dense(attack.forms.of_rest(reach, attack.weight), attack.instance.x)[0]
         for reach in (small, attack.reach)
     )
     trace = more.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
@@ -185,9 +189,9 @@ def _shrunk(attack: Attack) -> Tensor:
 
 def _core(score: str) -> Search:
     def search(seed: int) -> Iterator[Finding]:
-        case = core_forms.case_of(core_forms.SCORES[score], seed)
-        r = core_forms.RADII[seed % len(core_forms.RADII)]
-        for word, climb in (("gradient", core_forms.share_of_gradient), ("rest", core_forms.share_of_rest)):
+        case = attention_cores.case_of(attention_cores.SCORES[score], seed)
+        r = attention_cores.RADII[seed % len(attention_cores.RADII)]
+        for word, climb in (("gradient", attention_cores.share_of_gradient), ("rest", attention_cores.share_of_rest)):
             yield _found(f"core, {word}: {score}", climb(case, r) / (1 + 1e-6), seed)
 
     return search
@@ -197,8 +201,8 @@ def _rounding(name: str) -> Search:
     """Try random points, which find rounding as well as ascent does."""
 
     def search(seed: int) -> Iterator[Finding]:
-        dtype = test_rounding.DTYPES[seed % 2]
-        yield _found(f"rounding: {name}", test_rounding.shares(name, dtype, seed), seed)
+        dtype = served_modules.DTYPES[seed % 2]
+        yield _found(f"rounding: {name}", served_modules.shares(name, dtype, seed), seed)
 
     return search
 

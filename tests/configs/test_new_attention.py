@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_architecture import FOLDERS
+from tests.tools.folders import FOLDERS
 from tests.tools.launching import ROOT, environment
 
 TEMPERED = '''

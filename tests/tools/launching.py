@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -103,3 +105,13 @@ def ranks(process: "subprocess.Popen[str]", script: Path) -> dict[int, psutil.Pr
         if str(script) in child.cmdline() and "RANK" in child.environ():
             found.setdefault(int(child.environ()["RANK"]), child)  # parents come first
     return found
+
+
+def wait_for(url: str, server: "subprocess.Popen[str]", seconds: float = 200) -> None:
+    for _ in range(int(seconds * 5)):
+        with suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
+            if answer.status == 200:
+                return
+        assert server.poll() is None, "the server ended"
+        time.sleep(0.2)
+    raise AssertionError(f"{url} did not come up")

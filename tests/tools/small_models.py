@@ -11,6 +11,7 @@ from zoo.models.overview import tiny_options
 from zoo.rules import nodes_of, rules_of
 
 SMALL: dict[str, Any] = {"img_size": 8, "in_chans": 1, "num_classes": 4}
+THREE_HEADS: dict[str, Any] = SMALL | {"patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3}
 TINY: dict[str, Any] = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
 AVG: dict[str, Any] = TINY | {"global_pool": "avg"}
 PARTS: dict[str, dict[str, Any]] = {

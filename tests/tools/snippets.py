@@ -23,7 +23,7 @@ from pathlib import Path
 
 from certizoo.ports import free_port
 from certizoo.processes import end_group
-from tests.test_architecture import FOLDERS
+from tests.tools.folders import FOLDERS
 from tests.tools.launching import ROOT, environment
 
 FENCE = re.compile(

@@ -15,13 +15,13 @@ from pyarrow.fs import FileSelector, FileSystem
 from certizoo.ports import free_port
 from certizoo.processes import end_group
 from certizoo.registry import browse
-from tests.certizoo.shards import test_s3_slow
-from tests.certizoo.shards.test_s3_slow import BUCKET, KEY, Bucket
+from tests.tools import buckets
+from tests.tools.buckets import BUCKET, KEY, Bucket
 from tests.tools.tuning_runs import SMALL, begin, finish, finished, node_apart, shared_server, two_nodes
 from tuning.trial import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-program = test_s3_slow.program  # the fixture
+program = buckets.program  # the fixture
 
 
 @pytest.fixture

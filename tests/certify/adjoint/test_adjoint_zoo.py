@@ -11,24 +11,11 @@ from certify.adjoint.adjoint import Adjoint
 from certify.shared.bake import bake
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
-from tests.tools.small_models import distinct
+from tests.tools.covered_models import COVERED, MODELS, QUICK, REFUSED
 from zoo.bounds.curvature import trunk_of
 from zoo.models.factory import model_options
 from zoo.models.overview import rules_refusal, tiny_options
 
-REFUSED: dict[str, str] = {}  # models that the certificate does not cover, and why
-MODELS = distinct()
-COVERED = [name for name in MODELS if name not in REFUSED]
-
-
-def attention(name: str) -> str:
-    """Return the kind of attention, "None" for a model without one."""
-    kind = model_options(name).get("attention")
-    return str(kind["name"] if isinstance(kind, dict) else kind)
-
-
-EACH_ATTENTION = {attention(name): name for name in reversed(COVERED)}
-QUICK = (*EACH_ATTENTION.values(), "dp_swin_b", "lofast_vit_c10", "lofast_vit_c10_smooth")
 FEW = ("conv_4c3f", "l2_certvit_c10", "lips_convit_b", "lofast_vit_c10", "lofast_vit_c10_smooth")
 
 

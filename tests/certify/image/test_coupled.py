@@ -11,9 +11,8 @@ from certify.image.columns import Columns
 from certify.image.ellipsoid import COARSE
 from certify.image.joint import IMAGE, NOISE
 from certify.image.radius_stage import Formed, RadiusStage
-from tests.certify.image.test_image import analysis_of, off_by
-from tests.certify.image.test_maps import dense, matrix
 from tests.tools.cases import mostly_slow
+from tests.tools.image_stages import analysis_of, dense, matrix, off_by
 from tests.tools.small_models import PARTS
 
 STEPS, STARTS = 60, 2

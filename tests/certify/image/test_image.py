@@ -24,6 +24,7 @@ from certify.image.radius_stage import RadiusStage, Situation
 from certify.shared.ball import NORMS
 from tests.tools.ascent import ascend, ascend_box, margin_loss
 from tests.tools.cases import mostly_slow
+from tests.tools.image_stages import SMOOTH, analysis_of, off_by, situation, stage_of
 from tests.tools.small_models import PARTS, labelled, small_model
 from zoo.attention.parts import CoreLeafForms
 from zoo.bounds import lanczos
@@ -37,29 +38,6 @@ ROOT = Path(__file__).parents[3]
 EPS = (0.2,)  # the test also tries smaller values
 # "cls" and "fc_norm" behave like "standard".
 BUT_FOR_THE_POOLING = mostly_slow(PARTS, "smooth", "lofast", "standard", "stem")
-SMOOTH = ("standard", "smooth", "cls")  # parts whose hidden units have forms
-
-
-def analysis_of(parts: str, seed: int = 0, count: int = 3, norm: str = "l2") -> tuple[Image, ImageAnalysis]:
-    model = small_model(parts, seed)
-    certifier = Image(model, nonce="a nonce", norm=norm)
-    ((_, found),) = certifier.analyse(*labelled(model, count, 1)).parts
-    assert isinstance(found, ImageAnalysis)
-    return certifier, found
-
-
-def situation(analysis: ImageAnalysis) -> Situation:
-    return Situation.of(analysis.inner, analysis.images, torch.arange(len(analysis.images)), b"a seed")
-
-
-def off_by(analysis: ImageAnalysis, off: float) -> Situation:
-    """Return the situation with node ends off by `off`, which the adjoint analysis and its radii do not know."""
-    return replace(situation(analysis), off=lambda _, r_B: torch.full_like(r_B, off), radii=lambda _: [])
-
-
-def stage_of(analysis: ImageAnalysis, e: float) -> RadiusStage:
-    here = situation(analysis)
-    return RadiusStage(here, torch.full_like(here.images[:, 0, 0, 0], e), Columns.of(here.tape, here.images))
 
 
 @pytest.mark.parametrize("eps", EPS)

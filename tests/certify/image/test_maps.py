@@ -16,23 +16,13 @@ from certify.image.ellipsoid import COARSE, Ellipsoids, least_square_sum
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint, Noise, Sizes
 from certify.image.radius_stage import RadiusStage, Situation
-from tests.certify.image.test_image import SMOOTH, analysis_of, situation, stage_of
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
+from tests.tools.image_stages import SMOOTH, analysis_of, dense, entering, look, matrix, situation, stage_of
 from tests.tools.small_models import PARTS, SMALL, labelled
-from zoo.bounds.contracts import Expansion, QuadraticForm
 from zoo.bounds.curvature import expansion_of
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Tape, Vectors
-
-
-def dense(joint: Joint, last: int) -> Vectors:
-    """Return M_i (B, x, n) of every leaf up to the last one, by pushing every unit vector."""
-    room, found = joint.room(last), Vectors()
-    eye = torch.eye(room, dtype=torch.float64)[:, None].expand(-1, len(joint.most_B), -1)
-    joint.push(eye, partial(look, found), last)
-    n = {at: joint.room(at) for at in found}
-    return {at: m[..., : n[at]] for at, m in found.items()}
 
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast"))
@@ -56,25 +46,6 @@ def test_the_tape_is_the_model(parts: str) -> None:
     g = {at: torch.randn_like(v) for at, v in seen.items()}
     pushed = sum(float((seen[at] * g[at]).sum()) for at in seen)
     assert pushed == pytest.approx(float((u * joint.pull(g, last)).sum()), rel=1e-9)
-
-
-def look(seen: Vectors, at: int, v: Tensor) -> None:
-    """Return the columns of a matrix, given its action on unit vectors."""
-    seen[at] = v.flatten(2).permute(1, 2, 0)
-
-
-def matrix(ellipsoids: Ellipsoids, form: QuadraticForm, at: int, maps: Vectors) -> Tensor:
-    """Return M^T C M (C, B, n, n) of a leaf, padded with zeros to the size of the last one."""
-    m = maps[at]
-    columns = m.permute(2, 0, 1).unflatten(-1, entering(ellipsoids.tape.leaves[at])[1:])
-    pulled = torch.stack([form.apply(column.expand(len(form.largest), *column.shape)) for column in columns])
-    found = torch.einsum("ncbx,bxk->cbnk", pulled.flatten(3), m)  # pulled: (n, C, B, *x)
-    return torch.nn.functional.pad(found, (0, maps[max(maps)].shape[-1] - m.shape[-1]) * 2)
-
-
-def entering(leaf: Expansion) -> torch.Size:
-    """Return the shape of a module's input."""
-    return leaf.pull(leaf.y[None])[0].shape
 
 
 def unit_vectors(room: torch.Size) -> Tensor:

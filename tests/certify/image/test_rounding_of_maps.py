@@ -13,9 +13,8 @@ from certify.image.ellipsoid import COARSE, identity
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import NOISE, Joint, Noise, Scale
 from certify.image.rounding import ALLOWED, Rounding
-from tests.certify.image.test_image import analysis_of, stage_of
-from tests.certify.image.test_maps import dense
 from tests.tools.cases import mostly_slow
+from tests.tools.image_stages import analysis_of, dense, stage_of
 from tests.tools.in_float32 import UNITS, InFloat32, in_float32, rounded_by
 from tests.tools.small_models import PARTS, labelled, small_model
 from zoo.bounds.tape import Vectors

@@ -8,7 +8,7 @@ from certify.api import radius_of
 from certify.image import image
 from certify.image.budget import GAIN
 from certify.image.schedule import RadiusSchedule
-from tests.certify.image.test_image import analysis_of
+from tests.tools.image_stages import analysis_of
 
 LEAST = GAIN[1]
 

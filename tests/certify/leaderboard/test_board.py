@@ -14,7 +14,7 @@ from certify.leaderboard.recheck import likely
 from certify.leaderboard.rows import forged, rows_of
 from certify.rows.intervals import at_most
 from certizoo import UserError
-from tests.certify.leaderboard.test_entry import SCHEMA
+from tests.tools.leaderboard_files import SCHEMA
 
 IMAGES = 24
 

@@ -10,10 +10,9 @@ import pytest
 from benchmarks import leaderboard
 from certify.leaderboard import entry
 from certizoo import UserError
+from tests.tools.leaderboard_files import OURS, SCHEMA
 
 FILES = sorted(path for path in leaderboard.LEADERBOARD.glob("*.json") if path.name != "schema.json")
-SCHEMA = json.loads((leaderboard.LEADERBOARD / "schema.json").read_text())
-OURS = json.loads((leaderboard.LEADERBOARD / "cert_vit_c10.json").read_text())
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 

@@ -16,7 +16,7 @@ from certify.leaderboard.rows import rows_of
 from certify.rows.draws import derived_nonce
 from certify.rows.summary import chances
 from certizoo import UserError
-from tests.certify.leaderboard.test_entry import OURS, SCHEMA
+from tests.tools.leaderboard_files import OURS, SCHEMA
 
 BEACON = "drand 4711: 8b0c"
 ASKED = ["images=3", "eps=[0.05]", "headline_eps=0.05", "attack.steps=2", "method=adjoint", "data=digits"]

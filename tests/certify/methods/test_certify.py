@@ -22,17 +22,9 @@ from certizoo import UserError
 from certizoo.attacks import AttackConfig, pgd
 from tests.tools.ascent import ascend, margin_loss
 from tests.tools.cases import mostly_slow
+from tests.tools.small_models import THREE_HEADS
 from zoo.bounds.rule_table import NoRule
 
-SMALL: dict[str, Any] = {
-    "img_size": 8,
-    "patch_size": 4,
-    "embed_dim": 12,
-    "depth": 2,
-    "num_heads": 3,
-    "num_classes": 4,
-    "in_chans": 1,
-}
 STANDARD_LN: dict[str, Any] = {"norm": {"name": "layernorm", "eps": 0.1}}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("lofast_vit_c10", {}),
@@ -48,7 +40,7 @@ def random_model(seed: int) -> Any:
     name, options = FAMILIES[seed % len(FAMILIES)]
     torch.manual_seed(seed)
     statistics = {"mean": [0.5], "std": [0.5]}
-    model = zoo.create_model(name, **(SMALL | statistics | options)).eval()
+    model = zoo.create_model(name, **(THREE_HEADS | statistics | options)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1).mul_(float(torch.empty(()).uniform_(0.5, 2)))
@@ -125,7 +117,7 @@ def test_batching_does_not_matter() -> None:
 
 def test_an_overflowing_bound_is_unknown_never_certified() -> None:
     torch.manual_seed(0)
-    model: Any = zoo.create_model("dp_vit_ti", **SMALL).eval()
+    model: Any = zoo.create_model("dp_vit_ti", **THREE_HEADS).eval()
     x, y = easy_batch(model, 4, 0)
     certificate = certify(model, x, y, eps=1e300)
     assert certificate.unknown_B.all()

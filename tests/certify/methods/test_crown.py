@@ -16,9 +16,8 @@ from certify import certified_radius, certify
 from certify.methods import crown as door
 from certify.methods.crown import Crown, Plain, plain
 from certify.shared.bake import bake
-from tests.certify.methods.test_certify import SMALL
 from tests.tools.ascent import ascend, margin_loss
-from tests.tools.small_models import PARTS, labelled, small_model
+from tests.tools.small_models import PARTS, THREE_HEADS, labelled, small_model
 
 GAIN = 2.0  # the loss per unit of eps that the stand-in claims for every margin
 Answer = Callable[[Tensor, float], Tensor]
@@ -189,7 +188,7 @@ def test_a_box_is_asked_for_as_one(stand_in: StandIn) -> None:
 
 MODELS: dict[str, Callable[[], Any]] = {
     **{parts: partial(small_model, parts, 1) for parts in PARTS},
-    **{name: partial(zoo.create_model, name, **SMALL) for name in ("l2_vit_ti", "scsa_vit_ti")},
+    **{name: partial(zoo.create_model, name, **THREE_HEADS) for name in ("l2_vit_ti", "scsa_vit_ti")},
 }
 
 

@@ -21,16 +21,9 @@ from certify.shared.batching import CorrectImages
 from certizoo import UserError
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
+from tests.tools.served_modules import CHOICES, DTYPES, MODULES, B, D, N, on_ball, shape, shares
 from tests.tools.small_models import AVG, PARTS, distinct, labelled, small_model
 from tests.tools.trials import served_loss
-from tests.zoo.bounds.test_first_order import norm_with_affine, scaled_
-from zoo.attention.conv_mixing import ConvMixing
-from zoo.attention.dot_product import DotProductAttention
-from zoo.attention.gpsa import GPSA
-from zoo.attention.l2 import L2Attention
-from zoo.attention.lipschitz_norm import LipschitzNormAttention
-from zoo.attention.scsa import ScaledCosineAttention
-from zoo.attention.window import WindowAttention
 from zoo.bounds import rule_table as table
 from zoo.bounds.contracts import Precision
 from zoo.bounds.curvature import trunk_of
@@ -38,113 +31,8 @@ from zoo.bounds.elementwise import scalar
 from zoo.bounds.rounding import ASSUMPTIONS, PRECISIONS, roundings_of, trunk_roundings
 from zoo.bounds.rule_table import NoRule, register, types_where
 from zoo.bounds.torch_modules import GELU
-from zoo.layers.convolution import CellConv2d
-from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
-from zoo.layers.monotone import MonotoneGELU
-from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
-from zoo.layers.patches import Normalize
-from zoo.layers.residual import WeightedResidual
-from zoo.models.convnet import ReLUx
 from zoo.models.overview import tiny_options
 from zoo.models.swin import InWindows
-
-N, D, B = 5, 32, 8
-DTYPES = [torch.float32, torch.bfloat16]
-
-
-def with_positions(module: GPSA, scale: float) -> GPSA:
-    """Draw gates of all kinds and positions that matter."""
-    with torch.no_grad():
-        module.pos_proj.weight.normal_().mul_(0.3)
-        module.gating_param.copy_(torch.linspace(-3, 3, len(module.gating_param)))
-    return module
-
-
-MODULES: dict[str, Any] = {
-    "layernorm": lambda s: norm_with_affine(1.0, D),
-    "smoothproject": lambda s: SmoothProject(D, s),
-    "layerproject": lambda s: LayerProject(D, s),
-    "centernorm": lambda s: scaled_(CenterNorm(D), s),
-    "linear": lambda s: scaled_(nn.Linear(D, 20), s),
-    "mlp": lambda s: scaled_(Mlp(D, 2 * D), s),
-    "mlp relu": lambda s: scaled_(Mlp(D, 2 * D, act_layer=nn.ReLU), s),
-    "sll": lambda s: scaled_(SLL(D, 2 * D, nn.Tanh), s),
-    "constrained mlp": lambda s: scaled_(ConstrainedMlp(D, 2 * D), s),
-    "weighted residual": lambda s: WeightedResidual(D, s / 3, 1.0),
-    "attention": lambda s: scaled_(DotProductAttention(D, 4), s),
-    "l2": lambda s: scaled_(L2Attention(D, 4), s),
-    "l2 untied": lambda s: scaled_(L2Attention(D, 4, tied=False), s),
-    "scsa": lambda s: scaled_(ScaledCosineAttention(D, 4, nu=1.5, eps=0.1 * s), s),
-    "ln": lambda s: scaled_(LipschitzNormAttention(D, 4), s),
-    "gpsa": lambda s: with_positions(GPSA(scaled_(DotProductAttention(D, 4), s)), s),
-    "gpsa scsa": lambda s: with_positions(GPSA(scaled_(ScaledCosineAttention(D, 4), s)), s),
-    "gpsa fused": lambda s: with_positions(GPSA(scaled_(DotProductAttention(D, 4), s)), s),
-    "window": lambda s: WindowAttention(scaled_(DotProductAttention(D, 4), s), (2, 2)),
-    "window l2": lambda s: WindowAttention(scaled_(L2Attention(D, 4), s), (2, 2)),
-    "conv mixing": lambda s: scaled_(ConvMixing(D, 4, kernels=(1, 3, 5, 7)), s),
-    "conv": lambda s: scaled_(nn.Conv2d(N, 6, 3, stride=2, padding=1), s),
-    "conv by products": lambda s: scaled_(CellConv2d(N, 6, 4, stride=2, padding=1), s),
-    "gelu": lambda s: nn.GELU(),
-    "tanh gelu": lambda s: nn.GELU("tanh"),
-    "monotone gelu": lambda s: MonotoneGELU(),
-    "tanh": lambda s: nn.Tanh(),
-    "sigmoid": lambda s: nn.Sigmoid(),
-    "silu": lambda s: nn.SiLU(),
-    "softplus": lambda s: nn.Softplus(beta=2 * s, threshold=40),
-    "normalize": lambda s: Normalize((0.4,) * N, (0.25,) * (N - 1) + (0.2 * s,)),
-}
-CHOICES = {"relu": nn.ReLU(), "relux": ReLUx((N, D), 0.7), "flatten": nn.Flatten()}  # these compute nothing
-# That the module sees in the place of N tokens: of N channels, of a grid.
-SHAPES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("conv", "conv by products", "normalize"), (N, 8, 4)),
-    **dict.fromkeys(("gpsa", "gpsa scsa", "window", "window l2"), (4, D)),
-    "gpsa fused": (81, D),
-}
-
-
-def shape(name: str) -> tuple[int, ...]:
-    return SHAPES.get(name, (N, D))
-
-
-def on_ball(x: Tensor, r_B: Tensor) -> Tensor:
-    v = torch.randn_like(x)
-    return x + v * (r_B * torch.rand(len(x)) / v.flatten(1).norm(dim=1)).view(-1, *[1] * (x.ndim - 1))
-
-
-def shares(name: str, dtype: torch.dtype, first_seed: int = 0, tries: int = 40, climbs: int = 40) -> Tensor:
-    """Return (error found) / bound for many points, some of them found by ascent.
-
-    The axes are module, size of weights, inputs, radius and error of the input.
-    """
-    found = []
-    for seed, scale in enumerate((0.25, 1.0, 2.0), first_seed):
-        torch.manual_seed(seed)
-        served = MODULES[name](scale).to(dtype).eval().requires_grad_(False)
-        exact = bake(served)
-        room = shape(name)
-        x = torch.randn(B, *room).double() * 10 ** torch.empty(B, *[1] * len(room)).uniform_(-1.5, 1).double()
-        (rounding,) = roundings_of(exact, PRECISIONS[dtype])
-        part = rounding(x)
-        for reach, off in ((0.0, 0.0), (1e-3, 1e-6), (0.1, 1e-2), (0.5, 0.0)):
-            r, e = (share * x.flatten(1).norm(dim=1) for share in (reach, off))
-
-            best, at = torch.zeros(B).double(), x
-            for k in range(tries + climbs):
-                inside = on_ball(x, r) if k < tries else inwards(on_ball(at, 0.1 * r), x, r)
-                seen = (inside + (on_ball(x, e) - x)).to(dtype)  # rounding x^ may exceed e, which is then counted
-                true_e = torch.maximum(e, (seen.double() - inside).flatten(1).norm(dim=1))
-                share_B = (served(seen).double() - exact(inside)).flatten(1).norm(dim=1) / part.error(r, true_e)
-                found.append(share_B)
-                higher = (share_B > best).view(-1, *[1] * len(room))
-                best, at = torch.maximum(best, share_B), torch.where(higher, inside, at)
-    return torch.stack(found)
-
-
-def inwards(y: Tensor, x: Tensor, r: Tensor) -> Tensor:
-    """Project back into the ball."""
-    length = (y - x).flatten(1).norm(dim=1)
-    return x + (y - x) * (r / length.clamp_min(1e-300)).clamp(max=1 - 1e-12).view(-1, *[1] * (x.ndim - 1))
-
 
 FEW = ("layernorm", "attention", "centernorm", "gpsa", "l2", "scsa", "ln", "conv mixing")
 # Where bounds keep much in hand: of heads that share a quotient, of rows that are normalised, short or long.

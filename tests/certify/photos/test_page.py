@@ -15,8 +15,8 @@ from PIL import Image
 
 from certify.photos.predict import Predictor
 from certify.photos.server import Place
-from tests.certify.photos.test_server import serving
 from tests.tools import browser
+from tests.tools.photo_server import serving
 
 SIZES = {"desktop": (1280, 1000), "phone": (390, 1500)}
 DROP = """

@@ -4,9 +4,7 @@ import http.client
 import json
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -15,16 +13,9 @@ from certify.photos import server as servers
 from certify.photos.predict import Predictor
 from certify.photos.server import BODY, Place, Server
 from certizoo import UserError
+from tests.tools.photo_server import serving
 
 Encoded = Callable[..., bytes]
-
-
-@contextmanager
-def serving(predict: Predictor, place: Place) -> Iterator[Server]:
-    with Server(predict, place) as server:
-        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        yield server
-        server.shutdown()
 
 
 @pytest.fixture(scope="module")

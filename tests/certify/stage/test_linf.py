@@ -20,7 +20,7 @@ from certizoo import UserError, shards
 from certizoo.attacks import AttackConfig
 from certizoo.compose import compose_config
 from certizoo.registry import browse
-from tests.certify.stage.test_report import Page
+from tests.tools.html_page import Page
 from tests.tools.stage_runs import data
 
 EPS = tuple(k / 255 for k in (1, 4, 128))

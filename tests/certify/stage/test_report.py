@@ -9,7 +9,6 @@ import json
 import shlex
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -33,7 +32,8 @@ from certify.stage.report.charts import histogram
 from certizoo import shards
 from certizoo.attacks import AttackConfig
 from certizoo.compose import compose_config
-from tests.certify.methods.test_certify import SMALL
+from tests.tools.html_page import Page
+from tests.tools.small_models import THREE_HEADS
 from tests.tools.stage_runs import data
 
 SETTINGS = stage.Settings(
@@ -46,38 +46,6 @@ SETTINGS = stage.Settings(
 )
 HOSTILE = "</title></pre><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&amp;'\""
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-VOID = {"meta", "img", "br", "link"}
-
-
-class Page(HTMLParser):
-    """The content of a page: (tag, attributes) in order, and the text of each element."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None], list[str]]] = []
-        self.open: list[int] = []
-        self.feed(text)
-        assert not self.open, "an element is not closed"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs), []))
-        if tag not in VOID:
-            self.open.append(len(self.elements) - 1)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.elements[self.open.pop()][0] == tag
-
-    def handle_data(self, data: str) -> None:
-        for k in self.open:
-            self.elements[k][2].append(data)
-
-    def texts(self, tag: str, **attributes: str) -> list[str]:
-        return [
-            "".join(text) for name, attrs, text in self.elements if name == tag and attributes.items() <= attrs.items()
-        ]
-
-    def attributes(self, name: str) -> list[str]:
-        return [value or "" for _, attrs, _ in self.elements for key, value in attrs.items() if key == name]
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +251,7 @@ MODELS = ["lofast_vit_c10_smooth", "spec_vit_digits", "dp_vit_ti"]
 def small_model(name: str) -> Any:
     torch.manual_seed(0)
     options = {"norm": {"name": "layernorm", "eps": 0.1}} if name == "dp_vit_ti" else {}
-    return zoo.create_model(name, **(SMALL | options | {"mean": [0.5], "std": [0.5]})).eval()
+    return zoo.create_model(name, **(THREE_HEADS | options | {"mean": [0.5], "std": [0.5]})).eval()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from certizoo.registry import publish as publishing
 from certizoo.registry.publish import Published
 from certizoo.registry.track import Tracker
 from tests.tools import versions
+from tests.tools.launching import wait_for
 
 
 @contextmanager
@@ -58,16 +58,6 @@ def registry_ui(folder: Path, port: int) -> Iterator[str]:
             server.terminate()  # otherwise a failure would leave it running
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=1)
-
-
-def wait_for(url: str, server: "subprocess.Popen[str]", seconds: float = 200) -> None:
-    for _ in range(int(seconds * 5)):
-        with suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
-            if answer.status == 200:
-                return
-        assert server.poll() is None, "the server ended"
-        time.sleep(0.2)
-    raise AssertionError(f"{url} did not come up")
 
 
 def issue(run_dir: Path, run_id: str | None, uri: str) -> Published:

@@ -15,7 +15,7 @@ import pytest
 
 from certizoo.ports import free_port
 from certizoo.registry import browse, publish, spool, store
-from tests.certizoo.registry.test_server import wait_for
+from tests.tools.launching import wait_for
 from tests.tools.registry_writer import STEPS
 
 WRITERS, RUNS, PUBLISHED = 8, 125, 10

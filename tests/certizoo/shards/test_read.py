@@ -309,7 +309,7 @@ gc.collect()
 KEPT = """
 import sys
 from certizoo.shards import find, train_loader
-from tests.certizoo.shards.test_read import config
+from tests.tools.remote_shards import config
 
 data = config(sys.argv[1], workers=2)
 kept = sys.modules["kept"] = iter(train_loader(find(data, "train"), data, batch_size=4, epoch=0, seed=0))

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 import zoo
 from certizoo import UserError
-from tests.trainers.objectives.test_objectives import conv_net
+from tests.tools.objective_oracles import conv_net
 from trainers.certvit.layers import constrainable, norm, observe
 from trainers.certvit.run import constrain_layer, read_layer
 from trainers.settings import ConstrainConfig

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 import zoo
 from certizoo.ports import free_port
+from tests.tools import zero_runs
 from tests.tools.launching import ROOT, TINY, environment, finish, launch, ranks, reach, rows
-from tests.trainers.engine import test_zero as zero
 
 pytestmark = pytest.mark.slow
 SCRIPT = ROOT / "trainers" / "adv_train.py"
@@ -85,7 +85,7 @@ def test_two_hosts_of_a_hostfile_run_one_training(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, dict[str, float]]:
-    return zero.differences(folder, "models")
+    return zero_runs.differences(folder, "models")
 
 
 MODELS = ("l2_vit_ti", "spec_vit_digits", "dp_convit_ti", "dp_swin_t", "conv_4c3f")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers.engine.test_zero import differences, whole
+from tests.tools.zero_runs import differences, whole
 
 pytestmark = pytest.mark.slow
 

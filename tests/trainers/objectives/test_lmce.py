@@ -4,49 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import zoo
-from trainers.objectives import OBJECTIVES, Probe
+from tests.tools.objective_oracles import batch, probe_of, slow_lmce, small_vit
+from trainers.objectives import OBJECTIVES
 from trainers.objectives.lmce import margin_slopes, rivals
-from trainers.settings import ObjectiveConfig
-
-
-def small_vit() -> nn.Module:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "img_size": 8, "in_chans": 1}
-    return zoo.create_model("dp_vit_ti", num_classes=5, global_pool="avg", init="orthogonal", **sizes)
-
-
-def probe_of(model: nn.Module, progress: float = 1.0, name: str = "lmce", **settings: float) -> Probe:
-    def through(measure: Any, *inputs: Any) -> Any:
-        return measure(model, *inputs)
-
-    def attack(images: Tensor, labels: Tensor) -> Tensor:
-        raise AssertionError("no attack here")
-
-    return Probe(through, attack, model, ObjectiveConfig(name, **settings), progress)
-
-
-def batch(size: int = 6) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.rand(size, 1, 8, 8, generator=generator), torch.randint(0, 5, (size,), generator=generator)
-
-
-def slow_loss(model: nn.Module, images: Tensor, labels: Tensor, eps: float) -> Tensor:
-    """Compute the equation image by image, with central differences of the logits for the gradient."""
-    losses, step = [], 1e-4
-    for image, label in zip(images, labels.tolist(), strict=True):
-        shifts = step * torch.eye(image.numel(), dtype=image.dtype).view(-1, *image.shape)
-        jacobian = (model(image + shifts) - model(image - shifts)) / (2 * step)  # one row a pixel
-        logits = model(image[None])[0]
-        wrong = [k for k in range(len(logits)) if k != label]
-        j = max(wrong, key=lambda k: float(logits[k].detach()))
-        slope = (jacobian[:, label] - jacobian[:, j]).norm()
-        z = torch.stack([logits[k] + (eps * slope if k != label else 0) for k in range(len(logits))])
-        losses.append(-torch.log_softmax(z, 0)[label])
-    return torch.stack(losses).mean()
 
 
 def test_loss_and_gradient_are_those_of_the_equation() -> None:
@@ -55,7 +19,7 @@ def test_loss_and_gradient_are_those_of_the_equation() -> None:
     loss = OBJECTIVES["lmce"](probe_of(model, eps=0.7), images, labels)["loss"]
     weights = list(model.parameters())
     grads = torch.autograd.grad(loss.double(), weights)
-    expected = slow_loss(model, images, labels, 0.7)
+    expected = slow_lmce(model, images, labels, 0.7)
     assert abs(float(loss.detach()) - float(expected.detach())) <= 1e-6  # cross-entropy is taken in float32
     for got, wanted in zip(grads, torch.autograd.grad(expected, weights), strict=True):
         assert (got - wanted).norm() <= 1e-5 * (1 + wanted.norm())

@@ -1,6 +1,5 @@
 """EMMA, logit annealing and the second-order term follow their formulas, image by image, by central differences."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -8,55 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.trainers.objectives.test_lmce import batch, probe_of, small_vit
+from tests.tools.objective_oracles import ORACLES, batch, probe_of, small_vit
 from trainers.objectives import OBJECTIVES
 from trainers.objectives.curvature import slopes_and_bends
 from trainers.settings import ObjectiveConfig
 
 SETTINGS = ObjectiveConfig("any", eps=0.7, curvature=1.5, offset=1.0, temperature=0.5, gamma=3.0)
-STEP = 1e-4  # the step of central differences
-Oracle = Callable[[nn.Module, Tensor, int, ObjectiveConfig], Tensor]
-
-
-def gradient(model: nn.Module, image: Tensor, label: int, j: int) -> Tensor:
-    shifts = STEP * torch.eye(image.numel(), dtype=image.dtype).view(-1, *image.shape)
-    jacobian = (model(image + shifts) - model(image - shifts)) / (2 * STEP)  # one row a pixel
-    return jacobian[:, label] - jacobian[:, j]
-
-
-def runner_up(logits: Tensor, label: int) -> int:
-    return max((k for k in range(len(logits)) if k != label), key=lambda k: float(logits[k].detach()))
-
-
-def emma_of(model: nn.Module, image: Tensor, label: int, s: ObjectiveConfig) -> Tensor:
-    z = model(image[None])[0]
-    slope = gradient(model, image, label, runner_up(z, label)).norm()
-    raised = []
-    for k in range(len(z)):
-        e = min(s.eps, max(0.0, float((z[label] - z[k]).detach())) / float(slope.detach()))
-        raised.append(z[k] + (e * slope if k != label else 0))
-    return -torch.log_softmax(torch.stack(raised), 0)[label]
-
-
-def annealed_of(model: nn.Module, image: Tensor, label: int, s: ObjectiveConfig) -> Tensor:
-    z = model(image[None])[0]
-    shifted = torch.stack([z[k] - (s.offset if k == label else 0) for k in range(len(z))]) / s.temperature
-    p = shifted.softmax(0)[label]
-    return -s.temperature * (1 - p) ** s.gamma * p.log()
-
-
-def curved_of(model: nn.Module, image: Tensor, label: int, s: ObjectiveConfig) -> Tensor:
-    z = model(image[None])[0]
-    j = runner_up(z, label)
-    here = gradient(model, image, label, j)
-    v = (here / here.norm()).detach().view(image.shape)
-    bend = (gradient(model, image + s.eps * v, label, j) - here).norm()
-    lost = s.eps * (here.norm() + s.curvature / 2 * bend)
-    raised = torch.stack([z[k] + (lost if k != label else 0) for k in range(len(z))])
-    return -torch.log_softmax(raised, 0)[label]
-
-
-ORACLES: dict[str, Oracle] = {"emma": emma_of, "logit_annealing": annealed_of, "curvature": curved_of}
 
 
 @pytest.mark.parametrize("name", ORACLES)

@@ -14,13 +14,12 @@ from torch.nn import functional as F
 import zoo
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
-from tests.trainers.objectives.test_lmce import slow_loss as slow_lmce
-from tests.trainers.objectives.test_margins import ORACLES as MARGINS
+from tests.tools.objective_oracles import ORACLES as MARGINS
+from tests.tools.objective_oracles import conv_net, slow_lmce
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, SOFT_LABELS, Probe
 from trainers.objectives.mart import boosted_cross_entropy
 from trainers.settings import ObjectiveConfig
 from zoo.models import hidden_radius as reach_file
-from zoo.models.convnet import ConvNet
 from zoo.models.hidden_radius import reach
 
 EPS, BETA, SPARSITY, CLASSES = 0.02, 2.5, 0.3, 5
@@ -30,17 +29,6 @@ def vit() -> nn.Module:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "img_size": 8, "in_chans": 1}
     return zoo.create_model("dp_vit_ti", num_classes=CLASSES, global_pool="avg", init="orthogonal", **sizes).double()
-
-
-def conv_net() -> Any:
-    """Return a network with active thresholds and a simple top singular value in each layer: its gradient is unique."""
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"layers": [(3, 3, 1, 1), (4, 4, 2, 1)], "hidden": [7], "theta": 0.4, "img_size": 8}
-    model = ConvNet(num_classes=CLASSES, in_chans=1, mean=(0.4,), std=(0.25,), **options).double()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.add_(0.3 * torch.randn_like(weight) * (0.3 if "theta" in name else 1))
-    return model
 
 
 def batch(size: int = 6) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ Letters: B images, C gradients, N tokens, D width, H heads.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal, localcontext
 from itertools import product
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.tools.ascent import ascend, largest_change
+from tests.tools.attention_cases import IMAGES, MIXTURES, D, H, instance, instances, mixtures, random_
 from tests.tools.cases import mostly_slow
 from tests.tools.expansions import Instance, largest_dip, largest_gain, largest_remainder, report
 from zoo.attention.dot_product import DotProductAttention
@@ -27,65 +28,11 @@ from zoo.attention.softmax import SoftmaxAttention
 from zoo.attention.theory.core import CoreRemainder, Forms
 from zoo.attention.theory.joint import JointCore, same
 from zoo.attention.theory.softmax_row import K2_MAX, SoftmaxRows, e1, e2, eigenvalue_upper, third_cumulant
-from zoo.attention.window import WindowAttention
 from zoo.bounds.curvature import expansion_of
 from zoo.bounds.first_order import layer_of, residual_layer_of
 from zoo.bounds.links import Residual
 from zoo.bounds.rule_table import types_where
 from zoo.layers.norms import SmoothProject
-
-N, D, H = 5, 12, 3
-IMAGES = 14
-
-
-def random_(module: nn.Module, scale: float) -> Any:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter) * scale * parameter.shape[-1] ** -0.5)
-    return module.double().eval().requires_grad_(False)
-
-
-def trained(steps: int) -> Any:
-    """Train each token to fetch the token whose first half is most like its own: attention gets sharp."""
-    module = DotProductAttention(D, H)
-    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
-    itself = torch.eye(N, dtype=torch.bool)
-    for _ in range(steps):
-        x = torch.randn(64, N, D)
-        nearest = (x[..., : D // 2] @ x[..., : D // 2].mT).masked_fill(itself, -math.inf).argmax(-1)
-        optimizer.zero_grad()
-        (module(x) - x.gather(1, nearest[..., None].expand(-1, -1, D))).square().mean().backward()
-        optimizer.step()
-    return module.double().eval().requires_grad_(False)
-
-
-def instance(module: nn.Module, tokens: int = N) -> Instance:
-    """Return diffuse to sharp attention, with radii from 1e-3 to 0.5 of the input's size."""
-    x = torch.randn(IMAGES, tokens, D).double() * 10 ** torch.empty(IMAGES, 1, 1).uniform_(-1, 0.7).double()
-    r = x.flatten(1).norm(dim=1) * 10 ** torch.empty(IMAGES).uniform_(-3, -0.3).double()
-    return Instance(module, x, torch.randn(1, IMAGES, tokens, D).double(), r)
-
-
-def instances() -> Iterator[Instance]:
-    """Return 210 instances."""
-    torch.manual_seed(0)
-    for i in range(12):
-        yield instance(random_(DotProductAttention(D, H), 2.0 ** (i % 6 - 3)))
-    for steps in (100, 200, 400):
-        yield instance(trained(steps))
-
-
-MIXTURES: dict[type[nn.Module], Callable[[], nn.Module]] = {
-    DotProductAttention: lambda: DotProductAttention(D, H),
-    GPSA: lambda: GPSA(DotProductAttention(D, H)),
-    WindowAttention: lambda: WindowAttention(DotProductAttention(D, H), (2, 2)),
-}
-
-
-def mixtures(kind: type[nn.Module], modules: int = 15, seed: int = 1) -> Iterator[Instance]:
-    torch.manual_seed(seed)
-    for i in range(modules):
-        yield instance(random_(MIXTURES[kind](), 2.0 ** (i % 6 - 3)), tokens=4)
 
 
 def core_of(case: Instance) -> JointCore:

@@ -4,7 +4,6 @@ Ascent attacks at least 200 instances of each. Letters: B images, C gradients, N
 """
 
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.tools.ascent import ascend, largest_change
+from tests.tools.attention_variants import CASES, INPUTS, D, H, N, instances, random_
 from tests.tools.cases import mostly_slow
 from tests.tools.expansions import Instance, largest_dip, largest_gain, largest_remainder, ratios, report, tightness
 from zoo import create_model
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
-from zoo.attention.lipschitz_norm import SMALLEST_C, LipschitzNormAttention, _Quotient
+from zoo.attention.lipschitz_norm import SMALLEST_C, _Quotient
 from zoo.attention.qkv import AttentionBounds
-from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.attention.theory.separate import SeparateCore
 from zoo.attention.window import WindowAttention
@@ -29,42 +28,6 @@ from zoo.bounds.curvature import composition, nodes_of
 from zoo.bounds.first_order import layer_of
 from zoo.bounds.rule_table import NoRule
 from zoo.models.swin import InWindows
-
-N, D, H = 4, 12, 3
-MODULES, INPUTS = 9, 24
-
-
-def cosine(scale: float) -> nn.Module:
-    return ScaledCosineAttention(D, H, tau=2 * scale, nu=1.5, eps=scale)
-
-
-# kind: (how to make it, largest accepted medians of bound / best found for remainder and beta)
-CASES: dict[str, tuple[Callable[[float], nn.Module], float, float]] = {
-    "l2": (lambda s: L2Attention(D, H), 30, 20),
-    "l2 untied": (lambda s: L2Attention(D, H, tied=False), 45, 45),
-    "scsa": (cosine, 50, 55),
-    "ln": (lambda s: LipschitzNormAttention(D, H), 250, 300),
-    "window l2": (lambda s: WindowAttention(L2Attention(D, H), (2, 2)), 35, 22),
-    "gpsa scsa": (lambda s: GPSA(cosine(s)), 40, 45),
-}
-
-
-def random_(module: nn.Module, scale: float) -> Any:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter) * scale * parameter.shape[-1] ** -0.5)
-    return module.double().eval().requires_grad_(False)
-
-
-def instances(kind: str, modules: int = MODULES, seed: int = 0) -> Iterator[Instance]:
-    """Return weights and inputs of all sizes, radii from 1e-3 to 0.5 of the input's size."""
-    torch.manual_seed(seed)
-    for i in range(modules):
-        scale = 2.0 ** (i % 5 - 3)
-        module = random_(CASES[kind][0](2.0 ** (i % 3 - 1)), scale)
-        x = torch.randn(INPUTS, N, D).double() * 10 ** torch.empty(INPUTS, 1, 1).uniform_(-1, 0.7).double()
-        r = x.flatten(1).norm(dim=1) * 10 ** torch.empty(INPUTS).uniform_(-3, -0.3).double()
-        yield Instance(module, x, torch.randn(1, INPUTS, N, D).double(), r)
 
 
 @pytest.mark.parametrize("kind", mostly_slow(CASES, "scsa"))

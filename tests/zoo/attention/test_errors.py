@@ -1,7 +1,7 @@
 """The cost of computed queries, keys, values and scores: X of zoo/attention/theory/score_errors.py under direct ascent.
 
 The exact core has q, k, v and scores S; the rules see others, off by known amounts. The bounds of the errors themselves
-are tested too. Letters: as in test_forms.py.
+are tested too. Letters: as in tests/tools/attention_cores.py.
 """
 
 import copy
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from certify import certified_radius
-from tests.certify.methods.test_slack import IMAGES, plain
 from tests.tools.ascent import ascend
+from tests.tools.attention_cases import random_
+from tests.tools.attention_cores import SCORES, B, Case, H, N, W, X, case_of, share_of_gradient, share_of_rest
 from tests.tools.cases import mostly_slow
-from tests.zoo.attention.test_curvature import random_
-from tests.zoo.attention.test_forms import SCORES, B, Case, H, N, W, X, case_of, share_of_gradient, share_of_rest
+from tests.tools.grid_models import IMAGES, plain
 from zoo.attention.computed import scores
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA

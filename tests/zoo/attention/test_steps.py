@@ -1,7 +1,7 @@
 """The steps of the proofs of attention, one by one: every summand and every intermediate inequality, row by row.
 
 Ascent on a whole form cannot detect a false step between loose ones. Changes are drawn within the reaches of hundreds
-of cores, then climb on the ratio of the two sides of one step. Letters: as in test_forms.py.
+of cores, then climb on the ratio of the two sides of one step. Letters: as in tests/tools/attention_cores.py.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.tools.ascent import ascend
+from tests.tools.attention_cases import random_
+from tests.tools.attention_cores import SCORES, B, Case, H, N, W, X, case_of
 from tests.tools.cases import mostly_slow
-from tests.zoo.attention.test_curvature import random_
-from tests.zoo.attention.test_forms import SCORES, B, Case, H, N, W, X, case_of
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.local import heads_of
 from zoo.attention.theory.core import Core, QKVRadii, Score, SeminormBound

@@ -4,7 +4,7 @@ Forms equal dense matrices, and planted faults are detected.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,15 +15,13 @@ import zoo
 import zoo.bounds.activations as activations
 import zoo.layers.norm_forms as norm_forms
 from certify.shared.bake import bake
-from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
+from tests.tools.curvature_cases import CASES, FEW, HERE
 from tests.tools.expansions import Instance
+from tests.tools.form_attacks import RANK, Attack, attacks, dense, dot
 from tests.tools.small_models import distinct
-from tests.zoo.bounds.test_curvature import CASES, FEW, HERE, Case, instances
 from zoo.bounds.activations import Hinge, hinge_parabola
-from zoo.bounds.contracts import Expansion, Forms, QuadraticForm
 from zoo.bounds.curvature import affine, expansion_of
-from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.rule_table import types_where
 from zoo.layers.mlp import SLL
 from zoo.layers.norm_forms import NormForms, ProjectForms
@@ -39,119 +37,10 @@ NONE = {  # types that bend and have no forms: attention
     "WindowAttention",
 }
 NORMS = (nn.LayerNorm, SmoothProject, LayerProject)
-RANK = 5  # dimensions of an ellipsoid of changes
 each_case, few_cases = (
     pytest.mark.parametrize(("kind", "i"), cases, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
     for cases in (HERE, FEW)
 )
-
-
-@dataclass(frozen=True)
-class Attack:
-    """Changes H = L v, |v| <= 1, of each of B inputs: L (K, B, ...), and the reach of all functionals among them."""
-
-    instance: Instance
-    expansion: Expansion
-    forms: Forms
-    axes: Tensor
-    reach: Tensor
-
-    @classmethod
-    def of(cls, instance: Instance, seed: int) -> "Attack":
-        """Limit |H| <= r; for odd inputs L is mostly one direction, for every fourth the token's own."""
-        torch.manual_seed(seed)
-        expansion = instance.expansion()
-        forms = expansion.forms
-        assert forms is not None
-        axes = torch.randn(RANK, *instance.x.shape, dtype=torch.float64)
-        axes[1:, 1::2] *= 0.1
-        axes[0, 3::4] = instance.x[3::4]
-        length_B = torch.linalg.matrix_norm(axes.flatten(2).permute(1, 0, 2), 2)
-        axes = axes * (instance.r_B / length_B).view(1, -1, *(1,) * (instance.x.ndim - 1))
-        squares = forms.squares(axes)
-        sizes = forms.sizes * instance.r_B.view(-1, *(1,) * (squares.ndim - 1))
-        return cls(instance, expansion, forms, axes, torch.minimum(squares.sqrt(), sizes) * (1 + 1e-12))
-
-    def change(self, v: Tensor) -> Tensor:
-        """Map v (S B, K) to H (S, B, ...)."""
-        return torch.einsum("sbk,kb...->sb...", v.unflatten(0, (-1, len(self.instance.x))), self.axes)
-
-    def rest(self, change: Tensor) -> Tensor:
-        """Return R(H), (S, B, *y)."""
-        x, module = self.instance.x, self.instance.module
-        return torch.stack([module(x + h) for h in change]) - self.expansion.y - self.expansion.push(change)
-
-    def inner_rest(self, change: Tensor) -> Tensor:
-        """Return r (S, B, ...), of which R = B r."""
-        forms = self.forms
-        if isinstance(forms, NormForms):
-            radius = forms.radius
-
-            def scaled(u: Tensor) -> Tensor:
-                length = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
-                kinked = isinstance(forms, ProjectForms)
-                return u * radius / (length.clamp_min(radius) if kinked else (length.square() + radius**2).sqrt())
-
-            eta = forms.inner(change)
-            n, t = forms._n, forms._divisor
-            turned = eta - n * (n * eta).sum(-1, keepdim=True) * (1 - forms._omega)
-            inside = forms._inside if isinstance(forms, ProjectForms) else torch.zeros_like(t).bool()
-            return scaled(forms.u + eta) - scaled(forms.u) - torch.where(inside, eta, turned * radius / t)
-        assert isinstance(forms, UnitForms)
-        act: Any = getattr(self.instance.module, "act", self.instance.module)
-        z, d = forms.z_BNH, forms.units(change)
-        shape = self.instance.x.shape if act is self.instance.module else z.shape
-
-        def sigma(z: Tensor) -> Tensor:
-            return act(z.reshape(-1, *shape[1:])).reshape(z.shape)
-
-        return sigma(z + d) - sigma(z) - forms.activation.slope(z) * d
-
-    @property
-    def weight(self) -> Tensor:
-        """Return weights of the entries of r, (B, ...)."""
-        room = self.forms.collect(self.instance.g[:1])[0]
-        return 0.5 + torch.rand(room.shape, generator=torch.Generator().manual_seed(0), dtype=room.dtype)
-
-    def beaten(self) -> bool:
-        """Check if ascent finds a change that loses more than a form claims."""
-        size_B = self.instance.size_B()
-        gradient = self.forms.of_gradient(self.instance.g[:1], self.reach)
-        rest = self.forms.of_rest(self.reach, self.weight)
-        weight_B = self.instance.g[0].flatten(1).norm(dim=1)
-
-        def excess(v: Tensor) -> Tensor:
-            h = self.change(v)
-            return (-_dot(self.instance.g[:1], self.rest(h)) - _energy(gradient, h) / 2 - gradient.constant).flatten()
-
-        def longer(v: Tensor) -> Tensor:
-            h = self.change(v)
-            return (
-                (self.weight * self.inner_rest(h)).flatten(2).norm(dim=2) - _energy(rest, h).clamp_min(1e-300).sqrt()
-            ).flatten()
-
-        start, one_B = torch.zeros(len(size_B), RANK, dtype=torch.float64), torch.ones_like(size_B)
-        found_B = ascend(excess, start, one_B, steps=30, starts=4)
-        found_rest_B = ascend(longer, start, one_B, steps=30, starts=4)
-        scale_B = size_B * self._unit_scale()
-        return bool((found_B > 1e-10 * size_B * weight_B).any() or (found_rest_B > 1e-10 * scale_B).any())
-
-    def _unit_scale(self) -> float:
-        """Return sizes of hidden units, relative to the input."""
-        return float(1 + (self.forms.form.norm if isinstance(self.forms, UnitForms) else 0))
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).flatten(2).sum(2)
-
-
-def _energy(form: QuadraticForm, h: Tensor) -> Tensor:
-    return _dot(h, form.apply(h))
-
-
-def attacks(case: Case, seed: int, modules: int = 5) -> Iterator[Attack]:
-    for instance in instances(case, seed, modules):
-        yield Attack.of(instance, seed)
 
 
 def grazing(seed: int) -> Iterator[Attack]:
@@ -209,14 +98,7 @@ def test_the_remainder_is_spread_and_collected(kind: type[nn.Module], i: int) ->
         r, wanted = attack.inner_rest(h), attack.rest(h)
         torch.testing.assert_close(attack.forms.spread(r), wanted, rtol=1e-6, atol=1e-9)
         g, v = torch.randn_like(wanted), torch.randn_like(r)
-        torch.testing.assert_close(_dot(g, attack.forms.spread(v)), _dot(attack.forms.collect(g), v))
-
-
-def dense(form: QuadraticForm, x: Tensor) -> Tensor:
-    """Return the form as dense matrices (C, B, n, n)."""
-    eye = torch.eye(x[0].numel(), dtype=torch.float64)
-    columns = [form.apply(e.view(1, 1, *x.shape[1:]).expand(1, *x.shape)).flatten(2) for e in eye]
-    return torch.stack(columns, -1)
+        torch.testing.assert_close(dot(g, attack.forms.spread(v)), dot(attack.forms.collect(g), v))
 
 
 @each_case

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import zoo
 from certify.shared.bake import bake
 from certizoo import UserError
-from tests.certify.adjoint.test_adjoint_zoo import COVERED, QUICK
+from tests.tools.attention_cores import SCORES, case_of
 from tests.tools.cases import mostly_slow
+from tests.tools.covered_models import COVERED, QUICK
+from tests.tools.curvature_cases import CASES, instances
 from tests.tools.in_float32 import UNITS, InFloat32, in_float32, rounded_by
-from tests.zoo.attention.test_forms import SCORES, case_of
-from tests.zoo.bounds.test_curvature import CASES, instances
 from zoo.arithmetic import OUT, U, broadcast_batch, gamma
 from zoo.attention.parts import CoreLeafForms, core_leaf
 from zoo.attention.theory.separate import SeparateCore

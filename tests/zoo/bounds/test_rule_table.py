@@ -12,13 +12,10 @@ from torch import Tensor, nn
 import zoo
 from certify import certified_radius
 from certify.methods.served import ServedAdjoint
-from tests.certify.methods import test_rounding
+from tests.tools import attention_cases, attention_variants, curvature_cases, first_order_cases, served_modules
 from tests.tools.ascent import largest_change
 from tests.tools.expansions import tightness
 from tests.tools.small_models import AVG, SMALL, labelled
-from tests.zoo.attention import test_curvature as test_attention
-from tests.zoo.attention import test_curvature_variants
-from tests.zoo.bounds import test_curvature, test_first_order, test_hypotheses
 from zoo.attention.conv_mixing import ConvMixing
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
@@ -45,26 +42,27 @@ from zoo.rules import (
     types_where,
 )
 
-VARIANTS = {type(make(1.0)) for make, _, _ in test_curvature_variants.CASES.values()} - {GPSA, WindowAttention}
+VARIANTS = {type(make(1.0)) for make, _, _ in attention_variants.CASES.values()} - {GPSA, WindowAttention}
 BLOCKS = {PreNormBlock, PostNormBlock, NormFirstBlock, SwinTransformerBlock, SwinTransformerStage, PatchMerging}
 # field -> the types whose tests attack it
 ATTACKED: dict[str, set[type[nn.Module]]] = {
-    "rule": set(test_first_order.CASES) - BLOCKS - {nn.Sequential, Mlp},
+    "rule": set(first_order_cases.CASES) - BLOCKS - {nn.Sequential, Mlp},
     "chain": BLOCKS | {nn.Sequential, Mlp},
     "residual": {DotProductAttention, GPSA, ConvMixing},  # test_first_order.py enumerates the table itself
-    "local": set(test_attention.MIXTURES) | VARIANTS,
+    "local": set(attention_cases.MIXTURES) | VARIANTS,
     "local_residual": {DotProductAttention, GPSA},
     "trunk": {ViT, Swin, ConvNet},  # all models are in tests/certify/adjoint/test_adjoint_zoo.py
     "expansion": {
-        *test_curvature.CASES, *test_curvature.AFFINE, *test_curvature.IDENTITIES, *test_attention.MIXTURES, *VARIANTS
+        *curvature_cases.CASES, *curvature_cases.AFFINE, *curvature_cases.IDENTITIES,
+        *attention_cases.MIXTURES, *VARIANTS,
     },
-    "activation": {type(module) for _, module in test_curvature.DERIVATIVES} | {nn.ReLU},
-    "rounding": {type(make(1.0)) for make in test_rounding.MODULES.values()}
-    | {type(module) for module in test_rounding.CHOICES.values()}
+    "activation": {type(module) for _, module in curvature_cases.DERIVATIVES} | {nn.ReLU},
+    "rounding": {type(make(1.0)) for make in served_modules.MODULES.values()}
+    | {type(module) for module in served_modules.CHOICES.values()}
     | {nn.Identity, nn.Dropout, DropPath},
     "split": VARIANTS | {DotProductAttention},
-    "shapes": set(test_hypotheses.STATED),  # in models of the zoo, enumerated by test_hypotheses.py
-    "mixing": {DotProductAttention},  # inside windows and gated positions: test_attention.MIXTURES
+    "shapes": set(types_where(lambda rules: rules.shapes)),  # enumerated by test_hypotheses.py in models of the zoo
+    "mixing": {DotProductAttention},  # inside windows and gated positions: attention_cases.MIXTURES
 }  # fmt: skip
 
 
@@ -152,8 +150,8 @@ def test_a_softmax_attention_is_added_by_a_rule_and_its_split() -> None:
     register(Lukewarm, softmax_rules(lukewarm, qkv_split))
     torch.manual_seed(0)
     for around in (lambda content: content, GPSA, lambda content: WindowAttention(content, (2, 2))):
-        module = test_attention.random_(around(Lukewarm(test_attention.D, test_attention.H)), 1.0)
-        case = test_attention.instance(module, tokens=4)
+        module = attention_cases.random_(around(Lukewarm(attention_cases.D, attention_cases.H)), 1.0)
+        case = attention_cases.instance(module, tokens=4)
         found = tightness([case], steps=10, starts=1)  # an error if a bound is beaten
         assert found["remainder"].numel()
         bounds = [layer_of(module, local=local)(case.x)[1](case.r_B) for local in (False, True)]

@@ -16,7 +16,7 @@ from certify.shared.bake import bake, logit_difference
 from certizoo import UserError
 from tests.tools.ascent import ascend, largest_change
 from tests.tools.cases import mostly_slow
-from tests.zoo.bounds.test_first_order import instances, scaled_
+from tests.tools.first_order_cases import instances, scaled_
 from zoo.attention.dot_product import DotProductAttention
 from zoo.bounds.first_order import layer_of
 from zoo.layers.block import PostNormBlock
