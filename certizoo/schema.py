@@ -3,7 +3,7 @@
 A section is a frozen dataclass below `Section`. The annotation of a field states its type and its range:
 
     lr: Annotated[float, Gt(0)]
-    name: Literal["adamw", "sgd", "muon"]
+    name: Annotated[str, OneOf("adamw", "sgd", "muon")]
 
 pydantic checks and converts a value whenever a section is made, from a file, a command line or Python, so that
 `enabled=off` is False and `enabled=maybe` an error. `words` describes an annotation; errors and `--help` use it.
@@ -17,8 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from annotated_types import Ge, Gt, Le
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from certizoo.errors import UserError
 from certizoo.nearest import unknown
@@ -29,14 +30,33 @@ Whole = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
+Text = Annotated[str, Field(coerce_numbers_to_str=True)]  # name=7 is a name
 MOST_SHOWN = 80  # characters of a wrong value
 
-_LAX = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_types_allowed=True)
+_LAX = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
 _NAMES: dict[Any, str] = {
     float: "a number", int: "a whole number", bool: "true or false", str: "text", Path: "a path", type(None): "null",
     Any: "any value",
 }  # fmt: skip
 _LIMITS = {"gt": "above {:.6g}", "ge": "at least {:.6g}", "lt": "below {:.6g}", "le": "at most {:.6g}"}
+
+
+@dataclass(frozen=True, init=False)
+class OneOf:
+    """Annotates the only values that a field may have."""
+
+    values: tuple[object, ...]
+
+    def __init__(self, *values: object) -> None:
+        object.__setattr__(self, "values", values)
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._require, handler(kind))
+
+    def _require(self, value: object) -> object:
+        if value not in self.values:
+            raise ValueError
+        return value
 
 
 class WrongValue(UserError):
@@ -64,7 +84,7 @@ class Section:
 
 
 @cache
-def hints(section: type) -> dict[str, Any]:
+def hints(section: Any) -> dict[str, Any]:
     """Return the annotations of the fields, ranges included."""
     found = get_type_hints(section, include_extras=True)
     return {field.name: found[field.name] for field in fields(section)}
@@ -77,14 +97,17 @@ def section_of(cls: type[S], said: object, name: str = "", where: str | None = N
         UserError: the section is no mapping, or a key or value is unknown, missing or wrong.
     """
     if not isinstance(said, Mapping):
-        raise UserError(f"{name}={said!r} is a section of the configuration; set its keys, such as {_example(cls, name)}")
+        raise UserError(
+            f"{name}={said!r} is a section of the configuration; set its keys, such as {_example(cls, name)}"
+        )
     keys = {_dotted(name, key): hint for key, hint in hints(cls).items()}
     values = {}
     for key, value in said.items():
         if (dotted := _dotted(name, str(key))) not in keys:
             raise unknown("config key", dotted[:MOST_SHOWN], list(keys), where)
         hint = keys[dotted]
-        values[str(key)] = section_of(hint, value, dotted, where) if _is_section(hint) else value
+        nested = _is_section(hint) and not isinstance(value, hint)
+        values[str(key)] = section_of(hint, value, dotted, where) if nested else value
     for field in fields(cls):
         if field.name not in values and field.default is MISSING and field.default_factory is MISSING:
             raise UserError(f"{_dotted(name, field.name)} is missing; give {words(keys[_dotted(name, field.name)])}")
@@ -123,21 +146,31 @@ def words(hint: Any) -> str:
     """Describe the values that an annotation allows: "a number above 0 and of at most 1, or null"."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        limits = " and ".join(
-            text.format(getattr(one, name)) for name, text in _LIMITS.items() for one in inside[1:] if hasattr(one, name)
-        )
-        return f"{words(inside[0])}{' of' if limits.startswith('at ') else ''} {limits}"
+        return _words_in_range(inside[0], inside[1:])
     if origin in (Union, types.UnionType):
         *first, last = sorted(map(words, inside), key=lambda text: text == "null")
         return f"{', '.join(first)}, or {last}"
     if origin is Literal:
-        return " or ".join(_plain(value) for value in inside) if len(inside) < 3 else f"one of {', '.join(map(_plain, inside))}"
-    if origin in (tuple, list):
+        return (
+            " or ".join(_plain(value) for value in inside)
+            if len(inside) < 3
+            else f"one of {', '.join(map(_plain, inside))}"
+        )
+    if origin in (tuple, list, Sequence):
         one = words(inside[0]).removeprefix("a ").replace("number", "numbers", 1)
         return f"a list of {one}" if origin is list or inside[-1] is ... else f"{len(inside)} {one}, as [A,B]"
     if origin in (dict, Mapping) or origin is not None:
         return "a mapping {KEY: VALUE}"
     return _NAMES.get(hint) or f"a section {hint.__name__}"
+
+
+def _words_in_range(kind: Any, limits: Sequence[Any]) -> str:
+    for limit in limits:
+        if isinstance(limit, OneOf):
+            return f"one of {', '.join(map(_plain, limit.values))}"
+    bounds = [text.format(getattr(one, key)) for key, text in _LIMITS.items() for one in limits if hasattr(one, key)]
+    between = " of " if bounds and bounds[0].startswith("at ") else " "
+    return f"{words(kind)}{between}{' and '.join(bounds)}".strip()
 
 
 def _plain(value: object) -> str:

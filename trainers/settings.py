@@ -1,16 +1,17 @@
 """The sections of a trainer's configuration: types and ranges of the keys, and rules that join two of them."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from certizoo import UserError
-from certizoo.schema import Count, NonNegative, Positive, Section, Share, Whole
+from certizoo.schema import Count, NonNegative, OneOf, Positive, Section, Share, Whole
 
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 InsideOne = Annotated[float, Gt(0), Lt(1)]
-Precision = Literal["fp32", "bf16"]  # no fp16: its loss scaling hides the small gradients that attacks follow
+# Not fp16: its loss scaling hides the small gradients that attacks follow.
+Precision = Annotated[str, OneOf("fp32", "bf16")]
 
 
 def require(holds: bool, message: str) -> None:
@@ -82,12 +83,12 @@ class OptimizerConfig(Section):
         decay_all: weight decay for biases, norms, positions and class token as well.
     """
 
-    name: Literal["adamw", "sgd", "muon"]
+    name: Annotated[str, OneOf("adamw", "sgd", "muon")]
     lr: Positive
     weight_decay: NonNegative = 0.0
     decay_all: bool = False
     lr_batch: Count | None = None
-    lr_scaling: Literal["linear", "root"] = "linear"
+    lr_scaling: Annotated[str, OneOf("linear", "root")] = "linear"
     momentum: BelowOne = 0.9
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
 
@@ -255,7 +256,7 @@ class DeepSpeedConfig(Section):
         offload_optimizer: keep optimiser state, and update the weights, in CPU memory (stages 1-3).
     """
 
-    stage: Literal[0, 1, 2, 3]
+    stage: Annotated[int, OneOf(0, 1, 2, 3)]
     timeout_minutes: Positive = 30.0
     offload_optimizer: bool = False
     persistent_below: Whole = 100_000

@@ -1,7 +1,5 @@
 """The command `python -m certify evaluate handover=DIR protocol=NAME ...`: the keys of configs/evaluate.yaml."""
 
-from pathlib import Path
-
 from rich.console import Console
 
 from certify.evaluation import run, tables
@@ -19,7 +17,6 @@ def evaluate(config: Config) -> None:
     asked = {
         "protocol": protocol["name"],
         "attacks": protocol["attacks"],
-        "certificate": _folder(config["certificate"]),
     }
     settings = settings_of(Settings, config, **asked)
     share = share_of(config)
@@ -39,10 +36,3 @@ def evaluate(config: Config) -> None:
         version = annotate(config["version"], tags, metrics, summary["weights_sha256"])
         said = f"tags of {version.uri}: attacked_acc.{protocol['name']}.*, flags.{protocol['name']}"
         console.print(said, markup=False, soft_wrap=True)
-
-
-def _folder(given: object) -> Path | None:
-    """Return the folder of the key `certificate`."""
-    if given is not None and not isinstance(given, str):
-        raise UserError(f"certificate={given} must be a folder that certify wrote")
-    return Path(given) if given else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from certify.papers import analysis, feature_figures, feature_report
-from certify.rows.arguments import Config, attack_of, data_of, handover_of, out_of, settings_of
+from certify.rows.arguments import Config, data_of, handover_of, out_of, settings_of
 from certify.rows.progress import progress_bar
 
 
@@ -36,7 +36,7 @@ def features(config: Config) -> None:
     out = out_of(config, handover, "features")
     against = Path(config["against"]) if config["against"] else None
     data = data_of(config, handover)
-    settings = settings_of(feature_report.Settings, config, attack=attack_of(config))
+    settings = settings_of(feature_report.Settings, config)
     console = Console(highlight=False)
     with progress_bar("attacking", console) as progress:
         summary = feature_report.run(handover, against, data, settings, out, progress)

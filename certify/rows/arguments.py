@@ -1,19 +1,16 @@
 """The keys that all commands share: `handover` or `version`, `data`, `out`, and those of settings."""
 
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import zoo
 from certify.rows.images import Share
 from certizoo import UserError
-from certizoo.attacks import AttackConfig
-from certizoo.attacks.kinds import fits, words
-from certizoo.nearest import unknown
+from certizoo.schema import Section, hints, section_of
 from certizoo.shards import DataConfig, config_of, from_elsewhere
 
 Config = dict[str, Any]
-S = TypeVar("S")
+S = TypeVar("S", bound=Section)
 
 
 def handover_of(config: Config) -> Path:
@@ -51,30 +48,9 @@ def data_of(config: Config, handover: Path) -> DataConfig:
 
 def share_of(config: Config) -> Share:
     """Return the keys `first` and `parts`."""
-    first, parts = config["first"], config["parts"] or []
-    if not fits(first, int) or not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise UserError(f"first={first} parts={parts} must be a whole number, and a list of folders: parts=[DIR,DIR]")
-    return Share(first, tuple(Path(part) for part in parts))
-
-
-def attack_of(config: Config) -> AttackConfig:
-    """Return the keys of `attack`."""
-    names = [f"attack.{field.name}" for field in fields(AttackConfig)]
-    for key in config["attack"]:
-        if f"attack.{key}" not in names:
-            raise unknown("config key", f"attack.{key}", names)
-    return AttackConfig(**config["attack"])
+    return settings_of(Share, config)
 
 
 def settings_of(kind: type[S], config: Config, **given: object) -> S:
     """Return settings of this class, from the keys with their names except those that are `given`."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: config[name] for name in names if name not in given}, **given)
-
-
-def refuse_other_types(kind: type, config: Config, *names: str) -> None:
-    """Raise UserError if a key with one of these names does not have the type of the setting."""
-    types = get_type_hints(kind)
-    for name in names:
-        if not fits(config[name], types[name]):
-            raise UserError(f"{name}={config[name]!r} has the wrong type; set {words(types[name])}")
+    return section_of(kind, {name: config[name] for name in hints(kind) if name not in given} | given)

@@ -3,20 +3,9 @@
 Its keys are those of configs/certify.yaml.
 """
 
-from dataclasses import fields
-
 from rich.console import Console
 
-from certify.rows.arguments import (
-    Config,
-    attack_of,
-    data_of,
-    handover_of,
-    out_of,
-    refuse_other_types,
-    settings_of,
-    share_of,
-)
+from certify.rows.arguments import Config, data_of, handover_of, out_of, settings_of, share_of
 from certify.rows.progress import progress_bar
 from certify.stage import register, run, tables
 from certify.stage.settings import Settings
@@ -30,12 +19,10 @@ def certify(config: Config) -> None:
     handover = handover_of(config)
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)
-    refuse_other_types(Settings, config, *(field.name for field in fields(Settings) if field.name != "attack"))
     share = share_of(config)
     if share.first and config["publish"]:
         raise UserError(f"first={share.first}: a certificate of a range is not published; join the ranges with parts=")
-    eps = None if config["eps"] is None else tuple(config["eps"])
-    settings = settings_of(Settings, config, eps=eps, attack=attack_of(config))
+    settings = settings_of(Settings, config)
     console = Console(highlight=False)
     with progress_bar("certifying", console) as progress:
         summary = run.run(handover, data, settings, out, progress, share)

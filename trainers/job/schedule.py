@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Gt, Le
 
-from certizoo.schema import NonNegative, Section, Share
+from certizoo.schema import NonNegative, OneOf, Section, Share
 from trainers.settings import BelowOne, InsideOne
 
 FIRST, LAST = 1 / 25, 1 / 25e4  # of the peak: first and last learning rate of one cycle
@@ -24,7 +24,7 @@ class ScheduleConfig(Section):
               (Smith and Topin 2018, https://arxiv.org/abs/1708.07120; the values of torch's OneCycleLR)
     """
 
-    name: Literal["cosine", "step", "onecycle"]
+    name: Annotated[str, OneOf("cosine", "step", "onecycle")]
     warmup_epochs: NonNegative = 0.0
     min_lr_ratio: Share = 0.0
     milestones: list[NonNegative] | None = None
