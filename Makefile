@@ -39,7 +39,7 @@ test: install
 test-slow: install
 	python -m pytest -m slow tests/$(PKG)
 
-# Hostile shards, hand-overs, run folders, spools, caches, configs, tags and servers: docs/security.md
+# Hostile shards, hand-overs, run folders, caches, configs, tags and servers: docs/security.md
 test-attacks: install
 	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m hostile tests/$(PKG)
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from certify.methods import AUTO, METHODS, NAMES, named
 from certify.shared.ball import L2, known
-from certify.shared.certificate import Analysis, Certificate, Certifier, guess_of, require_numbers
+from certify.shared.certificate import Analysis, Certificate, Certifier, guess_of
 from certizoo import UserError
+from certizoo.inputs import require_numbers, require_radius
 from certizoo.nearest import unknown
 from certizoo.text import shown
 
@@ -85,7 +86,7 @@ def certify(
         UserError: for invalid input, and for a model that computes something else than its code and its weights say.
         NoRule: a UserError, for a module about which nothing is proved.
     """
-    radius = radius_given(eps, labels_B.numel() if isinstance(labels_B, Tensor) else 1)
+    radius = radius_given(eps, labels_B.numel() if isinstance(labels_B, Tensor) else 1, known(norm))
     return certifier(model, method, nonce, norm).analyse(images_BCHW, labels_B).at(radius)
 
 
@@ -133,28 +134,30 @@ def radius_of(analysis: Analysis) -> Tensor:
     return torch.where(sure_B, low.eps_B, 0.0)
 
 
-def radius_given(eps: object, count: int) -> float | Tensor:
-    """Return eps, one or one per image, as a number or tensor of radii. Raises UserError if it is invalid."""
+def radius_given(eps: object, count: int, norm: str) -> float | Tensor:
+    """Return eps, one or one per image, as a number or tensor of radii in the norm. Raises UserError if invalid."""
     if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating | Tensor):
         raise UserError(f"eps={shown(eps)} is no number; pass a radius in [0,1] pixel space, such as 0.1")
     if isinstance(eps, Tensor):
-        return _radii_given(eps, count)
+        return _radii_given(eps, count, norm)
     try:
         radius = float(eps)
     except OverflowError:
         radius = math.inf
     if not 0 <= radius < math.inf:
         raise UserError(f"eps={shown(eps)} must be finite and at least 0")
+    require_radius("eps", radius, norm)
     return radius
 
 
-def _radii_given(eps: Tensor, count: int) -> float | Tensor:
+def _radii_given(eps: Tensor, count: int, norm: str) -> float | Tensor:
     require_numbers("eps", eps)
     if eps.is_complex() or eps.dtype is torch.bool or eps.shape not in ((), (count,)):
         raise UserError(f"eps={shown(eps)} must be one number, or one for each of the {count} images")
     given = eps.detach().double()
     if not bool((torch.isfinite(given) & (given >= 0)).all()):
         raise UserError(f"eps={shown(eps)} must be finite and at least 0")
+    require_radius("eps", max(given.flatten().tolist(), default=0.0), norm)
     return float(given) if given.ndim == 0 else given
 
 

@@ -18,9 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from certizoo.errors import UserError
 from certizoo.nearest import unknown
-from certizoo.recipes import shared_recipe
+from certizoo.recipes import TABLES, row, table
 
 CONFIGS = (Path(__file__).parent / "configs").resolve()  # in a checkout a link to the top level's
+LISTED = {"model": "python -m zoo", "experiment": "configs/experiment, configs/experiments.yaml"}
 WITH_PLUS = ("model", "attention", "experiment")  # groups without a default in the main files
 
 
@@ -41,8 +42,8 @@ def compose_config(config_name: str, overrides: Sequence[str], configs: Path = C
 def _composed(config_name: str, overrides: Sequence[str], configs: Path) -> DictConfig:
     """Compose with Hydra.
 
-    If Hydra finds no file of the chosen model, on the command line or in an experiment, its shared recipe is added to
-    Hydra's store.
+    If Hydra finds no file of a chosen model or experiment, on the command line or in an experiment, the row of its
+    table is added to Hydra's store.
     """
     store = ConfigStore.instance()
     try:
@@ -52,11 +53,12 @@ def _composed(config_name: str, overrides: Sequence[str], configs: Path) -> Dict
                     return compose(config_name, overrides=list(overrides))
             except MissingConfigException as error:
                 group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
-                if group != "model":
+                if (content := row(group, name, configs)) is None:
                     raise
-                store.store(name, shared_recipe(name, configs), group, package="_global_")
+                store.store(name, content, group, package="_global_")
     finally:
-        store.repo.pop("model", None)  # the next composition may find a file of that name
+        for group in TABLES:
+            store.repo.pop(group, None)  # the next composition may find a file of that name
 
 
 def _free_of_plus(override: str) -> str:
@@ -83,7 +85,8 @@ def _one_line(error: Exception, config_name: str, overrides: Sequence[str], conf
     text = str(error)
     if isinstance(error, MissingConfigException) and (found := re.search(r"Could not (?:find|load) '([^']+)'", text)):
         group, _, name = found[1].partition("/")
-        names = sorted(path.stem for path in (configs / group).glob("*.yaml"))
+        rows = {key for key in table(group, configs) if key.isidentifier()}  # no patterns
+        names = sorted(rows | {path.stem for path in (configs / group).glob("*.yaml")})
         return str(unknown(group, name, names, _listed(group)))
     if found := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
         key = found[1]
@@ -98,7 +101,7 @@ def _one_line(error: Exception, config_name: str, overrides: Sequence[str], conf
 
 
 def _listed(group: str) -> str:
-    return "python -m zoo" if group == "model" else f"configs/{group}"
+    return LISTED.get(group, f"configs/{group}")
 
 
 @cache

@@ -23,6 +23,7 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 
 from certizoo.errors import UserError
 from certizoo.nearest import unknown
+from certizoo.text import shown
 
 S = TypeVar("S", bound="Section")
 Count = Annotated[int, Ge(1)]
@@ -63,9 +64,7 @@ class WrongValue(UserError):
     """A value of another type or outside its range; `key` is relative to its section."""
 
     def __init__(self, key: str, value: object, wanted: str) -> None:
-        text = repr(value)
-        shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
-        super().__init__(f"{key}={shown} does not work; give {wanted}")
+        super().__init__(f"{key}={shown(value)} does not work; give {wanted}")
         self.parts = key, value, wanted
 
     def within(self, section: str) -> "WrongValue":
@@ -83,9 +82,13 @@ class Section:
             object.__setattr__(self, key, checked(key, getattr(self, key), hint))
 
 
-@cache
 def hints(section: Any) -> dict[str, Any]:
-    """Return the annotations of the fields, ranges included."""
+    """Return the annotations of the fields of a section, ranges included."""
+    return _hints(section)
+
+
+@cache
+def _hints(section: Any) -> dict[str, Any]:
     found = get_type_hints(section, include_extras=True)
     return {field.name: found[field.name] for field in fields(section)}
 
@@ -98,7 +101,7 @@ def section_of(cls: type[S], said: object, name: str = "", where: str | None = N
     """
     if not isinstance(said, Mapping):
         raise UserError(
-            f"{name}={said!r} is a section of the configuration; set its keys, such as {_example(cls, name)}"
+            f"{name}={shown(said)} is a section of the configuration; set its keys, such as {_example(cls, name)}"
         )
     keys = {_dotted(name, key): hint for key, hint in hints(cls).items()}
     values = {}

@@ -73,9 +73,9 @@ def train(config_name: str, overrides: Sequence[str]) -> None:
 
     world = engine.start(job.deepspeed.timeout_minutes)
     with run_lock(job.run_dir, world, partial(refuse_changed, job)):
-        run_id = loop.train(job, world)
+        loop.train(job, world)
         if world.rank == 0:
-            handover.certify_and_publish(job, run_id)
+            handover.certify_and_publish(job)
 
 
 def launcher_argv(argv: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from certizoo import UserError
 from certizoo.ports import free_port
 from certizoo.processes import end_group
-from certizoo.registry import publish, spool, store
+from certizoo.registry import publish, run_folder, runs, store
 from tuning.guard import end_with_parent
 from tuning.trial import PATIENCE_SECONDS
 
@@ -81,13 +81,13 @@ def wait_for(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
 def send_what_waits(trials: Path, uri: str) -> list[Path]:
     """Send to `uri` what trials kept while the registry did not answer; return the run folders that still wait.
 
-    The spools may name the server of this search, which has ended: `uri` is the store behind it.
+    The run folders name the server of this search, which has ended: `uri` is the store behind it.
     """
     left = []
-    for run_dir in sorted(trials.glob("*/run-*/")):
+    for run_dir in run_folder.below(trials):
         try:
-            if spool.waiting(run_dir):
-                spool.sync(run_dir, uri)
+            if runs.waiting(run_dir):
+                runs.sync(run_dir, uri)
             publish.sync(run_dir, uri)
         except store.Away:
             left.append(run_dir)

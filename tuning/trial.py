@@ -23,11 +23,12 @@ from certizoo.errors import EXIT_USER_ERROR
 from certizoo.files import write_whole
 from certizoo.ports import free_port
 from certizoo.processes import end_group, ending
+from certizoo.registry.run_folder import ROWS, STATE
 from trainers.job import checkpoint
 from tuning import guard
 
 Row = dict[str, float]
-ROWS, CERTIFICATE = "metrics.jsonl", "certificate/certificate.json"
+CERTIFICATE = "certificate/certificate.json"
 RESULTS = ("handover", "certificate")  # folders of a run that has ended
 POLL_SECONDS, PATIENCE_SECONDS = 0.2, 20.0
 GUARD = (sys.executable, "-I", "-S", guard.__file__)
@@ -178,14 +179,16 @@ def _rows(run_dir: Path) -> Iterator[Row]:
 
 
 def snapshot(found: Progress, run_dir: Path, to: Path, results: Sequence[str] = ()) -> Path:
-    """Link the checkpoint, the rows so far and these folders of the run into `to`.
+    """Link the checkpoint, the rows so far and these folders of the run into `to`, with its place in MLflow.
 
     Links keep the files even if the trainer deletes its own while this is copied.
     """
     shutil.copytree(found.checkpoint, to / "checkpoints" / found.checkpoint.name, copy_function=os.link)
     for name in results:
         shutil.copytree(run_dir / name, to / name, copy_function=os.link)
-    shutil.copyfile(run_dir / ROWS, to / ROWS)
+    for path in (run_dir / STATE, run_dir / ROWS):  # in this order: the state counts the rows that were sent
+        if path.is_file():
+            shutil.copyfile(path, to / path.name)
     return to
 
 
@@ -199,14 +202,14 @@ def adopt(snapshot_dir: Path, run_dir: Path, changed: dict[str, Any]) -> None:
         run_dir: the new run folder.
         changed: keys that the search has changed since (population-based training). They are written to the
             checkpoint's
-            fingerprint; any other difference is still refused.
+            fingerprint; any other difference is still refused. It is then another run for MLflow, too.
     """
     shutil.copytree(snapshot_dir, run_dir, dirs_exist_ok=True, ignore=lambda _, names: {*names} & {*RESULTS})
     for mark in run_dir.glob(f"checkpoints/*/{checkpoint.MARK}"):
         content = read_json(mark)
         if any(content["fingerprint"].get(key) != value for key, value in changed.items()):
             content["fingerprint"] |= changed
-            content["run_id"] = None
+            (run_dir / STATE).unlink(missing_ok=True)
         write_whole(mark, json.dumps(content))
 
 

@@ -23,9 +23,9 @@ from certify.shared.certificate import (
     Certifier,
     Clean,
     Explained,
-    batch_given,
     guess_of,
 )
+from certizoo.inputs import batch_given
 from zoo.bounds.rule_table import NoRule
 
 

@@ -37,7 +37,7 @@ def closest_attack(
         found_BCHW = replace(attack, eps=eps).run(model, x_BCHW, label_B, [draws()])
         return found_BCHW if _fools(model, found_BCHW, label) else None
 
-    low, eps = radius, max(FIRST * radius, LEAST[attack.norm])
+    low, eps = radius, min(max(FIRST * radius, LEAST[attack.norm]), largest)
     while (found := tried(eps)) is None:
         if eps >= largest:
             return None

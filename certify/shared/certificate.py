@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from certify.shared.ball import Ball
 from certizoo import UserError
+from certizoo.inputs import batch_given, extremes, require_classes
 from zoo.arithmetic import U, nan_to_inf
 from zoo.bounds import float_error
-
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 # Norms, gradients and remainders are computed in float64 with a relative error far below 1e-11 (sums of fewer than 1e5
 # terms, depth below 100). The margin must exceed the loss by this much more, relative to the terms compared. Errors
@@ -128,44 +127,8 @@ class Certifier(Protocol):
 def checked(images_BCHW: Tensor, labels_B: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
     """Return both on the model's device, as float64 and integers. Raises UserError for invalid images or labels."""
     images, labels = batch_given(images_BCHW, labels_B)
-    classes = len(head.weight)
-    if not bool(((labels >= 0) & (labels < classes)).all()):
-        raise UserError(f"labels must lie in 0..{classes - 1}; the model has {classes} classes")
+    require_classes(*extremes(labels), len(head.weight))
     return images.to(head.weight.device).double(), labels.to(head.weight.device)
-
-
-def batch_given(images_BCHW: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return copies of both as plain tensors, the labels int64.
-
-    Raises UserError unless they are a batch of images in [0,1] with one label each.
-    """
-    for name, given in (("images", images_BCHW), ("labels", labels_B)):
-        if not isinstance(given, Tensor):
-            raise UserError(f"{name} are a {type(given).__name__}; pass a tensor, such as torch.as_tensor({name})")
-    with torch._C.DisableTorchFunctionSubclass():  # torchvision images and other tensor subclasses
-        require_numbers("images", images_BCHW)
-        require_numbers("labels", labels_B)
-        images, labels = (given.detach().as_subclass(Tensor).clone() for given in (images_BCHW, labels_B))
-    if images.dtype not in (torch.float32, torch.float64):
-        raise UserError(f"images are {images.dtype}; pass float32 in [0,1]: images.float(), or images / 255 for bytes")
-    if labels.dtype not in INTEGERS:
-        raise UserError(f"labels are {labels.dtype}; pass integers: labels.long()")
-    if images.ndim != 4 or labels.shape != images.shape[:1] or not images.numel():
-        raise UserError(
-            f"images must be (B, C, H, W) and labels (B,) with B >= 1; got {tuple(images.shape)} and "
-            f"{tuple(labels.shape)}"
-        )
-    if not bool(((images >= 0) & (images <= 1)).all()):
-        raise UserError("images must lie in [0,1]; pass them without normalisation, which the model does itself")
-    return images, labels.long()
-
-
-def require_numbers(name: str, given: Tensor) -> None:
-    """Raise UserError for a tensor whose numbers cannot be read one by one."""
-    if given.is_nested or given.is_meta or given.layout is not torch.strided or given.is_quantized:
-        raise UserError(f"{name} hold no dense numbers ({given.layout}, {given.device}); pass a plain dense tensor")
-    if torch._C._functorch.is_functorch_wrapped_tensor(given):
-        raise UserError(f"{name} are inside a transform of torch.func (vmap, grad, ...); call certify outside of it")
 
 
 def margins_of(logits_BJ: Tensor, labels_B: Tensor) -> Tensor:

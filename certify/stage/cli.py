@@ -36,7 +36,6 @@ def certify(config: Config) -> None:
             handover,
             out,
             registered_name=config["publish"],
-            run_id=None,
             experiment=config["registry"]["experiment"],
             champion_images=config["registry"]["champion_images"],
         )

@@ -20,9 +20,10 @@ from certify.rows.draws import draws
 from certify.rows.row_schema import Kind, Row, RowSchema, amount, chance, flag, one_of, perhaps, real, whole
 from certify.shared.ball import L2
 from certify.shared.breakdown import QUANTITIES, columns
-from certify.shared.certificate import Certificate, Certifier, Explained, UnsoundCertificate, batch_given
+from certify.shared.certificate import Certificate, Certifier, Explained, UnsoundCertificate
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
+from certizoo.inputs import batch_given
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,7 +65,7 @@ def evaluate(
     weight = next(served.parameters())
     images, labels = batch_given(images_BCHW, labels_B)
     images, labels = images.to(weight), labels.to(weight.device)
-    grid = _grid(eps)
+    grid = _grid(eps, norm)
     names = [str(i) for i in range(len(labels))] if keys is None else list(keys)
     if len(names) != len(labels):
         raise UserError(f"there are {len(names)} keys for {len(labels)} images; pass one key per image")
@@ -75,11 +76,11 @@ def evaluate(
     return pd.DataFrame(rows_of(certifier, served, names, images, labels, method=method, eps_grid=grid, attack=attack))
 
 
-def _grid(eps: Sequence[float]) -> list[float]:
+def _grid(eps: Sequence[float], norm: str) -> list[float]:
     """Return the radii. Raises UserError unless they are distinct and above 0."""
     if isinstance(eps, str) or not isinstance(eps, Iterable):
         raise UserError(f"eps={eps!r} must be a list of radii, such as (0.02, 0.1)")
-    grid = [float(radius_given(one, 1)) for one in eps]
+    grid = [float(radius_given(one, 1, norm)) for one in eps]
     if not grid or len({f"{one:g}" for one in grid}) < len(grid):
         raise UserError(f"eps={grid} must hold at least one radius, and each one once")
     return grid

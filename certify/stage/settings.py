@@ -13,6 +13,7 @@ from certify.shared.ball import L2, LINF, known
 from certify.stage.outcomes import DEFAULT_ATTACK
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
+from certizoo.inputs import require_radius
 from certizoo.nearest import unknown
 from certizoo.schema import Count, OneOf, Positive, Section
 
@@ -50,11 +51,7 @@ class Settings(Section):
         known(self.norm)
         if not self.grid:
             raise UserError("certify.eps=[] has no radius; give some, such as certify.eps=[0.02,0.1]")
-        if self.norm == LINF and max(self.grid) > 1:
-            raise UserError(
-                f"certify.eps={list(self.grid)}: a Linf ball of 1 holds every image; give shares of the pixel "
-                "range, such as 0.0157 for 4/255, or certify.eps=null for the defaults of certify.norm=linf"
-            )
+        require_radius("certify.eps", max(self.grid), self.norm)
         if len({f"{eps:g}" for eps in self.grid}) < len(self.grid):
             raise UserError(f"certify.eps={list(self.grid)}: two radii are equal to six digits; remove one")
         require_served(self.served_dtype, self.method, "certify.served_dtype")

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from certizoo.attacks.attack import Draws
-from certizoo.attacks.guard import Forward, inside
+from certizoo.attacks.guard import Forward, classes_of, inside
 from certizoo.attacks.loop import probing
+from certizoo.inputs import labels_given, require_radius
 from certizoo.schema import Count, OneOf, Positive, Section, Whole
 
 STANDARD = ("apgd-ce", "apgd-t", "fab-t", "square")
@@ -54,6 +55,7 @@ class AutoAttack(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_radius("autoattack: eps", self.eps, self.norm)
         if not self.attacks or set(self.attacks) - set(LEAST_CLASSES):
             raise UserError(f"autoattack: attacks={list(self.attacks)}; choose some of {', '.join(LEAST_CLASSES)}")
 
@@ -62,21 +64,21 @@ class AutoAttack(Section):
 
         `seed` is used instead of `draws`.
         """
+        labels_B = labels_given(images_BCHW, labels_B)
         if not len(images_BCHW):
             return images_BCHW.clone()
         forward, x_BCHW = Forward(model), images_BCHW.detach().float()
         with probing(model), _global_state(x_BCHW.device):
-            found_BCHW, _ = self._authors(forward, x_BCHW).run_standard_evaluation(
+            found_BCHW, _ = self._authors(forward, x_BCHW, labels_B).run_standard_evaluation(
                 x_BCHW, labels_B, batch_size=len(x_BCHW)
             )
         return inside(found_BCHW, images_BCHW, self.norm, self.eps)
 
-    def _authors(self, forward: Forward, x_BCHW: Tensor) -> Any:
+    def _authors(self, forward: Forward, x_BCHW: Tensor, labels_B: Tensor) -> Any:
         """Return the authors' object, configured for the model's number of classes."""
         from pyautoattack import AutoAttack as Authors
 
-        with torch.no_grad():
-            classes = forward(x_BCHW[:1]).shape[1]
+        classes = classes_of(forward, x_BCHW, labels_B)
         _check(self.attacks, classes, min(x_BCHW.shape[2:]))
         authors = Authors(forward, norm=NORMS[self.norm], eps=self.eps, seed=self.seed, device=x_BCHW.device)
         authors.attacks_to_run = list(self.attacks)

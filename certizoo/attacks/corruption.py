@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from certizoo.attacks.attack import Draws
+from certizoo.inputs import labels_given
 from certizoo.nearest import unknown
 from certizoo.schema import OneOf, Section
 
@@ -52,6 +53,7 @@ class Corruption(Section):
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """Return corrupted_BCHW, of 8 bits per channel; the model and the labels are not used."""
+        labels_given(images_BCHW, labels_B)
         if min(images_BCHW.shape[2:]) < LEAST_SIDE:
             size = "x".join(map(str, images_BCHW.shape[2:]))
             raise UserError(f"corruption: images need {LEAST_SIDE} pixels a side or more, but these have {size}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from certizoo.attacks.norms import NORMS, distance
+from certizoo.inputs import extremes, require_classes
 
 ROUNDING = 1e-6  # relative: float32's rounding of eps
 
@@ -37,6 +38,14 @@ class Forward(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         return self.model(x_BCHW.to(self.dtype)).float()
+
+
+@torch.no_grad()
+def classes_of(forward: Callable[[Tensor], Tensor], x_BCHW: Tensor, labels_B: Tensor) -> int:
+    """Return the model's number of classes. Raises UserError for labels that are none of them."""
+    classes = forward(x_BCHW[:1]).shape[1]
+    require_classes(*extremes(labels_B), classes)
+    return classes
 
 
 @torch.no_grad()

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from certizoo import UserError
 from certizoo.attacks.attack import Draws
 from certizoo.attacks.attention import LOSS_NAMES, loss_of
+from certizoo.attacks.losses import refusing
 from certizoo.attacks.norms import NORMS
 from certizoo.attacks.points import Judge, Rows, Threat, Worst
+from certizoo.inputs import labels_given, require_radius
 from certizoo.nearest import unknown
 from certizoo.schema import Count, NonNegative, OneOf, Positive, Section
 
@@ -61,6 +63,7 @@ class AttackConfig(Section):
             raise unknown("loss of an attack", self.loss, LOSS_NAMES)
         if self.restarts > 1 and not self.random_start:
             raise UserError(f"attack.restarts={self.restarts} would all be equal; set attack.random_start=true")
+        require_radius("attack.eps", self.eps, self.norm)
 
     def run(
         self,
@@ -108,15 +111,18 @@ def pgd(
             what adversarial training uses.
         disturb: (images_BCHW, x_BCHW) -> a point between the two, from which a step is taken instead of x.
 
-    Raises: ValueError for images outside [0,1] (normalised twice?) or arguments that contradict each other.
+    Raises:
+        UserError: for images outside [0,1] (normalised twice?), or labels that are no classes of the model.
+        ValueError: for arguments that contradict each other.
     """
+    labels_B = labels_given(images_BCHW, labels_B, probabilities=attack.loss == "ce")
     _check(images_BCHW, attack, draws, keep_worst)
     if not len(images_BCHW):
         return images_BCHW.clone()
     alpha = 2.5 * attack.eps / attack.steps if attack.step_size is None else attack.step_size
     threat = Threat(images_BCHW.detach(), NORMS[attack.norm], attack.eps)
     with probing(model), loss_of(attack.loss, model) as climbed:
-        judge = Judge(model, labels_B, climbed)
+        judge = Judge(model, labels_B, refusing(climbed, labels_B))
         x_RCHW = threat.images_BCHW
         worst = Worst(x_RCHW, *judge(x_RCHW)) if keep_worst else None
         for _ in range(attack.restarts):
@@ -177,8 +183,6 @@ def probing(model: nn.Module) -> Iterator[None]:
 
 
 def _check(images_BCHW: Tensor, attack: AttackConfig, draws: Draws, keep_worst: bool) -> None:
-    if images_BCHW.numel() and not (images_BCHW.min() >= 0 and images_BCHW.max() <= 1):
-        raise ValueError("images must lie in [0,1]: normalisation belongs inside the model")
     if attack.restarts > 1 and not keep_worst:
         raise ValueError(f"attack.restarts={attack.restarts} needs keep_worst; set restarts=1, or keep_worst=True")
     if isinstance(draws, Sequence) and len(draws) != len(images_BCHW):

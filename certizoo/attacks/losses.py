@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from certizoo import UserError
+from certizoo.inputs import extremes, require_classes
 
 
 def ce(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
@@ -43,6 +44,17 @@ def dlr(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
         )
     top_B3 = logits_BK.topk(3, dim=1).values
     return margin(logits_BK, labels_B) / (top_B3[:, 0] - top_B3[:, 2] + 1e-12)
+
+
+def refusing(loss: Callable[[Tensor, Tensor], Tensor], labels_B: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the loss of some of these labels, which raises UserError at logits without their classes."""
+    least, largest = extremes(labels_B)
+
+    def checked(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+        require_classes(least, largest, logits_BK.shape[1])
+        return loss(logits_BK, labels_B)
+
+    return checked
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ce": ce, "margin": margin, "dlr": dlr}

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from certizoo.attacks.attack import Draws
-from certizoo.attacks.guard import Forward, boxed, fooled
+from certizoo.attacks.guard import Forward, boxed, classes_of, fooled
 from certizoo.attacks.loop import probing
 from certizoo.attacks.norms import distance
+from certizoo.inputs import labels_given
 from certizoo.schema import Count, NonNegative, Positive, Section
 
 
@@ -92,9 +93,13 @@ def _nearest(
     """Return foolbox's result for the images that are correct, if it fools within the threshold."""
     from foolbox import PyTorchModel
 
+    labels_B = labels_given(images_BCHW, labels_B)
     forward, adversarial_BCHW = Forward(model), images_BCHW.detach().clone()
+    if not len(labels_B):
+        return adversarial_BCHW
     with probing(model), _root_logger():
-        right_R = (~fooled(forward, images_BCHW, labels_B)).nonzero().flatten() if len(labels_B) else labels_B
+        classes_of(forward, images_BCHW, labels_B)
+        right_R = (~fooled(forward, images_BCHW, labels_B)).nonzero().flatten()
         if not len(right_R):
             return adversarial_BCHW
         images_RCHW, labels_R = adversarial_BCHW[right_R], labels_B[right_R]

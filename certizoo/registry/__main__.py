@@ -9,7 +9,7 @@ from rich.console import Console
 
 from certizoo import UserError
 from certizoo.errors import one_line_errors
-from certizoo.registry import browse, publish, spool, store, tables, ui
+from certizoo.registry import browse, publish, run_folder, runs, store, tables, ui
 from certizoo.registry.select import select
 from certizoo.text import plain
 
@@ -57,30 +57,24 @@ def console() -> Console:
 
 
 def sync(args: argparse.Namespace) -> None:
-    """Send the spools of run folders."""
+    """Send what MLflow lacks of run folders: rows, files, status, and versions that wait."""
     for folder in args.run_dirs:
         if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder; give the run folders whose spools are to be sent")
-    folders = args.run_dirs or run_folders(Path("runs"))
-    waiting = [path for path in folders if spool.waiting(path) or publish.waiting(path)]
+            raise UserError(f"{folder} is not a folder; give the run folders that are to be sent")
+    folders = args.run_dirs or run_folder.below(Path("runs"))
+    waiting = [path for path in folders if runs.waiting(path) or publish.waiting(path)]
     target = store.public(store.resolve_uri(args.uri))
     for folder in waiting:
-        meant = {spool.meant_for(folder), publish.meant_for(folder)} - {None, target}
+        meant = {runs.meant_for(folder), publish.meant_for(folder)} - {None, target}
         if meant:
             say(f"{folder}: meant for {', '.join(map(str, meant))}, sent to {target}")
-        if spool.waiting(folder):
-            say(f"{folder}: run {spool.sync(folder, args.uri)} sent")
+        if runs.waiting(folder):
+            say(f"{folder}: run {runs.sync(folder, args.uri)} sent")
         published = publish.sync(folder, args.uri)
         if published:
             say(f"{folder}: published {published.uri}{' @champion' * published.champion}")
     if not waiting:
         say("nothing to send")
-
-
-def run_folders(root: Path) -> list[Path]:
-    """Return the run folders with a spool, including those of trials."""
-    found = {path.parent for name in (spool.SPOOL, publish.SPOOL) for path in root.rglob(name)}
-    return sorted(found)
 
 
 def serve(args: argparse.Namespace) -> None:

@@ -4,8 +4,9 @@ import logging
 from collections.abc import Mapping
 
 from certizoo import UserError
-from certizoo.registry import browse, records, store, version_tags
+from certizoo.registry import browse, run_folder, runs, store, version_tags
 from certizoo.registry.browse import Version
+from certizoo.registry.run_folder import Point
 from certizoo.text import plain
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ def annotate(
             client.set_model_version_tag(version.name, version.version, key, value)
         registered = client.get_model_version(version.name, version.version)
         if registered.run_id and metrics:
-            rows = [[name, value, records.now(), 0] for name, value in metrics.items()]
-            records.log_rows(client, registered.run_id, rows, browse.logged_model_id(registered))
+            points = [Point(name, value, run_folder.now(), 0) for name, value in metrics.items()]
+            runs.log_points(client, registered.run_id, points, browse.logged_model_id(registered))
     return browse.find(version.uri, target)
 
 

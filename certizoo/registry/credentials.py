@@ -17,12 +17,13 @@ PIPE = "pipe:"  # data.root=pipe:COMMAND: anything in a command may be a secret,
 _WORD = r"(?:secret|token|passw(?:or)?d|passwd|api[_-]?key|access[_-]?key|credential|signature|authorization)"
 _SECRET = re.compile(_WORD, re.I)  # within the name of a key
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"',;&]+)"
-# Text before a secret, and the secret.
+_URI = re.compile(r"://(?:[^\s/@:]*:\S*|[^\s/]*)@")
+# Text before a secret, and the secret. Texts come from elsewhere: no pattern may take time quadratic in their length.
 _PARTS = [
     re.compile(r"([?&][\w.-]*(?:sig|signature|token|secret|key|keyid|credential|password|auth)=)[^&\s\"']+", re.I),
     re.compile(r"(\b(?:proxy-)?authorization\s*[:=]\s*)(?:(?:bearer|basic|digest|token)\s+)?[^\s\"']+", re.I),
     re.compile(r"(\bbearer\s+)[^\s\"']+", re.I),
-    re.compile(rf"([\w-]*{_WORD}\w*[\"']?\s*[:=]\s*){_VALUE}", re.I),
+    re.compile(rf"(?<![\w-])(?=[\w-]*?{_WORD})([\w-]++[\"']?\s*[:=]\s*){_VALUE}", re.I),
     re.compile(rf"(--?(?:user|u|{_WORD})[= ]){_VALUE}", re.I),
 ]
 
@@ -34,10 +35,11 @@ def environment(uri: str) -> dict[str, str]:
 
 def without(text: str) -> str:
     """Return the text without passwords, signatures or tokens in the URIs, headers and commands that it quotes."""
-    if PIPE in text:
-        text = re.sub(rf"({PIPE}\s*\S+)\s.*", rf"\1 {HIDDEN}", text, flags=re.DOTALL)
+    before, pipe, command = text.partition(PIPE)
+    if len(words := command.split(maxsplit=1)) == 2:
+        text = f"{before}{pipe}{words[0]} {HIDDEN}"
     # user:password@ and token@ of a URI. Both may contain '/', '@' and ':', so match up to the word's last '@'.
-    text = re.sub(r"://(?:[^\s/@:]*:\S*|[^\s/]*)@", "://", text)
+    text = re.sub(r"(?<!\S)\S+@", lambda word: _URI.sub("://", word[0]), text)
     for part in _PARTS:
         text = part.sub(rf"\1{HIDDEN}", text)
     return text

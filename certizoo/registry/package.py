@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from certizoo import UserError
-from certizoo.registry import checks, manifest, records
+from certizoo.registry import checks, manifest, run_folder, runs
+from certizoo.registry.run_folder import Point
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -27,7 +28,7 @@ LIBRARIES = ("torch", "torchvision", "timm", "numpy", "safetensors", "pyyaml")  
 FILES = "files"  # name of the published files' folder
 LOCATION = f"data/{FILES}"  # its place inside a logged model
 SUFFIXES = {".safetensors", ".yaml", ".json", ".md", ".html", ".png", ".svg", ".csv", ".parquet", ".txt"}
-OWN = ("mlflow_spool", "mlflow_refused", "publish_spool", manifest.FILE)  # files of this package, if they lie there
+OWN = (run_folder.STATE, run_folder.PUBLICATION, manifest.FILE)  # files of this package, if they lie there
 
 
 @contextmanager
@@ -72,8 +73,8 @@ def log_model(
     client.finalize_logged_model(model.model_id, "READY")
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
     at = int((files / manifest.CERTIFICATE).stat().st_mtime * 1000)
-    rows: list[list[Any]] = [[key, value, at, 0] for key, value in metrics.items()]
-    records.log_rows(client, run_id, rows, model.model_id)
+    points = [Point(key, value, at, 0) for key, value in metrics.items()]
+    runs.log_points(client, run_id, points, model.model_id)
     return str(model.model_id)
 
 
@@ -120,7 +121,7 @@ def signature() -> "ModelSignature":
 
 
 def publishable(folder: Path) -> list[Path]:
-    """Return the files and subfolders of `folder` that hold data only: no pickles, no code, no spools."""
+    """Return the files and subfolders of `folder` that hold data only: no pickles, no code, no state of ours."""
 
     def is_data(path: Path) -> bool:
         if path.is_dir():

@@ -1,8 +1,8 @@
 """Publish a finished run as a registered model version, always with its certificate.
 
 The certificate's figures become the version's tags and the metrics of the logged model behind it. The files are sent
-first; the version is created last, in one step, with all its tags. A request lies in the run folder from before the
-first step until after the last. `sync` therefore completes an interrupted publication, and only once.
+first; the version is created last, in one step, with all its tags. The request, publish.json, lies in the run folder
+from before the first step until after the last. `sync` therefore completes an interrupted publication, and only once.
 """
 
 import json
@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,24 +19,26 @@ from certizoo.commit import ROOT
 from certizoo.documents import read_json
 from certizoo.files import disk_errors, sha256, write_whole
 from certizoo.locks import locked
-from certizoo.registry import champion, checks, manifest, package, records, spool, store, version_tags
+from certizoo.registry import champion, checks, manifest, package, run_folder, runs, store, version_tags
+from certizoo.registry.run_folder import PUBLICATION
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 logger = logging.getLogger(__name__)
-SPOOL, LOCK = "publish_spool.json", ".publish_spool.lock"
+LOCK = ".publish.lock"
 DIGEST = manifest.DIGEST  # tag: with the run's id, it identifies a version
 TRIAL = "trial"  # tag: a trial of a search has one version, however often it was restarted and sent
 MAX_DESCRIPTION = 5000  # characters, the width of MLflow's column
+MAX_CARD = 10**6
 
 
 @dataclass(frozen=True)
 class Published:
     """A registered version, and `why` it is not the champion.
 
-    `version` is None while the publication waits in its spool, `uri`.
+    `version` is None while the publication waits in the file `uri`.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that a publication needs, as it is spooled."""
+    """Everything that a publication needs, besides its files: the content of publish.json."""
 
     folder: str
     name: str
@@ -56,7 +58,6 @@ class Request:
     tags: dict[str, str]
     description: str
     metrics: dict[str, float]
-    run_id: str | None
     experiment: str
     headline: str
     uri: str
@@ -70,13 +71,14 @@ def publish(
     tags: Mapping[str, object],
     description: str,
     metrics: Mapping[str, float],
-    run_id: str | None,
     experiment: str,
     headline: str,
     uri: str | None = None,
     run_dir: Path | None = None,
 ) -> Published:
     """Register the files of `folder` as the next version of `name`; the same certificate of a run only once.
+
+    The version belongs to the run that was tracked in `run_dir`, else to one that is created for it.
 
     Args:
         folder: the hand-over, with its certificate.
@@ -86,8 +88,8 @@ def publish(
         tags: figures of the certificate; must hold `dataset` and the tag named by `headline`, the accuracy in
             [0, 1] that the alias `champion` goes by.
         description: the model card, Markdown.
-        run_id: the run the model comes from, as given by `Tracker.start`; None creates a run for it.
-        run_dir: where the publication is spooled if MLflow does not answer; by default the parent of `folder`.
+        run_dir: the run folder, where the publication waits if MLflow does not answer; by default the parent of
+            `folder`.
 
     Raises:
         UserError: `folder` has no readable `certificate.json`.
@@ -97,12 +99,11 @@ def publish(
         folder=os.path.relpath(Path(folder).resolve(), run_dir.resolve()),  # a run folder may be moved
         name=name,
         loader_module=loader_module,
-        tags={records.clean_name(key): str(value) for key, value in tags.items()},
+        tags={runs.clean_name(key): str(value) for key, value in tags.items()},
         description=description,
         metrics={key: float(value) for key, value in metrics.items()},
-        run_id=run_id,
         experiment=experiment,
-        headline=records.clean_name(headline),
+        headline=runs.clean_name(headline),
         uri=store.public(store.resolve_uri(uri)),
     )
     check(request, run_dir)
@@ -110,18 +111,17 @@ def publish(
     with locked(run_dir / LOCK):
         _send_another_first(run_dir, request.name, target)
         with disk_errors("free some space, then publish again"):
-            write_whole(run_dir / SPOOL, json.dumps(asdict(request)))
+            write_whole(run_dir / PUBLICATION, json.dumps(asdict(request)))
         try:
             return _finish(request, run_dir, target)
         except store.Away as away:
-            logger.warning(
-                "%s. %s is kept; publish it with `certizoo registry sync %s`", away, run_dir / SPOOL, run_dir
-            )
-            return Published(name, None, str(run_dir / SPOOL), champion=False)
+            waits = run_dir / PUBLICATION
+            logger.warning("%s. %s is kept; publish it with `certizoo registry sync %s`", away, waits, run_dir)
+            return Published(name, None, str(waits), champion=False)
         except store.Full:  # repeating the command, or `sync`, completes it
             raise
         except UserError:
-            (run_dir / SPOOL).unlink()
+            (run_dir / PUBLICATION).unlink()
             raise
 
 
@@ -140,8 +140,8 @@ def sync(run_dir: Path, uri: str | None = None) -> Published | None:
 
 def waiting(run_dir: Path) -> bool:
     """Return True if a version of this run is still to be published."""
-    spool.refuse_links(run_dir, SPOOL, f"{SPOOL}.part")
-    return (run_dir / SPOOL).is_file()
+    run_folder.refuse_links(run_dir, PUBLICATION, f"{PUBLICATION}.part")
+    return (run_dir / PUBLICATION).is_file()
 
 
 def meant_for(run_dir: Path) -> str | None:
@@ -154,21 +154,19 @@ def load(run_dir: Path) -> Request:
 
     Raises UserError if it is invalid.
     """
-    path = run_dir / SPOOL
-    found = read_json(path)
+    path = run_dir / PUBLICATION
     try:
-        wanted = {field.name for field in fields(Request)}
-        if not isinstance(found, dict) or set(found) != wanted:
-            raise ValueError(f"these keys are wrong or missing: {', '.join(sorted(wanted ^ set(found)))[:80]}")
-        for key in ("folder", "name", "loader_module", "description", "experiment", "headline", "uri"):
-            if not isinstance(found[key], str) or (key != "description" and len(found[key]) > checks.MAX_TEXT):
-                raise ValueError(f"{key} is no text")
-        checks.run_id(found["run_id"])
-        checks.mapping(found["tags"], "tags", str)
-        checks.mapping(found["metrics"], "metrics", (int, float))
-    except (ValueError, TypeError) as error:
+        request = Request(**checks.mapping(read_json(path), "the content"))
+        for name in ("folder", "name", "loader_module", "experiment", "headline", "uri"):
+            checks.text(getattr(request, name), name)
+        checks.text(request.description, "description", MAX_CARD)
+        for name, tag in checks.mapping(request.tags, "tags").items():
+            checks.text(tag, f"tags.{name}", MAX_CARD)
+        for name, value in checks.mapping(request.metrics, "metrics").items():
+            checks.number(value, f"metrics.{name}")
+    except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{path} is not a valid publication ({error}); remove it and publish again") from None
-    return Request(**found)
+    return request
 
 
 def check(request: Request, run_dir: Path) -> None:
@@ -209,7 +207,7 @@ def _send_another_first(run_dir: Path, name: str, uri: str) -> None:
 
 def _finish(request: Request, run_dir: Path, uri: str) -> Published:
     published = _send(request, run_dir, uri)
-    (run_dir / SPOOL).unlink()
+    (run_dir / PUBLICATION).unlink()
     return published
 
 
@@ -217,11 +215,9 @@ def _send(request: Request, run_dir: Path, uri: str) -> Published:
     store.use_defaults()
     with store.one_line(uri):
         client = store.connect(uri)
-        if spool.waiting(run_dir):  # the version belongs to a run that MLflow may not know yet
-            spool.sync(run_dir, uri)
         folder = run_dir / request.folder
         digest = sha256(folder / manifest.CERTIFICATE)
-        run_id = _run(client, request, digest)
+        run_id = runs.sync(run_dir, uri) or _own_run(client, request, digest)
         version = _find(client, request, run_id, digest) or _create(client, request, folder, run_id, digest)
         standing = champion.elect_champion(client, request.name, str(version.version))
     if not standing.is_champion:
@@ -235,16 +231,10 @@ def _send(request: Request, run_dir: Path, uri: str) -> Published:
     )
 
 
-def _run(client: "MlflowClient", request: Request, digest: str) -> str:
-    """Return MLflow's id of the request's run; create a run if the request has none."""
-    experiment = store.experiment_id(client, request.experiment)
-    run_id = records.find_run(client, experiment, request.run_id or records.PENDING + digest)
-    if run_id is None and request.run_id:
-        raise UserError(f"MLflow has no run {request.run_id}; send its spool first, or publish with run_id=None")
-    if run_id is None:
-        run_id = records.create_run(client, experiment, digest, request.name)
-    if not request.run_id:
-        client.set_terminated(run_id)
+def _own_run(client: "MlflowClient", request: Request, digest: str) -> str:
+    """Return MLflow's id of the run of a certificate that belongs to no training."""
+    run_id = runs.create_run(client, store.experiment_id(client, request.experiment), digest, request.name)
+    client.set_terminated(run_id)
     return run_id
 
 

@@ -82,10 +82,10 @@ def public(uri: str) -> str:
 
 
 def agreed_uri(uri: str | None, meant_for: str | None, run_dir: Path) -> str:
-    """Return the server for the records in `run_dir`: `uri`, else this person's (MLFLOW_TRACKING_URI, the default).
+    """Return the server for what waits in `run_dir`: `uri`, else this person's (MLFLOW_TRACKING_URI, the default).
 
-    A spool may come from someone else, so the server that it was `meant_for` decides nothing. If no server was named
-    and the spool was meant for another than the default, an error asks for one.
+    A run folder may come from someone else, so the server that it was `meant_for` decides nothing. If no server was
+    named and the run was meant for another than the default, an error asks for one.
     """
     target = resolve_uri(uri)
     said = uri or os.environ.get("MLFLOW_TRACKING_URI")

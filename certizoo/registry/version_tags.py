@@ -4,7 +4,7 @@
 that figures of two norms are never confused.
 
 The code that measures a value writes its tag, and the tag agrees with certificate.json. No configuration, command line
-or spool can set these tags.
+or publish.json can set these tags.
 """
 
 import re

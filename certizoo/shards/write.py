@@ -5,6 +5,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from certizoo.files import whole_file
 from certizoo.images import MAX_PIXELS, ImageError, flattened, picture
 from certizoo.shards import manifest
 from certizoo.shards.manifest import ShardInfo
+from certizoo.text import shown
 
 log = logging.getLogger(__name__)
 EXTENSION_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with a second view
@@ -126,7 +128,17 @@ def _write_shard(path: Path, members: Iterable[dict[str, Any]]) -> ShardInfo:
 
 def _sample(item: tuple[Any, int], key: str, resize: int | None) -> dict[str, Any]:
     extension, data = encode(item[0], resize)
-    return {"__key__": key, extension: data, "cls": str(int(item[1])).encode()}
+    return {"__key__": key, extension: data, "cls": str(_label(item[1], key)).encode()}
+
+
+def _label(given: Any, key: str) -> int:
+    try:
+        label = index(given)
+    except TypeError:
+        raise UserError(f"sample {key} has the label {shown(given)}; give the number of its class, 0, 1, ...") from None
+    if label < 0:
+        raise UserError(f"sample {key} has the label {label}; classes count from 0")
+    return label
 
 
 def encode(image: Any, resize: int | None = None) -> tuple[str, bytes]:

@@ -37,7 +37,7 @@ class Key:
 
 def markdown() -> str:
     """Return one section per command and one per group."""
-    others = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {*COMMANDS, "names"})
+    others = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {*COMMANDS, "names", "experiments"})
     commands = COMMANDS | {name: f"python -m certify {name}" for name in others}
     parts = [_section(CONFIGS / f"{name}.yaml", f"`{command}`", 2) for name, command in commands.items()]
     for group in groups():

@@ -22,6 +22,7 @@ PAGES = {
     "configs/model": "reference/recipes.md",
     "configs/names.yaml": "reference/recipes.md",
     "configs/experiment": "reference/recipes.md",
+    "configs/experiments.yaml": "reference/recipes.md",
     "configs": "reference/config.md",
 }
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")

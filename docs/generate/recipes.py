@@ -1,4 +1,4 @@
-"""Recipes and experiments: every file in full, as a lab note, after what several of them share."""
+"""Recipes and experiments: every file in full, as a lab note, after the table of those without a file."""
 
 from docs.generate.config_keys import CONFIGS
 
@@ -6,7 +6,7 @@ GROUPS = {
     "model": "deepspeed trainers/adv_train.py +model=",
     "experiment": "deepspeed trainers/adv_train.py +experiment=",
 }
-SHARED = {"model": "names"}
+TABLES = {"model": "names", "experiment": "experiments"}
 
 
 def markdown() -> str:
@@ -15,8 +15,8 @@ def markdown() -> str:
 
 
 def _group(name: str, command: str) -> str:
-    paths = [CONFIGS / f"{SHARED[name]}.yaml"] if name in SHARED else []
-    boxes = [_box(path.stem, path.read_text()) for path in [*paths, *sorted((CONFIGS / name).glob("*.yaml"))]]
+    paths = [CONFIGS / f"{TABLES[name]}.yaml", *sorted((CONFIGS / name).glob("*.yaml"))]
+    boxes = [_box(path.stem, path.read_text()) for path in paths]
     return f"## `{command}NAME`\n\n" + "\n".join(boxes)
 
 

@@ -13,7 +13,7 @@ import yaml
 import zoo
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
-from certizoo.recipes import shared_recipe
+from certizoo.recipes import row, table
 from tests.tools.cases import mostly_slow
 from trainers.job.stages import prepare_first
 from zoo.attention import variants
@@ -73,7 +73,7 @@ def test_every_config_is_a_lab_note_that_composes(path: Path) -> None:
 def check_note(path: Path) -> None:
     """Check that the note describes the file and gives a command that uses it, in lines of 120 characters at most."""
     assert len(re.findall(r"\w+", note(path))) > 8, "says nothing about itself"
-    name = {"names": "+model", "tune": "tune.py"}.get(path.stem, path.stem)
+    name = {"names": "+model", "experiments": "+experiment", "tune": "tune.py"}.get(path.stem, path.stem)
     assert any(name in command for command in COMMAND.findall(note(path))), "no command with it"
     assert max(len(line) for line in note(path).splitlines() if not line.startswith("#  ")) <= 120
 
@@ -132,7 +132,7 @@ def test_certify_composes() -> None:
 def test_files_and_patterns_are_of_models_of_the_zoo() -> None:
     assert set(RECIPES) <= set(zoo.list_models())
     assert {name for group, name in FILES if group == "attention"} == set(variants())
-    patterns = list(yaml.safe_load((CONFIGS / "names.yaml").read_text()))
+    patterns = list(table("model", CONFIGS))
     unwritten = set(zoo.list_models()) - set(RECIPES)
     first = {next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None) for name in unwritten}
     assert first == {*patterns, None}
@@ -167,7 +167,7 @@ def test_a_file_comes_before_the_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_file_of_a_model_is_a_recipe_of_its_own(name: str) -> None:
     recipe = yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text())
-    assert recipe != shared_recipe(name, CONFIGS)
+    assert recipe != row("model", name, CONFIGS)
     assert recipe != {"model": {"name": name}}
 
 
@@ -182,7 +182,9 @@ def test_configs_travel_with_the_package() -> None:
 @pytest.mark.parametrize(
     ("main", "overrides", "said"),
     [
+        ("adv_train", ["+model="], "no model ''; nearest: "),
         ("adv_train", ["+experiment=mo_cifr10"], "no experiment 'mo_cifr10'; nearest: mo_cifar10, "),
+        ("constrain", ["+experiment=certvit_deit"], "no experiment 'certvit_deit'; nearest: certvit_deit_b, "),
         ("adv_train", ["+model=dp_vit_b", "+attention=scs"], "no attention 'scs'; nearest: scsa, "),
         ("adv_train", ["+model=dp_vit_b", "data=cifr10"], "no data 'cifr10'; nearest: cifar10, cifar100, mnist (all: "),
         ("adv_train", ["+model=dp_vit_b", "optimizer=adam"], "no optimizer 'adam'; choose one of adamw, muon, sgd"),

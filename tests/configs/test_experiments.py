@@ -13,7 +13,7 @@ import yaml
 import zoo
 from benchmarks import experiments
 from benchmarks.experiments import ATTACKS, TABLES, certified, markdown, run
-from certizoo import UserError
+from certizoo import UserError, recipes
 from certizoo.compose import CONFIGS, compose_config
 from certizoo.schema import section_of
 from tests.tools.cases import mostly_slow
@@ -22,6 +22,8 @@ from trainers.settings import ConstrainConfig, MasksConfig, MixConfig, Objective
 from zoo.models.overview import tiny_options
 
 FILES = sorted((CONFIGS / "experiment").glob("*.yaml"))
+ROWS = recipes.table("experiment", CONFIGS)
+TABLE = CONFIGS / "experiments.yaml"
 COMMAND = re.compile(r"^#\s+deepspeed .*?trainers/(\w+)\.py (.*\+experiment=.*?)(?:   .*)?$", re.MULTILINE)
 
 
@@ -44,6 +46,15 @@ def test_the_command_of_the_note_composes_to_what_the_file_says(path: Path) -> N
         )
 
 
+@pytest.mark.parametrize("name", mostly_slow(ROWS, *list(ROWS)[::4]))
+def test_a_row_composes_by_the_command_of_its_table(name: str) -> None:
+    kind = next((table for table in ("table7", "table8", "table9") if table in name), "deit")
+    entry, overrides = next(each for each in commands(TABLE) if kind in each[1][0])
+    config = compose_config(entry, [f"+experiment={name}", *overrides[1:]])
+    assert config["name"] == f"{name}-{config['model']['name']}-s0"
+    check_fields(config, ROWS[name])
+
+
 def check_fields(config: dict[str, Any], said: dict[str, Any]) -> None:
     """Check that the file's settings are the ones that run, and that every group has its type."""
     for group, values in said.items():
@@ -62,7 +73,7 @@ def check_fields(config: dict[str, Any], said: dict[str, Any]) -> None:
         zoo.model_options(**(shape | config["model"]))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*FILES, TABLE], ids=lambda path: path.stem)
 def test_an_experiment_names_its_source_and_what_was_run(path: Path) -> None:
     note = " ".join(line.strip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
     assert re.search(r"SpecFormer|CoViT|CertViT|LoFAST|et al\.", note)
@@ -77,7 +88,7 @@ def test_a_model_can_be_swapped() -> None:
 
 
 def test_all_protocols_are_there() -> None:
-    names = {path.stem for path in FILES}
+    names = {path.stem for path in FILES} | set(ROWS)
     for table in (7, 8, 9):
         assert {f"certvit_table{table}_{data}" for data in ("mnist", "cifar10", "cifar100", "tin")} <= names
     assert len([name for name in names if name.startswith("certvit_") and "table" not in name]) == 14

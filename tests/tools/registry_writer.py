@@ -7,8 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from certizoo.registry.track import Tracker
-from tests.tools import versions
+from tests.tools import tracking, versions
 
 STEPS = 5
 
@@ -17,20 +16,20 @@ def write(uri: str, folder: Path, runs: int, published: int) -> None:
     """Log RUNS runs of STEPS metric rows in FOLDER/run-N, and publish the first PUBLISHED of them."""
     for index in range(runs):
         run_dir = folder / f"run-{index:03d}"
-        tracker = Tracker(run_dir, uri, flush_seconds=0)
-        run_id = tracker.start("load", f"{folder.name}/{run_dir.name}", {"writer": folder.name, "index": index})
+        params = {"writer": folder.name, "index": index}
+        tracker = tracking.begin(run_dir, uri, params, f"{folder.name}/{run_dir.name}")
         for step in range(STEPS):
-            tracker.log({"loss": 1.0 / (1 + step), "clean_acc": step / STEPS}, step)
+            tracking.log(tracker, step, loss=1.0 / (1 + step), clean_acc=step / STEPS)
         tracker.finish()
         if index < published:
-            issue(run_dir, uri, tracker.run_id or run_id, certified=(index + 1) / (published + 1))
+            issue(run_dir, uri, certified=(index + 1) / (published + 1))
         print(run_dir.name, flush=True)
 
 
-def issue(run_dir: Path, uri: str, run_id: str, certified: float) -> None:
+def issue(run_dir: Path, uri: str, certified: float) -> None:
     files = versions.certified(run_dir, certified)
     tags = {"trial": f"load/{run_dir.parent.name}/{run_dir.name}"}
-    versions.issue(files, uri, name="loaded", tags=tags, run_id=run_id, experiment="load")
+    versions.issue(files, uri, name="loaded", tags=tags)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,6 @@ def issue(folder: Path, uri: str | None, eps: str = EPS, **changes: Any) -> Publ
         "tags": tags,
         "description": "# Card\nall of it",
         "metrics": {},
-        "run_id": None,
         "experiment": "digits",
         "headline": f"certified_acc.{radius_of(folder, eps)}",
         "uri": uri,

@@ -12,7 +12,7 @@ import torch
 
 import certizoo.shards.__main__
 import zoo
-from certizoo.registry import browse
+from certizoo.registry import browse, run_folder, runs, store
 from tests.tools.launching import ROOT, environment, finish, launch
 
 SCRIPT = ROOT / "trainers" / "adv_train.py"
@@ -44,6 +44,15 @@ def test_two_steps_of_one_process_get_into_the_registry(store_in: str, tmp_path:
     assert done.returncode == 0, done.stderr
     assert "spec_vit_digits version 1 (champion)" in done.stdout + done.stderr
     registered(4)
+    (version,) = browse.versions("spec_vit_digits")
+    client = store.connect(store_in)
+    run = client.get_run(version.run_id or "")
+    assert run.info.status == "FINISHED"
+    assert (run.data.params["name"], run.data.params["train.max_steps"]) == ("demo", "2")
+    assert {"loss", "clean_acc", "images_per_s", "system/cpu_utilization_percentage"} <= run.data.metrics.keys()
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"handover", "pictures"}
+    assert run_folder.below(tmp_path) == [tmp_path / "runs" / "demo"]
+    assert not runs.waiting(tmp_path / "runs" / "demo")
 
 
 def registered(images: int) -> dict[str, Any]:

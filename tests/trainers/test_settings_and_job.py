@@ -142,6 +142,7 @@ def test_a_wrong_value_is_refused_before_any_work(
         "masks.warmup=0": "masks.warmup",
         "+objective.beta=-1": "objective.beta",
         "attack.norm=l7": "attack.norm",
+        "+attack={norm: linf, eps: 8}": r"set attack.eps=0\.03137 for 8/255",
         "optimizer.name=lion": "optimizer.name",
         "schedule.name=linear": "schedule.name",
         "resume=yes": "resume=auto",
@@ -312,7 +313,7 @@ def write_checkpoint(run_dir: Path, step: int, mark: bool = True, batch: int = 2
     path.mkdir(parents=True)
     (path / RANK).write_bytes(b"x" * 100)
     sizes, digests = {RANK: 100}, {RANK: "0" * 64}
-    saved = Saved(path.name, Position(step, 1, batch), 2, None, {"seed": 0}, sizes, digests)
+    saved = Saved(path.name, Position(step, 1, batch), 2, {"seed": 0}, sizes, digests)
     if mark:
         (path / checkpoint.MARK).write_text(saved.mark())
     return path
@@ -357,7 +358,7 @@ def test_the_newest_complete_checkpoint_is_taken(tmp_path: Path, caplog: pytest.
 def test_a_difference_is_named(tmp_path: Path) -> None:
     config = {"train": {"epochs": 3, "log_every": 1}, "name": "a", "certify": {"images": 5}, "attack": {"eps": 0.1}}
     then = checkpoint.fingerprint(config, "digest")
-    saved = Saved("step1", Position(1), world_size=2, run_id=None, fingerprint=json.loads(json.dumps(then)))
+    saved = Saved("step1", Position(1), world_size=2, fingerprint=json.loads(json.dumps(then)))
     free = {**config, "name": "b", "certify": {"images": 9}, "train": {"epochs": 3, "log_every": 9}}
     checkpoint.check_same_run(saved, checkpoint.fingerprint(free, "digest"), 2, tmp_path)
     for now, digest, ranks, words in (

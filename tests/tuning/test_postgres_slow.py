@@ -18,7 +18,7 @@ import pytest
 
 from certizoo.ports import free_port
 from certizoo.processes import end_group
-from certizoo.registry import browse, publish, spool, store
+from certizoo.registry import browse, publish, runs, store
 from tests.tools.launching import ROOT
 from tests.tools.registry_writer import STEPS
 from tests.tools.tuning_runs import alive
@@ -79,7 +79,7 @@ def write(url: str, folder: Path) -> "subprocess.Popen[bytes]":
 
 
 def waits(run_dir: Path) -> bool:
-    return spool.waiting(run_dir) or (run_dir / publish.SPOOL).is_file()
+    return runs.waiting(run_dir) or publish.waiting(run_dir)
 
 
 @pytest.mark.parametrize("disturbed", [False, True], ids=["server stays", "server stops and starts"])
@@ -99,7 +99,7 @@ def test_no_run_is_lost(database: str, tmp_path: Path, disturbed: bool) -> None:
             assert writer.wait(1200) == 0, (tmp_path / f"w{n}.log").read_text()
         waiting = [path for path in tmp_path.glob("w*/run-*") if waits(path)]
         for path in waiting:
-            spool.sync(path, url)
+            runs.sync(path, url)
             publish.sync(path, url)
         print(f"{WRITERS * RUNS} runs in {time.monotonic() - begun:.0f} s, {len(waiting)} of them kept and sent later")
         assert bool(waiting) == disturbed, "a stop that nobody noticed proves nothing"
@@ -114,7 +114,7 @@ def test_no_run_is_lost(database: str, tmp_path: Path, disturbed: bool) -> None:
 def check(url: str) -> None:
     """Check that all runs are complete and finished, all versions exist, and the champion is the best."""
     client = store.connect(url)
-    experiment = store.experiment_id(client, "load")
+    experiment = store.experiment_id(client, "e")
     found = list(store.every(client.search_runs, experiment_ids=[experiment], max_results=100))
     names = {(run.data.params["writer"], run.data.params["index"]) for run in found}
     assert names == {(f"w{n}", str(index)) for n in range(WRITERS) for index in range(RUNS)}

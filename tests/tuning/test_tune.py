@@ -268,22 +268,22 @@ def test_an_adopted_checkpoint_is_of_this_trial_and_only_searched_keys_may_diffe
     prints = {"penalty.lambda_q": 1e-3, "model.depth": 2}
     position = {"step": 12, "epoch": 1, "batch_in_epoch": 0}
     mark = {"format": checkpoint.FORMAT, "position": position, "world_size": 1, "files": {}, "sha256": {}}
-    mark |= {"run_id": "theirs", "fingerprint": prints}
+    mark |= {"fingerprint": prints}
+    (theirs / trial.STATE).write_text("theirs")
     (folder / checkpoint.MARK).write_text(json.dumps(mark))
     for name in trial.RESULTS:  # of a finished trial, as an object store keeps it
         (theirs / name).mkdir()
     trial.adopt(theirs, tmp_path / "mine", {"penalty.lambda_q": 5e-4})
     saved = checkpoint.newest(tmp_path / "mine")
     assert saved is not None
-    assert (saved.fingerprint, saved.run_id) == ({"penalty.lambda_q": 5e-4, "model.depth": 2}, None)
+    assert saved.fingerprint == {"penalty.lambda_q": 5e-4, "model.depth": 2}
     checkpoint.check_same_run(saved, saved.fingerprint, 1, tmp_path)
-    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["checkpoints"], "its results are none of this one"
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["checkpoints"], "nothing else is of this one"
     with pytest.raises(UserError, match=r"model\.depth"):
         checkpoint.check_same_run(saved, saved.fingerprint | {"model.depth": 3}, 1, tmp_path)
     trial.adopt(theirs, tmp_path / "same", {"penalty.lambda_q": 1e-3})
-    same = checkpoint.newest(tmp_path / "same")
-    assert same is not None
-    assert same.run_id == "theirs", "a restart of the trial itself goes on in its MLflow run"
+    kept = (tmp_path / "same" / trial.STATE).read_text()
+    assert kept == "theirs", "a restart of the trial itself goes on in its MLflow run"
 
 
 def test_progress_is_an_evaluation_with_the_checkpoint_after_it(tmp_path: Path) -> None:
@@ -295,6 +295,7 @@ def test_progress_is_an_evaluation_with_the_checkpoint_after_it(tmp_path: Path) 
     ]
     (tmp_path / trial.ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 30, "cl')
     assert trial.progress(tmp_path) is None, "no checkpoint yet"
+    (tmp_path / trial.STATE).write_text("{}")
     for step in (12, 24):
         folder = tmp_path / "checkpoints" / checkpoint.tag(step)
         folder.mkdir(parents=True)
@@ -306,6 +307,7 @@ def test_progress_is_an_evaluation_with_the_checkpoint_after_it(tmp_path: Path) 
     assert found is not None
     kept = trial.snapshot(found, tmp_path, tmp_path / "kept")
     assert (kept / "checkpoints" / checkpoint.tag(24) / "weights").read_text() == "24"
+    assert {path.name for path in kept.iterdir()} == {"checkpoints", trial.ROWS, trial.STATE}
 
 
 def test_a_trial_is_told_of_the_registry_by_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

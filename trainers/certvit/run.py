@@ -58,17 +58,18 @@ def run(config_name: str, overrides: Sequence[str]) -> None:
             last = finetune(stages, world) if stages.settings.finetune_epochs else None
         engine.stop()
         if last and world.rank == 0:
-            handover.certify_and_publish(*last)
+            handover.certify_and_publish(last)
 
 
-def finetune(stages: Stages, world: World) -> tuple[Job, str | None]:
-    """Run stage 3 and return its job and tracking id.
+def finetune(stages: Stages, world: World) -> Job:
+    """Run stage 3 and return its job.
 
     The zeros may grow again; report.json states the norms before this stage.
     """
     with ranks.said_once():
         job = stages.finetune()
-    return job, loop.train(job, world)
+    loop.train(job, world)
+    return job
 
 
 # stage 2 -------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def to_files(run_dir: Path) -> None:
     for handler in root.handlers:
         handler.setLevel(logging.WARNING if ranks.local_rank() == 0 else logging.CRITICAL)
     root.addHandler(kept)
-    for folder in ("trainers", "shards", "registry", "zoo", "attacks"):
+    for folder in ("trainers", "certizoo", "zoo"):
         logging.getLogger(folder).setLevel(logging.INFO)
     logging.raiseExceptions = False  # a log that cannot be written must not print a traceback for every line
     faulthandler.enable(path.open("a"))

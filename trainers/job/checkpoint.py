@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 MARK = "complete.json"
 FORMAT = 2  # 1 was DeepSpeed's: pickles
 FILE = re.compile(r"(rank\d{5}|buffers|ema)\.safetensors")
-TAG, DIGEST, RUN_ID = re.compile(r"step\d{8,15}"), re.compile("[0-9a-f]{64}"), re.compile(r"[\w.-]{1,100}")
+TAG, DIGEST = re.compile(r"step\d{8,15}"), re.compile("[0-9a-f]{64}")
 
 # Keys that may change between a run and its continuation: the weights do not depend on them.
 FREE = (
@@ -66,7 +66,6 @@ class Saved:
     tag: str
     position: Position
     world_size: int | None
-    run_id: str | None
     fingerprint: dict[str, Any]
     files: dict[str, int] = field(default_factory=dict)
     sha256: dict[str, str] = field(default_factory=dict)
@@ -150,9 +149,9 @@ def _saved(name: str, mark: dict[str, Any]) -> Saved:
         raise ValueError(f"invalid counts: {position}, {mark['world_size']} ranks")
     if not all(FILE.fullmatch(file) and DIGEST.fullmatch(mark["sha256"][file]) for file in mark["files"]):
         raise ValueError("a file that does not belong to a checkpoint")
-    if not (mark["run_id"] is None or RUN_ID.fullmatch(mark["run_id"])) or not isinstance(mark["fingerprint"], dict):
-        raise ValueError("an invalid run id or fingerprint")
-    return Saved(name, position, mark["world_size"], mark["run_id"], mark["fingerprint"], mark["files"], mark["sha256"])
+    if not isinstance(mark["fingerprint"], dict):
+        raise ValueError("an invalid fingerprint")
+    return Saved(name, position, mark["world_size"], mark["fingerprint"], mark["files"], mark["sha256"])
 
 
 def _is_file(path: Path) -> bool:

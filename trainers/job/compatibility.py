@@ -20,6 +20,7 @@ from certizoo import UserError
 from certizoo.attacks import AttackConfig
 from certizoo.attacks.attention import loss_of
 from certizoo.files import require_file_name
+from certizoo.inputs import require_radius
 from certizoo.nearest import choices
 from certizoo.registry import champion, version_tags
 from trainers.job.job import Job, certify_settings
@@ -292,6 +293,11 @@ def probes_exclude_reported_images(r: Combination) -> None:
     )
 
 
+def probes_are_of_radii_in_the_norm(r: Combination) -> None:
+    if r.job.train.certify_eps and r.job.config["certify"]["enabled"]:
+        require_radius("train.certify_eps", max(r.job.train.certify_eps), certify_settings(r.job).norm)
+
+
 def probes_need_unpatched_torch(r: Combination) -> None:
     """Refuse ZeRO 3, which replaces torch's linear function by one without a certificate."""
     require(
@@ -346,6 +352,7 @@ RULES: tuple[Rule, ...] = (
     attacks_suit_the_model,
     certificates_have_rules_for_the_model,
     probes_exclude_reported_images,
+    probes_are_of_radii_in_the_norm,
     probes_need_unpatched_torch,
     tags_are_not_reserved,
 )

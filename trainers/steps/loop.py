@@ -66,10 +66,8 @@ class Session:
             yield batch
 
 
-def train(job: Job, world: World) -> str | None:
-    """Run the job to its hand-over on every rank of a started group; return rank 0's tracking id.
-
-    The group is closed afterwards.
+def train(job: Job, world: World) -> None:
+    """Run the job to its hand-over on every rank of a started group, which is closed afterwards.
 
     Raises:
         Stopped: the run was asked to stop.
@@ -93,11 +91,7 @@ def train(job: Job, world: World) -> str | None:
         handover.write(job, run.engine, average, position.step, metrics)
         if world.rank == 0:
             pictures.draw(job, job.handover, world.device)
-        if run.report.tracker:
-            run.report.tracker.log_artifacts(job.handover, job.handover.name)
-            run.report.tracker.log_artifacts(job.run_dir / pictures.FOLDER, pictures.FOLDER)
     engine.stop()
-    return run.report.tracker.run_id if run.report.tracker else None
 
 
 def resume(run: Run, average: Average | None) -> Position:
@@ -200,8 +194,7 @@ def write_checkpoint(session: Session, position: Position) -> None:
                 f"step {position.step}: weights are no longer finite; no checkpoint was written; earlier ones are in "
                 f"{checkpoint.folder(run.job.run_dir)}; train again with a lower optimizer.lr and another name=..."
             )
-    run_id = run.report.tracker.run_id if run.report.tracker else None
-    saved = Saved(checkpoint.tag(position.step), position, run.world.size, run_id, run.job.fingerprint)
+    saved = Saved(checkpoint.tag(position.step), position, run.world.size, run.job.fingerprint)
     saving.save(run.engine, session.average, run.job.run_dir, saved, run.job.train.keep_checkpoints)
     log.info("checkpoint %s", saved.tag)
 

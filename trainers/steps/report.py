@@ -1,6 +1,7 @@
-"""Output of rank 0: a progress bar or plain lines, `metrics.jsonl`, MLflow. Other ranks write nothing."""
+"""Output of rank 0: a progress bar or plain lines, and `metrics.jsonl`, from which MLflow gets its rows."""
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from certizoo import UserError
-from certizoo.files import write_whole
+from certizoo.registry.run_folder import ROWS, now
 from certizoo.registry.system import SystemMetrics
 from certizoo.registry.track import Tracker
 
 T = TypeVar("T")
 Row = dict[str, float]
-ROWS = "metrics.jsonl"
 
 
 class Report:
@@ -47,6 +47,8 @@ class Report:
         self._since = self._began = (time.monotonic(), first_step)
         if self.enabled:
             self._drop_rows_after(first_step)
+        if self.tracker:
+            self.tracker.start()
         status = "FAILED"
         try:
             with self._progress:
@@ -87,12 +89,13 @@ class Report:
         return {"images_per_s": (step - before) * batch_size / passed, "loader_wait": min(waited / passed, 1.0)}
 
     def row(self, step: int, epoch: int, metrics: Row) -> None:
-        """Write one line of metrics.jsonl and one point of every curve; the bar shows the newest values."""
+        """Write one line of metrics.jsonl, which MLflow gets as well; the bar shows the newest values."""
         if not self.enabled:
             return
-        self._append(json.dumps({"step": step, "epoch": epoch, **metrics}) + "\n")
+        system = self.system.read() if self.system else {}
+        self._append(json.dumps({"step": step, "epoch": epoch, "time": now(), **metrics, **system}) + "\n")
         if self.tracker:
-            self.tracker.log({**metrics, **(self.system.read() if self.system else {})}, step)
+            self.tracker.flush()
         self._newest |= metrics
         self._progress.update(self._task, note=f"epoch {epoch + 1}  {_listed(self._newest)}")
         if not self.console.is_terminal or "clean_acc" in metrics:
@@ -115,20 +118,26 @@ class Report:
         return timedelta(seconds=round(pace * (self.total - step)))
 
     def _drop_rows_after(self, step: int) -> None:
+        """Cut the file before the first row that is repeated. Rows are written in the order of their steps."""
         if not self.path.exists():
             return
-        lines = self.path.read_text(errors="replace").splitlines()
-        kept = [line for line in lines if _step_of(line) < step or (_step_of(line) == step and "clean_acc" not in line)]
-        write_whole(self.path, "".join(line + "\n" for line in kept))
+        kept = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                at = _step_of(line)
+                if at > step or (at == step and b"clean_acc" in line):
+                    break
+                kept += len(line)
+        os.truncate(self.path, kept)
 
 
 def _listed(metrics: Row) -> str:
     return "  ".join(f"{key} {value:.4g}" for key, value in metrics.items())
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     """Return the step of a row; infinite for a line that a kill cut off or that is no row."""
     try:
-        return float(json.loads(line)["step"])
+        return float(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return float("inf")

@@ -43,7 +43,7 @@ class Run:
 
 
 def assemble(job: Job, world: World) -> Run:
-    """Build the model, the same on every rank, and its engine; rank 0 opens the run folder and the tracking."""
+    """Build the model, the same on every rank, and its engine; rank 0 opens the run folder."""
     torch.manual_seed(job.seed)
     model = zoo.create_model(**job.model, pretrained=job.first_weights)
     settle_caps_(model)
@@ -64,11 +64,8 @@ def assemble(job: Job, world: World) -> Run:
 
 
 def open_tracker(job: Job) -> Tracker | None:
-    """Open the MLflow run, unless registry.enabled=false; a resumed run continues its old MLflow run."""
+    """Return the tracker, unless registry.enabled=false; a resumed run continues its old MLflow run."""
     settings = job.config["registry"]
     if not settings["enabled"]:
         return None
-    tracker = Tracker(job.run_dir, uri=settings["uri"])
-    run_id = job.saved.run_id if job.saved else None
-    tracker.start(settings["experiment"], job.config["name"], job.config, run_id=run_id)
-    return tracker
+    return Tracker(job.run_dir, settings["experiment"], job.config["name"], settings["uri"])

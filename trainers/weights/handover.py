@@ -57,7 +57,7 @@ def trained(job: Job, engine: Engine, average: Average | None) -> nn.Module | No
     return model
 
 
-def certify_and_publish(job: Job, run_id: str | None) -> None:
+def certify_and_publish(job: Job) -> None:
     """Certify, register a version and print a table, on rank 0 after the process group is closed."""
     console = Console(highlight=False)
     folder, out = job.handover, job.run_dir / CERTIFICATE
@@ -70,7 +70,7 @@ def certify_and_publish(job: Job, run_id: str | None) -> None:
     else:
         summary = _certified(job, folder, out, console)
         if job.config["registry"]["enabled"]:
-            published = _published(job, folder, out, run_id)
+            published = _published(job, folder, out)
     metrics = read_json(folder / "metrics.json")
     console.print(closing_table(job, metrics, summary, published))
 
@@ -90,7 +90,7 @@ def _certified(job: Job, folder: Path, out: Path, console: Console) -> dict[str,
         raise UserError(f"training is complete, but the hand-over {folder} could not be certified: {error}") from None
 
 
-def _published(job: Job, folder: Path, out: Path, run_id: str | None) -> str:
+def _published(job: Job, folder: Path, out: Path) -> str:
     from certify.stage import register
 
     settings = job.config["registry"]
@@ -98,7 +98,6 @@ def _published(job: Job, folder: Path, out: Path, run_id: str | None) -> str:
         folder,
         out,
         registered_name=settings["model_name"],
-        run_id=run_id,
         experiment=settings["experiment"],
         uri=settings["uri"],
         tags=settings["tags"] or {},

@@ -244,9 +244,7 @@ def test_a_published_version_gets_the_figures_as_tags_and_metrics(
     monkeypatch.setenv("CERTIZOO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     stage.run(handover, data(digits), replace(FEW, images=20), tmp_path / "out")
-    register.publish(
-        handover, tmp_path / "out", registered_name="digits", run_id=None, experiment="test", champion_images=20
-    )
+    register.publish(handover, tmp_path / "out", registered_name="digits", experiment="test", champion_images=20)
     command = ["evaluate", "version=digits@champion", f"out={tmp_path / 'evaluation'}", "images=20", "check_images=0"]
     main(command)
     summary = json.loads((tmp_path / "evaluation" / evaluation.EVALUATION).read_text())

@@ -191,7 +191,7 @@ def test_a_certificate_is_not_published_with_the_rows_of_another(handover: Path,
     table["radius.lofast"] = 1.0
     table.to_parquet(out / "stage" / stage.TABLE, index=False)
     with pytest.raises(UserError, match=r"certificate\.json was not made from the certificates\.parquet beside it"):
-        register.publish(handover, out / "stage", registered_name="digits", run_id=None, experiment="test")
+        register.publish(handover, out / "stage", registered_name="digits", experiment="test")
 
 
 def test_other_pixels_under_the_same_names_are_another_subject(

@@ -107,7 +107,7 @@ def test_a_range_is_not_published(handover: Path, digits: Path, tmp_path: Path) 
     assert "test images 10 to 19" in (out / stage.REPORT).read_text()
     assert "first=10" in (out / stage.REPORT).read_text()
     with pytest.raises(UserError, match="range"):
-        register.publish(handover, out, registered_name="x", run_id=None, experiment="x")
+        register.publish(handover, out, registered_name="x", experiment="x")
 
 
 def test_a_range_beyond_the_images_or_between_blocks_is_refused(handover: Path, digits: Path, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def published(made: tuple[Path, dict[str, Any]], store_in: str, monkeypatch: pyt
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store_in)
     folder, _ = made
     line = register.publish(
-        folder / "handover", folder / "certificate", registered_name="digits", run_id=None, experiment="test",
+        folder / "handover", folder / "certificate", registered_name="digits", experiment="test",
         champion_images=20, tags={"team": "https://me:hunter2@host"},
     )  # fmt: skip
     assert line == "digits version 1 (champion)"
@@ -104,7 +104,7 @@ def test_a_fact_of_a_configuration_is_refused_before_anything_is_sent(
     folder, _ = made
     with pytest.raises(UserError, match="is reserved"):
         register.publish(
-            folder / "handover", folder / "certificate", registered_name="digits", run_id=None, experiment="test",
+            folder / "handover", folder / "certificate", registered_name="digits", experiment="test",
             tags={tag: "1.0"}, uri=store_in,
         )  # fmt: skip
     assert browse.versions(uri=store_in) == []
@@ -121,7 +121,7 @@ def test_a_hand_over_with_a_link_to_a_private_file_is_not_published(
     try:
         with pytest.raises(UserError, match="link to outside"):
             register.publish(
-                folder / "handover", folder / "certificate", registered_name="digits", run_id=None, experiment="e",
+                folder / "handover", folder / "certificate", registered_name="digits", experiment="e",
                 uri=store_in,
             )  # fmt: skip
     finally:
@@ -203,7 +203,7 @@ def test_tables_of_the_terminal_take_no_markup(made: tuple[Path, dict[str, Any]]
 def test_champions_of_few_images_are_wanted_by_name_only(made: tuple[Path, dict[str, Any]], store_in: str) -> None:
     folder, _ = made
     line = register.publish(
-        folder / "handover", folder / "certificate", registered_name="digits", run_id=None, experiment="test",
+        folder / "handover", folder / "certificate", registered_name="digits", experiment="test",
         uri=store_in,
     )  # fmt: skip
     assert "not champion: its 20 images are fewer than champion_images=300" in line

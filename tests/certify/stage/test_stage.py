@@ -123,9 +123,7 @@ def test_published_version_comes_back_bit_equal(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
     stage.run(handover, data(digits), replace(SETTINGS, images=20), tmp_path / "out")
-    line = register.publish(
-        handover, tmp_path / "out", registered_name="digits", run_id=None, experiment="test", champion_images=20
-    )
+    line = register.publish(handover, tmp_path / "out", registered_name="digits", experiment="test", champion_images=20)
     assert line == "digits version 1 (champion)"
     (version,) = browse.versions("digits")
     for tag in ("certified_acc.0.1", "clean_acc", "pgd_acc.0.1", "method", "dataset", "attention", "git_commit"):

@@ -58,6 +58,7 @@ def test_every_result_lies_in_ball_and_box(
 ) -> None:
     images, labels = make_images(seed=seed)
     as_given = images.clone()
+    eps = eps / 20 if norm == "linf" else eps
     attack = AttackConfig(norm, eps, steps, step_size, random_start, loss=loss)
     x = pgd(make_model(seed), images, labels, attack, Generator().manual_seed(seed), keep_worst)
     assert distance(x, images, norm).max() <= eps + ROUNDING
@@ -280,7 +281,7 @@ def test_dlr_is_its_equation_and_blind_to_scale_and_shift() -> None:
 def test_nonsense_is_refused() -> None:
     model, (images, labels) = make_model(), make_images()
     attack = AttackConfig("l2", 0.5, steps=1)
-    with pytest.raises(ValueError, match="normalisation belongs inside"):
+    with pytest.raises(UserError, match="belongs inside the model"):
         pgd(model, images * 4 - 2, labels, attack)
     with pytest.raises(ValueError, match="keep_worst"):
         pgd(model, images, labels, replace(attack, restarts=2), keep_worst=False)
@@ -291,7 +292,7 @@ def test_nonsense_is_refused() -> None:
     with pytest.raises(UserError, match="random_start"):
         AttackConfig(restarts=2, random_start=False)
     for wrong in ({"norm": "l3"}, {"eps": -1}, {"eps": float("nan")}, {"steps": 0}, {"step_size": 0.0}, {"loss": "x"}):
-        with pytest.raises(UserError, match="does not work|no loss"):
+        with pytest.raises(UserError, match=r"does not work|no loss"):
             AttackConfig(**wrong)
 
 

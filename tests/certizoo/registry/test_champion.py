@@ -219,7 +219,7 @@ def test_a_hand_that_promotes_while_the_rule_crowns_is_obeyed() -> None:
 
 
 def test_a_certificate_says_what_the_tags_say(issue: Issue, tmp_path: Path) -> None:
-    """Otherwise a spool could make any version a champion."""
+    """Otherwise a run folder could make any version a champion."""
     folder = versions.certified(tmp_path / "forged", 0.1)
     forged = {"certified_acc.0.1": "0.9900", "images": "10000", "dataset": "imagenet", "clean_acc": "1.0"}
     for tag, value in forged.items():

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from certizoo import UserError
-from certizoo.registry import browse, publish, spool, store
-from certizoo.registry.track import Tracker
+from certizoo.registry import browse, publish, run_folder, runs
 from tests.tools import versions
 from tests.tools.full_disk import full_disk
-
-AWAY = "http://127.0.0.1:9"
+from tests.tools.tracking import AWAY, begin, history, log
 
 
 def at_every_moment(folder: Path, work: Callable[[], object], check: Callable[[], None]) -> int:
@@ -60,33 +58,35 @@ def test_a_publication_is_finished_once_there_is_room(store_in: str, tmp_path: P
     assert not publish.waiting(tmp_path / "run")
 
 
-def test_a_spool_is_sent_once_there_is_room(store_in: str, tmp_path: Path) -> None:
+def test_a_run_is_sent_once_there_is_room(store_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
-    tracker = Tracker(run_dir, AWAY)
-    tracker.start("e", "r", {"a": 1})
+    tracker = begin(run_dir, AWAY)
     for step in range(3):
-        tracker.log({"loss": 1.0}, step)
-        tracker.flush()
+        log(tracker, step, loss=1.0)
     tracker.finish()
-    before = (run_dir / spool.SPOOL).read_bytes()
+    monkeypatch.setattr(run_folder, "BATCH", 1)
+    waited = runs.waiting(run_dir)
+
+    def work() -> None:
+        if waited:
+            runs.sync(run_dir, store_in)
 
     def check() -> None:
-        left = (run_dir / spool.SPOOL).read_bytes() if spool.waiting(run_dir) else before
-        assert left == before, "nothing of it is lost"
+        assert run_folder.load(run_dir) is not None
 
-    at_every_moment(run_dir, lambda: spool.sync(run_dir, store_in), check)
-    spool.sync(run_dir, store_in)
-    client = store.connect(store_in)
-    (run,) = client.search_runs([store.experiment_id(client, "e")])
-    assert len(client.get_metric_history(run.info.run_id, "loss")) == 3
+    assert at_every_moment(run_dir, work, check) > 3
+    run_id = runs.sync(run_dir, store_in)
+    assert history(store_in, run_id, "loss") == [(step, 1.0) for step in range(3)]
 
 
-def test_a_training_goes_on_though_its_spool_cannot_be_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_training_goes_on_though_its_state_cannot_be_written(
+    store_in: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.ERROR, logger="registry"), full_disk(tmp_path, 0):
-        tracker = Tracker(tmp_path / "run", AWAY)
-        tracker.start("e", "r", {})
-        tracker.log({"loss": 1.0}, 0)
+    tracker = begin(tmp_path / "run", AWAY)
+    log(tracker, 0, loss=1.0)
+    with caplog.at_level(logging.ERROR), full_disk(tmp_path, 0):
+        tracker.flush()
         tracker.finish()
-    assert "a tracking record is lost" in caplog.text
+    assert "the end of the run is not recorded" in caplog.text
+    run_id = runs.sync(tmp_path / "run", store_in)
+    assert history(store_in, run_id, "loss") == [(0, 1.0)]

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 
 from certizoo import UserError
-from certizoo.registry import browse, manifest, spool, store
+from certizoo.registry import browse, manifest, run_folder, runs, store
 from certizoo.registry import publish as publishing
 from certizoo.registry.__main__ import main
 from certizoo.registry.publish import Published
-from certizoo.registry.track import Tracker
 from tests.tools import versions
+from tests.tools.tracking import AWAY, begin
 from tests.tools.versions import HEADLINE
-
-AWAY = "http://127.0.0.1:9"  # the discard port: connection refused
 
 Publish = Callable[..., Published]
 
@@ -106,7 +104,6 @@ def test_without_certificate_nothing_is_registered(issue: Publish, uri: str, tmp
         ({"headline": "certified_acc.0.3"}, "is missing from the publication"),
         ({"name": "a/b"}, "model name"),
         ({"loader_module": "nowhere"}, "loader"),
-        ({"run_id": "0" * 32}, "no run"),
     ],
 )
 def test_unfit_publications_are_refused(
@@ -117,18 +114,18 @@ def test_unfit_publications_are_refused(
 
 
 def test_the_same_certificate_is_published_once(issue: Publish, uri: str, tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path / "a", uri)
-    run_id = tracker.start("digits", "first", {"epochs": 3})
+    tracker = begin(tmp_path / "a", uri)
+    run_id = tracker.run_id or ""
     tracker.finish()
     folder = handover(tmp_path / "a")
-    assert issue(folder, run_id=run_id) == issue(folder, run_id=run_id)
+    assert issue(folder) == issue(folder)
     (version,) = browse.versions("tiny")
     assert version.run_id == run_id
     assert store.connect(uri).get_run(run_id).info.status == "FINISHED"
     said = json.loads((folder / "certificate.json").read_text())
     said["accuracy"][versions.EPS]["certified"] = 0.5
     (folder / "certificate.json").write_text(json.dumps(said))  # certified again: a new version
-    assert issue(folder, run_id=run_id).version == "2"
+    assert issue(folder).version == "2"
 
 
 def test_unknown_names_list_what_exists(issue: Publish, uri: str, tmp_path: Path) -> None:
@@ -149,20 +146,17 @@ def test_unknown_names_list_what_exists(issue: Publish, uri: str, tmp_path: Path
 
 def test_away_publication_waits_with_its_run(issue: Publish, uri: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    tracker = Tracker(run_dir, AWAY)
-    run_id = tracker.start("digits", "first", {"epochs": 3})
-    tracker.finish()
-    folder = handover(run_dir)
-    waiting = issue(folder, run_id=run_id, uri=AWAY)
+    begin(run_dir, AWAY, {"epochs": 3}).finish()
+    waiting = issue(handover(run_dir), uri=AWAY)
     assert waiting.version is None
-    assert waiting.uri == str(run_dir / publishing.SPOOL)
+    assert waiting.uri == str(run_dir / run_folder.PUBLICATION)
     moved = run_dir.rename(tmp_path / "moved")
-    copy = (moved / publishing.SPOOL).read_bytes()
+    copy = (moved / run_folder.PUBLICATION).read_bytes()
     published = publishing.sync(moved, uri)  # sync sends the run first
     assert published == Published("tiny", "1", "models:/tiny/1", champion=True)
-    assert not spool.waiting(moved)
+    assert not runs.waiting(moved)
     assert publishing.sync(moved, uri) is None
-    (moved / publishing.SPOOL).write_bytes(copy)  # as if sync had died before it could delete the spool
+    (moved / run_folder.PUBLICATION).write_bytes(copy)  # as if sync had died before it could delete it
     assert publishing.sync(moved, uri) == published
     (version,) = browse.versions()
     assert store.connect(uri).get_run(version.run_id).data.params == {"epochs": "3"}  # type: ignore[arg-type]

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from certizoo.ports import free_port
-from certizoo.registry import browse, spool, store, ui
+from certizoo.registry import browse, runs, store, ui
 from certizoo.registry import publish as publishing
 from certizoo.registry.publish import Published
-from certizoo.registry.track import Tracker
 from tests.tools import versions
 from tests.tools.launching import wait_for
+from tests.tools.tracking import begin, log
 
 
 @contextmanager
@@ -60,42 +60,36 @@ def registry_ui(folder: Path, port: int) -> Iterator[str]:
         socket.create_connection(("127.0.0.1", port), timeout=1)
 
 
-def issue(run_dir: Path, run_id: str | None, uri: str) -> Published:
-    return versions.issue(run_dir / "handover", uri, run_id=run_id)
-
-
-def track(run_dir: Path, uri: str) -> str | None:
-    tracker = Tracker(run_dir, uri)
-    tracker.start("digits", run_dir.name, {"epochs": 3})
-    tracker.log({"loss": 1.0}, 0)
-    tracker.log_artifacts(run_dir / "handover")
+def train(run_dir: Path, uri: str) -> Published:
+    """Track a training and publish its hand-over."""
+    tracker = begin(run_dir, uri, {"epochs": 3}, run_dir.name)
+    log(tracker, 0, loss=1.0)
     tracker.finish()
-    return tracker.run_id
+    return versions.issue(run_dir / "handover", uri)
 
 
 @pytest.mark.slow  # the parts without a server: test_track.py, test_publish.py
-def test_direct_server_and_spooled_runs_meet_in_one_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_server_and_later_runs_meet_in_one_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
     database, port = f"sqlite:///{tmp_path}/mlflow.db", free_port()
     url = f"http://127.0.0.1:{port}"
-    folders = {name: versions.certified(tmp_path / "runs" / name) for name in ("direct", "spooled", "live")}
+    folders = {name: versions.certified(tmp_path / "runs" / name) for name in ("direct", "later", "live")}
 
-    assert issue(tmp_path / "runs" / "direct", track(tmp_path / "runs" / "direct", database), database).version
-    away = track(tmp_path / "runs" / "spooled", url)  # the server is not up yet
-    assert issue(tmp_path / "runs" / "spooled", away, url).version is None
+    assert train(tmp_path / "runs" / "direct", database).version
+    assert train(tmp_path / "runs" / "later", url).version is None, "the server is not up yet"
 
     with registry_ui(tmp_path, port):
-        published = publishing.sync(tmp_path / "runs" / "spooled", url)
+        published = publishing.sync(tmp_path / "runs" / "later", url)
         assert published is not None
         assert (published.version, published.champion) == ("2", False)
-        assert not spool.waiting(tmp_path / "runs" / "spooled")
-        assert issue(tmp_path / "runs" / "live", track(tmp_path / "runs" / "live", url), url).version == "3"
+        assert not runs.waiting(tmp_path / "runs" / "later")
+        assert train(tmp_path / "runs" / "live", url).version == "3"
         assert_all_there(url, folders, tmp_path / "cache-server", monkeypatch)
         assert_a_name_that_is_not_its_own_is_said(port, monkeypatch)
         # the pages of the browser fetch through these routes:
         for version in browse.versions("tiny", url):
-            got = f"{url}/get-artifact?path=certificate.json&run_uuid={version.run_id}"
+            got = f"{url}/get-artifact?path=handover/certificate.json&run_uuid={version.run_id}"
             with urllib.request.urlopen(got, timeout=10) as answer:
                 assert json.loads(answer.read())["run"] in folders
     assert_all_there(database, folders, tmp_path / "cache-direct", monkeypatch)

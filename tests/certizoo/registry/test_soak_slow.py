@@ -14,7 +14,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from certizoo.ports import free_port
-from certizoo.registry import browse, publish, spool, store
+from certizoo.registry import browse, publish, run_folder, runs, store
 from tests.tools.launching import wait_for
 from tests.tools.registry_writer import STEPS
 
@@ -62,9 +62,9 @@ def test_nothing_is_lost_or_doubled(store_in: str, tmp_path: Path) -> None:
             server = start(tmp_path, port)
         for number, writer in enumerate(writers):
             assert writer.wait(1800) == 0, (tmp_path / f"w{number}.log").read_text()
-        waiting = [path for path in tmp_path.glob("w*/run-*") if spool.waiting(path) or publish.waiting(path)]
+        waiting = [path for path in tmp_path.glob("w*/run-*") if runs.waiting(path) or publish.waiting(path)]
         for path in waiting:
-            spool.sync(path, url)
+            runs.sync(path, url)
             publish.sync(path, url)
         print(f"{WRITERS * RUNS} runs in {time.monotonic() - begun:.0f} s, {len(waiting)} of them kept and sent later")
         assert waiting, "a kill that nobody noticed proves nothing"
@@ -74,9 +74,9 @@ def test_nothing_is_lost_or_doubled(store_in: str, tmp_path: Path) -> None:
 
 
 def check(url: str, folder: Path) -> None:
-    """Check that every run, row, version and tag is there once, the champion is right, and no spool is left."""
+    """Check that every run, row, version and tag is there once, the champion is right, and nothing waits."""
     with sqlite3.connect(folder / "mlflow.db") as database:
-        runs = database.execute(
+        found = database.execute(
             "SELECT p.value || '/' || q.value, r.status FROM runs r JOIN params p USING (run_uuid) JOIN params q USING "
             "(run_uuid) WHERE p.key = 'writer' AND q.key = 'index' AND r.lifecycle_stage = 'active'"
         ).fetchall()
@@ -89,8 +89,8 @@ def check(url: str, folder: Path) -> None:
             "(SELECT run_uuid FROM params WHERE key = 'writer')"
         ).fetchone()
     wanted = {f"w{writer}/{index}" for writer in range(WRITERS) for index in range(RUNS)}
-    assert Counter(name for name, _ in runs) == Counter(wanted)
-    assert {status for _, status in runs} == {"FINISHED"}
+    assert Counter(name for name, _ in found) == Counter(wanted)
+    assert {status for _, status in found} == {"FINISHED"}
     assert unnamed == 0
     assert Counter(rows) == {(STEPS, STEPS): WRITERS * RUNS}
     versions = browse.versions("loaded", url)
@@ -101,4 +101,4 @@ def check(url: str, folder: Path) -> None:
     }
     best = max(versions, key=lambda v: (float(v.tags["certified_low.0.1"]), -int(v.version)))
     assert best.aliases == ("champion", "champion-digits")
-    assert not [path for path in folder.glob("w*/run-*/*") if path.name.startswith(("mlflow_", "publish_spool"))]
+    assert not [path for path in run_folder.below(folder) if runs.waiting(path) or publish.waiting(path)]

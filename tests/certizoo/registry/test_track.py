@@ -1,70 +1,63 @@
-"""Tracking: everything logged arrives once, whenever the server comes and goes."""
+"""Tracking: a run folder arrives once, whenever the server, the training and the senders come and go."""
 
-import json
 import logging
 import math
-import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from certizoo import UserError
-from certizoo.registry import records, spool, store
+from certizoo.locks import locked
+from certizoo.registry import run_folder, runs, store
 from certizoo.registry.track import Tracker
 from tests.tools.cases import mostly_slow
+from tests.tools.tracking import AWAY, begin, history, kill, log, runs_of
 
-AWAY = "http://127.0.0.1:9"  # the discard port: connection refused
+ROOT = Path(store.__file__).parents[2]
 
 
 @pytest.fixture
-def uri(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    shutil.copy(empty_database, tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return f"sqlite:///{tmp_path}/mlflow.db"
+def uri(store_in: str) -> str:
+    return store_in
 
 
-def history(uri: str, run_id: str, name: str) -> list[tuple[int, float]]:
-    return [(m.step, m.value) for m in store.connect(uri).get_metric_history(run_id, name)]
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Return a run folder with a hand-over."""
+    (tmp_path / "run" / "handover").mkdir(parents=True)
+    (tmp_path / "run" / "handover" / "config.yaml").write_text("a: 1\n")
+    return tmp_path / "run"
 
 
-def run_once(run_dir: Path, uri: str, artifacts: Path) -> Tracker:
-    tracker = Tracker(run_dir, uri)
-    tracker.start("digits", "first", {"train": {"epochs": 3}, "note": "x" * 9000})
+def run_once(run_dir: Path, uri: str, **how: Any) -> Tracker:
+    tracker = begin(run_dir, uri, {"train": {"epochs": 3}, "note": "x" * 9000}, **how)
     for step in range(4):
-        tracker.log({"loss": 1.0 / (step + 1), "odd name!": step}, step)
-    tracker.log_artifacts(artifacts, "handover")
+        log(tracker, step, loss=1.0 / (step + 1), **{"odd name!": step})
     tracker.finish()
     return tracker
 
 
-@pytest.fixture
-def artifacts(tmp_path: Path) -> Path:
-    (tmp_path / "run" / "handover").mkdir(parents=True)
-    (tmp_path / "run" / "handover" / "config.yaml").write_text("a: 1\n")
-    return tmp_path / "run" / "handover"
-
-
-def assert_arrived(uri: str, run_id: str) -> None:
+def assert_arrived(uri: str, run_dir: Path) -> None:
     client = store.connect(uri)
-    run = client.get_run(run_id)
+    (run,) = runs_of(uri)
     assert run.info.status == "FINISHED"
     assert run.data.params["train.epochs"] == "3"
-    assert len(run.data.params["note"]) == records.MAX_PARAM
-    assert history(uri, run_id, "loss") == [(step, 1.0 / (step + 1)) for step in range(4)]
-    assert len(history(uri, run_id, "odd name_")) == 4
-    assert [f.path for f in client.list_artifacts(run_id, "handover")] == ["handover/config.yaml"]
-    assert len(client.search_runs([run.info.experiment_id])) == 1
+    assert len(run.data.params["note"]) == runs.MAX_PARAM
+    assert history(uri, run.info.run_id, "loss") == [(step, 1.0 / (step + 1)) for step in range(4)]
+    assert len(history(uri, run.info.run_id, "odd name_")) == 4
+    assert [f.path for f in client.list_artifacts(run.info.run_id, "handover")] == ["handover/config.yaml"]
+    assert not runs.waiting(run_dir)
 
 
-def test_a_run_arrives_in_the_default_store(uri: str, artifacts: Path, tmp_path: Path) -> None:
-    tracker = run_once(artifacts.parent, "", artifacts)
-    assert tracker.uri == uri
-    assert tracker.run_id is not None
-    assert_arrived(uri, tracker.run_id)
-    assert not spool.waiting(artifacts.parent)
+@pytest.mark.parametrize("flush_seconds", [0.0, 60.0], ids=["row by row", "at the end"])
+def test_a_run_arrives_in_the_default_store(uri: str, run_dir: Path, tmp_path: Path, flush_seconds: float) -> None:
+    assert run_once(run_dir, "", flush_seconds=flush_seconds).uri == uri
+    assert_arrived(uri, run_dir)
     assert list((tmp_path / "mlartifacts").rglob("config.yaml"))
 
 
@@ -80,157 +73,291 @@ def test_passwords_are_not_written_down() -> None:
     assert store.public("postgresql://me:secret@host/db") == "postgresql://host/db"
     away = Exception("API request to http://me:se@cret@h:5000/api/2.0/x failed with exception 503 of me@h")
     assert store.reason(away) == "API request to http://h:5000/api/2.0/x failed with exception 503 of me@h"
-    params = records.flatten({"registry": {"uri": "http://me:secret@h:5000"}, "data": {"root": "s3://bucket/a@b"}})
-    assert params == {"registry.uri": "http://h:5000", "data.root": "s3://bucket/a@b"}
 
 
-def test_resume_goes_on_in_the_same_run_and_keeps_changed_params(uri: str, tmp_path: Path) -> None:
-    first = Tracker(tmp_path / "run", uri)
-    run_id = first.start("digits", "first", {"epochs": 3})
-    first.log({"loss": 1.0}, 0)
+def test_resume_goes_on_in_the_same_run_and_keeps_changed_params(uri: str, run_dir: Path) -> None:
+    first = begin(run_dir, uri, {"epochs": 3})
+    log(first, 0, loss=1.0)
     first.finish("KILLED")
-    second = Tracker(tmp_path / "run", uri)
-    assert second.start("digits", "first", {"epochs": 5, "new": 1}, run_id=run_id) == run_id
-    assert store.connect(uri).get_run(run_id).info.status == "RUNNING"
-    second.log({"loss": 0.5}, 1)
+    assert runs_of(uri)[0].info.status == "KILLED"
+    second = begin(run_dir, uri, {"epochs": 5, "new": 1})
+    assert runs_of(uri)[0].info.status == "RUNNING"
+    log(second, 1, loss=0.5)
     second.finish()
-    run = store.connect(uri).get_run(run_id)
+    (run,) = runs_of(uri)
+    assert run.info.run_id == first.run_id == second.run_id
     assert run.info.status == "FINISHED"
     assert run.data.params == {"epochs": "3", "new": "1"}
     assert run.data.tags["resumed.epochs"] == "5"
-    assert history(uri, run_id, "loss") == [(0, 1.0), (1, 0.5)]
+    assert history(uri, second.run_id, "loss") == [(0, 1.0), (1, 0.5)]
 
 
-def test_resume_of_an_unknown_run_begins_a_new_one(uri: str, tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path / "run", uri)
-    run_id = tracker.start("digits", "first", {}, run_id="0" * 32)
-    assert run_id == tracker.run_id != "0" * 32
-    tracker.finish()
-    assert not spool.waiting(tmp_path / "run")
+def rewound(run_dir: Path, rows: int) -> None:
+    """Drop rows as the trainer does before it resumes."""
+    lines = (run_dir / run_folder.ROWS).read_bytes().splitlines(keepends=True)
+    (run_dir / run_folder.ROWS).write_bytes(b"".join(lines[:rows]))
 
 
-def test_away_is_spooled_and_synced_once(uri: str, artifacts: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_dir = artifacts.parent
-    with caplog.at_level(logging.WARNING, logger="registry"):
-        tracker = run_once(run_dir, AWAY, artifacts)
-    assert [r.name for r in caplog.records if "certizoo registry sync" in r.message] == ["certizoo.registry.track"]
-    assert tracker.run_id is not None
-    assert tracker.run_id.startswith(records.PENDING)
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
-        spool.sync(run_dir)  # the spool names its target, which is not trusted
-    copy = (run_dir / spool.SPOOL).read_bytes()
-    run_id = spool.sync(run_dir, uri)
-    assert run_id
-    assert_arrived(uri, run_id)
-    assert not list(run_dir.glob("mlflow_*"))
-    (run_dir / spool.SPOOL).write_bytes(copy)  # as if sync had died before it could delete the spool
-    assert spool.sync(run_dir, uri) == run_id
-    assert_arrived(uri, run_id)
-
-
-@pytest.mark.parametrize("crash_at", mostly_slow(range(1, 6), 3))
-def test_an_interrupted_sync_doubles_nothing(
-    uri: str, artifacts: Path, crash_at: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("first", [True, False], ids=["first online", "first away"])
+@pytest.mark.parametrize("second", [True, False], ids=["second online", "second away"])
+@pytest.mark.parametrize("between", [True, False], ids=["sync between", "no sync"])
+def test_after_a_resume_every_row_arrives_once(
+    uri: str, run_dir: Path, first: bool, second: bool, between: bool
 ) -> None:
-    run_dir = artifacts.parent
-    run_once(run_dir, AWAY, artifacts)
-    sent, real = [], records.send
-
-    def send_then_die(*args: object) -> str:
-        sent.append(real(*args))  # type: ignore[arg-type]
-        if len(sent) == crash_at:
-            raise KeyboardInterrupt
-        return sent[-1]
-
-    monkeypatch.setattr(records, "send", send_then_die)
-    try:
-        spool.sync(run_dir, uri)
-    except KeyboardInterrupt:
-        assert spool.waiting(run_dir)
-    monkeypatch.setattr(records, "send", real)
-    spool.sync(run_dir, uri)
-    assert_arrived(uri, sent[0])
-
-
-def test_a_resumed_run_that_was_never_online_is_one_run(uri: str, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    first = Tracker(run_dir, AWAY)
-    pending = first.start("digits", "first", {"epochs": 3})
-    first.log({"loss": 1.0}, 0)
-    first.flush()
-    with (run_dir / spool.SPOOL).open("a") as stream:
-        stream.write('{"kind": "metrics", "rows": [["lo')  # killed in the middle of a line
-    second = Tracker(run_dir, AWAY)
-    assert second.start("digits", "first", {"epochs": 3}, run_id=pending) == pending
-    second.log({"loss": 0.5}, 1)
-    second.finish()
-    run_id = spool.sync(run_dir, uri)
-    assert run_id
-    assert history(uri, run_id, "loss") == [(0, 1.0), (1, 0.5)]
-    third = Tracker(run_dir, uri)  # from a checkpoint that still holds the pending id
-    assert third.start("digits", "first", {}, run_id=pending) == run_id
+    """The resumed session repeats steps with other values, in lines of other lengths."""
+    tracker = begin(run_dir, uri if first else AWAY)
+    for step in range(4):
+        log(tracker, step, loss=1.0 + step)
+    kill(tracker)
+    if between:
+        runs.sync(run_dir, uri)
+        assert runs_of(uri)[0].info.status == "KILLED"
+    rewound(run_dir, 2)
+    tracker = begin(run_dir, uri if second else AWAY)
+    for step in range(2, 6):
+        log(tracker, step, loss=1.0 + step / 16)
+    tracker.finish()
+    runs.sync(run_dir, uri)
+    (run,) = runs_of(uri)
+    assert run.info.status == "FINISHED"
+    old = [(step, 1.0 + step) for step in range(4 if first or between else 2)]
+    assert sorted(history(uri, run.info.run_id, "loss")) == sorted(
+        old + [(step, 1.0 + step / 16) for step in range(2, 6)]
+    )
 
 
-def test_going_away_and_coming_back_in_the_middle(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir, real = tmp_path / "run", store.connect
-    tracker = Tracker(run_dir, uri, flush_seconds=0.0)
-    run_id = tracker.start("digits", "first", {"epochs": 3})
+def test_a_sender_that_a_resume_overtakes_records_nothing(
+    uri: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has read rows that the resumed training drops; if it counted them, rows written in their place were lost."""
+    tracker, real = begin(run_dir, AWAY), runs.log_points
+    for step in range(4):
+        log(tracker, step, loss=1.0)
+    kill(tracker)
+    resumed: list[Tracker] = []
+
+    def overtaken(*arguments: Any) -> None:
+        real(*arguments)
+        if not resumed:
+            rewound(run_dir, 1)
+            resumed.append(begin(run_dir, AWAY))
+            log(resumed[0], 1, loss=0.5)
+
+    monkeypatch.setattr(runs, "log_points", overtaken)
+    runs.sync(run_dir, uri)
+    assert runs.waiting(run_dir)
+    assert runs_of(uri)[0].info.status == "RUNNING"
+    for step in range(2, 5):
+        log(resumed[0], step, loss=0.5)
+    resumed[0].finish()
+    runs.sync(run_dir, uri)
+    assert {(step, 0.5) for step in range(1, 5)} < set(history(uri, runs_of(uri)[0].info.run_id, "loss"))
+    assert runs_of(uri)[0].info.status == "FINISHED"
+
+
+def test_a_run_that_mlflow_has_lost_is_sent_as_a_whole(uri: str, run_dir: Path) -> None:
+    """Its rows were sent before, to another server or into a run that somebody has deleted."""
+    run_once(run_dir, uri)
+    client = store.connect(uri)
+    client.delete_run(runs_of(uri)[0].info.run_id)
+    runs.sync(run_dir, uri)
+    assert_arrived(uri, run_dir)
+
+
+def test_an_absent_server_gets_the_run_later_and_once(
+    uri: str, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert run_once(run_dir, AWAY).run_id is None
+    assert [r.name for r in caplog.records if "certizoo registry sync" in r.message] == ["certizoo.registry.track"]
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
+        runs.sync(run_dir)  # the folder names its target, which is not trusted
+    before = (run_dir / run_folder.STATE).read_bytes()
+    runs.sync(run_dir, uri)
+    assert_arrived(uri, run_dir)
+    (run_dir / run_folder.STATE).write_bytes(before)  # as if nothing of what was sent had been recorded
+    runs.sync(run_dir, uri)
+    assert_arrived(uri, run_dir)
+
+
+@pytest.mark.parametrize("crash_at", mostly_slow(range(1, 9), 2, 6))
+def test_an_interrupted_sync_doubles_nothing(
+    uri: str, run_dir: Path, crash_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row is a request of its own; the process dies after request or record number `crash_at`."""
+    run_once(run_dir, AWAY)
+    monkeypatch.setattr(run_folder, "BATCH", 1)
+    moments = count(1)
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def then_die(*how: Any, **more: Any) -> Any:
+            result = real(*how, **more)
+            if next(moments) == crash_at:
+                raise KeyboardInterrupt
+            return result
+
+        return then_die
+
+    with monkeypatch.context() as patch:
+        for module, name in ((runs, "log_points"), (run_folder, "update"), (runs, "create_run")):
+            patch.setattr(module, name, dying(getattr(module, name)))
+        with pytest.raises(KeyboardInterrupt):
+            runs.sync(run_dir, uri)
+    assert runs.waiting(run_dir)
+    runs.sync(run_dir, uri)
+    assert_arrived(uri, run_dir)
+
+
+def test_going_away_and_coming_back_in_the_middle(uri: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = begin(run_dir, uri, retry_seconds=0.0)
+    run_id = tracker.run_id
 
     def away(*_: object) -> None:
         raise ConnectionError("gone")
 
-    tracker.log({"loss": 0.0}, 0)
+    log(tracker, 0, loss=0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(records, "send", away)
-        tracker.log({"loss": 1.0}, 1)
-        tracker.log({"loss": 2.0}, 2)
-    tracker.log({"loss": 3.0}, 3)  # the server answers again, but the spool goes first
-    assert len(history(uri, run_id, "loss")) == 1
+        patch.setattr(runs, "log_points", away)
+        log(tracker, 1, loss=1.0)
+        log(tracker, 2, loss=2.0)
+        assert len(history(uri, run_id, "loss")) == 1
+    log(tracker, 3, loss=3.0)
+    assert history(uri, run_id, "loss") == [(step, float(step)) for step in range(4)]
     tracker.finish()
     assert tracker.run_id == run_id
-    assert history(uri, run_id, "loss") == [(step, float(step)) for step in range(4)]
-    assert real(uri).get_run(run_id).info.status == "FINISHED"
-    assert not spool.waiting(run_dir)
+    assert not runs.waiting(run_dir)
+
+
+def test_an_absent_server_is_asked_less_and_less_often(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    now = [0.0]
+
+    def away(uri: str) -> None:
+        asked.append(now[0])
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(store, "connect", away)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    tracker = begin(run_dir, "sqlite:///x.db", retry_seconds=300)
+    for now[0] in range(0, 3000, 10):
+        tracker.flush()
+    kill(tracker)
+    assert asked == [0, 300, 900, 2100]
 
 
 def test_nan_and_infinity_do_not_stop_the_run(uri: str, tmp_path: Path) -> None:
     for target in (uri, AWAY):
-        run_dir = tmp_path / ("online" if target == uri else "spooled")
-        tracker = Tracker(run_dir, target)
-        tracker.start("digits", "diverges", {})
-        tracker.log({"loss": math.nan, "norm": math.inf}, 0)
+        tracker = begin(tmp_path / target[:4], target)
+        log(tracker, 0, loss=math.nan, norm=math.inf)
         tracker.finish()
-        run_id = spool.sync(run_dir, uri) or tracker.run_id
-        assert run_id
+        run_id = runs.sync(tmp_path / target[:4], uri)
         assert math.isnan(history(uri, run_id, "loss")[0][1])
         assert history(uri, run_id, "norm")[0][1] > 1e300
 
 
-def test_what_mlflow_refuses_is_kept_apart(uri: str, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    tracker = Tracker(run_dir, uri)
-    run_id = tracker.start("digits", "first", {})
-    tracker.log_artifacts(run_dir / "nowhere")
-    tracker.log({"loss": 1.0}, 0)
+@pytest.mark.parametrize("target", ["online", "away"])
+def test_a_killed_training_is_sent_as_killed_and_a_live_one_as_running(uri: str, run_dir: Path, target: str) -> None:
+    """The training is another process, ended by SIGKILL."""
+    code = (
+        "import sys, time; from pathlib import Path; from tests.tools.tracking import begin, log\n"
+        f"tracker = begin(Path({str(run_dir)!r}), {uri if target == 'online' else AWAY!r})\n"
+        "log(tracker, 0, loss=1.0); print('logged', flush=True); time.sleep(60)"
+    )
+    training = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert training.stdout is not None
+        assert training.stdout.readline() == "logged\n"
+        runs.sync(run_dir, uri)
+        (run,) = runs_of(uri)
+        assert (run.info.status, run.data.metrics) == ("RUNNING", {"loss": 1.0})
+    finally:
+        training.kill()
+        training.wait()
+    runs.sync(run_dir, uri)
+    (run,) = runs_of(uri)
+    assert run.info.status == "KILLED"
+    assert abs(run.info.end_time / 1000 - (run_dir / run_folder.ROWS).stat().st_mtime) < 1
+    assert not runs.waiting(run_dir)
+
+
+def test_a_trial_that_went_on_in_another_folder_has_the_last_word(uri: str, run_dir: Path, tmp_path: Path) -> None:
+    """Its first folder is of a killed session of the same run."""
+    first = begin(run_dir, uri)
+    log(first, 0, loss=1.0)
+    (tmp_path / "run-2").mkdir()
+    for name in (run_folder.STATE, run_folder.ROWS):
+        (tmp_path / "run-2" / name).write_bytes((run_dir / name).read_bytes())
+    kill(first)
+    begin(tmp_path / "run-2", uri).finish()
+    runs.sync(run_dir, uri)
+    (run,) = runs_of(uri)
+    assert run.info.status == "FINISHED"
+    assert not runs.waiting(run_dir)
+
+
+def test_a_training_does_not_wait_for_somebody_who_sends(uri: str, run_dir: Path) -> None:
+    code = (
+        "import time; from pathlib import Path; from certizoo.locks import locked\n"
+        f"with locked(Path({str(run_dir / run_folder.SENDING)!r})): print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        run_once(run_dir, uri)
+        assert runs.waiting(run_dir)
+    finally:
+        holder.kill()
+        holder.wait()
+    runs.sync(run_dir, uri)
+    assert_arrived(uri, run_dir)
+
+
+@pytest.mark.slow  # called from threads by the test of a start that is sent twice
+def test_two_syncs_at_once_send_everything_once(uri: str, run_dir: Path) -> None:
+    run_once(run_dir, AWAY)
+    code = f"from pathlib import Path; from certizoo.registry import runs; runs.sync(Path({str(run_dir)!r}), {uri!r})"
+    both = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE) for _ in range(2)]
+    for process in both:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors.decode()
+    assert_arrived(uri, run_dir)
+
+
+def test_a_run_created_twice_at_once_is_one_run(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines, or a repeated request, both saw no run before they created theirs."""
+    client, real = store.connect(uri), runs._of_key
+    experiment = store.experiment_id(client, "e")
+    first = runs.create_run(client, experiment, "k", "r")
+    looks: list[int] = []
+
+    def late(*arguments: Any) -> list[str]:
+        """Hide the other run at the first look."""
+        looks.append(1)
+        return [] if len(looks) == 1 else real(*arguments)
+
+    monkeypatch.setattr(runs, "_of_key", late)
+    assert runs.create_run(client, experiment, "k", "r") == first
+    assert [run.info.run_id for run in runs_of(uri)] == [first]
+
+
+def test_a_training_is_seen_from_its_own_process(run_dir: Path) -> None:
+    tracker = begin(run_dir, AWAY)
+    assert run_folder.is_training(run_dir)
     tracker.finish()
-    assert history(uri, run_id, "loss") == [(0, 1.0)]
-    refused = [json.loads(line) for line in (run_dir / spool.REFUSED).read_text().splitlines()]
-    assert [record["kind"] for record in refused] == ["artifacts"]
-
-
-def test_a_headless_spool_is_an_error(uri: str, tmp_path: Path) -> None:
-    spool.append(tmp_path, {"kind": "finish", "status": "FINISHED", "time": 0})
-    with pytest.raises(UserError, match="start record"):
-        spool.sync(tmp_path, uri)
+    assert not run_folder.is_training(run_dir)
+    with locked(run_dir / run_folder.TRAINING, wait=False) as free:
+        assert free
 
 
 @pytest.mark.slow
 def test_processes_that_race_for_a_fresh_store_share_one_experiment(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     code = f"from certizoo.registry import store; print(store.experiment_id(store.connect({uri!r}), 'race'))"
-    root = Path(store.__file__).parents[2]
     racers = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
     ids = {racer.communicate()[0].strip() for racer in racers}
     assert all(racer.returncode == 0 for racer in racers)

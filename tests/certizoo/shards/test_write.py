@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,6 +140,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
+from typing import Any
 import numpy as np
 from certizoo import shards
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
@@ -242,3 +244,16 @@ def test_index_lists_shards_that_exist(tmp_path: Path) -> None:
 def test_arrays_that_are_not_bytes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="uint8"):
         shards.write([(np.zeros((8, 8)), 0)], tmp_path, name="toy", split="train")
+
+
+@pytest.mark.parametrize("label", [-1, 1.5, "1", None, np.eye(3, dtype=int)[1], [0, 1]], ids=repr)
+def test_labels_that_the_loader_would_refuse_are_not_written(label: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="toy-train-00000000 has the label"):
+        shards.write([(np.zeros((8, 8, 3), np.uint8), label)], tmp_path, name="toy", split="train")
+    assert not list(tmp_path.glob("*.tar*"))
+
+
+@pytest.mark.parametrize("label", [2, np.int32(2), np.uint8(2), torch.tensor(2)], ids=repr)
+def test_labels_of_every_integer_type_are_written(label: Any, tmp_path: Path) -> None:
+    shards.write([(np.zeros((8, 8, 3), np.uint8), label)], tmp_path, name="toy", split="train")
+    assert shards.find(config(tmp_path), "train").histogram == (0, 0, 1)

@@ -81,7 +81,7 @@ def compared(job: Job) -> dict[str, float]:
         for step in range(start, end):
             train_step(run, iter([batches(rank, size, step)]), step, LR)
 
-    saved = Saved(tag(HALF), Position(HALF, 0, HALF), size, None, {})
+    saved = Saved(tag(HALF), Position(HALF, 0, HALF), size, {})
     first = assemble(job, world)
     train(first, 0, HALF)
     saving.save(first.engine, None, job.run_dir, saved, keep=1)

@@ -27,7 +27,7 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 
 def saved_of(fingerprint: dict[str, Any]) -> Saved:
-    return Saved("step00000001", Position(1), 1, None, fingerprint)
+    return Saved("step00000001", Position(1), 1, fingerprint)
 
 
 @pytest.mark.parametrize(

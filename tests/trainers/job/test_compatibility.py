@@ -129,6 +129,9 @@ CASES: dict[str, list[Case]] = {
         ("adv_train", [*LOOK, "certify.images=null"], "set certify.images=328 or less"),
         ("adv_train", [*LOOK, "train.certify_images=400"], "set train.certify_images lower"),
     ],
+    "probes_are_of_radii_in_the_norm": [
+        ("adv_train", [*LOOK, "certify.norm=linf", "train.certify_eps=[8]"], "set train.certify_eps=0.03137 for 8/255"),
+    ],
     "probes_need_unpatched_torch": [("adv_train", [*LOOK, "deepspeed=zero3"], "set it to 0, or use a stage below 3")],
     "there_are_weights_to_constrain": [("constrain", [*CERTVIT, "constrain.adapt_epochs=0"], "pretrained=WEIGHTS")],
     "the_product_has_rules_for_the_model": [("constrain", [*CERTVIT, UNTIED], "no product of norms")],

@@ -122,6 +122,6 @@ def test_another_run_is_not_resumed_by_mistake(undisturbed: Path, monkeypatch: p
 def test_every_model_knows_its_own_run_again(name: str, tmp_path: Path) -> None:
     """The identity that a checkpoint stores equals the identity of the same command."""
     mine = checkpoint.fingerprint({"model": {"name": name} | zoo.model_options(name)}, "digest")
-    (tmp_path / "mark.json").write_text(Saved("step-1", Position(), 1, None, mine).mark())
-    saved = Saved("step-1", Position(), 1, None, json.loads((tmp_path / "mark.json").read_text())["fingerprint"])
+    (tmp_path / "mark.json").write_text(Saved("step-1", Position(), 1, mine).mark())
+    saved = Saved("step-1", Position(), 1, json.loads((tmp_path / "mark.json").read_text())["fingerprint"])
     checkpoint.check_same_run(saved, mine, 1, tmp_path)
