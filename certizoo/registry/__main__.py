@@ -65,9 +65,9 @@ def sync(args: argparse.Namespace) -> None:
     waiting = [path for path in folders if runs.waiting(path) or publish.waiting(path)]
     target = store.public(store.resolve_uri(args.uri))
     for folder in waiting:
-        meant = {runs.meant_for(folder), publish.meant_for(folder)} - {None, target}
+        meant = {store.public(left.uri) for left in (runs.waiting(folder), publish.waiting(folder)) if left} - {target}
         if meant:
-            say(f"{folder}: meant for {', '.join(map(str, meant))}, sent to {target}")
+            say(f"{folder}: meant for {', '.join(meant)}, sent to {target}")
         if runs.waiting(folder):
             say(f"{folder}: run {runs.sync(folder, args.uri)} sent")
         published = publish.sync(folder, args.uri)

@@ -127,9 +127,8 @@ def publish(
 
 def sync(run_dir: Path, uri: str | None = None) -> Published | None:
     """Perform the publication that waits in a run folder; return None if none waits."""
-    if not waiting(run_dir):
+    if (request := waiting(run_dir)) is None:
         return None
-    request = load(run_dir)
     target = store.agreed_uri(uri, request.uri, run_dir)
     with locked(run_dir / LOCK):
         if not waiting(run_dir):  # another process has performed it meanwhile
@@ -138,23 +137,15 @@ def sync(run_dir: Path, uri: str | None = None) -> Published | None:
         return _finish(request, run_dir, target)
 
 
-def waiting(run_dir: Path) -> bool:
-    """Return True if a version of this run is still to be published."""
-    run_folder.refuse_links(run_dir, PUBLICATION, f"{PUBLICATION}.part")
-    return (run_dir / PUBLICATION).is_file()
-
-
-def meant_for(run_dir: Path) -> str | None:
-    """Return the server that a waiting request names, to be shown and compared."""
-    return store.public(load(run_dir).uri) if waiting(run_dir) else None
-
-
-def load(run_dir: Path) -> Request:
+def waiting(run_dir: Path) -> Request | None:
     """Return the request that waits in a run folder, which may come from someone else.
 
     Raises UserError if it is invalid.
     """
     path = run_dir / PUBLICATION
+    run_folder.refuse_links(run_dir, PUBLICATION, f"{PUBLICATION}.part")
+    if not path.is_file():
+        return None
     try:
         request = Request(**checks.mapping(read_json(path), "the content"))
         for name in ("folder", "name", "loader_module", "experiment", "headline", "uri"):
@@ -200,7 +191,7 @@ def _is_ours(module: str) -> bool:
 
 def _send_another_first(run_dir: Path, name: str, uri: str) -> None:
     """Send a waiting publication under another name first: the next would replace it in the folder."""
-    if waiting(run_dir) and (earlier := load(run_dir)).name != name:
+    if (earlier := waiting(run_dir)) and earlier.name != name:
         check(earlier, run_dir)
         _finish(earlier, run_dir, uri)
 

@@ -11,7 +11,6 @@ checked before it is used.
 """
 
 import json
-import logging
 import time
 import uuid
 from collections.abc import Iterator
@@ -26,45 +25,30 @@ from certizoo.locks import locked
 from certizoo.registry import checks
 from certizoo.text import plain
 
-logger = logging.getLogger(__name__)
 CONFIG, ROWS, FOLDERS = "config.yaml", "metrics.jsonl", ("handover", "pictures")
 STATE, PUBLICATION = "mlflow.json", "publish.json"
 # Locks: held for a moment; by one sender; by the training as long as it lives.
 CHANGING, SENDING, TRAINING = ".mlflow.lock", ".mlflow.sending.lock", ".mlflow.training.lock"
-STATUSES = ("FINISHED", "FAILED", "KILLED")
-MAX_LINE, MAX_ROWS = 2**20, 2**31  # bytes of a row and of all rows
+STATUSES = (None, "FINISHED", "FAILED", "KILLED")
+MAX_LINE = 2**20  # bytes of a row
 BATCH = 1000  # metrics of one request to MLflow
 
 
 @dataclass(frozen=True)
 class Tracked:
-    """The content of mlflow.json.
-
-    Attributes:
-        experiment: MLflow's experiment.
-        run_name: the run's name there.
-        uri: the server of the training; shown and compared, never contacted.
-        key: a tag that names the run before MLflow has given it an id.
-        began: when the run began.
-        session: the number of starts. A sender records nothing about an earlier session.
-        run_id: MLflow's id.
-        sent: the bytes of metrics.jsonl that MLflow has.
-        status: how the session ended; None while it runs, and after a kill.
-        ended: when.
-        done: nothing is left to send.
-    """
+    """The content of mlflow.json. Times are milliseconds since 1970."""
 
     experiment: str
     run_name: str
-    uri: str
-    key: str
+    uri: str  # the server of the training: shown and compared, never contacted
+    key: str  # names the run before MLflow has given it an id
     began: int
-    session: int = 1
+    session: int = 1  # number of starts; a sender records nothing about an earlier session
     run_id: str | None = None
-    sent: int = 0
-    status: str | None = None
-    ended: int | None = None
-    done: bool = False
+    sent: int = 0  # bytes of metrics.jsonl that MLflow has
+    status: str | None = None  # of the session's end; None while it runs, and after a kill
+    ended: int = 0
+    done: bool = False  # nothing is left to send
 
 
 class Point(NamedTuple):
@@ -80,15 +64,20 @@ def now() -> int:
     return int(time.time() * 1000)
 
 
+def below(root: Path) -> list[Path]:
+    """Return the run folders below `root`, including those of trials, from which something may be sent."""
+    return sorted({path.parent for name in (STATE, PUBLICATION) for path in root.rglob(name)})
+
+
 def begin(run_dir: Path, experiment: str, run_name: str, uri: str) -> Tracked:
-    """Record the start of a session. A resume has dropped the rows that it will repeat: those are sent again."""
-    state = Tracked(experiment, run_name, uri, key=uuid.uuid4().hex, began=now())
+    """Record the start of a session. A resume has dropped the rows that it will repeat: they are sent again."""
+    new = Tracked(experiment, run_name, uri, key=uuid.uuid4().hex, began=now())
     with locked(run_dir / CHANGING):
-        if (old := load(run_dir)) is not None:
-            kept, sent = old.key, min(old.sent, _size(run_dir))
-            state = replace(state, key=kept, began=old.began, session=old.session + 1, run_id=old.run_id, sent=sent)
-        _write(run_dir, state)
-    return state
+        if old := load(run_dir):
+            sent = min(old.sent, size(run_dir))
+            new = replace(new, key=old.key, began=old.began, session=old.session + 1, run_id=old.run_id, sent=sent)
+        _write(run_dir, new)
+    return new
 
 
 def update(run_dir: Path, session: int, **changes: Any) -> bool:
@@ -105,7 +94,7 @@ def load(run_dir: Path) -> Tracked | None:
     """Return the state of a tracked run; None for any other folder, such as a trial's snapshot, which has no config.
 
     Raises:
-        UserError: mlflow.json is invalid or a link.
+        UserError: mlflow.json is invalid, or a file is a link.
     """
     refuse_links(run_dir, STATE, f"{STATE}.part", CONFIG, ROWS)
     if not ((run_dir / STATE).is_file() and (run_dir / CONFIG).is_file()):
@@ -125,21 +114,19 @@ def refuse_links(run_dir: Path, *names: str) -> None:
             raise UserError(f"{run_dir / name} is a link; remove it")
 
 
-def below(root: Path) -> list[Path]:
-    """Return the run folders below `root`, including those of trials, from which something may be sent."""
-    return sorted({path.parent for name in (STATE, PUBLICATION) for path in root.rglob(name)})
-
-
 def is_training(run_dir: Path) -> bool:
     """Return True while a tracker is between its start and its end, in whatever process."""
     with locked(run_dir / TRAINING, wait=False) as free:
         return not free
 
 
-def last_written(run_dir: Path, state: Tracked) -> int:
-    """Return the time of the last row, to which a killed run certainly lived."""
-    rows = run_dir / ROWS
-    return int(rows.stat().st_mtime * 1000) if rows.is_file() else state.began
+def size(run_dir: Path) -> int:
+    return (run_dir / ROWS).stat().st_size if (run_dir / ROWS).is_file() else 0
+
+
+def last_sign(run_dir: Path) -> int:
+    """Return the time of the last row, or of the start: a killed run lived until then."""
+    return int((run_dir / (ROWS if size(run_dir) else CONFIG)).stat().st_mtime * 1000)
 
 
 def batches(run_dir: Path, state: Tracked) -> Iterator[tuple[list[Point], int]]:
@@ -156,47 +143,31 @@ def batches(run_dir: Path, state: Tracked) -> Iterator[tuple[list[Point], int]]:
 
 
 def _rows(run_dir: Path, state: Tracked) -> Iterator[tuple[list[Point], int]]:
-    """Iterate over the complete lines, each with the offset after it; skip lines that are not rows, with a warning."""
-    size = _size(run_dir)
-    if size > MAX_ROWS:
-        raise UserError(f"{run_dir / ROWS} is larger than {MAX_ROWS // 2**30} GiB and is not sent; remove it")
-    if size <= state.sent:
+    """Iterate over the complete lines, each with the offset after it: the last one may still be written."""
+    if size(run_dir) <= state.sent:
         return
-    skipped, why = 0, ""
     with open(run_dir / ROWS, "rb", opener=no_link) as file:
         file.seek(state.sent)
-        while line := _line(file):
+        while line := file.readline(MAX_LINE):
+            if not line.endswith(b"\n") and len(line) < MAX_LINE:
+                return
             try:
-                row = _points(line, state.began)
+                yield _points(line, state.began), file.tell()
             except (ValueError, OverflowError, RecursionError) as error:
-                why, row, skipped = str(error), [], skipped + 1
-            yield row, file.tell()
-    if skipped:
-        logger.warning("%s: %d lines are not rows of metrics (%s); skipped", run_dir / ROWS, skipped, plain(why)[:200])
-
-
-def _line(file: Any) -> bytes:
-    """Return the next complete line, a longer one than MAX_LINE only in part; empty at the end of the file."""
-    line = rest = file.readline(MAX_LINE + 1)
-    while len(rest) > MAX_LINE and not rest.endswith(b"\n"):
-        rest = file.readline(MAX_LINE + 1)
-    return line if rest.endswith(b"\n") else b""  # a last line without end is being written, or was cut off by a kill
+                raise UserError(
+                    f"{run_dir / ROWS}: the line before byte {file.tell()} is not a row of metrics "
+                    f"({plain(str(error))[:200]}); remove it"
+                ) from None
 
 
 def _points(line: bytes, began: int) -> list[Point]:
     """Return the metrics of a row. Rows of earlier versions have no time."""
-    if len(line) > MAX_LINE:
-        raise ValueError(f"longer than {MAX_LINE} bytes")
     row = checks.mapping(json.loads(line), "a row")
     step, at = row.pop("step", None), row.pop("time", began)
     row.pop("epoch", None)
     checks.whole(step, "step")
     checks.whole(at, "time")
     return [Point(name, checks.number(value, "a metric"), at, step) for name, value in row.items()]
-
-
-def _size(run_dir: Path) -> int:
-    return (run_dir / ROWS).stat().st_size if (run_dir / ROWS).is_file() else 0
 
 
 def _write(run_dir: Path, state: Tracked) -> None:
@@ -206,13 +177,11 @@ def _write(run_dir: Path, state: Tracked) -> None:
 def _checked(state: Tracked) -> Tracked:
     for name in ("experiment", "run_name", "uri"):
         checks.text(getattr(state, name), name)
-    for name in ("began", "session", "sent"):
+    for name in ("began", "session", "sent", "ended"):
         checks.whole(getattr(state, name), name)
     checks.word(state.key, "key")
     if state.run_id is not None:
         checks.word(state.run_id, "run_id")
-    if state.status is not None:
-        checks.whole(state.ended, "ended")
-    if state.status not in (None, *STATUSES) or not isinstance(state.done, bool):
-        raise ValueError(f"status is not one of {', '.join(STATUSES)}, or done is not true or false")
+    if state.status not in STATUSES or not isinstance(state.done, bool):
+        raise ValueError("status or done is not one of its values")
     return state

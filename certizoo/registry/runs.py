@@ -29,16 +29,10 @@ MAX_NAME, MAX_PARAM = 250, 6000  # MLflow's limits, in characters
 MAX_PARAMS = 2000
 
 
-def waiting(run_dir: Path) -> bool:
-    """Return True if MLflow lacks something of the run, or if the run has not ended."""
+def waiting(run_dir: Path) -> Tracked | None:
+    """Return the state of a run that has not ended, or of which MLflow lacks something."""
     state = run_folder.load(run_dir)
-    return state is not None and not state.done
-
-
-def meant_for(run_dir: Path) -> str | None:
-    """Return the server of the training if something waits, to be shown and compared."""
-    state = run_folder.load(run_dir)
-    return None if state is None or state.done else store.public(state.uri)
+    return None if state is None or state.done else state
 
 
 def sync(run_dir: Path, uri: str | None = None) -> str | None:
@@ -85,13 +79,8 @@ def send(client: "MlflowClient", run_dir: Path, run_id: str) -> None:
         log_points(client, run_id, points)
         if not run_folder.update(run_dir, state.session, sent=end):
             return  # resumed meanwhile: the rest is for its next sender
-    if state.status is not None:
-        if state.status == "FINISHED":
-            _log_folders(client, run_id, run_dir)
-        client.set_terminated(run_id, state.status, state.ended)
-        run_folder.update(run_dir, state.session, done=True)
-    elif killed:
-        _end_killed(client, run_id, run_dir, state)
+    if state.status or killed:
+        _end(client, run_id, run_dir, state)
 
 
 def create_run(client: "MlflowClient", experiment: str, key: str, name: str, at: int | None = None) -> str:
@@ -178,19 +167,14 @@ def _log_params(client: "MlflowClient", run_id: str, params: dict[str, str]) -> 
     client.log_batch(run_id, params=new, tags=changed)
 
 
-def _log_folders(client: "MlflowClient", run_id: str, run_dir: Path) -> None:
-    for name in run_folder.FOLDERS:
-        if not (run_dir / name).is_dir():
-            continue
-        try:
-            client.log_artifacts(run_id, str(checks.inside(run_dir, name)), name)
-        except ValueError as error:
-            logger.warning("%s is not sent: %s", run_dir / name, plain(str(error)))
-
-
-def _end_killed(client: "MlflowClient", run_id: str, run_dir: Path, state: Tracked) -> None:
-    """Record that a session was killed. A trial that went on in another folder has the last word on its run."""
-    ended = run_folder.last_written(run_dir, state)
-    if client.get_run(run_id).info.status == "RUNNING":
-        client.set_terminated(run_id, "KILLED", ended)
-    run_folder.update(run_dir, state.session, status="KILLED", ended=ended, done=True)
+def _end(client: "MlflowClient", run_id: str, run_dir: Path, state: Tracked) -> None:
+    """Send files and status. A killed trial that went on in another folder has the last word on its run there."""
+    for name in run_folder.FOLDERS if state.status == "FINISHED" else ():
+        if (run_dir / name).is_dir():
+            try:
+                client.log_artifacts(run_id, str(checks.inside(run_dir, name)), name)
+            except ValueError as error:
+                logger.warning("%s is not sent: %s", run_dir / name, plain(str(error)))
+    if state.status or client.get_run(run_id).info.status == "RUNNING":
+        client.set_terminated(run_id, state.status or "KILLED", state.ended or run_folder.last_sign(run_dir))
+    run_folder.update(run_dir, state.session, done=True)

@@ -23,25 +23,14 @@ logger = logging.getLogger(__name__)
 class Tracker:
     """A tracker that sends the rows of metrics.jsonl as they are written.
 
-    Args:
-        run_dir: the run folder, with its config.yaml.
-        experiment: MLflow's experiment.
-        run_name: the run's name there.
-        uri: of MLflow; default as in store.resolve_uri.
-        flush_seconds: the least time between two requests.
-        retry_seconds: the pause after a request without answer; it doubles each time.
+    `flush_seconds` is the least time between two requests. `retry_seconds` is the pause after a request without answer;
+    it doubles each time.
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        experiment: str,
-        run_name: str,
-        uri: str | None = None,
-        *,
-        flush_seconds: float = 5.0,
-        retry_seconds: float = 300.0,
-    ) -> None:
+        self, run_dir: Path, experiment: str, run_name: str, uri: str | None = None,
+        flush_seconds: float = 5.0, retry_seconds: float = 300.0,
+    ) -> None:  # fmt: skip
         self.run_dir, self.experiment, self.run_name = run_dir, experiment, run_name
         self.uri = store.resolve_uri(uri)
         self.run_id: str | None = None  # MLflow's id, once the run is open there

@@ -79,7 +79,7 @@ def write(url: str, folder: Path) -> "subprocess.Popen[bytes]":
 
 
 def waits(run_dir: Path) -> bool:
-    return runs.waiting(run_dir) or publish.waiting(run_dir)
+    return bool(runs.waiting(run_dir) or publish.waiting(run_dir))
 
 
 @pytest.mark.parametrize("disturbed", [False, True], ids=["server stays", "server stops and starts"])

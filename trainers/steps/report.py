@@ -1,11 +1,11 @@
 """Output of rank 0: a progress bar or plain lines, and `metrics.jsonl`, from which MLflow gets its rows."""
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from certizoo import UserError
+from certizoo.files import write_whole
 from certizoo.registry.run_folder import ROWS, now
 from certizoo.registry.system import SystemMetrics
 from certizoo.registry.track import Tracker
@@ -121,14 +122,9 @@ class Report:
         """Cut the file before the first row that is repeated. Rows are written in the order of their steps."""
         if not self.path.exists():
             return
-        kept = 0
-        with self.path.open("rb") as file:
-            for line in file:
-                at = _step_of(line)
-                if at > step or (at == step and b"clean_acc" in line):
-                    break
-                kept += len(line)
-        os.truncate(self.path, kept)
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        kept = takewhile(lambda line: (_step_of(line), b"clean_acc" in line) <= (step, False), lines)
+        write_whole(self.path, b"".join(kept).decode())
 
 
 def _listed(metrics: Row) -> str:
