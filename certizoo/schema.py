@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
@@ -30,6 +30,7 @@ Count = Annotated[int, Ge(1)]
 Whole = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
+Port = Annotated[int, Ge(0), Lt(2**16)]  # 0: any free port
 Share = Annotated[float, Ge(0), Le(1)]
 Text = Annotated[str, Field(coerce_numbers_to_str=True)]  # name=7 is a name
 MOST_SHOWN = 80  # characters of a wrong value
@@ -109,8 +110,9 @@ def section_of(cls: type[S], said: object, name: str = "", where: str | None = N
         if (dotted := _dotted(name, str(key))) not in keys:
             raise unknown("config key", dotted[:MOST_SHOWN], list(keys), where)
         hint = keys[dotted]
-        nested = _is_section(hint) and not isinstance(value, hint)
-        values[str(key)] = section_of(hint, value, dotted, where) if nested else value
+        kind = _section_in(hint)
+        nested = kind is not None and value is not None and not isinstance(value, kind)
+        values[str(key)] = section_of(kind, value, dotted, where) if kind and nested else value
     for field in fields(cls):
         if field.name not in values and field.default is MISSING and field.default_factory is MISSING:
             raise UserError(f"{_dotted(name, field.name)} is missing; give {words(keys[_dotted(name, field.name)])}")
@@ -122,7 +124,7 @@ def section_of(cls: type[S], said: object, name: str = "", where: str | None = N
 
 def checked(key: str, value: object, hint: Any) -> Any:
     """Return the value as its annotation has it. Raises WrongValue."""
-    if _is_section(hint) and isinstance(value, hint):
+    if (kind := _section_in(hint)) and isinstance(value, kind):
         return value
     try:
         found = _adapter(hint).validate_python(value)
@@ -168,9 +170,8 @@ def words(hint: Any) -> str:
 
 
 def _words_in_range(kind: Any, limits: Sequence[Any]) -> str:
-    for limit in limits:
-        if isinstance(limit, OneOf):
-            return f"one of {', '.join(map(_plain, limit.values))}"
+    if named := [_plain(value) for limit in limits if isinstance(limit, OneOf) for value in limit.values]:
+        return named[0] if len(named) == 1 else f"one of {', '.join(named)}"
     bounds = [text.format(getattr(one, key)) for key, text in _LIMITS.items() for one in limits if hasattr(one, key)]
     between = " of " if bounds and bounds[0].startswith("at ") else " "
     return f"{words(kind)}{between}{' and '.join(bounds)}".strip()
@@ -184,12 +185,15 @@ def _dotted(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def _is_section(hint: Any) -> bool:
-    return isinstance(hint, type) and is_dataclass(hint)
+def _section_in(hint: Any) -> type | None:
+    """Return the section of an annotation, which may be optional."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
 def _example(cls: type[Section], name: str) -> str:
-    return f"{_dotted(name, fields(cls)[0].name)}=..."
+    keys = list(hints(cls))
+    return f"{_dotted(name, 'enabled')}=false" if "enabled" in keys else f"{_dotted(name, keys[0])}=..."
 
 
 def _booleans(value: object) -> bool:

@@ -21,8 +21,8 @@ def require(holds: bool, message: str) -> None:
 
 
 @dataclass(frozen=True)
-class TrainConfig(Section):
-    """configs/adv_train.yaml, `train`. `batch_size` counts images of all ranks in one optimiser step.
+class TrainKeys(Section):
+    """configs/adv_train.yaml, `train`, as written. `batch_size` counts images of all ranks in one optimiser step.
 
     Attributes:
         certify_images: number of images that are certified and attacked at the end of every certify_every-th epoch, the
@@ -31,15 +31,15 @@ class TrainConfig(Section):
     """
 
     epochs: Count
-    batch_size: Count
+    batch_size: Count | None = None
     max_steps: Count | None = None
     micro_batch_size: Count | None = None
     clip_grad: NonNegative = 1.0
-    precision: Precision = "fp32"
+    precision: Annotated[str, OneOf("auto", "fp32", "bf16")] = "fp32"
     attack_precision: Precision | None = None
     attack_warmup: Share = 0.0
     grad_checkpointing: bool = False
-    compile: bool = False
+    compile: Annotated[str, OneOf("auto")] | bool = False
     eval_images: Whole = 512
     certify_images: Whole = 0
     certify_every: Count = 1
@@ -60,6 +60,15 @@ class TrainConfig(Section):
             self.certify_eps is None or 0 < len(radii) == len(self.certify_eps),
             f"train.certify_eps={self.certify_eps}: give different radii, or null for certify.headline_eps",
         )
+
+
+@dataclass(frozen=True)
+class TrainConfig(TrainKeys):
+    """The same with the machine's values (trainers/job/auto_settings.py)."""
+
+    batch_size: Count
+    precision: Precision = "fp32"
+    compile: bool = False
 
     def micro_batch(self, world_size: int) -> int:
         """Return the images of a rank in one forward pass."""

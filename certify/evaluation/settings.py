@@ -14,7 +14,7 @@ from certify.rows.devices import Device
 from certify.rows.workers import HERE, Crew
 from certify.shared.ball import L2, known
 from certizoo import UserError
-from certizoo.schema import Count, OneOf, Section, Whole
+from certizoo.schema import Count, OneOf, Section, Text, Whole
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Settings(Section):
     method: str | None = AUTO
     norm: str = L2
     served_dtype: str | None = "float32"
-    nonce: str | None = None
+    nonce: Text | None = None
     certificate: Path | None = None
     images: Count | None = 500
     batch_size: Count = 50

@@ -23,7 +23,7 @@ from certify.shared.ball import known
 from certify.shared.certificate import Certifier
 from certizoo.attacks import AttackConfig
 from certizoo.attacks.norms import distance
-from certizoo.schema import Section
+from certizoo.schema import Section, Text
 from zoo.bounds import lanczos
 
 HALF = {"l2": 0.5e-4, "linf": 0.5e-3 / 255}  # half of a radius's last printed digit, subtracted to round down
@@ -35,7 +35,7 @@ class Asked(Section):
 
     method: str = "auto"
     norm: str = "l2"
-    nonce: str | None = None
+    nonce: Text | None = None
     steps: Annotated[int, Ge(1), Le(10_000)] = 40
     device: Device = "cpu"
 

@@ -17,17 +17,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import BoundedSemaphore, Lock, Timer
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
-
-from annotated_types import Ge, Lt
 
 from certify.photos import page, picture
 from certify.photos.photo import MAX_BYTES, photo
 from certify.photos.predict import Answer, Predictor
 from certify.shared.certificate import UnsoundCertificate
 from certizoo import UserError
-from certizoo.schema import Section
+from certizoo.schema import Port, Section
 
 EVERY = ("0.0.0.0", "::")  # all addresses of this machine
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -43,7 +41,7 @@ class Place(Section):
     """The address of the page: configs/serve.yaml."""
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Ge(0), Lt(2**16)] = 8000  # 0: any free port
+    port: Port = 8000
     token: str | None = None
 
     def __post_init__(self) -> None:

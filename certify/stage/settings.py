@@ -15,7 +15,7 @@ from certizoo import UserError
 from certizoo.attacks import AttackConfig
 from certizoo.inputs import require_radius
 from certizoo.nearest import unknown
-from certizoo.schema import Count, OneOf, Positive, Section
+from certizoo.schema import Count, OneOf, Positive, Section, Text
 
 # norm -> the default radii, and the one by which versions are compared
 EPS = {L2: (0.02, 0.05, 0.1, 36 / 255), LINF: (1 / 255, 2 / 255, 4 / 255, 8 / 255)}
@@ -37,7 +37,7 @@ class Settings(Section):
     headline_eps: Positive | None = None
     batch_size: Count = 50
     attack: AttackConfig = DEFAULT_ATTACK
-    nonce: str | None = None  # of random starts; None: that of existing rows, or a new one
+    nonce: Text | None = None  # of random starts; None: that of existing rows, or a new one
     beacon: str | None = None  # text published after weights and images; the nonce is derived from all three
     served_dtype: str | None = "float32"  # or 'bfloat16': the model as it is served; None: its float64 function
     on: Annotated[str, OneOf("here", "ray")] = HERE  # ray: actors of a cluster; the rows are the same to rounding

@@ -21,6 +21,7 @@ from trainers.job.auto_settings import bf16_is_emulated, resolve_auto, scale_lr
 from trainers.job.compatibility import check_compatibility
 from trainers.job.folder import refuse_used_folder
 from trainers.job.job import Job, certify_settings
+from trainers.job.keys import checked_config
 from trainers.job.schedule import ScheduleConfig
 from trainers.settings import (
     DeepSpeedConfig,
@@ -45,6 +46,7 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
     Args:
         source_exists: False if an earlier stage has yet to create the file that `pretrained` names.
     """
+    config = checked_config(config)
     saved = _saved(Path(config["run_dir"]), config["resume"])
     config, lines = resolve_auto(config, ranks.world_size(), saved)
     if bf16_is_emulated(config) and ranks.local_rank() == 0:
@@ -59,7 +61,7 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
     config = {**config, "model": _model_config(config["model"], data)}
     job = Job(
         config=config,
-        seed=int(config["seed"]),
+        seed=config["seed"],
         run_dir=Path(config["run_dir"]),
         model=config["model"],
         data=data,

@@ -35,7 +35,7 @@ def test_corruptions_refuse_in_words() -> None:
         make({"kind": "corruption", "name": "rain"})
     with pytest.raises(UserError, match="severity=6"):
         make({"kind": "corruption", "name": "fog", "severity": 6})
-    with pytest.raises(UserError, match="corruption needs name"):
+    with pytest.raises(UserError, match=r"corruption\.name is missing"):
         make({"kind": "corruption"})
 
 

@@ -1,0 +1,87 @@
+"""All keys of a trainer's configuration: configs/adv_train.yaml, std_train.yaml and constrain.yaml."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+from annotated_types import Lt
+
+from certify.stage.settings import Settings as CertifySettings
+from certizoo.attacks import AttackConfig
+from certizoo.schema import Count, OneOf, Section, Text, Whole, section_of
+from certizoo.shards import DataConfig
+from trainers.job.schedule import ScheduleConfig
+from trainers.settings import (
+    ConstrainConfig,
+    DeepSpeedConfig,
+    HingeConfig,
+    MasksConfig,
+    MixConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PenaltyConfig,
+    TrainKeys,
+)
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CertifyKeys(CertifySettings):
+    """`certify`: the certify stage after training."""
+
+    enabled: bool = True
+
+
+@dataclass(frozen=True)
+class RegistryKeys(Section):
+    """`registry`: tracking in MLflow and the registered version."""
+
+    enabled: bool
+    experiment: Text
+    model_name: Text
+    champion_images: Count = 300
+    uri: str | None = None
+    tags: dict[str, Text] | None = None
+
+
+@dataclass(frozen=True)
+class TrainerKeys(Section):
+    """The whole configuration."""
+
+    model: dict[str, Any]
+    data: DataConfig
+    attack: AttackConfig
+    objective: ObjectiveConfig
+    penalty: PenaltyConfig
+    hinge: HingeConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    deepspeed: DeepSpeedConfig
+    train: TrainKeys
+    mix: MixConfig
+    masks: MasksConfig
+    certify: CertifyKeys
+    registry: RegistryKeys
+    name: Text
+    run_dir: Text
+    seed: Annotated[Whole, Lt(2**63)] = 0
+    pretrained: Annotated[bool, OneOf(True)] | str | None = None
+    resume: Annotated[str, OneOf("auto")] | None = None
+    constrain: ConstrainConfig | None = None
+
+
+def checked_config(config: Mapping[str, Any]) -> Config:
+    """Return the configuration with every value in its own type: `off` is False. Raises UserError for a wrong one."""
+    return _as_written(asdict(section_of(TrainerKeys, config)), config)
+
+
+def _as_written(typed: Mapping[str, Any], said: Mapping[str, Any]) -> Config:
+    """Return the typed values of the keys that were given; JSON and YAML know lists, not tuples."""
+    return {key: _plain(typed[key], said[key]) for key in said}
+
+
+def _plain(value: Any, said: Any) -> Any:
+    if isinstance(value, Mapping) and isinstance(said, Mapping):
+        return _as_written(value, said)
+    return list(value) if isinstance(value, tuple) else value
