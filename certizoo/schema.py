@@ -12,7 +12,7 @@ pydantic checks and converts a value whenever a section is made, from a file, a 
 import argparse
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -120,6 +120,21 @@ def section_of(cls: type[S], said: object, name: str = "", where: str | None = N
         return cls(**values)
     except WrongValue as error:
         raise error.within(name) from None
+
+
+def typed_values(cls: type[Section], said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given keys of a whole configuration with every value in its own type, as JSON and YAML know them."""
+    return _as_written(asdict(section_of(cls, said)), said)
+
+
+def _as_written(typed: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain_value(typed[key], said[key]) for key in said}
+
+
+def _plain_value(value: Any, said: Any) -> Any:
+    if isinstance(value, Mapping) and isinstance(said, Mapping):
+        return _as_written(value, said)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def checked(key: str, value: object, hint: Any) -> Any:

@@ -17,16 +17,15 @@ from certizoo import UserError
 from certizoo.schema import Count, OneOf, Section, Text, Whole
 
 
-@dataclass(frozen=True)
-class Settings(Section):
-    """The settings of the evaluation.
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """The settings of the evaluation but for its attacks.
 
     `batch_size`, `workers` and `device` change only how sums are rounded: an outcome depends on them only if it lies
     within rounding of its boundary. Outcomes of attacks that draw for many images at once (AutoAttack) belong to
     `block`.
 
     Attributes:
-        protocol: its name; `attacks`: its entries, {name: {kind: ..., ...}}, eps in [0,1] pixel units.
         method: the method that certifies radii; None: no certificates. norm: of these radii, 'l2' or 'linf'.
         served_dtype: 'float32': radii of the model as it is served, rounding included; None: of its float64 function.
         nonce: of the method's random starts; None: that of existing rows, or a new one.
@@ -41,8 +40,6 @@ class Settings(Section):
         workers: processes, one thread each, or a GPU each with device='cuda'; None: one here, as many as fit a cluster.
     """
 
-    protocol: str
-    attacks: Mapping[str, Mapping[str, object]] = field(hash=False)
     method: str | None = AUTO
     norm: str = L2
     served_dtype: str | None = "float32"
@@ -61,12 +58,28 @@ class Settings(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         known(self.norm)
-        if not self.attacks:
-            raise UserError(f"protocol {self.protocol} has no attacks; choose another of configs/protocol")
         if self.method and not self.certificate:
             require_served(self.served_dtype, self.method, "served_dtype")
         if self.served_dtype not in (None, "float32"):
             raise UserError(f"served_dtype={self.served_dtype}: attacks run on the float32 model; set float32 or null")
+
+
+@dataclass(frozen=True)
+class Settings(Options):
+    """The settings of the evaluation.
+
+    Attributes:
+        protocol: its name.
+        attacks: its entries, {name: {kind: ..., ...}}, eps in [0,1] pixel units.
+    """
+
+    protocol: str = ""
+    attacks: Mapping[str, Mapping[str, object]] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.attacks:
+            raise UserError(f"protocol {self.protocol} has no attacks; choose another of configs/protocol")
 
     @property
     def crew(self) -> Crew:

@@ -1,5 +1,6 @@
 """The keys that all commands share: `handover` or `version`, `data`, `out`, and those of settings."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,18 @@ Config = dict[str, Any]
 S = TypeVar("S", bound=Section)
 
 
+@dataclass(frozen=True)
+class Subject(Section):
+    """The keys that say what a command is about and where its results go."""
+
+    handover: str | None = None
+    version: str | None = None
+    model: str | None = None
+    data: dict[str, Any] | None = None
+    trust_data: bool = False
+    out: str | None = None
+
+
 def handover_of(config: Config) -> Path:
     """Return the folder `handover`, that of the downloaded `version`, or that of the `model` with published weights."""
     given = [key for key in ("handover", "version", "model") if config.get(key)]
@@ -23,7 +36,7 @@ def handover_of(config: Config) -> Path:
     if given == ["model"]:
         return zoo.weights.handover_of(str(config["model"]))
     if config["handover"]:
-        return Path(config["handover"])
+        return Path(config["handover"]).expanduser()
     from certizoo.registry import browse
 
     return browse.download(config["version"])
@@ -32,7 +45,7 @@ def handover_of(config: Config) -> Path:
 def out_of(config: Config, handover: Path, name: str) -> Path:
     """Return the folder `out`, or `name` beside the hand-over."""
     if config["out"]:
-        return Path(config["out"])
+        return Path(config["out"]).expanduser()
     if config["version"] or config.get("model"):
         raise UserError("results of a published version need a folder; set out=DIR")
     return handover.parent / name
@@ -43,7 +56,7 @@ def data_of(config: Config, handover: Path) -> DataConfig:
     if config.get("data"):
         return config_of(config["data"], "the command")
     said = zoo.handover.read_config(handover).get("data")
-    return from_elsewhere(said, f"the config of {handover}", trusted=config["trust_data"] is True)
+    return from_elsewhere(said, f"the config of {handover}", trusted=config["trust_data"])
 
 
 def share_of(config: Config) -> Share:

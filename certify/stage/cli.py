@@ -3,19 +3,38 @@
 Its keys are those of configs/certify.yaml.
 """
 
+from dataclasses import dataclass
+
 from rich.console import Console
 
-from certify.rows.arguments import Config, data_of, handover_of, out_of, settings_of, share_of
+from certify.rows.arguments import Config, Subject, data_of, handover_of, out_of, settings_of, share_of
+from certify.rows.images import Share
 from certify.rows.progress import progress_bar
 from certify.stage import register, run, tables
 from certify.stage.settings import Settings
 from certizoo import UserError
-from certizoo.registry import champion
+from certizoo.schema import Count, Section, Text, typed_values
+
+
+@dataclass(frozen=True)
+class PublishKeys(Section):
+    """`registry`: where `publish` registers the version."""
+
+    experiment: Text = "certify"
+    champion_images: Count = 300
+
+
+@dataclass(frozen=True)
+class Keys(Subject, Share, Settings):
+    """configs/certify.yaml."""
+
+    publish: Text | None = None
+    registry: PublishKeys = PublishKeys()
 
 
 def certify(config: Config) -> None:
     """Certify one hand-over, print its table and the paths of the results, and publish it if asked to."""
-    champion.refuse_given(config["registry"]["champion_images"])
+    config = typed_values(Keys, config)
     handover = handover_of(config)
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)

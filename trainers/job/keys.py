@@ -1,14 +1,13 @@
 """All keys of a trainer's configuration: configs/adv_train.yaml, std_train.yaml and constrain.yaml."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from annotated_types import Lt
 
 from certify.stage.settings import Settings as CertifySettings
 from certizoo.attacks import AttackConfig
-from certizoo.schema import Count, OneOf, Section, Text, Whole, section_of
+from certizoo.schema import Count, OneOf, Section, Text, Whole
 from certizoo.shards import DataConfig
 from trainers.job.schedule import ScheduleConfig
 from trainers.settings import (
@@ -22,8 +21,6 @@ from trainers.settings import (
     PenaltyConfig,
     TrainKeys,
 )
-
-Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -69,19 +66,3 @@ class TrainerKeys(Section):
     pretrained: Annotated[bool, OneOf(True)] | str | None = None
     resume: Annotated[str, OneOf("auto")] | None = None
     constrain: ConstrainConfig | None = None
-
-
-def checked_config(config: Mapping[str, Any]) -> Config:
-    """Return the configuration with every value in its own type: `off` is False. Raises UserError for a wrong one."""
-    return _as_written(asdict(section_of(TrainerKeys, config)), config)
-
-
-def _as_written(typed: Mapping[str, Any], said: Mapping[str, Any]) -> Config:
-    """Return the typed values of the keys that were given; JSON and YAML know lists, not tuples."""
-    return {key: _plain(typed[key], said[key]) for key in said}
-
-
-def _plain(value: Any, said: Any) -> Any:
-    if isinstance(value, Mapping) and isinstance(said, Mapping):
-        return _as_written(value, said)
-    return list(value) if isinstance(value, tuple) else value

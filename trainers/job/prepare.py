@@ -13,7 +13,7 @@ import zoo
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
 from certizoo.registry import store
-from certizoo.schema import section_of
+from certizoo.schema import section_of, typed_values
 from certizoo.shards import DataConfig, ShardSet, find
 from trainers import ranks
 from trainers.job import checkpoint
@@ -21,7 +21,7 @@ from trainers.job.auto_settings import bf16_is_emulated, resolve_auto, scale_lr
 from trainers.job.compatibility import check_compatibility
 from trainers.job.folder import refuse_used_folder
 from trainers.job.job import Job, certify_settings
-from trainers.job.keys import checked_config
+from trainers.job.keys import TrainerKeys
 from trainers.job.schedule import ScheduleConfig
 from trainers.settings import (
     DeepSpeedConfig,
@@ -46,7 +46,7 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
     Args:
         source_exists: False if an earlier stage has yet to create the file that `pretrained` names.
     """
-    config = checked_config(config)
+    config = typed_values(TrainerKeys, config)
     saved = _saved(Path(config["run_dir"]), config["resume"])
     config, lines = resolve_auto(config, ranks.world_size(), saved)
     if bf16_is_emulated(config) and ranks.local_rank() == 0:
