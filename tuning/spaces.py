@@ -95,14 +95,30 @@ def names(configs: Path = CONFIGS) -> list[str]:
 
 def load(name: str, configs: Path = CONFIGS) -> Space:
     """Load the space `name`. Raises UserError if it does not exist or its file is not a space."""
+    return of(name, read(name, configs), str(configs / "space" / f"{name}.yaml"))
+
+
+def read(name: str, configs: Path = CONFIGS) -> dict[str, Any]:
+    """Return the content of the file of the space `name`. Raises UserError if it does not exist."""
     path = configs / "space" / f"{name}.yaml"
     if not path.is_file():
         raise unknown("space", name, names(configs), "configs/space")
-    content = section_of(_File, read_yaml(path), where=str(path))
-    if not content.parameters:
-        raise UserError(f"{path}: parameters is empty; give a key with a distribution, such as optimizer.lr")
-    parameters = {key: _parameter(f"{path}: {key}", said) for key, said in content.parameters.items()}
-    return Space(name, content.trainer, content.overrides, content.without_model, parameters)
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a space; give it the keys overrides and parameters, as in configs/space")
+    return content
+
+
+def of(name: str, content: Mapping[str, Any], where: str) -> Space:
+    """Return the space of this content, found in `where`. Raises UserError if it is not a space."""
+    try:
+        said = section_of(_File, content)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if not said.parameters:
+        raise UserError(f"{where}: parameters is empty; give a key with a distribution, such as optimizer.lr")
+    parameters = {key: _parameter(f"{where}: {key}", facts) for key, facts in said.parameters.items()}
+    return Space(name, said.trainer, said.overrides, said.without_model, parameters)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def evaluate(config: Config) -> None:
     share = share_of(config)
     if share.first and config["version"]:
         raise UserError(f"first={share.first}: a version takes no figures of a range; join the ranges with parts=")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with progress_bar("evaluating", console) as progress:
         summary = run.run(handover, data, settings, out, progress, share)
     console.print(tables.table(summary))

@@ -56,7 +56,7 @@ def submit(config: Config) -> None:
     out = Path(config["out"] or f"{made['name']}.json")
     with disk_errors("make room, or choose another file: out=FILE"):
         records.write_json(out, made)
-    Console(highlight=False).print(
+    Console(highlight=False, markup=False).print(
         f"{out}: python -m certify check {out} data.root=SHARDS", markup=False, soft_wrap=True
     )
 
@@ -72,7 +72,7 @@ def check(config: Config) -> None:
         config = config | {"model": claim["name"]}
     handover = handover_of(config)
     data = data_of(_with_root(config, handover), handover)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with progress_bar("certifying again", console) as progress:
         claimed = rows.rows_of([Path(folder) for folder in config["results"]], claim)
         found = recheck.check(claim, handover, data, config["images"], claimed, config["served_dtype"], progress)

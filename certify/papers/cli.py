@@ -37,7 +37,7 @@ def analyse(config: Config) -> None:
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)
     settings = settings_of(analysis.Settings, config)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with progress_bar("analysing", console) as progress:
         table = analysis.run(handover, data, settings, out, progress)
     console.print("largest change of X + F(X) at the first attention, mean over the images", soft_wrap=True)
@@ -53,7 +53,7 @@ def features(config: Config) -> None:
     against = Path(config["against"]) if config["against"] else None
     data = data_of(config, handover)
     settings = settings_of(feature_report.Settings, config)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with progress_bar("attacking", console) as progress:
         summary = feature_report.run(handover, against, data, settings, out, progress)
     console.print(feature_figures.closing_table(summary))

@@ -43,7 +43,7 @@ def image(config: Config) -> None:
         raise UserError("name a photograph: python -m certify image PHOTO.png [MORE...] model=NAME")
     out = Path(config["out"]) if config["out"] else None
     predict = Predictor(handover_of(config), settings_of(Asked, config), out or Path())
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     answers = []
     for name in files:
         answers.append(predict(photo.read(Path(name), predict.channels, predict.size)))
@@ -61,7 +61,7 @@ def serve(config: Config) -> None:
     config = typed_values(ServeKeys, config)
     place = settings_of(Place, config)
     predict = Predictor(handover_of(config), settings_of(Asked, config), Path())
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     serve_forever(predict, place, lambda url: console.print(f"{predict.title}: {url}   (Ctrl-C ends it)", markup=False))
 
 

@@ -1,6 +1,6 @@
 """The command `python -m certify handover=DIR [data=NAME data.root=FOLDER] [eps=[...]] ...`.
 
-Its keys are those of configs/certify.yaml.
+Its keys are those of configs/certify.yaml and configs/certify/stage.yaml.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def certify(config: Config) -> None:
     if share.first and config["publish"]:
         raise UserError(f"first={share.first}: a certificate of a range is not published; join the ranges with parts=")
     settings = settings_of(Settings, config)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with progress_bar("certifying", console) as progress:
         summary = run.run(handover, data, settings, out, progress, share)
     console.print(tables.table(summary))

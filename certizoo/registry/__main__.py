@@ -54,7 +54,7 @@ def say(text: str) -> None:
 
 
 def console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 200)
+    return Console(markup=False, width=None if sys.stdout.isatty() else 200)
 
 
 def sync(args: argparse.Namespace) -> None:

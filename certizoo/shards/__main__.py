@@ -1,4 +1,4 @@
-"""Write shards, or the manifest of existing shards: `certizoo shards digits|folder|torchvision|index --help`."""
+"""Look at images, write shards, or list existing ones: `certizoo shards inspect|folder|digits|torchvision|index`."""
 
 import argparse
 import logging
@@ -9,14 +9,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import track
+from rich.table import Table
 
 from certizoo import UserError
 from certizoo.errors import one_line_errors
 from certizoo.schema import Count, Whole, argument
-from certizoo.shards import manifest, sources
+from certizoo.shards import inspect, manifest, sources
+from certizoo.shards.config import require_name
+from certizoo.shards.tar import ENDINGS
 from certizoo.shards.write import write
+from certizoo.text import plain
 
-console = Console(stderr=True)
+console = Console(stderr=True, markup=False)
 
 
 def digits(args: argparse.Namespace) -> None:
@@ -42,6 +46,18 @@ def folder(args: argparse.Namespace) -> None:
     console.print(f"wrote {len(source)} samples of {len(source.classes)} classes, listed in {path}")
 
 
+def inspect_folder(args: argparse.Namespace) -> None:
+    found = inspect.inspect(args.source, every=args.decode)
+    inspect.save(found, args.sheet)
+    table = Table("label", "class", "images")
+    for label, (name, count) in enumerate(zip(found.classes, found.counts, strict=True)):
+        table.add_row(str(label), plain(name), str(count))
+    console.print(table)
+    for warning in found.warnings:
+        console.print(f"warning: {plain(warning)}", soft_wrap=True)
+    console.print(f"{sum(found.counts)} images; samples of every class are in {args.sheet}", soft_wrap=True)
+
+
 def torchvision(args: argparse.Namespace) -> None:
     name = args.name or args.dataset.lower()
     for split in ("train", "test"):
@@ -60,14 +76,17 @@ def torchvision(args: argparse.Namespace) -> None:
 
 
 def index(args: argparse.Namespace) -> None:
-    pattern = f"{args.name}-*.tar" if args.name else "*.tar"
+    if args.name:
+        require_name(args.name, "--name")
+    pattern = f"{args.name}-*" if args.name else "*"
     path_of_manifest = args.root / (f"{args.name}.json" if args.name else manifest.GENERAL)
-    paths = sorted(args.root.glob(pattern))
+    paths = sorted(path for ending in ENDINGS for path in args.root.glob(pattern + ending))
     if not paths:
-        raise UserError(f"there are no shards {args.root / pattern}; give the folder that holds them")
-    infos = []
+        raise UserError(f"there are no shards {args.root / pattern}{ENDINGS[0]}; give the folder that holds them")
+    infos, keys = [], manifest.Keys()
     for path in track(paths, "index", console=console, transient=True):
-        infos.append(replace(manifest.scan(path, decoded=args.decode), sha256=manifest.sha256_of(path)))
+        info = manifest.scan(path, decoded=args.decode, keys=keys)
+        infos.append(replace(info, sha256=manifest.sha256_of(path)))
     manifest.save(path_of_manifest, infos)
     console.print(f"listed {len(infos)} shards, {sum(i.samples for i in infos)} samples in {path_of_manifest}")
 
@@ -84,6 +103,11 @@ def parser() -> argparse.ArgumentParser:
     commands = main.add_subparsers(required=True)
     make_digits = commands.add_parser("digits", help="scikit-learn's handwritten digits (no download)")
     make_digits.set_defaults(run=digits)
+    look = commands.add_parser("inspect", help="show a folder's classes, samples and faults before it is written")
+    look.set_defaults(run=inspect_folder)
+    look.add_argument("source", type=Path, help="a folder with a subfolder of images per class")
+    look.add_argument("--sheet", type=Path, default=Path("contact_sheet.png"), help="default: contact_sheet.png")
+    look.add_argument("--decode", action="store_true", help="decode every image, not the samples alone")
     make_folder = commands.add_parser("folder", help="a folder with a subfolder of images per class")
     make_folder.add_argument("source", type=Path)
     make_folder.set_defaults(run=folder)

@@ -61,8 +61,7 @@ class DataConfig(Section):
         for key in ("root", "train", "test", "cache"):
             if not _is_text(getattr(self, key)) and (key, self.cache) != ("cache", None):
                 raise UserError(f"data.{key}={str(getattr(self, key))[:80]!r}: not a place; give one line of text")
-        if not PLAIN.fullmatch(self.name):
-            raise UserError(f"data.name={str(self.name)[:80]!r}: not a name; use letters, digits and _.+=-")
+        require_name(self.name, "data.name")
         if self.augment in ("flip_crop_jitter", "randaug") and self.channels != 3:
             raise UserError(
                 f"data.augment={self.augment} needs colour images; use data.channels=3 or data.augment=none"
@@ -72,6 +71,12 @@ class DataConfig(Section):
     def folder(self) -> Path:
         """Return the root if it is a folder of this machine. Raises UserError for a home that does not exist."""
         return _expanded(self.root)
+
+
+def require_name(name: object, key: str) -> None:
+    """Raise UserError unless `name`, the value of `key`, is plain: it becomes part of file names and globs."""
+    if not isinstance(name, str) or not PLAIN.fullmatch(name):
+        raise UserError(f"{key}={str(name)[:80]!r}: not a name; use letters, digits and _.+=-")
 
 
 def is_remote(root: str) -> bool:

@@ -461,6 +461,35 @@ def test_files_of_a_search(tmp_path: Path, name: str, metric: tuple[str, ...]) -
     assert "4 of 4 trials" in str(board.table().title)
 
 
+@pytest.mark.parametrize("edited", ["another choice", "another key", "no file"])
+def test_a_search_keeps_the_space_with_which_it_began(
+    edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials of the old space are listed, plotted and continued after somebody has edited the file."""
+    name = next(name for name in NAMES if any(p.options for p in spaces.load(name).parameters.values()))
+    begun = asked("--space", name, "--storage", str(tmp_path), "--name", "x")
+    begun.save()
+    content = spaces.read(name)
+    key = next(key for key, parameter in begun.parameters.parameters.items() if parameter.options)
+    content["parameters"] = {key if edited == "another choice" else "model.depth": {"choice": [977]}}
+
+    def read(name: str, configs: Path = CONFIGS) -> dict[str, Any]:
+        if edited == "no file":
+            raise UserError(f"no space {name}")
+        return content
+
+    monkeypatch.setattr(spaces, "read", read)
+    resumed = search.load(tmp_path / "x")
+    assert resumed == begun
+    assert resumed.parameters == begun.parameters
+    board, point = Board(resumed.parameters, resumed.metric, 1, resumed.epochs), resumed.parameters.draw(Random(0))
+    assert resumed.trial_overrides("1", point, tmp_path) == begun.trial_overrides("1", point, tmp_path)
+    board.started("a_1", point)
+    board.reported("a_1", point, dict.fromkeys(board.shown, 0.5) | {"epoch": 12, "certified": 1, "time_total_s": 3.0})
+    board.ended("a_1")
+    assert "certified" in closing.write(resumed, board).read_text()
+
+
 def test_a_search_of_which_nothing_finished_leaves_its_page_too(tmp_path: Path) -> None:
     wanted = asked("--space", "msvp", "--storage", str(tmp_path), "--name", "x")
     wanted.save()

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("WORLD_SIZE", str(ranks_here()))
     findings = list(machine(ranks.world_size()))
     findings += configured(argv) if argv else [registry(None), disk(Path("runs"), 0)]
-    Console(highlight=False).print(table(findings))
+    Console(highlight=False, markup=False).print(table(findings))
     return STATUS_MISSING if any(finding.fits is False for finding in findings) else 0
 
 

@@ -55,7 +55,7 @@ class Job:
     @property
     def first_weights(self) -> str | bool | None:
         """Return the source of pretrained weights, True for those of the name itself; None for a resumed run."""
-        return None if self.saved else self.config["pretrained"]
+        return None if self.saved and self.saved.position.step else self.config["pretrained"]
 
     @property
     def handover(self) -> Path:

@@ -121,4 +121,4 @@ def _test_set(data: DataConfig) -> ShardSet | None:
 
 def _saved(run_dir: Path, resume: str | None) -> checkpoint.Saved | None:
     refuse_used_folder(run_dir, resume)
-    return checkpoint.newest(run_dir) if resume else None
+    return checkpoint.to_resume(run_dir) if resume else None

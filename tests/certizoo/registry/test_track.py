@@ -4,7 +4,8 @@ import logging
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,19 @@ def test_resume_goes_on_in_the_same_run_and_keeps_changed_params(uri: str, run_d
     assert history(uri, second.run_id, "loss") == [(0, 1.0), (1, 0.5)]
 
 
+@contextmanager
+def running(code: str, word: str) -> Iterator[None]:
+    """Run the code in another process, which has printed the word; end it by SIGKILL."""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{word}\n"
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def rewound(run_dir: Path, rows: int) -> None:
     """Drop rows as the trainer does before it resumes."""
     lines = (run_dir / run_folder.ROWS).read_bytes().splitlines(keepends=True)
@@ -172,10 +186,6 @@ def test_an_absent_server_gets_the_run_later_and_once(
     assert [r.name for r in caplog.records if "certizoo registry sync" in r.message] == ["certizoo.registry.track"]
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
         runs.sync(run_dir)  # the folder names its target, which is not trusted
-    before = (run_dir / run_folder.STATE).read_bytes()
-    runs.sync(run_dir, uri)
-    assert_arrived(uri, run_dir)
-    (run_dir / run_folder.STATE).write_bytes(before)  # as if nothing of what was sent had been recorded
     runs.sync(run_dir, uri)
     assert_arrived(uri, run_dir)
 
@@ -229,55 +239,36 @@ def test_going_away_and_coming_back_in_the_middle(uri: str, run_dir: Path, monke
 
 
 def test_an_absent_server_is_asked_less_and_less_often(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[float] = []
-    now = [0.0]
-
-    def away(uri: str) -> None:
-        asked.append(now[0])
-        raise ConnectionError("gone")
-
-    monkeypatch.setattr(store, "connect", away)
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    asked, clock = list[float](), [0.0]
+    monkeypatch.setattr(store, "connect", lambda uri: asked.append(clock[0]) or 1 / 0)  # type: ignore[func-returns-value]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
     tracker = begin(run_dir, "sqlite:///x.db", retry_seconds=300)
-    for now[0] in range(0, 3000, 10):
+    for clock[0] in range(0, 3000, 10):
         tracker.flush()
     kill(tracker)
     assert asked == [0, 300, 900, 2100]
 
 
-def test_nan_and_infinity_do_not_stop_the_run(uri: str, tmp_path: Path) -> None:
-    for target in (uri, AWAY):
-        tracker = begin(tmp_path / target[:4], target)
-        log(tracker, 0, loss=math.nan, norm=math.inf)
-        tracker.finish()
-        run_id = runs.sync(tmp_path / target[:4], uri)
-        assert math.isnan(history(uri, run_id, "loss")[0][1])
-        assert history(uri, run_id, "norm")[0][1] > 1e300
+def test_nan_and_infinity_do_not_stop_the_run(uri: str, run_dir: Path) -> None:
+    tracker = begin(run_dir, uri)
+    log(tracker, 0, loss=math.nan, norm=math.inf)
+    tracker.finish()
+    assert math.isnan(history(uri, tracker.run_id, "loss")[0][1])
+    assert history(uri, tracker.run_id, "norm")[0][1] > 1e300
 
 
-@pytest.mark.parametrize("target", ["online", "away"])
-def test_a_killed_training_is_sent_as_killed_and_a_live_one_as_running(uri: str, run_dir: Path, target: str) -> None:
-    """The training is another process, ended by SIGKILL."""
+def test_a_training_ended_by_sigkill_is_sent_as_killed_and_a_live_one_as_running(uri: str, run_dir: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from tests.tools.tracking import begin, log\n"
-        f"tracker = begin(Path({str(run_dir)!r}), {uri if target == 'online' else AWAY!r})\n"
+        "import time; from pathlib import Path; from tests.tools.tracking import begin, log\n"
+        f"tracker = begin(Path({str(run_dir)!r}), {uri!r})\n"
         "log(tracker, 0, loss=1.0); print('logged', flush=True); time.sleep(60)"
     )
-    training = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        assert training.stdout is not None
-        assert training.stdout.readline() == "logged\n"
+    with running(code, "logged"):
         runs.sync(run_dir, uri)
-        (run,) = runs_of(uri)
-        assert (run.info.status, run.data.metrics) == ("RUNNING", {"loss": 1.0})
-    finally:
-        training.kill()
-        training.wait()
+        assert runs_of(uri)[0].info.status == "RUNNING"
     runs.sync(run_dir, uri)
     (run,) = runs_of(uri)
-    assert run.info.status == "KILLED"
+    assert (run.info.status, run.data.metrics) == ("KILLED", {"loss": 1.0})
     assert abs(run.info.end_time / 1000 - (run_dir / run_folder.ROWS).stat().st_mtime) < 1
     assert not runs.waiting(run_dir)
 
@@ -302,15 +293,9 @@ def test_a_training_does_not_wait_for_somebody_who_sends(uri: str, run_dir: Path
         "import time; from pathlib import Path; from certizoo.locks import locked\n"
         f"with locked(Path({str(run_dir / run_folder.SENDING)!r})): print('held', flush=True); time.sleep(60)"
     )
-    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+    with running(code, "held"):
         run_once(run_dir, uri)
         assert runs.waiting(run_dir)
-    finally:
-        holder.kill()
-        holder.wait()
     runs.sync(run_dir, uri)
     assert_arrived(uri, run_dir)
 
