@@ -119,6 +119,25 @@ def _listed(group: str) -> str:
     return LISTED.get(group, f"configs/{group}")
 
 
+def defaults_of(config_name: str, configs: Path = CONFIGS) -> dict[str, str]:
+    """Return every key of a configuration with its default as one writes it, such as null, true or [0.1,1]."""
+
+    def flat(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
+        for key, value in node.items():
+            if isinstance(value, dict) and value:
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield prefix + str(key), _written(value)
+
+    return dict(flat(OmegaConf.to_container(_composed(config_name, (), configs), resolve=False), ""))
+
+
+def _written(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 @cache
 def _parts(config_name: str, configs: Path) -> list[str]:
     """Return the first words of all keys."""

@@ -40,7 +40,7 @@ _NAMES: dict[Any, str] = {
     float: "a number", int: "a whole number", bool: "true or false", str: "text", Path: "a path", type(None): "null",
     Any: "any value",
 }  # fmt: skip
-_LIMITS = {"gt": "above {:.6g}", "ge": "at least {:.6g}", "lt": "below {:.6g}", "le": "at most {:.6g}"}
+_LIMITS = {"gt": "above {}", "ge": "at least {}", "lt": "below {}", "le": "at most {}"}
 
 
 @dataclass(frozen=True, init=False)
@@ -160,6 +160,15 @@ def argument(hint: Any) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text!r} does not work; give {words(hint)}") from None
 
     return parse
+
+
+def words_of(cls: type[Section], name: str = "") -> dict[str, str]:
+    """Return the allowed values of every key of a section, {"train.epochs": "a whole number of at least 1"}."""
+    found: dict[str, str] = {}
+    for key, hint in hints(cls).items():
+        dotted, kind = _dotted(name, key), _section_in(hint)
+        found |= words_of(kind, dotted) if kind else {dotted: words(hint)}
+    return found
 
 
 def words(hint: Any) -> str:
