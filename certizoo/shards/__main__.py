@@ -13,6 +13,7 @@ from rich.table import Table
 
 from certizoo import UserError
 from certizoo.errors import one_line_errors
+from certizoo.schema import Count, Whole, argument
 from certizoo.shards import inspect, manifest, sources
 from certizoo.shards.config import require_name
 from certizoo.shards.tar import ENDINGS
@@ -118,13 +119,13 @@ def parser() -> argparse.ArgumentParser:
     for command in (make_digits, make_folder, make_torchvision, make_index):
         command.add_argument("root", type=Path, help="folder of the shards")
     for command in (make_digits, make_folder, make_torchvision):
-        command.add_argument("--seed", type=int, default=0, help="seed of the order of the samples")
+        command.add_argument("--seed", type=argument(Whole), default=0, help="seed of the order of the samples")
     for command in (make_folder, make_torchvision):
         command.add_argument("--overwrite", action="store_true", help="replace shards of this name and split")
     make_folder.add_argument("--name", required=True)
     make_folder.add_argument("--split", required=True, choices=("train", "test"))
-    make_folder.add_argument("--per-shard", type=int, default=1000)
-    make_folder.add_argument("--resize", type=int, help="shrink images whose short side is longer (JPEG 95)")
+    make_folder.add_argument("--per-shard", type=argument(Count), default=1000)
+    make_folder.add_argument("--resize", type=argument(Count), help="shrink images with a longer short side (JPEG 95)")
     make_folder.add_argument("--only", type=Path, help="text file that lists the images to take, one per line")
     make_torchvision.add_argument("--name", help="default: the data set's, in lower case")
     make_torchvision.add_argument("--download-to", type=Path, help="default: ROOT/download")

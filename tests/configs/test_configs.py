@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import zoo
-from certify.rows.arguments import attack_of, settings_of
+from certify.rows.arguments import settings_of
 from certify.stage.settings import Settings
 from certizoo import UserError
 from certizoo.compose import CONFIGS, compose_config
 from certizoo.recipes import row, table
+from certizoo.schema import section_of
 from tests.tools.config_files import COMMAND, files, note, one_of_each_shape, recipe, training
 from trainers.job.stages import prepare_first
-from trainers.job.typed import typed
 from zoo.attention import variants
 from zoo.models.overview import tiny_options
 
@@ -102,9 +102,9 @@ def test_a_key_of_certify_is_written_once(tmp_path: Path) -> None:
 
     trained = compose_config("adv_train", ["+model=spec_vit_digits", "certify.note=x"], configs)["certify"]
     assert trained.pop("enabled")
-    assert typed(noted, {"certify": trained}, "certify").note == "x"
+    assert section_of(noted, trained, "certify").note == "x"
     alone = compose_config("certify", ["note=x"], configs)
-    assert settings_of(noted, alone, attack=attack_of(alone)).note == "x"
+    assert settings_of(noted, alone).note == "x"
 
 
 # --- models without a file -------------------------------------------------------------------------------------------

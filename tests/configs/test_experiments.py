@@ -15,10 +15,10 @@ from benchmarks import experiments
 from benchmarks.experiments import ATTACKS, TABLES, certified, markdown, run
 from certizoo import UserError, recipes
 from certizoo.compose import CONFIGS, compose_config
+from certizoo.schema import section_of
 from tests.tools.cases import mostly_slow
 from tests.tools.config_files import files, note, training
 from trainers.job.auto_settings import resolve_auto
-from trainers.job.typed import typed
 from trainers.settings import ConstrainConfig, MasksConfig, MixConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from zoo.models.overview import tiny_options
 
@@ -56,12 +56,12 @@ def check_fields(config: dict[str, Any], said: dict[str, Any]) -> None:
     for group, values in said.items():
         if isinstance(values, dict):
             assert {key: config[group][key] for key in values} == values, group
-    typed(TrainConfig, resolve_auto(config, 1, None)[0], "train")
+    section_of(TrainConfig, resolve_auto(config, 1, None)[0]["train"], "train")
     for cls, group in ((ObjectiveConfig, "objective"), (OptimizerConfig, "optimizer"), (MixConfig, "mix")):
-        typed(cls, config, group)
-    typed(MasksConfig, config, "masks")
+        section_of(cls, config[group], group)
+    section_of(MasksConfig, config["masks"], "masks")
     if "constrain" in config:
-        typed(ConstrainConfig, config, "constrain")
+        section_of(ConstrainConfig, config["constrain"], "constrain")
     shape = {"num_classes": config["data"]["num_classes"], "img_size": config["data"]["img_size"]}
     shape["in_chans"] = config["data"]["channels"]
     with torch.device("meta"):

@@ -122,7 +122,7 @@ def test_a_wrong_value_is_refused_before_any_work(
         "train.precision=fp16": "train.precision",
         "train.attack_precision=fp16": "train.attack_precision",
         "train.sam_rho=-1": "train.sam_rho",
-        "deepspeed.stage=4": "does not exist",
+        "deepspeed.stage=4": "one of 0, 1, 2, 3",
         "deepspeed.persistent_below=-1": "deepspeed.persistent_below",
         "mix.prob=2": "mix.prob",
         "masks.warmup=0": "masks.warmup",

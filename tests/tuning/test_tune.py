@@ -99,10 +99,12 @@ def test_zero_is_drawn_as_often_as_said_and_the_rest_is_log_uniform() -> None:
     [
         ("{log_uniform: [0, 1]}", "above 0"),
         ("{uniform: [2, 1]}", "low < high"),
-        ("{uniform: [0, 1], zero: 0.1}", "only for log_uniform"),
-        ("{log_uniform: [0.1, 1], zero: 1}", "share below 1"),
-        ("{gaussian: [0, 1]}", "give one of"),
-        ("{choice: []}", "needs"),
+        ("{uniform: [0, 1], zero: 0.1}", "with log_uniform optionally zero"),
+        ("{log_uniform: [0.1, 1], zero: 1}", "zero=1 .* below 1"),
+        ("{gaussian: [0, 1]}", "no config key 'gaussian'"),
+        ("{log_uniform: [1e-4, x]}", "2 numbers above 0"),
+        ("5", "is a section"),
+        ("{choice: []}", "choice="),
     ],
 )
 def test_a_wrong_space_is_named(tmp_path: Path, facts: str, words: str) -> None:
