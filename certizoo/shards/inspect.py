@@ -23,7 +23,7 @@ FEW = 10  # images of a class below which a warning is due
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a folder holds: `counts` images of each of the `classes`, sample pictures as a PNG, and warnings."""
+    """The content of a folder: `counts` images of each of the `classes`, sample pictures as a PNG, and warnings."""
 
     classes: Sequence[str]
     counts: Sequence[int]
