@@ -29,7 +29,7 @@ _BASE = {"trainers/settings.py", "trainers/ranks.py", "trainers/seeds.py", "trai
 _RUN = _BASE | _JOB | {"trainers/engine", "trainers/weights"}
 _BOUNDS = {"zoo/arithmetic.py", "zoo/spectral.py", "zoo/pristine.py", "zoo/bounds"}
 _WEIGHTS = {"zoo/weights"}
-_LAYERS = _BOUNDS | {"zoo/layers", "zoo/attention"}
+_LAYERS = _BOUNDS | {"zoo/layers", "zoo/attention", "zoo/primitives"}
 _PENALTIES = {"zoo/penalty.py", "zoo/hinge.py"}
 ROOMS: dict[str, set[str]] = {
     "certizoo": set(),  # its own files
@@ -84,6 +84,7 @@ ROOMS: dict[str, set[str]] = {
     "zoo/hinge.py": {"zoo/spectral.py", "zoo/penalty.py"},
     "zoo/bounds": {"zoo/arithmetic.py", "zoo/spectral.py", "zoo/pristine.py"},
     "zoo/layers": _BOUNDS,
+    "zoo/primitives": _BOUNDS | {"zoo/layers"},
     "zoo/attention/theory": {"zoo/arithmetic.py", "zoo/spectral.py"},
     "zoo/attention": _BOUNDS | {"zoo/layers", "zoo/attention/theory"},
     "zoo/rules.py": _LAYERS,

@@ -189,8 +189,7 @@ def residual_expansion(branch: Expand) -> Expand:
             lambda g: g + inner.pull(g),
             lambda v: v + inner.push(v),
             rounding_B=inner.rounding + 2 * U * (1 + inner.gain_B),
-            parts=inner.parts or (inner,),
-            skip=True,
+            branches=((), inner.parts or (inner,)),
         )
 
     return expand

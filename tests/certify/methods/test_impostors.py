@@ -483,7 +483,7 @@ def test_what_is_not_its_code_and_its_weights_is_refused(attacked: Any, request:
     given, x, y = attacked
     words = REFUSED[request.node.callspec.params["attacked"]][1]
     with pytest.raises(UserError, match=words) as refused:
-        certified_radius(given, x, y)
+        certified_radius(given, x, y, "lofast")
     assert "\n" not in str(refused.value)
 
 
@@ -505,7 +505,7 @@ def test_what_is_refused_would_break_the_certificate(attacked: Any, monkeypatch:
         monkeypatch.setattr(
             "certify.shared.bake.integrity.kind_of", lambda module: ViT if module is given else type(module)
         )
-    radius_B = certified_radius(given, x, y)
+    radius_B = certified_radius(given, x, y, "lofast")
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
     step = noise / noise.flatten(1).norm(dim=1).view(-1, 1, 1, 1) * (0.9 * radius_B).view(-1, 1, 1, 1).float()
     with torch.no_grad():
@@ -613,9 +613,9 @@ HONEST: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_model_keeps_its_radius(name: str) -> None:
     model, x, y = victim()
-    before_B = certified_radius(model, x, y)
+    before_B = certified_radius(model, x, y, "lofast")
     HONEST[name](model)
-    torch.testing.assert_close(certified_radius(model, x, y), before_B, rtol=1e-6, atol=0)
+    torch.testing.assert_close(certified_radius(model, x, y, "lofast"), before_B, rtol=1e-6, atol=0)
     assert (before_B > 0).all()
 
 
@@ -626,4 +626,4 @@ def test_shared_modules_and_known_parametrisations_are_certified() -> None:
     nn.utils.parametrizations.weight_norm(model.head)
     nn.utils.parametrizations.spectral_norm(model.blocks[0].mlp.fc1)
     y = model(x).argmax(-1)
-    assert (certified_radius(model.eval(), x, y) > 0).all()
+    assert (certified_radius(model.eval(), x, y, "lofast") > 0).all()

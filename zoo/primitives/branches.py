@@ -1,0 +1,128 @@
+"""A sum of branches, f_1(x) + ... + f_n(x): what a graph does between a value and the sum that joins its uses.
+
+    first order   sum_i bound_i(r)          second order   R = sum_i R_i,  J = sum_i J_i,  one norm of the sum
+
+x + f(x) is `Residual` (zoo/bounds/links.py), whose rules are tighter for some f.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from zoo.arithmetic import OUT, U
+from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounding
+from zoo.bounds.curvature import composition, nodes_of
+from zoo.bounds.first_order import Step, added, chain, layer_of, parts_of
+from zoo.bounds.links import Residual
+from zoo.bounds.rounding import NO_BOUND
+from zoo.bounds.rule_table import Link, ModuleRules, NoRule, register
+
+
+class Branches(nn.Module):
+    """The sum of what its branches make of one input; an empty `nn.Sequential` is the identity."""
+
+    def __init__(self, *branches: nn.Sequential) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return reduce(added, [branch(x) for branch in self.branches])
+
+
+class Sum:
+    """The link of `Branches`, none of them the identity beside a single other one."""
+
+    def __init__(self, module: Branches) -> None:
+        self.module = module
+        self.branches: list[nn.Module] = list(module.branches)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self.module(x)
+        return y
+
+    def layer(self, local: bool) -> Layer:
+        """Return the first-order rule: see `Link`."""
+        layers = [chain([layer_of(branch, local=local)]) for branch in self.branches]
+
+        def layer(x: Tensor) -> tuple[Tensor, Bound]:
+            found = [one(x) for one in layers]
+            y = reduce(added, [y for y, _ in found])
+            return y, lambda r: reduce(torch.add, [bound(r) for _, bound in found])
+
+        return Step(layer, tuple(part for one in layers for part in parts_of(one)) or ("sum",))
+
+    def nodes(self) -> list[Node]:
+        """Return the second-order nodes: see `Link`."""
+        return [(self.layer(local=True), sum_expansion([_branch(branch) for branch in self.branches]))]
+
+    def roundings(self, precision: Precision) -> list[Rounding]:
+        """Refuse: see `Link`."""
+        raise NoRule(self.module, NO_BOUND)
+
+
+def _branch(branch: nn.Module) -> Expand:
+    nodes = nodes_of(branch)
+    return composition(nodes) if nodes else _identity
+
+
+def _identity(x: Tensor) -> Expansion:
+    ones_B = x.new_ones(len(x))
+    return Expansion(
+        x,
+        ones_B,
+        torch.zeros_like,
+        lambda g: torch.zeros_like,
+        lambda g: g,
+        lambda v: v,
+        affine=True,
+        rounding_B=0 * ones_B,
+    )
+
+
+def sum_expansion(branches: Sequence[Expand]) -> Expand:
+    """Expand the sum: gains, remainders and roundings add up."""
+
+    def expand(x: Tensor) -> Expansion:
+        found = [branch(x) for branch in branches]
+        gain_B = reduce(torch.add, [one.gain_B for one in found])
+
+        def remainder(g: Tensor) -> Bound:
+            bounds = [one.remainder(g) for one in found]
+            return lambda r: reduce(torch.add, [bound(r) for bound in bounds])
+
+        def total(name: str) -> Callable[[Tensor], Tensor]:
+            return lambda v: reduce(torch.add, [getattr(one, name)(v) for one in found])
+
+        rounding_B = reduce(torch.add, [one.rounding for one in found]) + 2 * len(found) * U * gain_B
+        affine = all(one.affine or _all_affine(one) for one in found)
+        return Expansion(
+            reduce(added, [one.y for one in found]),
+            gain_B * OUT,
+            total("beta"),
+            remainder,
+            total("pull"),
+            total("push"),
+            affine=affine,
+            rounding_B=rounding_B * OUT,
+            branches=tuple(one.parts or (() if one.y is x else (one,)) for one in found),
+        )
+
+    return expand
+
+
+def _all_affine(expansion: Expansion) -> bool:
+    return bool(expansion.parts) and all(part.affine for part in expansion.parts)
+
+
+def branches_chain(module: Branches) -> list[nn.Module | Link]:
+    """Return the residual sum for x + f(x), else the sum."""
+    full = [branch for branch in module.branches if len(branch)]  # type: ignore[arg-type]
+    if len(module.branches) == 2 and len(full) == 1:
+        return [Residual(*full[0])]  # type: ignore[misc]
+    return [Sum(module)]
+
+
+register(Branches, ModuleRules(chain=branches_chain))
+KINDS = (Branches,)
