@@ -139,8 +139,7 @@ def conv2d_rounding(module: nn.Conv2d, precision: Precision) -> Rounding:
     norm_of, absolute_of = _measured(module, module.weight), _measured(module, weight)
 
     def moduli(x_BCHW: Tensor) -> Tensor:
-        options = module.stride, module.padding, module.dilation, module.groups
-        return F.conv2d(x_BCHW, weight, bias, *options)
+        return F.conv2d(x_BCHW, weight, bias, module.stride, module.padding, module.dilation, module.groups)
 
     return product(module, moduli, lambda y: (norm_of(y), absolute_of(y)), weight[0].numel(), precision)
 

@@ -25,6 +25,10 @@ from zoo.bounds.rule_table import ModuleRules, NoRule, register
 HINGE = Hinge()
 
 
+def _size(jump: Tensor | float) -> Tensor | float:
+    return jump.abs() if isinstance(jump, Tensor) else abs(jump)
+
+
 @dataclass(frozen=True)
 class Kinked:
     """A smooth part, None for a linear one, and kinks as (place, jump of the slope); `base` is its slope below them."""
@@ -42,28 +46,28 @@ class Kinked:
 
     def remainder(self, z_PNH: Tensor, w_PNH: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
         """Add up the bounds of the parts."""
-        parts = [HINGE.remainder(z_PNH - p, jump * w_PNH, reach_PNH, r_P, lambda_max) for p, jump in self.kinks]
+        parts = [HINGE.remainder(z_PNH - p, w_PNH * jump, reach_PNH, r_P, lambda_max) for p, jump in self.kinks]
         if self.smooth is not None:
             parts.append(self.smooth.remainder(z_PNH, w_PNH, reach_PNH, r_P, lambda_max))
         return reduce(torch.add, parts)
 
     def beta(self, z_PNH: Tensor, s_H: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
         """Add up the bounds of the parts."""
-        parts = [HINGE.beta(z_PNH - p, s_H * abs(jump), reach_PNH, r_P, lambda_max) for p, jump in self.kinks]
+        parts = [HINGE.beta(z_PNH - p, s_H * _size(jump), reach_PNH, r_P, lambda_max) for p, jump in self.kinks]
         if self.smooth is not None:
             parts.append(self.smooth.beta(z_PNH, s_H, reach_PNH, r_P, lambda_max))
         return reduce(torch.add, parts)
 
     def parabola(self, z: Tensor, w: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
         """Add up the parabolas of the parts."""
-        parts = [HINGE.parabola(z - p, jump * w, reach) for p, jump in self.kinks]
+        parts = [HINGE.parabola(z - p, w * jump, reach) for p, jump in self.kinks]
         if self.smooth is not None:
             parts.append(self.smooth.parabola(z, w, reach))
         return reduce(torch.add, [c for c, _ in parts]), reduce(torch.add, [s for _, s in parts])
 
     def chord(self, z: Tensor, reach: Tensor) -> Tensor:
         """Add up the chords of the parts, at most the range of all slopes."""
-        parts = [abs(jump) * HINGE.chord(z - p, reach) for p, jump in self.kinks]
+        parts = [_size(jump) * HINGE.chord(z - p, reach) for p, jump in self.kinks]
         if self.smooth is not None:
             parts.append(self.smooth.chord(z, reach))
         return reduce(torch.add, parts).clamp_max(slope_range(self))

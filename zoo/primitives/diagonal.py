@@ -157,14 +157,12 @@ register(
         shapes=diagonal_shapes,
     ),
 )
-for _kind in (nn.BatchNorm1d, nn.BatchNorm2d):
-    register(
-        _kind,
-        ModuleRules(
-            rule=lambda module: diagonal_layer(module, batch_norm_gain(module)),
-            expansion=lambda module: diagonal_expansion(module, batch_norm_gain(module), _by_channel(module)),
-            rounding=batch_norm_rounding,
-            shapes=batch_norm_shapes,
-        ),
-    )
+BATCH_NORM = ModuleRules[BatchNorm](
+    rule=lambda module: diagonal_layer(module, batch_norm_gain(module)),
+    expansion=lambda module: diagonal_expansion(module, batch_norm_gain(module), _by_channel(module)),
+    rounding=batch_norm_rounding,
+    shapes=batch_norm_shapes,
+)
+register(nn.BatchNorm1d, BATCH_NORM)
+register(nn.BatchNorm2d, BATCH_NORM)
 KINDS = (Diagonal, nn.BatchNorm1d, nn.BatchNorm2d)

@@ -190,6 +190,6 @@ def max_pool(module: nn.MaxPool2d) -> Layer:
 register(Mean, ModuleRules(rule=mean, expansion=affine, rounding=mean_rounded))
 register(WindowMax, ModuleRules(rule=window_max, expansion=window_max_expansion, rounding=exact_module))
 register(nn.MaxPool2d, ModuleRules(rule=max_pool))
-for _kind in (nn.AvgPool2d, nn.AdaptiveAvgPool2d):
-    register(_kind, ModuleRules(rule=average_pool, expansion=affine, rounding=average_pool_rounding))
+register(nn.AvgPool2d, ModuleRules(rule=average_pool, expansion=affine, rounding=average_pool_rounding))
+register(nn.AdaptiveAvgPool2d, ModuleRules(rule=average_pool, expansion=affine, rounding=average_pool_rounding))
 KINDS = (Mean, WindowMax, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)

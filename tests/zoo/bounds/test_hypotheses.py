@@ -155,7 +155,7 @@ def test_a_type_that_states_no_shapes_is_refused(monkeypatch: pytest.MonkeyPatch
     model.norm = Shift()
     with pytest.raises(NoRule, match=r"norm: .*its b has the shape \(16,\), and its rules state none"):
         trunk(model)
-    model.norm = nn.BatchNorm1d(16)
+    model.norm = nn.RMSNorm(16)
     with pytest.raises(NoRule, match=r"norm: .*RMSNorm.*its weight has the shape \(16,\)"):
         trunk(model)
 
