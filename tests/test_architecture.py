@@ -40,9 +40,10 @@ ROOMS: dict[str, set[str]] = {
     "certify/adjoint": {"certify/shared"},
     "certify/image": {"certify/shared", "certify/adjoint"},
     "certify/methods": _ORDERS,
+    "certify/graph": {"certify/shared"},
     "certify/rows": set(),
     "certify/served.py": set(),  # published versions refer to it
-    "certify/api.py": {"certify/shared", "certify/methods"},
+    "certify/api.py": {"certify/shared", "certify/methods", "certify/graph"},
     "certify/papers": _METHODS | {"certify/rows"},
     "certify/stage/report": {"certify/rows"},
     "certify/stage": _METHODS | {"certify/api.py", "certify/rows", "certify/stage/report"},

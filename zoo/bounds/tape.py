@@ -101,6 +101,9 @@ class Tape:
                 if at in joining:
                     g = _sum(g, joining[at])
         assert g is not None
+        for at in kept:  # a leaf of the other branch of a sum
+            if at not in seen and at < max(joining, default=-1):
+                seen[at] = g.new_zeros(len(g), *self.leaves[at].y.shape)
         return g, seen
 
     def gain_between(self, one: int, other: int) -> Tensor:
@@ -152,19 +155,7 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 def _laid_out(expansion: Expansion) -> list[Expansion | Mark]:
     if expansion.branches:
-        return _joined([[op for part in branch for op in _laid_out(part)] for branch in expansion.branches])
+        first, second = ([op for part in branch for op in _laid_out(part)] for branch in expansion.branches)
+        swap: list[Mark] = ["SWAP"] if first and second else []
+        return ["FORK", *first, *swap, *second, "JOIN"]
     return [op for part in expansion.parts for op in _laid_out(part)] or [expansion]
-
-
-def _joined(branches: list[list[Expansion | Mark]]) -> list[Expansion | Mark]:
-    """Return the sum of branches: of two, and of that sum with each further one. The identity needs no SWAP."""
-    first, second, *more = branches
-    if more:
-        return ["FORK", *_joined([first, second]), "SWAP", *_joined_rest(more), "JOIN"]
-    if not first or not second:
-        return ["FORK", *first, *second, "JOIN"]
-    return ["FORK", *first, "SWAP", *second, "JOIN"]
-
-
-def _joined_rest(branches: list[list[Expansion | Mark]]) -> list[Expansion | Mark]:
-    return branches[0] if len(branches) == 1 else _joined(branches)

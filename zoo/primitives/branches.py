@@ -5,7 +5,7 @@
 x + f(x) is `Residual` (zoo/bounds/links.py), whose rules are tighter for some f.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zoo.arithmetic import OUT, U
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounding
-from zoo.bounds.curvature import composition, nodes_of
+from zoo.bounds.curvature import composition, ended, identity_expansion, nodes_of
 from zoo.bounds.first_order import Step, added, chain, layer_of, parts_of
 from zoo.bounds.links import Residual
 from zoo.bounds.rounding import NO_BOUND
@@ -64,56 +64,41 @@ class Sum:
 
 def _branch(branch: nn.Module) -> Expand:
     nodes = nodes_of(branch)
-    return composition(nodes) if nodes else _identity
-
-
-def _identity(x: Tensor) -> Expansion:
-    ones_B = x.new_ones(len(x))
-    return Expansion(
-        x,
-        ones_B,
-        torch.zeros_like,
-        lambda g: torch.zeros_like,
-        lambda g: g,
-        lambda v: v,
-        affine=True,
-        rounding_B=0 * ones_B,
-    )
+    return composition(nodes) if nodes else identity_expansion
 
 
 def sum_expansion(branches: Sequence[Expand]) -> Expand:
-    """Expand the sum: gains, remainders and roundings add up."""
+    """Expand the sum, two branches at a time."""
+    return reduce(_pair, branches)
+
+
+def _pair(one: Expand, other: Expand) -> Expand:
+    """Expand f_1(x) + f_2(x): gains, remainders and roundings add up."""
 
     def expand(x: Tensor) -> Expansion:
-        found = [branch(x) for branch in branches]
-        gain_B = reduce(torch.add, [one.gain_B for one in found])
+        first, second = one(x), other(x)
+        gain_B = (first.gain_B + second.gain_B) * OUT
 
         def remainder(g: Tensor) -> Bound:
-            bounds = [one.remainder(g) for one in found]
-            return lambda r: reduce(torch.add, [bound(r) for bound in bounds])
+            bounds = first.remainder(g), second.remainder(g)
+            return lambda r: bounds[0](r) + bounds[1](r)
 
-        def total(name: str) -> Callable[[Tensor], Tensor]:
-            return lambda v: reduce(torch.add, [getattr(one, name)(v) for one in found])
-
-        rounding_B = reduce(torch.add, [one.rounding for one in found]) + 2 * len(found) * U * gain_B
-        affine = all(one.affine or _all_affine(one) for one in found)
         return Expansion(
-            reduce(added, [one.y for one in found]),
-            gain_B * OUT,
-            total("beta"),
+            added(first.y, second.y),
+            gain_B,
+            lambda r: first.beta(r) + second.beta(r),
             remainder,
-            total("pull"),
-            total("push"),
-            affine=affine,
-            rounding_B=rounding_B * OUT,
-            branches=tuple(one.parts or (() if one.y is x else (one,)) for one in found),
+            lambda g: first.pull(g) + second.pull(g),
+            lambda v: first.push(v) + second.push(v),
+            rounding_B=(first.rounding + second.rounding + 4 * U * gain_B) * OUT,
+            branches=(_parts(first, x), _parts(second, x)),
         )
 
     return expand
 
 
-def _all_affine(expansion: Expansion) -> bool:
-    return bool(expansion.parts) and all(part.affine for part in expansion.parts)
+def _parts(expansion: Expansion, x: Tensor) -> tuple[Expansion, ...]:
+    return () if expansion.y is x else ended(expansion.parts or (expansion,))
 
 
 def branches_chain(module: Branches) -> list[nn.Module | Link]:

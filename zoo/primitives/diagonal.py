@@ -7,6 +7,7 @@
 Letters: B images, C channels.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -23,19 +24,20 @@ FEW = 8 * U  # a quotient, a root, a sum and two products, each within an ulp or
 
 
 class Diagonal(nn.Module):
-    """weight x + bias, of the shape of one image or broadcast to it: (B, ...) -> (B, ...)."""
+    """weight x + bias, or x / weight + bias, of the shape of one image or broadcast to it: (B, ...) -> (B, ...)."""
 
     weight: Tensor
     bias: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor, divides: bool = False) -> None:
         super().__init__()
+        self.divides = divides
         self.register_buffer("weight", weight.clone())
         self.register_buffer("bias", bias.clone())
         self.shapes = (tuple(weight.shape), tuple(bias.shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight + self.bias
+        return (x / self.weight if self.divides else x * self.weight) + self.bias
 
 
 Weights = Callable[[Tensor], Tensor]
@@ -81,9 +83,18 @@ def diagonal_expansion(module: nn.Module, gain: float, weights: Weights) -> Expa
     return expand
 
 
+def diagonal_weight(module: Diagonal) -> Tensor:
+    """Return w."""
+    weight = module.weight.detach().double()
+    return 1 / weight if module.divides else weight
+
+
 def diagonal_gain(module: Diagonal) -> float:
-    """Return max |w|."""
-    return float(module.weight.detach().abs().max())
+    """Return max |w|, rounded up where it is a quotient."""
+    gain = float(diagonal_weight(module).abs().max())
+    if not gain < math.inf:
+        raise NoRule(module, "it divides by 0")
+    return gain * OUT if module.divides else gain
 
 
 def diagonal_shapes(module: Diagonal) -> Shapes:
@@ -93,7 +104,7 @@ def diagonal_shapes(module: Diagonal) -> Shapes:
 
 def diagonal_rounding(module: Diagonal, precision: Precision) -> Rounding:
     """Bound a product and a sum with rounded constants."""
-    weight, bias = module.weight.detach().double(), module.bias.detach().double()
+    weight, bias = diagonal_weight(module), module.bias.detach().double()
     return composed([factors(weight, 2, precision), plus(lambda x: x + bias, precision)])
 
 
@@ -152,7 +163,7 @@ register(
     Diagonal,
     ModuleRules(
         rule=lambda module: diagonal_layer(module, diagonal_gain(module)),
-        expansion=lambda module: diagonal_expansion(module, diagonal_gain(module), lambda x: module.weight),
+        expansion=lambda module: diagonal_expansion(module, diagonal_gain(module), lambda x: diagonal_weight(module)),
         rounding=diagonal_rounding,
         shapes=diagonal_shapes,
     ),

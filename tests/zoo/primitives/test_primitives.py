@@ -71,6 +71,7 @@ def prelu() -> nn.Module:
 
 CASES: dict[str, Case] = {
     "diagonal": Case(lambda: Diagonal(torch.randn(4, 1, 1), torch.randn(4, 6, 6)), 0.8),
+    "quotient": Case(lambda: Diagonal(0.1 + torch.rand(4, 1, 1), torch.randn(()), divides=True), 0.8),
     "batch norm": Case(lambda: batch_norm(nn.BatchNorm2d), 0.8),
     "batch norm of vectors": Case(lambda: batch_norm(nn.BatchNorm1d), 0.8, (4,)),
     "move": Case(move, 0.8),
