@@ -44,13 +44,14 @@ ROOMS: dict[str, set[str]] = {
     "certify/rows": set(),
     "certify/served.py": set(),  # published versions refer to it
     "certify/api.py": {"certify/shared", "certify/methods", "certify/graph"},
+    "certify/explanation.py": _METHODS | {"certify/graph", "certify/api.py"},
     "certify/papers": _METHODS | {"certify/rows"},
     "certify/stage/report": {"certify/rows"},
     "certify/stage": _METHODS | {"certify/api.py", "certify/rows", "certify/stage/report"},
     "certify/evaluation": _METHODS | {"certify/api.py", "certify/rows"},
     "certify/photos": _METHODS | {"certify/api.py", "certify/rows", "certify/evaluation"},
     "certify/leaderboard": _METHODS | {"certify/rows", "certify/stage", "certify/evaluation"},
-    "certify/__init__.py": _METHODS | {"certify/api.py", "certify/stage"},
+    "certify/__init__.py": _METHODS | {"certify/api.py", "certify/stage", "certify/explanation.py"},
     "certify/__main__.py": {
         "certify/shared",
         "certify/methods",

@@ -18,6 +18,7 @@ from certify.graph.export import BATCH
 from certify.graph.values import Node, Product, Unmapped, Value, step
 from zoo.attention.dot_product import DotProductAttention
 from zoo.primitives.diagonal import Diagonal
+from zoo.primitives.moves import Move
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def merged_projection(source: Node, module: nn.Linear) -> Node | None:
     A `Move` in between may permute the channels, which is a permutation of the columns of W_O.
     """
     node, columns = source, torch.arange(module.in_features)
-    if node.name == "move" and len(node.inputs) == 1 and node.inputs[0].shape == node.shape:
-        rows = node.module.index.view(node.shape) - torch.arange(node.shape[0])[:, None] * node.shape[1]  # type: ignore[operator, union-attr]
+    if isinstance(node.module, Move) and node.inputs[0].shape == node.shape:
+        rows = node.module.index.view(node.shape) - torch.arange(node.shape[0])[:, None] * node.shape[1]
         if bool((rows == rows[:1]).all()) and torch.equal(rows[0].sort().values, columns):
             node, columns = node.inputs[0], rows[0]
     found = node.module

@@ -87,10 +87,15 @@ def _last_line(error: Exception) -> str:
     return f"{own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else "an unknown line"
 
 
+def path_of(node: fx.Node) -> str:
+    """Return the path of the innermost module that a node comes from."""
+    stack = [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
+    return stack[-1].removeprefix("L['self'].").split("@")[0] if stack else ""
+
+
 def line_of(node: fx.Node) -> str:
     """Return the module and the line of code that a node comes from."""
-    stack = [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
-    path = stack[-1].removeprefix("L['self'].") if stack else ""
+    path = path_of(node)
     lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', node.meta.get("stack_trace") or "")
     lines = [line for line in lines if "/torch/" not in line[0]] or lines
     where = f"{lines[-1][0]}, line {lines[-1][1]}: {lines[-1][2].strip()}" if lines else ""

@@ -14,12 +14,14 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from certify.graph.attention import rescaled
-from certify.graph.export import BATCH, Graph, line_of
+from certify.graph.export import BATCH, Graph, line_of, path_of
 from certify.graph.operations import MOVES, OPERATIONS, moved
 from certify.graph.values import LogProbabilities, Node, Product, Unmapped, Value, materialised, step
 from zoo.bounds.rule_table import NOTHING, NoRule, refuse_altered, refuse_unknown, rules_of
 
 SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
+NO_RULE = "this operation has no rule"
+NO_RULE = "this operation has no rule"
 ALIKE = 1e-9  # a module and its part of the graph, in float64
 
 
@@ -71,13 +73,15 @@ class Walk:
     def _guarded(self, node: fx.Node, whole: "Whole | None") -> Any:
         """Evaluate one node, and write down why that is impossible."""
         operands, _ = tree_flatten((self._known(node.args), self._known(node.kwargs)))
-        if any(isinstance(operand, Missing) for operand in operands):
-            return Missing()
         name = _name(node)
+        if any(isinstance(operand, Missing) for operand in operands):
+            if name not in (*OPERATIONS, *MOVES, *SKIPPED, "getitem"):
+                self.faults.append(Fault(name, NO_RULE, line_of(node)))
+            return Missing()
         try:
             if whole is not None and (value := self._module(whole)) is not None:
                 return value
-            return self._evaluated(node, name, operands)
+            return _placed(self._evaluated(node, name, operands), path_of(node))
         except Unmapped as lacking:
             reason = str(lacking)
         except (NotImplementedError, TypeError, ValueError, RuntimeError, IndexError) as error:
@@ -107,7 +111,7 @@ class Walk:
             return moved(node.target, *args, **kwargs)
         if _draws(node):
             raise Unmapped("random numbers, or dropout that is active; a certificate needs eval mode")
-        raise Unmapped("this operation has no rule")
+        raise Unmapped(NO_RULE)
 
     def _constant(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if _draws(node):
@@ -117,8 +121,8 @@ class Walk:
             *args, **{key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
         )
 
-    def _module(self, whole: "Whole") -> Value | None:
-        """Return the output of a module that stays whole, or None where it is no function of one tensor."""
+    def _module(self, whole: "Whole") -> Any:
+        """Return what the first node of a whole module becomes; None where it is no function of one tensor."""
         entering = self.found.get(whole.entering)
         if not isinstance(entering, Value):
             return None
@@ -126,9 +130,9 @@ class Walk:
         shape = tuple(whole.leaving.meta["val"].shape)
         if shape[:1] != (BATCH,) or not self._alike(whole, entering.shape):
             return None
-        y = Value.of(step(whole.module, source, shape[1:], whole.path))
+        y = _placed(Value.of(step(whole.module, source, shape[1:], "module")), whole.path)
         self.found |= dict.fromkeys(whole.nodes, Missing()) | {whole.leaving: y}
-        return y if whole.nodes[0] is whole.leaving else Missing()  # type: ignore[return-value]
+        return self.found[whole.nodes[0]]
 
     def _alike(self, whole: "Whole", shape: tuple[int, ...]) -> bool:
         """Return whether the module and its part of the graph agree on random inputs."""
@@ -146,6 +150,17 @@ class Walk:
                 local[node] = node.target(*args, **kwargs)
             y, expected = whole.module(x), local[whole.leaving]
         return bool(y.shape == expected.shape and torch.allclose(y, expected, rtol=ALIKE, atol=ALIKE))
+
+
+def _placed(found: Any, path: str) -> Any:
+    """Write into all new nodes where they come from."""
+    left = [found.node] if isinstance(found, Value) else []
+    while left:
+        node = left.pop()
+        if not node.path and node.inputs:
+            node.path = path or node.name
+            left += node.inputs
+    return found
 
 
 def _of_product(name: str, args: Any, kwargs: Any) -> Any:

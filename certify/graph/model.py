@@ -18,12 +18,11 @@ from certify.graph.export import captured_graph
 from certify.graph.interpret import Fault, Walk
 from certify.graph.tree import TooLarge, Tree, named
 from certify.graph.values import Node, Unmapped, materialised
-from certify.shared.bake import Model, model_from, probes, refuse_process
+from certify.shared.bake import Model, folded_copy, model_from, probes, refuse_process, refuse_sparse
 from certify.shared.certificate import batch_given
 from certizoo import UserError
 from zoo.bounds import integrity
 from zoo.bounds.rule_table import Links, ModuleRules, NoRule, register, types_where
-from zoo.layers.fold import folded
 
 ALIKE = 1e-8  # captured against given logits in float64, relative to the largest
 ADVICE = "certify.explain(model, images) lists every layer; docs: 'My own model' shows how to add a rule"
@@ -94,10 +93,8 @@ def prepared(model: nn.Module) -> nn.Module:
     refuse_process()
     if "_orig_mod" in dict(integrity.parts_of(model)):
         raise UserError("the model is compiled; certify the model inside, model._orig_mod")
-    for path, tensor in integrity.tensors_of(model):
-        if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
-            raise UserError(f"{path} holds no dense numbers; load or dequantise the weights first")
-    return folded(model).requires_grad_(False)
+    refuse_sparse(model)
+    return folded_copy(model).requires_grad_(False)
 
 
 def capture(served: nn.Module, shape: tuple[int, ...]) -> Capture:

@@ -43,14 +43,19 @@ class Tree:
                 raise TooLarge
             if end.module is not None:
                 (source,) = end.inputs
-                found.append((end.name, end.module, source))
+                found.append((_title(end), end.module, source))
             else:
                 common = frozenset.intersection(*(self._above[source] for source in end.inputs))
                 source = max(common, key=self.rank.__getitem__)
                 branches = [named(self.parts(source, one)) for one in end.inputs]
-                found.append(("sum", Branches(*branches), source))
+                found.append((_title(end), Branches(*branches), source))
             end = source
         return found[::-1]
+
+
+def _title(node: Node) -> str:
+    """Return the path of the step's module; what only moves entries is named by what it does."""
+    return node.name if node.name in ("move", "reshape") else node.path or node.name
 
 
 def _sorted(end: Node) -> Iterator[Node]:
@@ -72,8 +77,8 @@ def named(parts: Sequence[tuple[str, nn.Module, Node]]) -> nn.Sequential:
     """Return the steps as one module, with names from the model; an MLP of three steps is one."""
     chain, steps = nn.Sequential(), _fused(parts)
     for name, module in steps:
-        key = name.replace(".", "_") or "step"
-        key = f"{key}_" if hasattr(nn.Sequential, key) or key.isdigit() else key
+        key = name.replace(".", "/") or "step"
+        key = f"{key}_" if hasattr(nn.Sequential, key) else key
         number = sum(other == key or other.startswith(f"{key}__") for other, _ in chain.named_children())
         chain.add_module(f"{key}__{number + 1}" if number else key, module)
     return chain

@@ -25,12 +25,16 @@ class Unmapped(Exception):
 
 @dataclass(eq=False)
 class Node:
-    """A step, with the shape of its output for one image. Without inputs it is the image; without a module, a sum."""
+    """A step, with the shape of its output for one image. Without inputs it is the image; without a module, a sum.
+
+    `path` is that of the module of the model whose code the step comes from.
+    """
 
     shape: Shape
     inputs: tuple["Node", ...] = ()
     module: nn.Module | None = None
     name: str = ""
+    path: str = ""
 
     @property
     def numel(self) -> int:

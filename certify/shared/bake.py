@@ -119,17 +119,27 @@ def refuse_impostor(model: nn.Module) -> None:
     refuse_process()
     for path, module in integrity.modules_of(model):
         refuse_altered(module, path)
+    refuse_sparse(model)
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    """Raise UserError for weights whose numbers cannot be read one by one."""
     for path, tensor in integrity.tensors_of(model):
         if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
             raise UserError(f"{path} holds no dense numbers; load or dequantise the weights first")
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """Return the folded copy of a model that passes `refuse_impostor`.
+    """Return the folded copy of a model that passes `refuse_impostor`."""
+    refuse_impostor(model)
+    return folded_copy(model)
+
+
+def folded_copy(model: nn.Module) -> nn.Module:
+    """Return a folded copy in eval mode.
 
     The copy is compared with the model, because a module of unknown type may copy itself as another.
     """
-    refuse_impostor(model)
     copied = folded(model)
     given = {path: integrity.kind_of(module) for path, module in integrity.modules_of(model) if _outlives(path)}
     if {path: type(module) for path, module in integrity.modules_of(copied)} != given:

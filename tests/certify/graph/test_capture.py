@@ -22,6 +22,7 @@ from tests.tools.ascent import ascend, margin_loss
 from zoo.attention.dot_product import DotProductAttention
 from zoo.layers.mlp import Mlp
 from zoo.layers.norms import SmoothProject
+from zoo.models.vit import ViT
 from zoo.primitives.branches import Branches
 
 SIZE = 8
@@ -216,6 +217,27 @@ def test_hooks_and_patched_methods_are_in_the_graph(change: Callable[[nn.Module]
     assert (after.loss_B >= 1.999 * before.loss_B).all()
 
 
+class Liar(nn.Module):
+    """An object that isinstance takes for a ViT."""
+
+    __class__ = property(lambda self: ViT)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -self.model(x)
+
+
+def test_a_class_that_poses_as_another_is_certified_as_what_it_computes() -> None:
+    model, x, _ = settled(plain)
+    found = certify(Liar(model).eval(), x, (-model(x)).argmax(-1), 0.01, "lofast")
+    expected = certify(nn.Sequential(model, nn.Flatten()), x, model(x).argmax(-1), 0.01, "lofast")
+    assert found.correct_B.all()
+    assert not torch.allclose(found.margin_B, expected.margin_B)
+
+
 def test_weights_that_change_later_are_noticed() -> None:
     model, x, y = settled(plain)
     made = certifier(model, "lofast", batch=(x, y))
@@ -310,7 +332,7 @@ def test_all_missing_operations_are_listed_at_once() -> None:
 
     with pytest.raises(NotCaptured) as refused:
         certify(Of(f).eval(), x, torch.zeros(2).long(), 0.1)
-    assert [fault.operation for fault in refused.value.faults] == ["sin", "cos"]
+    assert [fault.operation for fault in refused.value.faults] == ["sin", "cumsum", "cos"]
     assert "certify.explain" in str(refused.value)
 
 

@@ -160,19 +160,6 @@ class CopiesAsAnother(ViT):
         return face.seen(super().pool(x_BND))
 
 
-class Liar(nn.Module):
-    """An object that isinstance takes for a ViT."""
-
-    __class__ = property(lambda self: ViT)
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return -self.model(x)
-
-
 class Counter(nn.Module):
     """A module that computes another function at every call."""
 
@@ -425,7 +412,6 @@ REFUSED: dict[str, tuple[Attack, str]] = BREAKING | {
         "set_float32_matmul_precision",
     ),
     "default dtype": (default_type, "default dtype is torch.bfloat16"),
-    "isinstance of a ViT": (lambda model, patch: Liar(model), "Liar"),
     "weight of a subclass": (weight_of_a_subclass, r"mlp\.fc1: .*weight is a Weight"),
     "buffer of a subclass": (buffer_of_a_subclass, "normalize: .*mean is a Weight"),
     "weight with a method": (weight_with_a_method, r"patch_embed\.proj: .*weight has its flatten patched"),

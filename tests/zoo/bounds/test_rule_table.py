@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zoo
 from certify import certified_radius
+from certify.graph.model import Captured
 from certify.methods.served import ServedAdjoint
 from tests.certify.methods import test_rounding
 from tests.tools.ascent import largest_change
@@ -55,7 +56,7 @@ ATTACKED: dict[str, set[type[nn.Module]]] = {
     "residual": {DotProductAttention, GPSA, ConvMixing},  # test_first_order.py enumerates the table itself
     "local": set(test_attention.MIXTURES) | VARIANTS,
     "local_residual": {DotProductAttention, GPSA},
-    "trunk": {ViT, Swin, ConvNet},  # all models are in tests/certify/adjoint/test_adjoint_zoo.py
+    "trunk": {ViT, Swin, ConvNet, Captured},  # models of the zoo: test_adjoint_zoo.py; captured: test_capture.py
     "expansion": {
         *test_curvature.CASES, *test_curvature.AFFINE, *test_curvature.IDENTITIES, *test_attention.MIXTURES, *VARIANTS
     },
