@@ -23,7 +23,7 @@ _BASE = {"trainers/settings.py", "trainers/ranks.py", "trainers/seeds.py", "trai
 _RUN = _BASE | _JOB | {"trainers/engine", "trainers/weights"}
 _BOUNDS = {"zoo/arithmetic.py", "zoo/spectral.py", "zoo/bounds"}
 _WEIGHTS = {"zoo/weights"}
-_LAYERS = _BOUNDS | {"zoo/layers", "zoo/attention"}
+_LAYERS = _BOUNDS | {"zoo/layers", "zoo/attention", "zoo/primitives"}
 _PENALTIES = {"zoo/penalty.py", "zoo/hinge.py"}
 ROOMS: dict[str, set[str]] = {
     "certizoo": set(),  # its own files
@@ -34,16 +34,18 @@ ROOMS: dict[str, set[str]] = {
     "certify/adjoint": {"certify/shared"},
     "certify/image": {"certify/shared", "certify/adjoint"},
     "certify/methods": _ORDERS,
+    "certify/graph": {"certify/shared"},
     "certify/rows": set(),
     "certify/served.py": set(),  # published versions refer to it
-    "certify/api.py": {"certify/shared", "certify/methods"},
+    "certify/api.py": {"certify/shared", "certify/methods", "certify/graph"},
+    "certify/explanation.py": _METHODS | {"certify/graph", "certify/api.py"},
     "certify/papers": _METHODS | {"certify/rows"},
     "certify/stage/report": {"certify/rows"},
     "certify/stage": _METHODS | {"certify/api.py", "certify/rows", "certify/stage/report"},
     "certify/evaluation": _METHODS | {"certify/api.py", "certify/rows"},
     "certify/photos": _METHODS | {"certify/api.py", "certify/rows", "certify/evaluation"},
     "certify/leaderboard": _METHODS | {"certify/rows", "certify/stage", "certify/evaluation"},
-    "certify/__init__.py": _METHODS | {"certify/api.py", "certify/stage"},
+    "certify/__init__.py": _METHODS | {"certify/api.py", "certify/stage", "certify/explanation.py"},
     "certify/__main__.py": {
         "certify/shared",
         "certify/methods",
@@ -77,6 +79,7 @@ ROOMS: dict[str, set[str]] = {
     "zoo/hinge.py": {"zoo/spectral.py", "zoo/penalty.py"},
     "zoo/bounds": {"zoo/arithmetic.py", "zoo/spectral.py"},
     "zoo/layers": _BOUNDS,
+    "zoo/primitives": _BOUNDS | {"zoo/layers"},
     "zoo/attention/theory": {"zoo/arithmetic.py", "zoo/spectral.py"},
     "zoo/attention": _BOUNDS | {"zoo/layers", "zoo/attention/theory"},
     "zoo/rules.py": _LAYERS,
