@@ -1,4 +1,4 @@
-"""What a certificate makes of a model, layer by layer: `certify.explain(model, images)` and `certizoo explain MODEL`.
+"""A certificate explained layer by layer: `certify.explain(model, images)` and `certizoo explain MODEL`.
 
     norm     the largest stretch of the layer at an image (||J||, or the first-order rule at a small radius): the median
     share    its part of the loss at the certified radius (method adjoint), or its growth of the radius (lofast)

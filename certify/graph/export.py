@@ -1,4 +1,4 @@
-"""What a module computes, as a graph of torch's operations: by torch.export, with hooks and patched methods in it.
+"""The computation of a module as a graph of torch's operations, captured with its hooks and patched methods.
 
 The graph is functional (nothing is written in place), its shapes are those of BATCH images, and its weights are those
 of the float64 model. A model whose code asks for the numbers of an image is refused with the line that asks.

@@ -27,7 +27,7 @@ ALIKE = 1e-9  # a module and its part of the graph, in float64
 
 @dataclass(frozen=True)
 class Missing:
-    """What follows from an operation that has no counterpart: nothing more is said of it."""
+    """Marks the result of an operation without a counterpart; nothing is derived from it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Fault:
 
 @dataclass
 class Walk:
-    """What the nodes of a graph have turned out to be."""
+    """Modules found for the nodes of a graph."""
 
     graph: Graph
     model: nn.Module
