@@ -19,8 +19,8 @@ from typing import Any
 
 from certify.shared.certificate import UnsoundCertificate
 from certizoo import UserError
-from certizoo.compose import compose_config
-from certizoo.config_help import config_help, wants_help
+from certizoo.config.compose import compose_config
+from certizoo.config.help import config_help, wants_help
 from certizoo.errors import one_line_errors
 from certizoo.memory import keep_freed_memory
 from certizoo.nearest import unknown

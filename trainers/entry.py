@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from certizoo.compose import compose_config
-from certizoo.config_help import config_help, wants_help
+from certizoo.config.compose import compose_config
+from certizoo.config.help import config_help, wants_help
 from certizoo.errors import EXIT_USER_ERROR, UserError, one_line_errors
 from certizoo.imports import large_imports
 from trainers import ranks

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from certizoo import UserError
-from certizoo.config_help import wants_help
+from certizoo.config.help import wants_help
 from certizoo.errors import one_line_errors
 from certizoo.files import write_whole
 from trainers.job import checkpoint

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from certizoo import UserError
-from certizoo.schema import Count, Ge, Gt, Le, Lt, NonNegative, OneOf, Positive, Section, Share, Whole
+from certizoo.config.schema import Count, Ge, Gt, Le, Lt, NonNegative, OneOf, Positive, Section, Share, Whole
 
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 InsideOne = Annotated[float, Gt(0), Lt(1)]

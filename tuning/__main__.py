@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from certizoo import UserError
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
+from certizoo.config.schema import Count, Positive, Whole, argument, checked
 from certizoo.errors import one_line_errors
 from certizoo.files import disk_errors, require_file_name
 from certizoo.locks import sole_writer
 from certizoo.registry import credentials, store
-from certizoo.schema import Count, Positive, Whole, argument, checked
 from tuning import objectives, search, spaces
 from tuning.search import Search
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from certizoo import UserError
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from certizoo.documents import read_json
 from certizoo.files import write_whole
 from certizoo.locks import HOLDER, LOCK

@@ -18,10 +18,10 @@ from random import Random
 from typing import Annotated, Any
 
 from certizoo import UserError
-from certizoo.compose import CONFIGS
+from certizoo.config.compose import CONFIGS
+from certizoo.config.schema import Ge, Lt, MinLen, OneOf, Positive, Section, section_of
 from certizoo.documents import read_yaml
 from certizoo.nearest import unknown
-from certizoo.schema import Ge, Lt, MinLen, OneOf, Positive, Section, section_of
 
 KINDS = ("log_uniform", "uniform", "integer", "choice")
 Point = dict[str, Any]

@@ -11,7 +11,7 @@ from certify.rows.arguments import Config, Subject, data_of, handover_of, out_of
 from certify.rows.images import Share
 from certify.rows.progress import progress_bar
 from certizoo import UserError
-from certizoo.schema import Section, Text, typed_values
+from certizoo.config.schema import Section, Text, typed_values
 
 
 @dataclass(frozen=True)

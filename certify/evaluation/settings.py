@@ -14,7 +14,7 @@ from certify.rows.devices import Device
 from certify.rows.workers import HERE, Crew
 from certify.shared.ball import L2, known
 from certizoo import UserError
-from certizoo.schema import Count, OneOf, Section, Text, Whole
+from certizoo.config.schema import Count, OneOf, Section, Text, Whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from certify.rows.arguments import Config, Subject, data_of, handover_of
 from certify.rows.draws import UNKNOWN
 from certify.rows.progress import progress_bar
 from certizoo import UserError
+from certizoo.config.schema import Count, Text, typed_values
 from certizoo.files import disk_errors
-from certizoo.schema import Count, Text, typed_values
 
 
 @dataclass(frozen=True)

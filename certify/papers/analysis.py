@@ -23,8 +23,8 @@ from certify.rows.progress import Progress, counting, silent
 from certify.rows.records import results, write_csv, write_json
 from certify.shared.bake import bake
 from certizoo import shards
+from certizoo.config.schema import Count, MinLen, Positive, Section
 from certizoo.files import write_whole
-from certizoo.schema import Count, MinLen, Positive, Section
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention

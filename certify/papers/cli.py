@@ -12,7 +12,7 @@ from rich.console import Console
 from certify.papers import analysis, feature_figures, feature_report
 from certify.rows.arguments import Config, Subject, data_of, handover_of, out_of, settings_of
 from certify.rows.progress import progress_bar
-from certizoo.schema import typed_values
+from certizoo.config.schema import typed_values
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from certify.rows.workers import Batch
 from certify.shared.bake import bake
 from certizoo import UserError, __version__, shards
 from certizoo.attacks import AttackConfig
-from certizoo.schema import Count, Ge, Section, Whole
+from certizoo.config.schema import Count, Ge, Section, Whole
 
 FEWEST = 2 * feature_distance.FOLDS  # images
 DEFAULT_ATTACK = AttackConfig(norm="linf", eps=8 / 255, steps=20, loss="ce")

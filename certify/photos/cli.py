@@ -17,8 +17,8 @@ from certify.photos.predict import Answer, Asked, Predictor
 from certify.photos.server import Place, serve_forever
 from certify.rows.arguments import Config, Subject, handover_of, settings_of
 from certizoo import UserError
+from certizoo.config.schema import typed_values
 from certizoo.files import disk_errors, whole_file
-from certizoo.schema import typed_values
 
 TABLE = "images.csv"
 

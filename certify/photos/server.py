@@ -25,7 +25,7 @@ from certify.photos.photo import MAX_BYTES, photo
 from certify.photos.predict import Answer, Predictor
 from certify.shared.certificate import UnsoundCertificate
 from certizoo import UserError
-from certizoo.schema import Port, Section
+from certizoo.config.schema import Port, Section
 
 EVERY = ("0.0.0.0", "::")  # all addresses of this machine
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

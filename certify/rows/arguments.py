@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import zoo
 from certify.rows.images import Share
 from certizoo import UserError
-from certizoo.schema import Section, hints, section_of
+from certizoo.config.schema import Section, hints, section_of
 from certizoo.shards import DataConfig, config_of, from_elsewhere
 
 Config = dict[str, Any]

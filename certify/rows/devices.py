@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
-from certizoo.schema import OneOf
+from certizoo.config.schema import OneOf
 
 Device = Annotated[str, OneOf("cpu", "cuda")]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

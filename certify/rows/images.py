@@ -8,7 +8,7 @@ from pathlib import Path
 from certify.rows.row_schema import Listed
 from certify.rows.workers import Batch
 from certizoo import UserError, shards
-from certizoo.schema import Section, Whole
+from certizoo.config.schema import Section, Whole
 from certizoo.shards.sets import listing_of
 
 

@@ -13,7 +13,7 @@ from certify.rows.progress import progress_bar
 from certify.stage import register, run, tables
 from certify.stage.settings import Settings
 from certizoo import UserError
-from certizoo.schema import Count, Section, Text, typed_values
+from certizoo.config.schema import Count, Section, Text, typed_values
 
 
 @dataclass(frozen=True)

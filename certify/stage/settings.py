@@ -13,9 +13,9 @@ from certify.shared.ball import L2, LINF, known
 from certify.stage.outcomes import DEFAULT_ATTACK
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
+from certizoo.config.schema import Count, OneOf, Positive, Section, Text
 from certizoo.inputs import require_radius
 from certizoo.nearest import unknown
-from certizoo.schema import Count, OneOf, Positive, Section, Text
 
 # norm -> the default radii, and the one by which versions are compared
 EPS = {L2: (0.02, 0.05, 0.1, 36 / 255), LINF: (1 / 255, 2 / 255, 4 / 255, 8 / 255)}

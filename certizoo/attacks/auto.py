@@ -21,8 +21,8 @@ from certizoo import UserError
 from certizoo.attacks.attack import Draws
 from certizoo.attacks.guard import Forward, classes_of, inside
 from certizoo.attacks.loop import probing
+from certizoo.config.schema import Count, OneOf, Positive, Section, Whole
 from certizoo.inputs import labels_given, require_radius
-from certizoo.schema import Count, OneOf, Positive, Section, Whole
 
 STANDARD = ("apgd-ce", "apgd-t", "fab-t", "square")
 LEAST_CLASSES = {"apgd-ce": 2, "apgd-dlr": 3, "apgd-t": 4, "fab": 2, "fab-t": 2, "square": 2}

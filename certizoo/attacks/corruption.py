@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from certizoo.attacks.attack import Draws
+from certizoo.config.schema import OneOf, Section
 from certizoo.inputs import labels_given
 from certizoo.nearest import unknown
-from certizoo.schema import OneOf, Section
 
 COMMON = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",

@@ -8,8 +8,8 @@ from certizoo.attacks.auto import AutoAttack
 from certizoo.attacks.corruption import Corruption
 from certizoo.attacks.loop import AttackConfig
 from certizoo.attacks.minimal import CarliniWagner, DeepFool
+from certizoo.config.schema import section_of
 from certizoo.nearest import unknown
-from certizoo.schema import section_of
 
 KINDS: dict[str, Any] = {
     "pgd": AttackConfig,

@@ -22,9 +22,9 @@ from certizoo.attacks.attention import LOSS_NAMES, loss_of
 from certizoo.attacks.losses import refusing
 from certizoo.attacks.norms import NORMS
 from certizoo.attacks.points import Judge, Rows, Threat, Worst
+from certizoo.config.schema import Count, NonNegative, OneOf, Positive, Section
 from certizoo.inputs import labels_given, require_radius
 from certizoo.nearest import unknown
-from certizoo.schema import Count, NonNegative, OneOf, Positive, Section
 
 Disturb = Callable[[Tensor, Tensor], Tensor]
 

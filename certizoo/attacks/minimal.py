@@ -26,8 +26,8 @@ from certizoo.attacks.attack import Draws
 from certizoo.attacks.guard import Forward, boxed, classes_of, fooled
 from certizoo.attacks.loop import probing
 from certizoo.attacks.norms import distance
+from certizoo.config.schema import Count, Ge, NonNegative, Positive, Section
 from certizoo.inputs import labels_given
-from certizoo.schema import Count, Ge, NonNegative, Positive, Section
 
 
 @dataclass(frozen=True)

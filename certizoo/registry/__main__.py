@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import Console
 
 from certizoo import UserError
+from certizoo.config.schema import Port, argument
 from certizoo.errors import one_line_errors
 from certizoo.registry import browse, publish, run_folder, runs, store, tables, ui
 from certizoo.registry.select import select
-from certizoo.schema import Port, argument
 from certizoo.text import plain
 
 REFERENCE = "NAME@ALIAS or NAME/VERSION"

@@ -12,8 +12,8 @@ from rich.progress import track
 from rich.table import Table
 
 from certizoo import UserError
+from certizoo.config.schema import Count, Whole, argument
 from certizoo.errors import one_line_errors
-from certizoo.schema import Count, Whole, argument
 from certizoo.shards import inspect, manifest, sources
 from certizoo.shards.config import require_name
 from certizoo.shards.tar import ENDINGS

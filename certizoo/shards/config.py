@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from certizoo import UserError
-from certizoo.schema import Ge, Le, OneOf, Positive, Section, section_of
+from certizoo.config.schema import Ge, Le, OneOf, Positive, Section, section_of
 
 PIPE = "pipe:"  # prefix of a root that is a command
 # A name without special meaning in a path, a URL or a command

@@ -21,7 +21,7 @@ def _parsers() -> Iterator[argparse.ArgumentParser]:
     import certizoo.shards.__main__
     import tuning.__main__
     import zoo.__main__
-    from certizoo.compose import compose_config
+    from certizoo.config.compose import compose_config
 
     yield certizoo.shards.__main__.parser()
     yield zoo.__main__.parser()

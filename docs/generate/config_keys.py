@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from certizoo.config_keys import keys_of
+from certizoo.config.keys import keys_of
 from docs.generate.tables import cell, code, table
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import certify
 from certify import explanation
-from tests.certify.graph.test_capture import Tokens, plain, settled
+from tests.tools.captured_models import Tokens, plain, settled
 from tests.tools.small_models import small_model
 
 

@@ -13,9 +13,9 @@ import zoo
 from certify.rows.arguments import settings_of
 from certify.stage.settings import Settings
 from certizoo import UserError
-from certizoo.compose import CONFIGS, compose_config
-from certizoo.recipes import row, table
-from certizoo.schema import section_of
+from certizoo.config.compose import CONFIGS, compose_config
+from certizoo.config.recipes import row, table
+from certizoo.config.schema import section_of
 from tests.tools.config_files import COMMAND, files, note, one_of_each_shape, recipe, training
 from trainers.job.stages import prepare_first
 from zoo.attention import variants

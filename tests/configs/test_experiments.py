@@ -13,9 +13,10 @@ import yaml
 import zoo
 from benchmarks import experiments
 from benchmarks.experiments import ATTACKS, TABLES, certified, markdown, run
-from certizoo import UserError, recipes
-from certizoo.compose import CONFIGS, compose_config
-from certizoo.schema import section_of
+from certizoo import UserError
+from certizoo.config import recipes
+from certizoo.config.compose import CONFIGS, compose_config
+from certizoo.config.schema import section_of
 from tests.tools.cases import mostly_slow
 from tests.tools.config_files import files, note, training
 from trainers.job.auto_settings import resolve_auto

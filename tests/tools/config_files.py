@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 import zoo
-from certizoo.compose import CONFIGS
-from certizoo.recipes import row
+from certizoo.config.compose import CONFIGS
+from certizoo.config.recipes import row
 
 COMMAND = re.compile(r"^#\s+((?:certizoo|deepspeed|python|make) .+?)(?:   .*)?$", re.MULTILINE)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from certizoo import UserError
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from tests.tools.launching import ROOT, TINY, environment, finish, reach, rows
 from trainers.job import checkpoint
 from trainers.job.job import Job

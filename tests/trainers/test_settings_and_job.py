@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zoo
 from certizoo import UserError
-from certizoo.compose import CONFIGS, compose_config
+from certizoo.config.compose import CONFIGS, compose_config
 from tests.tools.cases import mostly_slow
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, environment

@@ -19,7 +19,7 @@ import pandas as pd
 import pytest
 
 from certizoo import UserError
-from certizoo.compose import CONFIGS, compose_config
+from certizoo.config.compose import CONFIGS, compose_config
 from certizoo.files import disk_errors
 from certizoo.registry import credentials
 from tests.tools.cases import mostly_slow

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import zoo
 from certify.papers import paper_bounds
 from certizoo import UserError
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from certizoo.files import whole_file, write_whole
 from certizoo.registry import credentials
 from certizoo.shards import train_loader

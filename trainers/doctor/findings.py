@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from certizoo import UserError
-from certizoo.compose import compose_config
-from certizoo.config_help import config_help, wants_help
+from certizoo.config.compose import compose_config
+from certizoo.config.help import config_help, wants_help
 from certizoo.errors import one_line_errors
 from certizoo.shards.ring import shared_bytes
 from trainers import ranks

@@ -6,7 +6,7 @@ from typing import Any
 
 from certify.stage.settings import Settings as CertifySettings
 from certizoo.attacks import AttackConfig
-from certizoo.schema import section_of
+from certizoo.config.schema import section_of
 from certizoo.shards import DataConfig, ShardSet, steps_per_epoch
 from trainers.job import checkpoint
 from trainers.job.schedule import ScheduleConfig

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from certify.stage.settings import Settings as CertifySettings
 from certizoo.attacks import AttackConfig
-from certizoo.schema import Count, Lt, OneOf, Section, Text, Whole
+from certizoo.config.schema import Count, Lt, OneOf, Section, Text, Whole
 from certizoo.shards import DataConfig
 from trainers.job.schedule import ScheduleConfig
 from trainers.settings import (

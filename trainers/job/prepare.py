@@ -12,8 +12,8 @@ from typing import Any
 import zoo
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
+from certizoo.config.schema import section_of, typed_values
 from certizoo.registry import store
-from certizoo.schema import section_of, typed_values
 from certizoo.shards import DataConfig, ShardSet, find
 from trainers import ranks
 from trainers.job import checkpoint

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from certizoo.schema import section_of
+from certizoo.config.schema import section_of
 from trainers import ranks
 from trainers.job.compatibility import check_constrain
 from trainers.job.folder import refuse_changed, refuse_used_folder

@@ -12,12 +12,7 @@ from certizoo import UserError
 from certizoo.shards import sources
 from certizoo.shards.__main__ import main
 from certizoo.shards.inspect import inspect
-
-
-def picture(path: Path, value: int = 0) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (8, 8), (value, 0, 0)).save(path)
-    return path
+from tests.tools.pictures import picture
 
 
 @pytest.fixture

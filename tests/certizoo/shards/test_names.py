@@ -15,9 +15,9 @@ from certizoo import UserError, shards
 from certizoo.shards import DataConfig
 from certizoo.shards.__main__ import main
 from certizoo.shards.tar import ENDINGS
-from tests.certizoo.shards.test_folders import picture
-from tests.test_architecture import FILES, ROOT, parsed
+from tests.tools.folders import FILES, ROOT, parsed
 from tests.tools.hostile_shards import png
+from tests.tools.pictures import picture
 
 ARRAYS = [(np.full((8, 8, 3), value, np.uint8), value % 2) for value in range(4)]
 GLOBS = ["my [1] set", "my*", "a?b", "a/b", "../up", "[a]", "", ".hidden", "a\nb", "a b"]

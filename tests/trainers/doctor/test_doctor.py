@@ -11,7 +11,7 @@ import torch
 
 import zoo
 from certizoo import UserError
-from certizoo.compose import CONFIGS, compose_config
+from certizoo.config.compose import CONFIGS, compose_config
 from tests.tools.launching import ROOT, TINY, environment
 from trainers.doctor import estimate, machine
 from trainers.doctor import findings as doctor

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from tests.tools.config_files import files, recipe
 from trainers.job import auto_settings
 from trainers.job.auto_settings import resolve_auto, scale_lr

@@ -15,8 +15,8 @@ from certify.photos.cli import ImageKeys, ServeKeys
 from certify.stage.cli import Keys as CertifyKeys
 from certizoo import UserError
 from certizoo.attacks import KINDS, make
-from certizoo.compose import CONFIGS, compose_config, defaults_of
-from certizoo.schema import Ge, Le, OneOf, Section, section_of, typed_values, words, words_of
+from certizoo.config.compose import CONFIGS, compose_config, defaults_of
+from certizoo.config.schema import Ge, Le, OneOf, Section, section_of, typed_values, words, words_of
 from certizoo.text import shown
 from trainers.job.keys import TrainerKeys
 from tuning import spaces

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from certizoo.compose import CONFIGS, defaults_of
-from certizoo.config_keys import keys_of
-from certizoo.schema import Section, words_of
+from certizoo.config.compose import CONFIGS, defaults_of
+from certizoo.config.keys import keys_of
+from certizoo.config.schema import Section, words_of
 
 WIDTH, INDENT = 100, " " * 6
 FLAGS = ("-h", "--help")

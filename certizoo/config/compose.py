@@ -17,11 +17,11 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from certizoo.config.recipes import TABLES, row, table
 from certizoo.errors import UserError
 from certizoo.nearest import unknown
-from certizoo.recipes import TABLES, row, table
 
-CONFIGS = (Path(__file__).parent / "configs").resolve()  # in a checkout a link to the top level's
+CONFIGS = (Path(__file__).parents[1] / "configs").resolve()  # in a checkout a link to the top level's
 LISTED = {"model": "python -m zoo", "experiment": "configs/experiment, configs/experiments.yaml"}
 WITH_PLUS = ("model", "attention", "experiment")  # groups without a default in the main files
 
