@@ -1,10 +1,15 @@
 """Every configuration file with its keys: default and meaning, as stated in the file."""
 
 import re
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 
+import certify.__main__ as certify
 from certizoo.config.keys import keys_of
+from certizoo.config.schema import words_of
 from docs.generate.tables import cell, code, table
+from trainers.job.keys import TrainerKeys
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # Commands, in the order in which users meet them; other files belong to `python -m certify`. Then the groups that their
@@ -27,11 +32,26 @@ def markdown() -> str:
     """Return one section per command and one per group."""
     others = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {*COMMANDS, "names", "experiments"})
     commands = COMMANDS | {name: f"python -m certify {name}" for name in others}
-    parts = [_section(CONFIGS / f"{name}.yaml", f"`{command}`", 2) for name, command in commands.items()]
+    parts = [
+        _section(CONFIGS / f"{name}.yaml", f"`{command}`", 2, _allowed(name)) for name, command in commands.items()
+    ]
     for group in groups():
         parts.append(f"## `{group}=`\n")
-        parts += [_section(path, f"`{group}={path.stem}`", 3) for path in sorted((CONFIGS / group).glob("*.yaml"))]
+        allowed = {key.removeprefix(f"{group}."): said for key, said in words_of(TrainerKeys).items()}
+        parts += [
+            _section(path, f"`{group}={path.stem}`", 3, allowed) for path in sorted((CONFIGS / group).glob("*.yaml"))
+        ]
     return "\n".join(parts)
+
+
+def _allowed(command: str) -> dict[str, str]:
+    """Return the allowed values of the keys of a command."""
+    if command == "tune":  # options of argparse: their page is that of --help
+        return {}
+    if command not in certify.COMMANDS:
+        return words_of(TrainerKeys)
+    module, _, keys = certify.COMMANDS[command]
+    return words_of(getattr(import_module(module), keys))
 
 
 def groups() -> list[str]:
@@ -64,11 +84,12 @@ def _comment(text: str) -> list[str]:
     return re.sub(r"(\n  [^\n]*)\n\n(?! )", r"\1\n", joined).splitlines()
 
 
-def _section(path: Path, title: str, level: int) -> str:
+def _section(path: Path, title: str, level: int, allowed: Mapping[str, str]) -> str:
     text = path.read_text()
-    found = keys_of(text)
-    rows = [(code(key.name), code(key.default), cell(key.meaning)) for key in found]
-    meaning = any(key.meaning for key in found)
-    columns = ("key", "default", "meaning") if meaning else ("key", "default")
-    shown = table(columns, rows if meaning else [row[:2] for row in rows]) if rows else ""
+    rows = [
+        (code(key.name), code(key.default), cell(allowed.get(key.name, "")), cell(key.meaning)) for key in keys_of(text)
+    ]
+    used = [place for place in range(4) if any(row[place] for row in rows)]
+    columns = [("key", "default", "allowed", "meaning")[place] for place in used]
+    shown = table(columns, [[row[place] for place in used] for row in rows]) if rows else ""
     return f"{'#' * level} {title}\n\n`configs/{path.relative_to(CONFIGS).as_posix()}`\n\n{header(text)}\n{shown}\n"
