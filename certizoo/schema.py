@@ -17,13 +17,18 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from certizoo.errors import UserError
 from certizoo.nearest import unknown
 from certizoo.text import shown
+
+__all__ = [
+    "Count", "Ge", "Gt", "Le", "Lt", "MinLen", "NonNegative", "OneOf", "Port", "Positive", "Section", "Share", "Text",
+    "Whole", "WrongValue", "argument", "checked", "hints", "section_of", "typed_values", "words", "words_of",
+]  # fmt: skip
 
 S = TypeVar("S", bound="Section")
 Count = Annotated[int, Ge(1)]
@@ -33,6 +38,7 @@ NonNegative = Annotated[float, Ge(0)]
 Port = Annotated[int, Ge(0), Lt(2**16)]  # 0: any free port
 Share = Annotated[float, Ge(0), Le(1)]
 Text = Annotated[str, Field(coerce_numbers_to_str=True)]  # name=7 is a name
+LARGEST = 2**63  # whole number
 MOST_SHOWN = 80  # characters of a wrong value
 
 _LAX = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
@@ -111,7 +117,7 @@ def section_of(cls: type[S], said: object, name: str = "", where: str | None = N
             raise unknown("config key", dotted[:MOST_SHOWN], list(keys), where)
         hint = keys[dotted]
         kind = _section_in(hint)
-        nested = kind is not None and value is not None and not isinstance(value, kind)
+        nested = kind is not None and not isinstance(value, kind) and (value is not None or hint is kind)
         values[str(key)] = section_of(kind, value, dotted, where) if kind and nested else value
     for field in fields(cls):
         if field.name not in values and field.default is MISSING and field.default_factory is MISSING:
@@ -143,9 +149,10 @@ def checked(key: str, value: object, hint: Any) -> Any:
         return value
     try:
         found = _adapter(hint).validate_python(value)
-    except (ValidationError, OverflowError):
+    except (ValueError, OverflowError):  # pydantic's ValidationError is a ValueError
         raise WrongValue(key, value, words(hint)) from None
-    if _booleans(value) and not _booleans(found):  # pydantic takes True as 1
+    huge = isinstance(found, int) and abs(found) >= LARGEST
+    if huge or (_booleans(value) and not _booleans(found)):  # pydantic takes True as 1
         raise WrongValue(key, value, words(hint))
     return found
 

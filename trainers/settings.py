@@ -3,10 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from annotated_types import Ge, Gt, Le, Lt
-
 from certizoo import UserError
-from certizoo.schema import Count, NonNegative, OneOf, Positive, Section, Share, Whole
+from certizoo.schema import Count, Ge, Gt, Le, Lt, NonNegative, OneOf, Positive, Section, Share, Whole
 
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 InsideOne = Annotated[float, Gt(0), Lt(1)]

@@ -17,13 +17,11 @@ from pathlib import Path
 from random import Random
 from typing import Annotated, Any
 
-from annotated_types import Ge, Lt, MinLen
-
 from certizoo import UserError
 from certizoo.compose import CONFIGS
 from certizoo.documents import read_yaml
 from certizoo.nearest import unknown
-from certizoo.schema import OneOf, Positive, Section, section_of
+from certizoo.schema import Ge, Lt, MinLen, OneOf, Positive, Section, section_of
 
 KINDS = ("log_uniform", "uniform", "integer", "choice")
 Point = dict[str, Any]

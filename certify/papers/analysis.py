@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import pandas as pd
 import torch
-from annotated_types import MinLen
 from torch import Tensor, nn
 
 import zoo
@@ -25,7 +24,7 @@ from certify.rows.records import results, write_csv, write_json
 from certify.shared.bake import bake
 from certizoo import shards
 from certizoo.files import write_whole
-from certizoo.schema import Count, Positive, Section
+from certizoo.schema import Count, MinLen, Positive, Section
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention

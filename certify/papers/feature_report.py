@@ -15,7 +15,6 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from annotated_types import Ge
 from torch import Tensor, nn
 
 import zoo
@@ -30,7 +29,7 @@ from certify.rows.workers import Batch
 from certify.shared.bake import bake
 from certizoo import UserError, __version__, shards
 from certizoo.attacks import AttackConfig
-from certizoo.schema import Count, Section, Whole
+from certizoo.schema import Count, Ge, Section, Whole
 
 FEWEST = 2 * feature_distance.FOLDS  # images
 DEFAULT_ATTACK = AttackConfig(norm="linf", eps=8 / 255, steps=20, loss="ce")

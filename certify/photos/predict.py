@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from annotated_types import Ge, Le
 from torch import Tensor
 
 import zoo
@@ -23,7 +22,7 @@ from certify.shared.ball import known
 from certify.shared.certificate import Certifier
 from certizoo.attacks import AttackConfig
 from certizoo.attacks.norms import distance
-from certizoo.schema import Section, Text
+from certizoo.schema import Ge, Le, Section, Text
 from zoo.bounds import lanczos
 
 HALF = {"l2": 0.5e-4, "linf": 0.5e-3 / 255}  # half of a radius's last printed digit, subtracted to round down

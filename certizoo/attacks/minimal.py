@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
-from annotated_types import Ge
 from torch import Tensor, nn
 
 from certizoo import UserError
@@ -28,7 +27,7 @@ from certizoo.attacks.guard import Forward, boxed, classes_of, fooled
 from certizoo.attacks.loop import probing
 from certizoo.attacks.norms import distance
 from certizoo.inputs import labels_given
-from certizoo.schema import Count, NonNegative, Positive, Section
+from certizoo.schema import Count, Ge, NonNegative, Positive, Section
 
 
 @dataclass(frozen=True)

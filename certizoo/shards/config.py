@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Ge, Le
-
 from certizoo import UserError
-from certizoo.schema import OneOf, Positive, Section, section_of
+from certizoo.schema import Ge, Le, OneOf, Positive, Section, section_of
 
 PIPE = "pipe:"  # prefix of a root that is a command
 # A name without special meaning in a path, a URL or a command

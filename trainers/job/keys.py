@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Lt
-
 from certify.stage.settings import Settings as CertifySettings
 from certizoo.attacks import AttackConfig
-from certizoo.schema import Count, OneOf, Section, Text, Whole
+from certizoo.schema import Count, Lt, OneOf, Section, Text, Whole
 from certizoo.shards import DataConfig
 from trainers.job.schedule import ScheduleConfig
 from trainers.settings import (

@@ -4,9 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Gt, Le
-
-from certizoo.schema import NonNegative, OneOf, Section, Share
+from certizoo.schema import Gt, Le, NonNegative, OneOf, Section, Share
 from trainers.settings import BelowOne, InsideOne
 
 FIRST, LAST = 1 / 25, 1 / 25e4  # of the peak: first and last learning rate of one cycle
