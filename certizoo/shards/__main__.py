@@ -76,8 +76,6 @@ def torchvision(args: argparse.Namespace) -> None:
 
 
 def index(args: argparse.Namespace) -> None:
-    if args.name:
-        require_name(args.name, "--name")
     pattern = f"{args.name}-*" if args.name else "*"
     path_of_manifest = args.root / (f"{args.name}.json" if args.name else manifest.GENERAL)
     paths = sorted(path for ending in ENDINGS for path in args.root.glob(pattern + ending))
@@ -138,6 +136,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console)])
     args = parser().parse_args(argv)
+    if getattr(args, "name", None) is not None:  # before a download or a walk over the images
+        require_name(args.name, "--name")
     args.run(args)
 
 

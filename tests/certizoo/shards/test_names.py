@@ -5,6 +5,7 @@ import gzip
 import io
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ NAMES: dict[str, Callable[[Path, str], object]] = {
     "shards folder": lambda root, name: main(
         ["folder", str(root / "pictures"), str(root / "out"), f"--name={name}", "--split=train"]
     ),
-    "shards torchvision": lambda root, name: shards.write(ARRAYS, root / "out", name=name, split="test"),
+    "shards torchvision": lambda root, name: main(["torchvision", "MNIST", str(root / "out"), f"--name={name}"]),
     "shards index": lambda root, name: main(["index", str(root / "out"), f"--name={name}"]),
 }
 
@@ -42,8 +43,6 @@ NAMES: dict[str, Callable[[Path, str], object]] = {
 @pytest.mark.parametrize("name", GLOBS)
 @pytest.mark.parametrize("door", NAMES)
 def test_a_name_that_is_a_glob_or_a_path_is_refused_by_every_door(door: str, name: str, tmp_path: Path) -> None:
-    if door == "shards index" and not name:
-        pytest.skip("lists all shards")
     picture(tmp_path / "pictures" / "a" / "x.png")
     with pytest.raises((UserError, SystemExit)):
         NAMES[door](tmp_path, name)
@@ -143,19 +142,21 @@ def test_keys_may_repeat_where_the_loader_allows_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("listed", [True, False])
-def test_shards_are_read_packed_and_unpacked(ending: str, listed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["a folder without a manifest", "a folder", "a server", "a cache"])
+def test_shards_are_read_packed_and_unpacked(ending: str, where: str, tmp_path: Path) -> None:
     plain, packed = tmp_path / "plain", tmp_path / "packed"
     shards.write(ARRAYS, plain, name="toy", split="test", per_shard=2)
     packed.mkdir()
     for path in plain.glob("*.tar"):
         data = path.read_bytes()
         (packed / (path.stem + ending)).write_bytes(data if ending == ".tar" else gzip.compress(data))
-    if listed:
+    if where != "a folder without a manifest":
         main(["index", str(packed), "--decode"])
+    data = config(packed, ending)
+    data = replace(data, root=f"file://{packed}") if where == "a server" else data
+    data = replace(data, cache=str(tmp_path / "cache")) if where == "a cache" else data
     expected, found = (
-        list(shards.eval_loader(shards.find(data, "test"), data, batch_size=4))
-        for data in (config(plain), config(packed, ending))
+        list(shards.eval_loader(shards.find(each, "test"), each, batch_size=4)) for each in (config(plain), data)
     )
     assert found[0][0] == expected[0][0]
     assert torch.equal(found[0][1], expected[0][1])
