@@ -28,7 +28,7 @@ import certizoo.shards.__main__
 import zoo
 from benchmarks.record import record
 from certizoo.attacks.loop import probing
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from trainers.engine import engine
 from trainers.job.prepare import prepare
 from trainers.steps.run import Run, assemble

@@ -30,7 +30,7 @@ import zoo
 from benchmarks.record import RESULTS, record
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from certizoo.errors import one_line_errors
 from certizoo.nearest import unknown
 from certizoo.ports import free_port

@@ -2,7 +2,8 @@
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before timm imports it)
 from certify.api import certified_radius, certify
+from certify.explanation import explain
 from certify.shared.certificate import Certificate
 from certify.stage.outcomes import evaluate
 
-__all__ = ["Certificate", "certified_radius", "certify", "evaluate"]
+__all__ = ["Certificate", "certified_radius", "certify", "evaluate", "explain"]

@@ -13,12 +13,14 @@ check       recheck an entry                            configs/check.yaml      
 import logging
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from certify.shared.certificate import UnsoundCertificate
 from certizoo import UserError
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
+from certizoo.config.help import config_help, wants_help
 from certizoo.errors import one_line_errors
 from certizoo.memory import keep_freed_memory
 from certizoo.nearest import unknown
@@ -31,13 +33,26 @@ def main(argv: Sequence[str]) -> None:
     name = argv[0] if argv and argv[0] in COMMANDS else "certify"
     if argv and argv[0].isidentifier() and argv[0] not in COMMANDS:
         raise unknown("command", argv[0], COMMANDS)
+    if wants_help(argv):
+        sys.stdout.write(help_of(name, overview=argv[:1] != [name]))
+        return
     words, apart = set_apart(name, argv[1:] if argv[:1] == [name] else argv)
     try:
-        COMMANDS[name](compose_config(name, words) | apart)
+        config = compose_config(name, words) | apart
+        keep_freed_memory()
+        module, function, _ = COMMANDS[name]
+        getattr(import_module(module), function)(config)
     except KeyboardInterrupt:
         raise UserError("stopped; the same command continues after the last row") from None
     except UnsoundCertificate as error:
         raise UserError(str(error)) from None
+
+
+def help_of(name: str, *, overview: bool = False) -> str:
+    """Return the help of a command, after the list of all commands if `overview`."""
+    module, _, keys = COMMANDS[name]
+    command = "python -m certify" + ("" if name == "certify" else f" {name}{' FILE...' if name in WITH_FILES else ''}")
+    return (f"{__doc__}\n" if overview else "") + config_help(command, name, getattr(import_module(module), keys))
 
 
 def set_apart(name: str, argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -57,65 +72,16 @@ def set_apart(name: str, argv: Sequence[str]) -> tuple[list[str], dict[str, Any]
     return words, apart | ({"files": files} if files else {})
 
 
-def _certify(config: dict[str, Any]) -> None:
-    from certify.stage.cli import certify
-
-    keep_freed_memory()
-    certify(config)
-
-
-def _evaluate(config: dict[str, Any]) -> None:
-    from certify.evaluation.cli import evaluate
-
-    keep_freed_memory()
-    evaluate(config)
-
-
-def _analyse(config: dict[str, Any]) -> None:
-    from certify.papers.cli import analyse
-
-    analyse(config)
-
-
-def _features(config: dict[str, Any]) -> None:
-    from certify.papers.cli import features
-
-    features(config)
-
-
-def _image(config: dict[str, Any]) -> None:
-    from certify.photos.cli import image
-
-    image(config)
-
-
-def _serve(config: dict[str, Any]) -> None:
-    from certify.photos.cli import serve
-
-    serve(config)
-
-
-def _submit(config: dict[str, Any]) -> None:
-    from certify.leaderboard.cli import submit
-
-    submit(config)
-
-
-def _check(config: dict[str, Any]) -> None:
-    from certify.leaderboard.cli import check
-
-    check(config)
-
-
+# command -> the module, function and section of its keys
 COMMANDS = {
-    "certify": _certify,
-    "evaluate": _evaluate,
-    "analyse": _analyse,
-    "features": _features,
-    "image": _image,
-    "serve": _serve,
-    "submit": _submit,
-    "check": _check,
+    "certify": ("certify.stage.cli", "certify", "Keys"),
+    "evaluate": ("certify.evaluation.cli", "evaluate", "Keys"),
+    "analyse": ("certify.papers.cli", "analyse", "AnalyseKeys"),
+    "features": ("certify.papers.cli", "features", "FeaturesKeys"),
+    "image": ("certify.photos.cli", "image", "ImageKeys"),
+    "serve": ("certify.photos.cli", "serve", "ServeKeys"),
+    "submit": ("certify.leaderboard.cli", "submit", "SubmitKeys"),
+    "check": ("certify.leaderboard.cli", "check", "CheckKeys"),
 }
 WITH_FILES = ("image", "check")  # commands whose words may name files
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from certify.graph.model import with_rules
 from certify.methods import AUTO, METHODS, NAMES, named
 from certify.shared.ball import L2, known
 from certify.shared.certificate import Analysis, Certificate, Certifier, guess_of
@@ -39,8 +40,16 @@ def outside_inference_mode(call: Callable[P, R]) -> Callable[P, R]:
 
 
 @outside_inference_mode
-def certifier(model: nn.Module, method: str, nonce: str | None = None, norm: str = L2) -> Certifier:
+def certifier(
+    model: nn.Module,
+    method: str,
+    nonce: str | None = None,
+    norm: str = L2,
+    batch: tuple[Tensor, Tensor] | None = None,
+) -> Certifier:
     """Return the certifier of a method for balls in a norm, "l2" or "linf".
+
+    A model whose class has no rules is captured (certify/graph) for images like those of `batch`, images and labels.
 
     The method is one of METHODS or "auto" (certify/methods/__init__.py). `nonce` chooses the random starts of a method
     that has any, so that a result can be reproduced; None draws a new one. A failure probability holds against anyone
@@ -52,7 +61,8 @@ def certifier(model: nn.Module, method: str, nonce: str | None = None, norm: str
         raise unknown("certification method", shown(method), NAMES)
     if nonce is not None and (not isinstance(nonce, str) or not nonce or not nonce.isprintable()):
         raise UserError(f"nonce={shown(nonce)} is no text; pass one such as 'n1f3', or None to draw one")
-    return METHODS[named(method, model)](model, nonce, known(norm))
+    made, norm = METHODS[named(method, model)], known(norm)
+    return made(model if batch is None else with_rules(model, *batch), nonce, norm)
 
 
 @outside_inference_mode
@@ -87,7 +97,7 @@ def certify(
         NoRule: a UserError, for a module about which nothing is proved.
     """
     radius = radius_given(eps, labels_B.numel() if isinstance(labels_B, Tensor) else 1, known(norm))
-    return certifier(model, method, nonce, norm).analyse(images_BCHW, labels_B).at(radius)
+    return certifier(model, method, nonce, norm, (images_BCHW, labels_B)).analyse(images_BCHW, labels_B).at(radius)
 
 
 @outside_inference_mode
@@ -103,7 +113,7 @@ def certified_radius(
 
     Arguments and errors are those of `certify`.
     """
-    return radius_of(certifier(model, method, nonce, norm).analyse(images_BCHW, labels_B))
+    return radius_of(certifier(model, method, nonce, norm, (images_BCHW, labels_B)).analyse(images_BCHW, labels_B))
 
 
 @outside_inference_mode

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
+from certizoo.config.help import config_help, wants_help
 from certizoo.errors import EXIT_USER_ERROR, UserError, one_line_errors
 from certizoo.imports import large_imports
 from trainers import ranks
@@ -29,8 +30,19 @@ def main(config_name: str, argv: Sequence[str] | None = None, work: Work | None 
     launchers()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     overrides = launcher_argv(sys.argv[1:] if argv is None else argv)
+    if wants_help(overrides):
+        print_help(config_name)
+        return
     with leaving_no_rank_behind():
         one_line_errors(one_of_a_machine)(work or train, config_name, overrides)
+
+
+def print_help(config_name: str) -> None:
+    """Print the help once on each machine."""
+    from trainers.job.keys import TrainerKeys
+
+    if ranks.local_rank() == 0:
+        sys.stdout.write(config_help(f"deepspeed trainers/{config_name}.py", config_name, TrainerKeys))
 
 
 def one_of_a_machine(work: Work, config_name: str, overrides: Sequence[str]) -> None:

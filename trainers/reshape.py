@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from certizoo import UserError
+from certizoo.config.help import wants_help
 from certizoo.errors import one_line_errors
 from certizoo.files import write_whole
 from trainers.job import checkpoint
@@ -26,6 +27,9 @@ ASIDE = "other_ranks"
 @one_line_errors
 def main(argv: Sequence[str]) -> None:
     """Mark the checkpoint in place. Raises UserError if there is none."""
+    if wants_help(argv):
+        sys.stdout.write(f"{__doc__}")
+        return
     if len(argv) != 1:
         raise UserError("no run folder given; use python -m trainers.reshape runs/NAME")
     run_dir = Path(argv[0])

@@ -1,9 +1,15 @@
-"""The typed parts of the configuration. Errors name the wrong value and the allowed ones."""
+"""The sections of a trainer's configuration: types and ranges of the keys, and rules that join two of them."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from certizoo import UserError
+from certizoo.config.schema import Count, Ge, Gt, Le, Lt, NonNegative, OneOf, Positive, Section, Share, Whole
+
+BelowOne = Annotated[float, Ge(0), Lt(1)]
+InsideOne = Annotated[float, Gt(0), Lt(1)]
+# Not fp16: its loss scaling hides the small gradients that attacks follow.
+Precision = Annotated[str, OneOf("fp32", "bf16")]
 
 
 def require(holds: bool, message: str) -> None:
@@ -12,23 +18,9 @@ def require(holds: bool, message: str) -> None:
         raise UserError(message)
 
 
-def require_least(config: object, group: str, keys: Iterable[str], least: float, mend: str) -> None:
-    """Raise UserError naming the first of these values that is below `least`; None is not checked."""
-    for key in keys:
-        value = getattr(config, key)
-        require(value is None or value >= least, f"{group}.{key}={value} does not work; {mend}")
-
-
-def require_shares(config: object, group: str, keys: Iterable[str]) -> None:
-    """Raise UserError naming the first of these values that is not in [0, 1]."""
-    for key in keys:
-        value = getattr(config, key)
-        require(0 <= value <= 1, f"{group}.{key}={value} is a share; set it between 0 and 1")
-
-
 @dataclass(frozen=True)
-class TrainConfig:
-    """configs/adv_train.yaml, `train`. `batch_size` counts images of all ranks in one optimiser step.
+class TrainKeys(Section):
+    """configs/adv_train.yaml, `train`, as written. `batch_size` counts images of all ranks in one optimiser step.
 
     Attributes:
         certify_images: number of images that are certified and attacked at the end of every certify_every-th epoch, the
@@ -36,52 +28,45 @@ class TrainConfig:
             certify_seconds.
     """
 
-    epochs: int
-    batch_size: int
-    max_steps: int | None = None
-    micro_batch_size: int | None = None
-    clip_grad: float = 1.0
-    precision: str = "fp32"
-    attack_precision: str | None = None
-    attack_warmup: float = 0.0
+    epochs: Count
+    batch_size: Count | None = None
+    max_steps: Count | None = None
+    micro_batch_size: Count | None = None
+    clip_grad: NonNegative = 1.0
+    precision: Annotated[str, OneOf("auto", "fp32", "bf16")] = "fp32"
+    attack_precision: Precision | None = None
+    attack_warmup: Share = 0.0
     grad_checkpointing: bool = False
-    compile: bool = False
-    eval_images: int = 512
-    certify_images: int = 0
-    certify_every: int = 1
-    certify_eps: list[float] | None = None
-    certify_seconds: float = 60.0
-    log_every: int = 10
-    checkpoint_every: int = 500
-    checkpoint_epochs: int = 1
-    keep_checkpoints: int = 2
-    label_smoothing: float = 0.0
-    sam_rho: float = 0.0
-    ema_decay: float = 0.0
+    compile: Annotated[str, OneOf("auto")] | bool = False
+    eval_images: Whole = 512
+    certify_images: Whole = 0
+    certify_every: Count = 1
+    certify_eps: list[Positive] | None = None
+    certify_seconds: Positive = 60.0
+    log_every: Count = 10
+    checkpoint_every: Whole = 500
+    checkpoint_epochs: Count = 1
+    keep_checkpoints: Count = 2
+    label_smoothing: BelowOne = 0.0
+    sam_rho: NonNegative = 0.0
+    ema_decay: BelowOne = 0.0
 
     def __post_init__(self) -> None:
-        counts = ("epochs", "batch_size", "max_steps", "micro_batch_size", "log_every", "keep_checkpoints")
-        require_least(self, "train", (*counts, "certify_every", "checkpoint_epochs"), 1, "set it to at least 1")
-        switches = ("clip_grad", "eval_images", "certify_images", "checkpoint_every", "label_smoothing", "sam_rho")
-        require_least(self, "train", switches, 0, "set it to 0 (off) or more")
-        require_shares(self, "train", ("attack_warmup",))
-        require(self.certify_seconds > 0, f"train.certify_seconds={self.certify_seconds} does not work; set it above 0")
-        radii = {f"{eps:g}" for eps in self.certify_eps or () if eps > 0}
+        super().__post_init__()
+        radii = {f"{eps:g}" for eps in self.certify_eps or ()}
         require(
             self.certify_eps is None or 0 < len(radii) == len(self.certify_eps),
-            f"train.certify_eps={self.certify_eps}: give different radii above 0, or null for certify.headline_eps",
+            f"train.certify_eps={self.certify_eps}: give different radii, or null for certify.headline_eps",
         )
-        require(0 <= self.ema_decay < 1, f"train.ema_decay={self.ema_decay} does not work; 0 (off) or a bit below 1")
-        require(self.label_smoothing < 1, f"train.label_smoothing={self.label_smoothing} must stay below 1")
-        require(
-            self.precision in ("fp32", "bf16"),
-            f"train.precision={self.precision} does not exist; use fp32 or bf16 (fp16 breaks attacks: its loss "
-            "scaling hides small gradients)",
-        )
-        require(
-            self.attack_precision in (None, "fp32", "bf16"),
-            f"train.attack_precision={self.attack_precision} does not exist; use fp32, bf16, or null (as precision)",
-        )
+
+
+@dataclass(frozen=True)
+class TrainConfig(TrainKeys):
+    """The same with the machine's values (trainers/job/auto_settings.py)."""
+
+    batch_size: Count
+    precision: Precision = "fp32"
+    compile: bool = False
 
     def micro_batch(self, world_size: int) -> int:
         """Return the images of a rank in one forward pass."""
@@ -96,7 +81,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """configs/optimizer.
 
     Attributes:
@@ -105,26 +90,14 @@ class OptimizerConfig:
         decay_all: weight decay for biases, norms, positions and class token as well.
     """
 
-    name: str
-    lr: float
-    weight_decay: float = 0.0
+    name: Annotated[str, OneOf("adamw", "sgd", "muon")]
+    lr: Positive
+    weight_decay: NonNegative = 0.0
     decay_all: bool = False
-    lr_batch: int | None = None
-    lr_scaling: str = "linear"
-    momentum: float = 0.9
-    betas: tuple[float, float] = (0.9, 0.999)
-
-    def __post_init__(self) -> None:
-        require(
-            self.name in ("adamw", "sgd", "muon"),
-            f"optimizer.name={self.name} does not exist; use adamw, sgd or muon",
-        )
-        require(self.lr > 0, f"optimizer.lr={self.lr} does not work; set it above 0")
-        require_least(self, "optimizer", ("lr_batch",), 1, "set it to at least 1, or to null (lr is for any batch)")
-        require(
-            self.lr_scaling in ("linear", "root"),
-            f"optimizer.lr_scaling={self.lr_scaling} does not exist; use linear or root",
-        )
+    lr_batch: Count | None = None
+    lr_scaling: Annotated[str, OneOf("linear", "root")] = "linear"
+    momentum: BelowOne = 0.9
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
 
     def for_batch(self, size: int) -> "OptimizerConfig":
         """Return the settings with lr * size / lr_batch, or with the root of the ratio."""
@@ -135,17 +108,14 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class PenaltyConfig:
+class PenaltyConfig(Section):
     """configs/penalty: the weights of MSVP on queries, keys, values, output projections and MLPs; 0 is off."""
 
-    lambda_q: float = 0.0
-    lambda_k: float = 0.0
-    lambda_v: float = 0.0
-    lambda_o: float = 0.0
-    lambda_mlp: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_least(self, "penalty", vars(self), 0, "set it to 0 (off) or more")
+    lambda_q: NonNegative = 0.0
+    lambda_k: NonNegative = 0.0
+    lambda_v: NonNegative = 0.0
+    lambda_o: NonNegative = 0.0
+    lambda_mlp: NonNegative = 0.0
 
     @property
     def active(self) -> bool:
@@ -158,32 +128,29 @@ class PenaltyConfig:
 
 
 @dataclass(frozen=True)
-class HingeConfig:
+class HingeConfig(Section):
     """configs/hinge: the weight of the hinge on spectral norms (0 is off) and the caps of its branches (null: none).
 
     The caps start `slack` times as large and shrink geometrically to their values while the share of the training that
     is done goes from `tighten[0]` to `tighten[1]`.
     """
 
-    weight: float = 0.0
-    q: float | None = None
-    k: float | None = None
-    v: float | None = None
-    o: float | None = None
-    mlp: float | None = None
-    patch: float | None = None
-    stem: float | None = None
-    norm: float | None = None
-    slack: float = 1.0
-    tighten: tuple[float, float] = (0.0, 1.0)
+    weight: NonNegative = 0.0
+    q: Positive | None = None
+    k: Positive | None = None
+    v: Positive | None = None
+    o: Positive | None = None
+    mlp: Positive | None = None
+    patch: Positive | None = None
+    stem: Positive | None = None
+    norm: Positive | None = None
+    slack: Annotated[float, Ge(1)] = 1.0
+    tighten: tuple[Share, Share] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        require(self.weight >= 0, f"hinge.weight={self.weight} does not work; set it to 0 (off) or more")
-        for branch, cap in self.caps.items():
-            require(cap is None or cap > 0, f"hinge.{branch}={cap} does not work; set it above 0, or to null (free)")
-        require(self.slack >= 1, f"hinge.slack={self.slack} does not work; set it to 1 (none) or more")
+        super().__post_init__()
         start, end = self.tighten
-        require(0 <= start < end <= 1, f"hinge.tighten=[{start}, {end}] does not work; two rising shares of [0, 1]")
+        require(start < end, f"hinge.tighten=[{start}, {end}] does not work; give two rising shares of [0, 1]")
 
     @property
     def active(self) -> bool:
@@ -206,7 +173,7 @@ class HingeConfig:
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Section):
     """configs/objective.
 
     Attributes:
@@ -220,38 +187,28 @@ class ObjectiveConfig:
     """
 
     name: str
-    eps: float = 0.0
-    ramp: float = 0.0
-    random_rivals: float = 0.0
-    beta: float = 6.0
-    sparsity: float = 0.0
-    curvature: float = 1.0
-    offset: float = 2.0
-    temperature: float = 0.75
-    gamma: float = 5.0
-
-    def __post_init__(self) -> None:
-        zero = ("eps", "beta", "sparsity", "curvature", "offset", "gamma")
-        require_least(self, "objective", zero, 0, "set it to 0 or more")
-        require_least(self, "objective", ("temperature",), 1e-3, "set it to 1e-3 or more")
-        require_shares(self, "objective", ("ramp", "random_rivals"))
+    eps: NonNegative = 0.0
+    ramp: Share = 0.0
+    random_rivals: Share = 0.0
+    beta: NonNegative = 6.0
+    sparsity: NonNegative = 0.0
+    curvature: NonNegative = 1.0
+    offset: NonNegative = 2.0
+    temperature: Annotated[float, Ge(1e-3)] = 0.75
+    gamma: NonNegative = 5.0
 
 
 @dataclass(frozen=True)
-class MixConfig:
+class MixConfig(Section):
     """configs/adv_train.yaml, `mix`: alpha of mixup and CutMix (0 is off) and two probabilities.
 
     The first is that a batch is mixed at all, the second that it is mixed by CutMix if both are on.
     """
 
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    prob: float = 1.0
-    switch_prob: float = 0.5
-
-    def __post_init__(self) -> None:
-        require_least(self, "mix", ("mixup", "cutmix"), 0, "set it to 0 (off) or more")
-        require_shares(self, "mix", ("prob", "switch_prob"))
+    mixup: NonNegative = 0.0
+    cutmix: NonNegative = 0.0
+    prob: Share = 1.0
+    switch_prob: Share = 0.5
 
     @property
     def active(self) -> bool:
@@ -259,7 +216,7 @@ class MixConfig:
 
 
 @dataclass(frozen=True)
-class MasksConfig:
+class MasksConfig(Section):
     """configs/adv_train.yaml, `masks`: ARD and PRM of Mo et al. 2022 in the attack of adversarial training.
 
     `warmup` is the share of the training over which they fade.
@@ -267,10 +224,7 @@ class MasksConfig:
 
     ard: bool = False
     prm: bool = False
-    warmup: float = 0.25
-
-    def __post_init__(self) -> None:
-        require(0 < self.warmup <= 1, f"masks.warmup={self.warmup} is a share; set it above 0, at most 1")
+    warmup: Annotated[float, Gt(0), Le(1)] = 0.25
 
     @property
     def active(self) -> bool:
@@ -282,31 +236,23 @@ class MasksConfig:
 
 
 @dataclass(frozen=True)
-class ConstrainConfig:
+class ConstrainConfig(Section):
     """configs/constrain.yaml, `constrain`: epochs of stages 1 and 3, settings of stage 2 (douglas_rachford.py)."""
 
-    adapt_epochs: int
-    finetune_epochs: int
-    level: float = 0.1
-    eta: float = 1e-2
-    rate: float = 1.2
-    iterations: int = 20
-    passes: int = 20
-    batches: int = 8
-    batch_size: int = 64
-    rows: int = 512
-
-    def __post_init__(self) -> None:
-        counts = ("iterations", "passes", "batches", "batch_size", "rows")
-        require_least(self, "constrain", counts, 1, "use at least 1")
-        require_least(self, "constrain", ("adapt_epochs", "finetune_epochs"), 0, "set it to 0 or more")
-        require(0 < self.level < 1, f"constrain.level={self.level} is a share; set it between 0 and 1")
-        require(0 < self.eta < 1, f"constrain.eta={self.eta} is a share; set it between 0 and 1")
-        require(0 < self.rate < 2, f"constrain.rate={self.rate} does not converge; set it between 0 and 2")
+    adapt_epochs: Whole
+    finetune_epochs: Whole
+    level: InsideOne = 0.1
+    eta: InsideOne = 1e-2
+    rate: Annotated[float, Gt(0), Lt(2)] = 1.2  # of Douglas-Rachford, which converges for these
+    iterations: Count = 20
+    passes: Count = 20
+    batches: Count = 8
+    batch_size: Count = 64
+    rows: Count = 512
 
 
 @dataclass(frozen=True)
-class DeepSpeedConfig:
+class DeepSpeedConfig(Section):
     """configs/deepspeed.
 
     Attributes:
@@ -317,15 +263,8 @@ class DeepSpeedConfig:
         offload_optimizer: keep optimiser state, and update the weights, in CPU memory (stages 1-3).
     """
 
-    stage: int
-    timeout_minutes: float = 30.0
+    stage: Annotated[int, OneOf(0, 1, 2, 3)]
+    timeout_minutes: Positive = 30.0
     offload_optimizer: bool = False
-    persistent_below: int = 100_000
-    live_parameters: int = 1_000_000_000
-
-    def __post_init__(self) -> None:
-        require(
-            self.stage in (0, 1, 2, 3),
-            f"deepspeed.stage={self.stage} does not exist; use 0, 1, 2 or 3 (deepspeed=zero0 ... zero3)",
-        )
-        require_least(self, "deepspeed", ("persistent_below", "live_parameters"), 0, "set it to 0 or more")
+    persistent_below: Whole = 100_000
+    live_parameters: Whole = 1_000_000_000

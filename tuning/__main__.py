@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from certizoo import UserError
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
+from certizoo.config.schema import Count, Positive, Whole, argument, checked
 from certizoo.errors import one_line_errors
 from certizoo.files import disk_errors, require_file_name
 from certizoo.locks import sole_writer
@@ -36,21 +37,29 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
     )  # fmt: skip
     add = top.add_argument
     add("--space", metavar="NAME", help=f"search space: {', '.join(spaces.names())}")
-    add("--num-samples", type=_whole, metavar="N", help="trials (default: %(default)s)")
+    add("--num-samples", type=argument(Count), metavar="N", help="trials (default: %(default)s)")
     add(
-        "--max-concurrent", type=_whole, metavar="N", help="concurrent trials (default: as many as the resources allow)"
+        "--max-concurrent",
+        type=argument(Count),
+        metavar="N",
+        help="concurrent trials (default: as many as the resources allow)",
     )
     add("--resources-per-trial", type=_resources, metavar="CPU=N,GPU=N",
         help="one rank per GPU, or per CPU without GPUs (default: CPU=1)")  # fmt: skip
-    add("--nodes-per-trial", type=_whole, metavar="N",
+    add("--nodes-per-trial", type=argument(Count), metavar="N",
         help="nodes on each of which a trial takes --resources-per-trial (default: %(default)s)")  # fmt: skip
     add("--wait", action="store_true", help="start even if no node fits a trial yet: an autoscaler adds nodes")
     add("--metric", action="append", metavar="NAME[@EPS]", help="certified_acc@EPS, pgd_acc@EPS or clean_acc; "
         f"repeat it for a Pareto front (default: {' '.join(defaults['metric'])})")  # fmt: skip
     add("--scheduler", choices=("asha", "pbt", "none"), help="early stopping (default: %(default)s)")
     add("--search", choices=("optuna", "random"), help="search algorithm (default: optuna; random with pbt)")
-    add("--seed", type=int, help="seed of the search algorithm (default: %(default)s)")
-    add("--max-failures", type=int, metavar="N", help="restarts of a trial that lost its worker (default: %(default)s)")
+    add("--seed", type=argument(Whole), help="seed of the search algorithm (default: %(default)s)")
+    add(
+        "--max-failures",
+        type=argument(Whole),
+        metavar="N",
+        help="restarts of a trial that lost its worker (default: %(default)s)",
+    )
     add("--storage", metavar="FOLDER|URL", help="folder for searches that all nodes see (default: %(default)s), "
         "or s3://BUCKET/FOLDER for checkpoints and results, with local disks on the nodes")  # fmt: skip
     add("--name", help="name of the search (default: the space and the time)")
@@ -179,19 +188,12 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _whole(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
-    return number
-
-
 def _resources(text: str) -> dict[str, float]:
     """Parse 'CPU=2,GPU=1' into Ray's form."""
     try:
-        found = {key: float(value) for key, value in (part.split("=") for part in text.split(","))}
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: write CPU=2 or CPU=4,GPU=1") from None
+        found = {key: checked(key, value, Positive) for key, value in (part.split("=") for part in text.split(","))}
+    except (ValueError, UserError):
+        raise argparse.ArgumentTypeError(f"{text!r} does not work; write CPU=2 or CPU=4,GPU=1") from None
     return found if "CPU" in found else {"CPU": 1.0, **found}
 
 

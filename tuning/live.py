@@ -34,7 +34,7 @@ class Board:
     def __init__(self, space: Space, metric: Sequence[str], total: int, epochs: int) -> None:
         self.space, self.metric, self.total, self.epochs = space, metric, total, epochs
         self.lines: dict[str, Line] = {}
-        self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+        self.console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
         self._live = Live(get_renderable=self.table, console=self.console, refresh_per_second=2)
 
     def __enter__(self) -> "Board":

@@ -11,12 +11,12 @@ STORAGE and STORE are set by `--storage`.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from certizoo import UserError
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from certizoo.documents import read_json
 from certizoo.files import write_whole
 from certizoo.locks import HOLDER, LOCK
@@ -35,6 +35,7 @@ class Search:
     """The options of a search.
 
     Attributes:
+        space: the name of the search space; `space_content` is the content of its file when the search began.
         overrides: the whole fixed part of a trial's command line.
         resources: what a trial takes on each of its `nodes`.
         wait: start the search even if no node can run a trial yet.
@@ -60,6 +61,12 @@ class Search:
     nodes: int = 1
     wait: bool = False
     store: str = ""
+    space_content: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Keep the space as it is now: the file may be edited before the search is resumed."""
+        if not self.space_content:
+            object.__setattr__(self, "space_content", spaces.read(self.space))
 
     @property
     def folder(self) -> Path:
@@ -81,7 +88,7 @@ class Search:
 
     @property
     def parameters(self) -> Space:
-        return spaces.load(self.space)
+        return spaces.of(self.space, self.space_content, f"{self.folder / SETTINGS}: {self.space}")
 
     @property
     def ranks(self) -> int:

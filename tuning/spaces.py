@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
 from certizoo import UserError
-from certizoo.compose import CONFIGS
+from certizoo.config.compose import CONFIGS
+from certizoo.config.schema import Ge, Lt, MinLen, OneOf, Positive, Section, section_of
 from certizoo.documents import read_yaml
 from certizoo.nearest import unknown
 
@@ -92,25 +93,64 @@ def names(configs: Path = CONFIGS) -> list[str]:
 
 def load(name: str, configs: Path = CONFIGS) -> Space:
     """Load the space `name`. Raises UserError if it does not exist or its file is not a space."""
+    return of(name, read(name, configs), str(configs / "space" / f"{name}.yaml"))
+
+
+def read(name: str, configs: Path = CONFIGS) -> dict[str, Any]:
+    """Return the content of the file of the space `name`. Raises UserError if it does not exist."""
     path = configs / "space" / f"{name}.yaml"
     if not path.is_file():
         raise unknown("space", name, names(configs), "configs/space")
     content = read_yaml(path)
-    parameters = {key: _parameter(f"{path}: {key}", facts) for key, facts in content["parameters"].items()}
-    trainer = str(content.get("trainer", "adv_train"))
-    return Space(name, trainer, tuple(content["overrides"]), tuple(content["without_model"]), parameters)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a space; give it the keys overrides and parameters, as in configs/space")
+    return content
 
 
-def _parameter(where: str, facts: Mapping[str, Any]) -> Parameter:
-    kinds = [kind for kind in facts if kind in KINDS]
-    if len(kinds) != 1 or set(facts) - {*kinds, "zero"}:
+def of(name: str, content: Mapping[str, Any], where: str) -> Space:
+    """Return the space of this content, found in `where`. Raises UserError if it is not a space."""
+    try:
+        said = section_of(_File, content)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if not said.parameters:
+        raise UserError(f"{where}: parameters is empty; give a key with a distribution, such as optimizer.lr")
+    parameters = {key: _parameter(f"{where}: {key}", facts) for key, facts in said.parameters.items()}
+    return Space(name, said.trainer, said.overrides, said.without_model, parameters)
+
+
+@dataclass(frozen=True)
+class _File(Section):
+    """A space as its file has it."""
+
+    parameters: dict[str, Any]
+    overrides: tuple[str, ...] = ()
+    without_model: tuple[str, ...] = ()
+    trainer: Annotated[str, OneOf("adv_train", "std_train", "constrain")] = "adv_train"
+
+
+@dataclass(frozen=True)
+class _Distribution(Section):
+    """A parameter as its file has it: exactly one of KINDS."""
+
+    log_uniform: tuple[Positive, Positive] | None = None
+    uniform: tuple[float, float] | None = None
+    integer: tuple[int, int] | None = None
+    choice: Annotated[tuple[Any, ...], MinLen(1)] | None = None
+    zero: Annotated[float, Ge(0), Lt(1)] = 0.0
+
+
+def _parameter(where: str, said: object) -> Parameter:
+    try:
+        given = section_of(_Distribution, said)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    kinds = [kind for kind in KINDS if getattr(given, kind) is not None]
+    if len(kinds) != 1 or (given.zero and kinds != ["log_uniform"]):
         raise UserError(f"{where}: give one of {', '.join(KINDS)}, and with log_uniform optionally zero")
-    kind, values = kinds[0], tuple(facts[kinds[0]])
-    if kind == "choice" and values:
-        return Parameter(kind, options=values)
-    zero = float(facts.get("zero", 0))
-    if len(values) != 2 or not values[0] < values[1] or (kind == "log_uniform" and values[0] <= 0):
-        raise UserError(f"{where}: {kind} needs [low, high] with low < high, and above 0 for log_uniform")
-    if not 0 <= zero < 1 or (zero and kind != "log_uniform"):
-        raise UserError(f"{where}: zero must be a share below 1, and only for log_uniform")
-    return Parameter(kind, float(values[0]), float(values[1]), zero=zero)
+    if given.choice is not None:
+        return Parameter("choice", options=given.choice)
+    low, high = getattr(given, kinds[0])
+    if low >= high:
+        raise UserError(f"{where}: {kinds[0]}=[{low}, {high}] does not work; give [low, high] with low < high")
+    return Parameter(kinds[0], float(low), float(high), zero=given.zero)

@@ -1,7 +1,7 @@
 """Robust Vision Transformers by name, and the provable properties of each of their modules."""
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before timm imports it)
-from zoo import export, handover, hinge, penalty, rules, spectral, weights
+from zoo import export, handover, hinge, penalty, primitives, rules, spectral, weights
 from zoo.attention.softmax import without_content
 from zoo.models import convert
 from zoo.models.factory import attention_name, create_model, list_models, model_options
@@ -16,6 +16,7 @@ __all__ = [
     "list_models",
     "model_options",
     "penalty",
+    "primitives",
     "rules",
     "spectral",
     "weights",

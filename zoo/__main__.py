@@ -24,13 +24,13 @@ COMMANDS = ("list", "show", "export")
 
 
 def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 160)
+    return Console(markup=False, width=None if sys.stdout.isatty() else 160)
 
 
 def list_models(args: argparse.Namespace) -> None:
     """Print a table of the models."""
     names = overview.matching(args.pattern)
-    progress = track(names, "measuring", console=Console(stderr=True), transient=True)
+    progress = track(names, "measuring", console=Console(stderr=True, markup=False), transient=True)
     rows = [overview.summarize(name) for name in progress]
     if args.format == "table":
         _console().print(overview.table(rows))

@@ -28,7 +28,7 @@ from torch.nn.functional import one_hot
 
 from certify.adjoint.backwards import Chain, Radii, Rivals
 from certify.adjoint.operator_norms import Norms, operator_norms
-from certify.shared.bake import SERVED, model_of
+from certify.shared.bake import SERVED, Model, model_of
 from certify.shared.ball import L2, Ball, known
 from certify.shared.batching import CorrectImages, analyse_correct
 from certify.shared.breakdown import names, shares
@@ -214,7 +214,7 @@ class Adjoint:
 
     types: Collection[torch.dtype] = SERVED
 
-    def __init__(self, model: nn.Module, nonce: str | None = None, norm: str = L2) -> None:
+    def __init__(self, model: nn.Module | Model, nonce: str | None = None, norm: str = L2) -> None:
         self.norm = known(norm)
         self.model = model_of(model, self.types)
         self.baked = self.model.exact

@@ -1,31 +1,49 @@
 """The command `python -m certify evaluate handover=DIR protocol=NAME ...`: the keys of configs/evaluate.yaml."""
 
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 
 from certify.evaluation import run, tables
-from certify.evaluation.settings import Settings
-from certify.rows.arguments import Config, data_of, handover_of, out_of, settings_of, share_of
+from certify.evaluation.settings import Options, Settings
+from certify.rows.arguments import Config, Subject, data_of, handover_of, out_of, settings_of, share_of
+from certify.rows.images import Share
 from certify.rows.progress import progress_bar
 from certizoo import UserError
+from certizoo.config.schema import Section, Text, typed_values
+
+
+@dataclass(frozen=True)
+class Protocol(Section):
+    """configs/protocol."""
+
+    name: Text
+    attacks: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Keys(Subject, Share, Options):
+    """configs/evaluate.yaml."""
+
+    protocol: Protocol | None = None
 
 
 def evaluate(config: Config) -> None:
     """Evaluate one hand-over, print its table, flags and paths, and tag the `version` if one is given."""
+    config = typed_values(Keys, config)
     handover, protocol = handover_of(config), config["protocol"]
     out = out_of(config, handover, f"evaluation_{protocol['name']}")
     data = data_of(config, handover)
     asked = {
         "protocol": protocol["name"],
         "attacks": protocol["attacks"],
-        "certificate": _folder(config["certificate"]),
     }
     settings = settings_of(Settings, config, **asked)
     share = share_of(config)
     if share.first and config["version"]:
         raise UserError(f"first={share.first}: a version takes no figures of a range; join the ranges with parts=")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with progress_bar("evaluating", console) as progress:
         summary = run.run(handover, data, settings, out, progress, share)
     console.print(tables.table(summary))
@@ -39,10 +57,3 @@ def evaluate(config: Config) -> None:
         version = annotate(config["version"], tags, metrics, summary["weights_sha256"])
         said = f"tags of {version.uri}: attacked_acc.{protocol['name']}.*, flags.{protocol['name']}"
         console.print(said, markup=False, soft_wrap=True)
-
-
-def _folder(given: object) -> Path | None:
-    """Return the folder of the key `certificate`."""
-    if given is not None and not isinstance(given, str):
-        raise UserError(f"certificate={given} must be a folder that certify wrote")
-    return Path(given) if given else None

@@ -3,28 +3,29 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 from torch import nn
 
 from certify.evaluation.certified import Certified
 from certify.methods import AUTO, named
 from certify.methods.served import require_served
-from certify.rows.devices import DEVICES, DTYPES
-from certify.rows.workers import HERE, PLACES, Crew
+from certify.rows.devices import Device
+from certify.rows.workers import HERE, Crew
 from certify.shared.ball import L2, known
 from certizoo import UserError
+from certizoo.config.schema import Count, OneOf, Section, Text, Whole
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of the evaluation.
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """The settings of the evaluation but for its attacks.
 
     `batch_size`, `workers` and `device` change only how sums are rounded: an outcome depends on them only if it lies
     within rounding of its boundary. Outcomes of attacks that draw for many images at once (AutoAttack) belong to
     `block`.
 
     Attributes:
-        protocol: its name; `attacks`: its entries, {name: {kind: ..., ...}}, eps in [0,1] pixel units.
         method: the method that certifies radii; None: no certificates. norm: of these radii, 'l2' or 'linf'.
         served_dtype: 'float32': radii of the model as it is served, rounding included; None: of its float64 function.
         nonce: of the method's random starts; None: that of existing rows, or a new one.
@@ -39,40 +40,46 @@ class Settings:
         workers: processes, one thread each, or a GPU each with device='cuda'; None: one here, as many as fit a cluster.
     """
 
-    protocol: str
-    attacks: Mapping[str, Mapping[str, object]] = field(hash=False)
     method: str | None = AUTO
     norm: str = L2
     served_dtype: str | None = "float32"
-    nonce: str | None = None
+    nonce: Text | None = None
     certificate: Path | None = None
-    images: int | None = 500
-    batch_size: int = 50
-    block: int = 50
-    seed: int = 0
-    check_images: int = 32
-    attack_dtype: str | None = None
-    on: str = HERE
-    workers: int | None = None
-    device: str = "cpu"
+    images: Count | None = 500
+    batch_size: Count = 50
+    block: Count = 50
+    seed: Whole = 0
+    check_images: Whole = 32
+    attack_dtype: Annotated[str, OneOf("bfloat16")] | None = None
+    on: Annotated[str, OneOf("here", "ray")] = HERE
+    workers: Count | None = None
+    device: Device = "cpu"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         known(self.norm)
-        if not self.attacks:
-            raise UserError(f"protocol {self.protocol} has no attacks; choose another of configs/protocol")
-        for key, least in {"images": 1, "batch_size": 1, "block": 1, "check_images": 0, "workers": 1}.items():
-            value = getattr(self, key)
-            if value is not None and value < least:
-                raise UserError(f"{key}={value} must be a whole number of at least {least}")
-        for key, choices in {"device": DEVICES, "attack_dtype": (None, *DTYPES), "on": PLACES}.items():
-            if getattr(self, key) not in choices:
-                words = ", ".join("null" if choice is None else choice for choice in choices)
-                raise UserError(f"{key}={getattr(self, key)}: choose one of {words}")
-
         if self.method and not self.certificate:
             require_served(self.served_dtype, self.method, "served_dtype")
         if self.served_dtype not in (None, "float32"):
             raise UserError(f"served_dtype={self.served_dtype}: attacks run on the float32 model; set float32 or null")
+
+
+@dataclass(frozen=True)
+class Settings(Options):
+    """The settings of the evaluation.
+
+    Attributes:
+        protocol: its name.
+        attacks: its entries, {name: {kind: ..., ...}}, eps in [0,1] pixel units.
+    """
+
+    protocol: str = ""
+    attacks: Mapping[str, Mapping[str, object]] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.attacks:
+            raise UserError(f"protocol {self.protocol} has no attacks; choose another of configs/protocol")
 
     @property
     def crew(self) -> Crew:

@@ -65,7 +65,7 @@ def check(
         data: the test images.
         sample: number of images to certify again.
         claimed: the rows behind the entry, {} if they are unknown.
-        served_dtype: as in configs/certify.yaml.
+        served_dtype: as in configs/certify/stage.yaml.
         progress: called after every batch.
 
     Raises:

@@ -9,12 +9,13 @@ from certify.image.image import Image
 from certify.methods.best import Best
 from certify.methods.crown import Crown
 from certify.methods.lofast import LocalLoFAST, LoFAST
+from certify.shared.bake import Model
 from certify.shared.certificate import Certifier
 
-Method = Callable[[nn.Module, str | None, str], Certifier]
+Method = Callable[[nn.Module | Model, str | None, str], Certifier]
 
 
-def _without_chance(method: Callable[[nn.Module, str], Certifier]) -> Method:
+def _without_chance(method: Callable[[nn.Module | Model, str], Certifier]) -> Method:
     return lambda model, nonce, norm: method(model, norm)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from certify.image.image import Image
 from certify.methods import crown
 from certify.methods.lofast import LoFAST
+from certify.shared.bake import Model
 from certify.shared.ball import L2, Ball
 from certify.shared.certificate import (
     Analysis,
@@ -93,7 +94,7 @@ class Best:
     Raises NoRule where LoFAST has no rule. `nonce` and `norm` are those of `Adjoint`. Proof: docs/proofs.md#best.
     """
 
-    def __init__(self, model: nn.Module, nonce: str | None = None, norm: str = L2) -> None:
+    def __init__(self, model: nn.Module | Model, nonce: str | None = None, norm: str = L2) -> None:
         try:
             first: Certifier = Image(model, nonce, norm)
         except NoRule:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from certify.shared.bake import model_of
+from certify.shared.bake import Model, model_of
 from certify.shared.ball import L2, LINF, Ball, known
 from certify.shared.certificate import Certificate, Clean, checked, decide, lowered, per_image
 from zoo.bounds.first_order import classifier_of
@@ -97,7 +97,7 @@ class CrownAnalysis:
 class Crown:
     """The certifier of one model. Raises NoRule for a model that the other methods refuse as well."""
 
-    def __init__(self, model: nn.Module, norm: str = L2) -> None:
+    def __init__(self, model: nn.Module | Model, norm: str = L2) -> None:
         self.norm = known(norm)
         self.model = model_of(model)
         self.baked = self.model.exact

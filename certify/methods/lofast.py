@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from certify.shared.bake import SERVED, model_of
+from certify.shared.bake import SERVED, Model, model_of
 from certify.shared.ball import L2, Ball, known
 from certify.shared.batching import CorrectImages, analyse_correct
 from certify.shared.breakdown import growth, names
@@ -76,7 +76,7 @@ class LoFAST:
     local = False  # the published rules
     types: Collection[torch.dtype] = SERVED
 
-    def __init__(self, model: nn.Module, norm: str = L2) -> None:
+    def __init__(self, model: nn.Module | Model, norm: str = L2) -> None:
         self.norm = known(norm)
         self.model = model_of(model, self.types)
         self.baked = self.model.exact

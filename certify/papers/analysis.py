@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
@@ -22,7 +22,8 @@ from certify.rows.images import image_list
 from certify.rows.progress import Progress, counting, silent
 from certify.rows.records import results, write_csv, write_json
 from certify.shared.bake import bake
-from certizoo import UserError, shards
+from certizoo import shards
+from certizoo.config.schema import Count, MinLen, Positive, Section
 from certizoo.files import write_whole
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.l2 import L2Attention
@@ -53,31 +54,19 @@ SIZES, FACTORS = (0.25, 0.5, 1.0, 2.0), (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)
 Step = Callable[[], None]
 
 
+Radii = Annotated[tuple[Positive, ...], MinLen(1)]
+
+
 @dataclass(frozen=True)
-class Settings:
+class Settings(Section):
     """The keys of configs/analyse.yaml. eps are radii at the input of the first attention layer."""
 
-    images: int = 50
-    attention_images: int = 5
-    eps: Sequence[float] = (0.01, 0.03, 0.05, 0.07, 0.09, 0.1)
-    input_scales: Sequence[float] = (0.25, 1.0, 4.0)
-    ablation_eps: float = 0.1
-    samples: int = 10
-
-    def __post_init__(self) -> None:
-        for key in ("images", "attention_images", "samples"):
-            if not isinstance(getattr(self, key), int) or getattr(self, key) < 1:
-                raise UserError(f"{key}={getattr(self, key)} must be a whole number above 0")
-        for key in ("eps", "input_scales"):
-            values = getattr(self, key)
-            if isinstance(values, int | float | str) or not values or not all(map(_positive, values)):
-                raise UserError(f"{key}={values} must be a list of numbers above 0, such as {key}=[0.1,1]")
-        if not _positive(self.ablation_eps):
-            raise UserError(f"ablation_eps={self.ablation_eps} must be a number above 0")
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+    images: Count = 50
+    attention_images: Count = 5
+    eps: Radii = (0.01, 0.03, 0.05, 0.07, 0.09, 0.1)
+    input_scales: Radii = (0.25, 1.0, 4.0)
+    ablation_eps: Positive = 0.1
+    samples: Count = 10
 
 
 def jacobians(parts: Sequence[jacobian.Part], step: Step = lambda: None) -> pd.DataFrame:

@@ -4,13 +4,27 @@ python -m certify analyse handover=DIR ...                      inside one model
 python -m certify features handover=DIR [against=DIR2] ...      under attack; keys of configs/features.yaml
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from certify.papers import analysis, feature_figures, feature_report
-from certify.rows.arguments import Config, attack_of, data_of, handover_of, out_of, settings_of
+from certify.rows.arguments import Config, Subject, data_of, handover_of, out_of, settings_of
 from certify.rows.progress import progress_bar
+from certizoo.config.schema import typed_values
+
+
+@dataclass(frozen=True)
+class AnalyseKeys(Subject, analysis.Settings):
+    """configs/analyse.yaml."""
+
+
+@dataclass(frozen=True)
+class FeaturesKeys(Subject, feature_report.Settings):
+    """configs/features.yaml."""
+
+    against: str | None = None
 
 
 def analyse(config: Config) -> None:
@@ -18,11 +32,12 @@ def analyse(config: Config) -> None:
 
     Prints Table 3 of LoFAST.
     """
+    config = typed_values(AnalyseKeys, config)
     handover = handover_of(config)
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)
     settings = settings_of(analysis.Settings, config)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with progress_bar("analysing", console) as progress:
         table = analysis.run(handover, data, settings, out, progress)
     console.print("largest change of X + F(X) at the first attention, mean over the images", soft_wrap=True)
@@ -32,12 +47,13 @@ def analyse(config: Config) -> None:
 
 def features(config: Config) -> None:
     """Compare the clean and attacked features of one hand-over, or of two on the same images."""
+    config = typed_values(FeaturesKeys, config)
     handover = handover_of(config)
     out = out_of(config, handover, "features")
     against = Path(config["against"]) if config["against"] else None
     data = data_of(config, handover)
-    settings = settings_of(feature_report.Settings, config, attack=attack_of(config))
-    console = Console(highlight=False)
+    settings = settings_of(feature_report.Settings, config)
+    console = Console(highlight=False, markup=False)
     with progress_bar("attacking", console) as progress:
         summary = feature_report.run(handover, against, data, settings, out, progress)
     console.print(feature_figures.closing_table(summary))

@@ -7,11 +7,10 @@
 Letters: N images, D width of the features.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -22,7 +21,7 @@ import zoo
 from certify.papers import feature_distance, feature_figures, layer_norms
 from certify.papers.features import Features, clean_and_attacked
 from certify.rows import images
-from certify.rows.devices import device_of, require_device
+from certify.rows.devices import Device, device_of
 from certify.rows.progress import Progress, counting, silent
 from certify.rows.records import results, write_csv, write_json
 from certify.rows.summary import Summary
@@ -30,6 +29,7 @@ from certify.rows.workers import Batch
 from certify.shared.bake import bake
 from certizoo import UserError, __version__, shards
 from certizoo.attacks import AttackConfig
+from certizoo.config.schema import Count, Ge, Section, Whole
 
 FEWEST = 2 * feature_distance.FOLDS  # images
 DEFAULT_ATTACK = AttackConfig(norm="linf", eps=8 / 255, steps=20, loss="ce")
@@ -37,23 +37,15 @@ NOTE = "the A-distance is an estimate: by one linear classifier, found on some o
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Section):
     """The keys of configs/features.yaml. The random starts of the attack follow from seed and batch_size."""
 
-    images: int = 500
+    images: Annotated[int, Ge(FEWEST)] = 500
     attack: AttackConfig = DEFAULT_ATTACK
-    seed: int = 0
-    perplexity: float = 30
-    batch_size: int = 50
-    device: str = "cpu"  # or 'cuda'
-
-    def __post_init__(self) -> None:
-        for key, least in {"images": FEWEST, "batch_size": 1, "seed": 0}.items():
-            if not isinstance(getattr(self, key), int) or getattr(self, key) < least:
-                raise UserError(f"{key}={getattr(self, key)} must be a whole number, at least {least}")
-        if not isinstance(self.perplexity, int | float) or not 1 <= self.perplexity < math.inf:
-            raise UserError(f"perplexity={self.perplexity} must be a number, at least 1, such as 30")
-        require_device(self.device, "device")
+    seed: Whole = 0
+    perplexity: Annotated[float, Ge(1)] = 30
+    batch_size: Count = 50
+    device: Device = "cpu"
 
 
 class LoadedModel(NamedTuple):

@@ -7,6 +7,7 @@ import csv
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,21 +15,35 @@ from rich.console import Console
 from certify.photos import photo, picture
 from certify.photos.predict import Answer, Asked, Predictor
 from certify.photos.server import Place, serve_forever
-from certify.rows.arguments import Config, handover_of, settings_of
+from certify.rows.arguments import Config, Subject, handover_of, settings_of
 from certizoo import UserError
+from certizoo.config.schema import typed_values
 from certizoo.files import disk_errors, whole_file
 
 TABLE = "images.csv"
 
 
+@dataclass(frozen=True)
+class ImageKeys(Subject, Asked):
+    """configs/image.yaml."""
+
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ServeKeys(Subject, Asked, Place):
+    """configs/serve.yaml."""
+
+
 def image(config: Config) -> None:
     """Answer every photograph in words, and with out=FOLDER also as a picture and a row of OUT/images.csv."""
+    config = typed_values(ImageKeys, config)
     files: Sequence[str] = config["files"]
     if not files:
         raise UserError("name a photograph: python -m certify image PHOTO.png [MORE...] model=NAME")
     out = Path(config["out"]) if config["out"] else None
     predict = Predictor(handover_of(config), settings_of(Asked, config), out or Path())
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     answers = []
     for name in files:
         answers.append(predict(photo.read(Path(name), predict.channels, predict.size)))
@@ -43,9 +58,10 @@ def image(config: Config) -> None:
 
 def serve(config: Config) -> None:
     """Serve a page on this machine that answers dropped photographs, until Ctrl-C."""
+    config = typed_values(ServeKeys, config)
     place = settings_of(Place, config)
     predict = Predictor(handover_of(config), settings_of(Asked, config), Path())
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     serve_forever(predict, place, lambda url: console.print(f"{predict.title}: {url}   (Ctrl-C ends it)", markup=False))
 
 

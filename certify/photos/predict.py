@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -13,35 +14,33 @@ from certify.methods import named
 from certify.photos.closest_attack import closest_attack
 from certify.photos.names import names_of
 from certify.photos.photo import Photo
-from certify.rows.devices import device_of, require_device
+from certify.rows.devices import Device, device_of
 from certify.rows.draws import draws
 from certify.rows.intervals import NAMES, radius_in
 from certify.shared.bake import logit_differences
 from certify.shared.ball import known
 from certify.shared.certificate import Certifier
-from certizoo import UserError
 from certizoo.attacks import AttackConfig
 from certizoo.attacks.norms import distance
+from certizoo.config.schema import Ge, Le, Section, Text
 from zoo.bounds import lanczos
 
 HALF = {"l2": 0.5e-4, "linf": 0.5e-3 / 255}  # half of a radius's last printed digit, subtracted to round down
 
 
 @dataclass(frozen=True)
-class Asked:
+class Asked(Section):
     """The settings for certifying and attacking photographs: configs/image.yaml."""
 
     method: str = "auto"
     norm: str = "l2"
-    nonce: str | None = None
-    steps: int = 40
-    device: str = "cpu"
+    nonce: Text | None = None
+    steps: Annotated[int, Ge(1), Le(10_000)] = 40
+    device: Device = "cpu"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         known(self.norm)
-        require_device(self.device, "device")
-        if type(self.steps) is not int or not 1 <= self.steps <= 10_000:
-            raise UserError(f"steps={self.steps} must be a whole number from 1 to 10000, such as 40")
 
 
 @dataclass(frozen=True)

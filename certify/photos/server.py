@@ -25,6 +25,7 @@ from certify.photos.photo import MAX_BYTES, photo
 from certify.photos.predict import Answer, Predictor
 from certify.shared.certificate import UnsoundCertificate
 from certizoo import UserError
+from certizoo.config.schema import Port, Section
 
 EVERY = ("0.0.0.0", "::")  # all addresses of this machine
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -36,19 +37,18 @@ MIN_TOKEN = 16
 
 
 @dataclass(frozen=True)
-class Place:
+class Place(Section):
     """The address of the page: configs/serve.yaml."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Port = 8000
     token: str | None = None
 
     def __post_init__(self) -> None:
-        if type(self.port) is not int or not 0 <= self.port < 2**16:
-            raise UserError(f"port={self.port} must be a whole number below 65536, or 0 for any free port")
-        if not isinstance(self.host, str) or not self.host:
-            raise UserError(f"host={self.host} must be an address of this machine, such as 127.0.0.1 or 0.0.0.0")
-        if self.token is not None and (not isinstance(self.token, str) or len(self.token) < MIN_TOKEN):
+        super().__post_init__()
+        if not self.host:
+            raise UserError("host= must be an address of this machine, such as 127.0.0.1 or 0.0.0.0")
+        if self.token is not None and len(self.token) < MIN_TOKEN:
             raise UserError(f"token must be a text of at least {MIN_TOKEN} letters in quotes; change it, or remove it")
 
     @property

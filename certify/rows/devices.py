@@ -1,18 +1,15 @@
 """The device of a process, the CPU or a GPU of its own, and the type in which a served model computes."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
+from certizoo.config.schema import OneOf
 
-DEVICES = ("cpu", "cuda")
+Device = Annotated[str, OneOf("cpu", "cuda")]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def require_device(name: str, key: str) -> None:
-    """Raise UserError, naming the configuration key, if `name` is none of DEVICES."""
-    if name not in DEVICES:
-        raise UserError(f"{key}={name}: choose one of {', '.join(DEVICES)}")
 
 
 class InType(nn.Module):

@@ -8,23 +8,20 @@ from pathlib import Path
 from certify.rows.row_schema import Listed
 from certify.rows.workers import Batch
 from certizoo import UserError, shards
+from certizoo.config.schema import Section, Whole
 from certizoo.shards.sets import listing_of
 
 
 @dataclass(frozen=True)
-class Share:
+class Share(Section):
     """The images of a test set from `first` on, and results of ranges to reuse.
 
     `parts` are folders of finished results of such ranges, each continuing where the one before it ends. Their rows are
     reused.
     """
 
-    first: int = 0
+    first: Whole = 0
     parts: tuple[Path, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.first < 0:
-            raise UserError(f"first={self.first} must be the number of images before the range, 0 or more")
 
 
 WHOLE = Share()

@@ -71,17 +71,27 @@ class Model:
             ) from None
         dtype = next(self.served.parameters()).dtype
         tolerance = COARSE if dtype is torch.bfloat16 else LOGIT_TOLERANCE
-        logit_differences(self.served, self.exact, _probes(images_BCHW), tolerance)
+        logit_differences(self.served, self.exact, probes(images_BCHW), tolerance)
         prediction_B = self.served(images_BCHW.to(dtype)).argmax(-1)
         return Clean(prediction_B, labels_B, margins_of(exact_BJ, labels_B), self.require_unchanged)
 
 
-def model_of(model: nn.Module, types: Collection[torch.dtype] = SERVED) -> Model:
+def model_of(model: nn.Module | Model, types: Collection[torch.dtype] = SERVED) -> Model:
     """Return what is certified of a model with weights of these types. Raises UserError for an invalid model."""
+    if isinstance(model, Model):
+        return model
     served = _copied(model)
     _refuse_types(served, types)
     served, exact = served.requires_grad_(False), _widened(served)
     return Model(served, exact, tuple(map(Snapshot.of, (model, served, exact))))
+
+
+def model_from(given: nn.Module, served: nn.Module, exact: nn.Module) -> Model:
+    """Return what is certified of a model whose float64 function is `exact`. Raises UserError as `model_of` does."""
+    _refuse_types(served, SERVED)
+    _refuse(served)
+    _refuse(exact)
+    return Model(served, exact, tuple(map(Snapshot.of, (given, served, exact))))
 
 
 def bake(model: nn.Module) -> nn.Module:
@@ -109,17 +119,27 @@ def refuse_impostor(model: nn.Module) -> None:
     refuse_process()
     for path, module in integrity.modules_of(model):
         refuse_altered(module, path)
+    refuse_sparse(model)
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    """Raise UserError for weights whose numbers cannot be read one by one."""
     for path, tensor in integrity.tensors_of(model):
         if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
             raise UserError(f"{path} holds no dense numbers; load or dequantise the weights first")
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """Return the folded copy of a model that passes `refuse_impostor`.
+    """Return the folded copy of a model that passes `refuse_impostor`."""
+    refuse_impostor(model)
+    return folded_copy(model)
+
+
+def folded_copy(model: nn.Module) -> nn.Module:
+    """Return a folded copy in eval mode.
 
     The copy is compared with the model, because a module of unknown type may copy itself as another.
     """
-    refuse_impostor(model)
     copied = folded(model)
     given = {path: integrity.kind_of(module) for path, module in integrity.modules_of(model) if _outlives(path)}
     if {path: type(module) for path, module in integrity.modules_of(copied)} != given:
@@ -162,7 +182,7 @@ def _refuse_types(served: nn.Module, types: Collection[torch.dtype]) -> None:
         )
 
 
-def _probes(images_BCHW: Tensor) -> Tensor:
+def probes(images_BCHW: Tensor) -> Tensor:
     """Return the first few images, points near them, and points anywhere in the box; the same ones every time."""
     first = images_BCHW[:PROBES]
     noise = torch.rand(first.shape, generator=torch.Generator().manual_seed(0), dtype=first.dtype).to(first.device)

@@ -1,42 +1,48 @@
 """The command `python -m certify handover=DIR [data=NAME data.root=FOLDER] [eps=[...]] ...`.
 
-Its keys are those of configs/certify.yaml.
+Its keys are those of configs/certify.yaml and configs/certify/stage.yaml.
 """
 
-from dataclasses import fields
+from dataclasses import dataclass
 
 from rich.console import Console
 
-from certify.rows.arguments import (
-    Config,
-    attack_of,
-    data_of,
-    handover_of,
-    out_of,
-    refuse_other_types,
-    settings_of,
-    share_of,
-)
+from certify.rows.arguments import Config, Subject, data_of, handover_of, out_of, settings_of, share_of
+from certify.rows.images import Share
 from certify.rows.progress import progress_bar
 from certify.stage import register, run, tables
 from certify.stage.settings import Settings
 from certizoo import UserError
-from certizoo.registry import champion
+from certizoo.config.schema import Count, Section, Text, typed_values
+
+
+@dataclass(frozen=True)
+class PublishKeys(Section):
+    """`registry`: where `publish` registers the version."""
+
+    experiment: Text = "certify"
+    champion_images: Count = 300
+
+
+@dataclass(frozen=True)
+class Keys(Subject, Share, Settings):
+    """configs/certify.yaml."""
+
+    publish: Text | None = None
+    registry: PublishKeys = PublishKeys()
 
 
 def certify(config: Config) -> None:
     """Certify one hand-over, print its table and the paths of the results, and publish it if asked to."""
-    champion.refuse_given(config["registry"]["champion_images"])
+    config = typed_values(Keys, config)
     handover = handover_of(config)
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)
-    refuse_other_types(Settings, config, *(field.name for field in fields(Settings) if field.name != "attack"))
     share = share_of(config)
     if share.first and config["publish"]:
         raise UserError(f"first={share.first}: a certificate of a range is not published; join the ranges with parts=")
-    eps = None if config["eps"] is None else tuple(config["eps"])
-    settings = settings_of(Settings, config, eps=eps, attack=attack_of(config))
-    console = Console(highlight=False)
+    settings = settings_of(Settings, config)
+    console = Console(highlight=False, markup=False)
     with progress_bar("certifying", console) as progress:
         summary = run.run(handover, data, settings, out, progress, share)
     console.print(tables.table(summary))

@@ -59,7 +59,7 @@ def evaluate(
 
     Raises NoRule, UserError for an unknown method, UnsoundCertificate.
     """
-    certifier = certifier_of(model, method, nonce, norm)
+    certifier = certifier_of(model, method, nonce, norm, (images_BCHW, labels_B))
     method = named(method, model)
     served = copy.deepcopy(model).eval()
     weight = next(served.parameters())

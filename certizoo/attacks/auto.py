@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from certizoo import UserError
 from certizoo.attacks.attack import Draws
 from certizoo.attacks.guard import Forward, classes_of, inside
 from certizoo.attacks.loop import probing
+from certizoo.config.schema import Count, OneOf, Positive, Section, Whole
 from certizoo.inputs import labels_given, require_radius
 
 STANDARD = ("apgd-ce", "apgd-t", "fab-t", "square")
@@ -34,7 +35,7 @@ log.addHandler(logging.NullHandler())  # the authors' messages are for users who
 
 
 @dataclass(frozen=True)
-class AutoAttack:
+class AutoAttack(Section):
     """AutoAttack with norm 'linf' or 'l2' and eps in [0,1] pixel units.
 
     Attributes:
@@ -46,23 +47,16 @@ class AutoAttack:
     """
 
     together: ClassVar[bool] = True
-    norm: str = "linf"
-    eps: float = 8 / 255
+    norm: Annotated[str, OneOf("linf", "l2")] = "linf"
+    eps: Positive = 8 / 255
     attacks: tuple[str, ...] = STANDARD
-    seed: int = 0
-    queries: int = 5000
+    seed: Whole = 0
+    queries: Count = 5000
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "attacks", tuple(self.attacks))
-        unknown = [name for name in self.attacks if name not in LEAST_CLASSES]
-        if self.norm not in NORMS:
-            raise UserError(f"autoattack: norm={self.norm} does not work; set it to one of {', '.join(NORMS)}")
-        if not self.eps > 0:
-            raise UserError(f"autoattack: eps={self.eps} does not work; set it to a number > 0 in [0,1] pixel units")
+        super().__post_init__()
         require_radius("autoattack: eps", self.eps, self.norm)
-        if self.queries < 1:
-            raise UserError(f"autoattack: queries={self.queries} does not work; give at least 1 (the authors': 5000)")
-        if unknown or not self.attacks:
+        if not self.attacks or set(self.attacks) - set(LEAST_CLASSES):
             raise UserError(f"autoattack: attacks={list(self.attacks)}; choose some of {', '.join(LEAST_CLASSES)}")
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from certizoo.attacks.attack import Draws
+from certizoo.config.schema import OneOf, Section
 from certizoo.inputs import labels_given
-from certizoo.nearest import choices
+from certizoo.nearest import unknown
 
 COMMON = (
     "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
@@ -34,20 +35,19 @@ INSTALL = "pip install 'certizoo[corruptions]'"
 
 
 @dataclass(frozen=True)
-class Corruption:
+class Corruption(Section):
     """One of COMMON at a severity of 1 to 5. Raises UserError for another name, or if the library is missing."""
 
     norm: ClassVar[str] = "none"
     eps: ClassVar[float | None] = None
     together: ClassVar[bool] = False
     name: str
-    severity: int = 3
+    severity: Annotated[int, OneOf(1, 2, 3, 4, 5)] = 3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.name not in COMMON:
-            raise UserError(f"corruption: name={self.name} does not exist; {choices(self.name, COMMON)}")
-        if self.severity not in range(1, 6):
-            raise UserError(f"corruption: severity={self.severity} does not work; give 1 to 5")
+            raise unknown("corruption", self.name, COMMON)
         if find_spec("imagecorruptions") is None:
             raise UserError(f"corruption: imagecorruptions is not installed; {INSTALL}")
 

@@ -12,7 +12,7 @@ Legend: B batch, R those of its images that are still attacked (`rows`), C chann
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor, nn
 
@@ -22,13 +22,15 @@ from certizoo.attacks.attention import LOSS_NAMES, loss_of
 from certizoo.attacks.losses import refusing
 from certizoo.attacks.norms import NORMS
 from certizoo.attacks.points import Judge, Rows, Threat, Worst
+from certizoo.config.schema import Count, NonNegative, OneOf, Positive, Section
 from certizoo.inputs import labels_given, require_radius
+from certizoo.nearest import unknown
 
 Disturb = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class AttackConfig:
+class AttackConfig(Section):
     """A projected gradient attack as a checked value: the content of `configs/attack/*.yaml`.
 
     Attributes:
@@ -46,31 +48,21 @@ class AttackConfig:
     """
 
     together: ClassVar[bool] = False
-    norm: str = "linf"
-    eps: float = 4 / 255
-    steps: int = 10
-    step_size: float | None = None
+    norm: Annotated[str, OneOf("linf", "l2")] = "linf"
+    eps: NonNegative = 4 / 255
+    steps: Count = 10
+    step_size: Positive | None = None
     random_start: bool = True
-    restarts: int = 1
+    restarts: Count = 1
     loss: str = "ce"
     stop_when_fooled: bool = False
 
     def __post_init__(self) -> None:
-        steps, restarts, step_size = self.steps, self.restarts, self.step_size
-        several = _at_least(restarts, 2) and self.random_start
-        faults = {
-            "norm": self.norm not in NORMS and f"one of {', '.join(NORMS)}",
-            "loss": self.loss not in LOSS_NAMES and f"one of {', '.join(LOSS_NAMES)}",
-            "eps": not _at_least(self.eps, 0) and "a number >= 0 in [0,1] pixel units",
-            "steps": not _at_least(steps, 1) and "at least 1",
-            "step_size": step_size is not None
-            and not (_at_least(step_size, 0) and step_size > 0)
-            and "above 0, or null for 2.5 eps/steps",
-            "restarts": not (restarts == 1 or several) and "at least 1, and 1 without attack.random_start",
-        }
-        for key, mend in faults.items():
-            if mend:
-                raise UserError(f"attack.{key}={getattr(self, key)} does not work; set it to {mend}")
+        super().__post_init__()
+        if self.loss not in LOSS_NAMES:
+            raise unknown("loss of an attack", self.loss, LOSS_NAMES)
+        if self.restarts > 1 and not self.random_start:
+            raise UserError(f"attack.restarts={self.restarts} would all be equal; set attack.random_start=true")
         require_radius("attack.eps", self.eps, self.norm)
 
     def run(
@@ -195,8 +187,3 @@ def _check(images_BCHW: Tensor, attack: AttackConfig, draws: Draws, keep_worst: 
         raise ValueError(f"attack.restarts={attack.restarts} needs keep_worst; set restarts=1, or keep_worst=True")
     if isinstance(draws, Sequence) and len(draws) != len(images_BCHW):
         raise ValueError(f"{len(draws)} generators for {len(images_BCHW)} images; need one, or one an image")
-
-
-def _at_least(value: object, least: float) -> bool:
-    """Return False for text too, such as 8/255 on a command line."""
-    return isinstance(value, int | float) and value >= least

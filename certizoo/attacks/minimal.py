@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,12 @@ from certizoo.attacks.attack import Draws
 from certizoo.attacks.guard import Forward, boxed, classes_of, fooled
 from certizoo.attacks.loop import probing
 from certizoo.attacks.norms import distance
+from certizoo.config.schema import Count, Ge, NonNegative, Positive, Section
 from certizoo.inputs import labels_given
 
 
 @dataclass(frozen=True)
-class CarliniWagner:
+class CarliniWagner(Section):
     """Carlini & Wagner in L2. The defaults are those of CoViT, section 5.3: c = 1 without a search, kappa = 0.
 
     Attributes:
@@ -41,19 +42,12 @@ class CarliniWagner:
     norm: ClassVar[str] = "l2"
     eps: ClassVar[float | None] = None
     together: ClassVar[bool] = False
-    c: float = 1.0
-    confidence: float = 0.0
-    lr: float = 0.01
-    steps: int = 100
-    binary_search_steps: int = 1
-    threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        _positive("cw_l2", self, "c", "lr", "steps", "binary_search_steps")
-        if self.threshold is not None:
-            _positive("cw_l2", self, "threshold")
-        if self.confidence < 0:
-            raise UserError(f"cw_l2: confidence={self.confidence} does not work; give 0 or more")
+    c: Positive = 1.0
+    confidence: NonNegative = 0.0
+    lr: Positive = 0.01
+    steps: Count = 100
+    binary_search_steps: Count = 1
+    threshold: Positive | None = None
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """Return adversarial_BCHW; `draws` is unused: nothing is drawn."""
@@ -66,20 +60,15 @@ class CarliniWagner:
 
 
 @dataclass(frozen=True)
-class DeepFool:
+class DeepFool(Section):
     """DeepFool in L2: it tries the boundaries of the `candidates` likeliest classes and goes `overshoot` beyond."""
 
     norm: ClassVar[str] = "l2"
     eps: ClassVar[float | None] = None
     together: ClassVar[bool] = False
-    steps: int = 50
-    candidates: int = 10
-    overshoot: float = 0.02
-
-    def __post_init__(self) -> None:
-        _positive("deepfool", self, "steps")
-        if self.candidates < 2 or self.overshoot < 0:
-            raise UserError("deepfool: give candidates of at least 2 and an overshoot of at least 0")
+    steps: Count = 50
+    candidates: Annotated[int, Ge(2)] = 10
+    overshoot: NonNegative = 0.02
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """Return adversarial_BCHW; `draws` is unused: nothing is drawn."""
@@ -87,12 +76,6 @@ class DeepFool:
             steps=self.steps, candidates=self.candidates, overshoot=self.overshoot
         )
         return _nearest(from_foolbox, model, images_BCHW, labels_B, None)
-
-
-def _positive(kind: str, attack: object, *keys: str) -> None:
-    for key in keys:
-        if not getattr(attack, key) > 0:
-            raise UserError(f"{kind}: {key}={getattr(attack, key)} does not work; give a number above 0")
 
 
 def _foolbox() -> Any:

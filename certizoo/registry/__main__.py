@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from certizoo import UserError
+from certizoo.config.schema import Port, argument
 from certizoo.errors import one_line_errors
 from certizoo.registry import browse, publish, run_folder, runs, store, tables, ui
 from certizoo.registry.select import select
@@ -53,7 +54,7 @@ def say(text: str) -> None:
 
 
 def console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 200)
+    return Console(markup=False, width=None if sys.stdout.isatty() else 200)
 
 
 def sync(args: argparse.Namespace) -> None:
@@ -114,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     sending.add_argument("run_dirs", nargs="*", type=Path, metavar="RUNDIR", help="run folders (default: all of runs/)")
     serving = add("ui", serve, "open the registry in a browser (mlflow server)")
     serving.add_argument("--host", default="127.0.0.1")
-    serving.add_argument("--port", type=int, default=5000)
+    serving.add_argument("--port", type=argument(Port), default=5000)
     return top
 
 

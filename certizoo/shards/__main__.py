@@ -1,4 +1,4 @@
-"""Write shards, or the manifest of existing shards: `certizoo shards digits|folder|torchvision|index --help`."""
+"""Look at images, write shards, or list existing ones: `certizoo shards inspect|folder|digits|torchvision|index`."""
 
 import argparse
 import logging
@@ -9,13 +9,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import track
+from rich.table import Table
 
 from certizoo import UserError
+from certizoo.config.schema import Count, Whole, argument
 from certizoo.errors import one_line_errors
-from certizoo.shards import manifest, sources
+from certizoo.shards import inspect, manifest, sources
+from certizoo.shards.config import require_name
+from certizoo.shards.tar import ENDINGS
 from certizoo.shards.write import write
+from certizoo.text import plain
 
-console = Console(stderr=True)
+console = Console(stderr=True, markup=False)
 
 
 def digits(args: argparse.Namespace) -> None:
@@ -41,6 +46,18 @@ def folder(args: argparse.Namespace) -> None:
     console.print(f"wrote {len(source)} samples of {len(source.classes)} classes, listed in {path}")
 
 
+def inspect_folder(args: argparse.Namespace) -> None:
+    found = inspect.inspect(args.source, every=args.decode)
+    inspect.save(found, args.sheet)
+    table = Table("label", "class", "images")
+    for label, (name, count) in enumerate(zip(found.classes, found.counts, strict=True)):
+        table.add_row(str(label), plain(name), str(count))
+    console.print(table)
+    for warning in found.warnings:
+        console.print(f"warning: {plain(warning)}", soft_wrap=True)
+    console.print(f"{sum(found.counts)} images; samples of every class are in {args.sheet}", soft_wrap=True)
+
+
 def torchvision(args: argparse.Namespace) -> None:
     name = args.name or args.dataset.lower()
     for split in ("train", "test"):
@@ -59,14 +76,15 @@ def torchvision(args: argparse.Namespace) -> None:
 
 
 def index(args: argparse.Namespace) -> None:
-    pattern = f"{args.name}-*.tar" if args.name else "*.tar"
+    pattern = f"{args.name}-*" if args.name else "*"
     path_of_manifest = args.root / (f"{args.name}.json" if args.name else manifest.GENERAL)
-    paths = sorted(args.root.glob(pattern))
+    paths = sorted(path for ending in ENDINGS for path in args.root.glob(pattern + ending))
     if not paths:
-        raise UserError(f"there are no shards {args.root / pattern}; give the folder that holds them")
-    infos = []
+        raise UserError(f"there are no shards {args.root / pattern}{ENDINGS[0]}; give the folder that holds them")
+    infos, keys = [], manifest.Keys()
     for path in track(paths, "index", console=console, transient=True):
-        infos.append(replace(manifest.scan(path, decoded=args.decode), sha256=manifest.sha256_of(path)))
+        info = manifest.scan(path, decoded=args.decode, keys=keys)
+        infos.append(replace(info, sha256=manifest.sha256_of(path)))
     manifest.save(path_of_manifest, infos)
     console.print(f"listed {len(infos)} shards, {sum(i.samples for i in infos)} samples in {path_of_manifest}")
 
@@ -83,6 +101,11 @@ def parser() -> argparse.ArgumentParser:
     commands = main.add_subparsers(required=True)
     make_digits = commands.add_parser("digits", help="scikit-learn's handwritten digits (no download)")
     make_digits.set_defaults(run=digits)
+    look = commands.add_parser("inspect", help="show a folder's classes, samples and faults before it is written")
+    look.set_defaults(run=inspect_folder)
+    look.add_argument("source", type=Path, help="a folder with a subfolder of images per class")
+    look.add_argument("--sheet", type=Path, default=Path("contact_sheet.png"), help="default: contact_sheet.png")
+    look.add_argument("--decode", action="store_true", help="decode every image, not the samples alone")
     make_folder = commands.add_parser("folder", help="a folder with a subfolder of images per class")
     make_folder.add_argument("source", type=Path)
     make_folder.set_defaults(run=folder)
@@ -94,13 +117,13 @@ def parser() -> argparse.ArgumentParser:
     for command in (make_digits, make_folder, make_torchvision, make_index):
         command.add_argument("root", type=Path, help="folder of the shards")
     for command in (make_digits, make_folder, make_torchvision):
-        command.add_argument("--seed", type=int, default=0, help="seed of the order of the samples")
+        command.add_argument("--seed", type=argument(Whole), default=0, help="seed of the order of the samples")
     for command in (make_folder, make_torchvision):
         command.add_argument("--overwrite", action="store_true", help="replace shards of this name and split")
     make_folder.add_argument("--name", required=True)
     make_folder.add_argument("--split", required=True, choices=("train", "test"))
-    make_folder.add_argument("--per-shard", type=int, default=1000)
-    make_folder.add_argument("--resize", type=int, help="shrink images whose short side is longer (JPEG 95)")
+    make_folder.add_argument("--per-shard", type=argument(Count), default=1000)
+    make_folder.add_argument("--resize", type=argument(Count), help="shrink images with a longer short side (JPEG 95)")
     make_folder.add_argument("--only", type=Path, help="text file that lists the images to take, one per line")
     make_torchvision.add_argument("--name", help="default: the data set's, in lower case")
     make_torchvision.add_argument("--download-to", type=Path, help="default: ROOT/download")
@@ -113,6 +136,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console)])
     args = parser().parse_args(argv)
+    if getattr(args, "name", None) is not None:  # before a download or a walk over the images
+        require_name(args.name, "--name")
     args.run(args)
 
 

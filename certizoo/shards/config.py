@@ -1,38 +1,23 @@
 """The data settings of a run: exactly the keys of `configs/data/*.yaml`."""
 
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from certizoo import UserError
-from certizoo.nearest import unknown
+from certizoo.config.schema import Ge, Le, OneOf, Positive, Section, section_of
 
 PIPE = "pipe:"  # prefix of a root that is a command
 # A name without special meaning in a path, a URL or a command
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
 
-CHOICES = {
-    "augment": ("none", "flip", "flip_crop", "flip_crop_jitter", "inception", "randaug"),
-    "interpolation": ("bilinear", "bicubic"),
-    "on_corrupt": ("error", "skip"),
-    "verify": ("auto", "size", "sha256"),
-    "channels": (1, 3),
-}
-# least and most
-WHOLE = {
-    "num_classes": (2, 1_000_000),
-    "img_size": (1, 4096),
-    "workers": (0, 512),
-    "max_corrupt": (0, 10**12),
-    "timeout": (1, 86_400),
-}
 MAX_TEXT = 4096
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section):
     """One data set and how it is read.
 
     Attributes:
@@ -56,37 +41,25 @@ class DataConfig:
     root: str
     train: str
     test: str
-    num_classes: int
-    img_size: int
-    channels: int = 3
-    augment: str = "none"
-    interpolation: str = "bilinear"
-    workers: int = 0
-    on_corrupt: str = "error"
-    max_corrupt: int = 100
-    verify: str = "auto"
+    num_classes: Annotated[int, Ge(2), Le(1_000_000)]
+    img_size: Annotated[int, Ge(1), Le(4096)]
+    channels: Annotated[int, OneOf(1, 3)] = 3
+    augment: Annotated[str, OneOf("none", "flip", "flip_crop", "flip_crop_jitter", "inception", "randaug")] = "none"
+    interpolation: Annotated[str, OneOf("bilinear", "bicubic")] = "bilinear"
+    workers: Annotated[int, Ge(0), Le(512)] = 0
+    on_corrupt: Annotated[str, OneOf("error", "skip")] = "error"
+    max_corrupt: Annotated[int, Ge(0), Le(10**12)] = 100
+    verify: Annotated[str, OneOf("auto", "size", "sha256")] = "auto"
     cache: str | None = None
-    cache_gb: float = 100
-    timeout: int = 60
+    cache_gb: Positive = 100
+    timeout: Annotated[int, Ge(1), Le(86_400)] = 60
 
     def __post_init__(self) -> None:
-        for key, allowed in CHOICES.items():
-            value = getattr(self, key)
-            if value not in allowed or type(value) is not type(allowed[0]):
-                raise UserError(f"data.{key}={value!r} does not exist; use one of {list(allowed)}")
-        for key, (least, most) in WHOLE.items():
-            value = getattr(self, key)
-            if type(value) is not int or not least <= value <= most:
-                raise UserError(
-                    f"data.{key}={value!r}is not a whole number in range; use at least {least}, at most {most}"
-                )
+        super().__post_init__()
         for key in ("root", "train", "test", "cache"):
             if not _is_text(getattr(self, key)) and (key, self.cache) != ("cache", None):
                 raise UserError(f"data.{key}={str(getattr(self, key))[:80]!r}: not a place; give one line of text")
-        if not isinstance(self.name, str) or not PLAIN.fullmatch(self.name):
-            raise UserError(f"data.name={str(self.name)[:80]!r}: not a name; use letters, digits and _.+=-")
-        if not isinstance(self.cache_gb, int | float) or not 0 < self.cache_gb < math.inf:
-            raise UserError(f"data.cache_gb={self.cache_gb!r}: not a size; use gigabytes, more than 0")
+        require_name(self.name, "data.name")
         if self.augment in ("flip_crop_jitter", "randaug") and self.channels != 3:
             raise UserError(
                 f"data.augment={self.augment} needs colour images; use data.channels=3 or data.augment=none"
@@ -98,6 +71,12 @@ class DataConfig:
         return _expanded(self.root)
 
 
+def require_name(name: object, key: str) -> None:
+    """Raise UserError unless `name`, the value of `key`, is plain: it becomes part of file names and globs."""
+    if not isinstance(name, str) or not PLAIN.fullmatch(name):
+        raise UserError(f"{key}={str(name)[:80]!r}: not a name; use letters, digits and _.+=-")
+
+
 def is_remote(root: str) -> bool:
     """Return True if `data.root` is a URL or a command, which does not depend on the current folder."""
     return root.lower().startswith(PIPE) or "://" in root
@@ -107,14 +86,7 @@ def config_of(said: object, where: str) -> DataConfig:
     """Return the data that `where` describes by these keys. Raises UserError for keys that are wrong or missing."""
     if not isinstance(said, Mapping):
         raise UserError(f"{where} does not name its data; add data=NAME data.root=FOLDER")
-    keys = [field.name for field in fields(DataConfig)]
-    for key in said:
-        if key not in keys:
-            raise unknown("key of data", str(key)[:80], keys, "configs/data")
-    needed = {field.name for field in fields(DataConfig) if field.default is MISSING}
-    if absent := sorted(needed - set(said)):
-        raise UserError(f"{where} does not say data.{absent[0]}; add data=NAME data.root=FOLDER")
-    return DataConfig(**said)
+    return section_of(DataConfig, said, "data", "configs/data")
 
 
 def from_elsewhere(said: object, where: str, *, trusted: bool) -> DataConfig:

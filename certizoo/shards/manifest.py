@@ -7,6 +7,7 @@ of labels that occur. The writer adds `class_names`. `{name}.json` has priority 
 import json
 import logging
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from typing import Any
 
 from certizoo import UserError
 from certizoo.files import sha256, write_whole
-from certizoo.shards.tar import SampleError, Shard, opened, walk
+from certizoo.shards.tar import SampleError, Shard, as_it_is, unpacked, walk
 
 log = logging.getLogger(__name__)
 GENERAL = "manifest.json"
@@ -138,27 +139,57 @@ def hold(where: str, size: int | None, info: ShardInfo, manifest: Manifest) -> N
         raise UserError(f"{where} holds {size} bytes, {manifest.where} says {info.bytes}; {manifest.mend}")
 
 
-def scan(path: Shard, num_classes: int | None = None, *, lenient: bool = False, decoded: bool = False) -> ShardInfo:
+class Keys:
+    """The keys of an index so far. Evaluation refuses two samples of one key; training allows it.
+
+    The shards of a set and split differ in their number alone.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[str, str]] = {}
+
+    def add(self, shard: str, key: str) -> None:
+        """Raise `UserError` for a key that another sample of the set and split has."""
+        of_split = re.sub(r"[-_]?[0-9]*\.[a-z.]+$", "", shard)
+        if of_split.endswith("train"):
+            return
+        seen = self._seen.setdefault(of_split, {})
+        if key in seen:
+            raise UserError(f"two samples have the key {key}, in {seen[key]} and {shard}; give each its own key")
+        seen[key] = shard
+
+
+def scan(
+    path: Shard,
+    num_classes: int | None = None,
+    *,
+    lenient: bool = False,
+    decoded: bool = False,
+    keys: Keys | None = None,
+) -> ShardInfo:
     """Count the samples and labels of a shard by walking it; images are decoded only if `decoded`.
 
-    Raises `UserError` for a damaged tar, and for a faulty sample unless `lenient` (then it is logged and counted among
-    the samples, not in the histogram).
+    Raises `UserError` for a damaged tar or a key that is among `keys`, and for a faulty sample unless `lenient` (then
+    it is logged and counted among the samples, not in the histogram).
     """
     histogram: Counter[int] = Counter()
     samples = 0
-    with opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        for entry in walk(path, file):
-            samples += 1
-            try:
-                label, _ = entry.label(num_classes), entry.image_extension
-                if decoded:
-                    entry.load(num_classes).pixels(3)
-                histogram[label] += 1
-            except SampleError as error:
-                if not lenient:
-                    raise
-                log.warning("will be skipped: %s", error)
+    with as_it_is(path) as packed:
+        size = os.fstat(packed.fileno()).st_size
+        with unpacked(path, packed) as file:
+            for entry in walk(path, file):
+                samples += 1
+                if keys is not None:
+                    keys.add(path.name, entry.key)
+                try:
+                    label, _ = entry.label(num_classes), entry.image_extension
+                    if decoded:
+                        entry.load(num_classes).pixels(3)
+                    histogram[label] += 1
+                except SampleError as error:
+                    if not lenient:
+                        raise
+                    log.warning("will be skipped: %s", error)
     if not samples:
         raise UserError(f"{path} holds no samples; remove it or write it again")
     return ShardInfo(path.name, samples, size, None, dict(histogram))

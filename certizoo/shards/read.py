@@ -349,11 +349,12 @@ def _started(loader: "DataLoader[Any]") -> Iterator[Any]:
 def _settle(worker: int) -> None:
     """Prepare a loader process: reuse memory, and ignore the signals that stop a training.
 
-    A launcher that is asked to stop signals the whole process tree, but the rank still needs its loaders to finish a
-    step.
+    A launcher that is asked to stop signals the whole process tree, as a terminal does at Ctrl-C, but the rank still
+    needs its loaders to finish a step.
     """
     keep_freed_memory()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @atexit.register

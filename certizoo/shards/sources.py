@@ -5,7 +5,7 @@ An image is a path, a PIL image or a uint8 array (HW, HWC). Torchvision data set
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,44 +15,96 @@ from certizoo import UserError
 from certizoo.shards.tar import IMAGE_EXTENSIONS
 
 log = logging.getLogger(__name__)
+SPLITS = ("train", "val", "valid", "validation", "test")  # names of folders that are no classes
 TORCHVISION_SETS = ("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST")
 
 
 class Folder(Sequence[tuple[Path, int]]):
     """A folder with a subfolder of images per class; labels number the subfolders in alphabetical order.
 
+    Hidden files and folders are ignored, links are followed.
+
     Args:
         root: the folder.
         only: a text file that lists one image per line, such as a benchmark's official list; the last part of a path
             counts. The classes stay those of the folder.
 
+    Attributes:
+        others: the number of files that are no images, by suffix, and of images beside the class folders.
+
     Raises:
-        UserError: there are no images, or not exactly one of each name in `only`.
+        UserError: there are no images, not exactly one of each name in `only`, the subfolders are splits (train and
+            val) instead of classes, or a link leads nowhere or to a folder that is read already.
     """
 
     def __init__(self, root: Path, only: Path | None = None) -> None:
         if not root.is_dir():
             raise UserError(f"{root} is not a folder; give the one that holds a subfolder of images per class")
-        self.classes = sorted(path.name for path in root.iterdir() if path.is_dir())
+        visible = [path for path in sorted(root.iterdir()) if not _hidden(path)]
+        self.classes = [path.name for path in visible if path.is_dir()]
+        _refuse_splits(root, self.classes)
         self.items: list[tuple[Path, int]] = []
-        others = 0
+        self.others: Counter[str] = Counter("image beside the class folders" for path in visible if _is_image(path))
+        read: dict[Path, Path] = {}
         for label, name in enumerate(self.classes):
-            files = sorted(path for path in (root / name).rglob("*") if path.is_file())
-            images = [path for path in files if path.suffix.lower().lstrip(".") in IMAGE_EXTENSIONS]
-            others += len(files) - len(images)
-            self.items += [(path, label) for path in images]
+            files = sorted(_files(root / name, read))
+            self.items += [(path, label) for path in files if _is_image(path)]
+            self.others.update(path.suffix.lower() or "no suffix" for path in files if not _is_image(path))
         if not self.items:
             raise UserError(f"{root} holds no CLASS/IMAGE of {', '.join(IMAGE_EXTENSIONS)}; give another folder")
-        if others:
-            log.warning("%s: left out %d files that are not %s", root, others, ", ".join(IMAGE_EXTENSIONS))
+        if self.others:
+            log.warning("%s: left out %s", root, self.left_out)
         if only is not None:
             self.items = _listed(self.items, only)
+
+    @property
+    def left_out(self) -> str:
+        """The files that are not taken, in words."""
+        return ", ".join(f"{count} files ({kind})" for kind, count in sorted(self.others.items()))
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]  # the overloads of Sequence add nothing here
         return self.items[index]
+
+
+def _hidden(path: Path) -> bool:
+    """Return True for what programs leave behind: .ipynb_checkpoints, .DS_Store, ._photo.jpg."""
+    return path.name.startswith(".")
+
+
+def _is_image(path: Path) -> bool:
+    return path.is_file() and path.suffix.lower().lstrip(".") in IMAGE_EXTENSIONS
+
+
+def _refuse_splits(root: Path, names: Sequence[str]) -> None:
+    splits = [name for name in names if name.lower() in SPLITS]
+    if len(splits) > 1:
+        raise UserError(
+            f"{root} holds {' and '.join(splits)}, which are splits and no classes; give one of them: "
+            f"{root / splits[0]} with --split {'train' if splits[0].lower() == 'train' else 'test'}"
+        )
+
+
+def _files(folder: Path, read: dict[Path, Path]) -> Iterator[Path]:
+    """Iterate over the visible files below a folder, behind links too; `read` maps real folders to how they were met.
+
+    Raises UserError for a link to a folder that was met before: its images would be there twice, or forever.
+    """
+    real = folder.resolve()
+    if real in read:
+        raise UserError(f"{folder} and {read[real]} are one folder; remove the link, or its images count twice")
+    read[real] = folder
+    for path in sorted(folder.iterdir()):
+        if _hidden(path):
+            continue
+        if path.is_dir():
+            yield from _files(path, read)
+        elif path.exists():
+            yield path
+        else:
+            raise UserError(f"{path} is a link to a file that does not exist; repair or remove it")
 
 
 def _listed(items: list[tuple[Path, int]], only: Path) -> list[tuple[Path, int]]:

@@ -4,9 +4,12 @@ webdataset's own tar stage accepts a shard cut between members, a sample without
 name that leaves the folder. This walk refuses them, and it reads only the bytes that are requested.
 """
 
+import gzip
 import os
 import re
 import tarfile
+import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -31,6 +34,9 @@ EXTENSIONS = (
 )
 LONG_NUMBER = re.compile(rb"[0-9]{32}")  # tarfile's patterns take quadratic time in its length
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+ENDINGS = (".tar", ".tar.gz", ".tgz")
+GZIP = b"\x1f\x8b"
+UNPACKED, MAX_RATIO = 2**26, 100  # bytes that any gzip may hold, and of larger ones how many times their size
 END_OF_ARCHIVE = 1024  # bytes: two blocks of zeros close every tar
 OCTAL = re.compile(rb"[0-7]+")
 MEND_SHARD = "copy or write the shard again"
@@ -98,7 +104,7 @@ class Entry:
         if _escapes(self.key):
             raise SampleError(f"{self.where}: the member name leaves the folder; {MEND_SAMPLE}")
         if "cls" not in self.parts:
-            raise SampleError(f"{self.where} has no .cls (label); {MEND_SAMPLE}")
+            raise SampleError(f"{self.where} has no .cls (label){self._dotted}; {MEND_SAMPLE}")
         text = self.read("cls", MAX_LABEL_BYTES).decode("ascii", "replace").strip()
         if not text.isdigit() or (num_classes is not None and int(text) >= num_classes):
             allowed = "a whole number" if num_classes is None else f"one of the labels 0..{num_classes - 1}"
@@ -106,6 +112,12 @@ class Entry:
                 f"{self.where}: .cls holds {text!r}, not {allowed}; correct the label (or data.num_classes)"
             )
         return int(text)
+
+    @property
+    def _dotted(self) -> str:
+        """The reason, if a label's name has a dot too many: webdataset ends a sample's key at the first one."""
+        found = [extension for extension in self.parts if extension.endswith(".cls")]
+        return f", but .{found[0]}: a key ends at its first dot, so name its files without other dots" if found else ""
 
     @property
     def image_extension(self) -> str:
@@ -181,6 +193,47 @@ class Tar(tarfile.TarFile):
 
 
 def opened(shard: Shard) -> BinaryIO:
+    """Open the shard as an unpacked file. Raises `UserError`."""
+    file = as_it_is(shard)
+    try:
+        return unpacked(shard, file)
+    except BaseException:
+        file.close()
+        raise
+
+
+def unpacked(shard: Shard, file: BinaryIO) -> BinaryIO:
+    """Return the file, or its content as a temporary file if it is compressed by gzip. Raises `UserError`.
+
+    Shards of a hundred times their size are refused: a small one could fill the disk.
+    """
+    if os.pread(file.fileno(), 2, 0) != GZIP:
+        return file
+    limit = max(UNPACKED, MAX_RATIO * os.fstat(file.fileno()).st_size)
+    plain = tempfile.TemporaryFile()  # noqa: SIM115  (the caller's)
+    try:
+        with file, gzip.GzipFile(fileobj=file) as content:
+            while chunk := content.read(2**20):
+                plain.write(chunk)
+                if plain.tell() > limit:
+                    raise UserError(f"{shard}: unpacks to more than {limit / 1e6:.0f} MB; {MEND_SHARD}")
+        plain.seek(0)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        plain.close()
+        raise UserError(f"{shard}: truncated or damaged ({error}); {MEND_SHARD}") from None
+    except OSError as error:
+        plain.close()
+        raise UserError(
+            f"{shard}: cannot be unpacked into {tempfile.gettempdir()} ({error.strerror or error}); set TMPDIR to a "
+            "larger disk"
+        ) from None
+    except BaseException:
+        plain.close()
+        raise
+    return plain
+
+
+def as_it_is(shard: Shard) -> BinaryIO:
     """Open the shard as a file. Raises `UserError`, also for anything but a file: reading a pipe could block."""
     if isinstance(shard, Path) and shard.exists() and not shard.is_file():
         raise UserError(f"{shard} is not a file; {MEND_SHARD}")

@@ -3,6 +3,7 @@
 import io
 import logging
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
@@ -19,6 +20,7 @@ from certizoo import UserError
 from certizoo.files import whole_file
 from certizoo.images import MAX_PIXELS, ImageError, flattened, picture
 from certizoo.shards import manifest
+from certizoo.shards.config import require_name
 from certizoo.shards.manifest import ShardInfo
 from certizoo.text import shown
 
@@ -56,9 +58,11 @@ def write(
     Raises:
         UserError: the shards exist (unless `overwrite`), an image is corrupt or the disk is full.
     """
+    require_name(name, "--name")
+    require_name(split, "--split")
     pattern = f"{name}-{split}-*.tar"
     _make(root)
-    old = set(root.glob(pattern))
+    old = {path for path in root.iterdir() if _belongs(path.name, name, split)}
     if old and not overwrite:
         raise UserError(f"{root / pattern} exist; remove them, choose another --name, or add --overwrite")
     others, names = _listed(root, name, split, class_names)
@@ -83,6 +87,11 @@ def write(
     return path_of_manifest
 
 
+def _belongs(file: str, name: str, split: str) -> bool:
+    """Return True for a shard of this set and split; `toy-train-2-train-000000.tar` is one of the set toy-train-2."""
+    return re.fullmatch(rf"{re.escape(name)}-{re.escape(split)}-[0-9]+\.tar", file) is not None
+
+
 def _make(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -97,7 +106,7 @@ def _listed(
     path = root / f"{name}.json"
     if not path.is_file() or (listing := manifest.read(root, name)) is None:
         return [], class_names
-    others = [info for file, info in listing.files.items() if not file.startswith(f"{name}-{split}-")]
+    others = [info for file, info in listing.files.items() if not _belongs(file, name, split)]
     if others and class_names and listing.class_names and class_names != listing.class_names:
         raise UserError(
             f"the classes of split {split} are not those in {path}, so labels would differ; "

@@ -16,14 +16,16 @@ def markdown() -> str:
 
 def _parsers() -> Iterator[argparse.ArgumentParser]:
     """Iterate over the parsers; they are imported here because together they take seconds."""
+    import certify.explanation
     import certizoo.registry.__main__
     import certizoo.shards.__main__
     import tuning.__main__
     import zoo.__main__
-    from certizoo.compose import compose_config
+    from certizoo.config.compose import compose_config
 
     yield certizoo.shards.__main__.parser()
     yield zoo.__main__.parser()
+    yield certify.explanation.parser()
     yield tuning.__main__.parser(compose_config("tune", []))
     yield certizoo.registry.__main__.parser()
 

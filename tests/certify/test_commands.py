@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from certify.__main__ import COMMANDS
-from certizoo.compose import CONFIGS
+from certizoo.config.compose import CONFIGS
 
 
 def test_every_command_has_a_configuration_of_its_name() -> None:

@@ -19,8 +19,9 @@ from certizoo import UserError, shards
 from certizoo.images import Pixels, flattened, pixels
 from certizoo.shards import DataConfig, sources
 from certizoo.shards.__main__ import main
+from certizoo.shards.inspect import GAP, NAME, inspect
 from certizoo.shards.write import encode
-from tests.test_architecture import FILES, ROOT, imported, parsed
+from tests.tools.folders import FILES, ROOT, imported, parsed
 from tests.tools.odd_images import EVERY_MODE, SIDE, drawn, exif_of, odd_images, saved, transparent
 
 Door = Callable[[str, bytes, Path], Pixels]
@@ -81,6 +82,17 @@ def folder_with_resize(name: str, data: bytes, root: Path) -> Pixels:
     return evaluated(root)
 
 
+def contact_sheet(name: str, data: bytes, root: Path) -> Pixels:
+    folder = root / "pictures" / "a"
+    folder.mkdir(parents=True)
+    (folder / name).write_bytes(data)
+    found = inspect(folder.parent, every=True)
+    if any("the image" in warning for warning in found.warnings):
+        raise UserError(found.warnings[-1])
+    sheet, left = np.asarray(Image.open(BytesIO(found.sheet))), GAP + NAME
+    return sheet[GAP : GAP + SIDE, left : left + SIDE]
+
+
 def file_of_photo(name: str, data: bytes, root: Path) -> Pixels:
     (root / name).write_bytes(data)
     return bytes_of(photo.read(root / name, 3, SIDE).image_CHW[None])
@@ -100,6 +112,7 @@ def refused_by_command(words: list[str]) -> None:
 # file of the product that reads pictures -> its doors
 DOORS: dict[str, list[Door]] = {
     "certizoo/shards/tar.py": [eval_loader, train_loader, index],
+    "certizoo/shards/inspect.py": [contact_sheet],
     "certizoo/shards/write.py": [folder, folder_with_resize],
     "certify/photos/photo.py": [file_of_photo, sent_photo],
 }

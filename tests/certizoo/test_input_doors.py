@@ -21,9 +21,8 @@ from certify.stage.settings import Settings
 from certizoo import UserError, attacks
 from certizoo.attacks import KINDS, AttackConfig, fgsm, make, pgd
 from certizoo.attacks.transfer import Transfer
-from tests.certizoo.attacks.test_library import OPTIONS, attack_of
-from tests.test_architecture import FILES, ROOT
-from tests.tools.attacked import images_of, mlp, own_labels
+from tests.tools.attacked import OPTIONS, attack_of, images_of, mlp, own_labels
+from tests.tools.folders import FILES, ROOT
 from tests.tools.small_models import PARTS, SMALL, labelled, small_model
 
 ATTACKS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {

@@ -1,57 +1,32 @@
 """Every file under configs/ composes and is documented; every model of the zoo composes, with a file or without."""
 
 import re
-import shlex
+import shutil
+from dataclasses import make_dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import zoo
+from certify.rows.arguments import settings_of
+from certify.stage.settings import Settings
 from certizoo import UserError
-from certizoo.compose import CONFIGS, compose_config
-from certizoo.recipes import row, table
-from tests.tools.cases import mostly_slow
+from certizoo.config.compose import CONFIGS, compose_config
+from certizoo.config.recipes import row, table
+from certizoo.config.schema import section_of
+from tests.tools.config_files import COMMAND, files, note, one_of_each_shape, recipe, training
 from trainers.job.stages import prepare_first
 from zoo.attention import variants
 from zoo.models.overview import tiny_options
 
 ROOT = CONFIGS.parent
-MAIN = ("adv_train", "std_train")
-ELSEWHERE = ("space", "protocol")  # tested in test_tune.py and test_protocols.py
-GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name not in ELSEWHERE)
-FILES = [(path.parent.name, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
-RECIPES = [name for group, name in FILES if group == "model"]
 ALL = sorted(CONFIGS.rglob("*.yaml"))
-COMMAND = re.compile(r"^#\s+((?:certizoo|deepspeed|python|make) .+?)(?:   .*)?$", re.MULTILINE)
-
-
-@cache
-def note(path: Path) -> str:
-    """Return the comments at the head of the file."""
-    lines = path.read_text().splitlines()
-    head = lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
-    return "\n".join(line for line in head if "@package" not in line)
-
-
-def training(path: Path) -> list[tuple[str, list[str]]]:
-    """Return (entry, overrides) of the training commands in the note."""
-    words = [shlex.split(command) for command in COMMAND.findall(note(path)) if command.startswith("deepspeed ")]
-    scripts = [next(i for i, word in enumerate(each) if word.startswith("trainers/")) for each in words]
-    return [(Path(each[i]).stem, each[i + 1 :]) for each, i in zip(words, scripts, strict=True)]
-
-
-def shape(name: str) -> tuple[str, ...]:
-    """Return the settings of a recipe that may conflict with another main file: its overridden groups and its keys."""
-    recipe = yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text())
-    keys = sorted(f"{key}.{inner}" for key, value in recipe.items() if isinstance(value, dict) for inner in value)
-    return (*map(str, recipe.get("defaults", ())), *(key for key in keys if not key.startswith("model.")))
-
-
-ONE_OF_EACH_SHAPE = set({shape(name): name for name in RECIPES}.values())
+RECIPES = [path.stem for path in files("model")]
+# Tested elsewhere: in test_experiments.py, test_tune.py and test_protocols.py, and models below.
+NOT_CHOSEN = ("experiment", "space", "protocol", "model", CONFIGS.name)
+CALLED = {"names": "+model", "experiments": "+experiment", "tune": "tune.py", "stage": "certify"}
 
 
 # --- every file ------------------------------------------------------------------------------------------------------
@@ -59,21 +34,18 @@ ONE_OF_EACH_SHAPE = set({shape(name): name for name in RECIPES}.values())
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_every_config_is_a_lab_note_that_composes(path: Path) -> None:
-    """Read each file once: check its text, the files that it names, its commands, and its use with each main file."""
+    """Read each file once: check its text, the files that it names, and its commands."""
     check_note(path)
     check_named_files(path)
-    if path.parent.name not in ("model", "experiment"):  # their commands: below, and in test_experiments.py
-        for entry, overrides in training(path):
-            compose_config(entry, overrides)
-    for main, overrides in choices(path):
-        config = compose_config(main, overrides)
-        assert config["name"].startswith(config["model"]["name"])
+    for entry, overrides in uses(path):
+        chosen = compose_config(entry, overrides)["model"]["name"]
+        assert chosen == path.stem or path.parent.name != "model"
 
 
 def check_note(path: Path) -> None:
     """Check that the note describes the file and gives a command that uses it, in lines of 120 characters at most."""
     assert len(re.findall(r"\w+", note(path))) > 8, "says nothing about itself"
-    name = {"names": "+model", "experiments": "+experiment", "tune": "tune.py"}.get(path.stem, path.stem)
+    name = CALLED.get(path.stem, path.stem)
     assert any(name in command for command in COMMAND.findall(note(path))), "no command with it"
     assert max(len(line) for line in note(path).splitlines() if not line.startswith("#  ")) <= 120
 
@@ -86,32 +58,27 @@ def check_named_files(path: Path) -> None:
         assert any(list(base.glob(word)) for base in (ROOT, CONFIGS)) or "NAME" in word, word
 
 
-def choices(path: Path) -> list[tuple[str, list[str]]]:
-    """Return (main, overrides) that choose the file from a main file where no command of its note does so.
-
-    A model is chosen with std_train, because the commands of its note use adv_train. One recipe stands for all that set
-    the same keys.
-    """
+def uses(path: Path) -> list[tuple[str, list[str]]]:
+    """Return the training commands of the note, and one that chooses the file if none of them does."""
     group, name = path.parent.name, path.stem
-    if group == "model":
-        return [("std_train", [f"+model={name}"])] if name in ONE_OF_EACH_SHAPE else []
-    if group not in GROUPS or group == "experiment":
+    if group == "experiment":
         return []
     choice = f"{'+' if group == 'attention' else ''}{group}={name}"
-    commanded = {entry for entry, overrides in training(path) if choice in overrides}
-    return [(main, [choice, "+model=spec_vit_digits"]) for main in MAIN if main not in commanded]
+    if group in NOT_CHOSEN or any(choice in overrides for _, overrides in training(path)):
+        return training(path)
+    return [*training(path), ("std_train", [choice, "+model=spec_vit_digits"])]
 
 
-@pytest.mark.parametrize("name", mostly_slow(zoo.list_models(), *zoo.list_models()[::4]))
-def test_every_model_composes_and_is_created(name: str) -> None:
-    """Compose each command of the model's note, or the plain choice where the model has no file."""
-    path = CONFIGS / "model" / f"{name}.yaml"
-    commands = training(path) if path.is_file() else [("adv_train", [f"+model={name}"])]
-    assert commands, f"{path} has no command"
-    for entry, overrides in commands:
-        config = compose_config(entry, overrides)
-        assert config["model"]["name"] == name
-        assert (config["penalty"]["lambda_q"] > 0) == name.startswith("spec_"), "spec_* is what MSVP is on for"
+@pytest.mark.parametrize("entry", ["adv_train", "std_train"])
+@pytest.mark.parametrize("name", one_of_each_shape())
+def test_every_shape_of_recipe_composes_to_its_model(entry: str, name: str) -> None:
+    config = compose_config(entry, [f"+model={name}", "data=digits"])
+    assert config["model"]["name"] == name
+    assert config["name"] == f"{name}-digits-s0"
+    assert config["run_dir"] == f"runs/{name}-digits-s0"
+    own = "lmce" if name.startswith("cert_") else "pgd_at"
+    assert config["objective"]["name"] == {"adv_train": own, "std_train": "clean"}[entry]
+    assert (config["penalty"]["lambda_q"] > 0) == name.startswith("spec_"), "spec_* is what MSVP is on for"
     with torch.device("meta"):  # true sizes are built in tests/zoo/models
         zoo.create_model(**(config["model"] | tiny_options(name)))
 
@@ -126,12 +93,27 @@ def test_certify_composes() -> None:
     assert compose_config("certify", ["data=digits", "eps=[0.1]"])["eps"] == [0.1]
 
 
+def test_a_key_of_certify_is_written_once(tmp_path: Path) -> None:
+    """A key in stage.yaml and in Settings is read by the trainer and by the stage alone."""
+    configs = Path(shutil.copytree(CONFIGS, tmp_path / "configs"))
+    with (configs / "certify" / "stage.yaml").open("a") as stage:
+        stage.write("note: null\n")
+    noted = make_dataclass("Noted", [("note", str | None, None)], bases=(Settings,), frozen=True)
+
+    trained = compose_config("adv_train", ["+model=spec_vit_digits", "certify.note=x"], configs)["certify"]
+    assert trained.pop("enabled")
+    assert section_of(noted, trained, "certify").note == "x"
+    alone = compose_config("certify", ["note=x"], configs)
+    assert settings_of(noted, alone).note == "x"
+
+
 # --- models without a file -------------------------------------------------------------------------------------------
 
 
 def test_files_and_patterns_are_of_models_of_the_zoo() -> None:
     assert set(RECIPES) <= set(zoo.list_models())
-    assert {name for group, name in FILES if group == "attention"} == set(variants())
+    assert all(recipe(name)["model"]["name"] == name for name in zoo.list_models())
+    assert {path.stem for path in files("attention")} == set(variants())
     patterns = list(table("model", CONFIGS))
     unwritten = set(zoo.list_models()) - set(RECIPES)
     first = {next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None) for name in unwritten}
@@ -164,11 +146,9 @@ def test_a_file_comes_before_the_name(tmp_path: Path) -> None:
 # --- they say something ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_file_of_a_model_is_a_recipe_of_its_own(name: str) -> None:
-    recipe = yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text())
-    assert recipe != row("model", name, CONFIGS)
-    assert recipe != {"model": {"name": name}}
+def test_a_file_of_a_model_is_a_recipe_of_its_own() -> None:
+    for name in RECIPES:
+        assert recipe(name) not in (row("model", name, CONFIGS), {"model": {"name": name}}), name
 
 
 def test_configs_travel_with_the_package() -> None:

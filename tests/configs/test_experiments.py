@@ -13,29 +13,25 @@ import yaml
 import zoo
 from benchmarks import experiments
 from benchmarks.experiments import ATTACKS, TABLES, certified, markdown, run
-from certizoo import UserError, recipes
-from certizoo.compose import CONFIGS, compose_config
+from certizoo import UserError
+from certizoo.config import recipes
+from certizoo.config.compose import CONFIGS, compose_config
+from certizoo.config.schema import section_of
 from tests.tools.cases import mostly_slow
+from tests.tools.config_files import files, note, training
 from trainers.job.auto_settings import resolve_auto
-from trainers.job.typed import typed
 from trainers.settings import ConstrainConfig, MasksConfig, MixConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from zoo.models.overview import tiny_options
 
-FILES = sorted((CONFIGS / "experiment").glob("*.yaml"))
+FILES = files("experiment")
 ROWS = recipes.table("experiment", CONFIGS)
 TABLE = CONFIGS / "experiments.yaml"
-COMMAND = re.compile(r"^#\s+deepspeed .*?trainers/(\w+)\.py (.*\+experiment=.*?)(?:   .*)?$", re.MULTILINE)
-
-
-def commands(path: Path) -> list[tuple[str, list[str]]]:
-    """Return (entry, overrides) of the commands in the note."""
-    return [(entry, words.split()) for entry, words in COMMAND.findall(path.read_text())]
 
 
 @pytest.mark.parametrize("path", mostly_slow(FILES, *list(FILES)[::4]), ids=lambda path: path.stem)
 def test_the_command_of_the_note_composes_to_what_the_file_says(path: Path) -> None:
-    assert commands(path), "no command"
-    for entry, overrides in commands(path):
+    assert training(path), "no command"
+    for entry, overrides in training(path):
         assert f"+experiment={path.stem}" in overrides
         config = compose_config(entry, overrides)
         assert config["name"].startswith(f"{path.stem}-{config['model']['name']}")
@@ -49,9 +45,10 @@ def test_the_command_of_the_note_composes_to_what_the_file_says(path: Path) -> N
 @pytest.mark.parametrize("name", mostly_slow(ROWS, *list(ROWS)[::4]))
 def test_a_row_composes_by_the_command_of_its_table(name: str) -> None:
     kind = next((table for table in ("table7", "table8", "table9") if table in name), "deit")
-    entry, overrides = next(each for each in commands(TABLE) if kind in each[1][0])
+    entry, overrides = next(each for each in training(TABLE) if kind in each[1][0])
     config = compose_config(entry, [f"+experiment={name}", *overrides[1:]])
     assert config["name"] == f"{name}-{config['model']['name']}-s0"
+    assert config["optimizer"]["lr_batch"] == config["train"]["batch_size"], "lr is for this batch"
     check_fields(config, ROWS[name])
 
 
@@ -60,12 +57,12 @@ def check_fields(config: dict[str, Any], said: dict[str, Any]) -> None:
     for group, values in said.items():
         if isinstance(values, dict):
             assert {key: config[group][key] for key in values} == values, group
-    typed(TrainConfig, resolve_auto(config, 1, None)[0], "train")
+    section_of(TrainConfig, resolve_auto(config, 1, None)[0]["train"], "train")
     for cls, group in ((ObjectiveConfig, "objective"), (OptimizerConfig, "optimizer"), (MixConfig, "mix")):
-        typed(cls, config, group)
-    typed(MasksConfig, config, "masks")
+        section_of(cls, config[group], group)
+    section_of(MasksConfig, config["masks"], "masks")
     if "constrain" in config:
-        typed(ConstrainConfig, config, "constrain")
+        section_of(ConstrainConfig, config["constrain"], "constrain")
     shape = {"num_classes": config["data"]["num_classes"], "img_size": config["data"]["img_size"]}
     shape["in_chans"] = config["data"]["channels"]
     with torch.device("meta"):
@@ -73,11 +70,10 @@ def check_fields(config: dict[str, Any], said: dict[str, Any]) -> None:
         zoo.model_options(**(shape | config["model"]))
 
 
-@pytest.mark.parametrize("path", [*FILES, TABLE], ids=lambda path: path.stem)
-def test_an_experiment_names_its_source_and_what_was_run(path: Path) -> None:
-    note = " ".join(line.strip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
-    assert re.search(r"SpecFormer|CoViT|CertViT|LoFAST|et al\.", note)
-    assert re.search(r"[Nn]ot run|results", note)
+def test_an_experiment_names_its_source_and_what_was_run() -> None:
+    for path in [*FILES, TABLE]:
+        assert re.search(r"SpecFormer|CoViT|CertViT|LoFAST|et al\.", note(path)), path
+        assert re.search(r"[Nn]ot\s+(#\s+)?run|None was run|results", note(path)), path
 
 
 def test_a_model_can_be_swapped() -> None:

@@ -77,7 +77,7 @@ SMALL = (
 BY_HAND = """
 import json, torch, zoo
 from certizoo import UserError
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from certify import certify
 from trainers.job.prepare import prepare
 

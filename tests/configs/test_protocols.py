@@ -11,9 +11,9 @@ from certify.stage.settings import EPS
 from certizoo.attacks import AttackConfig, make
 from certizoo.attacks.auto import STANDARD, AutoAttack
 from certizoo.attacks.minimal import CarliniWagner
-from certizoo.compose import CONFIGS
+from tests.tools.config_files import files, note
 
-FILES = sorted((CONFIGS / "protocol").glob("*.yaml"))
+FILES = files("protocol")
 EXPECTED = {
     "quick", "specformer_std", "specformer_at", "covit", "lofast", "certvit", "robustbench", "robustbench_imagenet",
     "nested", "quick_linf", "nested_linf",
@@ -28,7 +28,8 @@ def attacks_of(path: Path) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_protocol_is_attacks(path: Path) -> None:
+def test_every_protocol_is_attacks_in_pixels(path: Path) -> None:
+    assert "[0,1] pixel" in " ".join(note(path).replace("#", " ").split()), "units"
     attacks = attacks_of(path)
     assert attacks
     assert all(name.replace("_", "").isalnum() for name in attacks), "names become columns and keys of Hydra"
@@ -36,14 +37,6 @@ def test_every_protocol_is_attacks(path: Path) -> None:
         assert attack.norm in ("linf", "l2", "none")
         assert attack.eps is None or attack.eps > 0
         assert isinstance(attack.together, bool)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_protocol_is_a_lab_note(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert lines[0].startswith("# ")
-    assert "[0,1] pixel" in " ".join(path.read_text().replace("#", " ").split()), "units"
-    assert max(map(len, lines)) <= 120
 
 
 def test_the_papers_numbers() -> None:

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Generator, Tensor, nn
 
 import zoo
+from certizoo.attacks import Attack, make
 from tests.tools.small_models import PARTS, SMALL
 
 ROUNDING = 1e-6
@@ -40,3 +42,19 @@ def images_of(count: int, side: int = 8, seed: int = 1) -> Tensor:
 def survivors(model: nn.Module, x: Tensor, labels: Tensor) -> list[bool]:
     right: list[bool] = (own_labels(model, x) == labels).tolist()
     return right
+
+
+# A cheap setting of every kind: a new kind without one fails tests/certizoo/attacks/test_library.py.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "pgd": {"norm": "l2", "eps": 0.3, "steps": 3, "stop_when_fooled": True},
+    "autoattack": {"norm": "linf", "eps": 0.05, "attacks": ["apgd-ce", "apgd-t"]},
+    "cw_l2": {"steps": 20},
+    "deepfool": {},
+    "corruption": {"name": "gaussian_noise", "severity": 5},
+}
+
+
+def attack_of(kind: str) -> Attack:
+    if kind == "corruption":
+        pytest.importorskip("imagecorruptions", reason="the extra `corruptions` is not installed")
+    return make({"kind": kind} | OPTIONS[kind])

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import zoo
 from certizoo import UserError
-from certizoo.compose import CONFIGS, compose_config
-from tests.configs.test_configs import ONE_OF_EACH_SHAPE
+from certizoo.config.compose import CONFIGS, compose_config
 from tests.tools.cases import mostly_slow
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, environment
@@ -34,7 +33,6 @@ from trainers.weights import states
 from zoo.models.convnet import ConvNet
 
 RANK = states.rank_file(0)
-RECIPES = sorted(ONE_OF_EACH_SHAPE)
 
 
 # --- the command line ----------------------------------------------------------------------------------------------
@@ -85,18 +83,6 @@ def test_the_script_as_typed_says_what_is_missing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("entry", ["adv_train", "std_train"])
-def test_every_shape_of_recipe_composes(entry: str, recipe: str) -> None:
-    """tests/configs/test_configs.py composes every recipe to its model."""
-    config = compose_config(entry, [f"+model={recipe}", "data=digits"])
-    assert config["model"]["name"] == recipe
-    assert config["name"] == f"{recipe}-digits-s0"
-    assert config["run_dir"] == f"runs/{recipe}-digits-s0"
-    own = "lmce" if recipe.startswith("cert_") else "pgd_at"
-    assert config["objective"]["name"] == {"adv_train": own, "std_train": "clean"}[entry]
-
-
 @pytest.mark.parametrize(
     "group",
     mostly_slow(
@@ -136,7 +122,7 @@ def test_a_wrong_value_is_refused_before_any_work(
         "train.precision=fp16": "train.precision",
         "train.attack_precision=fp16": "train.attack_precision",
         "train.sam_rho=-1": "train.sam_rho",
-        "deepspeed.stage=4": "does not exist",
+        "deepspeed.stage=4": "one of 0, 1, 2, 3",
         "deepspeed.persistent_below=-1": "deepspeed.persistent_below",
         "mix.prob=2": "mix.prob",
         "masks.warmup=0": "masks.warmup",
@@ -171,6 +157,8 @@ def test_a_run_that_diverges_stops_and_keeps_its_checkpoints(digits: Path, tmp_p
     assert "Traceback" not in done.stderr
     assert "step " in error
     assert " lr " in error or "weights are no longer finite" in error
+    named = [word.strip(";:.") for word in error.split() if "runs/" in word]
+    assert all((tmp_path / path).exists() for path in named), "it sends nobody to a folder that does not exist"
     saved = checkpoint.newest(tmp_path / "runs" / "wild")
     if saved is not None:
         state = whole(checkpoint.folder(tmp_path / "runs" / "wild") / saved.tag, "weight")
@@ -360,12 +348,15 @@ def test_a_difference_is_named(tmp_path: Path) -> None:
     then = checkpoint.fingerprint(config, "digest")
     saved = Saved("step1", Position(1), world_size=2, fingerprint=json.loads(json.dumps(then)))
     free = {**config, "name": "b", "certify": {"images": 9}, "train": {"epochs": 3, "log_every": 9}}
-    checkpoint.check_same_run(saved, checkpoint.fingerprint(free, "digest"), 2, tmp_path)
+    longer = {**config, "train": {"epochs": 4}}
+    for same in (free, longer):
+        checkpoint.check_same_run(saved, checkpoint.fingerprint(same, "digest"), 2, tmp_path)
     for now, digest, ranks, words in (
         ({**config, "attack": {"eps": 0.2}}, "digest", 2, "attack.eps=0.1"),
         (config, "other", 2, "data shards"),
         (config, "digest", 4, "2 ranks"),
         ({**config, "new": 1}, "digest", 2, "new=None"),
+        ({**config, "train": {"epochs": 2}}, "digest", 2, "train.epochs=3, .* give at least as many"),
     ):
         with pytest.raises(UserError, match=words):
             checkpoint.check_same_run(saved, checkpoint.fingerprint(now, digest), ranks, tmp_path)

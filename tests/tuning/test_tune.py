@@ -19,7 +19,7 @@ import pandas as pd
 import pytest
 
 from certizoo import UserError
-from certizoo.compose import CONFIGS, compose_config
+from certizoo.config.compose import CONFIGS, compose_config
 from certizoo.files import disk_errors
 from certizoo.registry import credentials
 from tests.tools.cases import mostly_slow
@@ -99,10 +99,12 @@ def test_zero_is_drawn_as_often_as_said_and_the_rest_is_log_uniform() -> None:
     [
         ("{log_uniform: [0, 1]}", "above 0"),
         ("{uniform: [2, 1]}", "low < high"),
-        ("{uniform: [0, 1], zero: 0.1}", "only for log_uniform"),
-        ("{log_uniform: [0.1, 1], zero: 1}", "share below 1"),
-        ("{gaussian: [0, 1]}", "give one of"),
-        ("{choice: []}", "needs"),
+        ("{uniform: [0, 1], zero: 0.1}", "with log_uniform optionally zero"),
+        ("{log_uniform: [0.1, 1], zero: 1}", "zero=1 .* below 1"),
+        ("{gaussian: [0, 1]}", "no config key 'gaussian'"),
+        ("{log_uniform: [1e-4, x]}", "2 numbers above 0"),
+        ("5", "is a section"),
+        ("{choice: []}", "choice="),
     ],
 )
 def test_a_wrong_space_is_named(tmp_path: Path, facts: str, words: str) -> None:
@@ -457,6 +459,35 @@ def test_files_of_a_search(tmp_path: Path, name: str, metric: tuple[str, ...]) -
     assert page.count("data:image/png;base64") == 2
     assert "loss is &lt;nan&gt;" in page
     assert "4 of 4 trials" in str(board.table().title)
+
+
+@pytest.mark.parametrize("edited", ["another choice", "another key", "no file"])
+def test_a_search_keeps_the_space_with_which_it_began(
+    edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials of the old space are listed, plotted and continued after somebody has edited the file."""
+    name = next(name for name in NAMES if any(p.options for p in spaces.load(name).parameters.values()))
+    begun = asked("--space", name, "--storage", str(tmp_path), "--name", "x")
+    begun.save()
+    content = spaces.read(name)
+    key = next(key for key, parameter in begun.parameters.parameters.items() if parameter.options)
+    content["parameters"] = {key if edited == "another choice" else "model.depth": {"choice": [977]}}
+
+    def read(name: str, configs: Path = CONFIGS) -> dict[str, Any]:
+        if edited == "no file":
+            raise UserError(f"no space {name}")
+        return content
+
+    monkeypatch.setattr(spaces, "read", read)
+    resumed = search.load(tmp_path / "x")
+    assert resumed == begun
+    assert resumed.parameters == begun.parameters
+    board, point = Board(resumed.parameters, resumed.metric, 1, resumed.epochs), resumed.parameters.draw(Random(0))
+    assert resumed.trial_overrides("1", point, tmp_path) == begun.trial_overrides("1", point, tmp_path)
+    board.started("a_1", point)
+    board.reported("a_1", point, dict.fromkeys(board.shown, 0.5) | {"epoch": 12, "certified": 1, "time_total_s": 3.0})
+    board.ended("a_1")
+    assert "certified" in closing.write(resumed, board).read_text()
 
 
 def test_a_search_of_which_nothing_finished_leaves_its_page_too(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import zoo
 from certify.papers import paper_bounds
 from certizoo import UserError
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from certizoo.files import whole_file, write_whole
 from certizoo.registry import credentials
 from certizoo.shards import train_loader
@@ -144,7 +144,7 @@ def assemble(stages: Stages, model: nn.Module, names: Sequence[str], images: Seq
     zoo.handover.save(stages.constrained, model, job.model, extra)
     report = {"product_before": before, "product_after": after, "layers": rows}
     write_whole(stages.report, json.dumps(report, indent=1))
-    Console(highlight=False).print(table(report))
+    Console(highlight=False, markup=False).print(table(report))
 
 
 def read_layer(path: Path, weight: Tensor) -> tuple[Tensor, dict[str, Any]]:

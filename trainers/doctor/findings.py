@@ -12,6 +12,7 @@ one per GPU, or LOCAL_SIZE.
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,15 @@ from rich.console import Console
 from rich.table import Table
 
 from certizoo import UserError
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
+from certizoo.config.help import config_help, wants_help
 from certizoo.errors import one_line_errors
 from certizoo.shards.ring import shared_bytes
 from trainers import ranks
 from trainers.doctor.estimate import Estimate, estimate
 from trainers.doctor.machine import Finding, disk, machine, registry, size
 from trainers.job.job import Job
+from trainers.job.keys import TrainerKeys
 from trainers.job.stages import prepare_first
 
 STATUS_MISSING = 1
@@ -39,10 +42,13 @@ MARKS = {None: "", True: "[green]ok[/]", False: "[red]missing[/]"}
 @one_line_errors
 def main(argv: Sequence[str]) -> int:
     """Print the table and return the exit status."""
+    if wants_help(argv):
+        sys.stdout.write(f"{__doc__}\n{config_help('python -m trainers.doctor', 'adv_train', TrainerKeys)}")
+        return 0
     os.environ.setdefault("WORLD_SIZE", str(ranks_here()))
     findings = list(machine(ranks.world_size()))
     findings += configured(argv) if argv else [registry(None), disk(Path("runs"), 0)]
-    Console(highlight=False).print(table(findings))
+    Console(highlight=False, markup=False).print(table(findings))
     return STATUS_MISSING if any(finding.fits is False for finding in findings) else 0
 
 

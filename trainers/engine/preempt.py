@@ -1,6 +1,7 @@
-"""Stop requests: SIGTERM (clusters, launchers) or SIGUSR1 (Slurm's warning) ends a run after a step, resumable.
+"""Stop requests: SIGTERM (clusters, launchers), SIGUSR1 (Slurm) or Ctrl-C ends a run after a step, resumable.
 
-    signal -> a flag on this rank -> after each step the flags of all ranks are summed -> checkpoint -> exit status 0
+    signal -> a flag on this rank -> after each step the flags of all ranks are summed -> checkpoint -> exit status 0,
+    after Ctrl-C 130 so that a shell does not go on with the next command
 
 One signal on any rank is enough. The `deepspeed` launcher sends SIGTERM to one rank after another, waits up to 30 s for
 each, and exits with 1 whatever the ranks return. The outer `deepspeed` command forwards nothing and leaves its ranks
@@ -20,15 +21,15 @@ import torch
 from trainers.engine.launcher import ended, launchers
 from trainers.engine.world import World
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_REQUEST = 5.0  # seconds: a cluster signals every process, and the launcher forwards its own signal
 
 
 class Stopped(SystemExit):
-    """The run stopped as requested, with a checkpoint. Exit status 0."""
+    """The run stopped as requested, with a checkpoint. Exit status 0, or 130 after Ctrl-C."""
 
-    def __init__(self) -> None:
-        super().__init__(0)
+    def __init__(self, signum: int | None = None) -> None:
+        super().__init__(128 + signal.SIGINT if signum == signal.SIGINT else 0)
 
 
 class Request:
@@ -59,7 +60,8 @@ class Request:
 def listening() -> Iterator[Request]:
     """Turn signals into a `Request` during the block; a request that nobody acted on ends the process afterwards."""
     request = Request()
-    before = {number: signal.signal(number, request.on_signal) for number in SIGNALS}
+    heeded = [number for number in SIGNALS if number != signal.SIGINT or _listens_to_keys()]
+    before = {number: signal.signal(number, request.on_signal) for number in heeded}
     try:
         yield request
     finally:
@@ -67,3 +69,8 @@ def listening() -> Iterator[Request]:
             signal.signal(number, handler)
     if request.signum is not None:
         os.kill(os.getpid(), request.signum)
+
+
+def _listens_to_keys() -> bool:
+    """Return False for a run in the background of a script, which starts with Ctrl-C ignored."""
+    return signal.getsignal(signal.SIGINT) != signal.SIG_IGN

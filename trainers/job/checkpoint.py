@@ -21,6 +21,7 @@ from certizoo.documents import read_json
 
 log = logging.getLogger(__name__)
 MARK = "complete.json"
+STARTED = "started.json"  # in the run folder: the mark of step 0, which no checkpoint is written for
 FORMAT = 2  # 1 was DeepSpeed's: pickles
 FILE = re.compile(r"(rank\d{5}|buffers|ema)\.safetensors")
 TAG, DIGEST = re.compile(r"step\d{8,15}"), re.compile("[0-9a-f]{64}")
@@ -33,6 +34,7 @@ FREE = (
     "train.log_every", "train.checkpoint_every", "train.checkpoint_epochs", "train.keep_checkpoints",
     "deepspeed.timeout_minutes",
 )  # fmt: skip
+LENGTH = ("train.epochs", "train.max_steps")  # keys that may grow
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,30 @@ def newest(run_dir: Path) -> Saved | None:
     return None
 
 
+def to_resume(run_dir: Path) -> Saved | None:
+    """Return where the run goes on: its newest checkpoint, or its start if it has none yet.
+
+    Raises UserError if all its checkpoints are damaged: the run would begin at step 0 again, beside its old rows.
+    """
+    saved, found = newest(run_dir), folders(run_dir)
+    if saved is None and found:
+        raise UserError(
+            f"{found[-1]} is damaged, and so are all {len(found)} checkpoints of the run; restore their files, or "
+            f"delete {folder(run_dir)} to begin at step 0"
+        )
+    return saved or _started(run_dir / STARTED)
+
+
+def _started(path: Path) -> Saved | None:
+    """Return the mark of step 0; None for a run of an earlier version, which left none."""
+    if not _is_file(path):
+        return None
+    try:
+        return _saved(tag(0), read_json(path))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not a valid mark ({str(error)[:100]}); start anew with name=ANOTHER") from None
+
+
 def read(path: Path) -> Saved | None:
     """Read the mark; None for a folder without one or with a missing or shorter file, as a killed run leaves it.
 
@@ -159,20 +185,31 @@ def _is_file(path: Path) -> bool:
     return not path.is_symlink() and path.is_file()
 
 
+def grown(saved: Saved, now: Mapping[str, Any]) -> list[str]:
+    """Return the keys of LENGTH that make the run longer than it was."""
+    return [key for key in LENGTH if _longer(saved.fingerprint.get(key), now.get(key))]
+
+
+def _longer(then: object, now: object) -> bool:
+    return isinstance(then, int) and (now is None or (isinstance(now, int) and now > then))
+
+
 def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_dir: Path) -> None:
-    """Raise UserError naming the first key that differs, or the number of ranks."""
-    for key in sorted({*saved.fingerprint, *now}):
+    """Raise UserError naming the first key that differs, or the number of ranks. A run may become longer."""
+    for key in sorted({*saved.fingerprint, *now} - {*grown(saved, now)}):
         then, value = saved.fingerprint.get(key), now.get(key)
         if then != value:
+            mend = "give at least as many" if key in LENGTH else "resume with the same settings"
             raise UserError(
                 f"{run_dir} was trained with {key}={str(then)[:100]}, but this command has {key}={value}; "
-                "resume with the same settings, or start anew with name=ANOTHER"
+                f"{mend}, or start anew with name=ANOTHER"
             )
     if saved.world_size not in (None, world_size):
+        converted = f"convert its last checkpoint of an epoch's end: `python -m trainers.reshape {run_dir}`"
         raise UserError(
             f"{run_dir} was trained by {saved.world_size} ranks, but now there are {world_size}; start as many "
-            f"(`deepspeed --num_gpus {saved.world_size} ...`), or convert its last checkpoint of an epoch's end: "
-            f"`python -m trainers.reshape {run_dir}`"
+            f"(`deepspeed --num_gpus {saved.world_size} ...`), or "
+            + (converted if saved.position.step else "start anew with name=ANOTHER")
         )
 
 

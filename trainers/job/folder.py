@@ -41,5 +41,5 @@ def refuse_changed(job: Job) -> None:
     """Raise UserError if another run has written to the folder since the job was prepared."""
     resume = job.config["resume"]
     refuse_used_folder(job.run_dir, resume)
-    if resume and checkpoint.newest(job.run_dir) != job.saved:
+    if resume and checkpoint.to_resume(job.run_dir) != job.saved:
         raise UserError(f"{job.run_dir} was changed while this run started; repeat the command")

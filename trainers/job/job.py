@@ -6,10 +6,10 @@ from typing import Any
 
 from certify.stage.settings import Settings as CertifySettings
 from certizoo.attacks import AttackConfig
+from certizoo.config.schema import section_of
 from certizoo.shards import DataConfig, ShardSet, steps_per_epoch
 from trainers.job import checkpoint
 from trainers.job.schedule import ScheduleConfig
-from trainers.job.typed import typed
 from trainers.settings import (
     DeepSpeedConfig,
     HingeConfig,
@@ -55,7 +55,7 @@ class Job:
     @property
     def first_weights(self) -> str | bool | None:
         """Return the source of pretrained weights, True for those of the name itself; None for a resumed run."""
-        return None if self.saved else self.config["pretrained"]
+        return None if self.saved and self.saved.position.step else self.config["pretrained"]
 
     @property
     def handover(self) -> Path:
@@ -80,4 +80,4 @@ class Job:
 def certify_settings(job: Job) -> CertifySettings:
     """Return the typed `certify` keys."""
     keys = {key: value for key, value in job.config["certify"].items() if key != "enabled"}
-    return typed(CertifySettings, {"certify": keys}, "certify")
+    return section_of(CertifySettings, keys, "certify")

@@ -12,6 +12,7 @@ from typing import Any
 import zoo
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
+from certizoo.config.schema import section_of, typed_values
 from certizoo.registry import store
 from certizoo.shards import DataConfig, ShardSet, find
 from trainers import ranks
@@ -20,8 +21,8 @@ from trainers.job.auto_settings import bf16_is_emulated, resolve_auto, scale_lr
 from trainers.job.compatibility import check_compatibility
 from trainers.job.folder import refuse_used_folder
 from trainers.job.job import Job, certify_settings
+from trainers.job.keys import TrainerKeys
 from trainers.job.schedule import ScheduleConfig
-from trainers.job.typed import typed
 from trainers.settings import (
     DeepSpeedConfig,
     HingeConfig,
@@ -45,33 +46,37 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
     Args:
         source_exists: False if an earlier stage has yet to create the file that `pretrained` names.
     """
+    config = typed_values(TrainerKeys, config)
     saved = _saved(Path(config["run_dir"]), config["resume"])
     config, lines = resolve_auto(config, ranks.world_size(), saved)
     if bf16_is_emulated(config) and ranks.local_rank() == 0:
         log.warning("this CPU emulates bf16, many times slower than fp32; set train.precision=fp32")
     _refuse_password(config["registry"]["uri"])
-    data = typed(DataConfig, config, "data")
-    train, optimizer = typed(TrainConfig, config, "train"), typed(OptimizerConfig, config, "optimizer")
+    data = section_of(DataConfig, config["data"], "data")
+    train, optimizer = (
+        section_of(TrainConfig, config["train"], "train"),
+        section_of(OptimizerConfig, config["optimizer"], "optimizer"),
+    )
     config, optimizer, of_lr = scale_lr(config, optimizer, train.batch_size)
     config = {**config, "model": _model_config(config["model"], data)}
     job = Job(
         config=config,
-        seed=int(config["seed"]),
+        seed=config["seed"],
         run_dir=Path(config["run_dir"]),
         model=config["model"],
         data=data,
         train_set=find(data, "train"),
         test_set=_test_set(data),
-        attack=typed(AttackConfig, config, "attack"),
-        objective=typed(ObjectiveConfig, config, "objective"),
-        penalty=typed(PenaltyConfig, config, "penalty"),
-        hinge=typed(HingeConfig, config, "hinge"),
-        mix=typed(MixConfig, config, "mix"),
-        masks=typed(MasksConfig, config, "masks"),
+        attack=section_of(AttackConfig, config["attack"], "attack"),
+        objective=section_of(ObjectiveConfig, config["objective"], "objective"),
+        penalty=section_of(PenaltyConfig, config["penalty"], "penalty"),
+        hinge=section_of(HingeConfig, config["hinge"], "hinge"),
+        mix=section_of(MixConfig, config["mix"], "mix"),
+        masks=section_of(MasksConfig, config["masks"], "masks"),
         optimizer=optimizer,
-        schedule=typed(ScheduleConfig, config, "schedule"),
+        schedule=section_of(ScheduleConfig, config["schedule"], "schedule"),
         train=train,
-        deepspeed=typed(DeepSpeedConfig, config, "deepspeed"),
+        deepspeed=section_of(DeepSpeedConfig, config["deepspeed"], "deepspeed"),
         saved=saved,
         auto_settings=(*lines, *of_lr),
     )
@@ -116,4 +121,4 @@ def _test_set(data: DataConfig) -> ShardSet | None:
 
 def _saved(run_dir: Path, resume: str | None) -> checkpoint.Saved | None:
     refuse_used_folder(run_dir, resume)
-    return checkpoint.newest(run_dir) if resume else None
+    return checkpoint.to_resume(run_dir) if resume else None

@@ -2,14 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from trainers.settings import require
+from certizoo.config.schema import Gt, Le, NonNegative, OneOf, Section, Share
+from trainers.settings import BelowOne, InsideOne
 
 FIRST, LAST = 1 / 25, 1 / 25e4  # of the peak: first and last learning rate of one cycle
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Section):
     """configs/schedule: the factor of the learning rate at step t.
 
     warm-up   lr * (t + 1) / W                                        t < W = warmup_epochs * steps an epoch
@@ -20,23 +22,13 @@ class ScheduleConfig:
               (Smith and Topin 2018, https://arxiv.org/abs/1708.07120; the values of torch's OneCycleLR)
     """
 
-    name: str
-    warmup_epochs: float = 0.0
-    min_lr_ratio: float = 0.0
-    milestones: list[float] | None = None
-    gamma: float = 0.1
-    peak: float = 0.3
-    momenta: tuple[float, float] = (0.85, 0.95)
-
-    def __post_init__(self) -> None:
-        names = ("cosine", "step", "onecycle")
-        require(self.name in names, f"schedule.name={self.name} does not exist; use one of {', '.join(names)}")
-        require(0 < self.peak < 1, f"schedule.peak={self.peak} is a share of the steps; set it between 0 and 1")
-        require(
-            len(self.momenta) == 2 and all(0 <= momentum < 1 for momentum in self.momenta),
-            f"schedule.momenta={list(self.momenta)}: give the least and the largest, from 0 to below 1",
-        )
-        require(self.warmup_epochs >= 0, f"schedule.warmup_epochs={self.warmup_epochs} does not work; use 0 or more")
+    name: Annotated[str, OneOf("cosine", "step", "onecycle")]
+    warmup_epochs: NonNegative = 0.0
+    min_lr_ratio: Share = 0.0
+    milestones: list[NonNegative] | None = None
+    gamma: Annotated[float, Gt(0), Le(1)] = 0.1
+    peak: InsideOne = 0.3
+    momenta: tuple[BelowOne, BelowOne] = (0.85, 0.95)
 
     def factor(self, step: int, total_steps: int, steps_per_epoch: int) -> float:
         """Return lr(step) / lr for step = 0 .. total_steps - 1."""

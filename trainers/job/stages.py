@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from certizoo.config.schema import section_of
 from trainers import ranks
 from trainers.job.compatibility import check_constrain
 from trainers.job.folder import refuse_changed, refuse_used_folder
 from trainers.job.job import Job
 from trainers.job.prepare import prepare
-from trainers.job.typed import typed
 from trainers.settings import ConstrainConfig, require
 from zoo.handover import WEIGHTS
 
@@ -66,7 +66,7 @@ class Stages:
 
 def prepare_stages(config: Config) -> Stages:
     """Check the whole CertViT configuration. Raises UserError as `prepare` does."""
-    settings, folder = typed(ConstrainConfig, config, "constrain"), Path(config["run_dir"])
+    settings, folder = section_of(ConstrainConfig, config["constrain"], "constrain"), Path(config["run_dir"])
     refuse_used_folder(folder, config["resume"])
     stages = Stages(config, settings, folder, prepare(stage(config, "adapt", settings.adapt_epochs or 1)))
     check_constrain(stages.adapt, ranks.world_size(), settings)

@@ -97,10 +97,15 @@ def train(job: Job, world: World) -> None:
 def resume(run: Run, average: Average | None) -> Position:
     """Restore the newest complete checkpoint, if any, and return the position to continue from."""
     saved = run.job.saved
-    if saved is None:
+    if saved is None or not saved.position.step:
         return Position()
     saving.load(run.engine, average, run.job.run_dir, saved)
     run.report.say(f"resuming {run.job.run_dir} at step {saved.position.step}")
+    for key in checkpoint.grown(saved, run.job.fingerprint):
+        run.report.say(
+            f"extended from {key}={saved.fingerprint[key]} to {run.job.fingerprint[key]}: learning rate, warm-ups and "
+            f"ramps follow the longer run, {saved.position.step / run.total_steps:.0%} of which are done"
+        )
     log.info("resuming at %s", saved.position)
     return saved.position
 
@@ -190,9 +195,11 @@ def write_checkpoint(session: Session, position: Position) -> None:
     run = session.run
     with said_once():
         if not run.engine.finite():
+            found = checkpoint.folders(run.job.run_dir)
             raise UserError(
-                f"step {position.step}: weights are no longer finite; no checkpoint was written; earlier ones are in "
-                f"{checkpoint.folder(run.job.run_dir)}; train again with a lower optimizer.lr and another name=..."
+                f"step {position.step}: weights are no longer finite; no checkpoint was written; "
+                + (f"earlier ones are in {found[-1].parent}; " if found else "")
+                + "train again with a lower optimizer.lr and another name=..."
             )
     saved = Saved(checkpoint.tag(position.step), position, run.world.size, run.job.fingerprint)
     saving.save(run.engine, session.average, run.job.run_dir, saved, run.job.train.keep_checkpoints)
@@ -207,4 +214,4 @@ def end_stopped(session: Session, position: Position) -> None:
         f"{checkpoint.folder(session.run.job.run_dir)}: repeat the command with resume=auto to continue"
     )
     log.info("stopped by %s after step %d", why, position.step)
-    raise Stopped
+    raise Stopped(session.request.signum)

@@ -28,7 +28,7 @@ class Report:
     def __init__(self, run_dir: Path, total_steps: int, enabled: bool, tracker: Tracker | None = None) -> None:
         self.path, self.total, self.enabled, self.tracker = run_dir / ROWS, total_steps, enabled, tracker
         self.system = SystemMetrics() if tracker else None
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, markup=False)
         self._progress = Progress(
             TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),

@@ -12,6 +12,8 @@ from certizoo.registry import credentials
 from certizoo.registry.track import Tracker
 from trainers.engine.engine import Engine
 from trainers.engine.world import World
+from trainers.job import checkpoint
+from trainers.job.checkpoint import Position, Saved
 from trainers.job.job import Job
 from trainers.steps.penalties import Penalty, penalties_on
 from trainers.steps.report import Report
@@ -57,6 +59,8 @@ def assemble(job: Job, world: World) -> Run:
     if world.rank == 0:
         job.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(job.run_dir / "config.yaml", yaml_of(credentials.redacted(job.config)))
+        start = Saved(checkpoint.tag(0), Position(), world.size, job.fingerprint)
+        write_whole(job.run_dir / checkpoint.STARTED, start.mark())
         tracker = open_tracker(job)
     total = job.total_steps(world.size)
     report = Report(job.run_dir, total, enabled=world.rank == 0, tracker=tracker)

@@ -35,6 +35,7 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
     if model is not None:
         extra = credentials.redacted({key: value for key, value in job.config.items() if key != "model"})
         extra |= {"git_commit": git_commit(), "certizoo": __version__, "ranks": engine.world.size, "steps": step}
+        _set_aside(job, step)
         try:
             zoo.handover.save(job.handover, model, job.model, extra)
         except SafetensorError as error:
@@ -44,6 +45,15 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
             ) from None
         write_whole(job.handover / "metrics.json", json.dumps({"step": step, **metrics}, indent=1))
     engine.world.barrier()
+
+
+def _set_aside(job: Job, step: int) -> None:
+    """Rename the hand-over and the certificate of a shorter run that was extended: they are of other weights."""
+    path = job.handover / "metrics.json"
+    before = read_json(path).get("step") if path.is_file() else step
+    for folder in (job.handover, job.run_dir / CERTIFICATE):
+        if type(before) is int and before < step and folder.is_dir():
+            folder.rename(folder.with_name(f"{folder.name}_step{before:08d}"))
 
 
 def trained(job: Job, engine: Engine, average: Average | None) -> nn.Module | None:
@@ -59,7 +69,7 @@ def trained(job: Job, engine: Engine, average: Average | None) -> nn.Module | No
 
 def certify_and_publish(job: Job) -> None:
     """Certify, register a version and print a table, on rank 0 after the process group is closed."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     folder, out = job.handover, job.run_dir / CERTIFICATE
     summary: dict[str, Any] = {}
     published = "no (registry.enabled=false)"

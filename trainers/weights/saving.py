@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from certizoo import UserError
 from certizoo.files import sha256, write_whole
 from trainers.engine.engine import Engine
-from trainers.job.checkpoint import MARK, Saved, folder, folders
+from trainers.job.checkpoint import MARK, Saved, folder, folders, read
 from trainers.ranks import PEER_GONE
 from trainers.weights import states
 from trainers.weights.ema import Average
@@ -45,7 +45,7 @@ def save(engine: Engine, average: Average | None, run_dir: Path, saved: Saved, k
         sizes, digests = ({name: facts[i] for name, facts in every.items()} for i in (0, 1))
         with _one_line(folder(run_dir), aside):
             complete(aside / saved.tag, folder(run_dir) / saved.tag, replace(saved, files=sizes, sha256=digests))
-        _prune(run_dir, keep)
+        _prune(run_dir, saved.tag, keep)
     world.barrier()
 
 
@@ -100,8 +100,19 @@ def complete(aside: Path, path: Path, saved: Saved) -> None:
     shutil.rmtree(aside.parent)
 
 
-def _prune(run_dir: Path, keep: int) -> None:
-    whole = [path for path in folders(run_dir) if (path / MARK).is_file()]
-    for path in whole[:-keep]:
+def _prune(run_dir: Path, newest: str, keep: int) -> None:
+    """Delete the complete checkpoints before `newest`, the one just written, except keep - 1 of them.
+
+    Folders of later steps are damaged ones, before which the run went on; the next save at their step replaces them.
+    """
+    older = [path for path in folders(run_dir) if path.name < newest and _complete(path)]
+    for path in older[: max(len(older) - (keep - 1), 0)]:
         (path / MARK).unlink()  # first: a half-deleted folder must not count as complete
         shutil.rmtree(path)
+
+
+def _complete(path: Path) -> bool:
+    try:
+        return read(path) is not None
+    except UserError:  # a mark that no run of this version wrote
+        return False

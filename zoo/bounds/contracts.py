@@ -150,7 +150,7 @@ class Expansion:
     rounding_B: Tensor | None = None  # never below |fl(J v) - J v| / |v|, and the same of J^T g; None: not known
     forms: Forms | None = None
     parts: tuple["Expansion", ...] = ()  # of a composition, in order
-    skip: bool = False  # the input is added to the composition
+    branches: tuple[tuple["Expansion", ...], ...] = ()  # the two compositions of a sum; an empty one is the identity
 
     def push(self, v: Tensor) -> Tensor:
         """Return J v (C, B, *y) for v (C, B, *x)."""

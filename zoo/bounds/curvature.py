@@ -185,6 +185,33 @@ def composition(parts: Sequence[Node]) -> Expand:
     return expand
 
 
+def identity_expansion(x: Tensor) -> Expansion:
+    """Expand the identity."""
+    ones_B = torch.ones(len(x), dtype=x.dtype, device=x.device)
+
+    def same(v: Tensor) -> Tensor:
+        return v
+
+    return Expansion(
+        y=x,
+        gain_B=ones_B,
+        beta=torch.zeros_like,
+        remainder=lambda g: torch.zeros_like,
+        pull=same,
+        own_push=same,
+        affine=True,
+        rounding_B=0 * ones_B,
+    )
+
+
+def ended(parts: tuple[Expansion, ...]) -> tuple[Expansion, ...]:
+    """Return the parts of a branch, with an identity behind a sum at its end.
+
+    The rounding of a sum is measured by the size of the input of the next leaf (certify/image/rounding.py).
+    """
+    return (*parts, identity_expansion(parts[-1].y)) if parts and parts[-1].branches else parts
+
+
 def residual_expansion(branch: Expand) -> Expand:
     """Expand x + branch(x): the identity has no remainder."""
 
@@ -198,8 +225,7 @@ def residual_expansion(branch: Expand) -> Expand:
             pull=lambda g: g + inner.pull(g),
             own_push=lambda v: v + inner.push(v),
             rounding_B=inner.rounding + 2 * U * (1 + inner.gain_B),
-            parts=inner.parts or (inner,),
-            skip=True,
+            branches=((), ended(inner.parts or (inner,))),
         )
 
     return expand

@@ -11,6 +11,7 @@ Assumptions about the kernels: IEEE double precision, sums in any order, exp, er
 operation that is not in the table is refused. Proof: docs/proofs.md#slack.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -331,6 +332,79 @@ def _extremum(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Operand, Opera
     return rule
 
 
+SELU = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946  # alpha and scale, as in torch
+
+
+def _elu(x: Known, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Known:
+    slope = abs(scale) * max(1.0, abs(alpha * input_scale)) * OUT
+    value = torch.ops.aten.elu(x.value, alpha, scale, input_scale)
+    own = LIBM * slope * (1 + abs(input_scale)) * torch.maximum(x.value.abs(), value.abs()) + TINY
+    return _fresh(value, slope * x.error + own)  # e^x - 1 is within LIBM of the larger of |x| and itself
+
+
+def _prelu(x: Known, weight: Known) -> Known:
+    value = torch.ops.aten._prelu_kernel(x.value, weight.value)
+    return _fresh(value, weight.value.abs().clamp_min(1) * x.error + U * value.abs() + TINY)
+
+
+def _leaky_relu(x: Known, slope: float = 0.01) -> Known:
+    value = torch.nn.functional.leaky_relu(x.value, slope)
+    return _fresh(value, max(1.0, abs(slope)) * x.error + U * value.abs() + TINY)
+
+
+def _batch_norm(
+    x: Known, weight: Known | None, bias: Known | None, mean: Known, variance: Known, *options: Any
+) -> list[Known]:
+    """Return w x + (b - w mean), whose size is that of the three terms, in whatever order a kernel adds them."""
+    *_, eps = (option for option in options if isinstance(option, float))
+    shape = (-1, *(1,) * (x.value.ndim - 2))
+    scale = _rsqrt(_add(variance, eps))
+    scale = scale if weight is None else _mul(scale, weight)
+    shift = _mul(_mul(mean, scale), -1.0)
+    shift = shift if bias is None else _add(shift, bias)
+    y = _add(_mul(x, _reshaped(scale, shape)), _reshaped(shift, shape))
+    nothing = x.value.new_empty(0)
+    return [y, Known(nothing, nothing, nothing), Known(nothing, nothing, nothing)]
+
+
+def _group_norm(
+    x: Known, weight: Known | None, bias: Known | None, images: int, channels: int, rest: int, groups: int, eps: float
+) -> list[Known]:
+    y, mean, rstd = _layer_norm(_reshaped(x, (images, groups, -1)), (channels // groups * rest,), None, None, eps)
+    shape = (-1, *(1,) * (x.value.ndim - 2))
+    y = _reshaped(y, x.value.shape)
+    y = y if weight is None else _mul(y, _reshaped(weight, shape))
+    return [y if bias is None else _add(y, _reshaped(bias, shape)), mean, rstd]
+
+
+def _pooled(name: str, terms: Callable[..., int]) -> Callable[..., Known]:
+    """Return the rule of a weighted sum of `terms` entries without negative weights, or of its transpose."""
+
+    def rule(x: Known, *args: Any, **kwargs: Any) -> Known:
+        f = getattr(torch.ops.aten, name)
+        plain = tree_map(lambda arg: arg.value if isinstance(arg, Known) else arg, args)
+        size = f(x.size, *plain, **kwargs)
+        count = terms(x.value, *plain)
+        return Known(f(x.value, *plain, **kwargs), size, f(x.error, *plain, **kwargs) + gamma(count + 4) * size)
+
+    return rule
+
+
+def _max_pool(x: Known, *args: Any, **kwargs: Any) -> list[Any]:
+    """Return the rule of maxima, |max a - max b| <= max |a - b|; the indices are no numbers."""
+
+    def pooled(t: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = torch.ops.aten.max_pool2d_with_indices(t, *args, **kwargs)
+        return found
+
+    value, index = pooled(x.value)
+    return [Known(value, pooled(x.size)[0], pooled(x.error)[0]), index]
+
+
+def _window(x: Tensor, kernel: Sequence[int], *_: Any) -> int:
+    return math.prod(kernel) if len(kernel) > 1 else kernel[0] ** 2
+
+
 RULES: dict[str, Callable[..., Any]] = {
     "add": _add,
     "sub": _sub,
@@ -366,6 +440,25 @@ RULES: dict[str, Callable[..., Any]] = {
     "clamp": _lipschitz(torch.clamp, 1.0, 0.0),
     "clamp_min": _lipschitz(torch.clamp_min, 1.0, 0.0),
     "clamp_max": _lipschitz(torch.clamp_max, 1.0, 0.0),
+    "hardtanh": _lipschitz(torch.nn.functional.hardtanh, 1.0, 0.0),
+    "hardswish": _lipschitz(torch.nn.functional.hardswish, 1.5, 8 * U),
+    "hardsigmoid": _lipschitz(torch.nn.functional.hardsigmoid, 1.0, 8 * U),
+    "mish": _lipschitz(torch.nn.functional.mish, 1.1, 4 * LIBM),
+    "leaky_relu": _leaky_relu,
+    "elu": _elu,
+    "celu": lambda x, alpha=1.0: _elu(x, alpha, 1.0, 1 / alpha),
+    "selu": lambda x: _elu(x, *SELU),
+    "_prelu_kernel": _prelu,
+    "native_batch_norm": _batch_norm,
+    "cudnn_batch_norm": _batch_norm,
+    "_native_batch_norm_legit_no_training": _batch_norm,
+    "_batch_norm_no_update": _batch_norm,
+    "native_group_norm": _group_norm,
+    "avg_pool2d": _pooled("avg_pool2d", _window),
+    "avg_pool2d_backward": _pooled("avg_pool2d_backward", lambda g, x, kernel, *_: _window(x, kernel)),
+    "_adaptive_avg_pool2d": _pooled("_adaptive_avg_pool2d", lambda x, *_: x[0, 0].numel()),
+    "_adaptive_avg_pool2d_backward": _pooled("_adaptive_avg_pool2d_backward", lambda g, x: x[0, 0].numel()),
+    "max_pool2d_with_indices": _max_pool,
     "maximum": _extremum(torch.maximum),
     "minimum": _extremum(torch.minimum),
 }

@@ -114,7 +114,8 @@ class NoRule(UserError):
         super().__init__(
             f"NoRule({where}{kind.__module__}.{kind.__qualname__}): "
             f"{reason or 'no rule is proved for this module type'}; "
-            "certificates need a rule for every module (CONTRIBUTING.md, 'how to add an attention')"
+            "certificates need a rule for every module; `certizoo explain` and certify.explain list all layers, and "
+            "CONTRIBUTING.md, 'how to add an attention', says how to add one"
         )
         self.module_type = kind
 

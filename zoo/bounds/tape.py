@@ -1,9 +1,11 @@
 """The modules of a chain as a flat list, those inside residual branches too; vectors are pushed and pulled through.
 
     FORK  leaf  leaf  JOIN  leaf ...          a residual sum x + f_2(f_1(x)), then f_3
+    FORK  leaf  SWAP  leaf  JOIN              a sum f_1(x) + f_2(x)
 
-A leaf is an expansion without parts; its index on the tape is its name. Remainders enter at the outputs of leaves: B r
-where the leaf has forms, R itself where it has none.
+FORK keeps the vector, SWAP exchanges it with the kept one, JOIN adds both. A leaf is an expansion without parts; its
+index on the tape is its name. Remainders enter at the outputs of leaves: B r where the leaf has forms, R itself where
+it has none.
 
 Letters: B images, C vectors of each.
 """
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from zoo.bounds.contracts import Expansion
 
-Mark = Literal["FORK", "JOIN"]
+Mark = Literal["FORK", "SWAP", "JOIN"]
 Vectors = dict[int, Tensor]  # one (C, B, ...) a leaf
 Visit = Callable[[int, Tensor], Tensor | None]
 
@@ -52,6 +54,8 @@ class Tape:
         for at, op in enumerate(self._ops[: last + 1]):
             if op == "FORK":
                 skips.append(v)
+            elif op == "SWAP":
+                v, skips[-1] = skips[-1], v
             elif op == "JOIN":
                 v = v + skips.pop()
             else:
@@ -83,6 +87,8 @@ class Tape:
             op = self._ops[at]
             if op == "JOIN":
                 skips.append(g)
+            elif op == "SWAP":
+                g, skips[-1] = skips[-1], g
             elif op == "FORK":
                 g = _sum(g, skips.pop())
             else:
@@ -95,6 +101,9 @@ class Tape:
                 if at in joining:
                     g = _sum(g, joining[at])
         assert g is not None
+        for at in kept:  # a leaf of the other branch of a sum
+            if at not in seen and at < max(joining, default=-1):
+                seen[at] = g.new_zeros(len(g), *self.leaves[at].y.shape)
         return g, seen
 
     def gain_between(self, one: int, other: int) -> Tensor:
@@ -105,7 +114,7 @@ class Tape:
         gain_B = torch.ones_like(self.leaves[one].gain_B)
         for op in self._ops[one + 1 : other]:
             if op != "FORK":
-                gain_B = gain_B * (torch.inf if op == "JOIN" else op.gain_B)
+                gain_B = gain_B * (op.gain_B if isinstance(op, Expansion) else torch.inf)
         return gain_B
 
     def spread(self, r: Tensor, at: int) -> Tensor:
@@ -131,7 +140,7 @@ def _gains(ops: Sequence[Expansion | Mark], start: int) -> Iterator[tuple[int, T
     """
     gain_B = next(torch.ones_like(op.gain_B) for op in ops if isinstance(op, Expansion))
     for at, op in enumerate(ops, start):
-        if op == "JOIN":
+        if op in ("SWAP", "JOIN"):
             return
         if isinstance(op, Expansion):
             yield at, gain_B
@@ -145,7 +154,8 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _laid_out(expansion: Expansion) -> list[Expansion | Mark]:
-    if not expansion.parts:
-        return [expansion]
-    inner = [op for part in expansion.parts for op in _laid_out(part)]
-    return ["FORK", *inner, "JOIN"] if expansion.skip else inner
+    if expansion.branches:
+        first, second = ([op for part in branch for op in _laid_out(part)] for branch in expansion.branches)
+        swap: list[Mark] = ["SWAP"] if first and second else []
+        return ["FORK", *first, *swap, *second, "JOIN"]
+    return [op for part in expansion.parts for op in _laid_out(part)] or [expansion]

@@ -62,10 +62,11 @@ def _cells(x_BCHW: Tensor, s: int) -> Tensor:
     return x_BHWC.unflatten(2, (-1, s)).unflatten(1, (-1, s)).permute(0, 1, 3, 2, 4, 5).flatten(3)
 
 
-def conv_norm(weight: Tensor, stride: tuple[int, int], out_size: tuple[int, int]) -> Tensor:
+def conv_norm(weight: Tensor, stride: tuple[int, int], out_size: tuple[int, int], groups: int = 1) -> Tensor:
     """Return a number never below the norm of a convolution with zero padding, as a map of whole images.
 
-    weight (O, C, k, k), its stride, and the height and width of its output -> scalar in float64.
+    weight (O, C, k, k), its stride, the height and width of its output, its groups -> scalar in float64. Groups read
+    and write different channels: the norm is the largest of theirs.
 
     Write a = s b + t for the offsets a of the kernel, 0 <= t < s. The values x[c, s m + t] of the padded image, read as
     channels (c, t) at m (a permutation), go through a convolution with stride 1 and K = ceil(k / s) offsets b:
@@ -86,15 +87,24 @@ def conv_norm(weight: Tensor, stride: tuple[int, int], out_size: tuple[int, int]
     v = torch.arange(l_h, device=w.device).repeat_interleave(l_w // 2 + 1)
     u = torch.arange(l_w // 2 + 1, device=w.device).repeat(l_h)
     phase_FK = (_angle(v, k_h, l_h)[:, :, None] + _angle(u, k_w, l_w)[:, None, :]).flatten(1)
-    w_KOC = w.flatten(2).permute(2, 0, 1)
+    w_KGOC = w.unflatten(0, (groups, -1)).flatten(3).movedim(3, 0)
     norm = w.new_zeros(())
-    for chunk_FK in phase_FK.split(max(1, 2**22 // (4 * w_KOC[0].numel()))):
-        re = torch.einsum("fk,koc->foc", chunk_FK.cos(), w_KOC)
-        im = torch.einsum("fk,koc->foc", chunk_FK.sin(), w_KOC)
-        real = torch.cat([torch.cat([re, -im], 2), torch.cat([im, re], 2)], 1)
+    for chunk_FK in phase_FK.split(max(1, 2**22 // (4 * w_KGOC[0].numel()))):
+        re = torch.einsum("fk,kgoc->fgoc", chunk_FK.cos(), w_KGOC)
+        im = torch.einsum("fk,kgoc->fgoc", chunk_FK.sin(), w_KGOC)
+        real = torch.cat([torch.cat([re, -im], 3), torch.cat([im, re], 3)], 2)
         norm = torch.maximum(norm, sigma_upper(real).max())
-    rounding = 4 * (len(w_KOC) + 40) * U * w_KOC.abs().sum(0).square().sum().sqrt()
+    rounding = 4 * (len(w_KGOC) + 40) * U * w_KGOC.abs().sum(0).square().sum().sqrt()
     return norm + rounding
+
+
+def _dilated(weight: Tensor, dilation: tuple[int, ...]) -> Tensor:
+    """Return the kernel with the zeros that a dilation stands for."""
+    *outer, k_h, k_w = weight.shape
+    d_h, d_w = dilation
+    wide = weight.new_zeros(*outer, (k_h - 1) * d_h + 1, (k_w - 1) * d_w + 1)
+    wide[..., ::d_h, ::d_w] = weight.detach()
+    return wide
 
 
 def _polyphase(w: Tensor, stride: tuple[int, int]) -> Tensor:
@@ -129,7 +139,7 @@ def conv2d_rounding(module: nn.Conv2d, precision: Precision) -> Rounding:
     norm_of, absolute_of = _measured(module, module.weight), _measured(module, weight)
 
     def moduli(x_BCHW: Tensor) -> Tensor:
-        return F.conv2d(x_BCHW, weight, bias, module.stride, module.padding)
+        return F.conv2d(x_BCHW, weight, bias, module.stride, module.padding, module.dilation, module.groups)
 
     return product(module, moduli, lambda y: (norm_of(y), absolute_of(y)), weight[0].numel(), precision)
 
@@ -145,17 +155,16 @@ def _measured(module: nn.Conv2d, weight: Tensor) -> Callable[[Tensor], Tensor]:
 
     The norm depends on the size of the image and is measured once per size.
     """
-    if module.groups != 1 or module.dilation != (1, 1):
-        raise NoRule(module, "its rule covers convolutions without groups and dilation only")
     if isinstance(module.padding, str) or module.padding_mode != "zeros":
         raise NoRule(module, "its rule covers zero padding given as a number only")
     stride = (module.stride[0], module.stride[1])
+    kernel = _dilated(weight, module.dilation)
     norms: dict[tuple[int, int], Tensor] = {}
 
     def norm_of(y_BOHW: Tensor) -> Tensor:
         out_size = (y_BOHW.shape[2], y_BOHW.shape[3])
         if out_size not in norms:
-            norms[out_size] = conv_norm(weight, stride, out_size)
+            norms[out_size] = conv_norm(kernel, stride, out_size, module.groups)
         return norms[out_size]
 
     return norm_of

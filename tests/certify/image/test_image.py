@@ -237,7 +237,8 @@ def in_one_piece(expansion: Expansion) -> Expansion:
     """Put attention, which ends in three leaves with a core as the second, into one leaf."""
     if any(isinstance(part.forms, CoreLeafForms) for part in expansion.parts):
         return replace(expansion, parts=())
-    return replace(expansion, parts=tuple(in_one_piece(part) for part in expansion.parts))
+    branches = tuple(tuple(in_one_piece(part) for part in branch) for branch in expansion.branches)
+    return replace(expansion, parts=tuple(in_one_piece(part) for part in expansion.parts), branches=branches)
 
 
 def smooth_images(count: int) -> Tensor:

@@ -64,7 +64,7 @@ def test_no_attack_beats_the_certified_radius(group: int) -> None:
     for seed in range(20 * group, 20 * group + 20):
         model = random_model(seed)
         x, y = easy_batch(model, 4, seed)
-        radius_B = certified_radius(model, x, y)
+        radius_B = certified_radius(model, x, y, "lofast")
         certified += int((radius_B > 1e-4).sum())
         found_B = ascend(margin_loss(bake(model), y), x.double(), radius_B, steps=100, starts=5)
         assert (found_B <= 0)[radius_B > 0].all(), f"model {seed}: a certificate was beaten"
@@ -102,16 +102,16 @@ def test_misclassified_images_get_nothing() -> None:
     model = random_model(0)
     x, y = easy_batch(model, 8, 0)
     wrong = (y + 1) % 4
-    assert not certify(model, x, wrong, eps=0.0).certified_B.any()
-    assert not certify(model, x, wrong, eps=0.0).correct_B.any()
-    assert (certified_radius(model, x, wrong) == 0).all()
+    assert not certify(model, x, wrong, eps=0.0, method="lofast").certified_B.any()
+    assert not certify(model, x, wrong, eps=0.0, method="lofast").correct_B.any()
+    assert (certified_radius(model, x, wrong, "lofast") == 0).all()
 
 
 def test_batching_does_not_matter() -> None:
     model = random_model(1)
     x, y = easy_batch(model, 6, 1)
-    together = certified_radius(model, x, y)
-    alone = torch.cat([certified_radius(model, x[i : i + 1], y[i : i + 1]) for i in range(6)])
+    together = certified_radius(model, x, y, "lofast")
+    alone = torch.cat([certified_radius(model, x[i : i + 1], y[i : i + 1], "lofast") for i in range(6)])
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-12)
 
 
@@ -119,7 +119,7 @@ def test_an_overflowing_bound_is_unknown_never_certified() -> None:
     torch.manual_seed(0)
     model: Any = zoo.create_model("dp_vit_ti", **THREE_HEADS).eval()
     x, y = easy_batch(model, 4, 0)
-    certificate = certify(model, x, y, eps=1e300)
+    certificate = certify(model, x, y, eps=1e300, method="lofast")
     assert certificate.unknown_B.all()
     assert not certificate.certified_B.any()
     constant = nn.init.zeros_(model.head.weight)  # a constant classifier: margins 0 * inf must not become NaN
@@ -133,7 +133,7 @@ def test_a_nan_is_never_certified() -> None:
     with torch.no_grad():
         model.head.bias[1] = torch.nan
     with pytest.raises(UserError, match=r"head\.bias holds NaN"):
-        certify(model, x, y, eps=0.01)
+        certify(model, x, y, eps=0.01, method="lofast")
 
 
 def test_bake_folds_without_touching_the_model() -> None:
@@ -158,24 +158,24 @@ def test_uncertifiable_models_and_methods_are_refused() -> None:
     with pytest.raises(UserError, match="nearest: "):
         certify(model, x, y, eps=0.1, method="hope")
     with pytest.raises(UserError, match="in \\[0,1\\]"):
-        certify(model, x * 255, y, eps=0.1)
+        certify(model, x * 255, y, eps=0.1, method="lofast")
     with pytest.raises(UserError, match="labels"):
-        certify(model, x, y + 10, eps=0.1)
+        certify(model, x, y + 10, eps=0.1, method="lofast")
     for eps in (-0.1, float("nan"), float("inf")):
         with pytest.raises(UserError, match="eps"):
-            certify(model, x, y, eps=eps)
+            certify(model, x, y, eps=eps, method="lofast")
     handle = model.blocks[0].attn.qkv.register_forward_hook(lambda module, args, output: 2 * output)
     with pytest.raises(NoRule, match="hook"):
-        certify(model, x, y, eps=0.1)
+        certify(model, x, y, eps=0.1, method="lofast")
     handle.remove()
-    certify(model, x, y, eps=0.1)
+    certify(model, x, y, eps=0.1, method="lofast")
     replaced, model.blocks[0].attn.proj = model.blocks[0].attn.proj, nn.Sequential(model.blocks[0].attn.proj)
     with pytest.raises(NoRule, match="Sequential"):
-        certify(model, x, y, eps=0.1)
+        certify(model, x, y, eps=0.1, method="lofast")
     model.blocks[0].attn.proj = replaced
     model.blocks[0].mlp = nn.Softsign()
     with pytest.raises(NoRule, match="Softsign"):
-        certify(model, x, y, eps=0.1)
+        certify(model, x, y, eps=0.1, method="lofast")
     with pytest.raises(NoRule, match="Conv2d"):
         certify(nn.Conv2d(1, 4, 8), x, y, eps=0.1)
 

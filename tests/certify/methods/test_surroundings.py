@@ -103,9 +103,9 @@ def test_inference_mode_changes_nothing(method: str) -> None:
 def test_radii_and_tables_leave_inference_mode_too() -> None:
     model = small_model("standard", 0)
     x, y = labelled(model, 2, 0)
-    expected = certified_radius(model, x, y, nonce="a")
+    expected = certified_radius(model, x, y, "lofast", nonce="a")
     analysis = certifier(model, "lofast").analyse(x, y)
     with torch.inference_mode():
-        assert torch.equal(certified_radius(model, x, y, nonce="a"), expected)
+        assert torch.equal(certified_radius(model, x, y, "lofast", nonce="a"), expected)
         assert torch.equal(radius_of(analysis), expected)
         assert list(evaluate(model, x, y, eps=[0.1])["radius.lofast"]) == expected.tolist()

@@ -18,7 +18,7 @@ from certify.rows import images
 from certify.shared.bake import bake
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from certizoo.locks import HOLDER, LOCK
 from certizoo.shards import DataConfig
 from zoo.models.overview import tiny_options

@@ -156,7 +156,7 @@ def test_silent_connections_keep_nobody_out_for_long(predict: Predictor, monkeyp
 
 @pytest.mark.parametrize(
     ("place", "mend"),
-    [({"port": 70_000}, "port=70000"), ({"port": "80"}, "port=80"), ({"token": "short"}, "at least 16"),
+    [({"port": 70_000}, "port=70000"), ({"port": "80.5"}, "port="), ({"token": "short"}, "at least 16"),
      ({"host": ""}, "host=")],
 )  # fmt: skip
 def test_a_place_that_is_none_is_refused(place: dict[str, Any], mend: str) -> None:

@@ -13,7 +13,7 @@ import zoo
 from certify.__main__ import main
 from certify.rows.arguments import data_of
 from certizoo import UserError, shards
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from certizoo.shards import sources
 from tests.tools.cases import mostly_slow
 

@@ -22,7 +22,7 @@ ASKED = replace(SETTINGS, images=25, batch_size=10, eps=(0.01, 0.1), nonce="n")
 EVALUATED = Evaluation(
     "two",
     {"pgd": {"kind": "pgd", "norm": "l2", "eps": 0.1, "steps": 3}},
-    "lofast",
+    method="lofast",
     nonce="n",
     images=25,
     block=5,

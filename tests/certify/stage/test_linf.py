@@ -18,7 +18,7 @@ from certify.stage import register, tables
 from certify.stage import run as stage
 from certizoo import UserError, shards
 from certizoo.attacks import AttackConfig
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from certizoo.registry import browse
 from tests.tools.html_page import Page
 from tests.tools.stage_runs import data

@@ -31,7 +31,7 @@ from certify.stage.report import gallery
 from certify.stage.report.charts import histogram
 from certizoo import shards
 from certizoo.attacks import AttackConfig
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from tests.tools.html_page import Page
 from tests.tools.small_models import THREE_HEADS
 from tests.tools.stage_runs import data

@@ -55,7 +55,7 @@ def test_autoattack_of_few_classes() -> None:
 
 def test_autoattack_refuses_in_words() -> None:
     wrong: list[tuple[dict[str, object], str]] = [
-        ({"norm": "l1"}, "norm=l1"),
+        ({"norm": "l1"}, "norm='l1'"),
         ({"eps": 0}, "eps=0"),
         ({"attacks": ["pgd"]}, "choose some of apgd-ce, apgd-dlr"),
         ({"attacks": []}, "choose some of"),

@@ -31,11 +31,11 @@ def test_every_corruption_draws_by_image_and_gets_worse(name: str, channels: int
 
 
 def test_corruptions_refuse_in_words() -> None:
-    with pytest.raises(UserError, match="name=rain does not exist; nearest: "):
+    with pytest.raises(UserError, match="no corruption 'rain'; nearest: "):
         make({"kind": "corruption", "name": "rain"})
     with pytest.raises(UserError, match="severity=6"):
         make({"kind": "corruption", "name": "fog", "severity": 6})
-    with pytest.raises(UserError, match="corruption needs name"):
+    with pytest.raises(UserError, match=r"corruption\.name is missing"):
         make({"kind": "corruption"})
 
 

@@ -18,13 +18,13 @@ def test_options_are_the_fields() -> None:
         ({}, "no attack kind 'None'; nearest: "),
         ({"kind": "PGD"}, "no attack kind 'PGD'; nearest: pgd, "),
         ({"kind": ["pgd"]}, "no attack kind"),
-        ({"kind": "pgd", "stepsize": 1.0}, "pgd has no option 'stepsize'; nearest: step_size"),
-        ({"kind": "pgd", "eps": "8/255"}, "pgd: eps='8/255' does not work; give a number"),
+        ({"kind": "pgd", "stepsize": 1.0}, "no config key 'pgd.stepsize'; nearest: pgd.step_size"),
+        ({"kind": "pgd", "eps": "8/255"}, "pgd.eps='8/255' does not work; give a number of at least 0"),
         ({"kind": "pgd", "eps": True}, "give a number"),
         ({"kind": "pgd", "steps": 2.5}, "give a whole number"),
-        ({"kind": "pgd", "random_start": 1}, "give true or false"),
-        ({"kind": "pgd", "step_size": "big"}, "give a number or null"),
-        ({"kind": "pgd", "norm": "l3"}, "attack.norm=l3 does not work; set it to one of"),
+        ({"kind": "pgd", "random_start": 2}, "give true or false"),
+        ({"kind": "pgd", "step_size": "big"}, "give a number above 0, or null"),
+        ({"kind": "pgd", "norm": "l3"}, "pgd.norm='l3' does not work; give one of linf, l2"),
     ],
     ids=str,
 )
@@ -36,5 +36,5 @@ def test_what_does_not_fit_is_refused_in_one_line(options: dict[str, object], me
 
 def test_every_kind_names_its_options() -> None:
     for kind in KINDS:
-        with pytest.raises(UserError, match=f"{kind} has no option 'colour'"):
+        with pytest.raises(UserError, match=f"no config key '{kind}.colour'"):
             make({"kind": kind, "colour": "red"})

@@ -10,26 +10,12 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from certizoo.attacks import KINDS, Attack, make
+from certizoo.attacks import KINDS
 from certizoo.attacks.guard import inside
 from certizoo.attacks.norms import NORMS, distance
-from tests.tools.attacked import ROUNDING, images_of, mlp, own_labels, survivors
+from tests.tools.attacked import ROUNDING, attack_of, images_of, mlp, own_labels, survivors
 
-# A cheap setting of every kind: a new kind without one fails below.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "pgd": {"norm": "l2", "eps": 0.3, "steps": 3, "stop_when_fooled": True},
-    "autoattack": {"norm": "linf", "eps": 0.05, "attacks": ["apgd-ce", "apgd-t"]},
-    "cw_l2": {"steps": 20},
-    "deepfool": {},
-    "corruption": {"name": "gaussian_noise", "severity": 5},
-}
 FOOLING = [kind for kind in KINDS if kind != "corruption"]
-
-
-def attack_of(kind: str) -> Attack:
-    if kind == "corruption":
-        pytest.importorskip("imagecorruptions", reason="the extra `corruptions` is not installed")
-    return make({"kind": kind} | OPTIONS[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)

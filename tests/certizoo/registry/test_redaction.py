@@ -12,7 +12,7 @@ import yaml
 
 from certify.stage import reproduce
 from certify.stage.settings import Settings
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from certizoo.registry import credentials, run_folder, store
 from certizoo.shards import DataConfig
 from tests.tools import versions

@@ -14,7 +14,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[3])
 import torch
 from torch import Tensor
 
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from trainers.entry import launcher_argv
 from trainers.job.job import Job
 from trainers.job.prepare import prepare

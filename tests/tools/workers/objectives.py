@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import zoo
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from trainers.entry import launcher_argv
 from trainers.job.job import Job
 from trainers.job.prepare import prepare

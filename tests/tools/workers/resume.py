@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from trainers.entry import launcher_argv
 from trainers.job.checkpoint import Position, Saved, tag
 from trainers.job.job import Job

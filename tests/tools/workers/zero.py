@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zoo
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from trainers.entry import launcher_argv
 from trainers.job.job import Job
 from trainers.job.prepare import prepare

@@ -11,7 +11,7 @@ import torch
 
 import zoo
 from certizoo import UserError
-from certizoo.compose import CONFIGS, compose_config
+from certizoo.config.compose import CONFIGS, compose_config
 from tests.tools.launching import ROOT, TINY, environment
 from trainers.doctor import estimate, machine
 from trainers.doctor import findings as doctor
@@ -58,11 +58,17 @@ def test_something_missing_is_exit_status_1(
 
 def test_a_wrong_command_is_exit_status_2(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        doctor.main(["+model=nope"])
+        doctor.main(["+modle=dp_vit_b"])
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
+
+
+def test_a_wrong_model_is_a_finding(here: Path) -> None:
+    found = doctor.configured(["+model=spec_vit_bb", "registry.enabled=false"])
+    assert [(one.what, one.fits) for one in found] == [("configuration", False)]
+    assert "no model 'spec_vit_bb'; nearest: spec_vit_b" in found[0].found
 
 
 # --- the machine -----------------------------------------------------------------------------------------------------

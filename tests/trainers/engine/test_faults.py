@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -180,6 +180,50 @@ def test_the_last_k_are_kept(tmp_path: Path) -> None:
     for step in range(1, 6):
         write(tmp_path, step, keep=3)
     assert steps(tmp_path) == [checkpoint.tag(step) for step in (3, 4, 5)]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_damaged_checkpoints_of_later_steps_cost_no_new_one(tmp_path: Path, keep: int) -> None:
+    """They are complete by their marks, and counted as the newest: each new checkpoint was deleted at once."""
+    for step in (6, 8):
+        file = write(tmp_path, step) / RANK
+        file.write_bytes(file.read_bytes()[:-1])
+    for step in (2, 4, 6, 8, 10):
+        write(tmp_path, step, keep=keep)
+        saved = checkpoint.newest(tmp_path)
+        assert saved is not None
+        assert saved.position.step == step
+    assert steps(tmp_path) == [checkpoint.tag(step) for step in (8, 10)[-keep:]]
+
+
+def test_damaged_checkpoints_of_earlier_steps_are_not_kept_instead_of_whole_ones(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    file = write(tmp_path, 3) / RANK
+    file.write_bytes(file.read_bytes()[:-1])
+    write(tmp_path, 4, keep=2)
+    assert steps(tmp_path) == [checkpoint.tag(step) for step in (2, 3, 4)]
+
+
+def damaged(path: Path) -> None:
+    (path / RANK).write_bytes((path / RANK).read_bytes()[:-1])
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a shorter file": damaged,
+    "a lost file": lambda path: (path / RANK).unlink(),
+    "a lost mark": lambda path: (path / checkpoint.MARK).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_run_of_damaged_checkpoints_alone_does_not_begin_again_in_silence(tmp_path: Path, damage: str) -> None:
+    assert checkpoint.to_resume(tmp_path) is None
+    for step in (2, 4):
+        DAMAGE[damage](write(tmp_path, step))
+    with pytest.raises(UserError, match=r"step00000004 is damaged, and so are all 2 .* delete .*checkpoints to begin"):
+        checkpoint.to_resume(tmp_path)
+    shutil.rmtree(checkpoint.folder(tmp_path))
+    assert checkpoint.to_resume(tmp_path) is None
 
 
 @pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), SafetensorError("file write failed")])

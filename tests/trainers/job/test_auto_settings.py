@@ -8,7 +8,8 @@ import pytest
 import torch
 import yaml
 
-from certizoo.compose import CONFIGS, compose_config
+from certizoo.config.compose import compose_config
+from tests.tools.config_files import files, recipe
 from trainers.job import auto_settings
 from trainers.job.auto_settings import resolve_auto, scale_lr
 from trainers.job.checkpoint import Position, Saved
@@ -17,7 +18,7 @@ from trainers.settings import OptimizerConfig
 TUNED = [
     path
     for group in ("model", "experiment")
-    for path in sorted((CONFIGS / group).glob("*.yaml"))
+    for path in files(group)
     if "lr" in ((yaml.safe_load(path.read_text()) or {}).get("optimizer") or {})
 ]
 
@@ -48,8 +49,15 @@ def test_the_learning_rate_follows_the_batch(scaling: str, of: int | None, batch
 @pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
 def test_a_recipe_trains_with_the_rate_that_it_names(path: Path) -> None:
     """The recipe's lr is for its own batch size."""
-    recipe = yaml.safe_load(path.read_text())
-    assert recipe["optimizer"]["lr_batch"] == recipe["train"]["batch_size"]
+    check_batch(yaml.safe_load(path.read_text()))
+
+
+def test_a_shared_recipe_trains_with_the_rate_that_it_names() -> None:
+    check_batch(recipe("lofast_vit_w128_l3"))
+
+
+def check_batch(found: dict[str, Any]) -> None:
+    assert found["optimizer"]["lr_batch"] == found["train"]["batch_size"]
 
 
 GPU = {"train.precision": "bf16", "train.compile": True}

@@ -15,7 +15,7 @@ from torch import nn
 import certizoo.shards.__main__
 import zoo
 from certizoo import UserError
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from tests.tools.cases import mostly_slow
 from tests.tools.launching import ROOT, TINY
 from tests.tools.workers.objectives import CONV

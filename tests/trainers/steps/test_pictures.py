@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import zoo
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from certizoo.registry.system import PREFIX, SystemMetrics
 from tests.tools.launching import TINY
 from trainers.job.prepare import prepare

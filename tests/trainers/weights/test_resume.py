@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import zoo
 from certizoo import UserError
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, finish, launch, ranks, reach, rows
 from trainers.job import checkpoint

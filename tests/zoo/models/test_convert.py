@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zoo
 from certizoo import UserError
-from certizoo.compose import compose_config
+from certizoo.config.compose import compose_config
 from tests.tools.cases import mostly_slow
 from tests.tools.launching import ROOT, TINY, environment
 from zoo import export

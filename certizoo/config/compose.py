@@ -12,25 +12,29 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from certizoo.config.recipes import TABLES, row, table
 from certizoo.errors import UserError
 from certizoo.nearest import unknown
-from certizoo.recipes import TABLES, row, table
 
-CONFIGS = (Path(__file__).parent / "configs").resolve()  # in a checkout a link to the top level's
+CONFIGS = (Path(__file__).parents[1] / "configs").resolve()  # in a checkout a link to the top level's
 LISTED = {"model": "python -m zoo", "experiment": "configs/experiment, configs/experiments.yaml"}
 WITH_PLUS = ("model", "attention", "experiment")  # groups without a default in the main files
 
 
 def compose_config(config_name: str, overrides: Sequence[str], configs: Path = CONFIGS) -> dict[str, Any]:
     """Return the resolved configuration. Raises UserError if a key or a group is wrong, or the model missing."""
+    if own := next((word for word in overrides if word.lstrip("+~").startswith("hydra.")), None):
+        raise UserError(f"{own} sets an option of Hydra, which does not run the program; results go to run_dir or out")
     if flag := next((word for word in overrides if word.startswith("-")), None):
         raise UserError(f"{flag} is a flag, but options are KEY=VALUE; see configs/{config_name}.yaml for the keys")
     try:
-        config = _composed(config_name, [_free_of_plus(override) for override in overrides], configs)
+        words = [_free_of_plus(_readable(override)) for override in overrides]
+        config = _composed(config_name, words, configs)
         _check_parts(config, config_name, overrides, configs)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
@@ -59,6 +63,17 @@ def _composed(config_name: str, overrides: Sequence[str], configs: Path) -> Dict
     finally:
         for group in TABLES:
             store.repo.pop(group, None)  # the next composition may find a file of that name
+
+
+def _readable(override: str) -> str:
+    """Quote a value that Hydra's grammar cannot read: `~/runs`, `a=b`, letters of other scripts, `{a,b}.tar`."""
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        key, equals, value = override.partition("=")
+        quoted = value.replace("'", "\\'")
+        return f"{key}='{quoted}'" if equals else override
+    return override
 
 
 def _free_of_plus(override: str) -> str:
@@ -102,6 +117,25 @@ def _one_line(error: Exception, config_name: str, overrides: Sequence[str], conf
 
 def _listed(group: str) -> str:
     return LISTED.get(group, f"configs/{group}")
+
+
+def defaults_of(config_name: str, configs: Path = CONFIGS) -> dict[str, str]:
+    """Return every key of a configuration with its default as one writes it, such as null, true or [0.1,1]."""
+
+    def flat(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
+        for key, value in node.items():
+            if isinstance(value, dict) and value:
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield prefix + str(key), _written(value)
+
+    return dict(flat(OmegaConf.to_container(_composed(config_name, (), configs), resolve=False), ""))
+
+
+def _written(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @cache

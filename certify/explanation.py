@@ -1,0 +1,229 @@
+"""A certificate explained layer by layer: `certify.explain(model, images)` and `certizoo explain MODEL`.
+
+    norm     the largest stretch of the layer at an image (||J||, or the first-order rule at a small radius): the median
+    share    its part of the loss at the certified radius (method adjoint), or its growth of the radius (lofast)
+
+A model with operations that have no rule gets the list of all of them, with the line of code of each.
+
+Letters: B images.
+"""
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certify.adjoint.adjoint import Adjoint
+from certify.api import outside_inference_mode, radius_of
+from certify.graph.model import NotCaptured, with_rules
+from certify.methods.lofast import LoFAST
+from certify.shared.breakdown import names
+from certify.shared.certificate import Breakdown, Certifier, Explained
+from certizoo import UserError
+from certizoo.errors import one_line_errors
+from certizoo.nearest import unknown
+from zoo.bounds.contracts import Layer
+from zoo.bounds.first_order import parts_of
+from zoo.bounds.rule_table import NoRule
+
+SMALL = 1e-6  # radius at which a first-order rule is its slope
+ADD = "add a rule for the module around it: docs, 'My own model'"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer: its name, the kinds of modules in it, what is known of it, its norm, and its share."""
+
+    name: str
+    kind: str
+    rules: str
+    norm: float | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All layers of a model, the method that takes it (None: none does), and the certified radii of the images."""
+
+    rows: tuple[Row, ...]
+    method: str | None
+    quantity: str
+    radius_B: Tensor
+
+    @property
+    def accepted(self) -> bool:
+        return self.method is not None
+
+    def __str__(self) -> str:
+        head = ["layer", "kind", "rules", "norm", self.quantity]
+        lines = [[row.name, row.kind, row.rules, _number(row.norm), _number(row.share)] for row in self.rows]
+        if not self.accepted:
+            head, lines = ["operation", "where", "what is missing"], [line[:3] for line in lines]
+        widths = [max(len(line[k]) for line in (head, *lines)) for k in range(len(head))]
+        table = "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in (head, *lines))
+        return f"{table}\n{self.verdict()}"
+
+    def verdict(self) -> str:
+        """Return one line: the method and the radii, or that the model is refused."""
+        if self.method is None:
+            return f"refused: {len(self.rows)} operations have no rule; {ADD}"
+        radii = f"median {float(self.radius_B.median()):.3g}, largest {float(self.radius_B.max()):.3g}"
+        return f"accepted by {self.method}; certified L2 radii of {len(self.radius_B)} images: {radii}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+@outside_inference_mode
+def explain(
+    model: nn.Module, images_BCHW: Tensor, labels_B: Tensor | None = None, nonce: str | None = None
+) -> Explanation:
+    """Return a table of the model's layers: rule or what is missing, norm, and share of the loss.
+
+    Args:
+        model: any module that maps images to logits.
+        images_BCHW: (B, C, H, W) in [0,1]; norms and shares depend on them.
+        labels_B: (B,); the model's own answers unless given.
+        nonce: see `certify.certify`.
+    """
+    if labels_B is None:
+        labels_B = _answers(model, images_BCHW)
+    try:
+        given = with_rules(model, images_BCHW, labels_B)
+    except NotCaptured as refused:
+        rows = tuple(Row(fault.operation, fault.where, fault.reason) for fault in refused.faults)
+        return Explanation(rows, None, "share", torch.zeros(len(labels_B)))
+    try:
+        made: Certifier = Adjoint(given, nonce)
+        method, second = "adjoint", ""
+    except NoRule as lacking:
+        made, method, second = LoFAST(given), "lofast", f"first order only: {_reason(lacking)}"
+    analysis = made.analyse(images_BCHW, labels_B)
+    radius_B = radius_of(analysis)
+    assert isinstance(analysis, Explained)
+    breakdown = analysis.breakdown(torch.where(radius_B > 0, radius_B, SMALL))
+    return Explanation(tuple(_rows(made, images_BCHW, breakdown, second)), method, breakdown.quantity, radius_B)
+
+
+def _answers(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+    weight = next(model.parameters())
+    was_training = model.training
+    with torch.no_grad():
+        labels: Tensor = model.eval()(images_BCHW.to(weight)).argmax(-1)
+    model.train(was_training)
+    return labels
+
+
+def _reason(lacking: NoRule) -> str:
+    return f"{lacking.module_type.__name__} has no second order"
+
+
+def _rows(made: Certifier, images_BCHW: Tensor, breakdown: Breakdown, second: str) -> list[Row]:
+    """Return a row for every step, in the order of the chain, and one for the first order where losses are shared."""
+    layers: list[Layer] = [layer for layer, _ in made.nodes] if isinstance(made, Adjoint) else list(_steps(made))
+    rows, x = list[Row](), images_BCHW.to(next(made.baked.parameters())).double()
+    costs = {name: float(cost_B.nanmedian()) for name, cost_B in breakdown.costs.items()}
+    for k, (layer, name) in enumerate(zip(layers, names(made.baked, layers), strict=True)):
+        y, bound = layer(x)
+        ones_B = torch.ones(len(x)).to(x)
+        slope_B = made.nodes[k][1](x).gain_B if isinstance(made, Adjoint) else bound(SMALL * ones_B) / SMALL
+        known = second or "first and second order"
+        rows.append(Row(_plain(name), _kinds(layer), known, float(slope_B.median()), costs.get(name)))
+        x = y
+    rest = [Row(name, "", "", None, cost) for name, cost in costs.items() if name not in names(made.baked, layers)]
+    return rest + rows
+
+
+def _steps(made: Certifier) -> Sequence[Layer]:
+    assert isinstance(made, LoFAST)
+    return made.steps
+
+
+def _plain(name: str) -> str:
+    """Return the name without what capture adds to the names of a model."""
+    return re.sub(r"[^ ,()]*\.branches\.\d+\.", "", name.removeprefix("parts.")).replace("/", ".")
+
+
+def _kinds(layer: Layer) -> str:
+    parts = [part if isinstance(part, str) else type(part).__name__ for part in parts_of(layer)]
+    return ", ".join(dict.fromkeys(part for part in parts if part != "Identity")) or type(layer).__name__
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="certizoo explain", description="Layers of a model: rules, norms, shares.")
+    top.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a name of the zoo or of timm, a hand-over, or MODULE:FUNCTION that makes one",
+    )
+    top.add_argument("--img-size", type=int, help="side of the square images; that of the model unless given")
+    top.add_argument("--weights", type=Path, metavar="FILE", help="a .safetensors file with the model's weights")
+    top.add_argument("--images", type=int, default=2, metavar="N", help="number of random images (default: 2)")
+    return top
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table of one model."""
+    args = parser().parse_args(argv)
+    model, size, chans = _model(args.model, args.img_size)
+    if args.weights is not None:
+        from safetensors.torch import load_file
+
+        model.load_state_dict(load_file(args.weights))
+    images = torch.rand(args.images, chans, size, size, generator=torch.Generator().manual_seed(0))
+    sys.stdout.write(f"{explain(model.eval(), images, nonce='explain')}\n")
+
+
+def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
+    """Return a model, the side of its images and their channels. Raises UserError for an unknown name."""
+    import timm
+
+    import zoo
+
+    torch.manual_seed(0)
+    if Path(name).is_dir():
+        found, config = zoo.handover.load(Path(name))
+        return found, size or config["model"]["img_size"], config["model"].get("in_chans", 3)
+    if ":" in name:
+        module, _, function = name.partition(":")
+        sys.path.insert(0, "")
+        make: Any = getattr(importlib.import_module(module), function, None)
+        if not callable(make):
+            raise UserError(f"{module} has no function {function}; write MODULE:FUNCTION")
+        return make(), size or 32, 3
+    if name in zoo.list_models():
+        options: dict[str, Any] = {} if size is None else {"img_size": size}
+        ours: Any = zoo.create_model(name, **options)
+        return ours, size or model_side(ours), int(zoo.model_options(name)["in_chans"])
+    if name not in timm.list_models():
+        raise unknown("model", name, [*zoo.list_models(), *timm.list_models()])
+    make = partial[Any](timm.create_model, name)
+    try:
+        model: Any = make() if size is None else make(img_size=size)
+    except TypeError:  # conv nets take any size
+        model = make()
+    return model, size or int(model.pretrained_cfg["input_size"][-1]), int(model.pretrained_cfg["input_size"][0])
+
+
+def model_side(model: Any) -> int:
+    """Return the side of the images that a model of the zoo takes."""
+    embed = getattr(model, "patch_embed", model)
+    side = embed.img_size
+    return int(side if isinstance(side, int) else side[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Softmax attention in a captured graph, however it is written, as `DotProductAttention` with copies of its weights.
+
+    F.scaled_dot_product_attention(q, k, v)      nn.MultiheadAttention      softmax(s q k^T) v
+
+q, k and v have to be linear maps of the same tokens, token by token, and the heads as wide as the tokens together. That
+is read off the index of each: which row of which linear layer, of which token, every entry is.
+
+Letters: H heads, N tokens, D width, O = D / H.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certify.graph.export import BATCH
+from certify.graph.values import Node, Product, Unmapped, Value, step
+from zoo.attention.dot_product import DotProductAttention
+from zoo.primitives.diagonal import Diagonal
+from zoo.primitives.moves import Move
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear map of tokens: weight (H, O, D) and bias (H, O) of the heads, and a factor."""
+
+    source: Node
+    weight: Tensor
+    bias: Tensor
+    factor: float
+
+
+def attended(
+    q: Value,
+    k: Value,
+    v: Value,
+    mask: Any = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Value:
+    """Return attention of q, k, v (batch, heads, tokens, width); `scale` is 1 / sqrt(width) unless given."""
+    if mask is not None or causal or dropout or enable_gqa:
+        raise Unmapped("attention with a mask, a bias, dropout or grouped queries")
+    if len(q.shape) == 3:  # one head
+        q, k, v = (Value(x.node, x.index.unsqueeze(1), x.constant) for x in (q, k, v))
+        y = attended(q, k, v, scale=scale)
+        return Value(y.node, y.index.squeeze(1))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    parts = [projection(value, what) for value, what in ((q, "queries"), (k, "keys"), (v, "values"))]
+    source = parts[0].source
+    if any(part.source is not source for part in parts):
+        raise Unmapped("attention whose queries, keys and values are projections of different tokens")
+    heads, width, dim = parts[2].weight.shape
+    if any(part.weight.shape != (heads, width, dim) for part in parts) or heads * width != dim:
+        raise Unmapped(f"attention of {heads} heads of width {width} on tokens of width {dim}; they must be as wide")
+    if parts[2].factor != 1:
+        raise Unmapped("attention whose values have a factor")
+    with torch.no_grad():
+        module = DotProductAttention(dim, heads, scale * parts[0].factor * parts[1].factor, proj_bias=False).double()
+        module.qkv.weight.copy_(torch.cat([part.weight.flatten(0, 1) for part in parts]))
+        module.qkv.bias.copy_(torch.cat([part.bias.flatten() for part in parts]))
+        module.proj.weight.copy_(torch.eye(dim))
+    node = step(module, source, source.shape, "attention")
+    rows = torch.arange(BATCH * node.numel).view(BATCH, source.shape[0], heads, width)
+    return Value(node, rows.transpose(1, 2))
+
+
+def projection(value: Value, what: str) -> Projection:
+    """Return the linear map of tokens that these entries (batch, heads, tokens, width) are."""
+    node, factor = value.node, 1.0
+    while isinstance(scale := node.module, Diagonal) and scale.weight.numel() == 1 and not bool(scale.bias.any()):
+        number = float(scale.weight)
+        node, factor = node.inputs[0], factor / number if scale.divides else factor * number
+    if value.constant is not None or not isinstance(node.module, nn.Linear) or len(node.shape) != 2:
+        raise Unmapped(f"attention whose {what} are no linear map of the tokens")
+    tokens, width = node.shape
+    index = value.index
+    image, token, row = index // (tokens * width), index // width % tokens, index % width
+    expected = torch.arange(BATCH).view(-1, 1, 1, 1), torch.arange(tokens).view(1, 1, -1, 1)
+    if index.shape[2] != tokens or not bool((image == expected[0]).all()) or not bool((token == expected[1]).all()):
+        raise Unmapped(f"attention whose {what} come from other tokens than their own")
+    if not bool((row == row[:1, :, :1]).all()):
+        raise Unmapped(f"attention whose {what} have other weights at other tokens")
+    rows = row[0, :, 0]
+    weight = node.module.weight.detach()[rows]
+    bias = torch.zeros(rows.shape).double() if node.module.bias is None else node.module.bias.detach()[rows]
+    return Projection(node.inputs[0], weight, bias, factor)
+
+
+def merged_projection(source: Node, module: nn.Linear) -> Node | None:
+    """Return attention with this linear layer as its W_O, if the layer reads attention that has none yet.
+
+    A `Move` in between may permute the channels, which is a permutation of the columns of W_O.
+    """
+    node, columns = source, torch.arange(module.in_features)
+    if isinstance(node.module, Move) and node.inputs[0].shape == node.shape:
+        rows = node.module.index.view(node.shape) - torch.arange(node.shape[0])[:, None] * node.shape[1]
+        if bool((rows == rows[:1]).all()) and torch.equal(rows[0].sort().values, columns):
+            node, columns = node.inputs[0], rows[0]
+    found = node.module
+    if (
+        not isinstance(found, DotProductAttention)
+        or found.proj.bias is not None
+        or module.out_features != module.in_features
+    ):
+        return None
+    if not torch.equal(found.proj.weight, torch.eye(module.in_features).double()):
+        return None
+    joint = DotProductAttention(
+        module.in_features, found.num_heads, found.scale, proj_bias=module.bias is not None
+    ).double()
+    with torch.no_grad():
+        joint.qkv.load_state_dict(found.qkv.state_dict())
+        joint.proj.weight[:, columns] = module.weight
+        if module.bias is not None:
+            joint.proj.bias.copy_(module.bias)
+    return step(joint, node.inputs[0], node.shape, "attention")
+
+
+# attention by two products --------------------------------------------------------------------------------------------
+
+
+def product(x: Any, y: Any) -> Any:
+    """Return scores q k^T, or attention from their softmax and the values."""
+    if isinstance(x, Product) and x.softmax and isinstance(y, Value):
+        return attended(x.query, x.key, y, scale=x.scale)
+    if isinstance(x, Value) and isinstance(y, Value):
+        return Product(x, Value(y.node, y.index.transpose(-2, -1), y.constant))
+    raise Unmapped("a product of two results of the image that is no attention")
+
+
+def softmax(x: Any, dim: int, *_: Any) -> Product:
+    """Return the softmax of scores; any other softmax has no rule."""
+    if not isinstance(x, Product) or x.softmax or dim not in (-1, len(x.query.shape) - 1):
+        raise Unmapped("a softmax outside attention; a certificate is about logits, so leave out the last softmax")
+    return Product(x.query, x.key, x.scale, softmax=True)
+
+
+def rescaled(x: Product, factor: float) -> Product:
+    """Return scores times a number."""
+    if x.softmax:
+        raise Unmapped("a factor of attention's weights")
+    return Product(x.query, x.key, x.scale * factor)

@@ -1,0 +1,99 @@
+"""The computation of a module as a graph of torch's operations, captured with its hooks and patched methods.
+
+The graph is functional (nothing is written in place), its shapes are those of BATCH images, and its weights are those
+of the float64 model. A model whose code asks for the numbers of an image is refused with the line that asks.
+"""
+
+import re
+import traceback
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from certizoo import UserError
+
+BATCH = 2  # images of the captured batch; one would hide which axis is the batch
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The nodes in order, the tensors that are not computed by node name, the image's node, and the result's."""
+
+    nodes: tuple[fx.Node, ...]
+    constants: Mapping[str, Tensor]
+    image: fx.Node
+    result: fx.Node
+
+
+def captured_graph(model: nn.Module, shape: tuple[int, ...]) -> Graph:
+    """Return the graph of a float64 model in eval mode, for images of one shape. Raises UserError without one."""
+    device = next(model.parameters()).device
+    images = torch.zeros(BATCH, *shape, dtype=torch.float64, device=device)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(model, (images,)).run_decompositions({})
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # torch.export raises many kinds, for whatever the model's code does
+        raise UserError(_refusal(model, error)) from None
+    return _graph(program)
+
+
+def _graph(program: torch.export.ExportedProgram) -> Graph:
+    signature, nodes = program.graph_signature, tuple(program.graph.nodes)
+    if len(signature.user_inputs) != 1 or len(signature.user_outputs) != 1 or signature.buffers_to_mutate:
+        raise UserError("the model takes or returns more than one tensor, or writes to a buffer; certify a module "
+                        "that maps images to logits and keeps no state in eval mode")  # fmt: skip
+    held = {**program.state_dict, **program.constants}
+    names = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    constants = {node: held[name].detach() for node, name in names.items()}
+    by_name = {node.name: node for node in nodes}
+    result = by_name.get(str(signature.user_outputs[0]))
+    if result is None:
+        raise UserError("the model returns no tensor that it computed; certify a module that maps images to logits")
+    return Graph(nodes, constants, by_name[str(signature.user_inputs[0])], result)
+
+
+def _refusal(model: nn.Module, error: Exception) -> str:
+    """Return one line with the line of the model's code that cannot be captured."""
+    kind, text = type(model).__name__, " ".join(str(error).split())
+    asked = re.search(
+        r'The following call raised this error: File "([^"]+)", line (\d+), in \S+ (.*?)(?: The error|$)', text
+    )
+    if type(error).__name__.startswith("GuardOnDataDependent") or "data-dependent" in text:
+        where = f"{asked[1]}, line {asked[2]}: {asked[3].strip()}" if asked else _last_line(error)
+        return (
+            f"{kind} decides by the numbers of an image, so that it is no single graph ({where}); "
+            "replace the branch by torch.where, or take it out of forward"
+        )
+    return f"{kind} cannot be captured by torch.export at {_last_line(error)}: {text[:160]}; see certify.explain"
+
+
+def _last_line(error: Exception) -> str:
+    """Return the innermost line outside torch."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    own = [frame for frame in frames if "/certify/graph/" not in frame.filename] or frames
+    return f"{own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else "an unknown line"
+
+
+def path_of(node: fx.Node) -> str:
+    """Return the path of the innermost module that a node comes from."""
+    stack = [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
+    return stack[-1].removeprefix("L['self'].").split("@")[0] if stack else ""
+
+
+def line_of(node: fx.Node) -> str:
+    """Return the module and the line of code that a node comes from."""
+    path = path_of(node)
+    lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', node.meta.get("stack_trace") or "")
+    lines = [line for line in lines if "/torch/" not in line[0]] or lines
+    where = f"{lines[-1][0]}, line {lines[-1][1]}: {lines[-1][2].strip()}" if lines else ""
+    return ", ".join(part for part in (path, where) if part) or "an unknown line"

@@ -1,0 +1,159 @@
+"""A model of any class as one that has rules: captured, rebuilt, and compared with the model.
+
+    model -> float64, eval mode -> graph -> nodes -> `Captured`: a chain of modules with copies of the weights, a head
+
+The certificate is of the captured function. It has the model's logits at the certified images and near them, which is
+checked in float64 here and as the model is served by certify/shared/bake.py.
+
+Letters: B images, J classes.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from certify.graph.export import captured_graph
+from certify.graph.interpret import Fault, Walk
+from certify.graph.tree import TooLarge, Tree, named
+from certify.graph.values import Node, Unmapped, materialised
+from certify.shared.bake import Model, folded_copy, model_from, probes, refuse_process, refuse_sparse
+from certify.shared.certificate import batch_given
+from certizoo import UserError
+from zoo.bounds import integrity
+from zoo.bounds.rule_table import Links, ModuleRules, NoRule, register, types_where
+
+ALIKE = 1e-8  # captured against given logits in float64, relative to the largest
+ADVICE = "certify.explain(model, images) lists every layer; docs: 'My own model' shows how to add a rule"
+
+
+class Captured(nn.Module):
+    """The steps up to the head, and the head: images (B, C, H, W) -> logits (B, J)."""
+
+    def __init__(self, parts: nn.Sequential, head: nn.Linear) -> None:
+        super().__init__()
+        self.parts, self.head = parts, head
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.parts(x_BCHW))
+        return logits
+
+
+def captured_trunk(module: Captured) -> tuple[Links, nn.Linear]:
+    """Return the steps and the head."""
+    return list(module.parts), module.head
+
+
+register(Captured, ModuleRules(trunk=captured_trunk))
+
+
+class NotCaptured(NoRule):
+    """Some operations of a model have no counterpart; `faults` lists all of them."""
+
+    def __init__(self, model: nn.Module, faults: list[Fault]) -> None:
+        self.faults = faults
+        more = "" if len(faults) == 1 else f"{len(faults)} operations, "
+        listed = "; ".join(dict.fromkeys(str(fault) for fault in faults))
+        UserError.__init__(self, f"NoRule({type(model).__name__}): {more}{listed}; {ADVICE}")
+        self.module_type = type(model)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured model: the rebuilt function, or what is missing for it."""
+
+    exact: Captured | None
+    faults: list[Fault]
+
+
+def has_rules(model: object) -> bool:
+    """Return whether the model as a whole is of a type that rules describe, or no module at all."""
+    return not isinstance(model, nn.Module) or integrity.kind_of(model) in types_where(lambda rules: rules.trunk)
+
+
+def with_rules(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> nn.Module | Model:
+    """Return the model itself where rules describe it, else what was captured of it.
+
+    Raises UserError for a model that is no function of images, and for one with operations that have no rule.
+    """
+    if has_rules(model):
+        return model
+    images, _ = batch_given(images_BCHW, labels_B)
+    served = prepared(model)
+    found = capture(served, tuple(images.shape[1:]))
+    if found.exact is None:
+        raise NotCaptured(model, found.faults)
+    _require_alike(served, found.exact, images)
+    return model_from(model, served, found.exact)
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    """Return a copy in eval mode with folded parametrisations. Raises UserError for what is no plain module."""
+    refuse_process()
+    if "_orig_mod" in dict(integrity.parts_of(model)):
+        raise UserError("the model is compiled; certify the model inside, model._orig_mod")
+    refuse_sparse(model)
+    return folded_copy(model).requires_grad_(False)
+
+
+def capture(served: nn.Module, shape: tuple[int, ...]) -> Capture:
+    """Capture a prepared model for images of one shape."""
+    device = next(served.parameters()).device
+    wide = copy.deepcopy(served).double().cpu()
+    walk = Walk(captured_graph(wide, shape), wide)
+    value = walk.result()
+    if value is None:
+        return Capture(None, walk.faults)
+    try:
+        end = materialised(value)
+        parts = Tree(end).parts(_image(end), end)
+    except Unmapped as lacking:
+        return Capture(None, [Fault("output", str(lacking), "the result")])
+    except TooLarge:
+        return Capture(None, [Fault("sum", "branches that share too much", "the whole graph")])
+    if len(end.shape) != 1:
+        return Capture(None, [Fault("output", f"logits of the shape {end.shape}; return (B, classes)", "the result")])
+    head = parts.pop()[1] if parts and type(parts[-1][1]) is nn.Linear else identity_head(end.shape[0])
+    assert isinstance(head, nn.Linear)
+    return Capture(Captured(named(parts), head).double().eval().requires_grad_(False).to(device), [])
+
+
+def _image(end: Node) -> Node:
+    while end.inputs:
+        end = end.inputs[0]
+    return end
+
+
+def identity_head(classes: int) -> nn.Linear:
+    """Return the identity, for a model that does not end in a linear layer: its logits are its features."""
+    head = nn.Linear(classes, classes, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.eye(classes))
+    return head
+
+
+def _require_alike(served: nn.Module, exact: Captured, images_BCHW: Tensor) -> None:
+    """Raise UserError unless the captured function has the model's margins, in float64, and that at every call."""
+    wide = copy.deepcopy(served).double()
+    x = probes(images_BCHW.double().to(next(wide.parameters()).device))
+    with torch.no_grad():
+        try:
+            given, again = wide(x), wide(x)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AssertionError, IndexError, ValueError) as error:
+            shape = tuple(images_BCHW.shape[1:])
+            raise UserError(f"the model does not take images of {shape}: {error}; pass images of its size") from None
+        found = exact(x)
+    if given.shape != found.shape or not (_alike(given, found) and _alike(given, again)):
+        raise UserError(
+            f"{type(served).__name__} computes other logits than its captured graph; look for state that changes "
+            "from call to call, or for a size that depends on the batch"
+        )
+
+
+def _alike(given_BJ: Tensor, found_BJ: Tensor) -> bool:
+    """Return whether two functions have the same margins: a number that is added to all logits changes none."""
+    off_BJ = given_BJ - found_BJ
+    return bool(((off_BJ - off_BJ[:, :1]).abs() <= ALIKE * (1 + given_BJ.abs().amax())).all())

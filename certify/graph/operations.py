@@ -1,0 +1,445 @@
+"""The operations of a captured graph that have a counterpart: one small function each, by the operation's name.
+
+    OPERATIONS["layer_norm"](x, shape, weight, bias, eps) -> Value
+
+Arguments are those of torch's operation, with a `Value` for whatever depends on the image. An argument that is not
+mapped exactly raises Unmapped. Which axes are read follows from torch's own function on the index.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from certify.graph.attention import attended, merged_projection, product, softmax
+from certify.graph.export import BATCH
+from certify.graph.values import (
+    LogProbabilities,
+    Unmapped,
+    Value,
+    by_rows,
+    concatenated,
+    elementwise,
+    from_rows,
+    in_layout,
+    joined,
+    materialised,
+    step,
+)
+from zoo.primitives.diagonal import Diagonal
+from zoo.primitives.pooling import Mean, WindowMax
+
+# moves ----------------------------------------------------------------------------------------------------------------
+
+MOVES = (
+    "view", "reshape", "_unsafe_view", "permute", "transpose", "t", "movedim", "select", "slice", "unsqueeze",
+    "squeeze", "expand", "expand_as", "unbind", "split", "split_with_sizes", "chunk", "flip", "roll", "flatten",
+    "unflatten", "repeat", "index_select", "narrow", "unfold", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+    "swapaxes", "numpy_T", "view_as", "reshape_as", "index", "repeat_interleave", "tile", "diagonal", "rot90",
+)  # fmt: skip
+SAME = ("clone", "alias", "contiguous", "detach", "lift_fresh_copy", "dropout", "feature_dropout", "to", "_to_copy")
+
+
+def moved(func: Any, x: Value, *args: Any, **kwargs: Any) -> Any:
+    """Apply torch's own function to the index, and to the constants."""
+
+    def of(t: Tensor) -> Any:
+        return func(t.contiguous(), *(arg.index if isinstance(arg, Value) else arg for arg in args), **kwargs)
+
+    index, constant = of(x.index), None if x.constant is None else of(x.constant)
+    if isinstance(index, Tensor):
+        return Value(x.node, index, constant)
+    constants = [None] * len(index) if constant is None else constant
+    return [Value(x.node, *both) for both in zip(index, constants, strict=True)]
+
+
+def same(x: Value, *args: Any, **kwargs: Any) -> Value:
+    """Return the tensor itself; `dropout` only in eval mode, a cast only to float64."""
+    dtype = kwargs.get("dtype") or next((arg for arg in args if isinstance(arg, torch.dtype)), torch.float64)
+    if True in args or kwargs.get("train"):
+        raise Unmapped("dropout that is active; call model.eval()")
+    if dtype is not torch.float64:
+        raise Unmapped(f"a cast to {dtype}; compute in the type of the weights")
+    return x
+
+
+def pad(x: Value, pads: Sequence[int], mode: Any = "constant", value: float | None = None) -> Value:
+    """Pad by constants, or by copies of entries."""
+    if not isinstance(mode, str):  # constant_pad_nd(x, pad, value)
+        mode, value = "constant", mode
+    if mode != "constant":
+        if x.constant is not None:
+            x = Value.of(materialised(x))
+        return Value(x.node, F.pad(x.index.double(), list(pads), mode).long())
+    constant = torch.zeros(x.shape, dtype=torch.float64) if x.constant is None else x.constant
+    index = F.pad(x.index, list(pads), value=-1)
+    return Value(x.node, index, F.pad(constant, list(pads), value=float(value or 0)))
+
+
+def cat(parts: Sequence[Value | Tensor], dim: int = 0) -> Value:
+    return concatenated(parts, dim)
+
+
+def stack(parts: Sequence[Value | Tensor], dim: int = 0) -> Value:
+    return concatenated([_unsqueezed(part, dim) for part in parts], dim)
+
+
+def _unsqueezed(part: Value | Tensor, dim: int) -> Value | Tensor:
+    if isinstance(part, Tensor):
+        return part.unsqueeze(dim)
+    found: Value = moved(torch.unsqueeze, part, dim)
+    return found
+
+
+# factors and sums -----------------------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _scaled(x: Value, weight: Any, bias: Any, name: str) -> Value:
+    """Return weight x + bias for constants that broadcast to the shape of the result."""
+    weight, bias = _number(weight), _number(bias)
+    shape = torch.broadcast_shapes(x.shape, weight.shape, bias.shape)
+    if shape != x.shape:
+        x = moved(torch.Tensor.expand, x, shape)
+    if not x.permutes():
+        x = Value.of(materialised(x))
+    return x.like(step(Diagonal(in_layout(weight, x), in_layout(bias, x)), x.node, x.node.shape, name))
+
+
+def add(x: Any, y: Any, alpha: float = 1) -> Value:
+    if isinstance(x, Value) and isinstance(y, Value):
+        y = y if alpha == 1 else _scaled(y, alpha, 0, "scale")
+        shape = torch.broadcast_shapes(x.shape, y.shape)
+        return joined([value if value.shape == shape else moved(torch.Tensor.expand, value, shape) for value in (x, y)])
+    if isinstance(x, Value):
+        return _scaled(x, 1, alpha * _number(y), "shift")
+    return _scaled(y, alpha, x, "shift")
+
+
+def sub(x: Any, y: Any, alpha: float = 1) -> Value:
+    return add(x, y, -alpha)
+
+
+def rsub(x: Any, y: Any, alpha: float = 1) -> Value:
+    return add(y, x, -alpha)
+
+
+def mul(x: Any, y: Any) -> Value:
+    if isinstance(x, Value) and isinstance(y, Value):
+        raise Unmapped("a product of two results of the image; gates and squares have no rule")
+    return _scaled(x, y, 0, "scale") if isinstance(x, Value) else _scaled(y, x, 0, "scale")
+
+
+def div(x: Any, y: Any, **kwargs: Any) -> Value:
+    if kwargs.get("rounding_mode") or not isinstance(x, Value) or isinstance(y, Value):
+        raise Unmapped("a quotient by a result of the image, or a rounded one")
+    divisor = _number(y)
+    if not bool((divisor != 0).all()):
+        raise Unmapped("a division by 0")
+    shape = torch.broadcast_shapes(x.shape, divisor.shape)
+    x = x if shape == x.shape else moved(torch.Tensor.expand, x, shape)
+    x = x if x.permutes() else Value.of(materialised(x))
+    return x.like(
+        step(Diagonal(in_layout(divisor, x), torch.zeros(()).double(), divides=True), x.node, x.node.shape, "divide")
+    )
+
+
+def batch_norm(x: Value, weight: Any, bias: Any, mean: Tensor, variance: Tensor, *options: Any) -> tuple[Value]:
+    """Return torch's module with these numbers. The operation of the graph exists in eval mode only."""
+    kind = nn.BatchNorm2d if len(x.shape) == 4 else nn.BatchNorm1d
+    module = kind(len(mean), eps=float(options[-1]), affine=weight is not None)
+    module.load_state_dict({"running_mean": mean, "running_var": variance}, strict=False)
+    _set(module, weight, bias)
+    source = materialised(x)
+    return (Value.of(step(module, source, source.shape, "batch_norm")),)
+
+
+def _set(module: nn.Module, weight: Any, bias: Any) -> None:
+    """Put copies of these numbers into a module; None leaves ones and zeros."""
+    for name, given in (("weight", weight), ("bias", bias)):
+        like = getattr(module, name, None)
+        if like is not None:
+            neutral = torch.ones_like(like) if name == "weight" else torch.zeros_like(like)
+            value = (given if isinstance(given, Tensor) else neutral).detach().double().reshape(like.shape)
+            setattr(module, name, nn.Parameter(value.clone(), requires_grad=False))
+
+
+# products -------------------------------------------------------------------------------------------------------------
+
+
+def linear(x: Value, weight: Any, bias: Any = None) -> Value:
+    """Return W x + b along the last axis."""
+    if isinstance(weight, Value) or isinstance(bias, Value) or not isinstance(x, Value):
+        raise Unmapped("a product with weights that depend on the image")
+    module = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    _set(module, weight, bias)
+    if len(x.shape) == 2 and x.shape[0] == BATCH:
+        source = materialised(x)
+        return Value.of(step(module, source, (weight.shape[0],), "linear"))
+    source, place = by_rows(x)
+    leading = x.shape[:-1]
+    if (node := merged_projection(source, module)) is not None:
+        return from_rows(node, place, leading)
+    return from_rows(step(module, source, (source.shape[0], weight.shape[0]), "linear"), place, leading)
+
+
+def matmul(x: Any, y: Any) -> Any:
+    """Return a product with a matrix of weights, from either side, or one of attention."""
+    if isinstance(x, Tensor) and isinstance(y, Value):
+        if x.ndim != 2:
+            raise Unmapped("a product with a batch of matrices of weights")
+        turned = linear(moved(torch.transpose, y, -2, -1), x)
+        found: Value = moved(torch.transpose, turned, -2, -1)
+        return found
+    if isinstance(y, Tensor):
+        if y.ndim != 2:
+            raise Unmapped("a product with a batch of matrices of weights")
+        return linear(x, y.mT)
+    return product(x, y)
+
+
+def addmm(b: Any, x: Any, y: Any, **kwargs: Any) -> Value:
+    if kwargs or isinstance(b, Value) or not isinstance(y, Tensor):
+        raise Unmapped("a product of two results of the image")
+    return add(matmul(x, y), b)
+
+
+def conv2d(
+    x: Value,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = (1, 1),
+    padding: Any = (0, 0),
+    dilation: Any = (1, 1),
+    groups: int = 1,
+) -> Value:
+    """Return torch's module with these numbers."""
+    if isinstance(weight, Value) or isinstance(bias, Value):
+        raise Unmapped("a convolution with weights that depend on the image")
+    source, (out, part, *kernel) = materialised(x), weight.shape
+    if isinstance(padding, str):
+        padding = [d * (k - 1) for d, k in zip(_two(dilation), kernel, strict=True)] if padding == "same" else [0, 0]
+        if any(p % 2 for p in padding):
+            raise Unmapped("padding='same' that is not the same on both sides")
+        padding = [p // 2 for p in padding]
+    size, stride, padding, dilation = (_two(option) for option in (kernel, stride, padding, dilation))
+    module = nn.Conv2d(part * groups, out, size, stride, padding, dilation, groups, bias=bias is not None)
+    _set(module, weight, bias)
+    with torch.no_grad():
+        shape = module(torch.zeros(1, *source.shape).double()).shape[1:]
+    return Value.of(step(module, source, shape, "conv"))
+
+
+def _two(value: Any) -> tuple[int, int]:
+    given = (value,) if isinstance(value, int) else tuple(value)
+    return (given[0], given[0]) if len(given) == 1 else (given[0], given[1])
+
+
+# norms ----------------------------------------------------------------------------------------------------------------
+
+
+def layer_norm(
+    x: Value, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Value:
+    """Return torch's module over the last axes, flattened."""
+    wide, width = moved(torch.flatten, x, len(x.shape) - len(shape)), torch.Size(shape).numel()
+    module = nn.LayerNorm(width, eps, elementwise_affine=weight is not None or bias is not None)
+    _set(module, weight, bias)
+    source, place = by_rows(wide)
+    y = from_rows(step(module, source, source.shape, "layer_norm"), place, wide.shape[:-1])
+    found: Value = moved(torch.reshape, y, x.shape)
+    return found
+
+
+def group_norm(x: Value, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Value:
+    """Return LayerNorm of every group, and factors of the channels."""
+    y = layer_norm(
+        moved(torch.reshape, x, (*x.shape[:1], groups, -1)), (torch.Size(x.shape[1:]).numel() // groups,), eps=eps
+    )
+    y = moved(torch.reshape, y, x.shape)
+    if weight is None and bias is None:
+        return y
+    over = (-1, *(1,) * (len(x.shape) - 2))
+    weight, bias = (1 if weight is None else weight.reshape(over)), (0 if bias is None else bias.reshape(over))
+    return _scaled(y, weight, bias, "channels")
+
+
+def instance_norm(
+    x: Value, weight: Any, bias: Any, mean: Any, variance: Any, own: bool, momentum: float, eps: float, *_: Any
+) -> Value:
+    if not own:
+        return batch_norm(x, weight, bias, mean, variance, eps)[0]
+    return group_norm(x, x.shape[1], weight, bias, eps)
+
+
+# pooling --------------------------------------------------------------------------------------------------------------
+
+
+def mean(x: Value, dims: Any, keepdim: bool = False, **kwargs: Any) -> Value:
+    axes = sorted(axis % len(x.shape) for axis in ((dims,) if isinstance(dims, int) else dims))
+    if not axes or axes[0] == 0:
+        raise Unmapped("a mean over the images of a batch")
+    source = materialised(x)
+    shape = tuple(side for axis, side in enumerate(x.shape) if axis and axis not in axes)
+    y = Value.of(step(Mean(tuple(axes)), source, shape, "mean"))
+    for axis in axes if keepdim else ():
+        y = moved(torch.unsqueeze, y, axis)
+    return y
+
+
+def total(x: Value, dims: Any, keepdim: bool = False, **kwargs: Any) -> Value:
+    axes = (dims,) if isinstance(dims, int) else dims
+    count = torch.Size(x.shape[axis] for axis in axes).numel()
+    return _scaled(mean(x, dims, keepdim), count, 0, "count")
+
+
+def adaptive_avg_pool2d(x: Value, size: Any) -> Value:
+    sides = [own if side is None else side for own, side in zip(x.shape[2:], _two(size), strict=True)]
+    if sides == [1, 1]:
+        return mean(x, (2, 3), keepdim=True)
+    kernel = [own // side for own, side in zip(x.shape[2:], sides, strict=True)]
+    if any(k * side != own for k, side, own in zip(kernel, sides, x.shape[2:], strict=True)):
+        raise Unmapped("adaptive pooling whose windows differ in size")
+    return avg_pool2d(x, kernel)
+
+
+def avg_pool2d(
+    x: Value,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    ceil: bool = False,
+    count: bool = True,
+    divisor: Any = None,
+) -> Value:
+    module = nn.AvgPool2d(_two(kernel), _two(stride) if stride else None, _two(padding), ceil, count, divisor)
+    source = materialised(x)
+    shape = module(torch.zeros(1, *source.shape)).shape[1:]
+    return Value.of(step(module, source, shape, "avg_pool"))
+
+
+def max_pool2d(
+    x: Value, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
+) -> Value:
+    """Return maxima of windows: copies of entries, then `WindowMax`. A place outside repeats one of its window."""
+    source = materialised(x)
+    channels, height, width = source.shape
+    grid = torch.arange(source.numel).view(1, channels, height, width)
+    k, s, p, d = _two(kernel), _two(stride or kernel), _two(padding), _two(dilation)
+    out = F.max_pool2d(grid.double(), k, s, p, d, ceil).shape[2:]
+    rows, columns = (_offsets(n, *rest) for n, *rest in zip(out, k, s, p, d, (height, width), strict=True))
+    at = (rows[:, None, :, None] * width + columns[None, :, None, :]).flatten(2)  # (Y, X, K)
+    index = (torch.arange(channels)[:, None, None, None] * height * width + at).expand(channels, *at.shape)
+    whole = torch.arange(BATCH).view(-1, 1, 1, 1, 1) * source.numel + index
+    return window_max(Value(source, whole), "max_pool")
+
+
+def _offsets(outputs: int, kernel: int, stride: int, padding: int, dilation: int, side: int) -> Tensor:
+    """Return the places (outputs, kernel) along one axis; those outside are those inside, in turn."""
+    places = torch.arange(outputs)[:, None] * stride - padding + torch.arange(kernel) * dilation
+    for row in places:
+        inside = row[(row >= 0) & (row < side)]
+        if not len(inside):
+            raise Unmapped("a window outside the image")
+        outside = (row < 0) | (row >= side)
+        row[outside] = inside[torch.arange(int(outside.sum())) % len(inside)]
+    return places
+
+
+def window_max(x: Value, name: str = "max") -> Value:
+    source = materialised(x)
+    return Value.of(step(WindowMax(), source, source.shape[:-1], name))
+
+
+def amax(x: Value, dims: Any = (), keepdim: bool = False) -> Value:
+    axes = sorted(axis % len(x.shape) for axis in ((dims,) if isinstance(dims, int) else dims))
+    if not axes or axes[0] == 0:
+        raise Unmapped("a maximum over the images of a batch")
+    rest = [axis for axis in range(len(x.shape)) if axis not in axes]
+    y = window_max(moved(torch.flatten, moved(torch.permute, x, (*rest, *axes)), len(rest)))
+    for axis in axes if keepdim else ():
+        y = moved(torch.unsqueeze, y, axis)
+    return y
+
+
+def maximum(x: Any, y: Any) -> Value:
+    """Return the larger of two results, or of a result and a constant."""
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    parts = [moved(torch.Tensor.expand, t, shape) if isinstance(t, Value) else t.expand(shape) for t in (x, y)]
+    return window_max(stack(parts, -1))
+
+
+def minimum(x: Any, y: Any) -> Value:
+    negative = [_scaled(t, -1, 0, "negate") if isinstance(t, Value) else -t for t in (x, y)]
+    return _scaled(maximum(*negative), -1, 0, "negate")
+
+
+def log_softmax(x: Value, dim: int, *_: Any) -> LogProbabilities:
+    if len(x.shape) != 2 or dim % 2 != 1:
+        raise Unmapped("log_softmax over anything but the classes")
+    return LogProbabilities(x)
+
+
+# activations ----------------------------------------------------------------------------------------------------------
+
+
+def _activation(make: Callable[..., nn.Module]) -> Callable[..., Value]:
+    def operation(x: Value, *args: Any, **kwargs: Any) -> Value:
+        return elementwise(x, make(*args, **kwargs), make.__name__.lower())
+
+    return operation
+
+
+def elu(x: Value, alpha: float = 1.0, scale: float = 1.0, rate: float = 1.0) -> Value:
+    module = nn.ELU(alpha) if scale == rate == 1 else nn.CELU(alpha) if scale == 1 and rate == 1 / alpha else None
+    if module is None:
+        raise Unmapped("an ELU with other factors than those of torch's modules")
+    return elementwise(x, module, "elu")
+
+
+def clamp(x: Value, low: Any = None, high: Any = None) -> Value:
+    if isinstance(low, Tensor | Value) or isinstance(high, Tensor | Value):
+        raise Unmapped("clamp with bounds that are tensors")
+    if low is None and high is None:
+        return x
+    if low == 0 and high is None:
+        return elementwise(x, nn.ReLU(), "relu")
+    low, high = (-3e38 if low is None else float(low)), (3e38 if high is None else float(high))
+    return elementwise(x, nn.Hardtanh(low, high), "clamp")
+
+
+def prelu(x: Value, weight: Tensor) -> Value:
+    module = nn.PReLU(weight.numel())
+    _set(module, weight, None)
+    source = materialised(x)
+    return Value.of(step(module, source, source.shape, "prelu"))
+
+
+def gelu(x: Value, approximate: str = "none") -> Value:
+    return elementwise(x, nn.GELU(approximate), "gelu")
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(SAME, same),
+    "pad": pad, "constant_pad_nd": pad, "cat": cat, "stack": stack,
+    "add": add, "sub": sub, "rsub": rsub, "mul": mul, "div": div, "neg": lambda x: _scaled(x, -1, 0, "negate"),
+    "linear": linear, "matmul": matmul, "mm": matmul, "bmm": matmul, "addmm": addmm, "conv2d": conv2d,
+    "scaled_dot_product_attention": attended, "softmax": softmax, "_softmax": softmax,
+    "_native_batch_norm_legit_no_training": batch_norm, "layer_norm": layer_norm, "group_norm": group_norm,
+    "instance_norm": instance_norm,
+    "mean": mean, "sum": total, "amax": amax, "maximum": maximum, "minimum": minimum,
+    "adaptive_avg_pool2d": adaptive_avg_pool2d, "_adaptive_avg_pool2d": adaptive_avg_pool2d,
+    "avg_pool2d": avg_pool2d, "max_pool2d": max_pool2d,
+    "log_softmax": log_softmax, "_log_softmax": log_softmax,
+    "relu": _activation(nn.ReLU), "gelu": gelu, "silu": _activation(nn.SiLU), "sigmoid": _activation(nn.Sigmoid),
+    "tanh": _activation(nn.Tanh), "softplus": _activation(nn.Softplus), "leaky_relu": _activation(nn.LeakyReLU),
+    "elu": elu, "celu": _activation(nn.CELU), "selu": _activation(nn.SELU), "mish": _activation(nn.Mish),
+    "hardtanh": _activation(nn.Hardtanh), "relu6": _activation(nn.ReLU6), "hardswish": _activation(nn.Hardswish),
+    "hardsigmoid": _activation(nn.Hardsigmoid), "prelu": prelu, "_prelu_kernel": prelu,
+    "clamp": clamp, "clamp_min": lambda x, low: clamp(x, low), "clamp_max": lambda x, high: clamp(x, None, high),
+}  # fmt: skip

@@ -1,0 +1,1 @@
+"""Configurations: composed by Hydra, typed by sections, described by their comments."""

@@ -1,0 +1,225 @@
+"""Models of any class: what runs is captured, no attack beats its certificate, and what has no rule is listed."""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from certify import certified_radius, certify
+from certify.api import certifier
+from certify.graph.export import BATCH
+from certify.graph.model import NotCaptured, capture, prepared
+from certify.graph.operations import moved
+from certify.graph.values import Node, Value, materialised
+from certizoo import UserError
+from tests.tools.ascent import ascend, margin_loss
+from tests.tools.captured_models import MODELS, OWN, SIZE, Tokens, plain, settled
+from zoo.attention.dot_product import DotProductAttention
+from zoo.layers.mlp import Mlp
+from zoo.layers.norms import SmoothProject
+from zoo.models.vit import ViT
+from zoo.primitives.branches import Branches
+
+
+@pytest.mark.parametrize("name", [*OWN, *MODELS])
+def test_the_captured_function_has_the_logits_of_the_model(name: str) -> None:
+    model, x, _ = settled({**OWN, **MODELS}[name], SIZE if name in OWN else 32)
+    exact = capture(prepared(model), tuple(x.shape[1:])).exact
+    assert exact is not None
+    with torch.no_grad():
+        found, expected = exact(x.double()), model.double()(x.double())
+        if name == "tokens":  # log_softmax subtracts one number from all logits
+            found, expected = (logits - logits[:, :1] for logits in (found, expected))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_known_parts_are_recognised() -> None:
+    """Attention, however written, an MLP and residual sums get their own rules."""
+    model, x, _ = settled(Tokens)
+    exact = capture(prepared(model), tuple(x.shape[1:])).exact
+    assert exact is not None
+    kinds = [type(module) for module in exact.modules()]
+    assert kinds.count(DotProductAttention) == 2
+    assert kinds.count(Mlp) == 1
+    assert kinds.count(Branches) == 3
+
+
+@pytest.mark.parametrize("method", ["lofast", "lofast_local", "adjoint", "image"])
+@pytest.mark.parametrize("name", OWN)
+def test_no_attack_beats_a_certified_radius(name: str, method: str) -> None:
+    if method == "image" and name not in ("plain", "sorted"):
+        pytest.skip("slow; the rules are those of adjoint")
+    model, x, y = settled(OWN[name])
+    radius_B = certified_radius(model, x, y, method, nonce="a")
+    assert (radius_B > 0).all()
+    assert (ascend(margin_loss(model.double(), y), x.double(), radius_B, 40, 3) <= 0).all()
+
+
+def test_the_second_order_is_tighter() -> None:
+    for make in OWN.values():
+        model, x, y = settled(make)
+        assert (certified_radius(model, x, y, "adjoint", nonce="a") >= certified_radius(model, x, y, "lofast")).all()
+
+
+# what is captured is what runs ----------------------------------------------------------------------------------------
+
+
+def doubled(model: nn.Module) -> None:
+    model.register_forward_hook(lambda module, inputs, logits: 2 * logits)
+
+
+def patched(model: nn.Module) -> None:
+    def twice(self: nn.Module, x: Tensor) -> Tensor:
+        return 2 * type(self).forward(self, x)
+
+    model.forward = MethodType(twice, model)
+
+
+@pytest.mark.parametrize("change", [doubled, patched])
+def test_hooks_and_patched_methods_are_in_the_graph(change: Callable[[nn.Module], None]) -> None:
+    model, x, y = settled(plain)
+    before = certify(model, x, y, 0.01, "lofast")
+    change(model)
+    after = certify(model, x, y, 0.01, "lofast")
+    torch.testing.assert_close(after.margin_B, 2 * before.margin_B)
+    assert (after.loss_B >= 1.999 * before.loss_B).all()
+
+
+class Liar(nn.Module):
+    """An object that isinstance takes for a ViT."""
+
+    __class__ = property(lambda self: ViT)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -self.model(x)
+
+
+def test_a_class_that_poses_as_another_is_certified_as_what_it_computes() -> None:
+    model, x, _ = settled(plain)
+    found = certify(Liar(model).eval(), x, (-model(x)).argmax(-1), 0.01, "lofast")
+    expected = certify(nn.Sequential(model, nn.Flatten()), x, model(x).argmax(-1), 0.01, "lofast")
+    assert found.correct_B.all()
+    assert not torch.allclose(found.margin_B, expected.margin_B)
+
+
+def test_weights_that_change_later_are_noticed() -> None:
+    model, x, y = settled(plain)
+    made = certifier(model, "lofast", batch=(x, y))
+    with torch.no_grad():
+        model.get_parameter("0.weight").mul_(2)
+    with pytest.raises(UserError, match="changed since"):
+        made.analyse(x, y)
+
+
+def test_a_module_with_rules_of_its_own_stays_whole() -> None:
+    model, x, y = settled(lambda: Tokens(SmoothProject(8)))
+    exact = capture(prepared(model), tuple(x.shape[1:])).exact
+    assert exact is not None
+    assert SmoothProject in {type(module) for module in exact.modules()}
+    assert (certified_radius(model, x, y, "adjoint") > 0).all()
+    model.get_submodule("inner").register_forward_hook(lambda module, inputs, y: 3 * y)
+    with pytest.raises(UserError, match=r"rsqrt|pow|inner"):
+        certified_radius(model, x, y, "adjoint")
+
+
+def test_moves_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    node = Node((4, 6, 2))
+    value: Any = Value.of(node)
+    for f, *args in (
+        (torch.permute, (0, 2, 1, 3)),
+        (torch.flip, [1]),
+        (torch.reshape, (BATCH, 3, 2, 8)),
+        (torch.transpose, 1, 3),
+        (torch.narrow, 2, 0, 1),
+        (torch.Tensor.expand, (BATCH, 8, 2, 3)),
+    ):
+        value = moved(f, value, *args)
+    module = materialised(value).module
+    assert module is not None
+    start = torch.arange(BATCH * 48.0).view(BATCH, 4, 6, 2)
+    expected = start.permute(0, 2, 1, 3).flip(1).reshape(BATCH, 3, 2, 8).transpose(1, 3).narrow(2, 0, 1)
+    assert torch.equal(module(start.double()), expected.expand(BATCH, 8, 2, 3).double())
+
+
+# what is refused ------------------------------------------------------------------------------------------------------
+
+
+class Of(nn.Module):
+    """A linear layer with an operation in front."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3 * SIZE**2, 4)
+        self.f = f
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.f(x).flatten(1))
+
+
+def branch(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a branch": (branch, r"test_capture.py, line \d+: if x.sum\(\) > 0"),
+    "dropout": (lambda x: F.dropout(x, 0.5, training=True), "dropout .*: random numbers, or dropout that is active"),
+    "noise": (lambda x: x + torch.rand_like(x), "rand.*random numbers"),
+    "drawn constants": (lambda x: x + torch.rand(3, 1, 1).double(), "random numbers"),
+    "a gate": (lambda x: x * x.sigmoid(), "product of two results"),
+    "other images": (lambda x: x - x.mean(0), "over the images"),
+    "images by index": (lambda x: x[[0, 0]], "mixes the images"),
+    "float32": (lambda x: x.float().double(), "float32"),
+    "a lookup": (lambda x: torch.sort(x, -1).values, r"sort \("),
+    "batch statistics": (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm"),
+    "a softmax": (lambda x: x.softmax(-1), "softmax outside attention"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_counterpart_is_refused_with_its_line(name: str) -> None:
+    f, words = REFUSED[name]
+    x = torch.rand(2, 3, SIZE, SIZE)
+    with pytest.raises(UserError, match=words) as refused:
+        certify(Of(f).eval(), x, torch.zeros(2).long(), 0.1)
+    assert "\n" not in str(refused.value)
+    assert "test_capture.py" in str(refused.value)
+
+
+def test_all_missing_operations_are_listed_at_once() -> None:
+    x = torch.rand(2, 3, SIZE, SIZE)
+
+    def f(x: Tensor) -> Tensor:
+        return torch.cumsum(x.sin(), 1).relu() + x.cos()
+
+    with pytest.raises(NotCaptured) as refused:
+        certify(Of(f).eval(), x, torch.zeros(2).long(), 0.1)
+    assert [fault.operation for fault in refused.value.faults] == ["sin", "cumsum", "cos"]
+    assert "certify.explain" in str(refused.value)
+
+
+class Counter(nn.Module):
+    """A model whose answers change from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.calls = nn.Linear(3 * SIZE**2, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fc(x.flatten(1)) * self.calls
+
+
+def test_state_that_changes_is_refused() -> None:
+    with pytest.raises(UserError, match="other logits"):
+        certify(Counter().eval(), torch.rand(2, 3, SIZE, SIZE), torch.zeros(2).long(), 0.1)

@@ -1,0 +1,66 @@
+"""All keys of a trainer's configuration: configs/adv_train.yaml, std_train.yaml and constrain.yaml."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from certify.stage.settings import Settings as CertifySettings
+from certizoo.attacks import AttackConfig
+from certizoo.config.schema import Count, Lt, OneOf, Section, Text, Whole
+from certizoo.shards import DataConfig
+from trainers.job.schedule import ScheduleConfig
+from trainers.settings import (
+    ConstrainConfig,
+    DeepSpeedConfig,
+    HingeConfig,
+    MasksConfig,
+    MixConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PenaltyConfig,
+    TrainKeys,
+)
+
+
+@dataclass(frozen=True)
+class CertifyKeys(CertifySettings):
+    """`certify`: the certify stage after training."""
+
+    enabled: bool = True
+
+
+@dataclass(frozen=True)
+class RegistryKeys(Section):
+    """`registry`: tracking in MLflow and the registered version."""
+
+    enabled: bool
+    experiment: Text
+    model_name: Text
+    champion_images: Count = 300
+    uri: str | None = None
+    tags: dict[str, Text] | None = None
+
+
+@dataclass(frozen=True)
+class TrainerKeys(Section):
+    """The whole configuration."""
+
+    model: dict[str, Any]
+    data: DataConfig
+    attack: AttackConfig
+    objective: ObjectiveConfig
+    penalty: PenaltyConfig
+    hinge: HingeConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    deepspeed: DeepSpeedConfig
+    train: TrainKeys
+    mix: MixConfig
+    masks: MasksConfig
+    certify: CertifyKeys
+    registry: RegistryKeys
+    name: Text
+    run_dir: Text
+    seed: Annotated[Whole, Lt(2**63)] = 0
+    pretrained: Annotated[bool, OneOf(True)] | str | None = None
+    resume: Annotated[str, OneOf("auto")] | None = None
+    constrain: ConstrainConfig | None = None

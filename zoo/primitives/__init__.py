@@ -1,0 +1,17 @@
+"""Primitive operations as modules with rules: what a captured model is rebuilt from, and torch's layers for conv nets.
+
+`PRIMITIVES` are the types registered here; tests/zoo/test_primitives.py attacks every one of them.
+"""
+
+from torch import nn
+
+from zoo.primitives import activations, branches, diagonal, groups, moves, pooling
+
+PRIMITIVES: tuple[type[nn.Module], ...] = (
+    *activations.KINDS,
+    *branches.KINDS,
+    *diagonal.KINDS,
+    *groups.KINDS,
+    *moves.KINDS,
+    *pooling.KINDS,
+)
