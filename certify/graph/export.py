@@ -30,7 +30,7 @@ class Graph:
 
 def captured_graph(model: nn.Module, shape: tuple[int, ...]) -> Graph:
     """Return the graph of a float64 model in eval mode, for images of one shape. Raises UserError without one."""
-    device = next(model.parameters()).device
+    device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
     images = torch.zeros(BATCH, *shape, dtype=torch.float64, device=device)
     try:
         with warnings.catch_warnings(), torch.no_grad():

@@ -75,7 +75,8 @@ class Walk:
         operands, _ = tree_flatten((self._known(node.args), self._known(node.kwargs)))
         name = _name(node)
         if any(isinstance(operand, Missing) for operand in operands):
-            if name not in (*OPERATIONS, *MOVES, *SKIPPED, "getitem"):
+            both = sum(isinstance(operand, Missing | Value) for operand in operands) > 1
+            if name not in (*OPERATIONS, *MOVES, *SKIPPED, "getitem") or (both and name in ("mul", "div")):
                 self.faults.append(Fault(name, NO_RULE, line_of(node)))
             return Missing()
         try:

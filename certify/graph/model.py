@@ -3,7 +3,7 @@
     model -> float64, eval mode -> graph -> nodes -> `Captured`: a chain of modules with copies of the weights, a head
 
 The certificate is of the captured function. It has the model's logits at the certified images and near them, which is
-checked in float64 here and as the model is served by certify/shared/bake.py.
+checked in float64 here and as the model is served by certify/shared/bake.py. Proof: docs/proofs.md#captured.
 
 Letters: B images, J classes.
 """
