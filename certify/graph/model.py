@@ -99,6 +99,8 @@ def prepared(model: nn.Module) -> nn.Module:
 
 def capture(served: nn.Module, shape: tuple[int, ...]) -> Capture:
     """Capture a prepared model for images of one shape."""
+    if not any(True for _ in served.parameters()):
+        raise UserError(f"{type(served).__name__} has no weights; pass a model that maps images to logits")
     device = next(served.parameters()).device
     wide = copy.deepcopy(served).double().cpu()
     walk = Walk(captured_graph(wide, shape), wide)

@@ -171,7 +171,7 @@ def test_the_experiment_of_a_published_version_can_be_chosen(
         ("eps=[nan]", "eps=[nan]"),
         ("eps=[inf]", "eps=[inf]"),
         ("headline_eps=x", "headline_eps='x'"),
-        ("served_dtype=int8", "served_dtype=int8"),
+        ("served_dtype=int8", "served_dtype='int8'"),
         ("data=digits +data.foo=1", "no config key"),
     ],
 )

@@ -1,6 +1,7 @@
 """The norm of a convolution as a map of whole images, against dense matrices."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
