@@ -85,7 +85,7 @@ class Walk:
             return _placed(self._evaluated(node, name, operands), path_of(node))
         except Unmapped as lacking:
             reason = str(lacking)
-        except (NotImplementedError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        except (NotImplementedError, TypeError, ValueError, RuntimeError, IndexError, AssertionError) as error:
             reason = f"its arguments are not mapped ({' '.join(str(error).split())[:120]})"
         self.faults.append(Fault(name, reason, line_of(node)))
         return Missing()

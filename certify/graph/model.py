@@ -94,6 +94,8 @@ def prepared(model: nn.Module) -> nn.Module:
     if "_orig_mod" in dict(integrity.parts_of(model)):
         raise UserError("the model is compiled; certify the model inside, model._orig_mod")
     refuse_sparse(model)
+    if next(model.parameters(), None) is None:
+        raise UserError(f"{type(model).__name__} has no parameters, so that it was never trained; certify a classifier")
     return folded_copy(model).requires_grad_(False)
 
 
