@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from certify.image.budget import budget
-from certify.image.ellipsoid import Draw, Known, Off
+from certify.image.ellipsoid import SIZES, Draw, Known, Off
 from certify.image.joint import IMAGE, NOISE, Joint, Noise, Sizes
+from certify.image.rounding import ALLOWED, Rounding
 from certify.image.samples import LENGTHS, Samples
 from zoo.arithmetic import broadcast_batch
 from zoo.bounds.contracts import QuadraticForm
@@ -32,6 +33,7 @@ THETA = (0.002, 1.0)  # range of theta
 THETA_0 = (1e-8, 1.0)  # range of theta_0; the errors of the exact function are tiny
 UNKNOWN = 0.01  # theta_0 where there is no form to compare with
 QUIET = 0.05  # smallest part of the noise in the seminorm, as room for rounding, relative to that of the image
+ROOM = 0.8  # share of the allowed rounding that the maps may be expected to take
 FLOOR = 1e-3  # the same relative to |M_i|, where there is no form
 GUESS = 0.1  # theta while it is unknown
 LEAST_THETA = 1e-12  # smallest estimate, so that weights do not vanish
@@ -95,9 +97,18 @@ class WeightEstimate:
         most_B = torch.stack([leaves[at].rounding for at in self.lengths]).amax(0).clamp(*LENGTHS)
         shape = {at: length_B * (leaves[at].rounding / most_B).sqrt() for at, length_B in self.lengths.items()}
         if not self.parts:
-            return {at: FLOOR * size_B for at, size_B in shape.items()}
+            return self._widened({at: FLOOR * size_B for at, size_B in shape.items()})
         adds_B = self._adds(Noise(shape, {}))
-        return {at: (QUIET / adds_B).nan_to_num(FLOOR, FLOOR) * size_B for at, size_B in shape.items()}
+        quiet_B = (QUIET / adds_B).nan_to_num(FLOOR, FLOOR)
+        return self._widened({at: quiet_B * size_B for at, size_B in shape.items()})
+
+    def _widened(self, floors: Sizes) -> Sizes:
+        """Return larger w_n where the rounding of the maps would leave no bound: wide models need more room."""
+        joint = self.samples.joint(self.weights, Noise(floors, self.lengths))
+        expected = Rounding(joint, {at: MOVED * length_B for at, length_B in self.lengths.items()})
+        share_B = SIZES * expected.share(max(self.lengths)) / (ROOM * ALLOWED)
+        wider_B = share_B.nan_to_num(1.0, 1.0).clamp_min(1.0)
+        return {at: wider_B * floor_B for at, floor_B in floors.items()}
 
     def _adds(self, noise: Noise) -> Tensor:
         """Return the part of the noise in the seminorm of the margin's forms, relative to that of the image: (B,)."""
