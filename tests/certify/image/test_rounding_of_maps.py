@@ -215,7 +215,7 @@ def test_what_cancels_far_above_has_no_norm(size: float) -> None:
 
 
 def test_the_noise_leaves_room_for_the_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Lanczos allows less rounding, the noise grows until the maps have room; before, no bound was left.
+    """Let Lanczos allow less rounding: the noise grows until the maps have room; before, no bound was left.
 
     It met a stem of 768 channels: the rounding of its convolutions was 1.4 times what was allowed.
     """
