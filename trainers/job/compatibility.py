@@ -23,6 +23,7 @@ from certizoo.files import require_file_name
 from certizoo.inputs import require_radius
 from certizoo.nearest import choices
 from certizoo.registry import champion, version_tags
+from certizoo.shards import require_fit
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, SECOND_ORDER, SOFT_LABELS
@@ -234,6 +235,10 @@ def the_model_can_be_built(r: Combination) -> None:
     _ = r.model
 
 
+def the_model_takes_the_data(r: Combination) -> None:
+    require_fit(r.job.data, r.job.model)
+
+
 def lipschitz_objectives_suit_the_model(r: Combination) -> None:
     if r.objective in LIPSCHITZ:
         try:
@@ -350,6 +355,7 @@ RULES: tuple[Rule, ...] = (
     masks_find_attention_and_patches,
     penalties_find_weights,
     attacks_suit_the_model,
+    the_model_takes_the_data,
     certificates_have_rules_for_the_model,
     probes_exclude_reported_images,
     probes_are_of_radii_in_the_norm,

@@ -105,6 +105,10 @@ CASES: dict[str, list[Case]] = {
     "a_recomputed_block_draws_no_mask": [
         ("adv_train", [*TINY, "train.grad_checkpointing=true", "masks.ard=true"], "masks.ard"),
     ],
+    "the_model_takes_the_data": [
+        ("adv_train", [*TINY, "+model.img_size=12"], "data.img_size is 8, but dp_vit_ti takes 12"),
+        ("adv_train", [*TINY, "+model.num_classes=7"], "data.num_classes is 10, but dp_vit_ti has 7 classes"),
+    ],
     "the_model_can_be_built": [
         ("adv_train", [*TINY, "model.patch_size=16"], "img_size 8 is not a multiple of patch_size 16"),
         ("adv_train", [*TINY, "model.num_heads=3"], "width 32 is not a multiple of num_heads 3"),
