@@ -18,7 +18,6 @@ from torch import nn
 import zoo
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
-from certizoo.attacks.attention import loss_of
 from certizoo.files import require_file_name
 from certizoo.inputs import require_radius
 from certizoo.nearest import choices
@@ -112,15 +111,9 @@ def trades_starts_beside_the_image(r: Combination) -> None:
 
 
 def attacks_suit_the_model(r: Combination) -> None:
-    classes = r.job.model["num_classes"]
     for key, attack in r.attacks.items():
-        require(
-            attack.loss != "dlr" or classes >= 3,
-            f"{key}attack.loss=dlr needs three classes or more, but the model has {classes}; use margin",
-        )
         try:
-            with loss_of(attack.loss, r.model):
-                pass
+            attack.require_model(r.model, r.job.model["num_classes"], r.job.model["img_size"])
         except UserError as error:
             raise UserError(f"{key}{error}") from None
 

@@ -201,7 +201,7 @@ def test_the_command(
         ([f"handover={tmp_path}"], "not a hand-over"),
         ([f"handover={handover}", "methd=x"], "method"),
         ([f"handover={handover}", f"out={out}", "method=hope"], "no certification method 'hope'"),
-        ([f"handover={handover}", f"out={out}", "data=cifar10", f"data.root={digits}"], "no shards"),
+        ([f"handover={handover}", f"out={out}", "data=digits", f"data.root={tmp_path}"], "no shards"),
     ]:
         with pytest.raises(SystemExit) as exit_:
             main(argv)
