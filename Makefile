@@ -21,7 +21,8 @@ install: .venv/installed
 # Digits of scikit-learn, 2 ranks on the CPU, certificates, a version in ./mlflow.db. Runs again from where it stopped.
 demo: install
 	test -f data/digits/digits.json || certizoo shards digits data/digits
-	deepspeed --num_gpus 2 trainers/adv_train.py +model=spec_vit_digits data=digits name=demo certify.workers=2 resume=auto
+	deepspeed --num_gpus 2 trainers/adv_train.py +model=spec_vit_digits data=digits name=demo certify.workers=2 \
+		certify.images=100 registry.champion_images=100 resume=auto
 	certizoo registry list
 	@echo 'rows, curve and model card: runs/demo/certificate/   browse the registry: make ui'
 

@@ -115,7 +115,7 @@ def explain(
 
 
 def _answers(model: nn.Module, images_BCHW: Tensor) -> Tensor:
-    weight = next(model.parameters())
+    weight = next(model.parameters(), torch.empty(0))
     was_training = model.training
     with torch.no_grad():
         labels: Tensor = model.eval()(images_BCHW.to(weight)).argmax(-1)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
 
 from certizoo.errors import UserError
+from certizoo.text import shown
 
 SHOWN = 3
 FEW = 12  # so many names are listed completely if there is nowhere else to look
@@ -45,7 +46,7 @@ def choices(wrong: str, known: Collection[str], listed: str | None = None) -> st
 
 def unknown(kind: str, wrong: str, known: Collection[str], listed: str | None = None) -> UserError:
     """Return the error for a name not in `known`: no model 'x'; nearest: a, b, c (all: python -m zoo)."""
-    return UserError(f"no {kind} {wrong!r}; {choices(wrong, known, listed)}")
+    return UserError(f"no {kind} {shown(wrong)}; {choices(wrong, known, listed)}")
 
 
 def _plain(name: str) -> str:

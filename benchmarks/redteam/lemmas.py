@@ -32,6 +32,7 @@ from tests.tools.ascent import ascend
 from tests.tools.expansions import Instance, largest_dip, largest_gain, largest_remainder
 from tests.tools.form_attacks import Attack
 from zoo.bounds.contracts import QuadraticForm
+from zoo.primitives import PRIMITIVES
 from zoo.rules import affine, types_where
 
 STEPS, STARTS = 30, 4
@@ -51,10 +52,17 @@ def findings(seed: int) -> Iterator[Finding]:
 def searches() -> list[Search]:
     """Return one search for each type and promise in the registry.
 
-    Raises LookupError if a type has no modules to try.
+    Primitives of captured models are attacked by tests/zoo/primitives. Raises LookupError if a type has no modules to
+    try.
     """
-    first, local = types_where(lambda rules: rules.rule or rules.chain), types_where(lambda rules: rules.local)
-    second = types_where(lambda rules: rules.expansion not in (None, affine))
+    first, local, second = (
+        [kind for kind in types_where(has) if kind not in PRIMITIVES]
+        for has in (
+            lambda rules: rules.rule or rules.chain,
+            lambda rules: rules.local,
+            lambda rules: rules.expansion not in (None, affine),
+        )
+    )
     instances = _instances()
     if missing := (set(first) | set(local)) - set(first_order_cases.CASES) | set(second) - set(instances):
         raise LookupError(

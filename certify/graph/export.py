@@ -4,10 +4,12 @@ The graph is functional (nothing is written in place), its shapes are those of B
 of the float64 model. A model whose code asks for the numbers of an image is refused with the line that asks.
 """
 
+import logging
 import re
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +35,7 @@ def captured_graph(model: nn.Module, shape: tuple[int, ...]) -> Graph:
     device = next(model.parameters()).device
     images = torch.zeros(BATCH, *shape, dtype=torch.float64, device=device)
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), quiet(logging.getLogger("torch._subclasses.fake_tensor")):
             warnings.simplefilter("ignore")
             program = torch.export.export(model, (images,)).run_decompositions({})
     except torch.OutOfMemoryError:
@@ -41,6 +43,16 @@ def captured_graph(model: nn.Module, shape: tuple[int, ...]) -> Graph:
     except Exception as error:  # torch.export raises many kinds, for whatever the model's code does
         raise UserError(_refusal(model, error)) from None
     return _graph(program)
+
+
+@contextmanager
+def quiet(log: logging.Logger) -> Iterator[None]:
+    """Silence a logger: what torch logs of a failed capture is in the error."""
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _graph(program: torch.export.ExportedProgram) -> Graph:

@@ -75,7 +75,8 @@ class Walk:
         operands, _ = tree_flatten((self._known(node.args), self._known(node.kwargs)))
         name = _name(node)
         if any(isinstance(operand, Missing) for operand in operands):
-            if name not in (*OPERATIONS, *MOVES, *SKIPPED, "getitem"):
+            both = sum(isinstance(operand, Missing | Value) for operand in operands) > 1
+            if name not in (*OPERATIONS, *MOVES, *SKIPPED, "getitem") or (both and name in ("mul", "div")):
                 self.faults.append(Fault(name, NO_RULE, line_of(node)))
             return Missing()
         try:
@@ -84,7 +85,7 @@ class Walk:
             return _placed(self._evaluated(node, name, operands), path_of(node))
         except Unmapped as lacking:
             reason = str(lacking)
-        except (NotImplementedError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        except (NotImplementedError, TypeError, ValueError, RuntimeError, IndexError, AssertionError) as error:
             reason = f"its arguments are not mapped ({' '.join(str(error).split())[:120]})"
         self.faults.append(Fault(name, reason, line_of(node)))
         return Missing()

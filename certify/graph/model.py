@@ -3,7 +3,7 @@
     model -> float64, eval mode -> graph -> nodes -> `Captured`: a chain of modules with copies of the weights, a head
 
 The certificate is of the captured function. It has the model's logits at the certified images and near them, which is
-checked in float64 here and as the model is served by certify/shared/bake.py.
+checked in float64 here and as the model is served by certify/shared/bake.py. Proof: docs/proofs.md#captured.
 
 Letters: B images, J classes.
 """
@@ -94,11 +94,15 @@ def prepared(model: nn.Module) -> nn.Module:
     if "_orig_mod" in dict(integrity.parts_of(model)):
         raise UserError("the model is compiled; certify the model inside, model._orig_mod")
     refuse_sparse(model)
+    if next(model.parameters(), None) is None:
+        raise UserError(f"{type(model).__name__} has no parameters, so that it was never trained; certify a classifier")
     return folded_copy(model).requires_grad_(False)
 
 
 def capture(served: nn.Module, shape: tuple[int, ...]) -> Capture:
     """Capture a prepared model for images of one shape."""
+    if not any(True for _ in served.parameters()):
+        raise UserError(f"{type(served).__name__} has no weights; pass a model that maps images to logits")
     device = next(served.parameters()).device
     wide = copy.deepcopy(served).double().cpu()
     walk = Walk(captured_graph(wide, shape), wide)

@@ -26,6 +26,7 @@ from certify.shared.bake import refuse_impostor
 from certify.shared.ball import L2, Ball
 from certify.shared.certificate import Certificate, Certifier, Clean, decide, per_image
 from certizoo import UserError
+from certizoo.text import shown
 from zoo.arithmetic import OUT, nan_to_inf, product
 from zoo.bounds.contracts import Bound, Expansion, Layer, Node, Precision, Rounding
 from zoo.bounds.first_order import Step, layer_of, parts_of
@@ -136,7 +137,9 @@ def require_served(dtype: str | None, method: str | None, key: str) -> None:
     """Raise UserError, naming the configuration key, for an unsupported type or a method that ignores rounding."""
     methods = (AUTO, *SERVED_METHODS)
     if dtype is not None and (method not in methods or dtype not in TYPES):
-        raise UserError(f"{key}={dtype}: set null, or one of {', '.join(TYPES)} with method {', '.join(methods)}")
+        raise UserError(
+            f"{key}={shown(dtype)}: set null, or one of {', '.join(TYPES)} with method {', '.join(methods)}"
+        )
 
 
 def certifier_of(model: nn.Module, method: str, served_dtype: str | None, nonce: str | None, norm: str) -> Certifier:

@@ -212,7 +212,7 @@ def unpacked(shard: Shard, file: BinaryIO) -> BinaryIO:
     limit = max(UNPACKED, MAX_RATIO * os.fstat(file.fileno()).st_size)
     plain = tempfile.TemporaryFile()  # noqa: SIM115  (the caller's)
     try:
-        with file, gzip.GzipFile(fileobj=file) as content:
+        with file, gzip.GzipFile(fileobj=file, mode="rb") as content:
             while chunk := content.read(2**20):
                 plain.write(chunk)
                 if plain.tell() > limit:

@@ -138,8 +138,12 @@ def test_resume_after_the_driver_was_killed(tmp_path: Path) -> None:
     assert {trial: certificate_time(search, trial) for trial in done} == done, "a finished trial ran again"
     (went_on,) = [trial for trial, names in runs(search).items() if len(names) > 1]
     assert first_step(last_run(search, went_on)) > 0, "it began anew"
-    versions = browse.versions("spec_vit_digits", f"sqlite:///{tmp_path}/mlflow.db")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    versions = browse.versions("spec_vit_digits", uri)
     assert len(versions) == 2
+    client = store.connect(uri)
+    of_trials = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    assert [run.info.status for run in of_trials] == 2 * ["FINISHED"], "a trial that goes on is one run"
     (champion,) = [v for v in versions if "champion" in v.aliases]
     best = max(certified(last_run(search, trial), "0.1") for trial in runs(search))
     assert float(champion.tags["certified_acc.0.1"]) == pytest.approx(best, abs=1e-4)

@@ -148,7 +148,7 @@ def test_caps_shrink_geometrically_while_the_training_goes_through_tighten() -> 
     ("wrong", "word"),
     [
         ({"weight": -1}, "weight"),
-        ({"q": 0.0}, "hinge.q"),
+        ({"q": 0.0}, "q=0.0"),
         ({"slack": 0.5}, "slack"),
         ({"tighten": (0.7, 0.2)}, "tighten"),
     ],

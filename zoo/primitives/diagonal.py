@@ -4,7 +4,7 @@
 
     BatchNorm (Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167): w = gamma / sqrt(var + eps), b = beta - w mean
 
-Letters: B images, C channels.
+Proof: docs/proofs.md#primitives. Letters: B images, C channels.
 """
 
 import math

@@ -2,7 +2,9 @@
 
     y_o = x_{index(o)},  or a constant where index(o) < 0,        ||J||^2 = max_i #{o : index(o) = i}
 
-J^T J is diagonal: it counts how often an entry of x occurs in y. Letters: B images, C vectors of each.
+J^T J is diagonal: it counts how often an entry of x occurs in y. Proof: docs/proofs.md#primitives.
+
+Letters: B images, C vectors of each.
 """
 
 import math

@@ -185,7 +185,7 @@ def test_best_is_the_strongest() -> None:
 
 def test_a_model_without_remainders_is_refused() -> None:
     with pytest.raises(NoRule):
-        Adjoint(zoo.create_model("dp_vit_ti", img_size=32, depth=1, mlp={"name": "gelu", "act_layer": nn.Hardswish}))
+        Adjoint(zoo.create_model("dp_vit_ti", img_size=32, depth=1, mlp={"name": "gelu", "act_layer": nn.LogSigmoid}))
 
 
 def test_memory_only_decides_how_many_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,8 +194,8 @@ def test_the_command_prints_a_table_and_the_warnings(
     ("changes", "said"),
     [
         ({"block": 0}, "block=0"),
-        ({"device": "tpu"}, "device=tpu"),
-        ({"attack_dtype": "float16"}, "attack_dtype=float16"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"attack_dtype": "float16"}, "attack_dtype='float16'"),
         ({"attacks": {}}, "no attacks"),
     ],
     ids=str,

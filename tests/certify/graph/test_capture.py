@@ -220,6 +220,11 @@ class Counter(nn.Module):
         return self.fc(x.flatten(1)) * self.calls
 
 
+def test_a_model_without_weights_is_refused() -> None:
+    with pytest.raises(UserError, match="no parameters"):
+        certify(nn.Flatten(), torch.rand(2, 3, SIZE, SIZE), torch.zeros(2).long(), 0.1)
+
+
 def test_state_that_changes_is_refused() -> None:
     with pytest.raises(UserError, match="other logits"):
         certify(Counter().eval(), torch.rand(2, 3, SIZE, SIZE), torch.zeros(2).long(), 0.1)

@@ -326,8 +326,8 @@ def test_other_attention_has_its_own_bounds(name: str, digits: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("images=0", "whole number above 0"),
-        ("samples=few", "whole number above 0"),
+        ("images=0", "a whole number of at least 1"),
+        ("samples=few", "a whole number of at least 1"),
         ("eps=0.1", "list of numbers"),
         ("eps=[]", "list of numbers above 0"),
         ("input_scales=[-1]", "list of numbers above 0"),

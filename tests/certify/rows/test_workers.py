@@ -149,7 +149,7 @@ def test_no_gpu_and_no_device_of_that_name_are_one_line(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UserError, match="use device=cpu"):
         stage.run(handover, data(digits), replace(FEW, device="cuda"), tmp_path)
-    with pytest.raises(UserError, match="choose one of cpu, cuda"):
+    with pytest.raises(UserError, match="give one of cpu, cuda"):
         replace(FEW, device="tpu")
 
 

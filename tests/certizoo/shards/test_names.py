@@ -148,8 +148,8 @@ def test_shards_are_read_packed_and_unpacked(ending: str, where: str, tmp_path: 
     shards.write(ARRAYS, plain, name="toy", split="test", per_shard=2)
     packed.mkdir()
     for path in plain.glob("*.tar"):
-        data = path.read_bytes()
-        (packed / (path.stem + ending)).write_bytes(data if ending == ".tar" else gzip.compress(data))
+        content = path.read_bytes()
+        (packed / (path.stem + ending)).write_bytes(content if ending == ".tar" else gzip.compress(content))
     if where != "a folder without a manifest":
         main(["index", str(packed), "--decode"])
     data = config(packed, ending)

@@ -230,8 +230,8 @@ def test_units_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_mlp_with_an_unknown_part_is_refused() -> None:
-    with pytest.raises(NoRule, match="Hardswish"):
-        expansion_of(Mlp(D, D, act_layer=nn.Hardswish))
+    with pytest.raises(NoRule, match="LogSigmoid"):
+        expansion_of(Mlp(D, D, act_layer=nn.LogSigmoid))
     for unsound in (Mlp(D, D, act_layer=nn.Softplus), SLL(D, D, nn.Softplus), nn.Softplus(beta=2.0)):
         with pytest.raises(NoRule, match="jumps"):
             expansion_of(unsound)

@@ -63,7 +63,8 @@ ATTACKED: dict[str, set[type[nn.Module]]] = {
     | {type(module) for module in served_modules.CHOICES.values()}
     | {nn.Identity, nn.Dropout, DropPath},
     "split": VARIANTS | {DotProductAttention},
-    "shapes": set(types_where(lambda rules: rules.shapes)),  # enumerated by test_hypotheses.py in models of the zoo
+    # Enumerated by test_hypotheses.py in models of the zoo.
+    "shapes": set(types_where(lambda rules: rules.shapes)) - set(PRIMITIVES),
     "mixing": {DotProductAttention},  # inside windows and gated positions: attention_cases.MIXTURES
 }  # fmt: skip
 
