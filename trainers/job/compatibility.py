@@ -21,7 +21,7 @@ from certizoo.attacks import AttackConfig
 from certizoo.files import require_file_name
 from certizoo.inputs import require_radius
 from certizoo.nearest import choices
-from certizoo.registry import champion, version_tags
+from certizoo.registry import version_tags
 from certizoo.shards import require_fit
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
@@ -318,9 +318,7 @@ def missing_rule(model: Mapping[str, Any], method: str) -> str:
 
 
 def tags_are_not_reserved(r: Combination) -> None:
-    registry = r.job.config["registry"]
-    champion.refuse_given(registry["champion_images"])
-    version_tags.refuse_given(registry["tags"] or {}, "registry.tags")
+    version_tags.refuse_given(r.job.config["registry"]["tags"] or {}, "registry.tags")
 
 
 RULES: tuple[Rule, ...] = (

@@ -70,7 +70,6 @@ CASES: dict[str, list[Case]] = {
     "tags_are_not_reserved": [
         ("adv_train", [*TINY, "registry.tags={clean_acc:1.0}"], "clean_acc is reserved"),
         ("adv_train", [*TINY, "registry.tags={certified_acc.0.1:1.0}"], "certified_acc.0.1 is reserved"),
-        ("adv_train", [*TINY, "registry.champion_images=0"], "champion_images=0"),
     ],
     "ranks_share_the_batch": [("adv_train", [*TINY, "train.batch_size=63"], "not a multiple of the 2 ranks")],
     "micro_batches_make_the_batch": [("adv_train", [*TINY, "train.micro_batch_size=5"], "train.micro_batch_size")],
