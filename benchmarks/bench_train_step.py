@@ -66,8 +66,8 @@ def main() -> None:
 def run_of(options: argparse.Namespace, steps: int, folder: str, world: engine.World) -> Run:
     """Return the recipe as it is trained, with MSVP, clipping and AdamW."""
     overrides = (
-        f"+model={options.model}", "data=digits", f"data.root={folder}", f"+model.img_size={SIZE}", "+model.in_chans=3",
-        f"+model.num_classes={CLASSES}", "penalty=msvp", "attack=pgd_linf", f"attack.steps={steps}", "hinge=none",
+        f"+model={options.model}", "data=digits", f"data.root={folder}", f"data.img_size={SIZE}", "data.channels=3",
+        f"data.num_classes={CLASSES}", "penalty=msvp", "attack=pgd_linf", f"attack.steps={steps}", "hinge=none",
         f"train.batch_size={options.batch}", f"train.precision={options.precision}", f"name=pgd{steps}",
         f"run_dir={folder}/runs/{steps}", "registry.enabled=false", "certify.enabled=false",
         f"train.compile={options.compile}",

@@ -1,6 +1,13 @@
-"""Free network ports."""
+"""Network ports: free ones of this machine, and that of a Ray cluster."""
 
+import os
 import socket
+from urllib.parse import urlsplit
+
+from certizoo.errors import UserError
+
+RAY_ADDRESS = "RAY_ADDRESS"
+ANSWER_SECONDS = 10.0
 
 
 def free_port() -> int:
@@ -8,3 +15,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def require_ray() -> None:
+    """Raise UserError if RAY_ADDRESS names a cluster that does not answer: Ray would try for minutes."""
+    address = os.environ.get(RAY_ADDRESS, "")
+    try:
+        place = urlsplit(address if "://" in address else f"//{address}")
+        if place.port is None:  # unset, or a word such as auto or local
+            return
+        socket.create_connection((place.hostname or "", place.port), ANSWER_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{RAY_ADDRESS}={address[:200]} does not answer ({error}); start that cluster (ray status), or unset "
+            f"{RAY_ADDRESS} to use this machine"
+        ) from None

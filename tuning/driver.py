@@ -31,6 +31,7 @@ from ray.tune.search import BasicVariantGenerator, Searcher
 
 from certizoo import UserError
 from certizoo.files import write_whole
+from certizoo.ports import require_ray
 from tuning import gauges, nodes, objectives
 from tuning import trial as training
 from tuning.live import Board
@@ -55,7 +56,8 @@ class Surroundings:
 
 @contextmanager
 def cluster() -> Iterator[int]:
-    """Join this machine's cluster, or start one; yield the number of nodes."""
+    """Join the cluster of RAY_ADDRESS or of this machine, or start one; yield the number of nodes."""
+    require_ray()
     quiet = logging.CRITICAL  # otherwise a page of traceback for what the board prints in a line
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=quiet, ignore_reinit_error=True)
     try:

@@ -54,7 +54,9 @@ class EvaluateBlock:
             of = settings.method, settings.served_dtype, settings.nonce, settings.norm
             self.certifier = certifier_of(self.model, *of)
         self.attacked = in_dtype(self.model, settings.attack_dtype)
-        self.attacks = {name: attack_of(name, options, self.device) for name, options in settings.attacks.items()}
+        options = zoo.model_options(**self.config["model"])
+        shape = options["num_classes"], options["img_size"]
+        self.attacks = {name: attack_of(name, said, self.model, *shape) for name, said in settings.attacks.items()}
 
     def __call__(self, block: Batch) -> list[Row]:
         """Return one row per image.

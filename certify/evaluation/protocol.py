@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import zoo
 from certify.shared.ball import L2, LINF, NORMS
@@ -15,18 +16,21 @@ from certizoo.attacks.transfer import Transfer
 Options = Mapping[str, object]
 
 
-def attack_of(name: str, options: Options, device: torch.device) -> Attack:
-    """Return the attack of one entry, {kind: ..., its settings}.
+def attack_of(name: str, options: Options, model: nn.Module, classes: int, side: int) -> Attack:
+    """Return the attack of one entry, {kind: ..., its settings}, on this model of square images.
 
     `kind: transfer` finds its points on another model: `source` is the hand-over folder of an undefended model, and
     `attack` an entry of its own.
 
-    Raises UserError naming the entry.
+    Raises UserError naming the entry, also for a model that the attack cannot work on.
     """
+    device = next(model.parameters()).device
     try:
-        return _transfer(options, device) if options.get("kind") == "transfer" else make(options)
+        attack = _transfer(options, device) if options.get("kind") == "transfer" else make(options)
+        attack.require_model(model, classes, side)
     except UserError as error:
         raise UserError(f"protocol.attacks.{name}: {error}") from None
+    return attack
 
 
 def _transfer(options: Options, device: torch.device) -> Attack:

@@ -153,13 +153,10 @@ def _points(name: str, listed: LoadedImages, found: Features, xy: feature_distan
 
 def _models(folders: Sequence[Path], data: shards.DataConfig) -> Iterator[LoadedModel]:
     """Yield the models. Raises UserError for a model that does not take the images of `data`."""
-    asked = {"img_size": data.img_size, "in_chans": data.channels, "num_classes": data.num_classes}
     for place, folder in enumerate(folders):
         model, config = zoo.handover.load(folder)
         options = config["model"]
-        for key, value in asked.items():
-            if options.get(key, value) != value:
-                raise UserError(f"{folder} has {key}={options[key]}, but the images of {data.name} need {key}={value}")
+        shards.require_fit(data, options)
         name = f"{options['name']}{' (against)' * place}"
         yield LoadedModel(name, model, bake(model), zoo.handover.weights_sha256(folder))
 

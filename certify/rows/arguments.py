@@ -8,7 +8,7 @@ import zoo
 from certify.rows.images import Share
 from certizoo import UserError
 from certizoo.config.schema import Section, hints, section_of
-from certizoo.shards import DataConfig, config_of, from_elsewhere
+from certizoo.shards import DataConfig, config_of, from_elsewhere, require_fit
 
 Config = dict[str, Any]
 S = TypeVar("S", bound=Section)
@@ -52,11 +52,17 @@ def out_of(config: Config, handover: Path, name: str) -> Path:
 
 
 def data_of(config: Config, handover: Path) -> DataConfig:
-    """Return `data`, or the training data if they are in a folder of this machine or `trust_data` is set."""
+    """Return `data`, or the training data if they are in a folder of this machine or `trust_data` is set.
+
+    Raises UserError if they are not images and labels that the model takes.
+    """
+    said = zoo.handover.read_config(handover)
     if config.get("data"):
-        return config_of(config["data"], "the command")
-    said = zoo.handover.read_config(handover).get("data")
-    return from_elsewhere(said, f"the config of {handover}", trusted=config["trust_data"])
+        data = config_of(config["data"], "the command")
+    else:
+        data = from_elsewhere(said.get("data"), f"the config of {handover}", trusted=config["trust_data"])
+    require_fit(data, said["model"])
+    return data
 
 
 def share_of(config: Config) -> Share:

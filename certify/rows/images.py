@@ -9,7 +9,7 @@ from certify.rows.row_schema import Listed
 from certify.rows.workers import Batch
 from certizoo import UserError, shards
 from certizoo.config.schema import Section, Whole
-from certizoo.shards.sets import listing_of
+from certizoo.shards.sets import listing_of, warn_of_empty_classes
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def image_list(data: shards.DataConfig, count: int | None, batch_size: int, firs
     test = shards.find(data, "test")
     if first >= test.samples:
         raise UserError(f"first={first}: {data.root} has {test.samples} test images; set less")
+    warn_of_empty_classes(test, data.root)
     found: dict[str, int] = {}
     content = hashlib.sha256(f"{data.channels} x {data.img_size}\n".encode())
     for sample in shards.eval_samples(test, data, first=first, limit=count):

@@ -24,6 +24,8 @@ class CertifyBatch:
         self.model.to(self.device)
         self.positional = zoo.without_content(self.model)
         self.settings = settings = settings.of(self.model)
+        options = zoo.model_options(**self.config["model"])
+        settings.attack.require_model(self.model, options["num_classes"], options["img_size"])
         dtype = settings.served_dtype
         self.certifier = certifier_of(self.model, settings.method, dtype, settings.nonce, settings.norm)
         if dtype is not None:

@@ -13,14 +13,15 @@ from certify.rows.progress import progress_bar
 from certify.stage import register, run, tables
 from certify.stage.settings import Settings
 from certizoo import UserError
-from certizoo.config.schema import Count, Section, Text, typed_values
+from certizoo.config.schema import Count, Section, typed_values
+from certizoo.registry.checks import ExperimentName, ModelName
 
 
 @dataclass(frozen=True)
 class PublishKeys(Section):
     """`registry`: where `publish` registers the version."""
 
-    experiment: Text = "certify"
+    experiment: ExperimentName = "certify"
     champion_images: Count = 300
 
 
@@ -28,7 +29,7 @@ class PublishKeys(Section):
 class Keys(Subject, Share, Settings):
     """configs/certify.yaml."""
 
-    publish: Text | None = None
+    publish: ModelName | None = None
     registry: PublishKeys = PublishKeys()
 
 

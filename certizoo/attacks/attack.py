@@ -33,5 +33,8 @@ class Attack(Protocol):
         same in every batch, up to the model's rounding.
         """
 
+    def require_model(self, model: nn.Module, classes: int, side: int) -> None:
+        """Raise UserError if the attack cannot work on this model of square images."""
+
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """Return adversarial_BCHW in [0,1], of the images' dtype, within eps. The model is left unchanged."""

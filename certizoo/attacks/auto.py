@@ -59,6 +59,18 @@ class AutoAttack(Section):
         if not self.attacks or set(self.attacks) - set(LEAST_CLASSES):
             raise UserError(f"autoattack: attacks={list(self.attacks)}; choose some of {', '.join(LEAST_CLASSES)}")
 
+    def require_model(self, model: nn.Module, classes: int, side: int) -> None:
+        """Raise UserError for a model with too few classes or too small images."""
+        for name in self.attacks:
+            if classes < LEAST_CLASSES[name]:
+                able = [name for name in self.attacks if classes >= LEAST_CLASSES[name]]
+                raise UserError(
+                    f"{name} needs {LEAST_CLASSES[name]} classes or more, but the model has {classes}; "
+                    f"set its attacks=[{','.join(able or ('apgd-ce', 'fab-t', 'square'))}]"
+                )
+        if "square" in self.attacks and side < LEAST_SIDE:
+            raise UserError(f"square needs images of {LEAST_SIDE} pixels a side or more, but these have {side}")
+
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """Return adversarial_BCHW; images that nothing fooled are returned unchanged.
 
@@ -79,25 +91,13 @@ class AutoAttack(Section):
         from pyautoattack import AutoAttack as Authors
 
         classes = classes_of(forward, x_BCHW, labels_B)
-        _check(self.attacks, classes, min(x_BCHW.shape[2:]))
+        self.require_model(forward, classes, min(x_BCHW.shape[2:]))
         authors = Authors(forward, norm=NORMS[self.norm], eps=self.eps, seed=self.seed, device=x_BCHW.device)
         authors.attacks_to_run = list(self.attacks)
         authors.apgd_targeted.n_target_classes = authors.fab.n_target_classes = min(TARGETS, classes - 1)
         authors.square.n_queries = self.queries
         authors.logger = authors.apgd.logger = authors.apgd_targeted.logger = log
         return authors
-
-
-def _check(attacks: tuple[str, ...], classes: int, side: int) -> None:
-    for name in attacks:
-        if classes < LEAST_CLASSES[name]:
-            able = [name for name in attacks if classes >= LEAST_CLASSES[name]]
-            raise UserError(
-                f"autoattack: {name} needs {LEAST_CLASSES[name]} classes or more, but the model has {classes}; "
-                f"set attacks to {able or ['apgd-ce', 'fab-t', 'square']}"
-            )
-    if "square" in attacks and side < LEAST_SIDE:
-        raise UserError(f"autoattack: square needs images of {LEAST_SIDE} pixels a side or more, but these have {side}")
 
 
 @contextmanager

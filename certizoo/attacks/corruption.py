@@ -51,12 +51,15 @@ class Corruption(Section):
         if find_spec("imagecorruptions") is None:
             raise UserError(f"corruption: imagecorruptions is not installed; {INSTALL}")
 
+    def require_model(self, model: nn.Module, classes: int, side: int) -> None:
+        """Raise UserError for small images."""
+        if side < LEAST_SIDE:
+            raise UserError(f"corruption: images need {LEAST_SIDE} pixels a side or more, but these have {side}")
+
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """Return corrupted_BCHW, of 8 bits per channel; the model and the labels are not used."""
         labels_given(images_BCHW, labels_B)
-        if min(images_BCHW.shape[2:]) < LEAST_SIDE:
-            size = "x".join(map(str, images_BCHW.shape[2:]))
-            raise UserError(f"corruption: images need {LEAST_SIDE} pixels a side or more, but these have {size}")
+        self.require_model(model, 0, min(images_BCHW.shape[2:]))
         if images_BCHW.shape[1] not in (1, 3):
             raise UserError(f"corruption: images have 1 or 3 channels, not {images_BCHW.shape[1]}")
         bytes_BHWC = (images_BCHW.detach() * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()

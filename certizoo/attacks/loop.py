@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from certizoo import UserError
 from certizoo.attacks.attack import Draws
 from certizoo.attacks.attention import LOSS_NAMES, loss_of
-from certizoo.attacks.losses import refusing
+from certizoo.attacks.losses import refusing, require_three
 from certizoo.attacks.norms import NORMS
 from certizoo.attacks.points import Judge, Rows, Threat, Worst
 from certizoo.config.schema import Count, NonNegative, OneOf, Positive, Section
@@ -64,6 +64,13 @@ class AttackConfig(Section):
         if self.restarts > 1 and not self.random_start:
             raise UserError(f"attack.restarts={self.restarts} would all be equal; set attack.random_start=true")
         require_radius("attack.eps", self.eps, self.norm)
+
+    def require_model(self, model: nn.Module, classes: int, side: int) -> None:
+        """Raise UserError for a loss that the model's classes or its layers do not have."""
+        if self.loss == "dlr":
+            require_three(classes)
+        with loss_of(self.loss, model):
+            pass
 
     def run(
         self,

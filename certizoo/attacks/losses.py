@@ -38,12 +38,15 @@ def dlr(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
     The difference of logits ratio of Croce & Hein, https://arxiv.org/abs/2003.01690; positive if the image is
     misclassified. Raises UserError below three classes, where z_(3) does not exist.
     """
-    if logits_BK.shape[1] < 3:
-        raise UserError(
-            f"attack.loss=dlr needs three classes or more, but the model has {logits_BK.shape[1]}; use margin"
-        )
+    require_three(logits_BK.shape[1])
     top_B3 = logits_BK.topk(3, dim=1).values
     return margin(logits_BK, labels_B) / (top_B3[:, 0] - top_B3[:, 2] + 1e-12)
+
+
+def require_three(classes: int) -> None:
+    """Raise UserError for a model without a third class, which `dlr` needs."""
+    if classes < 3:
+        raise UserError(f"attack.loss=dlr needs three classes or more, but the model has {classes}; use margin")
 
 
 def refusing(loss: Callable[[Tensor, Tensor], Tensor], labels_B: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

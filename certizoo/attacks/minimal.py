@@ -49,6 +49,10 @@ class CarliniWagner(Section):
     binary_search_steps: Count = 1
     threshold: Positive | None = None
 
+    def require_model(self, model: nn.Module, classes: int, side: int) -> None:
+        """Raise UserError if foolbox is missing."""
+        _foolbox()
+
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """Return adversarial_BCHW; `draws` is unused: nothing is drawn."""
         from_foolbox = _foolbox().L2CarliniWagnerAttack(
@@ -69,6 +73,10 @@ class DeepFool(Section):
     steps: Count = 50
     candidates: Annotated[int, Ge(2)] = 10
     overshoot: NonNegative = 0.02
+
+    def require_model(self, model: nn.Module, classes: int, side: int) -> None:
+        """Raise UserError if foolbox is missing."""
+        _foolbox()
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """Return adversarial_BCHW; `draws` is unused: nothing is drawn."""

@@ -35,6 +35,10 @@ class Transfer:
         """The attack's `together`."""
         return self.attack.together
 
+    def require_model(self, model: nn.Module, classes: int, side: int) -> None:
+        """Require what the attack requires of the source."""
+        self.attack.require_model(self.source, classes, side)
+
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         """Return adversarial_BCHW against the source; `model`, the target, is not used."""
         return self.attack.run(self.source, images_BCHW, labels_B, draws)

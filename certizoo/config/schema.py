@@ -10,6 +10,7 @@ pydantic checks and converts a value whenever a section is made, from a file, a 
 """
 
 import argparse
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
@@ -26,8 +27,9 @@ from certizoo.nearest import unknown
 from certizoo.text import shown
 
 __all__ = [
-    "Count", "Ge", "Gt", "Le", "Lt", "MinLen", "NonNegative", "OneOf", "Port", "Positive", "Section", "Share", "Text",
-    "Whole", "WrongValue", "argument", "checked", "hints", "section_of", "typed_values", "words", "words_of",
+    "Count", "Ge", "Gt", "Le", "Lt", "Matching", "MinLen", "NonNegative", "OneOf", "Port", "Positive", "Section",
+    "Share", "Text", "Whole", "WrongValue", "argument", "checked", "hints", "section_of", "typed_values", "words",
+    "words_of",
 ]  # fmt: skip
 
 S = TypeVar("S", bound="Section")
@@ -63,6 +65,22 @@ class OneOf:
 
     def _require(self, value: object) -> object:
         if value not in self.values:
+            raise ValueError
+        return value
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Annotates text that matches a regular expression; `words` describe it."""
+
+    pattern: str
+    words: str
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._require, handler(kind))
+
+    def _require(self, value: str) -> str:
+        if not re.fullmatch(self.pattern, value, re.ASCII):
             raise ValueError
         return value
 
@@ -203,6 +221,8 @@ def words(hint: Any) -> str:
 def _words_in_range(kind: Any, limits: Sequence[Any]) -> str:
     if named := [_plain(value) for limit in limits if isinstance(limit, OneOf) for value in limit.values]:
         return named[0] if len(named) == 1 else f"one of {', '.join(named)}"
+    if described := [limit.words for limit in limits if isinstance(limit, Matching)]:
+        return described[0]
     bounds = [text.format(getattr(one, key)) for key, text in _LIMITS.items() for one in limits if hasattr(one, key)]
     between = " of " if bounds and bounds[0].startswith("at ") else " "
     return f"{words(kind)}{between}{' and '.join(bounds)}".strip()

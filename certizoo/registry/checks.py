@@ -6,8 +6,13 @@ Every check raises ValueError saying what is wrong; a path stays inside the fold
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from certizoo.config.schema import Matching, Text
+
+ModelName = Annotated[Text, Matching(r"(?=.*\w)[\w.-]{1,100}", "a name of up to 100 letters, digits, '_', '-' and '.'")]
+# The limit of MLflow's columns is 256 characters, that of its folders 255 bytes.
+ExperimentName = Annotated[Text, Matching(r"(?=.*\S)[^\x00-\x1f\x7f]{1,200}", "a name of up to 200 characters")]
 MAX_TEXT = 500  # characters of a name
 WORD = re.compile(r"[\w-]{1,64}", re.ASCII)  # ids and keys are used in queries
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from certizoo import UserError
 from certizoo.commit import ROOT
+from certizoo.config.schema import checked
 from certizoo.documents import read_json
 from certizoo.files import disk_errors, sha256, write_whole
 from certizoo.locks import locked
@@ -172,8 +173,8 @@ def check(request: Request, run_dir: Path) -> None:
     weights = certificate.with_name(manifest.WEIGHTS)
     if not isinstance(said, dict) or not weights.is_file() or said.get(version_tags.WEIGHTS) != sha256(weights):
         raise UserError(f"{certificate} does not belong to the weights beside it; certify them again")
-    if not re.fullmatch(r"(?=.*\w)[\w.-]{1,100}", request.name, re.ASCII):
-        raise UserError(f"registered model name {request.name[:80]!r}: use up to 100 letters, digits, '_', '-' and '.'")
+    checked("registered model name", request.name, checks.ModelName)
+    checked("experiment", request.experiment, checks.ExperimentName)
     if not _is_ours(request.loader_module):
         raise UserError(f"loader_module {request.loader_module!r} is not a module of the project; name one")
     for tag in ("dataset", request.headline):
@@ -190,10 +191,15 @@ def _is_ours(module: str) -> bool:
 
 
 def _send_another_first(run_dir: Path, name: str, uri: str) -> None:
-    """Send a waiting publication under another name first: the next would replace it in the folder."""
+    """Send a waiting publication under another name first: the next replaces it in the folder."""
     if (earlier := waiting(run_dir)) and earlier.name != name:
-        check(earlier, run_dir)
-        _finish(earlier, run_dir, uri)
+        try:
+            check(earlier, run_dir)
+            _finish(earlier, run_dir, uri)
+        except (store.Away, store.Full):
+            raise
+        except UserError as refused:  # for ever: it would block all later ones
+            logger.warning("%s is dropped: %s", run_dir / PUBLICATION, refused)
 
 
 def _finish(request: Request, run_dir: Path, uri: str) -> Published:

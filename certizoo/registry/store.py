@@ -120,7 +120,7 @@ def experiment_id(client: "MlflowClient", name: str) -> str:
     from mlflow.exceptions import MlflowException
 
     root = artifact_root(client.tracking_uri)
-    location = (root / re.sub(r"[^\w-]", "_", name)).as_uri() if root else None
+    location = (root / re.sub(r"[^\w-]", "_", name, flags=re.ASCII)).as_uri() if root else None
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
@@ -136,6 +136,8 @@ def experiment_id(client: "MlflowClient", name: str) -> str:
 
 def is_refusal(error: Exception) -> bool:
     """Return True if sending again cannot help: MLflow refused, the file is missing, or we refuse it ourselves."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return True
     return isinstance(error, FileNotFoundError | ValueError) or getattr(error, "error_code", None) in REFUSALS
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from certizoo import UserError
 from certizoo.config.schema import Ge, Le, OneOf, Positive, Section, section_of
@@ -87,6 +87,20 @@ def config_of(said: object, where: str) -> DataConfig:
     if not isinstance(said, Mapping):
         raise UserError(f"{where} does not name its data; add data=NAME data.root=FOLDER")
     return section_of(DataConfig, said, "data", "configs/data")
+
+
+def require_fit(data: DataConfig, model: Mapping[str, Any]) -> None:
+    """Raise UserError unless a model with these options takes the images and the labels of the data."""
+    name = model["name"]
+    for key, option in {"img_size": "img_size", "channels": "in_chans"}.items():
+        own = getattr(data, key)
+        if (taken := model.get(option, own)) != own:
+            raise UserError(f"data.{key} is {own}, but {name} takes {taken}. Set data.{key}={taken}.")
+    if (classes := model.get("num_classes", data.num_classes)) != data.num_classes:
+        raise UserError(
+            f"data.num_classes is {data.num_classes}, but {name} has {classes} classes. Use the data of its training, "
+            f"or set data.num_classes={classes} if labels mean the same."
+        )
 
 
 def from_elsewhere(said: object, where: str, *, trusted: bool) -> DataConfig:

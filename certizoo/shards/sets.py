@@ -68,6 +68,13 @@ def find(config: DataConfig, split: str) -> ShardSet:
     )
 
 
+def warn_of_empty_classes(found: ShardSet, where: str) -> None:
+    """Log a warning if most classes have no image: labels may mean other classes than those of the model."""
+    filled = sum(count > 0 for count in found.histogram)
+    if 2 * filled < found.num_classes:
+        log.warning("%s has images of %d of %d classes; check its labels", where, filled, found.num_classes)
+
+
 def listing_of(config: DataConfig) -> Manifest | None:
     """Return the manifest, wherever the shards are; None for a folder without one."""
     source = source_of(config)

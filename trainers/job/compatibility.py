@@ -18,11 +18,11 @@ from torch import nn
 import zoo
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
-from certizoo.attacks.attention import loss_of
 from certizoo.files import require_file_name
 from certizoo.inputs import require_radius
 from certizoo.nearest import choices
-from certizoo.registry import champion, version_tags
+from certizoo.registry import version_tags
+from certizoo.shards import require_fit
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, SECOND_ORDER, SOFT_LABELS
@@ -111,15 +111,9 @@ def trades_starts_beside_the_image(r: Combination) -> None:
 
 
 def attacks_suit_the_model(r: Combination) -> None:
-    classes = r.job.model["num_classes"]
     for key, attack in r.attacks.items():
-        require(
-            attack.loss != "dlr" or classes >= 3,
-            f"{key}attack.loss=dlr needs three classes or more, but the model has {classes}; use margin",
-        )
         try:
-            with loss_of(attack.loss, r.model):
-                pass
+            attack.require_model(r.model, r.job.model["num_classes"], r.job.model["img_size"])
         except UserError as error:
             raise UserError(f"{key}{error}") from None
 
@@ -234,6 +228,10 @@ def the_model_can_be_built(r: Combination) -> None:
     _ = r.model
 
 
+def the_model_takes_the_data(r: Combination) -> None:
+    require_fit(r.job.data, r.job.model)
+
+
 def lipschitz_objectives_suit_the_model(r: Combination) -> None:
     if r.objective in LIPSCHITZ:
         try:
@@ -320,9 +318,7 @@ def missing_rule(model: Mapping[str, Any], method: str) -> str:
 
 
 def tags_are_not_reserved(r: Combination) -> None:
-    registry = r.job.config["registry"]
-    champion.refuse_given(registry["champion_images"])
-    version_tags.refuse_given(registry["tags"] or {}, "registry.tags")
+    version_tags.refuse_given(r.job.config["registry"]["tags"] or {}, "registry.tags")
 
 
 RULES: tuple[Rule, ...] = (
@@ -350,6 +346,7 @@ RULES: tuple[Rule, ...] = (
     masks_find_attention_and_patches,
     penalties_find_weights,
     attacks_suit_the_model,
+    the_model_takes_the_data,
     certificates_have_rules_for_the_model,
     probes_exclude_reported_images,
     probes_are_of_radii_in_the_norm,

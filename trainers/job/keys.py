@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from certify.stage.settings import Settings as CertifySettings
 from certizoo.attacks import AttackConfig
 from certizoo.config.schema import Count, Lt, OneOf, Section, Text, Whole
+from certizoo.registry.checks import ExperimentName, ModelName
 from certizoo.shards import DataConfig
 from trainers.job.schedule import ScheduleConfig
 from trainers.settings import (
@@ -33,8 +34,8 @@ class RegistryKeys(Section):
     """`registry`: tracking in MLflow and the registered version."""
 
     enabled: bool
-    experiment: Text
-    model_name: Text
+    experiment: ExperimentName
+    model_name: ModelName
     champion_images: Count = 300
     uri: str | None = None
     tags: dict[str, Text] | None = None

@@ -15,6 +15,7 @@ from certizoo.attacks import AttackConfig
 from certizoo.config.schema import section_of, typed_values
 from certizoo.registry import store
 from certizoo.shards import DataConfig, ShardSet, find
+from certizoo.shards.sets import warn_of_empty_classes
 from trainers import ranks
 from trainers.job import checkpoint
 from trainers.job.auto_settings import bf16_is_emulated, resolve_auto, scale_lr
@@ -80,6 +81,8 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         saved=saved,
         auto_settings=(*lines, *of_lr),
     )
+    if ranks.local_rank() == 0:
+        warn_of_empty_classes(job.train_set, data.root)
     if job.first_weights is True:
         table.entry(job.model["name"])
     elif source_exists and job.first_weights:

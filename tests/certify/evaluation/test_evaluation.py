@@ -53,6 +53,9 @@ class Noise:
     eps: float = 3.0
     together: bool = True
 
+    def require_model(self, model: nn.Module, classes: int, side: int) -> None:
+        """Work on any model."""
+
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:
         noise = torch.randn(images_BCHW.shape, generator=torch.Generator().manual_seed(0))
         return (images_BCHW + self.eps * noise / noise.flatten(1).norm(dim=1).view(-1, 1, 1, 1)).clamp(0, 1)

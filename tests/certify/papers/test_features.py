@@ -278,7 +278,7 @@ def test_models_of_other_images_are_refused_before_anything_runs(digits: Path, t
     own = handover(tmp_path / "own", digits, MODEL)
     for key, value in {"img_size": 12, "in_chans": 3, "num_classes": 5}.items():
         other = handover(tmp_path / key, digits, MODEL | {key: value})
-        with pytest.raises(UserError, match=f"has {key}={value}, but the images of digits need"):
+        with pytest.raises(UserError, match=f"but dp_vit_ti (takes|has) {value}"):
             feature_report.run(own, other, data, feature_report.Settings(), tmp_path / "out")
 
 

@@ -173,6 +173,8 @@ def test_the_experiment_of_a_published_version_can_be_chosen(
         ("headline_eps=x", "headline_eps='x'"),
         ("served_dtype=int8", "served_dtype='int8'"),
         ("data=digits +data.foo=1", "no config key"),
+        ("publish=a/b", "publish='a/b' does not work; give a name of up to 100"),
+        (f"registry.experiment={'x' * 300}", "give a name of up to 200 characters"),
     ],
 )
 def test_a_wrong_key_or_value_is_one_line_before_any_work(
@@ -201,7 +203,7 @@ def test_the_command(
         ([f"handover={tmp_path}"], "not a hand-over"),
         ([f"handover={handover}", "methd=x"], "method"),
         ([f"handover={handover}", f"out={out}", "method=hope"], "no certification method 'hope'"),
-        ([f"handover={handover}", f"out={out}", "data=cifar10", f"data.root={digits}"], "no shards"),
+        ([f"handover={handover}", f"out={out}", "data=digits", f"data.root={tmp_path}"], "no shards"),
     ]:
         with pytest.raises(SystemExit) as exit_:
             main(argv)

@@ -40,8 +40,8 @@ def test_autoattack_is_the_authors_image_by_image(make_model: Any, norm: str, ep
 def test_autoattack_of_few_classes() -> None:
     images = images_of(3)
     for classes, too_many, refused in (
-        (3, ("apgd-ce", "apgd-t"), r"needs 4 classes or more, but the model has 3; set attacks to \['apgd-ce'\]"),
-        (2, ("apgd-dlr",), "apgd-dlr needs 3 classes or more, but the model has 2; set attacks to .'apgd-ce', 'fab-t'"),
+        (3, ("apgd-ce", "apgd-t"), r"needs 4 classes or more, but the model has 3; set its attacks=\[apgd-ce\]"),
+        (2, ("apgd-dlr",), r"apgd-dlr needs 3 classes or more, but the model has 2; set its attacks=\[apgd-ce,fab-t"),
     ):
         model = mlp(classes)
         with pytest.raises(UserError, match=refused):

@@ -163,3 +163,13 @@ def test_words_describe_annotations() -> None:
     assert words(tuple[float, ...]) == "a list of numbers"
     assert words(Annotated[str, OneOf("auto")] | bool) == "auto, or true or false"
     assert words(dict[str, str]) == "a mapping {KEY: VALUE}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("registry.experiment", "x" * 300), ("registry.experiment", " "), ("registry.model_name", "a/b")],
+)
+def test_names_that_the_registry_refuses_are_refused_at_once(key: str, value: str) -> None:
+    config = compose_config("adv_train", ["+model=spec_vit_digits", "data=digits", f"{key}='{value}'"])
+    with pytest.raises(UserError, match=f"{key}=.*give a name of up to"):
+        typed_values(TrainerKeys, config)

@@ -98,11 +98,29 @@ def test_without_certificate_nothing_is_registered(issue: Publish, uri: str, tmp
     assert not store.database(uri).exists()
 
 
+def test_a_waiting_publication_that_mlflow_refuses_does_not_block_the_next(
+    issue: Publish, uri: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = handover(tmp_path / "a")
+    waits = Path(issue(folder, name="earlier", uri=AWAY).uri)
+    waits.write_text(json.dumps(json.loads(waits.read_text()) | {"experiment": "x" * 300}))
+    assert issue(folder).version == "1"
+    assert "is dropped" in caplog.text
+    assert [version.name for version in browse.versions()] == ["tiny"]
+
+
+def test_a_name_that_the_disk_refuses_does_not_wait(uri: str) -> None:
+    with pytest.raises(UserError, match="refuses") as refused, store.one_line(uri):
+        Path("x" * 300).touch()
+    assert not isinstance(refused.value, store.Away)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"headline": "certified_acc.0.3"}, "is missing from the publication"),
         ({"name": "a/b"}, "model name"),
+        ({"experiment": "x" * 300}, "a name of up to 200 characters"),
         ({"loader_module": "nowhere"}, "loader"),
     ],
 )

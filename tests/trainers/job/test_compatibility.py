@@ -70,7 +70,6 @@ CASES: dict[str, list[Case]] = {
     "tags_are_not_reserved": [
         ("adv_train", [*TINY, "registry.tags={clean_acc:1.0}"], "clean_acc is reserved"),
         ("adv_train", [*TINY, "registry.tags={certified_acc.0.1:1.0}"], "certified_acc.0.1 is reserved"),
-        ("adv_train", [*TINY, "registry.champion_images=0"], "champion_images=0"),
     ],
     "ranks_share_the_batch": [("adv_train", [*TINY, "train.batch_size=63"], "not a multiple of the 2 ranks")],
     "micro_batches_make_the_batch": [("adv_train", [*TINY, "train.micro_batch_size=5"], "train.micro_batch_size")],
@@ -104,6 +103,10 @@ CASES: dict[str, list[Case]] = {
     ],
     "a_recomputed_block_draws_no_mask": [
         ("adv_train", [*TINY, "train.grad_checkpointing=true", "masks.ard=true"], "masks.ard"),
+    ],
+    "the_model_takes_the_data": [
+        ("adv_train", [*TINY, "+model.img_size=12"], "data.img_size is 8, but dp_vit_ti takes 12"),
+        ("adv_train", [*TINY, "+model.num_classes=7"], "data.num_classes is 10, but dp_vit_ti has 7 classes"),
     ],
     "the_model_can_be_built": [
         ("adv_train", [*TINY, "model.patch_size=16"], "img_size 8 is not a multiple of patch_size 16"),
