@@ -55,9 +55,9 @@ def _compared(model: nn.Module, weights: Weights, options: Options, source: str)
     """Compare the logits with the original's, and say so. Raises UserError if they differ."""
     try:
         other, theirs = original(weights, model, options)
+        found = largest_difference(model, theirs, (options["in_chans"], options["img_size"], options["img_size"]))
     except NoOriginalError as reason:
         return f"logits not compared: {reason}"
-    found = largest_difference(model, theirs, (options["in_chans"], options["img_size"], options["img_size"]))
     if not found <= TOLERANCE:
         raise UserError(
             f"{source} computes another function: the logits differ from those of {other} by {found:.1e}; set heads "

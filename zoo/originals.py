@@ -4,10 +4,13 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import timm
 import torch
+from safetensors.torch import save_file
 from timm.models.convit import ConVit
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
@@ -18,14 +21,16 @@ from zoo.models import convert
 from zoo.models.factory import Options, list_models
 from zoo.weights import names
 from zoo.weights.files import Weights
+from zoo.weights.table import WEIGHTS
 
 IMAGES = 2
+META = {"format": "pt"}
 TOLERANCE = 1e-9  # in float64, relative to 1 + the largest logit
 Original = tuple[str, nn.Module]
 
 
 class NoOriginalError(Exception):
-    """The reason why no other model with these weights can run here."""
+    """The reason why logits cannot be compared."""
 
 
 def original(weights: Weights, model: nn.Module, options: Options) -> Original:
@@ -44,6 +49,7 @@ def largest_difference(model: nn.Module, other: nn.Module, image: tuple[int, int
     """Return the largest difference of the logits in float64, on random images, relative to 1 + the largest logit.
 
     `model` takes images in [0,1], `other` normalised ones. `model` gets its float32 weights back, which are the same.
+    Raises NoOriginalError if the logits do not depend on the image.
     """
     images_BCHW = torch.rand(IMAGES, *image, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     try:
@@ -51,6 +57,8 @@ def largest_difference(model: nn.Module, other: nn.Module, image: tuple[int, int
         ours, theirs = model(images_BCHW), _logits(other.double().eval()(normalised_BCHW))
     finally:
         model.float()
+    if torch.equal(theirs[0], theirs[1]):
+        raise NoOriginalError("they are the same for every image, as in a model whose head was never trained")
     return float((ours - theirs).abs().max() / (1 + theirs.abs().max()))
 
 
@@ -126,8 +134,13 @@ def _hugging_face(weights: Weights, options: Options) -> Original:
         num_labels=options["num_classes"],
         layer_norm_eps=_norm(options).keywords["eps"],
     )
-    make = partial(library.ViTForImageClassification, config)
-    return "Hugging Face's ViTForImageClassification", _filled(make, weights.original)
+    with TemporaryDirectory() as folder:  # its loader alone knows the names of all its versions
+        config.save_pretrained(folder)
+        save_file({key: value.contiguous() for key, value in weights.original.items()}, Path(folder, WEIGHTS), META)
+        made, said = library.ViTForImageClassification.from_pretrained(folder, output_loading_info=True)
+    if said["missing_keys"]:
+        raise NoOriginalError(f"transformers {library.__version__} does not know these names")
+    return "Hugging Face's ViTForImageClassification", made
 
 
 LIBRARIES: dict[str, Callable[[Weights, Options], Original]] = {

@@ -114,7 +114,8 @@ def test_real_wrappers_are_read(theirs: Any, tmp_path: Path) -> None:
 
 
 def test_arrays_are_read(state: State, theirs: Any, tmp_path: Path) -> None:
-    np.savez(tmp_path / "w.npz", **{key: value.numpy() for key, value in state.items()})
+    arrays: dict[str, Any] = {key: value.numpy() for key, value in state.items()}
+    np.savez(tmp_path / "w.npz", **arrays)
     assert differs(imported(tmp_path / "w.npz", tmp_path / "h")[1], theirs) < 1e-5
 
 
@@ -172,11 +173,33 @@ def in_hugging_faces_names(state: State) -> State:
     return found
 
 
-def test_hugging_faces_names_are_mapped(state: State, theirs: Any, tmp_path: Path) -> None:
-    save_file(in_hugging_faces_names(state), tmp_path / "model.safetensors")
+OF_VERSION_5 = {  # of transformers: in memory, not in the files that it saves
+    "encoder.layer.": "layers.", "attention.attention.query": "attention.q_proj", "attention.attention.key":
+    "attention.k_proj", "attention.attention.value": "attention.v_proj", "attention.output.dense": "attention.o_proj",
+    "intermediate.dense": "mlp.fc1", "output.dense": "mlp.fc2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("renamed", [{}, OF_VERSION_5])
+def test_hugging_faces_names_are_mapped(renamed: dict[str, str], state: State, theirs: Any, tmp_path: Path) -> None:
+    named = in_hugging_faces_names(state)
+    for old, new in renamed.items():
+        named = {key.replace(old, new): value for key, value in named.items()}
+    save_file(named, tmp_path / "model.safetensors")
     said, model = imported(tmp_path / "model.safetensors", tmp_path / "h")
     assert differs(model, theirs) < 1e-5
-    assert "logits not compared: transformers is not installed" in said or "Hugging Face's ViTFor" in said
+    assert "logits not compared: transformers is not installed" in said or "of Hugging Face's ViTFor" in said
+
+
+def test_real_hugging_face_models_are_compared(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is no dependency")
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 192}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=7, layer_norm_eps=1e-6)
+    model = randomised(transformers.ViTForImageClassification(config))
+    model.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    for name in ("model.safetensors", "w.pth"):
+        assert "logits equal those of Hugging Face's" in imported(tmp_path / name, tmp_path / f"of {name}")[0]
 
 
 def test_hugging_faces_configuration_is_heeded(state: State, tmp_path: Path) -> None:
@@ -225,6 +248,12 @@ def test_our_own_weights_have_no_other_library(tmp_path: Path) -> None:
     assert config["pretrained"].startswith("w.pt#sha256=")
 
 
+def test_logits_that_say_nothing_are_not_compared(tmp_path: Path) -> None:
+    """A new model of torchvision has a head of zeros, so any function would have its logits."""
+    torch.save(VisionTransformer(32, 8, 2, 3, 48, 192, num_classes=7).state_dict(), tmp_path / "w.pth")
+    assert "logits not compared: they are the same for every image" in imported(tmp_path / "w.pth", tmp_path / "h")[0]
+
+
 # what is refused ------------------------------------------------------------
 
 
@@ -263,7 +292,8 @@ def test_files_that_hold_no_weights_are_named(state: State, tmp_path: Path) -> N
     whole = written(state)
     save_file(state, tmp_path / "whole.safetensors")
     np.savez(tmp_path / "objects.npz", a=np.array([None], dtype=object))
-    np.savez(tmp_path / "jax.npz", **{"Transformer/encoderblock_0/x": np.ones(3)})
+    jax: dict[str, Any] = {"Transformer/encoderblock_0/x": np.ones(3)}
+    np.savez(tmp_path / "jax.npz", **jax)
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
     for name, content, words in (
         ("a.pth", b"", "is empty (0 bytes)"),

@@ -9,6 +9,7 @@
     blocks.i.mlp.fc1, .fc2     .mlp.0, .mlp.3                             .intermediate.dense, .output.dense
     norm, head                 encoder.ln, heads.head                     layernorm, classifier
 
+In memory, version 5 of Hugging Face's transformers says layers.i.attention.{q,k,v,o}_proj and mlp.fc1, fc2 instead.
 Only ViT has such tables. All other names stay as they are.
 """
 
@@ -45,22 +46,23 @@ RULES: dict[str, tuple[tuple[str, str], ...]] = {
         (r"\.mlp\.(3|linear_2)\.", ".mlp.fc2."),
     ),
     HUGGING_FACE: (
-        (r"^\w+\.(?=(embeddings|encoder|layernorm)\.)", ""),
+        (r"^\w+\.(?=(embeddings|encoder|layers|layernorm)\.)", ""),
         (r"^embeddings\.cls_token$", "cls_token"),
         (r"^embeddings\.position_embeddings$", "pos_embed"),
         (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
         (r"^layernorm\.", "norm."),
         (r"^classifier\.", "head."),
-        (r"^encoder\.layer\.(\d+)\.", r"blocks.\1."),
+        (r"^(?:encoder\.layer|layers)\.(\d+)\.", r"blocks.\1."),
         (r"\.layernorm_before\.", ".norm1."),
         (r"\.layernorm_after\.", ".norm2."),
-        (r"\.attention\.attention\.", ".attn."),
-        (r"\.attention\.output\.dense\.", ".attn.proj."),
+        (r"\.attention\.(?:attention\.query|q_proj)\.", ".attn.q."),
+        (r"\.attention\.(?:attention\.key|k_proj)\.", ".attn.k."),
+        (r"\.attention\.(?:attention\.value|v_proj)\.", ".attn.v."),
+        (r"\.attention\.(?:output\.dense|o_proj)\.", ".attn.proj."),
         (r"\.intermediate\.dense\.", ".mlp.fc1."),
         (r"\.output\.dense\.", ".mlp.fc2."),
     ),
 }
-SEPARATE = ("query", "key", "value")
 
 
 def unwrapped(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -80,12 +82,12 @@ def library_of(state: Mapping[str, Tensor]) -> str:
 
 
 def in_timms_names(state: Mapping[str, Tensor], library: str) -> dict[str, Tensor]:
-    """Return the weights in timm's names; query, key and value are joined."""
+    """Return the weights in timm's names. Hugging Face's W_Q, W_K and W_V are joined."""
     named = {_renamed(key, RULES.get(library, ())): value for key, value in state.items()}
-    for key in [key for key in named if ".attn.query." in key]:
-        parts = [key.replace(".query.", f".{part}.") for part in SEPARATE]
+    for key in [key for key in named if library == HUGGING_FACE and ".attn.q." in key]:
+        parts = [key.replace(".q.", f".{part}.") for part in "qkv"]
         if all(part in named for part in parts):
-            named[key.replace(".query.", ".qkv.")] = torch.cat([named.pop(part) for part in parts])
+            named[key.replace(".q.", ".qkv.")] = torch.cat([named.pop(part) for part in parts])
     return named
 
 
