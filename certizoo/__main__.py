@@ -17,7 +17,7 @@ from certizoo.nearest import unknown
 
 # command -> its module and description
 COMMANDS = {
-    "zoo": ("zoo", "list models and what is proved of their weights; export"),
+    "zoo": ("zoo", "list models and what is proved of their weights; import, export"),
     "shards": ("certizoo.shards", "data sets as shards"),
     "certify": ("certify", "certify, evaluate with attacks, certify photographs, the leaderboard"),
     "explain": ("certify.explanation", "layers of any model: rules or what is missing, norms, shares of the loss"),

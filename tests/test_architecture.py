@@ -88,7 +88,9 @@ ROOMS: dict[str, set[str]] = {
     "zoo/models": _LAYERS | _WEIGHTS,
     "zoo/handover.py": _LAYERS | _WEIGHTS | {"zoo/models"},
     "zoo/export.py": _LAYERS | {"zoo/models", "zoo/handover.py"},
-    "zoo/__main__.py": _LAYERS | _WEIGHTS | {"zoo/models", "zoo/handover.py", "zoo/export.py"},
+    "zoo/originals.py": _LAYERS | _WEIGHTS | {"zoo/models"},
+    "zoo/importing.py": _LAYERS | _WEIGHTS | {"zoo/models", "zoo/handover.py", "zoo/originals.py"},
+    "zoo/__main__.py": _LAYERS | _WEIGHTS | {"zoo/models", "zoo/handover.py", "zoo/export.py", "zoo/importing.py"},
     "zoo/__init__.py": _LAYERS
     | _WEIGHTS
     | {"zoo/models", "zoo/handover.py", "zoo/export.py", "zoo/rules.py"}

@@ -1,4 +1,4 @@
-"""Command line of the zoo: `python -m zoo [PATTERN]`, `python -m zoo show NAME` and `python -m zoo export`."""
+"""Command line of the zoo: `python -m zoo [PATTERN]`, `python -m zoo show NAME`, `... import` and `... export`."""
 
 import argparse
 import csv
@@ -15,12 +15,14 @@ from rich.table import Table
 
 from certizoo import UserError
 from certizoo.errors import one_line_errors
+from zoo import handover
 from zoo.export import FORMATS, export_handover
+from zoo.importing import import_checkpoint
 from zoo.models import overview
 from zoo.models.factory import model_options
 from zoo.weights.table import entries
 
-COMMANDS = ("list", "show", "export")
+COMMANDS = ("list", "show", "import", "export")
 
 
 def _console() -> Console:
@@ -64,9 +66,15 @@ def show(args: argparse.Namespace) -> None:
     console.print(f"weights: {said}", markup=False, soft_wrap=True, highlight=False)
 
 
+def import_weights(args: argparse.Namespace) -> None:
+    """Write weights of other programs as a hand-over, and print how its logits compare."""
+    said = import_checkpoint(args.checkpoint, args.model, args.out, _overrides(args.set), args.ema)
+    _console().print(said, soft_wrap=True, highlight=False)
+
+
 def export(args: argparse.Namespace) -> None:
     """Write the model of a hand-over as a file for other programs."""
-    export_handover(args.handover, args.out, args.format)
+    export_handover(handover.folder_of(args.handover), args.out, args.format)
 
 
 def _overrides(assignments: Sequence[str]) -> dict[str, Any]:
@@ -96,8 +104,21 @@ def parser() -> argparse.ArgumentParser:
     showing.add_argument("name", metavar="NAME")
     showing.add_argument("--set", nargs="+", action="extend", default=[], metavar="OPTION=VALUE")
     showing.set_defaults(action=show)
+    importing = commands.add_parser(
+        "import", help="weights of timm, torchvision, Hugging Face, Lightning, ... as a hand-over"
+    )
+    importing.add_argument("checkpoint", metavar="CHECKPOINT", help="file, timm tag or URL#sha256=HEX")
+    importing.add_argument("--model", metavar="NAME", required=True, help="model of the zoo, with the same sizes")
+    importing.add_argument(
+        "--out", metavar="DIR", type=Path, required=True, help="folder to write, such as runs/NAME/handover"
+    )
+    importing.add_argument("--set", nargs="+", action="extend", default=[], metavar="OPTION=VALUE")
+    importing.add_argument("--ema", action="store_true", help="the averaged weights of a training checkpoint")
+    importing.set_defaults(action=import_weights)
     exporting = commands.add_parser("export", help="the model of a hand-over as a file for other programs")
-    exporting.add_argument("handover", metavar="HANDOVER", type=Path, help="folder that training wrote")
+    exporting.add_argument(
+        "handover", metavar="HANDOVER", type=Path, help="folder that training wrote, or its run: runs/NAME"
+    )
     exporting.add_argument("out", metavar="OUT", type=Path, help="file to write")
     exporting.add_argument("--format", choices=tuple(FORMATS), required=True)
     exporting.set_defaults(action=export)

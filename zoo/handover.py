@@ -20,6 +20,7 @@ from zoo.models.factory import Options, create_model, model_options, pixel_stati
 from zoo.weights.table import CONFIG, WEIGHTS
 
 MAX_BUFFERS = 2**32  # bytes of masks and indices, which follow from the options and are not weights
+RUN_FOLDER = "handover"  # of a run, runs/NAME
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -37,6 +38,12 @@ def save(folder: Path, model: nn.Module, model_config: Mapping[str, Any], extra:
     options |= _brought(model, options)
     config = {**extra, "model": {"name": model_config["name"], **options}}
     write_whole(folder / CONFIG, yaml_of(config))
+
+
+def folder_of(named: Path) -> Path:
+    """Return the hand-over that a path names: the folder itself, or `handover` in the folder of a run."""
+    own = named / RUN_FOLDER
+    return own if own.is_dir() and not (named / WEIGHTS).exists() else named
 
 
 def read_config(folder: Path) -> dict[str, Any]:

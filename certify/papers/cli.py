@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+import zoo
 from certify.papers import analysis, feature_figures, feature_report
 from certify.rows.arguments import Config, Subject, data_of, handover_of, out_of, settings_of
 from certify.rows.progress import progress_bar
@@ -50,7 +51,7 @@ def features(config: Config) -> None:
     config = typed_values(FeaturesKeys, config)
     handover = handover_of(config)
     out = out_of(config, handover, "features")
-    against = Path(config["against"]) if config["against"] else None
+    against = zoo.handover.folder_of(Path(config["against"])) if config["against"] else None
     data = data_of(config, handover)
     settings = settings_of(feature_report.Settings, config)
     console = Console(highlight=False, markup=False)

@@ -27,7 +27,10 @@ class Subject(Section):
 
 
 def handover_of(config: Config) -> Path:
-    """Return the folder `handover`, that of the downloaded `version`, or that of the `model` with published weights."""
+    """Return the folder `handover`, that of the downloaded `version`, or that of the `model` with published weights.
+
+    `handover` may also name the run of the folder, runs/NAME.
+    """
     given = [key for key in ("handover", "version", "model") if config.get(key)]
     if len(given) != 1:
         raise UserError(
@@ -36,7 +39,7 @@ def handover_of(config: Config) -> Path:
     if given == ["model"]:
         return zoo.weights.handover_of(str(config["model"]))
     if config["handover"]:
-        return Path(config["handover"]).expanduser()
+        return zoo.handover.folder_of(Path(config["handover"]).expanduser())
     from certizoo.registry import browse
 
     return browse.download(config["version"])

@@ -1,41 +1,23 @@
 """Pretrained weights for our models: from timm by a full tag, from a local file, or from a URL with its sha256."""
 
-import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from certizoo import UserError
 from certizoo.nearest import nearest
 from zoo.attention.softmax import SoftmaxAttention
 from zoo.models import convert
-from zoo.weights import fetch
+from zoo.weights import fetch, files
+from zoo.weights.files import SUFFIXES, Weights
+from zoo.weights.told import Told
 
 log = logging.getLogger(__name__)
 
-SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
-WRAPPERS = ("model", "state_dict")  # keys under which published files keep the state dict
 EXAMPLE = "vit_base_patch16_224.augreg2_in21k_ft_in1k"
-Statistics = dict[str, tuple[float, ...]]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A state dict, and what else its source provides: pixel mean and std, and the heads of every attention.
-
-    The latter are {} and [] if the source does not have them.
-    """
-
-    state: Mapping[str, Tensor]
-    statistics: Statistics
-    num_heads: list[int]
 
 
 def load_pretrained(model: nn.Module, source: str | Path) -> None:
@@ -47,37 +29,66 @@ def load_pretrained(model: nn.Module, source: str | Path) -> None:
     Args:
         model: the model to fill.
         source: a full timm tag ("vit_base_patch16_224.augreg2_in21k_ft_in1k"), fetched over the network; or a file,
-            .safetensors or one that torch.load reads without running code (.pth, .pt, .bin); or URL#sha256=HEX of a
+            .safetensors, .npz or one that torch.load reads without running code; or URL#sha256=HEX of a
             .safetensors, the URL https://... or hf-hub:OWNER/REPOSITORY@REVISION/FILE, kept in the cache.
 
     Raises:
         UserError: if the weights are not available or do not fit.
     """
-    check_source(source)
-    if fetch.is_remote(source):
-        source = _fetched(str(source))
-    weights = _from_file(Path(source)) if _is_file(source) else _from_tag(str(source))
-    heads = [module.num_heads for module in model.modules() if isinstance(module, SoftmaxAttention)]
-    if weights.num_heads and weights.num_heads != heads:
-        raise UserError(
-            f"{source} has heads {weights.num_heads}, the model has {heads}; set num_heads, or take another tag"
-        )
-    try:
-        state = convert.from_timm(weights.state, model)
-        adapted = convert.adaptations(weights.state, model)
-    except UserError as error:
-        raise UserError(f"{source} does not fit: {error}") from None
-    for name, values in weights.statistics.items():
-        key = f"normalize.{name}"
-        state[key] = torch.tensor(values).view_as(state[key]).to(state[key])
-    model.load_state_dict(state)
+    adapted = fit(model, read(source), source)
     log.log(
         logging.WARNING if adapted else logging.INFO, "%s", "; ".join([f"pretrained weights of {source}", *adapted])
     )
 
 
+def read(source: str | Path, ema: bool = False) -> Weights:
+    """Return the weights of a source (see `load_pretrained`); `ema`: a file's averaged ones."""
+    check_source(source)
+    if fetch.is_remote(source):
+        source = _fetched(str(source))
+    if _is_file(source):
+        return files.read(Path(source), ema)
+    if ema:
+        raise UserError(f"{source} is a timm tag, which has one set of weights; leave --ema out")
+    return _from_tag(str(source))
+
+
+def fit(model: nn.Module, weights: Weights, source: str | Path) -> list[str]:
+    """Load the weights into `model`, and return what was adapted. Raises UserError if they do not fit."""
+    _check_told(model, weights.told, source)
+    try:
+        state = convert.from_timm(weights.state, model)
+        adapted = convert.adaptations(weights.state, model)
+    except UserError as error:
+        raise UserError(f"{source} does not fit: {error}") from None
+    for name, values in weights.told.statistics.items():
+        key = f"normalize.{name}"
+        if len(values) != state[key].numel():
+            raise UserError(
+                f"{source} has the {name} of {len(values)} channels, the model {state[key].numel()}; set in_chans"
+            )
+        state[key] = torch.tensor(values).view_as(state[key]).to(state[key])
+    model.load_state_dict(state)
+    return adapted
+
+
+def _check_told(model: nn.Module, told: Told, source: str | Path) -> None:
+    """Raise UserError unless heads and eps, which no state dict shows, are those of the source."""
+    heads = [module.num_heads for module in model.modules() if isinstance(module, SoftmaxAttention)]
+    if told.num_heads and told.num_heads != heads:
+        raise UserError(
+            f"{source} has heads {told.num_heads}, the model has {heads}; set num_heads, or take another tag"
+        )
+    eps = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
+    if told.eps is not None and eps - {told.eps}:
+        raise UserError(
+            f"{source} has norms with eps {told.eps:.1e}, the model has {max(eps):.1e}; set "
+            f"norm={{name: layernorm, eps: {told.eps:.1e}}}"
+        )
+
+
 def _is_file(source: str | Path) -> bool:
-    return isinstance(source, Path) or source.endswith(SUFFIXES) or Path(source).is_file()
+    return isinstance(source, Path) or source.endswith(SUFFIXES) or Path(source).exists()
 
 
 def check_source(source: str | Path) -> None:
@@ -89,6 +100,11 @@ def check_source(source: str | Path) -> None:
         _check_tag(str(source))
         return
     path = Path(source)
+    if path.is_dir():
+        inside = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES)
+        raise UserError(
+            f"{path} is a folder; give a file of weights" + (f" in it: {', '.join(inside[:5])}" * bool(inside))
+        )
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a file of weights, or a full timm tag such as {EXAMPLE}")
     if path.suffix not in SUFFIXES:
@@ -103,37 +119,6 @@ def _fetched(place: str) -> Path:
     )
 
 
-def _from_file(path: Path) -> Weights:
-    return _safetensors(path) if path.suffix == ".safetensors" else _torch(path)
-
-
-def _safetensors(path: Path) -> Weights:
-    try:
-        with safe_open(path, framework="pt") as file:
-            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
-            told = file.metadata() or {}
-        statistics = {key: tuple(json.loads(told[key])) for key in ("mean", "std") if key in told}
-    except (SafetensorError, ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); copy it again") from None
-    return Weights(state, statistics, [])
-
-
-def _torch(path: Path) -> Weights:
-    try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # the reader may raise anything on a damaged or foreign file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{path} cannot be read as plain weights ({reason}); save its state dict as .safetensors"
-        ) from None
-    for wrapper in WRAPPERS:
-        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
-            content = content[wrapper]
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise UserError(f"{path} does not hold a state dict; save one, names with tensors, as .safetensors")
-    return Weights(content, {}, [])
-
-
 def _from_tag(tag: str) -> Weights:
     try:
         theirs = timm.create_model(tag, pretrained=True)
@@ -146,7 +131,8 @@ def _from_tag(tag: str) -> Weights:
     heads = [
         module.num_heads for module in theirs.modules() if hasattr(module, "num_heads") and hasattr(module, "proj")
     ]
-    return Weights(theirs.state_dict(), {"mean": config["mean"], "std": config["std"]}, heads)
+    told = Told({"mean": config["mean"], "std": config["std"]}, heads, architecture=tag.partition(".")[0])
+    return Weights(theirs.state_dict(), told)
 
 
 def _check_tag(tag: str) -> None:
