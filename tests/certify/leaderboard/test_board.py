@@ -134,7 +134,7 @@ def test_an_entry_says_in_which_type_its_model_is_served(
     jsonschema.validate(json.loads(earlier.read_text()), SCHEMA)
     assert "served_dtype=null" in refusal(capsys, earlier, handover, digits, f"results=[{results}]")
     other = changed(lambda entry: entry.update(method="crown"))
-    assert "served_dtype=float32: set null, or one of" in refusal(capsys, other, handover, digits)
+    assert "served_dtype='float32': set null, or one of" in refusal(capsys, other, handover, digits)
     other = changed(lambda entry: entry.update(served_dtype="float16"))
     assert "served_dtype is 'float16'" in refusal(capsys, other, handover, digits)
 
