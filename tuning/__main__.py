@@ -22,6 +22,7 @@ from certizoo.config.schema import Count, Positive, Whole, argument, checked
 from certizoo.errors import one_line_errors
 from certizoo.files import disk_errors, require_file_name
 from certizoo.locks import sole_writer
+from certizoo.ports import require_ray
 from certizoo.registry import credentials, store
 from tuning import objectives, search, spaces
 from tuning.search import Search
@@ -142,6 +143,7 @@ def main_search(args: argparse.Namespace, defaults: dict[str, Any]) -> int:
 
 def run(asked: Search, resume: bool) -> int:
     """Run all trials and write the page at the end."""
+    require_ray()
     from tuning import closing, driver, nodes, server  # after the checks that need no large imports: Ray takes seconds
     from tuning.live import Board, failures
 

@@ -31,7 +31,6 @@ from ray.tune.search import BasicVariantGenerator, Searcher
 
 from certizoo import UserError
 from certizoo.files import write_whole
-from certizoo.ports import require_ray
 from tuning import gauges, nodes, objectives
 from tuning import trial as training
 from tuning.live import Board
@@ -57,7 +56,6 @@ class Surroundings:
 @contextmanager
 def cluster() -> Iterator[int]:
     """Join the cluster of RAY_ADDRESS or of this machine, or start one; yield the number of nodes."""
-    require_ray()
     quiet = logging.CRITICAL  # otherwise a page of traceback for what the board prints in a line
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=quiet, ignore_reinit_error=True)
     try:

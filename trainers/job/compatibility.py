@@ -214,6 +214,14 @@ def what_is_compiled_runs_once_and_has_one_derivative(r: Combination) -> None:
     )
 
 
+def a_recomputed_block_has_one_derivative(r: Combination) -> None:
+    require(
+        not (r.job.train.grad_checkpointing and r.objective in SECOND_ORDER),
+        f"train.grad_checkpointing=true recomputes a block for one derivative, but objective={r.objective} takes two; "
+        "set train.grad_checkpointing=false",
+    )
+
+
 def a_recomputed_block_draws_no_mask(r: Combination) -> None:
     require(
         not (r.job.train.grad_checkpointing and r.job.masks.ard),
@@ -339,6 +347,7 @@ RULES: tuple[Rule, ...] = (
     sam_needs_whole_weights,
     sam_needs_float32,
     what_is_compiled_runs_once_and_has_one_derivative,
+    a_recomputed_block_has_one_derivative,
     a_recomputed_block_draws_no_mask,
     the_model_can_be_built,
     lipschitz_objectives_suit_the_model,

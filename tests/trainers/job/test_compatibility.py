@@ -101,6 +101,10 @@ CASES: dict[str, list[Case]] = {
         ("adv_train", [*TINY, "train.compile=true", "train.grad_checkpointing=true"], "train.compile"),
         ("adv_train", [*TINY, "train.compile=true", "objective=lmce"], "objective=lmce"),
     ],
+    "a_recomputed_block_has_one_derivative": [
+        ("adv_train", [*TINY, "train.grad_checkpointing=true", f"objective={name}"], f"objective={name} takes two")
+        for name in ("lmce", "emma", "curvature")
+    ],
     "a_recomputed_block_draws_no_mask": [
         ("adv_train", [*TINY, "train.grad_checkpointing=true", "masks.ard=true"], "masks.ard"),
     ],
