@@ -47,7 +47,7 @@ def _head(path: Path) -> Iterator[str]:
 
 def _groups(config_name: str, configs: Path) -> list[str]:
     """Return the lines about groups, and the title of the keys."""
-    groups = dict.fromkeys(group for group, _, _ in _parts(config_name, configs) if group)
+    groups = dict.fromkeys(_group_names(config_name, configs))
     choices = {group: names for group in groups if len(names := _names(group, configs)) > 1}
     if not choices:
         return ["Keys, defaults, allowed values:"]
@@ -56,28 +56,37 @@ def _groups(config_name: str, configs: Path) -> list[str]:
     return ["Groups of keys, chosen as a whole:", *lines, "", "Keys, defaults, allowed values:"]
 
 
+def _group_names(config_name: str, configs: Path) -> Iterator[str]:
+    """Iterate over the groups of a file and of those that it continues."""
+    for group, name, _ in _parts(config_name, configs):
+        if group:
+            yield group
+        elif name is not None:
+            yield from _group_names(name, configs)
+
+
 def _names(group: str, configs: Path) -> list[str]:
     return sorted(path.stem for path in (configs / group).glob("*.yaml"))
 
 
 def _meanings(config_name: str, prefix: str, configs: Path) -> Iterator[tuple[str, str]]:
     """Iterate over (key, comment) of a file and of those that it is made of."""
-    for _, name, below in _parts(config_name, configs):
-        yield from _meanings(name, below, configs)
+    for group, name, below in _parts(config_name, configs):
+        if name is not None:
+            yield from _meanings(f"{group}/{name}" if group else name, below, configs)
     for key in keys_of((configs / f"{config_name}.yaml").read_text()):
         yield prefix + key.name, key.meaning
 
 
-def _parts(config_name: str, configs: Path) -> Iterator[tuple[str, str, str]]:
-    """Iterate over (group or "", file, prefix of its keys) of the `defaults` of a file."""
+def _parts(config_name: str, configs: Path) -> Iterator[tuple[str, str | None, str]]:
+    """Iterate over (group or "", its chosen file or None, prefix of its keys) of the `defaults` of a file."""
     content: Mapping[str, Any] = yaml.safe_load((configs / f"{config_name}.yaml").read_text()) or {}
     for entry in content.get("defaults", ()):
         if entry == "_self_":
             continue
         if isinstance(entry, str):
-            yield from _parts(entry, configs)
             yield "", entry, ""
             continue
         (said, name), *_ = entry.items()
         group, _, package = said.removeprefix("override ").removeprefix("/").partition("@")
-        yield group, f"{group}/{name}" if name else "", "" if package == "_global_" else f"{group}."
+        yield group, name, "" if package == "_global_" else f"{group}."

@@ -8,26 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from certify.evaluation.cli import Keys as EvaluateKeys
-from certify.leaderboard.cli import CheckKeys, SubmitKeys
-from certify.papers.cli import AnalyseKeys, FeaturesKeys
-from certify.photos.cli import ImageKeys, ServeKeys
-from certify.stage.cli import Keys as CertifyKeys
 from certizoo import UserError
 from certizoo.attacks import KINDS, make
 from certizoo.config.compose import CONFIGS, compose_config, defaults_of
 from certizoo.config.schema import Ge, Le, OneOf, Section, section_of, typed_values, words, words_of
 from certizoo.text import shown
-from trainers.job.keys import TrainerKeys
+from tests.tools.config_sections import SECTIONS
 from tuning import spaces
 
 T = TypeVar("T")
 
-SECTIONS: dict[str, type[Section]] = {
-    "adv_train": TrainerKeys, "std_train": TrainerKeys, "constrain": TrainerKeys, "certify": CertifyKeys,
-    "evaluate": EvaluateKeys, "analyse": AnalyseKeys, "features": FeaturesKeys, "image": ImageKeys,
-    "serve": ServeKeys, "submit": SubmitKeys, "check": CheckKeys,
-}  # fmt: skip
 MODELS = {"adv_train": "spec_vit_digits", "std_train": "spec_vit_digits", "constrain": "l2_certvit_mnist"}
 COMPOSED = {
     name: compose_config(name, [f"+model={MODELS[name]}", "data=digits"] if name in MODELS else []) for name in SECTIONS
@@ -172,4 +162,4 @@ def test_words_describe_annotations() -> None:
 def test_names_that_the_registry_refuses_are_refused_at_once(key: str, value: str) -> None:
     config = compose_config("adv_train", ["+model=spec_vit_digits", "data=digits", f"{key}='{value}'"])
     with pytest.raises(UserError, match=f"{key}=.*give a name of up to"):
-        typed_values(TrainerKeys, config)
+        typed_values(SECTIONS["adv_train"], config)
