@@ -21,7 +21,6 @@ from zoo.bounds.rule_table import NOTHING, NoRule, refuse_altered, refuse_unknow
 
 SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 NO_RULE = "this operation has no rule"
-NO_RULE = "this operation has no rule"
 ALIKE = 1e-9  # a module and its part of the graph, in float64
 
 

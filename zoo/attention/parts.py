@@ -113,14 +113,11 @@ def affine_leaf(y: Tensor, weight: Tensor, pull: Map, push: Map, off: Tensor | f
     """Expand a product with this matrix, plus constants; the exact matrix may be `off` from it in norm."""
     numbers = sigma_upper(weight) + off, matrix_rounding(weight) + off
     gain_B, rounding_B = (number.expand(len(y)) for number in numbers)
-    return Expansion(
+    return Expansion.without_remainder(
         y=y,
         gain_B=gain_B,
-        beta=torch.zeros_like,
-        remainder=lambda g: torch.zeros_like,
         pull=pull,
         own_push=push,
-        affine=True,
         rounding_B=rounding_B,
     )
 

@@ -152,6 +152,29 @@ class Expansion:
     parts: tuple["Expansion", ...] = ()  # of a composition, in order
     branches: tuple[tuple["Expansion", ...], ...] = ()  # the two compositions of a sum; an empty one is the identity
 
+    @staticmethod
+    def without_remainder(
+        *,
+        y: Tensor,
+        gain_B: Tensor,
+        pull: Callable[[Tensor], Tensor],
+        own_push: Callable[[Tensor], Tensor],
+        rounding_B: Tensor,
+        own_gram: Callable[[Tensor], Tensor] | None = None,
+    ) -> "Expansion":
+        """Return the expansion of an affine map."""
+        return Expansion(
+            y=y,
+            gain_B=gain_B,
+            beta=torch.zeros_like,
+            remainder=lambda g: torch.zeros_like,
+            pull=pull,
+            own_push=own_push,
+            own_gram=own_gram,
+            affine=True,
+            rounding_B=rounding_B,
+        )
+
     def push(self, v: Tensor) -> Tensor:
         """Return J v (C, B, *y) for v (C, B, *x)."""
         if self.own_push is not None:

@@ -75,15 +75,12 @@ def affine_expansion(
         pull, push = pullback(f, x), linear_part(f, x)
         if x.shape[1:] not in roundings:
             roundings[x.shape[1:]] = affine_rounding(f, pullback(f, x[:1]), x[:1])
-        return Expansion(
+        return Expansion.without_remainder(
             y=y,
             gain_B=bound(ones_B),
-            beta=torch.zeros_like,
-            remainder=lambda g: torch.zeros_like,
             pull=pull,
             own_push=push,
             own_gram=gram,
-            affine=True,
             rounding_B=roundings[x.shape[1:]] * ones_B,
         )
 
@@ -192,14 +189,11 @@ def identity_expansion(x: Tensor) -> Expansion:
     def same(v: Tensor) -> Tensor:
         return v
 
-    return Expansion(
+    return Expansion.without_remainder(
         y=x,
         gain_B=ones_B,
-        beta=torch.zeros_like,
-        remainder=lambda g: torch.zeros_like,
         pull=same,
         own_push=same,
-        affine=True,
         rounding_B=0 * ones_B,
     )
 

@@ -69,14 +69,11 @@ def diagonal_expansion(module: nn.Module, gain: float, weights: Weights) -> Expa
         def times_j(v: Tensor) -> Tensor:
             return w * v
 
-        return Expansion(
+        return Expansion.without_remainder(
             y=y,
             gain_B=gain_B,
-            beta=torch.zeros_like,
-            remainder=lambda g: torch.zeros_like,
             pull=times_j,
             own_push=times_j,
-            affine=True,
             rounding_B=2 * FEW * gain_B,
         )
 

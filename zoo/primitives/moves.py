@@ -103,14 +103,11 @@ def move_expansion(module: Move) -> Expand:
         y, bound = layer(x)
         gain_B = bound(x.new_ones(len(x)))
         rounding_B = gamma(int(most) + 2) * most * torch.ones_like(gain_B) if most > 1 else torch.zeros_like(gain_B)
-        return Expansion(
+        return Expansion.without_remainder(
             y=y,
             gain_B=gain_B,
-            beta=torch.zeros_like,
-            remainder=lambda g: torch.zeros_like,
             pull=pull,
             own_push=push,
-            affine=True,
             rounding_B=rounding_B,
         )
 
@@ -148,14 +145,11 @@ def reshape_expansion(module: Reshape) -> Expand:
 
     def expand(x: Tensor) -> Expansion:
         ones_B = x.new_ones(len(x))
-        return Expansion(
+        return Expansion.without_remainder(
             y=layer(x)[0],
             gain_B=ones_B,
-            beta=torch.zeros_like,
-            remainder=lambda g: torch.zeros_like,
             pull=lambda g: g.reshape(*g.shape[:2], *module.given),
             own_push=lambda v: v.reshape(*v.shape[:2], *module.shape),
-            affine=True,
             rounding_B=0 * ones_B,
         )
 
