@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from certizoo.config.recipes import TABLES, row, table
+from certizoo.config.schema import written
 from certizoo.errors import UserError
 from certizoo.nearest import unknown
 
@@ -121,21 +122,20 @@ def _listed(group: str) -> str:
 
 def defaults_of(config_name: str, configs: Path = CONFIGS) -> dict[str, str]:
     """Return every key of a configuration with its default as one writes it, such as null, true or [0.1,1]."""
+    pairs = _flat(_composed(config_name, (), configs))
+    return {key: written(value) for key, value in pairs if not (isinstance(value, dict) and value)}
 
-    def flat(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
+
+def _flat(config: DictConfig) -> Iterator[tuple[str, Any]]:
+    """Iterate over the dotted keys, sections before their content, and the values as they were written."""
+
+    def below(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         for key, value in node.items():
-            if isinstance(value, dict) and value:
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield prefix + str(key), _written(value)
+            yield prefix + str(key), value
+            if isinstance(value, dict):
+                yield from below(value, f"{prefix}{key}.")
 
-    return dict(flat(OmegaConf.to_container(_composed(config_name, (), configs), resolve=False), ""))
-
-
-def _written(value: object) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return below(OmegaConf.to_container(config, resolve=False), "")
 
 
 @cache
@@ -151,11 +151,4 @@ def _keys(config_name: str, overrides: Sequence[str], configs: Path) -> list[str
         config = _composed(config_name, groups, configs)
     except HydraException:  # another fault besides the one that is reported
         config = _composed(config_name, (), configs)
-
-    def flat(node: Any, prefix: str) -> Iterator[str]:
-        for key, value in node.items():
-            yield prefix + str(key)
-            if isinstance(value, dict):
-                yield from flat(value, f"{prefix}{key}.")
-
-    return sorted(flat(OmegaConf.to_container(config, resolve=False), ""))
+    return sorted(key for key, _ in _flat(config))

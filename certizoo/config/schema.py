@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter
@@ -29,7 +29,7 @@ from certizoo.text import shown
 __all__ = [
     "Count", "Ge", "Gt", "Le", "Lt", "Matching", "MinLen", "NonNegative", "OneOf", "Port", "Positive", "Section",
     "Share", "Text", "Whole", "WrongValue", "argument", "checked", "hints", "section_of", "typed_values", "words",
-    "words_of",
+    "words_of", "written",
 ]  # fmt: skip
 
 S = TypeVar("S", bound="Section")
@@ -41,7 +41,6 @@ Port = Annotated[int, Ge(0), Lt(2**16)]  # 0: any free port
 Share = Annotated[float, Ge(0), Le(1)]
 Text = Annotated[str, Field(coerce_numbers_to_str=True)]  # name=7 is a name
 LARGEST = 2**63  # whole number
-MOST_SHOWN = 80  # characters of a wrong value
 
 _LAX = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
 _NAMES: dict[Any, str] = {
@@ -51,38 +50,42 @@ _NAMES: dict[Any, str] = {
 _LIMITS = {"gt": "above {}", "ge": "at least {}", "lt": "below {}", "le": "at most {}"}
 
 
-@dataclass(frozen=True, init=False)
-class OneOf:
-    """Annotates the only values that a field may have."""
+class Restriction:
+    """Annotates the values that a field may have; `words` describe them."""
 
-    values: tuple[object, ...]
-
-    def __init__(self, *values: object) -> None:
-        object.__setattr__(self, "values", values)
-
-    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_after_validator_function(self._require, handler(kind))
-
-    def _require(self, value: object) -> object:
-        if value not in self.values:
-            raise ValueError
-        return value
-
-
-@dataclass(frozen=True)
-class Matching:
-    """Annotates text that matches a regular expression; `words` describe it."""
-
-    pattern: str
     words: str
 
+    def allows(self, value: Any) -> bool:
+        raise NotImplementedError
+
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return no_info_after_validator_function(self._require, handler(kind))
 
-    def _require(self, value: str) -> str:
-        if not re.fullmatch(self.pattern, value, re.ASCII):
+    def _require(self, value: Any) -> Any:
+        if not self.allows(value):
             raise ValueError
         return value
+
+
+class OneOf(Restriction):
+    """Allows these values only."""
+
+    def __init__(self, *values: object) -> None:
+        named = ", ".join(map(written, values))
+        self.values, self.words = values, named if len(values) == 1 else f"one of {named}"
+
+    def allows(self, value: Any) -> bool:
+        return value in self.values
+
+
+class Matching(Restriction):
+    """Allows text that matches a regular expression, which `words` describe."""
+
+    def __init__(self, pattern: str, words: str) -> None:
+        self.pattern, self.words = pattern, words
+
+    def allows(self, value: Any) -> bool:
+        return re.fullmatch(self.pattern, value, re.ASCII) is not None
 
 
 class WrongValue(UserError):
@@ -132,7 +135,7 @@ def section_of(cls: type[S], said: object, name: str = "", where: str | None = N
     values = {}
     for key, value in said.items():
         if (dotted := _dotted(name, str(key))) not in keys:
-            raise unknown("config key", dotted[:MOST_SHOWN], list(keys), where)
+            raise unknown("config key", dotted, list(keys), where)
         hint = keys[dotted]
         kind = _section_in(hint)
         nested = kind is not None and not isinstance(value, kind) and (value is not None or hint is kind)
@@ -204,12 +207,6 @@ def words(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         *first, last = sorted(map(words, inside), key=lambda text: text == "null")
         return f"{', '.join(first)}, or {last}"
-    if origin is Literal:
-        return (
-            " or ".join(_plain(value) for value in inside)
-            if len(inside) < 3
-            else f"one of {', '.join(map(_plain, inside))}"
-        )
     if origin in (tuple, list, Sequence):
         one = words(inside[0]).removeprefix("a ").replace("number", "numbers", 1)
         return f"a list of {one}" if origin is list or inside[-1] is ... else f"{len(inside)} {one}, as [A,B]"
@@ -219,16 +216,17 @@ def words(hint: Any) -> str:
 
 
 def _words_in_range(kind: Any, limits: Sequence[Any]) -> str:
-    if named := [_plain(value) for limit in limits if isinstance(limit, OneOf) for value in limit.values]:
-        return named[0] if len(named) == 1 else f"one of {', '.join(named)}"
-    if described := [limit.words for limit in limits if isinstance(limit, Matching)]:
+    if described := [limit.words for limit in limits if isinstance(limit, Restriction)]:
         return described[0]
     bounds = [text.format(getattr(one, key)) for key, text in _LIMITS.items() for one in limits if hasattr(one, key)]
     between = " of " if bounds and bounds[0].startswith("at ") else " "
     return f"{words(kind)}{between}{' and '.join(bounds)}".strip()
 
 
-def _plain(value: object) -> str:
+def written(value: object) -> str:
+    """Return a value as one writes it on a command line: null, true, [0.1,1]."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
