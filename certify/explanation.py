@@ -28,6 +28,8 @@ from certify.methods.lofast import LoFAST
 from certify.shared.breakdown import names
 from certify.shared.certificate import Breakdown, Certifier, Explained
 from certizoo import UserError
+from certizoo.attacks.loop import probing
+from certizoo.config.schema import Count, argument
 from certizoo.errors import one_line_errors
 from certizoo.nearest import unknown
 from zoo.bounds.contracts import Layer
@@ -116,10 +118,8 @@ def explain(
 
 def _answers(model: nn.Module, images_BCHW: Tensor) -> Tensor:
     weight = next(model.parameters(), torch.empty(0))
-    was_training = model.training
-    with torch.no_grad():
-        labels: Tensor = model.eval()(images_BCHW.to(weight)).argmax(-1)
-    model.train(was_training)
+    with probing(model), torch.no_grad():  # restores the mode of every part
+        labels: Tensor = model(images_BCHW.to(weight)).argmax(-1)
     return labels
 
 
@@ -168,9 +168,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="a name of the zoo or of timm, a hand-over, or MODULE:FUNCTION that makes one",
     )
-    top.add_argument("--img-size", type=int, help="side of the square images; that of the model unless given")
+    top.add_argument("--img-size", type=argument(Count), help="side of the square images (default: the model's)")
     top.add_argument("--weights", type=Path, metavar="FILE", help="a .safetensors file with the model's weights")
-    top.add_argument("--images", type=int, default=2, metavar="N", help="number of random images (default: 2)")
+    top.add_argument("--images", type=argument(Count), default=2, metavar="N", help="random images (default: 2)")
     return top
 
 
@@ -180,9 +180,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     model, size, chans = _model(args.model, args.img_size)
     if args.weights is not None:
-        from safetensors.torch import load_file
+        from zoo.weights import files
 
-        model.load_state_dict(load_file(args.weights))
+        model.load_state_dict(files.read(args.weights).original)
     images = torch.rand(args.images, chans, size, size, generator=torch.Generator().manual_seed(0))
     sys.stdout.write(f"{explain(model.eval(), images, nonce='explain')}\n")
 

@@ -67,3 +67,12 @@ def test_the_command_prints_the_table(
         explanation.main(["resnet81"])
     assert left.value.code == 2
     assert "resnet18" in capsys.readouterr().err
+
+
+def test_the_mode_of_every_part_is_left_as_it_was() -> None:
+    model, x, _ = settled(plain)
+    model.train()
+    model.get_submodule("1").eval()  # a frozen normalisation, as people have it
+    before = [part.training for part in model.modules()]
+    certify.explain(model, x, nonce="a")
+    assert [part.training for part in model.modules()] == before
