@@ -113,7 +113,7 @@ class Ellipsoids:
     """The ellipsoids of all leaves around a batch of clean images."""
 
     def __init__(self, joint: Joint, draw: Draw, known: Known, off: Off, first: Columns | None) -> None:
-        self.joint, self.tape, self.most_B, self._draw = joint, joint.tape, joint.most_B, draw
+        self.joint, self.tape, self.most_B, self.draw = joint, joint.tape, joint.most_B, draw
         self._known, self._off = known, off
         self.budget, self.failure = budget(self.tape), PROBE_FAILURE  # `failure` is per image
         self.rounding = self._measured()
@@ -128,7 +128,7 @@ class Ellipsoids:
             self.rests[at] = self._rest(at, total_B, sizes)
             return self._theta(at, total_B, sizes)
 
-        self._most = self._grow(self.most_B, measured)
+        self.most = self._grow(self.most_B, measured)
 
     def _measured(self) -> Rounding:
         """Bound the sizes of all M_i at once, and return the rounding that follows from them.
@@ -182,7 +182,7 @@ class Ellipsoids:
             if leaf.forms is None or reach is None:
                 bounds[at] = leaf.remainder(g[at])
             else:
-                forms[at] = leaf.forms.of_gradient(g[at], reach)
+                forms[at] = self.form_of(leaf.forms, g[at], reach)
         zero = torch.zeros_like(self.most_B).expand(class_CB.shape)
         numbers = [torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB]
         if not forms:
@@ -190,6 +190,10 @@ class Ellipsoids:
         norm = self.seminorms(forms, "margin", numbers, COARSE)
         constant = torch.stack([zero + form.constant for form in forms.values()]).sum(0)
         return Margins(norm, constant, max(forms), bounds, forms, numbers)
+
+    def form_of(self, forms: Forms, g: Tensor, reach: Tensor) -> QuadraticForm:
+        """Return the form of a leaf for margins with these gradients at its output."""
+        return forms.of_gradient(g, reach)
 
     def cost(self, margins: Margins, grown: Grown) -> Tensor:
         """Bound what remainders can cost of the margins: (C, B)."""
@@ -203,10 +207,10 @@ class Ellipsoids:
 
     def held(self, at: int) -> Tensor:
         """Return 1 where a leaf's remainder is bounded best by its form, at the largest e, else 0: (B,)."""
-        rest, before_B = self.rests[at], self._most.before[at]
+        rest, before_B = self.rests[at], self.most.before[at]
         if rest.form is None:
             return torch.zeros_like(self.most_B)
-        return (product(rest.norm_B.square(), before_B) <= self._most.theta[at]).to(self.most_B)
+        return (product(rest.norm_B.square(), before_B) <= self.most.theta[at]).to(self.most_B)
 
     def end(self, grown: Grown) -> Tensor:
         """Bound how far the features move, without the last node's own error: (B,).
@@ -293,18 +297,25 @@ class Ellipsoids:
         numbers: Sequence[Tensor],
         close: float,
         scale: Scale | None = None,
+        within: Tensor | None = None,
     ) -> Tensor:
         """Return upper bounds of lambda_max(s sum_i M_i^T C_i M_i s)^(1/2), s diagonal: (C, B).
 
-        They are infinite where a form is. `numbers` are C tensors that seed the starts.
+        They are infinite where a form is. `numbers` are C tensors that seed the starts. Forms of either sign need a
+        scale and `within` (C, B), a bound of the norm of the sum with their absolute values; a negative lambda_max
+        counts as 0.
         """
         unknown = ~torch.stack([torch.isfinite(form.largest) for form in forms.values()]).all(0)
         known = {at: _silenced(form, unknown) for at, form in forms.items()} if bool(unknown.any()) else forms
         last = max(forms)
         room = torch.Size([lanczos.STARTS, self.joint.room(last)])
         self.failure += len(numbers) * lanczos.chance(room[-1])
-        start = torch.stack([self._draw(room, word, of_map).movedim(1, 0) for of_map in numbers])
-        shift, gram = self.rounding.shift(known, scale), self.joint.gram(known)
+        start = torch.stack([self.draw(room, word, of_map).movedim(1, 0) for of_map in numbers])
+        if within is None or scale is None:
+            shift = self.rounding.shift(known, scale)
+        else:
+            shift = self.rounding.shift_of(known, scale, within)
+        gram = self.joint.gram(known)
         rounding = torch.where(self.rounding.left(last, scale) > 0, ALLOWED, torch.inf).expand(len(start), -1)
 
         def apply(u: Tensor) -> Tensor:
@@ -314,6 +325,8 @@ class Ellipsoids:
             return s * gram(s * u) + _repeated(shift, u) * u
 
         found = lanczos.norms(apply, start, rounding, close)
+        if within is not None:
+            found = (found.square() - shift).clamp_min(0).sqrt() * OUT
         return torch.where(unknown, torch.inf, found)
 
     def _probed(self) -> Sizes:
@@ -335,7 +348,7 @@ class Ellipsoids:
         fit, longest_B = at_once(self.most_B.numel() * room), torch.zeros_like(self.most_B)
         for start in range(0, self.budget.probes, TOGETHER):  # the vectors do not depend on how many fit
             rooms = torch.Size([min(TOGETHER, self.budget.probes - start), room])
-            u = self._draw(rooms, f"probes {start}", self.most_B[:, None]).movedim(1, 0)
+            u = self.draw(rooms, f"probes {start}", self.most_B[:, None]).movedim(1, 0)
             longest_B = torch.maximum(longest_B, torch.linalg.vector_norm(u, dim=-1).amax(0))
             for fitting in u.split(fit):
                 self.joint.push(fitting, visit, last)
