@@ -124,7 +124,7 @@ class ConvNet(nn.Module):
             raise UserError(f"output_fmt is {output_fmt!r}, but a conv net has no tokens; choose 'NCHW'")
         taken, last = feature_take_indices(len(self.feature_info), indices)
         x_BCHW, states = self.normalize(x_BCHW), list[Tensor]()
-        for module in self.convs[: 2 * last + 2] if stop_early else self.convs:
+        for module in [*self.convs][: 2 * last + 2 if stop_early else None]:
             x_BCHW = module(x_BCHW)
             states.append(x_BCHW)
         found = [states[2 * i + 1] for i in sorted(set(taken))]
