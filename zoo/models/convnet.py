@@ -144,7 +144,7 @@ class ConvNet(nn.Module):
             raise UserError(f"global_pool is {global_pool!r}, but a conv net has no pooling; remove global_pool")
         self.num_classes = num_classes
         head: Any = nn.Linear(self.head_hidden_size, num_classes, bias=False) if num_classes else nn.Identity()
-        self.head = head.to(self.convs[0].weight)
+        self.head = head.to(next(self.parameters()))
 
     def get_classifier(self) -> nn.Module:
         """Return the linear head."""

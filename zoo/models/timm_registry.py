@@ -11,6 +11,7 @@ from typing import Any
 from timm.models import PretrainedCfg, build_model_with_cfg, register_model
 from torch import nn
 
+from zoo.models import catalog, limits
 from zoo.models.catalog import Options
 from zoo.models.convnet import sides
 from zoo.weights import fetch, table
@@ -54,12 +55,12 @@ def _swin(options: Options) -> Options:
 
 
 def _convnet(options: Options) -> Options:
-    *_, side = sides(options["layers"], options["img_size"])
+    *_, side = options["img_size"], *sides(options["layers"], options["img_size"])
     return {"first_conv": "convs.0", "classifier": "head", "pool_size": (side, side)}
 
 
 PARTS: dict[str, Callable[[Options], Options]] = {"vit": _vit, "swin": _swin, "convnet": _convnet}
-DEPTHS: dict[str, Callable[[Options], int]] = {  # the number of intermediate features
+LEVELS: dict[str, Callable[[Options], int]] = {  # the number of intermediate features
     "vit": lambda options: int(options["depth"]),
     "swin": lambda options: len(options["depths"]),
     "convnet": lambda options: len(options["layers"]),
@@ -89,40 +90,39 @@ def _entry(name: str, defaults: Options, create: Callable[..., nn.Module]) -> Ca
         pretrained_cfg_overlay: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> nn.Module:
-        own = default_cfgs[name]
         told = _fields(pretrained_cfg) | dict(pretrained_cfg_overlay or {})
-        elsewhere = any(told.get(key) not in (None, own.get(key)) for key in SOURCES)
+        published = default_cfgs[name]
+        elsewhere = any(told.get(key) not in (None, published.get(key)) for key in SOURCES)
         options["img_size"] = _side(options.get("img_size", defaults["img_size"]))
-        known = {key: value for key, value in options.items() if key in defaults}
+        given = {key: value for key, value in options.items() if key in defaults and (key, value) != ("num_classes", 0)}
+        limits.check(own := defaults | given)
         return build_model_with_cfg(
             partial(_build, create, name, pretrained and not elsewhere),
             name,
             pretrained and elsewhere,
-            pretrained_cfg=pretrained_cfg or describe(name, defaults | known),
+            pretrained_cfg=pretrained_cfg or describe(name, own),
             pretrained_cfg_overlay=pretrained_cfg_overlay,
-            feature_cfg={
-                "feature_cls": "getter",
-                "out_indices": min(3, DEPTHS[defaults["backbone"]](defaults | known)),
-            },
+            feature_cfg={"feature_cls": "getter", "out_indices": min(3, LEVELS[own["backbone"]](own))},
             **options,
         )
 
-    entry.__name__, entry.__qualname__ = name, name
+    entry.__name__ = entry.__qualname__ = name
     return entry
 
 
 def _build(
     create: Callable[..., nn.Module], name: str, pretrained: bool, num_classes: int, **options: Any
 ) -> nn.Module:
-    """Create a model of the zoo; 0 classes and global_pool='' mean in timm that head and pooling are removed."""
-    pooled = options.get("global_pool") != ""
-    if not pooled:
-        del options["global_pool"]
+    """Create a model of the zoo, and then remove its head (0 classes) or change its pooling (none: '') as timm does."""
+    zoos = options.get("global_pool") in ("avg", "cls") and "global_pool" in catalog.models()[name]
+    pool = None if zoos else options.pop("global_pool", None)
     if num_classes:
         options["num_classes"] = num_classes
     model: Any = create(name, pretrained=pretrained, **options)
-    if not (num_classes and pooled):
-        model.reset_classifier(num_classes, None if pooled else "")
+    if not num_classes or pool not in (None, getattr(model, "global_pool", None)):
+        state = model.state_dict()
+        model.reset_classifier(num_classes, pool)
+        model.load_state_dict(state, strict=bool(num_classes))
     return model
 
 
