@@ -119,10 +119,12 @@ def _build(
     if num_classes:
         options["num_classes"] = num_classes
     model: Any = create(name, pretrained=pretrained, **options)
-    if not num_classes or pool not in (None, getattr(model, "global_pool", None)):
+    if not num_classes:
+        model.reset_classifier(0, pool)
+    elif pool not in (None, getattr(model, "global_pool", None)):
         state = model.state_dict()
         model.reset_classifier(num_classes, pool)
-        model.load_state_dict(state, strict=bool(num_classes))
+        model.load_state_dict(state)  # the head stays
     return model
 
 
