@@ -37,8 +37,8 @@ def progress_bar(title: str, console: Console) -> Iterator[Progress]:
 def progress_lines(title: str, console: Console, clock: Callable[[], float] = time.monotonic) -> Progress:
     """Return a progress that prints "certifying 20/100, 2.00/s, 40 s left", at most every LINE_SECONDS.
 
-    The first report is printed at once: a batch may take minutes. The rate and the time left count from it, so that rows
-    of an earlier run do not enter them.
+    The first report is printed at once, since a batch may take minutes. The rate and the time left count from it, so
+    that rows of an earlier run do not enter them.
     """
     first: tuple[float, int] | None = None
     printed = 0.0

@@ -24,7 +24,11 @@ def test_lines_come_at_most_every_ten_seconds() -> None:
     report = progress_lines("certifying", log, lambda: next(seconds))
     for done in range(20, 100, 10):  # 4 s apart, and 20 of them from an earlier run
         report(done, 100)
-    assert printed(log) == ["certifying 20/100", "certifying 50/100, 2.5/s, 20 s left", "certifying 80/100, 2.5/s, 8 s left"]
+    assert printed(log) == [
+        "certifying 20/100",
+        "certifying 50/100, 2.5/s, 20 s left",
+        "certifying 80/100, 2.5/s, 8 s left",
+    ]
 
 
 def test_the_first_line_comes_before_the_first_slow_batch() -> None:
