@@ -114,7 +114,7 @@ def show(result: Result) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=1_000_000, metavar="N", help="of this run, at least")
-    parser.add_argument("--minutes", type=float, default=float("inf"), metavar="M", help="stop behind the model then")
+    parser.add_argument("--minutes", type=float, default=float("inf"), metavar="M", help="stop at the next model")
     parser.add_argument(
         "--backbones", nargs="+", default=list(STARTS), choices=STARTS, metavar="B", help="skip models of others"
     )

@@ -40,8 +40,7 @@ class Search:
         resources: what a trial takes on each of its `nodes`.
         wait: start the search even if no node can run a trial yet.
         store: URL of an object store for checkpoints and finished trials, or ''. With it, `storage` is a local folder
-            of
-            each node.
+            of each node.
     """
 
     name: str

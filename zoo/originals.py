@@ -1,4 +1,4 @@
-"""Models of other libraries with the weights of a file under the file's own names: what ours has to compute too."""
+"""Models of other libraries with weights loaded under the file's own names: the reference for imported models."""
 
 import importlib
 import importlib.util

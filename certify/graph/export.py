@@ -40,7 +40,7 @@ def captured_graph(model: nn.Module, shape: tuple[int, ...]) -> Graph:
             program = torch.export.export(model, (images,)).run_decompositions({})
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # torch.export raises many kinds, for whatever the model's code does
+    except Exception as error:  # torch.export raises many kinds of errors
         raise UserError(_refusal(model, error)) from None
     return _graph(program)
 

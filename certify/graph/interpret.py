@@ -70,7 +70,7 @@ class Walk:
         return end if isinstance(end, Value) and not self.faults else None
 
     def _guarded(self, node: fx.Node, whole: "Whole | None") -> Any:
-        """Evaluate one node, and write down why that is impossible."""
+        """Evaluate one node; record a fault if that is impossible."""
         operands, _ = tree_flatten((self._known(node.args), self._known(node.kwargs)))
         name = _name(node)
         if any(isinstance(operand, Missing) for operand in operands):
@@ -164,7 +164,7 @@ def _placed(found: Any, path: str) -> Any:
 
 
 def _of_product(name: str, args: Any, kwargs: Any) -> Any:
-    """Return what scores of attention may become: scores times a number, their softmax, their product with values."""
+    """Return an allowed result of attention scores: times a number, their softmax, or their product with values."""
     x, *rest = args
     if name in ("mul", "div") and isinstance(x, Product) and isinstance(rest[0], int | float | Tensor):
         factor = float(torch.as_tensor(rest[0])) if torch.as_tensor(rest[0]).numel() == 1 else 0.0

@@ -89,7 +89,7 @@ def with_rules(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> nn.Mo
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """Return a copy in eval mode with folded parametrisations. Raises UserError for what is no plain module."""
+    """Return a copy in eval mode with folded parametrisations. Raises UserError unless it is a plain module."""
     refuse_process()
     if "_orig_mod" in dict(integrity.parts_of(model)):
         raise UserError("the model is compiled; certify the model inside, model._orig_mod")

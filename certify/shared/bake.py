@@ -40,7 +40,7 @@ class Model:
     snapshots: tuple[Snapshot, ...]
 
     def also(self, given: nn.Module) -> "Model":
-        """Return this model with a further one that must stay as it is, of which `served` is a copy."""
+        """Return this model with `given`, of which `served` is a copy and which must stay unchanged too."""
         return replace(self, snapshots=(*self.snapshots, Snapshot.of(given)))
 
     def require_unchanged(self, *, digests: bool = False) -> None:

@@ -28,7 +28,7 @@ def publish(
 ) -> str:
     """Register the certified hand-over as a model version; returns a line that says where, or where it waits.
 
-    `tags` join those of the certificate; facts are not for them to say. `champion_images`: with fewer no champion.
+    `tags` join those of the certificate and cannot state its facts. A champion needs at least `champion_images` images.
 
     The version holds the hand-over's files and those of `out`, collected in `published/` beside `out`.
     """

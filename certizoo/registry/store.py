@@ -176,7 +176,7 @@ def one_line(uri: str) -> Iterator[None]:
 
 @contextmanager
 def as_global(uri: str) -> Iterator[None]:
-    """Make `uri` MLflow's global one: its SQL registry looks a logged model up there, whatever the client's."""
+    """Make `uri` MLflow's global one: its SQL registry looks a logged model up there and ignores the client's."""
     import mlflow
 
     before, variable = mlflow.get_tracking_uri(), os.environ.get("MLFLOW_TRACKING_URI")

@@ -119,7 +119,7 @@ def newest(run_dir: Path) -> Saved | None:
 
 
 def to_resume(run_dir: Path) -> Saved | None:
-    """Return where the run goes on: its newest checkpoint, or its start if it has none yet.
+    """Return the point to continue from: the newest checkpoint, or the start if there is none yet.
 
     Raises UserError if all its checkpoints are damaged: the run would begin at step 0 again, beside its old rows.
     """

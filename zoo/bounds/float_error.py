@@ -1,6 +1,6 @@
 """Running error analysis: a bound of how far a tensor that torch computed in float64 is from the exact one.
 
-The method (Higham 2002, section 3.3) follows whatever a module does, operation by operation. For every tensor it keeps
+The method (Higham 2002, section 3.3) follows a module operation by operation. For every tensor it keeps
 two others, entry by entry: the error, and the size, which is the value without cancellation (the size of W x is |W|
 |x|), so that small values of large terms count as large. An operation passes on the errors of its operands by its own
 slope, and adds what it rounds itself, in proportion to the size of its result:

@@ -149,7 +149,7 @@ def _fault_of_class(module: nn.Module) -> str | None:
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Return the instance's own dictionary, whatever its class claims."""
+    """Return the instance's own dictionary, even if its class returns another."""
     found: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return found
 

@@ -2,8 +2,8 @@
 
     y = gamma_c (u / sqrt(|u|^2 / n + eps)) + beta_c,    u = x_g - mean(x_g),  n entries in a group
 
-A group is a token of LayerNorm (docs/proofs.md#layer-norm). To first order here; a captured model has LayerNorm itself
-on reshaped images, with all of its rules. Letters: B images, G groups, N entries of a group.
+A group is a token of LayerNorm (docs/proofs.md#layer-norm). This file has the first-order rule alone. Captured models
+use LayerNorm itself on reshaped images, with all of its rules. Letters: B images, G groups, N entries of a group.
 """
 
 import math

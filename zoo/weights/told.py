@@ -1,4 +1,4 @@
-"""Statements of a source beside the numbers: pixel statistics, heads and eps, which a state dict does not contain."""
+"""Facts that a source states beside its weights and a state dict lacks: pixel statistics, heads and eps."""
 
 from argparse import Namespace
 from collections.abc import Mapping
