@@ -90,7 +90,7 @@ def instances(folder: Path) -> dict[str, list[Instance]]:
     try:
         lines = [line for line in csv.reader(io.StringIO(text)) if line]
     except csv.Error as error:
-        raise UserError(f"{folder}/instances.csv is no table ({error}); fetch it again") from None
+        raise UserError(f"{folder}/instances.csv is not a table ({error}); fetch it again") from None
     if not 0 < len(lines) <= MAX_INSTANCES or any(len(line) != 3 for line in lines):
         raise UserError(f"{folder}/instances.csv has to be up to {MAX_INSTANCES} lines of net,property,seconds")
     found: dict[str, list[Instance]] = {}

@@ -102,7 +102,7 @@ class Walk:
             return self._constant(node, args, kwargs)
         _require_float64(node)
         if any(isinstance(operand, LogProbabilities) for operand in operands):
-            raise Unmapped("log_softmax in front of another operation; it has a rule only as the last one")
+            raise Unmapped("log_softmax before another operation; it has a rule only as the last one")
         if any(isinstance(operand, Product) for operand in operands):
             return _of_product(name, args, kwargs)
         if name in OPERATIONS:
@@ -122,7 +122,7 @@ class Walk:
         )
 
     def _module(self, whole: "Whole") -> Any:
-        """Return what the first node of a whole module becomes; None where it is no function of one tensor."""
+        """Return what the first node of a whole module becomes; None if it is not a function of one tensor."""
         entering = self.found.get(whole.entering)
         if not isinstance(entering, Value):
             return None

@@ -75,7 +75,7 @@ def has_rules(model: object) -> bool:
 def with_rules(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> nn.Module | Model:
     """Return the model itself where rules describe it, else what was captured of it.
 
-    Raises UserError for a model that is no function of images, and for one with operations that have no rule.
+    Raises UserError for a model that is not a function of images, and for one with operations that have no rule.
     """
     if has_rules(model):
         return model
@@ -95,7 +95,7 @@ def prepared(model: nn.Module) -> nn.Module:
         raise UserError("the model is compiled; certify the model inside, model._orig_mod")
     refuse_sparse(model)
     if next(model.parameters(), None) is None:
-        raise UserError(f"{type(model).__name__} has no parameters, so that it was never trained; certify a classifier")
+        raise UserError(f"{type(model).__name__} has no parameters to have been trained; certify a classifier")
     return folded_copy(model).requires_grad_(False)
 
 

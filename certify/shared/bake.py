@@ -177,7 +177,7 @@ def _refuse_types(served: nn.Module, types: Collection[torch.dtype]) -> None:
         raise UserError(f"the weights have several types ({names}); certify model.float()")
     if not any(dtype in types for dtype in found):
         raise UserError(
-            f"the weights are {names or 'none'}, and what such a model answers is not what its float64 function does; "
+            f"the weights are {names or 'none'}, and such a model does not answer like its float64 function; "
             "certify model.float() and serve that, or let certify.served_dtype=bfloat16 prove the rounding"
         )
 

@@ -52,7 +52,7 @@ def publish(
         uri=uri,
     )
     if version.version is None:
-        return f"not yet: MLflow is away; {version.uri} waits for `certizoo registry sync {out.parent}`"
+        return f"not yet: MLflow does not answer; {version.uri} waits for `certizoo registry sync {out.parent}`"
     standing = " (champion)" if version.champion else f" (not champion: {version.why})"
     return f"{version.name} version {version.version}{standing}"
 

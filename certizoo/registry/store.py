@@ -91,7 +91,7 @@ def agreed_uri(uri: str | None, meant_for: str | None, run_dir: Path) -> str:
     said = uri or os.environ.get("MLFLOW_TRACKING_URI")
     if not said and meant_for and meant_for != public(target):
         raise UserError(
-            f"{run_dir} waits for {meant_for}, and nobody has said where it goes; give --uri, or set "
+            f"{run_dir} is meant for {meant_for}, but no server is set here; give --uri, or set "
             "MLFLOW_TRACKING_URI (this folder's own database: --uri sqlite:///mlflow.db)"
         )
     return target

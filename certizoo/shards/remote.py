@@ -162,7 +162,7 @@ def read_manifest(source: Source, name: str) -> Manifest:
                 raise UserError(f"{where} names {listed!r}, which is not a plain file name; {listing.mend}")
         return listing
     raise UserError(
-        f"no manifest ({'; '.join(failures)}); see that data.root is right, or run `certizoo shards index FOLDER` "
+        f"no manifest ({'; '.join(failures)}); check data.root, or run `certizoo shards index FOLDER` "
         "where the shards are files and copy the manifest beside them"
     )
 
@@ -177,7 +177,7 @@ def _small(source: Source, file: str) -> bytes:
 
 
 def _mend(where: str) -> str:
-    return f"copy the shards there again, or mend {where}: `certizoo shards index FOLDER` where they are files"
+    return f"copy the shards there again, or repair {where}: `certizoo shards index FOLDER` where they are files"
 
 
 def check(names: Sequence[str], source: Source, listing: Manifest, config: DataConfig) -> list[RemoteShard]:

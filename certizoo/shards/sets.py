@@ -109,7 +109,7 @@ def _matching(root: Path, pattern: str, listing: Manifest | None) -> list[Path]:
 
 def _how(config: DataConfig, split: str) -> str:
     command = HOW_TO_MAKE.get(config.name, FOLDER).format(root=shlex.quote(config.root), name=config.name, split=split)
-    return f"make them with `{command}`, or set their place: data.root=FOLDER data.{split}=GLOB"
+    return f"make them with `{command}`, or set their location: data.root=FOLDER data.{split}=GLOB"
 
 
 def _checked(paths: list[Path], listing: Manifest | None, config: DataConfig, split: str) -> list[ShardInfo]:

@@ -88,7 +88,7 @@ def test_a_search_that_waits_begins_without_a_node_for_it(tmp_path: Path, monkey
         assert "add --wait if an autoscaler adds them" in output
         driver = begin(tmp_path, *trial, "--wait", "--name", "later", *small, uri=url)
         deadline = time.monotonic() + 300
-        while "each wants CPU=2" not in (tmp_path / "tune.log").read_text():
+        while "each needs CPU=2" not in (tmp_path / "tune.log").read_text():
             assert time.monotonic() < deadline
             assert driver.poll() is None, (tmp_path / "tune.log").read_text()
             time.sleep(0.5)

@@ -391,7 +391,7 @@ def _pooled(name: str, terms: Callable[..., int]) -> Callable[..., Known]:
 
 
 def _max_pool(x: Known, *args: Any, **kwargs: Any) -> list[Any]:
-    """Return the rule of maxima, |max a - max b| <= max |a - b|; the indices are no numbers."""
+    """Return the rule of maxima, |max a - max b| <= max |a - b|; the indices are not numbers."""
 
     def pooled(t: Tensor) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = torch.ops.aten.max_pool2d_with_indices(t, *args, **kwargs)

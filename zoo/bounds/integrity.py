@@ -187,7 +187,7 @@ def _fault_of_attribute(kind: type, own: dict[str, Any], name: str, value: objec
     if _hides(kind, name) or name.startswith("__"):
         return "is patched on the instance; delete that attribute"
     if any(name in own[kept] for kept in KEPT):
-        return "stands in front of a part of the same name; delete that attribute"
+        return "hides a part of the same name; delete that attribute"
     if isinstance(value, nn.Module):
         return "is a module outside the model's parts; assign it as an attribute"
     return _fault_of_value(value)

@@ -24,7 +24,7 @@ def group_norm(module: nn.GroupNorm) -> Layer:
     gain = gamma / math.sqrt(module.eps)
 
     def layer(x: Tensor) -> tuple[Tensor, Bound]:
-        y = module(x)  # refuses channels that are no multiple of the groups
+        y = module(x)  # refuses channels that are not a multiple of the groups
         x_BGN = x.reshape(len(x), module.num_groups, -1)
         centred = x_BGN - x_BGN.mean(-1, keepdim=True)
         inner = bounded_normalisation(centred, math.sqrt(x_BGN.shape[-1] * module.eps))

@@ -59,7 +59,7 @@ def _statistics(said: Mapping[str, Any]) -> Statistics:
     try:
         return {key: tuple(float(number) for number in value) for key, value in said.items()}
     except (TypeError, ValueError):
-        raise UserError(f"its pixel statistics are no numbers ({str(said)[:200]}); remove them there") from None
+        raise UserError(f"its pixel statistics are not numbers ({str(said)[:200]}); remove them there") from None
 
 
 def _json(path: Path) -> Mapping[str, Any]:
