@@ -101,7 +101,9 @@ def measured(make: Callable[[], nn.Module]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="words of names")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="measure only models whose names contain a WORD"
+    )
     only = parser.parse_args().only
     file = RESULTS / "models_cpu.json"
     rows = json.loads(file.read_text())["models"] if only and file.is_file() else {}

@@ -329,8 +329,8 @@ def asked(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, with options before, between and after the other words."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help=", ".join(TABLES))
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings side by side")
-    parser.add_argument("overrides", nargs="*", help="of the experiment, as the trainers take them")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings that run at the same time")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides, as the trainers take them")
     return parser.parse_intermixed_args(words)
 
 

@@ -241,9 +241,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--method", default="best", choices=METHODS)
     parser.add_argument("--instances", type=int, metavar="N", help="only the first N of each net")
-    parser.add_argument("--seconds", type=float, default=np.inf, help="start none of a net after so many")
-    parser.add_argument("--radii", type=int, default=0, metavar="N", help="search the radius of N unknown ones a net")
-    parser.add_argument("--nonce", help="repeats a result")
+    parser.add_argument("--seconds", type=float, default=np.inf, help="time limit of a net: start no instance after it")
+    parser.add_argument(
+        "--radii", type=int, default=0, metavar="N", help="find the certified radius of N undecided instances a net"
+    )
+    parser.add_argument("--nonce", help="nonce of the result to reproduce")
     parser.add_argument("--record", metavar="NAME", help="write benchmarks/results/NAME.json")
     return parser.parse_args()
 

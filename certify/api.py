@@ -60,7 +60,7 @@ def certifier(
     if not isinstance(method, str) or method not in NAMES:
         raise unknown("certification method", shown(method), NAMES)
     if nonce is not None and (not isinstance(nonce, str) or not nonce or not nonce.isprintable()):
-        raise UserError(f"nonce={shown(nonce)} is not a text; pass one such as 'n1f3', or None to draw one")
+        raise UserError(f"nonce={shown(nonce)} is not a string; pass one such as 'n1f3', or None to draw one")
     made, norm = METHODS[named(method, model)], known(norm)
     return made(model if batch is None else with_rules(model, *batch), nonce, norm)
 

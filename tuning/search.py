@@ -155,7 +155,7 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
     """Return (the fixed part of every trial's command line, epochs of a trial), checked by composing it.
 
     The user's overrides, `given`, come last and take priority. The objectives' radii join certify.eps, and the first of
-    them decides about the champion. Paths become absolute: a trial runs elsewhere.
+    them elects the champion. Paths become absolute, because a trial runs in another folder.
     """
     from certify.shared.ball import known
     from certify.stage.settings import EPS

@@ -133,9 +133,7 @@ def _with_labels(path: Shard, listed: ShardInfo, listing: Manifest, config: Data
         return listed
     scanned = _scanned(path, config, split)
     if scanned.samples != listed.samples:
-        raise UserError(
-            f"{path} holds {scanned.samples} samples, {listing.where} says {listed.samples}; {listing.mend}"
-        )
+        raise UserError(f"{path} holds {scanned.samples} samples, {listing.where} says {listed.samples}; {listing.fix}")
     return ShardInfo(listed.file, listed.samples, listed.bytes, listed.sha256, scanned.histogram)
 
 

@@ -202,7 +202,7 @@ def test_real_hugging_face_models_are_compared(tmp_path: Path) -> None:
         assert "logits equal those of Hugging Face's" in imported(tmp_path / name, tmp_path / f"of {name}")[0]
 
 
-def test_hugging_faces_configuration_is_heeded(state: State, tmp_path: Path) -> None:
+def test_hugging_faces_configuration_is_used(state: State, tmp_path: Path) -> None:
     """Heads, eps and pixel statistics are outside of the state dict, in files beside it."""
     path, norm = tmp_path / "model.safetensors", 'norm={"name": "layernorm", "eps": 1e-12}'
     save_file(in_hugging_faces_names(state), path)

@@ -61,7 +61,7 @@ def test_values_get_their_own_types() -> None:
         ({"count": 0}, "top.count=0 is invalid; give a whole number of at least 1"),
         ({"count": True}, "top.count=True is invalid"),
         ({"count": 2.5}, "top.count=2.5 is invalid"),
-        ({"count": 10**5000}, "top.count=a int is invalid; give"),
+        ({"count": 10**5000}, "top.count=(a value of type int) is invalid; give"),
         ({"count": 1, "name": "c"}, "top.name='c' is invalid; give one of a, b"),
         ({"count": 1, "pair": [1]}, "top.pair=[1] is invalid; give 2 numbers, as [A,B]"),
         ({"count": 1, "pair": [1, float("nan")]}, "top.pair="),
