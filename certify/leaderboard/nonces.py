@@ -26,7 +26,7 @@ def faults(
     for said in nonces if chance != 0 else ():
         nonce, origin, beacon = (said.get(key) for key in ("nonce", "origin", "beacon"))
         if origin not in ORIGINS:
-            yield f"the origin of nonce {shown(nonce)} is {shown(origin)}; it must be one of {', '.join(ORIGINS)}"
+            yield f"the nonce {shown(nonce)} has the origin {shown(origin)}; it must be one of {', '.join(ORIGINS)}"
         elif origin == GIVEN:
             yield f"the nonce {shown(nonce)} was given, and may be the best of many; remove nonce=, or set beacon="
         elif origin == DERIVED and not _derives(nonce, weights_sha256, images_sha256, beacon):
