@@ -2,7 +2,7 @@
 
 Classes of torch, torchvision and timm as they are, with 10 classes and images of 32 x 32 pixels, random weights,
 running statistics of random images, and the model's own answers as labels. The radii say how much of a method's bound
-is left behind so many layers, not how robust a trained model is.
+is left after so many layers, not how robust a trained model is.
 
     python -m benchmarks.bench_models                       # all, to benchmarks/results/models_cpu.json
     python -m benchmarks.bench_models --only resnet18 deit
@@ -101,7 +101,9 @@ def measured(make: Callable[[], nn.Module]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="words of names")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="measure only models whose names contain a WORD"
+    )
     only = parser.parse_args().only
     file = RESULTS / "models_cpu.json"
     rows = json.loads(file.read_text())["models"] if only and file.is_file() else {}

@@ -2,7 +2,7 @@
 
     OPERATIONS["layer_norm"](x, shape, weight, bias, eps) -> Value
 
-Arguments are those of torch's operation, with a `Value` for whatever depends on the image. An argument that is not
+Arguments are those of torch's operation, with a `Value` for each one that depends on the image. An argument that is not
 mapped exactly raises Unmapped. Which axes are read follows from torch's own function on the index.
 """
 

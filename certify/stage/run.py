@@ -1,6 +1,6 @@
 """The certify stage: hand-over in, one row per image as it goes, then `certificate.json`, a curve and a model card.
 
-OUT/certificates.jsonl    one row per image, written as it is proved; a second start goes on after the last one
+OUT/certificates.jsonl    one row per image, written as it is proved; a second start continues after the last one
 OUT/certificates.parquet  the same rows as a table, when all are there
 OUT/certificate.json      what was proved, of which weights, on which images, by which method and numerics
 OUT/curve.png             certified and attacked accuracy against eps

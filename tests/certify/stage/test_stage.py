@@ -173,7 +173,7 @@ def test_the_experiment_of_a_published_version_can_be_chosen(
         ("headline_eps=x", "headline_eps='x'"),
         ("served_dtype=int8", "served_dtype='int8'"),
         ("data=digits +data.foo=1", "no config key"),
-        ("publish=a/b", "publish='a/b' does not work; give a name of up to 100"),
+        ("publish=a/b", "publish='a/b' is invalid; give a name of up to 100"),
         (f"registry.experiment={'x' * 300}", "give a name of up to 200 characters"),
     ],
 )
