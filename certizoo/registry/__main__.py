@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from certizoo import UserError
-from certizoo.config.schema import Port, argument
+from certizoo.config.schema import Port, argument, as_path
 from certizoo.errors import one_line_errors
 from certizoo.registry import browse, publish, run_folder, runs, store, tables, ui
 from certizoo.registry.select import select
@@ -110,9 +110,11 @@ def parser() -> argparse.ArgumentParser:
     )
     pulling = add("pull", pull, "copy a version's files: weights, configuration, certificate, report")
     pulling.add_argument("reference", help=REFERENCE)
-    pulling.add_argument("to", type=Path, metavar="FOLDER", help="new or empty")
+    pulling.add_argument("to", type=as_path, metavar="FOLDER", help="new or empty")
     sending = add("sync", sync, "send what was kept while MLflow did not answer")
-    sending.add_argument("run_dirs", nargs="*", type=Path, metavar="RUNDIR", help="run folders (default: all of runs/)")
+    sending.add_argument(
+        "run_dirs", nargs="*", type=as_path, metavar="RUNDIR", help="run folders (default: all of runs/)"
+    )
     serving = add("ui", serve, "open the registry in a browser (mlflow server)")
     serving.add_argument("--host", default="127.0.0.1")
     serving.add_argument("--port", type=argument(Port), default=5000)
