@@ -12,6 +12,7 @@ import argparse
 import shlex
 import sys
 import uuid
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -201,10 +202,10 @@ def _resources(text: str) -> dict[str, float]:
 
 
 @one_line_errors
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     defaults = compose_config("tune", [])
-    return main_search(parser(defaults).parse_args(), defaults)
+    return main_search(parser(defaults).parse_args(argv), defaults)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -122,10 +123,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 @one_line_errors
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     store.use_defaults()
-    args = parser().parse_args()
+    args = parser().parse_args(argv)
     args.action(args)
 
 

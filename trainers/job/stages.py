@@ -70,7 +70,8 @@ def prepare_stages(config: Config) -> Stages:
     config = typed_values(TrainerKeys, config)
     settings, folder = section_of(ConstrainConfig, config["constrain"], "constrain"), Path(config["run_dir"])
     refuse_used_folder(folder, config["resume"])
-    stages = Stages(config, settings, folder, prepare(stage(config, "adapt", settings.adapt_epochs or 1)))
+    epochs = settings.adapt_epochs or settings.finetune_epochs or 1
+    stages = Stages(config, settings, folder, prepare(stage(config, "adapt", epochs)))
     check_constrain(stages.adapt, ranks.world_size(), settings)
     if settings.finetune_epochs:
         stages.finetune(source_exists=False)
