@@ -29,7 +29,7 @@ from certify.shared.breakdown import names
 from certify.shared.certificate import Breakdown, Certifier, Explained
 from certizoo import UserError
 from certizoo.attacks.loop import probing
-from certizoo.config.schema import Count, argument
+from certizoo.config.schema import Count, argument, as_path
 from certizoo.errors import one_line_errors
 from certizoo.nearest import unknown
 from zoo.bounds.contracts import Layer
@@ -169,7 +169,7 @@ def parser() -> argparse.ArgumentParser:
         help="a name of the zoo or of timm, a hand-over, or MODULE:FUNCTION that makes one",
     )
     top.add_argument("--img-size", type=argument(Count), help="side of the square images (default: the model's)")
-    top.add_argument("--weights", type=Path, metavar="FILE", help="a .safetensors file with the model's weights")
+    top.add_argument("--weights", type=as_path, metavar="FILE", help="a .safetensors file with the model's weights")
     top.add_argument("--images", type=argument(Count), default=2, metavar="N", help="random images (default: 2)")
     return top
 
