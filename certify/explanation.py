@@ -204,11 +204,7 @@ def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
         if not callable(make):
             raise UserError(f"{module} has no function {function}; write MODULE:FUNCTION")
         return make(), size or 32, 3
-    if name in zoo.list_models():
-        options: dict[str, Any] = {} if size is None else {"img_size": size}
-        ours: Any = zoo.create_model(name, **options)
-        return ours, size or model_side(ours), int(zoo.model_options(name)["in_chans"])
-    if name not in timm.list_models():
+    if name not in timm.list_models():  # those of the zoo are among them
         raise unknown("model", name, [*zoo.list_models(), *timm.list_models()])
     make = partial[Any](timm.create_model, name)
     try:
@@ -216,13 +212,6 @@ def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
     except TypeError:  # conv nets take any size
         model = make()
     return model, size or int(model.pretrained_cfg["input_size"][-1]), int(model.pretrained_cfg["input_size"][0])
-
-
-def model_side(model: Any) -> int:
-    """Return the side of the images that a model of the zoo takes."""
-    embed = getattr(model, "patch_embed", model)
-    side = embed.img_size
-    return int(side if isinstance(side, int) else side[0])
 
 
 if __name__ == "__main__":
