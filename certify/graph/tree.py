@@ -106,7 +106,8 @@ def _foldable(three: Sequence[nn.Module]) -> int:
     if at is None:
         return 0
     layer = three[at]
-    into, out = layer.weight.shape[1] * getattr(layer, "groups", 1), layer.weight.shape[0]
+    out, into, *_ = layer.get_parameter("weight").shape
+    into *= layer.groups if isinstance(layer, nn.Conv2d) else 1
     if at and factors_of(three[0], layer, into) is None:
         return 0
     behind = at + 1 < len(three) and factors_of(three[at + 1], layer, out) is not None

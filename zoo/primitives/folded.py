@@ -35,7 +35,7 @@ def factors_of(module: nn.Module, layer: nn.Module, channels: int) -> Tensor | N
     """Return w (channels,) of a module that multiplies the channels in front of or behind a layer, else None."""
     places = 2 if isinstance(layer, nn.Conv2d) else 0
     if type(module) is (nn.BatchNorm2d if places else nn.BatchNorm1d):
-        found = batch_norm_weight(module)  # type: ignore[arg-type]
+        found = batch_norm_weight(module)
         return found if len(found) == channels else None
     if type(module) is not Diagonal:
         return None

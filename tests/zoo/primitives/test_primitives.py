@@ -17,6 +17,7 @@ from zoo.bounds.rounding import PRECISIONS, roundings_of
 from zoo.bounds.rule_table import NoRule, rules_of
 from zoo.bounds.tape import Tape
 from zoo.primitives import PRIMITIVES
+from zoo.primitives.activations import Abs
 from zoo.primitives.branches import Branches
 from zoo.primitives.diagonal import Diagonal
 from zoo.primitives.folded import Folded
@@ -104,6 +105,7 @@ CASES: dict[str, Case] = {
     "adaptive average pool to 2": Case(lambda: nn.AdaptiveAvgPool2d(2), 0.9),
     "group norm": Case(group_norm, 0.3),
     "branches": Case(branches, 0.3),
+    "modulus": Case(Abs, 0.8),
     "leaky relu": Case(lambda: nn.LeakyReLU(0.3), 0.8),
     "steep leaky relu": Case(lambda: nn.LeakyReLU(-1.5), 0.8),
     "prelu": Case(prelu, 0.8),
