@@ -58,9 +58,7 @@ def at_random(make: Make) -> tuple[nn.Module, Tensor, Tensor]:
 
 def trained(make: Make, factor: float) -> tuple[nn.Module, Tensor, Tensor]:
     """Return a model that has learned CIFAR-10 for a few epochs, and test images that it classifies correctly."""
-    (images, labels), (tests, answers) = (
-        _cifar10(split, count) for split, count in (("train", EXAMPLES), ("test", 64))
-    )
+    (images, labels), (tests, answers) = _cifar10("train", EXAMPLES), _cifar10("test", 64)
     torch.manual_seed(0)
     model = make().train()
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
@@ -86,10 +84,8 @@ def _cifar10(split: str, count: int) -> tuple[Tensor, Tensor]:
 
 def measured(model: nn.Module, images: Tensor, labels: Tensor, budget: float = BUDGET) -> Row:
     """Return one row: accepted or what is missing, method, radii, seconds, and the attack."""
-    row: Row = {
-        "parameters": sum(weight.numel() for weight in model.parameters()),
-        "products": products(model, (3, SIZE, SIZE)),
-    }
+    cost = products(model, (3, SIZE, SIZE))
+    row: Row = {"parameters": sum(weight.numel() for weight in model.parameters()), "products": cost}
     start = time.process_time()
     try:
         made = certifier(model, "auto", nonce="bench", batch=(images, labels))
