@@ -35,6 +35,7 @@ from certizoo.nearest import unknown
 from zoo.bounds.contracts import Layer
 from zoo.bounds.first_order import parts_of
 from zoo.bounds.rule_table import NoRule
+from zoo.primitives.folded import Folded
 
 SMALL = 1e-6  # radius at which a first-order rule is its slope
 ADD = "add a rule for the module around it: docs, 'My own model'"
@@ -154,8 +155,15 @@ def _plain(name: str) -> str:
 
 
 def _kinds(layer: Layer) -> str:
-    parts = [part if isinstance(part, str) else type(part).__name__ for part in parts_of(layer)]
+    parts = [kind for part in parts_of(layer) for kind in _kinds_of(part)]
     return ", ".join(dict.fromkeys(part for part in parts if part != "Identity")) or type(layer).__name__
+
+
+def _kinds_of(part: nn.Module | str) -> list[str]:
+    """Return the kinds of what capture made one step, else that of the part."""
+    if isinstance(part, str):
+        return [part]
+    return [type(inner).__name__ for inner in part] if isinstance(part, Folded) else [type(part).__name__]
 
 
 # the command ----------------------------------------------------------------------------------------------------------
