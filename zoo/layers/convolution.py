@@ -124,7 +124,7 @@ def _angle(frequency_F: Tensor, offsets: int, length: int) -> Tensor:
 
 def conv2d(module: nn.Conv2d) -> Layer:
     """Return the rule of an affine map: its norm times r."""
-    norm_of = _measured(module, module.weight)
+    norm_of = norm_on(module, module.weight)
 
     def layer(x_BCHW: Tensor) -> tuple[Tensor, Bound]:
         y_BOHW = module(x_BCHW)
@@ -138,7 +138,7 @@ def conv2d_rounding(module: nn.Conv2d, precision: Precision) -> Rounding:
     """Bound a product of matrices, of which |W| is the convolution with |weight|."""
     weight, bias = (None if w is None else w.detach().double().abs() for w in (module.weight, module.bias))
     assert weight is not None
-    norm_of, absolute_of = _measured(module, module.weight), _measured(module, weight)
+    norm_of, absolute_of = norm_on(module, module.weight), norm_on(module, weight)
 
     def moduli(x_BCHW: Tensor) -> Tensor:
         return F.conv2d(x_BCHW, weight, bias, module.stride, module.padding, module.dilation, module.groups)
@@ -152,7 +152,7 @@ def conv_shapes(module: nn.Conv1d | nn.Conv2d) -> Shapes:
     return {"weight": (out, module.in_channels // module.groups, *module.kernel_size), "bias": (out,)}
 
 
-def _measured(module: nn.Conv2d, weight: Tensor) -> Callable[[Tensor], Tensor]:
+def norm_on(module: nn.Conv2d, weight: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the norm of the convolution with this weight, as a function of its output.
 
     The norm depends on the size of the image and is measured once per size.
