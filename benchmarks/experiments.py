@@ -208,7 +208,7 @@ TABLES = {
     ),
     "lofast_table1": Table(
         source="LoFAST, Table 1: ViTs of 128 features, CIFAR-10, standard training, certified by Theorem 1 at L2 radii",
-        differs="neither how it trained nor the caps of its table are said there: 30 epochs, AdamW without weight "
+        differs="the paper states neither its training nor the caps of this table: 30 epochs, AdamW without weight "
         "decay, batch 512, W_V and W_O at most 0.25; CIFAR-10 as JPEG if the shards are",
         columns=("0.02", "0.05", "0.1"),
         rows=(
@@ -286,7 +286,7 @@ def train(script: str, run: Training, to_file: bool) -> None:
         ended = subprocess.run(words, cwd=ROOT, env=environment, stdout=out, stderr=out)
     if ended.returncode:
         said = log if to_file else "its output"
-        raise UserError(f"{run.folder.name} did not finish; mend what {said} says and run the command again")
+        raise UserError(f"{run.folder.name} did not finish; fix the error in {said} and run the command again")
 
 
 def summary(table: Table, row: Row, each: Sequence[Ended]) -> dict[str, Any]:
@@ -329,15 +329,15 @@ def asked(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, with options before, between and after the other words."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help=", ".join(TABLES))
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings side by side")
-    parser.add_argument("overrides", nargs="*", help="of the experiment, as the trainers take them")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings that run at the same time")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides, as the trainers take them")
     return parser.parse_intermixed_args(words)
 
 
 def main() -> None:
     options = asked()
     if options.at_once < 1:
-        raise UserError(f"--at-once {options.at_once} does not work; give at least 1")
+        raise UserError(f"--at-once {options.at_once} is invalid; give at least 1")
     share = max(1, len(os.sched_getaffinity(0)) // options.at_once)  # of the cores, for measuring and for training
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(share))))
     run(options.name, options.overrides, options.at_once)

@@ -201,8 +201,7 @@ def adopt(snapshot_dir: Path, run_dir: Path, changed: dict[str, Any]) -> None:
         snapshot_dir: the snapshot.
         run_dir: the new run folder.
         changed: keys that the search has changed since (population-based training). They are written to the
-            checkpoint's
-            fingerprint; any other difference is still refused. It is then another run for MLflow, too.
+            checkpoint's fingerprint; any other difference is still refused. It is then another run for MLflow, too.
     """
     shutil.copytree(snapshot_dir, run_dir, dirs_exist_ok=True, ignore=lambda _, names: {*names} & {*RESULTS})
     for mark in run_dir.glob(f"checkpoints/*/{checkpoint.MARK}"):

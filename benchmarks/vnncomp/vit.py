@@ -202,7 +202,7 @@ def _embedding(term: Term) -> Embedding:
     _inputs(image, "Input")
     found = Embedding(image.shape, *map(_weight, (weight, bias, cls, positions)))
     (_, _, height, width), (dim, _, p, q) = image.shape, found.patches_DCPP.shape
-    _refuse_unless(height == width and p == q, projected, "made of patches that are no squares of a square image")
+    _refuse_unless(height == width and p == q, projected, "made of patches that are not squares of a square image")
     many = (height // p) * (width // q)
     _refuse_unless(channels_first.shape == (1, dim, many), channels_first, "no row of patches")
     fits = zeros.shape == (1, 1, dim) and found.cls_D.shape == (dim,) and found.positions_ND.shape == (many + 1, dim)

@@ -42,6 +42,8 @@ def attended(
     enable_gqa: bool = False,
 ) -> Value:
     """Return attention of q, k, v (batch, heads, tokens, width); `scale` is 1 / sqrt(width) unless given."""
+    if isinstance(mask, Tensor) and bool(mask.all() if mask.dtype is torch.bool else (mask == 0).all()):
+        mask = None  # it leaves every key in, with nothing added
     if mask is not None or causal or dropout or enable_gqa:
         raise Unmapped("attention with a mask, a bias, dropout or grouped queries")
     if len(q.shape) == 3:  # one head
@@ -75,7 +77,7 @@ def projection(value: Value, what: str) -> Projection:
         number = float(scale.weight)
         node, factor = node.inputs[0], factor / number if scale.divides else factor * number
     if value.constant is not None or not isinstance(node.module, nn.Linear) or len(node.shape) != 2:
-        raise Unmapped(f"attention whose {what} are no linear map of the tokens")
+        raise Unmapped(f"attention whose {what} are not a linear map of the tokens")
     tokens, width = node.shape
     index = value.index
     image, token, row = index // (tokens * width), index // width % tokens, index % width
@@ -129,7 +131,7 @@ def product(x: Any, y: Any) -> Any:
         return attended(x.query, x.key, y, scale=x.scale)
     if isinstance(x, Value) and isinstance(y, Value):
         return Product(x, Value(y.node, y.index.transpose(-2, -1), y.constant))
-    raise Unmapped("a product of two results of the image that is no attention")
+    raise Unmapped("a product of two results of the image that is not attention")
 
 
 def softmax(x: Any, dim: int, *_: Any) -> Product:

@@ -1,4 +1,4 @@
-"""Tensors of a captured graph as entries of nodes, so that whatever only moves entries is arithmetic on an index.
+"""Tensors of a captured graph as entries of nodes, so that moving entries is arithmetic on an index.
 
 A `Node` is a step that has to be computed: one module on one input, or a sum of several. A `Value` is a tensor of the
 graph: each of its entries is an entry of a node's output, (BATCH, *shape) flat, or a constant. Reshape, permute, select
@@ -114,7 +114,7 @@ def _of_one_image(index: Tensor, numel: int) -> Tensor | None:
 def by_rows(value: Value) -> tuple[Node, Tensor]:
     """Return a node (image, rows, width) with the rows of this tensor, along its last axis, and where each one is.
 
-    The rows of an image come together, whatever axis is the batch. The second result is the place of every row among
+    The rows of an image are consecutive, whichever axis is the batch. The second result is the place of every row among
     the BATCH * rows of the node.
     """
     index = value.index.reshape(-1, value.shape[-1])

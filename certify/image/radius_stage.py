@@ -51,7 +51,7 @@ class Situation:
     head: nn.Linear
     rivals_BR: Tensor
     seed: bytes
-    radii: Callable[[Tensor], Sequence[Tensor]]  # e (B,) -> |G_n| (B,) in front of every node, or an empty list
+    radii: Callable[[Tensor], Sequence[Tensor]]  # e (B,) -> |G_n| (B,) before every node, or an empty list
     proved: Callable[[Tensor], Tensor]  # e (B,) -> (B,): proved by the adjoint analysis, so that no stage is needed
     off: Off  # error at the end of a node
     kept: Callable[[Tensor], Tensor]  # r (B,) -> (B, J): rounding to subtract from margins, for features within r

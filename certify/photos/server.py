@@ -172,11 +172,11 @@ class Handler(BaseHTTPRequestHandler):
         if server.token is not None:
             if hmac.compare_digest(token.encode(), server.token.encode()):
                 return True
-            self._say(403, "the address needs ?token=, as the command prints it")
+            self._say(403, "the address needs ?token=, which the command prints")
             return False
         if self.headers.get("Host", "") in server.names():
             return True
-        self._say(403, "this page answers to its own address alone, as the command prints it")
+        self._say(403, "this page answers only at its own address, which the command prints")
         return False
 
     def _is_ours(self) -> bool:

@@ -65,7 +65,7 @@ def derived(weights_sha256: str, images_sha256: str, beacon: str) -> Nonce:
 def derived_nonce(weights_sha256: str, images_sha256: str, beacon: str) -> str:
     """Return d and the SHA-256 of the three, a line each. Raises UserError unless the beacon is a line of text."""
     if not beacon or not beacon.isprintable():
-        raise UserError(f"beacon={shown(beacon)} is no line of text; use one that was published after the weights")
+        raise UserError(f"beacon={shown(beacon)} is not a line of text; use one that was published after the weights")
     lines = f"{weights_sha256}\n{images_sha256}\n{beacon}\n"
     return f"d{hashlib.sha256(lines.encode()).hexdigest()}"
 

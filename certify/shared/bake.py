@@ -40,7 +40,7 @@ class Model:
     snapshots: tuple[Snapshot, ...]
 
     def also(self, given: nn.Module) -> "Model":
-        """Return this model with a further one that must stay as it is, of which `served` is a copy."""
+        """Return this model with `given`, of which `served` is a copy and which must stay unchanged too."""
         return replace(self, snapshots=(*self.snapshots, Snapshot.of(given)))
 
     def require_unchanged(self, *, digests: bool = False) -> None:
@@ -177,7 +177,7 @@ def _refuse_types(served: nn.Module, types: Collection[torch.dtype]) -> None:
         raise UserError(f"the weights have several types ({names}); certify model.float()")
     if not any(dtype in types for dtype in found):
         raise UserError(
-            f"the weights are {names or 'none'}, and what such a model answers is not what its float64 function does; "
+            f"the weights are {names or 'none'}, and such a model does not answer like its float64 function; "
             "certify model.float() and serve that, or let certify.served_dtype=bfloat16 prove the rounding"
         )
 

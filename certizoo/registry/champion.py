@@ -73,7 +73,7 @@ def elect_champion(client: "MlflowClient", name: str, version: str) -> Standing:
 
 
 def promote(client: "MlflowClient", name: str, version: str) -> None:
-    """Give `version` the aliases, whatever the rule says; against the rule it keeps them until the next promotion."""
+    """Give `version` the aliases, even against the rule; it then keeps them until the next promotion."""
     board = Board.read(client, name, version)
     by = RULE if board.by_rule(version) == version else HAND
     for other in board.by_hand():

@@ -18,9 +18,9 @@ WORD = re.compile(r"[\w-]{1,64}", re.ASCII)  # ids and keys are used in queries
 
 
 def text(found: Any, what: str, most: int = MAX_TEXT) -> None:
-    """Check a text. Lone surrogates raise by themselves, and NUL is refused: databases accept neither."""
+    """Raise ValueError for other types, long strings and NUL. Lone surrogates raise in encode()."""
     if not isinstance(found, str) or len(found) > most or b"\0" in found.encode():
-        raise ValueError(f"{what} is not a text of at most {most} characters")
+        raise ValueError(f"{what} is not a string of at most {most} characters")
 
 
 def word(found: Any, what: str) -> None:

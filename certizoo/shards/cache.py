@@ -130,7 +130,7 @@ class Cache:
 
 
 def _opened(path: Path, size: int, holds: Callable[[BinaryIO], bool] | None) -> BinaryIO | None:
-    """Open the file if it exists, is no link and is right; its modification time then records this use."""
+    """Open the file if it exists, is not a link and is right; its modification time then records this use."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except OSError:  # absent, or a link

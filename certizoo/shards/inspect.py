@@ -64,7 +64,7 @@ def save(inspection: Inspection, path: Path) -> None:
 
 
 def _of_classes(names: Sequence[str], counts: Sequence[int]) -> Iterator[str]:
-    """Yield a warning for each thing about the classes that is seldom meant."""
+    """Yield a warning for each likely mistake in the classes."""
     if len(names) == 1:
         yield f"there is one class, {names[0]}; give the folder above it if its subfolders are the classes"
     for name, count in zip(names, counts, strict=True):

@@ -15,7 +15,7 @@ from certizoo import UserError
 from certizoo.shards.tar import IMAGE_EXTENSIONS
 
 log = logging.getLogger(__name__)
-SPLITS = ("train", "val", "valid", "validation", "test")  # names of folders that are no classes
+SPLITS = ("train", "val", "valid", "validation", "test")  # names of folders that are not classes
 TORCHVISION_SETS = ("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST")
 
 
@@ -30,7 +30,7 @@ class Folder(Sequence[tuple[Path, int]]):
             counts. The classes stay those of the folder.
 
     Attributes:
-        others: the number of files that are no images, by suffix, and of images beside the class folders.
+        others: the number of files that are not images, by suffix, and of images beside the class folders.
 
     Raises:
         UserError: there are no images, not exactly one of each name in `only`, the subfolders are splits (train and
@@ -82,7 +82,7 @@ def _refuse_splits(root: Path, names: Sequence[str]) -> None:
     splits = [name for name in names if name.lower() in SPLITS]
     if len(splits) > 1:
         raise UserError(
-            f"{root} holds {' and '.join(splits)}, which are splits and no classes; give one of them: "
+            f"{root} holds {' and '.join(splits)}, which are splits, not classes; give one of them: "
             f"{root / splits[0]} with --split {'train' if splits[0].lower() == 'train' else 'test'}"
         )
 

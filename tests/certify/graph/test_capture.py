@@ -154,7 +154,7 @@ def test_moves_are_those_of_torch() -> None:
 
 
 class Of(nn.Module):
-    """A linear layer with an operation in front."""
+    """A linear layer after an operation."""
 
     def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
