@@ -48,11 +48,13 @@ class Bent:
     others: tuple[int, ...]
     most_B: Tensor
 
-    def at(self, e_B: Tensor, grown: Grown) -> Tensor:
-        """Return the bound within e."""
+    def at(self, e_B: Tensor, grown: Grown, *, units_alone: bool = False) -> Tensor:
+        """Return the bound within e, or the part of it from units."""
         of_units = self.image * (e_B / self.most_B)
         if self.before is not None:
-            of_units = of_units + self.before.at(e_B, grown)
+            of_units = of_units + self.before.at(e_B, grown, units_alone=units_alone)
+        if units_alone:
+            return of_units.square()
         free_B = sum((grown.theta[k] for k in self.others), grown.theta_0_B)
         return nan_to_inf((of_units.square() + product(self.rest, free_B.sqrt())) * OUT)
 
@@ -92,7 +94,11 @@ def _largest(ellipsoids: Ellipsoids, at: int) -> Tensor:
 
 
 def _rest(
-    ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], others: tuple[int, ...], word: str, numbers: list[Tensor]
+    ellipsoids: Ellipsoids,
+    forms: Mapping[int, QuadraticForm],
+    others: tuple[int, ...],
+    word: str,
+    numbers: list[Tensor],
 ) -> Tensor:
     """Return the largest |C^(1/2) H| for sources of length 1 at other leaves, and errors: (C, B)."""
     joint = ellipsoids.joint

@@ -14,6 +14,8 @@ S tends to minus the Hessian of the margin as e and tau shrink. Proof: docs/proo
 Letters: B images, C rivals of each.
 """
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +27,7 @@ from certify.image.joint import IMAGE, Scale
 from certify.taylor.bent import Bent, bent
 from certify.taylor.forms import Curvature, smooth_units
 from zoo.arithmetic import OUT, nan_to_inf, product
+from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Vectors
 
 SPARE = (0.01, 0.05, 0.2, 0.5)  # tried multiples of lambda_max above it
@@ -33,7 +36,7 @@ TAU = (0.05, 4.0)  # range of tau
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taylor:
+class Terms:
     """The terms of some rivals at the largest e, (C, B) each.
 
     `first` is the loss to first order alone, `length` |b|, `along` <b, S b>, `pulled` |S b| and `top` lambda_max(S),
@@ -53,13 +56,26 @@ class Taylor:
 
     def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
         """Return the largest loss to first order and forms together, for e <= the largest: (C, B)."""
-        t_B = e_B / self.most_B
-        quadratic = torch.stack([self._quadratic(t_B, spare, steep) for spare in SPARE for steep in STEEP]).amin(0)
-        behind = 0.5 * (1 + 1 / self.tau) * self.bent.at(e_B, grown).square()
-        total = quadratic + nan_to_inf(behind)
-        if self.last is not None:
-            total = total + nan_to_inf(0.5 * product(self.others.square(), grown.before[self.last]))
+        total = self.quadratic(e_B) + self._behind(self.bent.at(e_B, grown)) + self._others(grown)
         return nan_to_inf(OUT * total)
+
+    def quadratic(self, e_B: Tensor) -> Tensor:
+        """Return the part of the cost from the trust region problem: (C, B)."""
+        t_B = e_B / self.most_B
+        return torch.stack([self._quadratic(t_B, *factors) for factors in itertools.product(SPARE, STEEP)]).amin(0)
+
+    def free(self, e_B: Tensor, grown: Grown) -> Tensor:
+        """Return the part of the cost from leaves without exact second order: (C, B)."""
+        units = self._behind(self.bent.at(e_B, grown, units_alone=True))
+        return self._behind(self.bent.at(e_B, grown)) - units + self._others(grown)
+
+    def _behind(self, bent: Tensor) -> Tensor:
+        return nan_to_inf(0.5 * (1 + 1 / self.tau) * bent.square())
+
+    def _others(self, grown: Grown) -> Tensor:
+        if self.last is None:
+            return torch.zeros_like(self.first)
+        return nan_to_inf(0.5 * product(self.others.square(), grown.before[self.last]))
 
     def _quadratic(self, t_B: Tensor, spare: float, steep: float) -> Tensor:
         m = torch.maximum(self.top * (1 + spare), steep * self.length / t_B.clamp_min(1e-100))
@@ -69,7 +85,7 @@ class Taylor:
         return nan_to_inf(first * (1 - traded) + (traded.square() * inverse + m * t_B.square()) / 2)
 
 
-def coupled(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, first: Tensor) -> Taylor | None:
+def coupled(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, first: Tensor) -> Terms | None:
     """Return the terms for margins with gradients g at the leaves and g_0 (C, B, *x) at the image.
 
     None where no leaf has an exact second order.
@@ -91,7 +107,7 @@ def coupled(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, f
     top = ellipsoids.seminorms(forms, "taylor", numbers, ellipsoids.budget.close, scale, within).square()
     z = joint.gram(forms)(b) * joint.part(IMAGE, last)
     off = _rounded(ellipsoids, forms, within) * length
-    return Taylor(
+    return Terms(
         first=first * joint.most_B,
         length=length,
         along=(b * z).sum(-1) + off * length,
@@ -114,14 +130,16 @@ def _curved(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, C
     return found
 
 
-def _tau(ellipsoids: Ellipsoids, margins: Margins, b: Tensor, absolute: dict, behind: Bent) -> Tensor:  # type: ignore[type-arg]
+def _tau(
+    ellipsoids: Ellipsoids, margins: Margins, b: Tensor, absolute: Mapping[int, QuadraticForm], behind: Bent
+) -> Tensor:
     """Return about the best tau (C, B): what it adds to S where the margin falls, against what it takes of b."""
     along = (b * ellipsoids.joint.gram(absolute)(b)).sum(-1) / b.square().sum(-1).clamp_min(1e-300)
     bent_2 = behind.at(ellipsoids.most_B, ellipsoids.most).square()
     return (bent_2 / along.clamp_min(1e-300)).sqrt().nan_to_num(1.0).clamp(*TAU)
 
 
-def _rounded(ellipsoids: Ellipsoids, forms: dict, most: Tensor) -> Tensor:  # type: ignore[type-arg]
+def _rounded(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], most: Tensor) -> Tensor:
     """Bound the error of torch's S b for |b| = 1, ||S|| <= most: (C, B)."""
     of_forms = [ellipsoids.rounding.of_form(at, form) for at, form in forms.items()]
     share = ellipsoids.rounding.share(max(forms)) + 1e-10  # plus the rounding of <b, z> itself

@@ -8,7 +8,8 @@ unit by unit (bent.py). Reaches, rounding and all other leaves, such as attentio
 The result is the smaller of both bounds. Proof: docs/proofs.md#taylor.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,9 +20,11 @@ from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint
 from certify.image.radius_stage import Gradients, RadiusStage, Together
 from certify.shared.certificate import Clean
-from certify.taylor.coupled import coupled
+from certify.taylor.coupled import Terms, coupled
 from certify.taylor.forms import Curvature, smooth_units
 from zoo.bounds.contracts import Forms, QuadraticForm
+
+MATTER = 0.05  # cost of leaves without exact second order, relative to that of the first order
 
 
 class TaylorEllipsoids(Ellipsoids):
@@ -32,16 +35,25 @@ class TaylorEllipsoids(Ellipsoids):
         return super().form_of(forms, g, reach) if units is None else Curvature.of(units, g, reach).absolute
 
 
-@dataclass(frozen=True)
 class Lesser:
-    """The lesser of two bounds."""
+    """The bound of this method; or that of `image` if it is less, where leaves without exact second order matter.
 
-    one: Together
-    other: Together
+    Which images that concerns does not depend on the others of a batch.
+    """
+
+    def __init__(self, one: Terms, other: Callable[[], Together]) -> None:
+        self._one, self._make = one, other
+
+    @cached_property
+    def _other(self) -> Together:
+        return self._make()
 
     def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
         """Return the bound for e <= the largest: (C, B)."""
-        return torch.minimum(self.one.cost(e_B, grown), self.other.cost(e_B, grown))
+        cost, matter = self._one.cost(e_B, grown), self._one.free(e_B, grown) > MATTER * self._one.first
+        if not bool(matter.any()):
+            return cost
+        return torch.where(matter, torch.minimum(cost, self._other.cost(e_B, grown)), cost)
 
 
 class TaylorStage(RadiusStage):
@@ -51,12 +63,14 @@ class TaylorStage(RadiusStage):
         return TaylorEllipsoids(joint, self.here.draw, self.here.sizes, self.here.off, first)
 
     def couple(self, margins: Margins, g: Gradients, first: Tensor) -> Together:
-        taylor = coupled(self.ellipsoids, margins, g.leaves, g.image, first)
-        return super().couple(margins, g, first) if taylor is None else taylor
+        taylor, image = coupled(self.ellipsoids, margins, g.leaves, g.image, first), super().couple
+        return image(margins, g, first) if taylor is None else Lesser(taylor, lambda: image(margins, g, first))
 
 
 class TaylorAnalysis(ImageAnalysis):
     """The analysis of a batch of correctly classified images."""
+
+    beyond = 1.15
 
     def _stage(self, index_I: Tensor, most_B: Tensor) -> RadiusStage:
         return TaylorStage(self._situation(index_I), most_B[index_I], self._columns)
