@@ -25,6 +25,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from certify.image.budget import at_once, budget
 from certify.image.columns import Columns
@@ -297,13 +298,11 @@ class Ellipsoids:
         numbers: Sequence[Tensor],
         close: float,
         scale: Scale | None = None,
-        within: Tensor | None = None,
     ) -> Tensor:
         """Return upper bounds of lambda_max(s sum_i M_i^T C_i M_i s)^(1/2), s diagonal: (C, B).
 
-        They are infinite where a form is. `numbers` are C tensors that seed the starts. Forms of either sign need a
-        scale and `within` (C, B), a bound of the norm of the sum with their absolute values; a negative lambda_max
-        counts as 0.
+        They are infinite where a form is. `numbers` are C tensors that seed the starts. Where s is 0 on a part, it must
+        not be 0 on the noise, of which rounding is measured.
         """
         unknown = ~torch.stack([torch.isfinite(form.largest) for form in forms.values()]).all(0)
         known = {at: _silenced(form, unknown) for at, form in forms.items()} if bool(unknown.any()) else forms
@@ -311,11 +310,7 @@ class Ellipsoids:
         room = torch.Size([lanczos.STARTS, self.joint.room(last)])
         self.failure += len(numbers) * lanczos.chance(room[-1])
         start = torch.stack([self.draw(room, word, of_map).movedim(1, 0) for of_map in numbers])
-        if within is None or scale is None:
-            shift = self.rounding.shift(known, scale)
-        else:
-            shift = self.rounding.shift_of(known, scale, within)
-        gram = self.joint.gram(known)
+        shift, gram = self.rounding.shift(known, scale), self.joint.gram(known)
         rounding = torch.where(self.rounding.left(last, scale) > 0, ALLOWED, torch.inf).expand(len(start), -1)
 
         def apply(u: Tensor) -> Tensor:
@@ -325,9 +320,27 @@ class Ellipsoids:
             return s * gram(s * u) + _repeated(shift, u) * u
 
         found = lanczos.norms(apply, start, rounding, close)
-        if within is not None:
-            found = (found.square() - shift).clamp_min(0).sqrt() * OUT
         return torch.where(unknown, torch.inf, found)
+
+    def top(self, forms: Mapping[int, QuadraticForm], word: str, numbers: Sequence[Tensor], within: Tensor) -> Tensor:
+        """Return upper bounds of lambda_max( sum_i (E A_i)^T C_i E A_i ) and 0, for forms of either sign: (C, B).
+
+        `within` (C, B) is never below the norm of sum_i M_i^T |C_i| M_i. Rounding is at most ALLOWED times `shift`, and
+        hence times the largest eigenvalue of the shifted sum, unless all eigenvalues of the sum are negative.
+        """
+        size = self.joint.images[0].numel()
+        self.failure += len(numbers) * lanczos.chance(size)
+        room = torch.Size([lanczos.STARTS, size])
+        start = torch.stack([self.draw(room, word, of_map).movedim(1, 0) for of_map in numbers])
+        shift, gram = self.rounding.shift_of(forms, within), self.joint.gram(forms)
+        rest = self.joint.room(max(forms)) - size
+        allowed = torch.where(torch.isfinite(shift), ALLOWED, torch.inf)
+
+        def apply(v: Tensor) -> Tensor:
+            return gram(pad(v, (0, rest)))[..., :size] + _repeated(shift, v) * v
+
+        found = lanczos.norms(apply, start, allowed, self.budget.close).square() * OUT
+        return nan_to_inf((found - shift).clamp_min(0))
 
     def _probed(self) -> Sizes:
         """Bound the lengths |M_i^T a| of the functionals of all leaves by random vectors.

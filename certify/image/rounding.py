@@ -63,13 +63,13 @@ class Rounding:
         left = self.left(max(forms), scale).clamp_min(0)
         return nan_to_inf(torch.stack(torch.broadcast_tensors(*off)).sum(0) / left)
 
-    def shift_of(self, forms: Mapping[int, QuadraticForm], scale: Scale, within: Tensor) -> Tensor:
+    def shift_of(self, forms: Mapping[int, QuadraticForm], within: Tensor) -> Tensor:
         """Return the same for forms of either sign, whose sum of absolute values has at most the norm `within`.
 
-        With this shift, all rounding is at most ALLOWED times the largest eigenvalue, unless that was negative.
+        All rounding is at most ALLOWED times this shift: (C, B).
         """
-        off = [scale.most.square() * self.of_form(at, form) for at, form in forms.items()]
-        total = torch.stack(torch.broadcast_tensors(*off)).sum(0) + product(self.share(max(forms), scale), within)
+        off = [self.of_form(at, form) for at, form in forms.items()]
+        total = torch.stack(torch.broadcast_tensors(*off)).sum(0) + product(self.share(max(forms)), within)
         return nan_to_inf(OUT * total / ALLOWED)
 
     def of_form(self, at: int, form: QuadraticForm) -> Tensor:

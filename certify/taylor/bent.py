@@ -73,9 +73,13 @@ def bent(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], word: str, numbers: li
     rho = _lengths(ellipsoids, c, units, word)
     curved = {k: 0.5 * _largest(ellipsoids, k) * rho[k] for k in units}
     of_image = {k: _units(ellipsoids, k).weighted(of_leaf) for k, of_leaf in curved.items()}
-    mask = joint.part(IMAGE, max(curved)).expand(*zero.shape, -1)
-    scale = Scale(mask, torch.ones_like(zero), torch.ones_like(zero))
-    image = ellipsoids.seminorms(of_image, f"{word} image", numbers, ellipsoids.budget.close, scale)
+    image = ellipsoids.seminorms(
+        of_image,
+        f"{word} image",
+        numbers,
+        ellipsoids.budget.close,
+        _only(ellipsoids, (IMAGE, NOISE), max(curved), zero),
+    )
     return Bent(image, bent(ellipsoids, curved, f"{word} in front", numbers), rest, others, joint.most_B)
 
 
@@ -101,15 +105,17 @@ def _rest(
     numbers: list[Tensor],
 ) -> Tensor:
     """Return the largest |C^(1/2) H| for sources of length 1 at other leaves, and errors: (C, B)."""
-    joint = ellipsoids.joint
     if not others:  # errors alone are small enough for a crude bound
         crude = [form.largest.sqrt() * ellipsoids.rounding.sizes[at] for at, form in forms.items()]
         return nan_to_inf(torch.stack(crude).sum(0) * OUT)
-    last = max(forms)
-    mask = sum((joint.part(k, last) for k in (*others, NOISE)), joint.part(IMAGE, last) * 0)
-    one = torch.ones_like(forms[last].largest)
-    scale = Scale(mask.expand(*one.shape, -1), one, one)
+    scale = _only(ellipsoids, (*others, NOISE), max(forms), forms[max(forms)].largest)
     return ellipsoids.seminorms(forms, f"{word} others", numbers, COARSE, scale)
+
+
+def _only(ellipsoids: Ellipsoids, parts: tuple[int, ...], last: int, like: Tensor) -> Scale:
+    """Return the scale that keeps these parts of u; the noise, of which rounding is measured, is always one."""
+    mask = torch.stack([ellipsoids.joint.part(k, last) for k in parts]).amax(0)
+    return Scale(mask.expand(*like.shape, -1), torch.ones_like(like), torch.ones_like(like))
 
 
 def _lengths(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], units: list[int], word: str) -> Vectors:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from certify.image.ellipsoid import COARSE, Ellipsoids, Grown, Margins
-from certify.image.joint import IMAGE, Scale
+from certify.image.joint import IMAGE
 from certify.taylor.bent import Bent, bent
 from certify.taylor.forms import Curvature, smooth_units
 from zoo.arithmetic import OUT, nan_to_inf, product
@@ -102,9 +102,7 @@ def coupled(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, f
     absolute = {at: margins.forms[at] for at in curved}
     tau = _tau(ellipsoids, margins, b, absolute, behind)
     forms = {at: of_leaf.with_share(absolute[at], tau) for at, of_leaf in curved.items()}
-    one, within = torch.ones_like(length), (1 + tau) * margins.norm.square()
-    scale = Scale(joint.part(IMAGE, last).expand(*length.shape, -1), one, one)
-    top = ellipsoids.seminorms(forms, "taylor", numbers, ellipsoids.budget.close, scale, within).square()
+    within = (1 + tau) * margins.norm.square() * OUT
     z = joint.gram(forms)(b) * joint.part(IMAGE, last)
     off = _rounded(ellipsoids, forms, within) * length
     return Terms(
@@ -112,7 +110,7 @@ def coupled(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, f
         length=length,
         along=(b * z).sum(-1) + off * length,
         pulled=torch.linalg.vector_norm(z, dim=-1) + off,
-        top=top.clamp_min(1e-100),
+        top=ellipsoids.top(forms, "taylor", numbers, within).clamp_min(1e-100),
         tau=tau,
         bent=behind,
         others=ellipsoids.seminorms(others, "others", numbers, COARSE) if others else torch.zeros_like(length),
