@@ -1,4 +1,4 @@
-"""Certificates of models that people have: which are accepted, by which method, with which radii, in what time.
+"""Certificates of common models: which are accepted, by which method, with which radii and in what time.
 
 Classes of torch, torchvision and timm as they are, with 10 classes and images of 32 x 32 pixels, random weights,
 running statistics of random images, and the model's own answers as labels. The radii say how much of a method's bound

@@ -257,5 +257,5 @@ def last_line(error_file: Path) -> str:
 
 
 def reason(said: str) -> str:
-    """Return the trainer's own words if the last line of a traceback contains them."""
+    """Return the trainer's own message if the last line of a traceback contains one, else that line."""
     return next((said.split(word)[-1] for word in (FAILED, REFUSED) if word in said), said)

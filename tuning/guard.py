@@ -1,4 +1,4 @@
-"""A process between a Ray worker and its trial: `python guard.py COMMAND...` runs the command and ends it with itself.
+"""A process between a Ray worker and its trial: `python guard.py COMMAND...` ends the command when it ends.
 
     worker -> guard -> launcher -> ranks          worker -> guard -> guard -> the only rank
 

@@ -1,4 +1,4 @@
-"""A property of VNN-LIB in its simple form: a box of inputs, and that no class reaches the label.
+"""A VNN-LIB property in its simple form: on a box of inputs no class reaches the label.
 
     lower_i <= X_i <= upper_i  for every input,        or_j (Y_j >= Y_label)  for every other class: never
 
@@ -25,7 +25,7 @@ _RIVAL = re.compile(r"Y_(\d+) Y_(\d+)", re.ASCII)
 
 @dataclass(frozen=True)
 class Property:
-    """The property that the class `label` is kept on the box. lower_I, upper_I: as written, in float64."""
+    """The property that `label` is the class on the whole box. lower_I, upper_I: as written, in float64."""
 
     lower_I: NDArray[np.float64]
     upper_I: NDArray[np.float64]

@@ -69,7 +69,7 @@ def attended(
 
 
 def projection(value: Value, what: str) -> Projection:
-    """Return the linear map of tokens that these entries (batch, heads, tokens, width) are."""
+    """Return the linear map of tokens that gives these entries (batch, heads, tokens, width)."""
     node, factor = value.node, 1.0
     while isinstance(scale := node.module, Diagonal) and scale.weight.numel() == 1 and not bool(scale.bias.any()):
         number = float(scale.weight)

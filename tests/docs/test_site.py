@@ -173,7 +173,7 @@ def test_every_command_with_options_is_on_its_page(site: Path) -> None:
 def test_links_that_leave_the_docs_lead_somewhere(link: str, found: str) -> None:
     """In docs/explained/x.md such links begin with one more `../`."""
     deeper = link if link.startswith("```") else link.replace("](../", "](../../")
-    assert links.mended(deeper, "explained/x.md") == found
+    assert links.rewritten(deeper, "explained/x.md") == found
 
 
 def test_a_file_of_the_repository_becomes_a_page() -> None:
