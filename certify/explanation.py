@@ -124,7 +124,7 @@ def _answers(model: nn.Module, images_BCHW: Tensor) -> Tensor:
 
 
 def _reason(lacking: NoRule) -> str:
-    return f"{lacking.module_type.__name__} has no second order"
+    return f"{lacking.module_type.__name__} has no second-order rule"
 
 
 def _rows(made: Certifier, images_BCHW: Tensor, breakdown: Breakdown, second: str) -> list[Row]:

@@ -55,7 +55,7 @@ def parse(content: bytes, name: str) -> Property:
         raise UserError(f"{name} does not compare one class with every other one; give the property of one label")
     lower_I, upper_I = (np.array([bounds[side][i] for i in inputs]) for side in (">=", "<="))
     if label not in classes or not (np.isfinite(lower_I).all() and np.isfinite(upper_I).all()):
-        raise UserError(f"{name} has a label or bounds that are none; give classes of the net, and finite numbers")
+        raise UserError(f"{name} has an invalid label or bound; give classes of the net, and finite numbers")
     if bool((lower_I > upper_I).any()):
         raise UserError(f"{name} has an empty box; give lower bounds that are below the upper ones")
     return Property(lower_I, upper_I, label)

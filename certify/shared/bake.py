@@ -143,11 +143,11 @@ def folded_copy(model: nn.Module) -> nn.Module:
     copied = folded(model)
     given = {path: integrity.kind_of(module) for path, module in integrity.modules_of(model) if _outlives(path)}
     if {path: type(module) for path, module in integrity.modules_of(copied)} != given:
-        raise UserError("a copy of the model has other modules than the model; remove its own __deepcopy__")
+        raise UserError("a copy of the model has different modules from the model; remove its own __deepcopy__")
     weights = dict(integrity.tensors_of(copied))
     for path, tensor in integrity.tensors_of(model):
         if _outlives(path) and not _equal(weights.get(path), tensor):
-            raise UserError(f"{path} is another in a copy of the model; remove its own __deepcopy__")
+            raise UserError(f"{path} differs in a copy of the model; remove its own __deepcopy__")
     return copied
 
 

@@ -180,7 +180,7 @@ def test_a_file_of_the_repository_becomes_a_page() -> None:
     text = made.filled("<!-- made at build: file CONTRIBUTING.md project/contributing.md -->")
     assert "# Contributing" not in text.splitlines()
     assert "    ```python" in text
-    with pytest.raises(ValueError, match="nothing is made of 'gold'"):
+    with pytest.raises(ValueError, match="there is no part 'gold'"):
         made.filled("<!-- made at build: gold -->")
 
 
