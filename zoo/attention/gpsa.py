@@ -129,7 +129,7 @@ def _rules(module: GPSA) -> AttentionRules:
 
 
 def mixing(module: GPSA) -> Mixing:
-    """Return the mixing (1 - g) P + g R. It is refused where float64 loses R."""
+    """Return the mixing (1 - g) P + g R. Raises NoRule where float64 cannot hold R."""
     expect(module.pos_proj, nn.Linear)
     share_H = (-module.gating_param.detach()).sigmoid()
 
