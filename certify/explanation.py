@@ -29,12 +29,13 @@ from certify.shared.breakdown import names
 from certify.shared.certificate import Breakdown, Certifier, Explained
 from certizoo import UserError
 from certizoo.attacks.loop import probing
-from certizoo.config.schema import Count, argument
+from certizoo.config.schema import Count, argument, as_path
 from certizoo.errors import one_line_errors
 from certizoo.nearest import unknown
 from zoo.bounds.contracts import Layer
 from zoo.bounds.first_order import parts_of
 from zoo.bounds.rule_table import NoRule
+from zoo.primitives.folded import Folded
 
 SMALL = 1e-6  # radius at which a first-order rule is its slope
 ADD = "add a rule for the module around it: docs, 'My own model'"
@@ -154,8 +155,15 @@ def _plain(name: str) -> str:
 
 
 def _kinds(layer: Layer) -> str:
-    parts = [part if isinstance(part, str) else type(part).__name__ for part in parts_of(layer)]
+    parts = [kind for part in parts_of(layer) for kind in _kinds_of(part)]
     return ", ".join(dict.fromkeys(part for part in parts if part != "Identity")) or type(layer).__name__
+
+
+def _kinds_of(part: nn.Module | str) -> list[str]:
+    """Return the kinds of what capture made one step, else that of the part."""
+    if isinstance(part, str):
+        return [part]
+    return [type(inner).__name__ for inner in part] if isinstance(part, Folded) else [type(part).__name__]
 
 
 # the command ----------------------------------------------------------------------------------------------------------
@@ -169,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
         help="a name of the zoo or of timm, a hand-over, or MODULE:FUNCTION that makes one",
     )
     top.add_argument("--img-size", type=argument(Count), help="side of the square images (default: the model's)")
-    top.add_argument("--weights", type=Path, metavar="FILE", help="a .safetensors file with the model's weights")
+    top.add_argument("--weights", type=as_path, metavar="FILE", help="a .safetensors file with the model's weights")
     top.add_argument("--images", type=argument(Count), default=2, metavar="N", help="random images (default: 2)")
     return top
 
@@ -204,11 +212,7 @@ def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
         if not callable(make):
             raise UserError(f"{module} has no function {function}; write MODULE:FUNCTION")
         return make(), size or 32, 3
-    if name in zoo.list_models():
-        options: dict[str, Any] = {} if size is None else {"img_size": size}
-        ours: Any = zoo.create_model(name, **options)
-        return ours, size or model_side(ours), int(zoo.model_options(name)["in_chans"])
-    if name not in timm.list_models():
+    if name not in timm.list_models():  # those of the zoo are among them
         raise unknown("model", name, [*zoo.list_models(), *timm.list_models()])
     make = partial[Any](timm.create_model, name)
     try:
@@ -216,13 +220,6 @@ def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
     except TypeError:  # conv nets take any size
         model = make()
     return model, size or int(model.pretrained_cfg["input_size"][-1]), int(model.pretrained_cfg["input_size"][0])
-
-
-def model_side(model: Any) -> int:
-    """Return the side of the images that a model of the zoo takes."""
-    embed = getattr(model, "patch_embed", model)
-    side = embed.img_size
-    return int(side if isinstance(side, int) else side[0])
 
 
 if __name__ == "__main__":

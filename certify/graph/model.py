@@ -22,7 +22,7 @@ from certify.shared.bake import Model, folded_copy, model_from, probes, refuse_p
 from certify.shared.certificate import batch_given
 from certizoo import UserError
 from zoo.bounds import integrity
-from zoo.bounds.rule_table import Links, ModuleRules, NoRule, register, types_where
+from zoo.bounds.rule_table import Links, ModuleRules, NoRule, has_rules, register
 
 ALIKE = 1e-8  # captured against given logits in float64, relative to the largest
 ADVICE = "certify.explain(model, images) lists every layer; docs: 'My own model' shows how to add a rule"
@@ -65,11 +65,6 @@ class Capture:
 
     exact: Captured | None
     faults: list[Fault]
-
-
-def has_rules(model: object) -> bool:
-    """Return whether the model as a whole is of a type that rules describe, or no module at all."""
-    return not isinstance(model, nn.Module) or integrity.kind_of(model) in types_where(lambda rules: rules.trunk)
 
 
 def with_rules(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> nn.Module | Model:

@@ -3,12 +3,11 @@
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from certify.rows.row_schema import Listed
 from certify.rows.workers import Batch
 from certizoo import UserError, shards
-from certizoo.config.schema import Section, Whole
+from certizoo.config.schema import FilePath, Section, Whole
 from certizoo.shards.sets import listing_of, warn_of_empty_classes
 
 
@@ -21,7 +20,7 @@ class Share(Section):
     """
 
     first: Whole = 0
-    parts: tuple[Path, ...] = ()
+    parts: tuple[FilePath, ...] = ()
 
 
 WHOLE = Share()

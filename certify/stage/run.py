@@ -54,7 +54,7 @@ def run(
     """Certify and attack the test images for the model in `handover`; return the content of certificate.json.
 
     Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings,
-    or in which another process is at work. `progress(done, total)` is called after every batch.
+    or in which another process is at work. `progress(done, total)` is called at first and after every batch.
     """
     with records.results(out):
         return _run(handover, data, settings, out, progress, share)

@@ -182,7 +182,7 @@ def _fix(where: str) -> str:
 
 def check(names: Sequence[str], source: Source, listing: Manifest, config: DataConfig) -> list[RemoteShard]:
     """Return the shards, checked as far as possible before they are fetched. Raises `UserError`."""
-    cache = Cache(Path(config.cache).expanduser(), int(config.cache_gb * 1e9)) if config.cache else None
+    cache = Cache(Path(config.cache), int(config.cache_gb * 1e9)) if config.cache else None
     infos = [manifest.expected(name, source.where(name), listing) for name in names]
     sizes = tried(lambda: source.sizes(names), source.where(""))
     for info in infos:

@@ -21,6 +21,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from certizoo import UserError
 from certizoo.config.compose import compose_config
@@ -36,7 +37,7 @@ from trainers.job.stages import prepare_first
 
 STATUS_MISSING = 1
 SCRIPTS = ("adv_train", "std_train", "constrain")  # each has a configuration of the same name
-MARKS = {None: "", True: "[green]ok[/]", False: "[red]missing[/]"}
+MARKS = {None: Text(), True: Text("ok", "green"), False: Text("missing", "red")}
 
 
 @one_line_errors
@@ -56,8 +57,8 @@ def table(findings: Sequence[Finding]) -> Table:
     """Format the findings for the terminal."""
     shown = Table(title="doctor", title_justify="left", show_header=False)
     for finding in findings:
-        fix = f"\n[red]{finding.fix}[/]" if finding.fits is False and finding.fix else ""
-        shown.add_row(finding.what, finding.found + fix, MARKS[finding.fits])
+        fix = f"\n{finding.fix}" if finding.fits is False and finding.fix else ""
+        shown.add_row(finding.what, Text(finding.found).append(fix, "red"), MARKS[finding.fits])
     return shown
 
 

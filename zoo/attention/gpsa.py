@@ -17,6 +17,7 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from certizoo import UserError
@@ -34,6 +35,7 @@ FEW = 64  # up to this many tokens all N^2 weights are written out; here both wa
 LOST = 1e-11  # largest relative error of the weights of positions that certificates accept
 
 
+@register_notrace_module  # the number of tokens decides its operations
 class GPSA(nn.Module):
     """Gated attention, x (B, N, D) -> (B, N, D), N a square number of patches, no class token.
 

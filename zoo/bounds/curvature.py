@@ -45,6 +45,9 @@ def nodes_of(module: nn.Module | Link) -> list[Node]:
     rules = rules_of(module)
     if rules.chain is not None and rules.expansion is None:
         return [node for link in rules.chain(module) for node in nodes_of(link)]
+    if rules.expansion is affine:  # both orders read one norm, which is measured once
+        layer = layer_of(module, local=True)
+        return [(layer, affine_expansion(module, layer))]
     return [(layer_of(module, local=True), expansion_of(module))]
 
 

@@ -105,6 +105,11 @@ def types_where(wanted: Callable[[ModuleRules[Any]], Any]) -> list[type[nn.Modul
     return sorted(found, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
 
 
+def has_rules(model: object) -> bool:
+    """Return whether the model as a whole is of a type that rules describe, or no module at all."""
+    return not isinstance(model, nn.Module) or _TABLE.get(integrity.kind_of(model), NOTHING).trunk is not None
+
+
 class NoRule(UserError):
     """The model holds a module for which nothing is proved."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import timm.layers
 import torch
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from zoo.arithmetic import OUT, U, gamma
@@ -68,6 +69,7 @@ class SLL(nn.Module):
         return x - 2 * (hidden / self.diagonal_H()) @ self.weight.mT
 
 
+@register_notrace_module  # it compares shapes
 class ConstrainedMlp(nn.Module):
     """An MLP with its own residual, 1-Lipschitz if act has slopes in [0, 1].
 
