@@ -2,7 +2,7 @@
 
     y = w_out (W (w_in x + a) + b) + c,        J = diag(w_out) W diag(w_in),    ||J|| <= max |w_out| ||W|| max |w_in|
 
-The module computes its parts in turn. Its norm is that of the folded weights; the right side is often many times larger.
+The module computes its parts in turn. Its norm is that of the folded weights; the right side is often much larger.
 Every folded weight is off by at most 2 FEW of itself; a matrix with such an error, and a symbol of a convolution, by at
 most that share of || sum_k |W_k| ||_F, the sum over the k places of a kernel. Proof: docs/proofs.md#primitives.
 
