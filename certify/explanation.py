@@ -125,7 +125,7 @@ def _answers(model: nn.Module, images_BCHW: Tensor) -> Tensor:
 
 
 def _reason(lacking: NoRule) -> str:
-    return f"{lacking.module_type.__name__} has no second order"
+    return f"{lacking.module_type.__name__} has no second-order rule"
 
 
 def _rows(made: Certifier, images_BCHW: Tensor, breakdown: Breakdown, second: str) -> list[Row]:
@@ -160,7 +160,7 @@ def _kinds(layer: Layer) -> str:
 
 
 def _kinds_of(part: nn.Module | str) -> list[str]:
-    """Return the kinds of what capture made one step, else that of the part."""
+    """Return the types of the modules that capture joined into one step, else that of the part."""
     if isinstance(part, str):
         return [part]
     return [type(inner).__name__ for inner in part] if isinstance(part, Folded) else [type(part).__name__]

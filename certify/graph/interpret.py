@@ -153,7 +153,7 @@ class Walk:
 
 
 def _placed(found: Any, path: str) -> Any:
-    """Write into all new nodes where they come from."""
+    """Record in all new nodes where they come from."""
     left = [found.node] if isinstance(found, Value) else []
     while left:
         node = left.pop()

@@ -371,7 +371,7 @@ def max_pool2d(
 
 
 def _offsets(outputs: int, kernel: int, stride: int, padding: int, dilation: int, side: int) -> Tensor:
-    """Return the places (outputs, kernel) along one axis; those outside are those inside, in turn."""
+    """Return the places (outputs, kernel) along one axis; places inside stand in, in turn, for those outside."""
     places = torch.arange(outputs)[:, None] * stride - padding + torch.arange(kernel) * dilation
     for row in places:
         inside = row[(row >= 0) & (row < side)]

@@ -55,7 +55,7 @@ class Tree:
 
 
 def _title(node: Node) -> str:
-    """Return the path of the step's module; what only moves entries is named by what it does."""
+    """Return the path of the step's module; a step that only moves entries is named after what it does."""
     return node.name if node.name in ("move", "reshape") else node.path or node.name
 
 

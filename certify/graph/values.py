@@ -53,7 +53,7 @@ class Product:
 
 @dataclass(frozen=True)
 class LogProbabilities:
-    """log_softmax of logits, (batch, classes): every margin is that of the logits. It may only be the result."""
+    """log_softmax of logits, (batch, classes): every margin is that of the logits. It may occur only as the result."""
 
     logits: "Value"
 
@@ -152,7 +152,7 @@ def elementwise(value: Value, module: nn.Module, name: str) -> Value:
 
 
 def in_layout(constant: Tensor, value: Value) -> Tensor:
-    """Return a constant in the layout of a permuting value's node, with axes of 1 along which it is equal."""
+    """Return a constant in the layout of a permuting value's node, of size 1 along axes where it is constant."""
     flat = torch.empty(value.index.numel(), dtype=torch.float64)
     flat[value.index.flatten()] = constant.detach().double().cpu().expand(value.shape).flatten()
     laid = flat.view(BATCH, *value.node.shape)
@@ -189,7 +189,7 @@ def joined(values: Sequence[Value]) -> Value:
 
 
 def concatenated(parts: Sequence["Value | Tensor"], dim: int) -> Value:
-    """Return torch.cat of values and constants; of several nodes it is a sum, each node among zeros."""
+    """Return torch.cat of values and constants; of several nodes it is the sum of each node padded with zeros."""
     nodes = list(dict.fromkeys(part.node for part in parts if isinstance(part, Value)))
 
     def of(node: Node) -> Value:
