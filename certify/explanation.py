@@ -10,6 +10,7 @@ Letters: B images.
 
 import argparse
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Sequence
@@ -195,6 +196,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.write(f"{explain(model.eval(), images, nonce='explain')}\n")
 
 
+def _made(module: str, function: str) -> nn.Module:
+    """Return what MODULE:FUNCTION makes. An error inside the function is the user's own and passes."""
+    sys.path.insert(0, "")
+    try:
+        make: Any = getattr(importlib.import_module(module), function)
+        inspect.signature(make).bind()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{module}:{function} cannot be called ({error}); write MODULE:FUNCTION") from None
+    made = make()
+    if not isinstance(made, nn.Module):
+        raise UserError(f"{module}:{function} makes a {type(made).__name__}; it must return a torch.nn.Module")
+    return made
+
+
 def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
     """Return a model, the side of its images and their channels. Raises UserError for an unknown name."""
     import timm
@@ -207,11 +222,7 @@ def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
         return found, size or config["model"]["img_size"], config["model"].get("in_chans", 3)
     if ":" in name:
         module, _, function = name.partition(":")
-        sys.path.insert(0, "")
-        make: Any = getattr(importlib.import_module(module), function, None)
-        if not callable(make):
-            raise UserError(f"{module} has no function {function}; write MODULE:FUNCTION")
-        return make(), size or 32, 3
+        return _made(module, function), size or 32, 3
     if name not in timm.list_models():  # those of the zoo are among them
         raise unknown("model", name, [*zoo.list_models(), *timm.list_models()])
     make = partial[Any](timm.create_model, name)
