@@ -76,7 +76,7 @@ def trained(make: Make, factor: float) -> tuple[nn.Module, Tensor, Tensor]:
 def _cifar10(split: str, count: int) -> tuple[Tensor, Tensor]:
     root = os.environ.get("CERTIZOO_DATA", "data/cifar10")
     options = {"train": "cifar10-train-*.tar", "test": "cifar10-test-*.tar", "num_classes": 10, "img_size": SIZE}
-    config = shards.DataConfig(name="cifar10", root=root, **options)  # type: ignore[arg-type]
+    config = shards.DataConfig(name="cifar10", root=root, **options)
     loader = shards.eval_loader(shards.find(config, split), config, batch_size=count, limit=count)
     _, images, labels = next(iter(loader))
     return images, labels
