@@ -10,10 +10,16 @@ FILE = ROOT / "benchmarks" / "results" / "models_cpu.json"
 HEADS = ("model", "accepted", "method", "median radius", "seconds an image", "memory, MiB", "starts of the attack")
 
 
+def results() -> dict[str, dict[str, Any]]:
+    """Return the measured rows by model."""
+    found: dict[str, dict[str, Any]] = json.loads(FILE.read_text())["models"]
+    return found
+
+
 def markdown() -> str:
     """Return the table, the largest radius first, the models that are refused with the reason, and the hardware."""
     found = json.loads(FILE.read_text())
-    rows = sorted(found["models"].items(), key=lambda item: -item[1].get("median_radius", -1.0))
+    rows = sorted(results().items(), key=lambda item: -item[1].get("median_radius", -1.0))
     starts = sum(row.get("starts", 0) for _, row in rows)
     made = (
         f"{code(found['command'])} on one core of {cell(found['hardware'])}: {starts:,} starts, no radius was beaten."
