@@ -7,7 +7,7 @@ The files that use an answer state its promise: first_order.py, activations.py, 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,16 @@ class QuadraticForm:
     rounding: Tensor | float = math.inf
 
 
+class ThirdForms(NamedTuple):
+    """What is beyond the exact second order of a module: `delta` for X, `kappa` for b, where the input moves by X + b.
+
+    `kappa` also bounds the second order itself. Promises: `Forms.third` and `Forms.third_rest`.
+    """
+
+    delta: QuadraticForm
+    kappa: QuadraticForm
+
+
 class Forms(Protocol):
     """The remainder R = B r of a module around one clean batch, as quadratic forms of the change H of its input.
 
@@ -109,6 +119,25 @@ class Forms(Protocol):
         """Return the form with |weight r(H)|^2 <= <H, C H>, one for each image.
 
         weight (B, ...) >= 0 applies entry by entry. The form holds for every smaller reach too.
+        """
+        ...
+
+    def third(self, g: Tensor, reach: Tensor) -> ThirdForms | None:
+        """Bound what is beyond the second order D^2 of <g, f> at the clean point, for g (C, B, *y).
+
+        For all X and b with X and X + b within the reach,
+
+            -(<g, R(X + b)> - <X, D^2 X> / 2)
+                <= <X, delta X> / 2 + (<X, kappa X> <b, kappa b>)^(1/2) + <b, kappa b> / 2 + constant of delta.
+
+        Both forms hold for every smaller reach. None: no rule, as D^2 is not continuous. docs/proofs.md#third-order.
+        """
+        ...
+
+    def third_rest(self, reach: Tensor, weight: Tensor) -> ThirdForms | None:
+        """Return forms with |weight (r(X + b) - D^2 r[X, X] / 2)| <= <X, delta X>^(1/2) + <b, kappa b>^(1/2).
+
+        They hold for X and b as above. There is one form for each image. None: no rule.
         """
         ...
 

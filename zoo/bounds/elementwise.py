@@ -21,12 +21,14 @@ from zoo.bounds.contracts import (
     Precision,
     QuadraticForm,
     Rounding,
+    ThirdForms,
 )
 from zoo.bounds.first_order import scaled
 from zoo.bounds.primitives import function
 from zoo.bounds.products import SLOPE
 from zoo.bounds.rounding import NO_BOUND, exact
 from zoo.bounds.rule_table import M, ModuleRules, NoRule
+from zoo.bounds.third_order import second_range
 
 PAIR_BYTES = 2**24  # memory for one array over the units of a few pairs
 
@@ -84,6 +86,18 @@ class UnitForms:
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
         return self._form((weight * self.activation.chord(self.z_BNH, at_least_near(reach))).square()[None])
+
+    def third(self, g: Tensor, reach: Tensor) -> ThirdForms | None:
+        around, w = second_range(self.activation, self.z_BNH, at_least_near(reach)), self.outputs_T(g)
+        return None if around is None else ThirdForms(self._form(around.against(w)), self._form(w.abs() * around.kappa))
+
+    def third_rest(self, reach: Tensor, weight: Tensor) -> ThirdForms | None:
+        """Use |x| <= D and |x + b / 2| <= D."""
+        reach = at_least_near(reach)
+        around, most = second_range(self.activation, self.z_BNH, reach), weight * reach
+        if around is None:
+            return None
+        return ThirdForms(*(self._form((most * size).square()[None]) for size in (around.delta / 2, around.kappa)))
 
     def size(self, reach: Tensor) -> Tensor:
         return self.activation.chord(self.z_BNH, reach) * reach

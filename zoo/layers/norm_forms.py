@@ -25,10 +25,11 @@ from torch import Tensor
 
 from zoo.arithmetic import at_least_near, gamma, length, product
 from zoo.bounds.activations import beyond, hinge_parabola
-from zoo.bounds.contracts import QuadraticForm
+from zoo.bounds.contracts import QuadraticForm, ThirdForms
 from zoo.bounds.elementwise import largest_share
 
 PAD = 1e-12  # relative: above the rounding of a form, and of a degenerate plane
+CURVATURE = 1.1547005384  # of v / |v| at |v| = 1: 2 / sqrt(3)
 HALF_CURVATURE = 0.42932510  # of N_1: half its largest second derivative (docs/proofs.md#bounded-normalisation)
 
 
@@ -111,6 +112,10 @@ class TokenForm:
         return TokenForm(
             self.plain.clamp_min(0), x * self.along + y, x * self.mixed, x * self.across + y, self.constant
         )
+
+    def plus(self, c: Tensor) -> "TokenForm":
+        """Add c times the identity."""
+        return TokenForm(self.plain + c, self.along + c, self.mixed, self.across + c, self.constant)
 
     def only(self, where: Tensor) -> "TokenForm":
         """Restrict the form to `where`. Elsewhere it is not a bound, so its cost is infinite."""
@@ -198,14 +203,36 @@ class NormForms:
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
         plane = Plane.of(self.outer_T(g), self._n)
-        form = self._of_tokens(plane, TokenRange.of(reach))
+        return self._along(self._of_tokens(plane, TokenRange.of(reach)), plane)
+
+    def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
+        return self._round(self._of_rest(TokenRange.of(reach)), weight)
+
+    def third(self, g: Tensor, reach: Tensor) -> ThirdForms:
+        """Bound the third order, or the whole remainder and the second order."""
+        plane, found = Plane.of(self.outer_T(g), self._n), TokenRange.of(reach)
+        second = plane.length * self._second
+        form = TokenForm.round(plane.length * self._third(found), torch.zeros_like(second))
+        form = form.or_cheaper(self._of_tokens(plane, found).plus(second), found.size)
+        return ThirdForms(self._along(form, plane), self._along(form.plus(second), plane))
+
+    def third_rest(self, reach: Tensor, weight: Tensor) -> ThirdForms:
+        """Bound r(X + b) - D^2 r[X, X] / 2 by |X| and |b|: by the third order, or as the difference that it is."""
+        found = TokenRange.of(reach)
+        cubic, second = (product(c, found.size) for c in (self._third(found) / 2, self._second))
+        whole = self._of_rest(found).sqrt()
+        less = cubic <= whole + second / 2
+        by_x, by_b = torch.where(less, cubic, whole + second / 2), torch.where(less, cubic + second, whole)
+        return ThirdForms(self._round(by_x.square(), weight), self._round(by_b.square(), weight))
+
+    def _along(self, form: TokenForm, plane: Plane) -> QuadraticForm:
         largest_CB, constant_CB = form.top.flatten(2).amax(2), form.constant.flatten(2).sum(2)
         return QuadraticForm(
             lambda v: self.inner(form.times(self.inner(v), plane)), largest_CB, constant_CB, self._terms * form.absolute
         )
 
-    def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        c = weight.square().amax(-1, keepdim=True) * self._of_rest(TokenRange.of(reach))
+    def _round(self, c: Tensor, weight: Tensor) -> QuadraticForm:
+        c = weight.square().amax(-1, keepdim=True) * c
         largest = c.flatten(1).amax(1)[None]
         return QuadraticForm(lambda v: self.inner(c * self.inner(v)), largest, rounding=self._terms * 4 * largest)
 
@@ -228,6 +255,18 @@ class NormForms:
     def _of_rest(self, reach: TokenRange) -> Tensor:
         """Return c (B, ..., 1), nondecreasing in the reach, with |r|^2 <= c |eta|^2 for every token."""
         raise NotImplementedError
+
+    @property
+    def _second(self) -> Tensor:
+        """A bound of |D^2 r[x, y]| / (|x| |y|) at u (B, ..., 1)."""
+        raise NotImplementedError
+
+    def _third(self, reach: TokenRange) -> Tensor:
+        """Return c (B, ..., 1) with |r - D^2 r / 2| <= c |eta|^2 / 2: R x / (t^2 (1 - x)) for x = reach / t < 1."""
+        x = reach.size / self._divisor
+        near = x < 1 - PAD
+        x = torch.where(near, x, 0.0)
+        return torch.where(near, self.radius * x / (self._divisor.square() * (1 - x)) * (1 + PAD), torch.inf)
 
     @property
     def _divisor(self) -> Tensor:
@@ -298,6 +337,10 @@ class BoundedForms(NormForms):
     def _omega(self) -> Tensor:
         return (self.radius / self._divisor).square()
 
+    @property
+    def _second(self) -> Tensor:
+        return (CURVATURE * self.radius / self._divisor.square()).clamp_max(2 * HALF_CURVATURE / self.radius)
+
     def _of_tokens(self, plane: Plane, reach: TokenRange) -> TokenForm:
         """Return the cheapest form: the equation above, half the largest second derivative anywhere, or |g| |eta|.
 
@@ -337,6 +380,19 @@ class ProjectForms(NormForms):
     @property
     def _k(self) -> Tensor:
         return (self._rho - self.radius).abs()
+
+    @property
+    def _second(self) -> Tensor:
+        """As outside of the sphere, also for a token on it, where either side's derivatives may be meant."""
+        outside = self._rho > self.radius * (1 - PAD)
+        return torch.where(outside, CURVATURE * self.radius / self._divisor.square(), 0.0)
+
+    def _third(self, reach: TokenRange) -> Tensor:
+        """As above where a change stays outside of the sphere, 0 where it stays inside, and else infinite."""
+        on = self._k <= self.radius * PAD
+        inside = torch.where(self._comes_out(reach), torch.inf, 0.0)
+        outside = torch.where(reach.line < self._k, super()._third(reach), torch.inf)
+        return torch.where(on, torch.inf, torch.where(self._inside, inside, outside))
 
     def _comes_out(self, reach: TokenRange) -> Tensor:
         """Return where |u + eta|^2 = |u|^2 + 2 <u, eta> + |eta|^2 can exceed R^2."""

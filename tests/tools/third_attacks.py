@@ -1,0 +1,60 @@
+"""Attack on the forms of third order of a leaf: ascent over two changes X and X + b within one ellipsoid."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tests.tools.ascent import ascend
+from tests.tools.form_attacks import RANK, Attack, dot, energy
+from zoo.bounds.contracts import ThirdForms
+
+
+def second_order(f: Callable[[Tensor], Tensor], change: Tensor) -> Tensor:
+    """Return D^2 f[X, X] at 0 by automatic differentiation, X (S, B, ...)."""
+
+    def slope(at: Tensor) -> Tensor:
+        return torch.func.jvp(f, (at,), (change,))[1]
+
+    return torch.func.jvp(slope, (torch.zeros_like(change),), (change,))[1]
+
+
+def beaten(attack: Attack, steps: int = 30, starts: int = 4) -> bool:
+    """Check if ascent finds X and b that lose more than the forms of third order claim."""
+    g, size_B = attack.instance.g[:1], attack.instance.size_B()
+    weight_B = attack.instance.g[0].flatten(1).norm(dim=1)
+    along, rest = attack.forms.third(g, attack.reach), attack.forms.third_rest(attack.reach, attack.weight)
+    assert along is not None
+    assert rest is not None
+
+    def parts(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, h = (attack.change(one) for one in v.unbind(1))
+        return x, h - x, h
+
+    def excess(v: Tensor) -> Tensor:
+        x, b, h = parts(v)
+        lost = -dot(g, attack.rest(h) - second_order(attack.rest, x) / 2)
+        return (lost - claimed(along, x, b)).flatten()
+
+    def longer(v: Tensor) -> Tensor:
+        x, b, h = parts(v)
+        t = attack.inner_rest(h) - second_order(attack.inner_rest, x) / 2
+        return ((attack.weight * t).flatten(2).norm(dim=2) - root(rest.delta, x) - root(rest.kappa, b)).flatten()
+
+    def both(objective: Callable[[Tensor], Tensor]) -> Tensor:
+        start = torch.zeros(len(size_B), 2, RANK, dtype=torch.float64)
+        within = lambda v: v / v.norm(dim=-1, keepdim=True).clamp_min(1)  # noqa: E731
+        return ascend(lambda v: objective(within(v)), start, 2 * torch.ones_like(size_B), steps, starts)
+
+    scale_B = size_B * attack._unit_scale()
+    return bool((both(excess) > 1e-10 * size_B * weight_B).any() or (both(longer) > 1e-10 * scale_B).any())
+
+
+def claimed(forms: ThirdForms, x: Tensor, b: Tensor) -> Tensor:
+    """Return the right side of `Forms.third`."""
+    by_x, by_b = energy(forms.kappa, x).clamp_min(1e-300), energy(forms.kappa, b).clamp_min(1e-300)
+    return energy(forms.delta, x) / 2 + (by_x * by_b).sqrt() + by_b / 2 + forms.delta.constant
+
+
+def root(form: object, h: Tensor) -> Tensor:
+    return energy(form, h).clamp_min(1e-300).sqrt()  # type: ignore[arg-type]
