@@ -11,12 +11,26 @@ from zoo.bounds.contracts import ThirdForms
 
 
 def second_order(f: Callable[[Tensor], Tensor], change: Tensor) -> Tensor:
-    """Return D^2 f[X, X] at 0 by automatic differentiation, X (S, B, ...)."""
+    """Return D^2 f[X, X] at 0 by automatic differentiation along t X, X (S, B, ...).
 
-    def slope(at: Tensor) -> Tensor:
-        return torch.func.jvp(f, (at,), (change,))[1]
+    f has no layer_norm of torch, whose derivatives beyond the second are wrong.
+    """
+    t = torch.zeros(change.shape[:2], dtype=change.dtype, requires_grad=True)
+    twice = _rate(_rate(lambda t: f(t.view(*t.shape, *(1,) * (change.ndim - 2)) * change)))
+    return twice(t)
 
-    return torch.func.jvp(slope, (torch.zeros_like(change),), (change,))[1]
+
+def _rate(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the derivative of f, each t (S, B) of which has an output of its own: the transpose of the transpose."""
+
+    def rate(t: Tensor) -> Tensor:
+        y = f(t)
+        u = torch.zeros_like(y, requires_grad=True)
+        (pulled,) = torch.autograd.grad((y * u).sum(), t, create_graph=True)
+        (pushed,) = torch.autograd.grad(pulled.sum(), u, create_graph=True)
+        return pushed
+
+    return rate
 
 
 def beaten(attack: Attack, steps: int = 30, starts: int = 4) -> bool:
@@ -33,7 +47,7 @@ def beaten(attack: Attack, steps: int = 30, starts: int = 4) -> bool:
 
     def excess(v: Tensor) -> Tensor:
         x, b, h = parts(v)
-        lost = -dot(g, attack.rest(h) - second_order(attack.rest, x) / 2)
+        lost = -dot(g, attack.rest(h) - attack.forms.spread(second_order(attack.inner_rest, x)) / 2)
         return (lost - claimed(along, x, b)).flatten()
 
     def longer(v: Tensor) -> Tensor:
