@@ -19,7 +19,8 @@ from zoo.attention.theory.forms import CoreForms
 from zoo.attention.theory.score_errors import FLOOR, SHARE, Inexact
 from zoo.attention.theory.score_rounding import Moduli, terms_rounding
 from zoo.attention.theory.squares import QKV, Squares, absolutely, applied, largest
-from zoo.bounds.contracts import Expansion, QuadraticForm
+from zoo.attention.theory.third_forms import second, third
+from zoo.bounds.contracts import Expansion, QuadraticForm, ThirdForms
 from zoo.bounds.products import matrix_rounding
 from zoo.spectral import sigma_upper
 
@@ -73,6 +74,19 @@ class CoreLeafForms:
         return QuadraticForm(
             lambda v: most_B.view(shape) * form.apply(v), most_B * form.largest, rounding=most_B * form.rounding
         )
+
+    def third(self, g: Tensor, reach: Tensor) -> ThirdForms:
+        """Add the cost of an inexact core, which is that of all its orders."""
+        found = self.core.reach(reach)
+        sums = third(self.core, g, found)
+        delta, kappa = (self._form(part, 2.0) for part in (sums, [*sums, *second(self.core, g, found)]))
+        if self.inexact is None:
+            return ThirdForms(delta, kappa)
+        more, constant = self.inexact.along(g, found)
+        return ThirdForms(*(self._widened(form, self._form([more], 2.0), constant) for form in (delta, kappa)))
+
+    def third_rest(self, reach: Tensor, weight: Tensor) -> None:
+        return None
 
     def size(self, reach: Tensor) -> Tensor:
         return torch.ones_like(self.core.core.q)

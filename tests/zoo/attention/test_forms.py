@@ -168,7 +168,7 @@ def test_a_gradient_that_vanishes_costs_nothing() -> None:
 
 
 def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CoreForms, "_t1", lambda *_: [])
+    monkeypatch.setattr(CoreForms, "t1", lambda *_: [])
 
 
 def one_sided_weight(monkeypatch: pytest.MonkeyPatch) -> None:

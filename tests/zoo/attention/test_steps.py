@@ -127,7 +127,7 @@ def gradient_steps(forms: CoreForms, reach: ScoreRange, move: Move, o: Tensor) -
     return {
         "reach of Q~": (quadratic.abs(), reach.quadratic),
         "reach of delta~": (move.delta.abs(), reach.delta),
-        "T1": (t1, sum((worth(one, move.eta) for one in forms._t1((core.p * c)[None], reach)), 0 * t1)),
+        "T1": (t1, sum((worth(one, move.eta) for one in forms.t1((core.p * c)[None], reach)), 0 * t1)),
         "T2": (t2, weighted(a, move.delta)),
         "T3": (-(move.change * y).sum(-1), 0.25 * weighted(forms._t3(reach), both)),
         "Q~ by Q": (weighted(a, quadratic), weighted(reach.centred(a), move.products)),
