@@ -131,7 +131,9 @@ def share_of_third(case: Case, r: float) -> Tensor:
         x, h = (case.eta(one) for one in (u / u.norm(dim=-1, keepdim=True).clamp_min(r) * r).unbind(1))
         many, b = len(u) // B, h - x
         g = case.g.expand(many, *case.g.shape[1:]).flatten(0, 1)
-        second = second_order(lambda eta: case.rest(eta.flatten(0, 1)).unflatten(0, (many, B)), x.unflatten(0, (many, B)))
+        second = second_order(
+            lambda eta: case.rest(eta.flatten(0, 1)).unflatten(0, (many, B)), x.unflatten(0, (many, B))
+        )
         lost = (g * (second.flatten(0, 1) / 2 - case.rest(h))).flatten(1).sum(1)
         by_x, by_b = squared(form.kappa.apply, x), squared(form.kappa.apply, b)
         forms = squared(form.delta.apply, x) / 2 + (by_x * by_b).clamp_min(1e-300).sqrt() + by_b / 2

@@ -10,9 +10,10 @@ from torch import Tensor
 from tests.tools.ascent import ascend
 from tests.tools.curvature_cases import Case, instances
 from tests.tools.expansions import Instance
-from zoo.bounds.contracts import Expansion, Forms, QuadraticForm
+from zoo.bounds.contracts import Expansion, Forms, QuadraticForm, ThirdForms
 from zoo.bounds.elementwise import UnitForms
 from zoo.layers.norm_forms import NormForms, ProjectForms
+from zoo.layers.norms import LayerProject
 
 RANK = 5  # dimensions of an ellipsoid of changes
 
@@ -84,6 +85,16 @@ class Attack:
         room = self.forms.collect(self.instance.g[:1])[0]
         return 0.5 + torch.rand(room.shape, generator=torch.Generator().manual_seed(0), dtype=room.dtype)
 
+    @property
+    def third(self) -> ThirdForms | None:
+        return self.forms.third(self.instance.g[:1], self.reach)
+
+    def every_form(self) -> list[QuadraticForm]:
+        """Return the forms of all orders that there are."""
+        found = [self.forms.of_gradient(self.instance.g, self.reach), self.forms.of_rest(self.reach, self.weight)]
+        third = self.forms.third(self.instance.g, self.reach), self.forms.third_rest(self.reach, self.weight)
+        return [*found, *(form for forms in third if forms is not None for form in forms)]
+
     def beaten(self) -> bool:
         """Check if ascent finds a change that loses more than a form claims."""
         size_B = self.instance.size_B()
@@ -130,3 +141,13 @@ def dense(form: QuadraticForm, x: Tensor) -> Tensor:
     eye = torch.eye(x[0].numel(), dtype=torch.float64)
     columns = [form.apply(e.view(1, 1, *x.shape[1:]).expand(1, *x.shape)).flatten(2) for e in eye]
     return torch.stack(columns, -1)
+
+
+def grazing(seed: int) -> Iterator[Attack]:
+    """Return LayerProject with tokens near its sphere, on either side, and changes that cross it."""
+    torch.manual_seed(seed)
+    for radius in (0.5, 2.0):
+        x = torch.randn(20, 1, 4, dtype=torch.float64)
+        x = x / x.norm(dim=-1, keepdim=True) * radius * (0.7 + 0.6 * torch.rand(20, 1, 1))
+        g = torch.randn(1, 20, 1, 4, dtype=torch.float64) + torch.sign(torch.randn(20, 1, 1)) * 3 * x / radius
+        yield Attack.of(Instance(LayerProject(4, radius), x, g, radius * (0.05 + torch.rand(20).double())), seed)

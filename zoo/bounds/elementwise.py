@@ -114,10 +114,13 @@ class UnitForms:
         return self.outputs_T(g)
 
     def _form(self, c_CBNH: Tensor) -> QuadraticForm:
+        """Return the form; where a coefficient is infinite, only the largest eigenvalue is."""
+        known = c_CBNH.isfinite()
+        c_CBNH = torch.where(known, c_CBNH, 0.0)
         largest_P = self.form.lambda_max(c_CBNH.amax(2, keepdim=True).flatten(0, 1))
         return QuadraticForm(
             lambda v: self.units_T(c_CBNH * self.units(v)),
-            largest_P.view(c_CBNH.shape[:2]),
+            torch.where(known.all(-1).all(-1), largest_P.view(c_CBNH.shape[:2]), torch.inf),
             rounding=gamma(self.terms + 8) * self.absolute**2 * c_CBNH.amax((-2, -1)),
         )
 

@@ -1,9 +1,9 @@
 """Third order of units sigma(z + d): how far the mean second derivative on the way is from the one at the start.
 
-    sigma(z + d) - sigma(z) - sigma'(z) d = c d^2 / 2,      c = int_0^1 2 (1 - t) sigma''(z + t d) dt,      s = sigma''(z)
+    r = sigma(z + d) - sigma(z) - sigma'(z) d = c d^2 / 2,   c = int_0^1 2 (1 - t) sigma''(z + t d) dt,   s = sigma''(z)
 
-With |d| <= D, c is within the mean hull of sigma'', and |c - s| <= sup |sigma'''| D / 3 as |sigma''(z + t d) - s| grows by
-at most sup |sigma'''| t D. For the change d = x + b,
+With |d| <= D, c is within the mean hull of sigma'', and |c - s| <= sup |sigma'''| D / 3, as sigma''(z + t d) is within
+sup |sigma'''| t D of s. For the change d = x + b,
 
     r - s x^2 / 2 = (c - s) x^2 / 2 + c (2 x b + b^2) / 2.
 

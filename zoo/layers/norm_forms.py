@@ -211,8 +211,9 @@ class NormForms:
     def third(self, g: Tensor, reach: Tensor) -> ThirdForms:
         """Bound the third order, or the whole remainder and the second order."""
         plane, found = Plane.of(self.outer_T(g), self._n), TokenRange.of(reach)
-        second = plane.length * self._second
-        form = TokenForm.round(plane.length * self._third(found), torch.zeros_like(second))
+        second, third = plane.length * self._second, self._third(found)
+        known = third.isfinite()
+        form = TokenForm.round(plane.length * torch.where(known, third, 0.0), torch.zeros_like(second)).only(known)
         form = form.or_cheaper(self._of_tokens(plane, found).plus(second), found.size)
         return ThirdForms(self._along(form, plane), self._along(form.plus(second), plane))
 
@@ -232,8 +233,10 @@ class NormForms:
         )
 
     def _round(self, c: Tensor, weight: Tensor) -> QuadraticForm:
+        """Return c times the identity; where c is infinite, only the largest eigenvalue is."""
         c = weight.square().amax(-1, keepdim=True) * c
         largest = c.flatten(1).amax(1)[None]
+        c = torch.where(c.isfinite(), c, 0.0)
         return QuadraticForm(lambda v: self.inner(c * self.inner(v)), largest, rounding=self._terms * 4 * largest)
 
     def size(self, reach: Tensor) -> Tensor:

@@ -1,17 +1,17 @@
 """The third order of the core in sums of squares of eta, given how far scores may move.
 
-Along x + t eta the scores of a row are s + t delta^1 + t^2 Q and its values v + t eta^v. With c = o . v, y = o . eta^v, a =
-delta^1 + 2 t Q and joint cumulants under the softmax P_t, the remainder behind the second order is exactly
+Along x + t eta the scores of a row are s + t delta^1 + t^2 Q and its values v + t eta^v. With c = o . v, y = o . eta^v,
+a = delta^1 + 2 t Q and joint cumulants under the softmax P_t, the remainder behind the second order is exactly
 
-    <o, R_3> = int_0^1 (1 - t)^2 / 2 (kappa_4(c, a, a, a) + 6 kappa_3(c, a, Q)) + (1 - t) (kappa_3(y, a, a) + 2 Cov(y, Q)) dt.
+    <o, R_3> = int_0^1 (1 - t)^2 / 2 ( kappa_4(c, a, a, a) + 6 kappa_3(c, a, Q) ) dt
+             + int_0^1 (1 - t) ( kappa_3(y, a, a) + 2 Cov(y, Q) ) dt.
 
-One factor of each term is bounded by its reach, and p_k(t) <= e^{t D_k} p_k; the rest is a sum of squares of delta^1~, y~
-and Q~. Where exponentials are too large, the whole remainder and the second order are bounded instead.
+One factor of each term is bounded by its reach, and p_k(t) <= e^{t D_k} p_k; what is left is a sum of squares of
+delta^1~, y~ and Q~. Where exponentials are too large, the whole remainder and the second order are bounded instead.
 
 Proofs: docs/proofs.md#attention-third-order. Letters: as in core.py.
 """
 
-import torch
 from torch import Tensor
 
 from zoo.attention.theory.forms import CoreForms
@@ -23,7 +23,7 @@ from zoo.attention.theory.squares import AlongSquares, Chosen, ScoreSquares, Squ
 class ThirdRows:
     """The rows of a core within a reach: integrals of E_t w (z - E_t z)^2 for weights w_0 + t w_1 >= 0 and any z.
 
-    mu >= sd(a) for all t, and |E_t z~| <= t shift sd(z). The integrals of t^j e^{t x} are bounded by the chord of e^{t x}.
+    mu >= sd(a) for all t, and |E_t z~| <= t shift sd(z). The chord of e^{t x} bounds its integrals with powers of t.
     """
 
     def __init__(self, reach: ScoreRange) -> None:
@@ -56,7 +56,7 @@ class ThirdRows:
 
 
 def third(forms: CoreForms, o: Tensor, reach: ScoreRange) -> list[Squares]:
-    """Return F with -<o, R_3(eta)> <= F(eta) for gradients o (C, B, H, N, O), of whichever kind is less at the reach."""
+    """Return F with -<o, R_3(eta)> <= F(eta) for gradients o (C, B, H, N, O), the kind that is less at the reach."""
     whole = [*forms.gradient(o, reach), *second(forms, o, reach)]
     local = local_third(forms, o, reach)
     by_third, by_whole = (value(sums, reach.linear, reach.tokens) for sums in (local, whole))
