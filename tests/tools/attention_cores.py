@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.tools.ascent import ascend
-from tests.tools.third_attacks import second_order
 from zoo.attention.parts import CoreLeafForms, core_leaf
 from zoo.attention.theory.core import Score
 from zoo.attention.theory.separate import SeparateCore
@@ -121,23 +120,3 @@ def squared(apply: Callable[[Tensor], Tensor], eta: Tensor) -> Tensor:
     """Return <H, C H> of changes (many B, ...), with the same C for all."""
     v = eta.view(-1, B, 3, H, N, W)
     return (v * torch.cat([apply(one[None]) for one in v])).flatten(2).sum(-1).flatten()
-
-
-def share_of_third(case: Case, r: float) -> Tensor:
-    """Return max of what X and b lose beyond the second order of X, by what the forms of third order claim: (B,)."""
-    form = case.forms.third(case.g, case.reach(r))
-
-    def share(u: Tensor) -> Tensor:
-        x, h = (case.eta(one) for one in (u / u.norm(dim=-1, keepdim=True).clamp_min(r) * r).unbind(1))
-        many, b = len(u) // B, h - x
-        g = case.g.expand(many, *case.g.shape[1:]).flatten(0, 1)
-        second = second_order(
-            lambda eta: case.rest(eta.flatten(0, 1)).unflatten(0, (many, B)), x.unflatten(0, (many, B))
-        )
-        lost = (g * (second.flatten(0, 1) / 2 - case.rest(h))).flatten(1).sum(1)
-        by_x, by_b = squared(form.kappa.apply, x), squared(form.kappa.apply, b)
-        forms = squared(form.delta.apply, x) / 2 + (by_x * by_b).clamp_min(1e-300).sqrt() + by_b / 2
-        return lost / (forms + torch.as_tensor(form.delta.constant).flatten().repeat(many)).clamp_min(1e-300)
-
-    start = torch.zeros(B, 2, X, dtype=torch.float64)
-    return ascend(share, start, torch.full((B,), 2 * r).double(), 60, 6)

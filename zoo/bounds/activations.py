@@ -57,7 +57,7 @@ def slope_range(activation: Activation) -> float:
 class Smooth:
     """sigma', sigma'' and the extrema of sigma'' as (location, value rounded outwards). docs/proofs.md#hull.
 
-    `third` is never below |sigma'''|; infinite where sigma'' jumps.
+    `steepest` is never below |sigma'''|; infinite where sigma'' jumps.
     """
 
     slope: Callable[[Tensor], Tensor]
@@ -65,7 +65,7 @@ class Smooth:
     extrema: tuple[tuple[float, float], ...]
     slopes: tuple[float, float]
     operations: int | None = None
-    third: float = math.inf
+    steepest: float = math.inf
 
     def remainder(self, z_PNH: Tensor, w_PNH: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
         """Bound the remainder R_h = d_h^2 int_0^1 (1 - t) sigma''(z_h + t d_h) dt.

@@ -64,14 +64,11 @@ class QuadraticForm:
     rounding: Tensor | float = math.inf
 
 
-class ThirdForms(NamedTuple):
-    """What is beyond the exact second order of a module: `delta` for X, `kappa` for b, where the input moves by X + b.
+class SignedForm(NamedTuple):
+    """A form of either sign, whose `largest` bounds its norm, and one with -absolute <= form <= absolute."""
 
-    `kappa` also bounds the second order itself. Promises: `Forms.third` and `Forms.third_rest`.
-    """
-
-    delta: QuadraticForm
-    kappa: QuadraticForm
+    form: QuadraticForm
+    absolute: QuadraticForm
 
 
 class Forms(Protocol):
@@ -122,22 +119,12 @@ class Forms(Protocol):
         """
         ...
 
-    def third(self, g: Tensor, reach: Tensor) -> ThirdForms | None:
-        """Bound what is beyond the second order D^2 of <g, f> at the clean point, for g (C, B, *y).
+    def signed(self, g: Tensor, reach: Tensor) -> SignedForm:
+        """Return a form of either sign with -<g, R(H)> <= <H, C H> / 2 + constant, for g (C, B, *y).
 
-        For all X and b with X and X + b within the reach,
-
-            -(<g, R(X + b)> - <X, D^2 X> / 2)
-                <= <X, delta X> / 2 + (<X, kappa X> <b, kappa b>)^(1/2) + <b, kappa b> / 2 + constant of delta.
-
-        Both forms hold for every smaller reach. None: no rule, as D^2 is not continuous. docs/proofs.md#third-order.
-        """
-        ...
-
-    def third_rest(self, reach: Tensor, weight: Tensor) -> ThirdForms | None:
-        """Return forms with |weight (r(X + b) - D^2 r[X, X] / 2)| <= <X, delta X>^(1/2) + <b, kappa b>^(1/2).
-
-        They hold for X and b as above. There is one form for each image. None: no rule.
+        C is minus the exact second derivative of <g, f> plus what the third order adds, which vanishes with the reach;
+        without a rule of third order it is the form of `of_gradient`. It holds for every smaller reach too.
+        docs/proofs.md#third-order.
         """
         ...
 

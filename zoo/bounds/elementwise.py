@@ -21,7 +21,7 @@ from zoo.bounds.contracts import (
     Precision,
     QuadraticForm,
     Rounding,
-    ThirdForms,
+    SignedForm,
 )
 from zoo.bounds.first_order import scaled
 from zoo.bounds.primitives import function
@@ -82,22 +82,19 @@ class UnitForms:
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
         c_CBNH, s_CBNH = self.activation.parabola(self.z_BNH, self.outputs_T(g), at_least_near(reach))
-        return replace(self._form(c_CBNH), constant=s_CBNH.sum((-2, -1)))
+        return replace(self.weighted(c_CBNH), constant=s_CBNH.sum((-2, -1)))
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        return self._form((weight * self.activation.chord(self.z_BNH, at_least_near(reach))).square()[None])
+        return self.weighted((weight * self.activation.chord(self.z_BNH, at_least_near(reach))).square()[None])
 
-    def third(self, g: Tensor, reach: Tensor) -> ThirdForms | None:
-        around, w = second_range(self.activation, self.z_BNH, at_least_near(reach)), self.outputs_T(g)
-        return None if around is None else ThirdForms(self._form(around.against(w)), self._form(w.abs() * around.kappa))
-
-    def third_rest(self, reach: Tensor, weight: Tensor) -> ThirdForms | None:
-        """Use |x| <= D and |x + b / 2| <= D."""
-        reach = at_least_near(reach)
-        around, most = second_range(self.activation, self.z_BNH, reach), weight * reach
+    def signed(self, g: Tensor, reach: Tensor) -> SignedForm:
+        around = second_range(self.activation, self.z_BNH, at_least_near(reach))
         if around is None:
-            return None
-        return ThirdForms(*(self._form((most * size).square()[None]) for size in (around.delta / 2, around.kappa)))
+            form = self.of_gradient(g, reach)
+            return SignedForm(form, form)
+        c_CBNH = around.against(self.outputs_T(g))
+        absolute = self.weighted(c_CBNH.abs())
+        return SignedForm(replace(absolute, apply=lambda v: self.units_T(c_CBNH * self.units(v))), absolute)
 
     def size(self, reach: Tensor) -> Tensor:
         return self.activation.chord(self.z_BNH, reach) * reach
@@ -113,14 +110,12 @@ class UnitForms:
     def collect(self, g: Tensor) -> Tensor:
         return self.outputs_T(g)
 
-    def _form(self, c_CBNH: Tensor) -> QuadraticForm:
-        """Return the form; where a coefficient is infinite, only the largest eigenvalue is."""
-        known = c_CBNH.isfinite()
-        c_CBNH = torch.where(known, c_CBNH, 0.0)
+    def weighted(self, c_CBNH: Tensor) -> QuadraticForm:
+        """Return the form sum c_h d_h^2, for c >= 0."""
         largest_P = self.form.lambda_max(c_CBNH.amax(2, keepdim=True).flatten(0, 1))
         return QuadraticForm(
             lambda v: self.units_T(c_CBNH * self.units(v)),
-            torch.where(known.all(-1).all(-1), largest_P.view(c_CBNH.shape[:2]), torch.inf),
+            largest_P.view(c_CBNH.shape[:2]),
             rounding=gamma(self.terms + 8) * self.absolute**2 * c_CBNH.amax((-2, -1)),
         )
 

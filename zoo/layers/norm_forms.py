@@ -18,18 +18,17 @@ Letters: B inputs, C gradients; reach (B, ..., d + 2), of the coordinates of eta
 """
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from zoo.arithmetic import at_least_near, gamma, length, product
 from zoo.bounds.activations import beyond, hinge_parabola
-from zoo.bounds.contracts import QuadraticForm, ThirdForms
+from zoo.bounds.contracts import QuadraticForm, SignedForm
 from zoo.bounds.elementwise import largest_share
 
 PAD = 1e-12  # relative: above the rounding of a form, and of a degenerate plane
-CURVATURE = 1.1547005384  # of v / |v| at |v| = 1: 2 / sqrt(3)
 HALF_CURVATURE = 0.42932510  # of N_1: half its largest second derivative (docs/proofs.md#bounded-normalisation)
 
 
@@ -113,9 +112,11 @@ class TokenForm:
             self.plain.clamp_min(0), x * self.along + y, x * self.mixed, x * self.across + y, self.constant
         )
 
-    def plus(self, c: Tensor) -> "TokenForm":
-        """Add c times the identity."""
-        return TokenForm(self.plain + c, self.along + c, self.mixed, self.across + c, self.constant)
+    @property
+    def size(self) -> Tensor:
+        """The norm."""
+        mean, spread = self._eigenvalues
+        return torch.maximum(self.plain.abs(), mean.abs() + spread)
 
     def only(self, where: Tensor) -> "TokenForm":
         """Restrict the form to `where`. Elsewhere it is not a bound, so its cost is infinite."""
@@ -124,10 +125,12 @@ class TokenForm:
 
     def or_cheaper(self, other: "TokenForm", size: Tensor) -> "TokenForm":
         """Choose the cheaper form token by token, for a change of the largest allowed length. NaN is never chosen."""
-        chosen = other._cost(size) < self._cost(size)
-        return TokenForm(
-            *(torch.where(chosen, new, old) for new, old in zip(astuple(other), astuple(self), strict=True))
-        )
+        return self.replaced(other.cost(size) < self.cost(size), other)
+
+    def replaced(self, where: Tensor, other: "TokenForm") -> "TokenForm":
+        """Return the other form where `where` is True."""
+        pairs = zip(astuple(other), astuple(self), strict=True)
+        return TokenForm(*(torch.where(where, new, old) for new, old in pairs))
 
     def times(self, eta: Tensor, plane: Plane) -> Tensor:
         """Return C eta."""
@@ -141,7 +144,8 @@ class TokenForm:
         """The eigenvalues in the plane: their mean, and their distance from it."""
         return (self.along + self.across) / 2, torch.hypot((self.along - self.across) / 2, self.mixed)
 
-    def _cost(self, size: Tensor) -> Tensor:
+    def cost(self, size: Tensor) -> Tensor:
+        """Return the largest value for a change of this length."""
         return product(self.top / 2, size.square()) + self.constant
 
 
@@ -206,38 +210,39 @@ class NormForms:
         return self._along(self._of_tokens(plane, TokenRange.of(reach)), plane)
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        return self._round(self._of_rest(TokenRange.of(reach)), weight)
+        c = weight.square().amax(-1, keepdim=True) * self._of_rest(TokenRange.of(reach))
+        largest = c.flatten(1).amax(1)[None]
+        return QuadraticForm(lambda v: self.inner(c * self.inner(v)), largest, rounding=self._terms * 4 * largest)
 
-    def third(self, g: Tensor, reach: Tensor) -> ThirdForms:
-        """Bound the third order, or the whole remainder and the second order."""
+    def signed(self, g: Tensor, reach: Tensor) -> SignedForm:
+        """Take the form of `of_gradient` where the third order is unknown, or exceeds that and the second order."""
         plane, found = Plane.of(self.outer_T(g), self._n), TokenRange.of(reach)
-        second, third = plane.length * self._second, self._third(found)
-        known = third.isfinite()
-        form = TokenForm.round(plane.length * torch.where(known, third, 0.0), torch.zeros_like(second)).only(known)
-        form = form.or_cheaper(self._of_tokens(plane, found).plus(second), found.size)
-        return ThirdForms(self._along(form, plane), self._along(form.plus(second), plane))
+        form, third = self._of_tokens(plane, found), self._third(found)
+        more = plane.length * torch.where(third.isfinite(), third, 0.0)
+        exact = self._second_order(plane, more)
+        small = (more <= exact.size / 2) | (more * found.size.square() / 2 <= form.cost(found.size))
+        form = form.replaced(third.isfinite() & small, exact)
+        absolute = TokenForm.round(form.size, form.constant)
+        bound = self._along(absolute, plane)
+        return SignedForm(replace(self._along(form, plane), largest=bound.largest), bound)
 
-    def third_rest(self, reach: Tensor, weight: Tensor) -> ThirdForms:
-        """Bound r(X + b) - D^2 r[X, X] / 2 by |X| and |b|: by the third order, or as the difference that it is."""
-        found = TokenRange.of(reach)
-        cubic, second = (product(c, found.size) for c in (self._third(found) / 2, self._second))
-        whole = self._of_rest(found).sqrt()
-        less = cubic <= whole + second / 2
-        by_x, by_b = torch.where(less, cubic, whole + second / 2), torch.where(less, cubic + second, whole)
-        return ThirdForms(self._round(by_x.square(), weight), self._round(by_b.square(), weight))
+    def _second_order(self, plane: Plane, more: Tensor) -> TokenForm:
+        """Return minus the second derivative, and `more` times the identity.
+
+        With a = <u, eta> / t^2, D^2 N[eta, eta] / R = 3 a^2 u / t - |eta|^2 u / t^3 - 2 a eta / t.
+        """
+        bend, more = (
+            self._bend * self._rho / self._divisor**3,
+            more + PAD * plane.length * self._bend / self._divisor**2,
+        )
+        plain, along = bend * plane.along + more, 3 * self._omega * bend * plane.along + more
+        return TokenForm(plain, along, bend * plane.across, plain, torch.zeros_like(plain))
 
     def _along(self, form: TokenForm, plane: Plane) -> QuadraticForm:
         largest_CB, constant_CB = form.top.flatten(2).amax(2), form.constant.flatten(2).sum(2)
         return QuadraticForm(
             lambda v: self.inner(form.times(self.inner(v), plane)), largest_CB, constant_CB, self._terms * form.absolute
         )
-
-    def _round(self, c: Tensor, weight: Tensor) -> QuadraticForm:
-        """Return c times the identity; where c is infinite, only the largest eigenvalue is."""
-        c = weight.square().amax(-1, keepdim=True) * c
-        largest = c.flatten(1).amax(1)[None]
-        c = torch.where(c.isfinite(), c, 0.0)
-        return QuadraticForm(lambda v: self.inner(c * self.inner(v)), largest, rounding=self._terms * 4 * largest)
 
     def size(self, reach: Tensor) -> Tensor:
         reaches = TokenRange.of(reach)
@@ -260,9 +265,9 @@ class NormForms:
         raise NotImplementedError
 
     @property
-    def _second(self) -> Tensor:
-        """A bound of |D^2 r[x, y]| / (|x| |y|) at u (B, ..., 1)."""
-        raise NotImplementedError
+    def _bend(self) -> Tensor | float:
+        """The radius R, which is the size of D^2 N, or 0 where N is linear."""
+        return self.radius
 
     def _third(self, reach: TokenRange) -> Tensor:
         """Return c (B, ..., 1) with |r - D^2 r / 2| <= c |eta|^2 / 2: R x / (t^2 (1 - x)) for x = reach / t < 1."""
@@ -340,10 +345,6 @@ class BoundedForms(NormForms):
     def _omega(self) -> Tensor:
         return (self.radius / self._divisor).square()
 
-    @property
-    def _second(self) -> Tensor:
-        return (CURVATURE * self.radius / self._divisor.square()).clamp_max(2 * HALF_CURVATURE / self.radius)
-
     def _of_tokens(self, plane: Plane, reach: TokenRange) -> TokenForm:
         """Return the cheapest form: the equation above, half the largest second derivative anywhere, or |g| |eta|.
 
@@ -385,17 +386,14 @@ class ProjectForms(NormForms):
         return (self._rho - self.radius).abs()
 
     @property
-    def _second(self) -> Tensor:
-        """As outside of the sphere, also for a token on it, where either side's derivatives may be meant."""
-        outside = self._rho > self.radius * (1 - PAD)
-        return torch.where(outside, CURVATURE * self.radius / self._divisor.square(), 0.0)
+    def _bend(self) -> Tensor:
+        return torch.where(self._inside, 0.0, self.radius)
 
     def _third(self, reach: TokenRange) -> Tensor:
         """As above where a change stays outside of the sphere, 0 where it stays inside, and else infinite."""
-        on = self._k <= self.radius * PAD
         inside = torch.where(self._comes_out(reach), torch.inf, 0.0)
         outside = torch.where(reach.line < self._k, super()._third(reach), torch.inf)
-        return torch.where(on, torch.inf, torch.where(self._inside, inside, outside))
+        return torch.where(self._inside, inside, outside)
 
     def _comes_out(self, reach: TokenRange) -> Tensor:
         """Return where |u + eta|^2 = |u|^2 + 2 <u, eta> + |eta|^2 can exceed R^2."""

@@ -94,7 +94,12 @@ def test_the_remainder_is_spread_and_collected(kind: type[nn.Module], i: int) ->
 @each_case
 def test_forms_are_symmetric_and_never_above_their_largest(kind: type[nn.Module], i: int) -> None:
     for attack in attacks(CASES[kind][i], 2, 2):
-        for form in attack.every_form():
+        signed, absolute = attack.forms.signed(attack.instance.g, attack.reach)
+        for form in (
+            attack.forms.of_gradient(attack.instance.g, attack.reach),
+            attack.forms.of_rest(attack.reach, attack.weight),
+            absolute,
+        ):
             c = dense(form, attack.instance.x)
             size = c.abs().amax((-2, -1)).clamp_min(1e-300)
             assert ((c - c.mT).abs().amax((-2, -1)) <= 1e-12 * size).all()
@@ -102,6 +107,10 @@ def test_forms_are_symmetric_and_never_above_their_largest(kind: type[nn.Module]
             assert (values[..., 0] >= -1e-12 * size).all()
             assert (values[..., -1] <= form.largest * (1 + 1e-12)).all()
             assert (torch.as_tensor(form.constant) >= 0).all()
+        c, most = dense(signed, attack.instance.x), dense(absolute, attack.instance.x)
+        for between in (most - c, most + c):
+            assert (torch.linalg.eigvalsh(between)[..., 0] >= -1e-12 * most.abs().amax((-2, -1))).all()
+        assert (torch.linalg.matrix_norm(c, 2) <= signed.largest * (1 + 1e-12)).all()
 
 
 @few_cases
@@ -128,13 +137,17 @@ def test_extreme_reaches_have_an_answer(kind: type[nn.Module], i: int) -> None:
         far = torch.full_like(attack.reach, torch.inf)
         some = torch.where(torch.rand_like(attack.reach) < 0.5, far, attack.reach)
         for reach in (torch.zeros_like(far), torch.full_like(far, 1e-12), torch.full_like(far, 1e-200), some, far):
-            gradient, _, *others = forms = replace(attack, reach=reach).every_form()
-            for form in forms:
+            gradient, rest = (
+                attack.forms.of_gradient(attack.instance.g, reach),
+                attack.forms.of_rest(reach, attack.weight),
+            )
+            signed = attack.forms.signed(attack.instance.g, reach)
+            for form in (gradient, rest, *signed):
                 assert not form.largest.isnan().any()
                 assert not torch.as_tensor(form.constant).isnan().any()
                 v = torch.randn(len(form.largest), *attack.instance.x.shape, dtype=torch.float64)
                 assert form.apply(v).isfinite().all()
-            for form in (gradient, *others[:1]):
+            for form in (gradient, signed.form):
                 assert (torch.as_tensor(form.constant).expand_as(form.largest)[0, 0] == 0).all()
             t = attack.forms.shrink(reach, far)
             assert ((t >= 0) & (t <= 1)).all()

@@ -7,17 +7,19 @@ a = delta^1 + 2 t Q and joint cumulants under the softmax P_t, the remainder beh
              + int_0^1 (1 - t) ( kappa_3(y, a, a) + 2 Cov(y, Q) ) dt.
 
 One factor of each term is bounded by its reach, and p_k(t) <= e^{t D_k} p_k; what is left is a sum of squares of
-delta^1~, y~ and Q~. Where exponentials are too large, the whole remainder and the second order are bounded instead.
+delta^1~, y~ and Q~.
 
 Proofs: docs/proofs.md#attention-third-order. Letters: as in core.py.
 """
+
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from zoo.attention.theory.forms import CoreForms
 from zoo.attention.theory.score_range import TINY, ScoreRange, ratio
 from zoo.attention.theory.softmax_row import ROUND, e2, e3
-from zoo.attention.theory.squares import AlongSquares, Chosen, ScoreSquares, Squares, value
+from zoo.attention.theory.squares import QKV, AlongSquares, Scores, ScoreSquares, Squares
 
 
 class ThirdRows:
@@ -56,16 +58,7 @@ class ThirdRows:
 
 
 def third(forms: CoreForms, o: Tensor, reach: ScoreRange) -> list[Squares]:
-    """Return F with -<o, R_3(eta)> <= F(eta) for gradients o (C, B, H, N, O), the kind that is less at the reach."""
-    whole = [*forms.gradient(o, reach), *second(forms, o, reach)]
-    local = local_third(forms, o, reach)
-    by_third, by_whole = (value(sums, reach.linear, reach.tokens) for sums in (local, whole))
-    chosen = reach.bounded & reach.gentle.all(-1).all(-1) & (by_third <= by_whole)
-    return [Chosen(where, sums) for where, sums in ((chosen, local), (~chosen, whole)) if bool(where.any())]
-
-
-def local_third(forms: CoreForms, o: Tensor, reach: ScoreRange) -> list[Squares]:
-    """Return the F that uses exponentials."""
+    """Return F with -<o, R_3(eta)> <= F(eta) for gradients o (C, B, H, N, O), where no row is beyond TAU_MAX."""
     core, rows = forms.core, ThirdRows(reach)
     c, (length, u) = core.directional(o), _lengths(forms, o)
     sd_c, (a_0, a_1) = rows.deviation(c), rows.a
@@ -86,11 +79,32 @@ def local_third(forms: CoreForms, o: Tensor, reach: ScoreRange) -> list[Squares]
     ]
 
 
-def second(forms: CoreForms, o: Tensor, reach: ScoreRange) -> list[Squares]:
-    """Return F with |<o, D^2[eta, eta]>| / 2 <= F(eta) everywhere; the reach chooses a weight.
+@dataclass(frozen=True)
+class SecondOrder:
+    """F = <o, D^2[eta, eta]> / 2, which has either sign, at the clean point; o has the gain of the values.
 
-    D^2 at the clean point is kappa_3(c, delta^1, delta^1) + 2 Cov(c, Q) + 2 Cov(y, delta^1).
+    D^2 = kappa_3(c, delta^1, delta^1) + 2 Cov(c, Q) + 2 Cov(y, delta^1)
     """
+
+    scores: Scores
+    g: Tensor  # p c~
+    o: Tensor
+
+    def apply(self, eta: QKV) -> QKV:
+        core, kappa, s = self.scores.core, self.scores.kappa, self.scores.s
+        change, along = self.scores.change(eta.q, eta.k), core.softmax.centred_along(self.o, eta.v)
+        q, k = self.scores.transposed(self.g * change + core.p * along)
+        q, k = q + s * self.g @ eta.k, k + s * (self.g.mT @ eta.q - kappa * self.g.sum(-2).unsqueeze(-1) * eta.k)
+        return QKV(*(one / 2 for one in (q, k, (core.p * change).mT @ self.o)))
+
+
+def second_order(forms: CoreForms, o: Tensor) -> SecondOrder:
+    core = forms.core
+    return SecondOrder(forms.scores, core.p * core.directional(o), core.gain_H[:, None, None] * o)
+
+
+def most_second(forms: CoreForms, o: Tensor, reach: ScoreRange) -> list[Squares]:
+    """Return squares that are never below |<o, D^2[eta, eta]>| / 2; the reach chooses a weight."""
     core = forms.core
     c, (length, u) = core.directional(o), _lengths(forms, o)
     m = ratio(_inputs(u, reach), reach.sd.unsqueeze(-1))
