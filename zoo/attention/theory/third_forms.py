@@ -14,6 +14,7 @@ Proofs: docs/proofs.md#attention-third-order. Letters: as in core.py.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from zoo.attention.theory.forms import CoreForms
@@ -53,6 +54,16 @@ class ThirdRows:
         shifted = self.mu * (1 + by_3t) / 12 + self.mu.square() * (1 / 30 + by_3t / 20)
         return self.e2 * w_0 + self.p * (by_t * (w_1 + self.mu * (w_0 + w_1)) + shifted * mean)
 
+    def values(self, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Return c_0, c_1 with |c - E_t c| <= c_0 + t c_1, for c less its mean."""
+        return c.abs(), self.shift * self.deviation(c)
+
+    def fourth(self, c: Tensor) -> Tensor:
+        """Return b with |int (1 - t)^2 / 2 kappa_4(c, a, a, a) dt| <= sum_k b_k max_t a~_k^2."""
+        (c_0, c_1), (a_0, a_1) = self.values(c), self.a
+        joint = self.square(c_0 * a_0, c_0 * a_1 + c_1 * (a_0 + a_1))
+        return joint + 3 * self.deviation(c) * self.mu * self.p * e3(self.d + self.tau)
+
     def _mean(self, w: Tensor) -> Tensor:
         return (self.p * w).sum(-1, keepdim=True)
 
@@ -61,13 +72,10 @@ def third(forms: CoreForms, o: Tensor, reach: ScoreRange) -> list[Squares]:
     """Return F with -<o, R_3(eta)> <= F(eta) for gradients o (C, B, H, N, O), where no row is beyond TAU_MAX."""
     core, rows = forms.core, ThirdRows(reach)
     c, (length, u) = core.directional(o), _lengths(forms, o)
-    sd_c, (a_0, a_1) = rows.deviation(c), rows.a
-    c_0, c_1 = c.abs(), rows.shift * sd_c
     a_reach, q_reach, y_reach = reach.sd.unsqueeze(-1), rows.deviation(reach.quadratic), _inputs(u, reach)
     w, m, w_y = ratio(q_reach, a_reach), ratio(y_reach, a_reach), ratio(q_reach, y_reach)
-    by_values, by_inputs = rows.square(c_0, c_1), length * rows.line(a_0, a_1)
-    a = rows.square(c_0 * a_0, c_0 * a_1 + c_1 * (a_0 + a_1)) + 3 * sd_c * rows.mu * rows.p * e3(rows.d + rows.tau)
-    a = a + 3 * w * by_values + m / 2 * by_inputs
+    by_values, by_inputs = rows.square(*rows.values(c)), length * rows.line(*rows.a)
+    a = rows.fourth(c) + 3 * w * by_values + m / 2 * by_inputs
     y = by_inputs / (2 * m) + length * w_y * rows.e2
     q = 3 / w * by_values + length / w_y * rows.e2
     theta = ratio(*((a * size.square()).sum(-1, keepdim=True).sqrt() for size in (reach.quadratic, reach.linear)))
@@ -91,11 +99,18 @@ class SecondOrder:
     o: Tensor
 
     def apply(self, eta: QKV) -> QKV:
-        core, kappa, s = self.scores.core, self.scores.kappa, self.scores.s
+        core, s = self.scores.core, self.scores.s
         change, along = self.scores.change(eta.q, eta.k), core.softmax.centred_along(self.o, eta.v)
         q, k = self.scores.transposed(self.g * change + core.p * along)
-        q, k = q + s * self.g @ eta.k, k + s * (self.g.mT @ eta.q - kappa * self.g.sum(-2).unsqueeze(-1) * eta.k)
-        return QKV(*(one / 2 for one in (q, k, (core.p * change).mT @ self.o)))
+        by_q, by_k = self._products(eta)
+        return QKV(*(one / 2 for one in (q + s * by_q, k + s * by_k, (core.p * change).mT @ self.o)))
+
+    def _products(self, eta: QKV) -> tuple[Tensor, Tensor]:
+        """Return the part of Cov(c, Q) / s. Where q and k are one, all of it is in k, as in the form of T1."""
+        squares = self.scores.kappa * self.g.sum(-2).unsqueeze(-1) * eta.k
+        if self.scores.core.score.tied:
+            return torch.zeros_like(eta.q), self.g @ eta.k + self.g.mT @ eta.k - squares
+        return self.g @ eta.k, self.g.mT @ eta.q - squares
 
 
 def second_order(forms: CoreForms, o: Tensor) -> SecondOrder:
