@@ -18,14 +18,17 @@ from certify.graph.values import Node, Value, materialised
 from certizoo import UserError
 from tests.tools.ascent import ascend, margin_loss
 from tests.tools.captured_models import MODELS, OWN, SIZE, Tokens, plain, settled
+from tests.tools.cases import mostly_slow
 from zoo.attention.dot_product import DotProductAttention
 from zoo.layers.mlp import Mlp
 from zoo.layers.norms import SmoothProject
 from zoo.models.vit import ViT
 from zoo.primitives.branches import Branches
 
+QUICK = ("torchvision resnet18", "torchvision vit", "timm vit_tiny", "timm deit", "timm mixer")
 
-@pytest.mark.parametrize("name", [*OWN, *MODELS])
+
+@pytest.mark.parametrize("name", mostly_slow([*OWN, *MODELS], *OWN, *QUICK))
 def test_the_captured_function_has_the_logits_of_the_model(name: str) -> None:
     model, x, _ = settled({**OWN, **MODELS}[name], SIZE if name in OWN else 32)
     exact = capture(prepared(model), tuple(x.shape[1:])).exact
