@@ -33,7 +33,7 @@ from certizoo import UserError, shards
 
 IMAGES, LARGE = 2, 2e7  # models with more products a forward pass are certified at one image
 STEPS, BUDGET, SMALL = 8, 1e10, 1e6  # of the ascent; products of its forward passes, ten times that for small models
-TOGETHER = 64  # starts
+TOGETHER = 2**27  # products of the starts that take a step together
 EPOCHS, EXAMPLES, BATCH = 4, 4000, 64
 Row = dict[str, Any]
 
@@ -66,7 +66,7 @@ def trained(make: Make, factor: float) -> tuple[nn.Module, Tensor, Tensor]:
         for index in torch.randperm(len(labels)).split(BATCH):
             loss = cross_entropy(factor * model(images[index]), labels[index])
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
     with torch.no_grad():
         correct = (model.eval()(tests).argmax(-1) == answers).nonzero()[: 2 * IMAGES, 0]
@@ -75,8 +75,7 @@ def trained(make: Make, factor: float) -> tuple[nn.Module, Tensor, Tensor]:
 
 def _cifar10(split: str, count: int) -> tuple[Tensor, Tensor]:
     root = os.environ.get("CERTIZOO_DATA", "data/cifar10")
-    options = {"train": "cifar10-train-*.tar", "test": "cifar10-test-*.tar", "num_classes": 10, "img_size": SIZE}
-    config = shards.DataConfig(name="cifar10", root=root, **options)  # type: ignore[arg-type]
+    config = shards.DataConfig("cifar10", root, "cifar10-train-*.tar", "cifar10-test-*.tar", 10, SIZE)
     loader = shards.eval_loader(shards.find(config, split), config, batch_size=count, limit=count)
     _, images, labels = next(iter(loader))
     return images, labels
@@ -99,14 +98,14 @@ def measured(model: nn.Module, images: Tensor, labels: Tensor, budget: float = B
     row |= {"radii": [float(f"{radius:.3g}") for radius in radius_B.tolist()]}
     row["median_radius"] = float(f"{float(radius_B.median()):.3g}")
     starts = max(8, int((10 if cost < SMALL else 1) * budget / (STEPS * 2 * cost * len(images))))
-    return row | {"starts": attacked(model, images, labels, radius_B, starts)}
+    return row | {"starts": attacked(model, images, labels, radius_B, starts, max(8, TOGETHER // cost))}
 
 
 def _seconds(start: float) -> float:
     return round(time.process_time() - start, 1)
 
 
-def attacked(model: nn.Module, images: Tensor, labels: Tensor, radius_B: Tensor, starts: int) -> int:
+def attacked(model: nn.Module, images: Tensor, labels: Tensor, radius_B: Tensor, starts: int, together: int) -> int:
     """Search for another class within each radius, from this many starts an image; return how many were made.
 
     Normalised steps along the gradient of the margin, in float64, and back onto the ball. Raises Beaten.
@@ -114,7 +113,7 @@ def attacked(model: nn.Module, images: Tensor, labels: Tensor, radius_B: Tensor,
     wide, made = model.double(), 0
     torch.manual_seed(1)
     for image, label, radius in zip(images.double(), labels, radius_B.tolist(), strict=True):
-        for size in map(len, torch.arange(starts).split(TOGETHER)):
+        for size in map(len, torch.arange(starts).split(together)):
             delta = _length(torch.randn(size, *image.shape).double(), radius)
             for step in range(STEPS):
                 logits = wide(image + delta.requires_grad_())
@@ -143,8 +142,8 @@ def row_of(name: str) -> Row:
 
 
 def in_a_process(work: Callable[[str], Row], name: str) -> Row:
-    """Return work(name), computed in a fresh process, and the memory in MiB that the process had at most."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    """Return work(name), computed in a process of its own, and the memory in MiB that it had at most."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(_with_memory, (work, name))
 
 

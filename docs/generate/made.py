@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 
-from docs.generate import api, commands, config_keys, leaderboard, links, recipes, versions, zoo_table
+from docs.generate import api, commands, config_keys, leaderboard, links, models_table, recipes, versions, zoo_table
 
 MARK = re.compile(r"^<!-- made at build: (\w+)(?: (\S+) (\S+))? -->$", re.M)
 # WORD -> Markdown
@@ -14,6 +14,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "commands": commands.markdown,
     "config_keys": config_keys.markdown,
     "leaderboard": leaderboard.markdown,
+    "models": models_table.markdown,
     "recipes": recipes.markdown,
     "versions": versions.markdown,
     "zoo_table": zoo_table.markdown,
