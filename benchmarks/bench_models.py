@@ -142,7 +142,7 @@ def row_of(name: str) -> Row:
 
 
 def in_a_process(work: Callable[[str], Row], name: str) -> Row:
-    """Return work(name), computed in a process of its own, and the memory in MiB that it had at most."""
+    """Return work(name), computed in a process of its own, and its peak memory in MiB."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(_with_memory, (work, name))
 

@@ -1,4 +1,4 @@
-"""The table of models that people have, from benchmarks/results/models_cpu.json: `<!-- made at build: models -->`."""
+"""The table of common models, from benchmarks/results/models_cpu.json: `<!-- made at build: models -->`."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ def results() -> dict[str, dict[str, Any]]:
 
 
 def markdown() -> str:
-    """Return the table, the largest radius first, the models that are refused with the reason, and the hardware."""
+    """Return the table, largest radius first, with the reasons of refusals, and a line on the hardware."""
     found = json.loads(FILE.read_text())
     rows = sorted(results().items(), key=lambda item: -item[1].get("median_radius", -1.0))
     starts = sum(row.get("starts", 0) for _, row in rows)

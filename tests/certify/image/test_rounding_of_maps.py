@@ -189,7 +189,7 @@ def cancelling(size: float) -> Any:
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("size", mostly_slow([1.0, 2.0**80], 2.0**80))
-def test_what_cancels_far_above_has_no_norm(size: float) -> None:
+def test_a_map_whose_weights_cancel_has_no_norm(size: float) -> None:
     """Products that round 2^27 times what remains give no bound and no certificate.
 
     The model is served in float64, because its float32 version differs too much and is refused.

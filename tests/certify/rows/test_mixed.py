@@ -146,7 +146,7 @@ def test_rows_that_contradict_themselves_are_refused(
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("line", [b"[]", b"7", b"{", b"", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b"null"])
-def test_lines_that_are_no_rows_are_refused(line: bytes, handover: Path, digits: Path, out: Path) -> None:
+def test_lines_that_are_not_rows_are_refused(line: bytes, handover: Path, digits: Path, out: Path) -> None:
     path = out / "stage" / stage.ROWS
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], line + b"\n", *lines[1:]]))
@@ -168,7 +168,7 @@ def test_rows_without_their_subject_are_refused(note: str | None, handover: Path
 @pytest.mark.hostile
 @pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.parametrize("lines", mostly_slow((0, 8, 11), 8))
-def test_a_summary_is_not_made_again_of_rows_that_were_changed_behind_it(
+def test_a_summary_is_not_rebuilt_from_changed_rows(
     kind: str, lines: int, handover: Path, digits: Path, out: Path
 ) -> None:
     """The rows are cut to some lines, or edited so that nothing in a row contradicts the rest."""
@@ -257,7 +257,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Path, Path, Path], object]]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_second_start_into_one_folder_is_told_at_once_and_writes_nothing(
+def test_a_second_start_in_a_folder_is_refused_at_once_and_writes_nothing(
     name: str, handover: Path, digits: Path, tmp_path: Path
 ) -> None:
     folder, run = COMMANDS[name]
