@@ -1,8 +1,8 @@
-"""Certificates of models that people have: which are accepted, by which method, with which radii, at what cost.
+"""Certificates of common models: which are accepted, by which method, with which radii, at what cost.
 
-Classes of torch, torchvision, timm and other libraries as they are (benchmarks/peoples_models.py), with random weights,
+Classes of torch, torchvision, timm and other libraries as they are (benchmarks/common_models.py), with random weights,
 running statistics of random images and the model's own answers as labels: their radii say how much of a bound is left
-behind so many layers. The trained ones learn a few minutes on CIFAR-10 ($CERTIZOO_DATA, or data/cifar10), and are
+after so many layers. The trained ones learn a few minutes on CIFAR-10 ($CERTIZOO_DATA, or data/cifar10), and are
 certified at test images with their true labels. Every radius is attacked by gradient ascent in float64; a beaten one
 ends the program. Seconds are those of one CPU core; every model has a process of its own, whose memory is measured.
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import zoo  # noqa: F401  (repairs torchvision before timm imports it)
-from benchmarks.peoples_models import MODELS, SIZE, TRAINED, Make
+from benchmarks.common_models import MODELS, SIZE, TRAINED, Make
 from benchmarks.record import RESULTS, circumstances, write
 from certify.api import certifier, radius_of
 from certify.graph.model import NotCaptured
@@ -159,8 +159,12 @@ def _with_memory(work: Callable[[str], Row], name: str) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="words of names")
-    parser.add_argument("--budget", type=float, default=BUDGET, help=f"products of an attack (default: {BUDGET:g})")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="measure only models whose names contain a WORD"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, help=f"products of the attack of a model (default: {BUDGET:g})"
+    )
     args = parser.parse_args()
     only = args.only
     file = RESULTS / "models_cpu.json"

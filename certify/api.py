@@ -61,7 +61,7 @@ def certifier(
     if not isinstance(method, str) or method not in NAMES:
         raise unknown("certification method", shown(method), NAMES)
     if nonce is not None and (not isinstance(nonce, str) or not nonce or not nonce.isprintable()):
-        raise UserError(f"nonce={shown(nonce)} is no text; pass one such as 'n1f3', or None to draw one")
+        raise UserError(f"nonce={shown(nonce)} is not a string; pass one such as 'n1f3', or None to draw one")
     shape = tuple(batch[0].shape[1:]) if batch is not None and isinstance(batch[0], Tensor) else None
     norm, given = known(norm), model if batch is None else with_rules(model, *batch)
     try:
@@ -154,7 +154,7 @@ def radius_of(analysis: Analysis) -> Tensor:
 def radius_given(eps: object, count: int, norm: str) -> float | Tensor:
     """Return eps, one or one per image, as a number or tensor of radii in the norm. Raises UserError if invalid."""
     if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating | Tensor):
-        raise UserError(f"eps={shown(eps)} is no number; pass a radius in [0,1] pixel space, such as 0.1")
+        raise UserError(f"eps={shown(eps)} is not a number; pass a radius in [0,1] pixel space, such as 0.1")
     if isinstance(eps, Tensor):
         return _radii_given(eps, count, norm)
     try:

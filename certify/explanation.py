@@ -10,6 +10,7 @@ Letters: B images.
 
 import argparse
 import importlib
+import inspect
 import re
 import resource
 import sys
@@ -31,7 +32,7 @@ from certify.shared.breakdown import names
 from certify.shared.certificate import Breakdown, Certifier, Explained
 from certizoo import UserError
 from certizoo.attacks.loop import probing
-from certizoo.config.schema import Count, argument
+from certizoo.config.schema import Count, argument, as_path
 from certizoo.errors import one_line_errors
 from certizoo.nearest import unknown
 from zoo.bounds.contracts import Layer
@@ -141,7 +142,7 @@ def _answers(model: nn.Module, images_BCHW: Tensor) -> Tensor:
 
 
 def _reason(lacking: NoRule) -> str:
-    return f"{lacking.module_type.__name__} has no second order"
+    return f"{lacking.module_type.__name__} has no second-order rule"
 
 
 def _rows(made: Certifier, images_BCHW: Tensor, breakdown: Breakdown, second: str) -> list[Row]:
@@ -176,7 +177,7 @@ def _kinds(layer: Layer) -> str:
 
 
 def _kinds_of(part: nn.Module | str) -> list[str]:
-    """Return the kinds of what capture made one step, else that of the part."""
+    """Return the types of the modules that capture joined into one step, else that of the part."""
     if isinstance(part, str):
         return [part]
     return [type(inner).__name__ for inner in part] if isinstance(part, Folded) else [type(part).__name__]
@@ -193,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
         help="a name of the zoo or of timm, a hand-over, or MODULE:FUNCTION that makes one",
     )
     top.add_argument("--img-size", type=argument(Count), help="side of the square images (default: the model's)")
-    top.add_argument("--weights", type=Path, metavar="FILE", help="a .safetensors file with the model's weights")
+    top.add_argument("--weights", type=as_path, metavar="FILE", help="a .safetensors file with the model's weights")
     top.add_argument("--images", type=argument(Count), default=2, metavar="N", help="random images (default: 2)")
     return top
 
@@ -211,6 +212,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.write(f"{explain(model.eval(), images, nonce='explain')}\n")
 
 
+def _made(module: str, function: str) -> nn.Module:
+    """Return what MODULE:FUNCTION makes. An error inside the function is the user's own and passes."""
+    sys.path.insert(0, "")
+    try:
+        make: Any = getattr(importlib.import_module(module), function)
+        inspect.signature(make).bind()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{module}:{function} cannot be called ({error}); write MODULE:FUNCTION") from None
+    made = make()
+    if not isinstance(made, nn.Module):
+        raise UserError(f"{module}:{function} makes a {type(made).__name__}; it must return a torch.nn.Module")
+    return made
+
+
 def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
     """Return a model, the side of its images and their channels. Raises UserError for an unknown name."""
     import timm
@@ -223,16 +238,8 @@ def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
         return found, size or config["model"]["img_size"], config["model"].get("in_chans", 3)
     if ":" in name:
         module, _, function = name.partition(":")
-        sys.path.insert(0, "")
-        make: Any = getattr(importlib.import_module(module), function, None)
-        if not callable(make):
-            raise UserError(f"{module} has no function {function}; write MODULE:FUNCTION")
-        return make(), size or 32, 3
-    if name in zoo.list_models():
-        options: dict[str, Any] = {} if size is None else {"img_size": size}
-        ours: Any = zoo.create_model(name, **options)
-        return ours, size or model_side(ours), int(zoo.model_options(name)["in_chans"])
-    if name not in timm.list_models():
+        return _made(module, function), size or 32, 3
+    if name not in timm.list_models():  # those of the zoo are among them
         raise unknown("model", name, [*zoo.list_models(), *timm.list_models()])
     make = partial[Any](timm.create_model, name)
     try:
@@ -240,13 +247,6 @@ def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
     except TypeError:  # conv nets take any size
         model = make()
     return model, size or int(model.pretrained_cfg["input_size"][-1]), int(model.pretrained_cfg["input_size"][0])
-
-
-def model_side(model: Any) -> int:
-    """Return the side of the images that a model of the zoo takes."""
-    embed = getattr(model, "patch_embed", model)
-    side = embed.img_size
-    return int(side if isinstance(side, int) else side[0])
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Walk:
         return end if isinstance(end, Value) and not self.faults else None
 
     def _guarded(self, node: fx.Node, whole: "Whole | None") -> Any:
-        """Evaluate one node, and write down why that is impossible."""
+        """Evaluate one node; record a fault if that is impossible."""
         operands, _ = tree_flatten((self._known(node.args), self._known(node.kwargs)))
         name = _name(node)
         if any(isinstance(operand, Missing) for operand in operands):
@@ -102,7 +102,7 @@ class Walk:
             return self._constant(node, args, kwargs)
         _require_float64(node)
         if any(isinstance(operand, LogProbabilities) for operand in operands):
-            raise Unmapped("log_softmax in front of another operation; it has a rule only as the last one")
+            raise Unmapped("log_softmax before another operation; it has a rule only as the last one")
         if any(isinstance(operand, Product) for operand in operands):
             return _of_product(name, args, kwargs)
         if name in OPERATIONS:
@@ -122,7 +122,7 @@ class Walk:
         )
 
     def _module(self, whole: "Whole") -> Any:
-        """Return what the first node of a whole module becomes; None where it is no function of one tensor."""
+        """Return what the first node of a whole module becomes; None if it is not a function of one tensor."""
         entering = self.found.get(whole.entering)
         if not isinstance(entering, Value):
             return None
@@ -160,7 +160,7 @@ class Walk:
 
 
 def _placed(found: Any, path: str) -> Any:
-    """Write into all new nodes where they come from."""
+    """Record in all new nodes where they come from."""
     left = [found.node] if isinstance(found, Value) else []
     while left:
         node = left.pop()
@@ -171,7 +171,7 @@ def _placed(found: Any, path: str) -> Any:
 
 
 def _of_product(name: str, args: Any, kwargs: Any) -> Any:
-    """Return what scores of attention may become: scores times a number, their softmax, their product with values."""
+    """Return an allowed result of attention scores: times a number, their softmax, or their product with values."""
     x, *rest = args
     if name in ("mul", "div") and isinstance(x, Product) and isinstance(rest[0], int | float | Tensor):
         factor = float(torch.as_tensor(rest[0])) if torch.as_tensor(rest[0]).numel() == 1 else 0.0

@@ -70,7 +70,7 @@ class Capture:
 def with_rules(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> nn.Module | Model:
     """Return the model itself where rules describe it, else what was captured of it.
 
-    Raises UserError for a model that is no function of images, and for one with operations that have no rule.
+    Raises UserError for a model that is not a function of images, and for one with operations that have no rule.
     """
     if has_rules(model):
         return model
@@ -84,13 +84,13 @@ def with_rules(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> nn.Mo
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """Return a copy in eval mode with folded parametrisations. Raises UserError for what is no plain module."""
+    """Return a copy in eval mode with folded parametrisations. Raises UserError unless it is a plain module."""
     refuse_process()
     if "_orig_mod" in dict(integrity.parts_of(model)):
         raise UserError("the model is compiled; certify the model inside, model._orig_mod")
     refuse_sparse(model)
     if next(model.parameters(), None) is None:
-        raise UserError(f"{type(model).__name__} has no parameters, so that it was never trained; certify a classifier")
+        raise UserError(f"{type(model).__name__} has no parameters to have been trained; certify a classifier")
     return folded_copy(model).requires_grad_(False)
 
 

@@ -2,7 +2,7 @@
 
     OPERATIONS["layer_norm"](x, shape, weight, bias, eps) -> Value
 
-Arguments are those of torch's operation, with a `Value` for whatever depends on the image. An argument that is not
+Arguments are those of torch's operation, with a `Value` for each one that depends on the image. An argument that is not
 mapped exactly raises Unmapped. Which axes are read follows from torch's own function on the index.
 """
 
@@ -381,7 +381,7 @@ def max_pool2d(
 
 
 def _offsets(outputs: int, kernel: int, stride: int, padding: int, dilation: int, side: int) -> Tensor:
-    """Return the places (outputs, kernel) along one axis; those outside are those inside, in turn."""
+    """Return the places (outputs, kernel) along one axis; places inside stand in, in turn, for those outside."""
     places = torch.arange(outputs)[:, None] * stride - padding + torch.arange(kernel) * dilation
     for row in places:
         inside = row[(row >= 0) & (row < side)]

@@ -61,5 +61,5 @@ def _matrices(x: Value, f: Callable[[Tensor, Any, Any], Tensor], size: Any, scal
     y = f(probe, size, scales)
     found = rows @ probe @ columns.mT
     if y.shape != found.shape or not torch.allclose(y, found, rtol=0, atol=ALIKE):
-        raise Unmapped("resampling that is no product with a matrix along either axis")
+        raise Unmapped("resampling that is not a product with a matrix along either axis")
     return rows, columns

@@ -2,8 +2,8 @@
 
     parts(a, b)    the modules that turn the value of node a into that of node b
 
-The place where the branches of a sum part is their nearest common dominator: the last node on every way from the image
-to each of them. What two branches share behind it is in both, so the tree computes the function of the graph.
+The place where the branches of a sum part is their nearest common dominator: the last node on every path from the
+image to each of them. Nodes after it that two branches share are in both, so the tree computes the graph's function.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class TooLarge(Exception):
 
 
 class Tree:
-    """The nodes in front of one node, with their dominators."""
+    """The nodes before one node, with their dominators."""
 
     def __init__(self, end: Node) -> None:
         self.order = list(_sorted(end))
@@ -57,12 +57,12 @@ class Tree:
 
 
 def _title(node: Node) -> str:
-    """Return the path of the step's module; what only moves entries is named by what it does."""
+    """Return the path of the step's module; a step that only moves entries is named after what it does."""
     return node.name if node.name in ("move", "reshape") else node.path or node.name
 
 
 def _sorted(end: Node) -> Iterator[Node]:
-    """Yield the nodes in front of one, inputs first."""
+    """Yield the nodes before one node, inputs first."""
     done: set[Node] = set()
     left: list[tuple[Node, bool]] = [(end, False)]
     while left:

@@ -36,7 +36,7 @@ def _part(word: str, path: str | None, page: str | None) -> str:
     if word == "file" and path and page:
         return _included(path, page)
     if word not in PARTS:
-        raise ValueError(f"nothing is made of {word!r}; use one of {', '.join(PARTS)}, or file PATH PAGE")
+        raise ValueError(f"there is no part {word!r}; use one of {', '.join(PARTS)}, or file PATH PAGE")
     return PARTS[word]()
 
 

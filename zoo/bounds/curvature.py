@@ -103,8 +103,8 @@ def pullback(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Ten
 def linear_part(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the map v (C, B, *x) -> J v (C, B, *y) of an affine f, computed as (f(s v) - f(0)) / s.
 
-    s, a power of two for each vector, makes s v far larger than the offset f(0). Rounding is then relative to |v|,
-    whatever the offset.
+    s, a power of two for each vector, makes s v far larger than the offset f(0). Rounding is then relative to |v|
+    for any offset.
     """
     offset = f(torch.zeros_like(x[:1]))
     size = math.log2(float(offset.abs().max()) + 1e-300) + ABOVE
@@ -202,7 +202,7 @@ def identity_expansion(x: Tensor) -> Expansion:
 
 
 def ended(parts: tuple[Expansion, ...]) -> tuple[Expansion, ...]:
-    """Return the parts of a branch, with an identity behind a sum at its end.
+    """Return the parts of a branch, with an identity after a sum at its end.
 
     The rounding of a sum is measured by the size of the input of the next leaf (certify/image/rounding.py).
     """

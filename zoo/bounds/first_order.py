@@ -95,7 +95,7 @@ def classifier_of(model: nn.Module, *, local: bool = False) -> tuple[Layer, nn.L
 
 
 def trunk(model: nn.Module) -> tuple[Sequence[nn.Module | Link], nn.Linear]:
-    """Return the links of a model, with modules that are only chains taken apart, and its head.
+    """Return the links of a model and its head; modules that are only chains are split into their links.
 
     Raises `NoRule` for a model that was altered anywhere, with modules of unknown type, or with numbers that the proofs
     do not cover. This includes parts inside modules whose rule reads the weights without calling the parts.

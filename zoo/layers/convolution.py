@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from zoo.arithmetic import U
@@ -19,6 +20,7 @@ from zoo.bounds.rule_table import ModuleRules, NoRule, register
 from zoo.spectral import sigma_upper
 
 
+@register_notrace_module  # the size of the image decides its operations
 class CellConv2d(nn.Conv2d):
     """A convolution whose kernel is a multiple of its stride, as one product with its windows. Weights as in nn.Conv2d.
 

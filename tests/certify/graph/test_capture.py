@@ -214,7 +214,7 @@ def test_an_operation_has_its_logits_and_a_radius_that_holds(name: str) -> None:
 
 
 class Of(nn.Module):
-    """A linear layer with an operation in front."""
+    """A linear layer after an operation."""
 
     def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -203,7 +203,7 @@ def test_a_sum_is_expanded_and_laid_out_like_its_function() -> None:
     g = torch.randn_like(v)
     torch.testing.assert_close(expansion.push(v)[0], moved)
     torch.testing.assert_close((g * moved).sum(), (expansion.pull(g) * v).sum())
-    end = expand(expansion.y)  # a second sum, so that the whole first one lies in front of a leaf
+    end = expand(expansion.y)  # a second sum, so that the whole first one lies before a leaf
     tape, seen = Tape([expansion, end]), dict[int, Tensor]()
     first = tape.of_nodes[1][0]
     tape.push(v, lambda at, arrived: seen.__setitem__(at, arrived), first)
