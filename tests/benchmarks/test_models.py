@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks.bench_models import Beaten, at_random, attacked, in_a_process, measured
-from benchmarks.peoples_models import MODELS, TRAINED
+from benchmarks.common_models import MODELS, TRAINED
 from docs.generate import models_table
 
 REFUSED = ("timm `swin_tiny`", "timm `efficientnet_b0`")
