@@ -31,10 +31,5 @@ def _row(name: str, row: dict[str, Any]) -> list[str]:
     if not row["accepted"]:
         reasons = "; ".join(dict.fromkeys(row["missing"]))
         return [cell(name), f"no: {cell(reasons)}", *[""] * (len(HEADS) - 2)]
-    numbers = (row["median_radius"], row["image_s"], row["memory_MiB"], row["starts"])
-    return [
-        cell(name),
-        "yes",
-        code(row["method"]),
-        *(f"{number:.3g}" if number < 1e5 else f"{number:,}" for number in numbers),
-    ]
+    numbers = [f"{row[key]:.3g}" for key in ("median_radius", "image_s", "memory_MiB")]
+    return [cell(name), "yes", code(row["method"]), *numbers, f"{row['starts']:,}"]
