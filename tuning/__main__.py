@@ -197,7 +197,7 @@ def _resources(text: str) -> dict[str, float]:
     try:
         found = {key: checked(key, value, Positive) for key, value in (part.split("=") for part in text.split(","))}
     except (ValueError, UserError):
-        raise argparse.ArgumentTypeError(f"{text!r} does not work; write CPU=2 or CPU=4,GPU=1") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; write CPU=2 or CPU=4,GPU=1") from None
     return found if "CPU" in found else {"CPU": 1.0, **found}
 
 

@@ -65,7 +65,7 @@ def cluster() -> Iterator[int]:
 
 
 def run(search: Search, around: Surroundings, board: Board, resume: bool) -> None:
-    """Run all trials to the end of the search; the board is told of each.
+    """Run all trials to the end of the search, and report each to the board.
 
     A resumed search keeps its finished trials.
     """

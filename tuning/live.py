@@ -30,7 +30,7 @@ class Line:
 
 
 class Board:
-    """A display that is told of every event. A context manager: live on a terminal, lines otherwise."""
+    """Display every event of the search. A context manager: live on a terminal, lines otherwise."""
 
     def __init__(self, space: Space, metric: Sequence[str], total: int, epochs: int) -> None:
         self.space, self.metric, self.total, self.epochs = space, metric, total, epochs

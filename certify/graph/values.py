@@ -1,4 +1,4 @@
-"""Tensors of a captured graph as entries of nodes, so that whatever only moves entries is arithmetic on an index.
+"""Tensors of a captured graph as entries of nodes, so that moving entries is arithmetic on an index.
 
 A `Node` is a step that has to be computed: one module on one input, or a sum of several. A `Value` is a tensor of the
 graph: each of its entries is an entry of a node's output, (BATCH, *shape) flat, or a constant. Reshape, permute, select
@@ -53,7 +53,7 @@ class Product:
 
 @dataclass(frozen=True)
 class LogProbabilities:
-    """log_softmax of logits, (batch, classes): every margin is that of the logits. It may only be the result."""
+    """log_softmax of logits, (batch, classes): every margin is that of the logits. It may occur only as the result."""
 
     logits: "Value"
 
@@ -114,7 +114,7 @@ def _of_one_image(index: Tensor, numel: int) -> Tensor | None:
 def by_rows(value: Value) -> tuple[Node, Tensor]:
     """Return a node (image, rows, width) with the rows of this tensor, along its last axis, and where each one is.
 
-    The rows of an image come together, whatever axis is the batch. The second result is the place of every row among
+    The rows of an image are consecutive, whichever axis is the batch. The second result is the place of every row among
     the BATCH * rows of the node.
     """
     index = value.index.reshape(-1, value.shape[-1])
@@ -152,7 +152,7 @@ def elementwise(value: Value, module: nn.Module, name: str) -> Value:
 
 
 def in_layout(constant: Tensor, value: Value) -> Tensor:
-    """Return a constant in the layout of a permuting value's node, with axes of 1 along which it is equal."""
+    """Return a constant in the layout of a permuting value's node, of size 1 along axes where it is constant."""
     flat = torch.empty(value.index.numel(), dtype=torch.float64)
     flat[value.index.flatten()] = constant.detach().double().cpu().expand(value.shape).flatten()
     laid = flat.view(BATCH, *value.node.shape)
@@ -189,7 +189,7 @@ def joined(values: Sequence[Value]) -> Value:
 
 
 def concatenated(parts: Sequence["Value | Tensor"], dim: int) -> Value:
-    """Return torch.cat of values and constants; of several nodes it is a sum, each node among zeros."""
+    """Return torch.cat of values and constants; of several nodes it is the sum of each node padded with zeros."""
     nodes = list(dict.fromkeys(part.node for part in parts if isinstance(part, Value)))
 
     def of(node: Node) -> Value:

@@ -59,8 +59,8 @@ def evaluate(
 
     Raises NoRule, UserError for an unknown method, UnsoundCertificate.
     """
+    method = named(method, model, tuple(images_BCHW.shape[1:]) if isinstance(images_BCHW, Tensor) else None)
     certifier = certifier_of(model, method, nonce, norm, (images_BCHW, labels_B))
-    method = named(method, model)
     served = copy.deepcopy(model).eval()
     weight = next(served.parameters())
     images, labels = batch_given(images_BCHW, labels_B)

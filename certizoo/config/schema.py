@@ -119,7 +119,7 @@ class WrongValue(UserError):
     """A value of another type or outside its range; `key` is relative to its section."""
 
     def __init__(self, key: str, value: object, wanted: str) -> None:
-        super().__init__(f"{key}={shown(value)} does not work; give {wanted}")
+        super().__init__(f"{key}={shown(value)} is invalid; give {wanted}")
         self.parts = key, value, wanted
 
     def within(self, section: str) -> "WrongValue":
@@ -152,7 +152,7 @@ def section_of(cls: type[S], said: object, name: str = "", where: str | None = N
     """Return the section `name` of a configuration from its keys; `where` lists the known keys for the error.
 
     Raises:
-        UserError: the section is no mapping, or a key or value is unknown, missing or wrong.
+        UserError: the section is not a mapping, or a key or value is unknown, missing or wrong.
     """
     if not isinstance(said, Mapping):
         raise UserError(
@@ -212,7 +212,7 @@ def argument(hint: Any) -> Callable[[str], Any]:
         try:
             return checked("", text, hint)
         except WrongValue:
-            raise argparse.ArgumentTypeError(f"{text!r} does not work; give {words(hint)}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is invalid; give {words(hint)}") from None
 
     return parse
 

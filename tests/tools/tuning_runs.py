@@ -109,7 +109,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def node_apart(cluster: Any, hidden: Path) -> Iterator[None]:
-    """Start a node of one more CPU with its own disk in the place of `hidden`; kill it on leaving."""
+    """Start a node of one more CPU with its own disk in place of `hidden`; kill it on leaving."""
     if os.geteuid() or not shutil.which("unshare"):
         pytest.skip("needs root and unshare, to give a node a disk of its own")
     hidden.mkdir(parents=True, exist_ok=True)

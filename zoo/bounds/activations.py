@@ -13,6 +13,7 @@ change of the image is shared among tokens: sup { sum_t psi_t(r_t) : sum r_t^2 <
 Letters: P pairs (class, image), N tokens, H hidden units; v >= 0 weights, k >= 0 distances.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,13 +55,17 @@ def slope_range(activation: Activation) -> float:
 
 @dataclass(frozen=True)
 class Smooth:
-    """sigma', sigma'' and the extrema of sigma'' as (location, value rounded outwards). docs/proofs.md#hull."""
+    """sigma', sigma'' and the extrema of sigma'' as (location, value rounded outwards). docs/proofs.md#hull.
+
+    `steepest` is never below |sigma'''|; infinite where sigma'' jumps.
+    """
 
     slope: Callable[[Tensor], Tensor]
     second: Callable[[Tensor], Tensor]
     extrema: tuple[tuple[float, float], ...]
     slopes: tuple[float, float]
     operations: int | None = None
+    steepest: float = math.inf
 
     def remainder(self, z_PNH: Tensor, w_PNH: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
         """Bound the remainder R_h = d_h^2 int_0^1 (1 - t) sigma''(z_h + t d_h) dt.
@@ -69,7 +74,7 @@ class Smooth:
 
             w_h R_h >= c_h d_h^2 / 2,  c_h = min(w_h lo_h, w_h hi_h):        -sum_h w_h R_h <= r^2 / 2 lambda_max(-c).
 
-        c falls with r, hence the lemma on tokens. As r -> 0 the bound tends to the exact Hessian.
+        c falls with r, so the lemma on tokens applies. As r -> 0 the bound tends to the exact Hessian.
         docs/proofs.md#fused-mlp.
         """
         lo, hi = range_of_second(self, z_PNH, reach_PNH)
@@ -104,8 +109,8 @@ class Smooth:
 def _of_all(c_PNH: Tensor) -> Tensor:
     """Return one form (P, 1, H) that is above those of all tokens.
 
-    Tokens curve alike, so this costs less than 1 % of a radius, and needs N times fewer eigenvalues. At kinks tokens
-    differ: there it would cost 4 %, and is not used.
+    The forms of tokens are similar, so this costs less than 1 % of a radius, and needs N times fewer eigenvalues. At
+    kinks they differ: there it would cost 4 %, and is not used.
     """
     return c_PNH.amax(1, keepdim=True)
 

@@ -21,12 +21,14 @@ from zoo.bounds.contracts import (
     Precision,
     QuadraticForm,
     Rounding,
+    SignedForm,
 )
 from zoo.bounds.first_order import scaled
 from zoo.bounds.primitives import function
 from zoo.bounds.products import SLOPE
 from zoo.bounds.rounding import NO_BOUND, exact
 from zoo.bounds.rule_table import M, ModuleRules, NoRule
+from zoo.bounds.third_order import second_range
 
 PAIR_BYTES = 2**24  # memory for one array over the units of a few pairs
 
@@ -80,10 +82,19 @@ class UnitForms:
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
         c_CBNH, s_CBNH = self.activation.parabola(self.z_BNH, self.outputs_T(g), at_least_near(reach))
-        return replace(self._form(c_CBNH), constant=s_CBNH.sum((-2, -1)))
+        return replace(self.weighted(c_CBNH), constant=s_CBNH.sum((-2, -1)))
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        return self._form((weight * self.activation.chord(self.z_BNH, at_least_near(reach))).square()[None])
+        return self.weighted((weight * self.activation.chord(self.z_BNH, at_least_near(reach))).square()[None])
+
+    def signed(self, g: Tensor, reach: Tensor) -> SignedForm:
+        around = second_range(self.activation, self.z_BNH, at_least_near(reach))
+        if around is None:
+            form = self.of_gradient(g, reach)
+            return SignedForm(form, form)
+        c_CBNH = around.against(self.outputs_T(g))
+        absolute = self.weighted(c_CBNH.abs())
+        return SignedForm(replace(absolute, apply=lambda v: self.units_T(c_CBNH * self.units(v))), absolute)
 
     def size(self, reach: Tensor) -> Tensor:
         return self.activation.chord(self.z_BNH, reach) * reach
@@ -99,7 +110,8 @@ class UnitForms:
     def collect(self, g: Tensor) -> Tensor:
         return self.outputs_T(g)
 
-    def _form(self, c_CBNH: Tensor) -> QuadraticForm:
+    def weighted(self, c_CBNH: Tensor) -> QuadraticForm:
+        """Return the form sum c_h d_h^2, for c >= 0."""
         largest_P = self.form.lambda_max(c_CBNH.amax(2, keepdim=True).flatten(0, 1))
         return QuadraticForm(
             lambda v: self.units_T(c_CBNH * self.units(v)),

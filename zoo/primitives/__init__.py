@@ -5,12 +5,13 @@
 
 from torch import nn
 
-from zoo.primitives import activations, branches, diagonal, groups, moves, pooling
+from zoo.primitives import activations, branches, diagonal, folded, groups, moves, pooling
 
 PRIMITIVES: tuple[type[nn.Module], ...] = (
     *activations.KINDS,
     *branches.KINDS,
     *diagonal.KINDS,
+    *folded.KINDS,
     *groups.KINDS,
     *moves.KINDS,
     *pooling.KINDS,

@@ -73,6 +73,13 @@ class Kinked:
         return reduce(torch.add, parts).clamp_max(slope_range(self))
 
 
+class Abs(nn.Module):
+    """|z|, entry by entry."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
 def leaky_relu(module: nn.LeakyReLU) -> Kinked:
     """Return max(z, 0) + a min(z, 0)."""
     return leaky(float(module.negative_slope))
@@ -153,6 +160,7 @@ MISH = Smooth(
     ((-3.2673378468405206, -0.0417320707), (-0.0879344313149142, 0.6442046373), (2.1148425630208771, -0.0590333570)),
     (-0.1125261224, 1.0884981618),
     operations=4,
+    steepest=0.5885,
 )
 
 
@@ -226,6 +234,7 @@ def prelu_shapes(module: nn.PReLU) -> Shapes:
 
 
 _SCALAR: dict[type[nn.Module], Callable[..., Activation]] = {
+    Abs: lambda module: Kinked((-1.0, 1.0), ((0.0, 2.0),), base=-1.0, operations=0),
     nn.LeakyReLU: leaky_relu,
     nn.Hardtanh: clipped,
     nn.ReLU6: clipped,

@@ -191,7 +191,7 @@ def test_the_forms_of_margins_are_those_of_dense_maps(parts: str) -> None:
 
 @pytest.mark.slow
 def test_the_end_moves_no_further_than_is_said() -> None:
-    """Test chains that are cut behind every node, residual sums included."""
+    """Test chains that are cut after every node, residual sums included."""
     certifier, analysis = analysis_of("standard", count=2)
     here, e_B = situation(analysis), torch.full((2,), 0.05, dtype=torch.float64)
     whole, cut = stage_of(analysis, 0.05).ellipsoids.joint, list[bool]()

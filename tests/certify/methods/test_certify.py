@@ -215,5 +215,8 @@ def test_auto_is_best_where_that_can_be_afforded() -> None:
     assert "radius.best" in evaluate(small, x, y, eps=(1e-3,), method="auto", nonce="one").columns
     settings = Settings(served_dtype="float32")
     assert (settings.of(small).method, settings.of(large).method) == ("best", "lofast")
-    assert {"best", "lofast"} <= set(SERVED_METHODS), "which count rounding"
+    middle = zoo.create_model("dp_vit_ti", img_size=32, patch_size=16)
+    assert named("auto", middle) == named("auto", middle, (3, 32, 32)) == "adjoint"
+    assert named("auto", nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (3, 2, 2)) == "adjoint", "conv nets are wide"
+    assert {"best", "adjoint", "lofast"} <= set(SERVED_METHODS), "which count rounding"
     assert Settings().of(small) == replace(Settings(), method="best")

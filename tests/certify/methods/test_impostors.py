@@ -331,7 +331,7 @@ REFUSED: dict[str, tuple[Attack, str]] = BREAKING | {
     "model.named_modules": (on_instance("", "named_modules"), "named_modules is patched"),
     "model.state_dict": (on_instance("", "state_dict"), "state_dict is patched"),
     "model.__deepcopy__": (copies_as_another, "__deepcopy__ is patched"),
-    "model.head behind another": (hidden_head, "head stands in front"),
+    "model.head behind another": (hidden_head, "head hides a part"),
     "backward hook": (
         lambda model, patch: model.head.register_full_backward_hook(lambda module, g_x, g_y: (2 * g_x[0],)),
         "_backward_hooks",

@@ -25,7 +25,7 @@ METHODS = {"lofast": LoFAST, "lofast_local": LocalLoFAST, "adjoint": Adjoint}
 
 
 def compensated(bias: nn.Parameter, layer: Any, offset: float, rows: slice = slice(None)) -> None:
-    """Add the offset to one input entry of `layer`, and subtract its effect behind the layer."""
+    """Add the offset to one input entry of `layer`, and subtract its effect after the layer."""
     bias[0] += offset
     layer.bias[rows] -= offset * layer.weight[rows, 0]
 

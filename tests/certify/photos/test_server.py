@@ -155,12 +155,12 @@ def test_silent_connections_keep_nobody_out_for_long(predict: Predictor, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("place", "mend"),
+    ("place", "fix"),
     [({"port": 70_000}, "port=70000"), ({"port": "80.5"}, "port="), ({"token": "short"}, "at least 16"),
      ({"host": ""}, "host=")],
 )  # fmt: skip
-def test_a_place_that_is_none_is_refused(place: dict[str, Any], mend: str) -> None:
-    with pytest.raises(UserError, match=mend):
+def test_a_place_that_is_none_is_refused(place: dict[str, Any], fix: str) -> None:
+    with pytest.raises(UserError, match=fix):
         Place(**place)
 
 

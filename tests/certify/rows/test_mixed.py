@@ -151,7 +151,7 @@ def test_lines_that_are_no_rows_are_refused(line: bytes, handover: Path, digits:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], line + b"\n", *lines[1:]]))
     (out / "stage" / stage.CERTIFICATE).unlink()
-    with pytest.raises(UserError, match="line 2 is no row"):
+    with pytest.raises(UserError, match="line 2 is not a row"):
         stage_run(handover, digits, out / "stage")
 
 

@@ -145,7 +145,7 @@ def test_tags_have_the_norm_in_their_names_and_champions_answer_one(
     other = replace(SETTINGS, norm="l2", method="lofast", eps=(EPS[0],), headline_eps=EPS[0])
     stage.run(handover, data(digits), other, tmp_path / "l2")
     line = register.publish(handover, tmp_path / "l2", **said)
-    assert "digits version 2 (not champion: its question differs" in line
+    assert "digits version 2 (not champion: its figures cannot be compared" in line
     assert "norm l2 instead of linf" in line
     assert f"certified_acc.{NAMES[0]}" in browse.find("digits/2").tags
 

@@ -167,14 +167,14 @@ def test_two_that_fetch_side_by_side_spoil_nothing(tmp_path: Path, monkeypatch: 
     digest, path = hashlib.sha256(content).hexdigest(), tmp_path / "w"
     real, once = fetch._chunks, iter([True])
 
-    def chunks(place: str, most: int, mend: str) -> Iterator[bytes]:
-        parts = list(real(place, most, mend))
+    def chunks(place: str, most: int, fix: str) -> Iterator[bytes]:
+        parts = list(real(place, most, fix))
         half = len(parts) // 2
         yield from parts[:half]
         if next(once, False):
             with monkeypatch.context() as other:
                 other.setattr("os.getpid", lambda: -1)
-                fetch.fetched(place, digest, path, most, mend)
+                fetch.fetched(place, digest, path, most, fix)
         yield from parts[half:]
 
     monkeypatch.setattr(fetch, "_chunks", chunks)
