@@ -17,6 +17,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,17 +133,17 @@ def _length(x: Tensor, length: float) -> Tensor:
     return length * x / x.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, 1, 1, 1)
 
 
-def row_of(name: str) -> Row:
+def row_of(name: str, budget: float = BUDGET) -> Row:
     """Return the row of one model; one that cannot be made says why."""
     try:
         model, images, labels = trained(*TRAINED[name]) if name in TRAINED else at_random(MODELS[name])
     except ImportError as absent:
         return {"accepted": False, "missing": [f"not installed: {absent}"]}
-    return measured(model, images, labels)
+    return measured(model, images, labels, budget)
 
 
 def in_a_process(work: Callable[[str], Row], name: str) -> Row:
-    """Return work(name), computed in a process of its own, and the memory in MiB that it had at most."""
+    """Return work(name), computed in a process of its own, and its peak memory in MiB."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(_with_memory, (work, name))
 
@@ -161,14 +162,19 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="WORD", help="measure only models whose names contain a WORD"
     )
-    only = parser.parse_args().only
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, help=f"products of the attack of a model (default: {BUDGET:g})"
+    )
+    args = parser.parse_args()
+    only = args.only
     file = RESULTS / "models_cpu.json"
     rows: dict[str, Row] = json.loads(file.read_text())["models"] if only and file.is_file() else {}
     for name in (*MODELS, *TRAINED):
         if not only or any(word in name for word in only):
-            rows[name] = in_a_process(row_of, name)
+            rows[name] = in_a_process(partial(row_of, budget=args.budget), name)
             print(name, rows[name], flush=True)
-            write("models_cpu", circumstances() | {"img_size": SIZE, "steps": STEPS, "models": rows})  # row by row
+            made = circumstances() | {"command": "python -m benchmarks.bench_models"}  # whichever rows were made last
+            write("models_cpu", made | {"img_size": SIZE, "steps": STEPS, "models": rows})
 
 
 if __name__ == "__main__":

@@ -63,9 +63,10 @@ def certifier(
     if nonce is not None and (not isinstance(nonce, str) or not nonce or not nonce.isprintable()):
         raise UserError(f"nonce={shown(nonce)} is not a string; pass one such as 'n1f3', or None to draw one")
     shape = tuple(batch[0].shape[1:]) if batch is not None and isinstance(batch[0], Tensor) else None
-    norm, given = known(norm), model if batch is None else with_rules(model, *batch)
+    name, norm = named(method, model, shape), known(norm)
+    given = model if batch is None else with_rules(model, *batch)
     try:
-        return METHODS[name := named(method, model, shape)](given, nonce, norm)
+        return METHODS[name](given, nonce, norm)
     except NoRule:
         if method != AUTO or name == "lofast":
             raise

@@ -9,7 +9,7 @@ from certizoo.errors import UserError
 
 RAY_ADDRESS = "RAY_ADDRESS"
 ANSWER_SECONDS = 10.0
-HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # how every client of gRPC begins
+HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # the first bytes of every gRPC client
 
 
 def free_port() -> int:
@@ -35,7 +35,7 @@ def require_ray() -> None:
 
 
 def _require_answer(host: str, port: int) -> None:
-    """Raise OSError if nothing listens there, or what listens says nothing."""
+    """Raise OSError if nothing listens there, or the listener does not answer."""
     with socket.create_connection((host, port), ANSWER_SECONDS) as probe, suppress(ConnectionError):
         probe.sendall(HTTP2)
         probe.recv(1)  # with TLS, a server ends the connection instead

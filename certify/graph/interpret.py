@@ -75,7 +75,7 @@ class Walk:
         name = _name(node)
         if any(isinstance(operand, Missing) for operand in operands):
             both = sum(isinstance(operand, Missing | Value) for operand in operands) > 1
-            if name not in (*OPERATIONS, *MOVES, *SKIPPED, "getitem") or (both and name in ("mul", "div")):
+            if name not in (*OPERATIONS, *MOVES, *SKIPPED, "getitem") or (both and name == "div"):
                 self.faults.append(Fault(name, NO_RULE, line_of(node)))
             return Missing()
         try:

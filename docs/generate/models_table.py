@@ -1,4 +1,4 @@
-"""The table of models that people have, from benchmarks/results/models_cpu.json: `<!-- made at build: models -->`."""
+"""The table of common models, from benchmarks/results/models_cpu.json: `<!-- made at build: models -->`."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ def results() -> dict[str, dict[str, Any]]:
 
 
 def markdown() -> str:
-    """Return the table, the largest radius first, the models that are refused with the reason, and the hardware."""
+    """Return the table, largest radius first, with the reasons of refusals, and a line on the hardware."""
     found = json.loads(FILE.read_text())
     rows = sorted(results().items(), key=lambda item: -item[1].get("median_radius", -1.0))
     starts = sum(row.get("starts", 0) for _, row in rows)
@@ -31,10 +31,5 @@ def _row(name: str, row: dict[str, Any]) -> list[str]:
     if not row["accepted"]:
         reasons = "; ".join(dict.fromkeys(row["missing"]))
         return [cell(name), f"no: {cell(reasons)}", *[""] * (len(HEADS) - 2)]
-    numbers = (row["median_radius"], row["image_s"], row["memory_MiB"], row["starts"])
-    return [
-        cell(name),
-        "yes",
-        code(row["method"]),
-        *(f"{number:.3g}" if number < 1e5 else f"{number:,}" for number in numbers),
-    ]
+    numbers = [f"{row[key]:.3g}" for key in ("median_radius", "image_s", "memory_MiB")]
+    return [cell(name), "yes", code(row["method"]), *numbers, f"{row['starts']:,}"]

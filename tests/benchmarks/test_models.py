@@ -1,4 +1,4 @@
-"""A part of the benchmark of models that people have: accepted, attacked in vain; the attack finds what is wrong."""
+"""A part of the benchmark of common models: they are accepted, attacks fail, and a planted error is found."""
 
 import pytest
 import torch

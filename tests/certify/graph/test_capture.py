@@ -18,14 +18,17 @@ from certify.graph.values import Node, Value, materialised
 from certizoo import UserError
 from tests.tools.ascent import ascend, margin_loss
 from tests.tools.captured_models import MODELS, OWN, SIZE, Tokens, plain, settled
+from tests.tools.cases import mostly_slow
 from zoo.attention.dot_product import DotProductAttention
 from zoo.layers.mlp import Mlp
 from zoo.layers.norms import SmoothProject
 from zoo.models.vit import ViT
 from zoo.primitives.branches import Branches
 
+QUICK = ("torchvision resnet18", "torchvision vit", "timm vit_tiny", "timm deit", "timm mixer")
 
-@pytest.mark.parametrize("name", [*OWN, *MODELS])
+
+@pytest.mark.parametrize("name", mostly_slow([*OWN, *MODELS], *OWN, *QUICK))
 def test_the_captured_function_has_the_logits_of_the_model(name: str) -> None:
     model, x, _ = settled({**OWN, **MODELS}[name], SIZE if name in OWN else 32)
     exact = capture(prepared(model), tuple(x.shape[1:])).exact
@@ -183,6 +186,9 @@ SPELLED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "rms norm": (lambda x: F.rms_norm(x, (8,), torch.linspace(0.5, 2, 8, dtype=x.dtype), 0.1), False),
     "modulus": (torch.abs, False),
     "log sigmoid": (F.logsigmoid, False),
+    "gated linear unit": (F.glu, False),
+    "square": (lambda x: 0.1 * x**2 + x.square(), False),
+    "excitation": (lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(), True),
     "pairs in order": (lambda x: torch.cat([x.view(-1, 4, 2).min(2).values, x.view(-1, 4, 2).max(2).values], 1), False),
     "nearest": (lambda x: F.interpolate(x, scale_factor=2), True),
     "bilinear": (lambda x: F.interpolate(x, size=(7, 6), mode="bilinear"), True),
@@ -233,7 +239,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "dropout": (lambda x: F.dropout(x, 0.5, training=True), "dropout .*: random numbers, or dropout that is active"),
     "noise": (lambda x: x + torch.rand_like(x), "rand.*random numbers"),
     "drawn constants": (lambda x: x + torch.rand(3, 1, 1).double(), "random numbers"),
-    "a gate": (lambda x: x * x.sigmoid(), "product of two results"),
+    "a quotient": (lambda x: x / (1 + x.sigmoid()), "quotient by a result"),
     "other images": (lambda x: x - x.mean(0), "over the images"),
     "images by index": (lambda x: x[[0, 0]], "mixes the images"),
     "float32": (lambda x: x.float().double(), "float32"),

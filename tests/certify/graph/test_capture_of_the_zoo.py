@@ -1,4 +1,4 @@
-"""Every model of the zoo is captured, and proves by capture what it proves by the rules of its own modules, or less.
+"""Every model of the zoo can be captured, and the captured model proves nearly what its own rules prove.
 
 Norms of an adjoint certificate are measured from random starts, up to 2 % (zoo/bounds/lanczos.py), in both.
 """
