@@ -125,7 +125,7 @@ def quartiles(ratios: Iterable[float]) -> dict[str, float]:
 
 
 def seconds(make: Callable[[], Iterable[object]]) -> Seconds:
-    """Time one epoch, including loader processes: they have ended and been waited for."""
+    """Time one epoch, loader processes included: all of them have ended."""
     cpu, wall = cpu_seconds(), time.perf_counter()
     for _ in make():
         pass

@@ -1,6 +1,6 @@
-"""Certificates of models that people have: which are accepted, by which method, with which radii, at what cost.
+"""Certificates of common models: which are accepted, by which method, with which radii, at what cost.
 
-Classes of torch, torchvision, timm and other libraries as they are (benchmarks/peoples_models.py), with random weights,
+Classes of torch, torchvision, timm and other libraries as they are (benchmarks/common_models.py), with random weights,
 running statistics of random images and the model's own answers as labels: their radii say how much of a bound is left
 after so many layers. The trained ones learn a few minutes on CIFAR-10 ($CERTIZOO_DATA, or data/cifar10), and are
 certified at test images with their true labels. Every radius is attacked by gradient ascent in float64; a beaten one
@@ -17,6 +17,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import zoo  # noqa: F401  (repairs torchvision before timm imports it)
-from benchmarks.peoples_models import MODELS, SIZE, TRAINED, Make
+from benchmarks.common_models import MODELS, SIZE, TRAINED, Make
 from benchmarks.record import RESULTS, circumstances, write
 from certify.api import certifier, radius_of
 from certify.graph.model import NotCaptured
@@ -33,7 +34,7 @@ from certizoo import UserError, shards
 
 IMAGES, LARGE = 2, 2e7  # models with more products a forward pass are certified at one image
 STEPS, BUDGET, SMALL = 8, 1e10, 1e6  # of the ascent; products of its forward passes, ten times that for small models
-TOGETHER = 64  # starts
+TOGETHER = 2**27  # products of the starts that take a step together
 EPOCHS, EXAMPLES, BATCH = 4, 4000, 64
 Row = dict[str, Any]
 
@@ -66,7 +67,7 @@ def trained(make: Make, factor: float) -> tuple[nn.Module, Tensor, Tensor]:
         for index in torch.randperm(len(labels)).split(BATCH):
             loss = cross_entropy(factor * model(images[index]), labels[index])
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
     with torch.no_grad():
         correct = (model.eval()(tests).argmax(-1) == answers).nonzero()[: 2 * IMAGES, 0]
@@ -75,8 +76,7 @@ def trained(make: Make, factor: float) -> tuple[nn.Module, Tensor, Tensor]:
 
 def _cifar10(split: str, count: int) -> tuple[Tensor, Tensor]:
     root = os.environ.get("CERTIZOO_DATA", "data/cifar10")
-    options = {"train": "cifar10-train-*.tar", "test": "cifar10-test-*.tar", "num_classes": 10, "img_size": SIZE}
-    config = shards.DataConfig(name="cifar10", root=root, **options)  # type: ignore[arg-type]
+    config = shards.DataConfig("cifar10", root, "cifar10-train-*.tar", "cifar10-test-*.tar", 10, SIZE)
     loader = shards.eval_loader(shards.find(config, split), config, batch_size=count, limit=count)
     _, images, labels = next(iter(loader))
     return images, labels
@@ -99,14 +99,14 @@ def measured(model: nn.Module, images: Tensor, labels: Tensor, budget: float = B
     row |= {"radii": [float(f"{radius:.3g}") for radius in radius_B.tolist()]}
     row["median_radius"] = float(f"{float(radius_B.median()):.3g}")
     starts = max(8, int((10 if cost < SMALL else 1) * budget / (STEPS * 2 * cost * len(images))))
-    return row | {"starts": attacked(model, images, labels, radius_B, starts)}
+    return row | {"starts": attacked(model, images, labels, radius_B, starts, max(8, TOGETHER // cost))}
 
 
 def _seconds(start: float) -> float:
     return round(time.process_time() - start, 1)
 
 
-def attacked(model: nn.Module, images: Tensor, labels: Tensor, radius_B: Tensor, starts: int) -> int:
+def attacked(model: nn.Module, images: Tensor, labels: Tensor, radius_B: Tensor, starts: int, together: int) -> int:
     """Search for another class within each radius, from this many starts an image; return how many were made.
 
     Normalised steps along the gradient of the margin, in float64, and back onto the ball. Raises Beaten.
@@ -114,7 +114,7 @@ def attacked(model: nn.Module, images: Tensor, labels: Tensor, radius_B: Tensor,
     wide, made = model.double(), 0
     torch.manual_seed(1)
     for image, label, radius in zip(images.double(), labels, radius_B.tolist(), strict=True):
-        for size in map(len, torch.arange(starts).split(TOGETHER)):
+        for size in map(len, torch.arange(starts).split(together)):
             delta = _length(torch.randn(size, *image.shape).double(), radius)
             for step in range(STEPS):
                 logits = wide(image + delta.requires_grad_())
@@ -133,18 +133,18 @@ def _length(x: Tensor, length: float) -> Tensor:
     return length * x / x.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, 1, 1, 1)
 
 
-def row_of(name: str) -> Row:
+def row_of(name: str, budget: float = BUDGET) -> Row:
     """Return the row of one model; one that cannot be made says why."""
     try:
         model, images, labels = trained(*TRAINED[name]) if name in TRAINED else at_random(MODELS[name])
     except ImportError as absent:
         return {"accepted": False, "missing": [f"not installed: {absent}"]}
-    return measured(model, images, labels)
+    return measured(model, images, labels, budget)
 
 
 def in_a_process(work: Callable[[str], Row], name: str) -> Row:
-    """Return work(name), computed in a fresh process, and the memory in MiB that the process had at most."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    """Return work(name), computed in a process of its own, and its peak memory in MiB."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(_with_memory, (work, name))
 
 
@@ -162,14 +162,19 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="WORD", help="measure only models whose names contain a WORD"
     )
-    only = parser.parse_args().only
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, help=f"products of the attack of a model (default: {BUDGET:g})"
+    )
+    args = parser.parse_args()
+    only = args.only
     file = RESULTS / "models_cpu.json"
     rows: dict[str, Row] = json.loads(file.read_text())["models"] if only and file.is_file() else {}
     for name in (*MODELS, *TRAINED):
         if not only or any(word in name for word in only):
-            rows[name] = in_a_process(row_of, name)
+            rows[name] = in_a_process(partial(row_of, budget=args.budget), name)
             print(name, rows[name], flush=True)
-            write("models_cpu", circumstances() | {"img_size": SIZE, "steps": STEPS, "models": rows})  # row by row
+            made = circumstances() | {"command": "python -m benchmarks.bench_models"}  # whichever rows were made last
+            write("models_cpu", made | {"img_size": SIZE, "steps": STEPS, "models": rows})
 
 
 if __name__ == "__main__":

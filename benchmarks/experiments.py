@@ -50,7 +50,7 @@ Figures = dict[str, float]  # per cent, by column
 
 @dataclass(frozen=True)
 class Row:
-    """One of our models, its name in the paper, the paper's figures in per cent, and what the row sets besides."""
+    """One of our models, its name in the paper, the paper's figures in per cent, and the row's other settings."""
 
     model: str
     method: str
@@ -106,7 +106,7 @@ def certified(run: Training, table: "Table") -> Figures:
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table of a paper at reduced size.
 
     `columns` name the figures of a row, which `measure` computes on `images`; `script` is the trainer of all rows.
     """
@@ -155,12 +155,12 @@ IMAGENETTE = (
     "AdamW, cosine (SGD); no CutMix and Mixup; scaled cosine attention in standard blocks stands for LipsFormer; the "
     "attacks keep the worst of all points they visit"
 )
-# lambda 1e-4 is the paper's for SGD; AdamW normalises its steps, so that 1e-2 is what acts.
+# lambda 1e-4 is the paper's for SGD; AdamW normalises its steps, so 1e-2 is needed for an effect.
 STRONG = tuple(f"penalty.lambda_{branch}=1e-2" for branch in "qkv")
 
 
 def imagenette(name: str, figures: Sequence[tuple[float, ...]]) -> tuple[Row, ...]:
-    """Return the rows of the table on Imagenette, with the published figures, and one more of a larger lambda."""
+    """Return the rows of the table on Imagenette, with the published figures, and one row with a larger lambda."""
     rows = [replace(row, published=each) for row, each in zip(DEIT_TI.rows, figures, strict=True)]
     options = (*STRONG, f"name={name}-spec_deit_ti_strong-s${{seed}}")
     return (*rows, replace(rows[-1], method="SpecFormer (MSVP), lambda 1e-2", options=options))
@@ -245,7 +245,7 @@ def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
 
 
 def command(name: str, overrides: Sequence[str], at_once: int) -> str:
-    """Return the command that makes the same table elsewhere."""
+    """Return the command that makes the same table on another machine."""
     words = ["data.root=SHARDS" if word.startswith("data.root=") else word for word in overrides]
     options = [f"--at-once {at_once}"] if at_once > 1 else []
     return f"make experiment NAME={name} ARGS='{' '.join([*options, *words])}'"

@@ -117,7 +117,7 @@ def ball(said: vnnlib.Property, model: ViT, shape: tuple[int, ...], name: str) -
     lower, upper = (torch.from_numpy(side).view(shape) * std + mean for side in (said.lower_I, said.upper_I))
     middle = (lower + upper) / 2
     if bool(((middle < -OUTSIDE) | (middle > 1 + OUTSIDE)).any()):
-        raise UserError(f"{name} has a box beyond pixels in [0,1]; certificates speak of images in [0,1]")
+        raise UserError(f"{name} has a box that is not within [0,1]; give one of pixels in [0,1]")
     middle = middle.clamp(0, 1)
     eps = float(torch.maximum(upper - middle, middle - lower).max()) * (1 + OUT) + OUT
     return Ball(middle[None], eps, said.label)

@@ -10,8 +10,11 @@ Letters: B images.
 
 import argparse
 import importlib
+import inspect
 import re
+import resource
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +41,7 @@ from zoo.bounds.rule_table import NoRule
 from zoo.primitives.folded import Folded
 
 SMALL = 1e-6  # radius at which a first-order rule is its slope
+FIRST, SECOND = ("lofast", "lofast_local", "best"), ("adjoint", "image")
 ADD = "add a rule for the module around it: docs, 'My own model'"
 
 
@@ -54,12 +58,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All layers of a model, the method that takes it (None: none does), and the certified radii of the images."""
+    """All layers of a model, the method that takes it (None: none does), and the certified radii of the images.
+
+    `seconds` an image are those of the processors; `memory` is the most that the process has had, in MiB.
+    """
 
     rows: tuple[Row, ...]
     method: str | None
     quantity: str
     radius_B: Tensor
+    methods: tuple[str, ...] = ()  # all that take it
+    seconds: float = 0.0
+    memory: int = 0
 
     @property
     def accepted(self) -> bool:
@@ -79,7 +89,9 @@ class Explanation:
         if self.method is None:
             return f"refused: {len(self.rows)} operations have no rule; {ADD}"
         radii = f"median {float(self.radius_B.median()):.3g}, largest {float(self.radius_B.max()):.3g}"
-        return f"accepted by {self.method}; certified L2 radii of {len(self.radius_B)} images: {radii}"
+        found = f"accepted by {self.method}; certified L2 radii of {len(self.radius_B)} images: {radii}"
+        cost = f"{self.seconds:.2g} s of processor time an image, {self.memory} MiB at most"
+        return f"{found}\n{cost}; methods: {', '.join(self.methods)}"
 
 
 def _number(value: float | None) -> str:
@@ -105,6 +117,7 @@ def explain(
     except NotCaptured as refused:
         rows = tuple(Row(fault.operation, fault.where, fault.reason) for fault in refused.faults)
         return Explanation(rows, None, "share", torch.zeros(len(labels_B)))
+    start = time.process_time()
     try:
         made: Certifier = Adjoint(given, nonce)
         method, second = "adjoint", ""
@@ -112,9 +125,13 @@ def explain(
         made, method, second = LoFAST(given), "lofast", f"first order only: {_reason(lacking)}"
     analysis = made.analyse(images_BCHW, labels_B)
     radius_B = radius_of(analysis)
+    seconds = (time.process_time() - start) / max(1, len(labels_B))
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     assert isinstance(analysis, Explained)
     breakdown = analysis.breakdown(torch.where(radius_B > 0, radius_B, SMALL))
-    return Explanation(tuple(_rows(made, images_BCHW, breakdown, second)), method, breakdown.quantity, radius_B)
+    rows = tuple(_rows(made, images_BCHW, breakdown, second))
+    methods = FIRST if second else (*FIRST, *SECOND)
+    return Explanation(rows, method, breakdown.quantity, radius_B, methods, seconds, memory)
 
 
 def _answers(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -125,7 +142,7 @@ def _answers(model: nn.Module, images_BCHW: Tensor) -> Tensor:
 
 
 def _reason(lacking: NoRule) -> str:
-    return f"{lacking.module_type.__name__} has no second order"
+    return f"{lacking.module_type.__name__} has no second-order rule"
 
 
 def _rows(made: Certifier, images_BCHW: Tensor, breakdown: Breakdown, second: str) -> list[Row]:
@@ -160,7 +177,7 @@ def _kinds(layer: Layer) -> str:
 
 
 def _kinds_of(part: nn.Module | str) -> list[str]:
-    """Return the kinds of what capture made one step, else that of the part."""
+    """Return the types of the modules that capture joined into one step, else that of the part."""
     if isinstance(part, str):
         return [part]
     return [type(inner).__name__ for inner in part] if isinstance(part, Folded) else [type(part).__name__]
@@ -195,6 +212,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.write(f"{explain(model.eval(), images, nonce='explain')}\n")
 
 
+def _made(module: str, function: str) -> nn.Module:
+    """Return what MODULE:FUNCTION makes. An error inside the function is the user's own and passes."""
+    sys.path.insert(0, "")
+    try:
+        make: Any = getattr(importlib.import_module(module), function)
+        inspect.signature(make).bind()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{module}:{function} cannot be called ({error}); write MODULE:FUNCTION") from None
+    made = make()
+    if not isinstance(made, nn.Module):
+        raise UserError(f"{module}:{function} makes a {type(made).__name__}; it must return a torch.nn.Module")
+    return made
+
+
 def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
     """Return a model, the side of its images and their channels. Raises UserError for an unknown name."""
     import timm
@@ -207,11 +238,7 @@ def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
         return found, size or config["model"]["img_size"], config["model"].get("in_chans", 3)
     if ":" in name:
         module, _, function = name.partition(":")
-        sys.path.insert(0, "")
-        make: Any = getattr(importlib.import_module(module), function, None)
-        if not callable(make):
-            raise UserError(f"{module} has no function {function}; write MODULE:FUNCTION")
-        return make(), size or 32, 3
+        return _made(module, function), size or 32, 3
     if name not in timm.list_models():  # those of the zoo are among them
         raise unknown("model", name, [*zoo.list_models(), *timm.list_models()])
     make = partial[Any](timm.create_model, name)

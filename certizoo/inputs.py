@@ -69,7 +69,7 @@ def labels_given(images_BCHW: Tensor, labels_B: Tensor, *, probabilities: bool =
 
 
 def extremes(labels_B: Tensor) -> tuple[int, int]:
-    """Return the least and the largest class that labels, or probabilities labels_BK, speak of."""
+    """Return the least and the largest class in labels, or in probabilities labels_BK."""
     if labels_B.ndim == 2:
         return 0, labels_B.shape[1] - 1
     least, largest = labels_B.aminmax() if len(labels_B) else (labels_B.new_zeros(()),) * 2

@@ -18,7 +18,7 @@ KILLED = re.compile(r"running low on memory\. .*?\(IP: ([^,)]+)")  # in Ray's wo
 
 
 def count_as_lost() -> None:
-    """Let Tune take a worker killed for memory for a lost one: it ends the search at any other error of a worker."""
+    """Make Tune treat a worker killed for memory as lost: any other error of a worker ends the search."""
     for module in (actor_manager, tune_controller):
         module.RayActorError = (RayActorError, OutOfMemoryError)
 
@@ -34,4 +34,4 @@ def run_fewer(search: Search, node: str, trials: Iterable[Any]) -> str:
     if not any(trial.status == "RUNNING" and trial.get_ray_actor_ip() == node for trial in trials):
         return f"node {node} ran out of memory"
     placement_group([{**search.resources, f"node:{node}": 0.001}])
-    return f"node {node} ran out of memory; from now on one trial less runs there at once"
+    return f"node {node} ran out of memory; from now on one trial fewer runs there"

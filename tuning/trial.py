@@ -213,7 +213,7 @@ def adopt(snapshot_dir: Path, run_dir: Path, changed: dict[str, Any]) -> None:
 
 
 def why(log: Path, status: int) -> str:
-    """Return the trainer's own error line, else its last words."""
+    """Return the trainer's own error line, else the last line of its log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("error: ")]
     ours = [line for line in lines if "launch.py" not in line and not line.startswith("_rank_mapping")]

@@ -1,4 +1,4 @@
-"""The red team: a permanent search for a false certificate, or a false inequality that one rests on.
+"""The red team: a permanent search for a false certificate, or a false inequality that a certificate relies on.
 
     python -m benchmarks.redteam [--minutes M] [--seed S] [--only weights pairs lemmas scales]
 

@@ -94,16 +94,14 @@ def read(content: bytes) -> ViT:
 def _inputs(term: Term, op: str, **attributes: Any) -> tuple[Term, ...]:
     """Return the inputs of a term that is this operation with these attributes; raise UserError for another."""
     if term.op != op or any(term.attributes[key] != value for key, value in attributes.items()):
-        raise UserError(
-            f"{term.name!r} is made by {term.op}, and a ViT of the benchmark has {op} there; it is not read"
-        )
+        raise UserError(f"{term.name!r} comes from {term.op}, not from {op}; only the ViTs of the benchmark are read")
     return term.inputs
 
 
 def _weight(term: Term) -> Tensor:
     """Return a float32 constant."""
     if term.value is None or term.value.dtype != "float32":
-        raise UserError(f"{term.name!r} is computed, and a ViT of the benchmark has a weight there; it is not read")
+        raise UserError(f"{term.name!r} is computed, not a weight; only the ViTs of the benchmark are read")
     return torch.from_numpy(term.value.copy()).double()
 
 

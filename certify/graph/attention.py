@@ -57,7 +57,9 @@ def attended(
         raise Unmapped("attention whose queries, keys and values are projections of different tokens")
     heads, width, dim = parts[2].weight.shape
     if any(part.weight.shape != (heads, width, dim) for part in parts) or heads * width != dim:
-        raise Unmapped(f"attention of {heads} heads of width {width} on tokens of width {dim}; they must be as wide")
+        raise Unmapped(
+            f"attention of {heads} heads of width {width} on tokens of width {dim}; heads times width must be {dim}"
+        )
     if parts[2].factor != 1:
         raise Unmapped("attention whose values have a factor")
     with torch.no_grad():
@@ -71,7 +73,7 @@ def attended(
 
 
 def projection(value: Value, what: str) -> Projection:
-    """Return the linear map of tokens that these entries (batch, heads, tokens, width) are."""
+    """Return the linear map of tokens that gives these entries (batch, heads, tokens, width)."""
     node, factor = value.node, 1.0
     while isinstance(scale := node.module, Diagonal) and scale.weight.numel() == 1 and not bool(scale.bias.any()):
         number = float(scale.weight)

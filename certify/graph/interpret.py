@@ -75,7 +75,7 @@ class Walk:
         name = _name(node)
         if any(isinstance(operand, Missing) for operand in operands):
             both = sum(isinstance(operand, Missing | Value) for operand in operands) > 1
-            if name not in (*OPERATIONS, *MOVES, *SKIPPED, "getitem") or (both and name in ("mul", "div")):
+            if name not in (*OPERATIONS, *MOVES, *SKIPPED, "getitem") or (both and name == "div"):
                 self.faults.append(Fault(name, NO_RULE, line_of(node)))
             return Missing()
         try:
@@ -128,14 +128,19 @@ class Walk:
             return None
         source = materialised(entering)
         shape = tuple(whole.leaving.meta["val"].shape)
-        if shape[:1] != (BATCH,) or not self._alike(whole, entering.shape):
+        if shape[:1] != (BATCH,) or (given := self._output(whole, entering.shape)) is None:
             return None
-        y = _placed(Value.of(step(whole.module, source, shape[1:], "module")), whole.path)
+        y = _placed(Value.of(step(whole.module, source, given[1:], "module")), whole.path)
+        if given != shape:
+            y = moved(torch.narrow, y, 1, 0, shape[1])
         self.found |= dict.fromkeys(whole.nodes, Missing()) | {whole.leaving: y}
         return self.found[whole.nodes[0]]
 
-    def _alike(self, whole: "Whole", shape: tuple[int, ...]) -> bool:
-        """Return whether the module and its part of the graph agree on random inputs."""
+    def _output(self, whole: "Whole", shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of the module's output if its part of the graph agrees with it on random inputs.
+
+        That part may leave out the last tokens: a model may ask the last block for the class token alone.
+        """
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         local: dict[fx.Node, Any] = {whole.entering: x}
 
@@ -149,11 +154,13 @@ class Walk:
                 assert callable(node.target)
                 local[node] = node.target(*args, **kwargs)
             y, expected = whole.module(x), local[whole.leaving]
-        return bool(y.shape == expected.shape and torch.allclose(y, expected, rtol=ALIKE, atol=ALIKE))
+        first = y[:, : expected.shape[1]] if y.ndim == expected.ndim > 1 else y
+        alike = first.shape == expected.shape and torch.allclose(first, expected, rtol=ALIKE, atol=ALIKE)
+        return tuple(y.shape) if alike else None
 
 
 def _placed(found: Any, path: str) -> Any:
-    """Write into all new nodes where they come from."""
+    """Record in all new nodes where they come from."""
     left = [found.node] if isinstance(found, Value) else []
     while left:
         node = left.pop()

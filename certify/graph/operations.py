@@ -18,6 +18,7 @@ from certify.graph import resampling
 from certify.graph.attention import attended, merged_projection, product, softmax
 from certify.graph.export import BATCH
 from certify.graph.values import (
+    PRODUCT,
     LogProbabilities,
     Unmapped,
     Value,
@@ -117,12 +118,15 @@ def _scaled(x: Value, weight: Any, bias: Any, name: str) -> Value:
 
 def add(x: Any, y: Any, alpha: float = 1) -> Value:
     if isinstance(x, Value) and isinstance(y, Value):
-        y = y if alpha == 1 else _scaled(y, alpha, 0, "scale")
-        shape = torch.broadcast_shapes(x.shape, y.shape)
-        return joined([value if value.shape == shape else moved(torch.Tensor.expand, value, shape) for value in (x, y)])
+        return joined(_of_one_shape(x, y if alpha == 1 else _scaled(y, alpha, 0, "scale")))
     if isinstance(x, Value):
         return _scaled(x, 1, alpha * _number(y), "shift")
     return _scaled(y, alpha, x, "shift")
+
+
+def _of_one_shape(*values: Value) -> list[Value]:
+    shape = torch.broadcast_shapes(*(value.shape for value in values))
+    return [value if value.shape == shape else moved(torch.Tensor.expand, value, shape) for value in values]
 
 
 def sub(x: Any, y: Any, alpha: float = 1) -> Value:
@@ -135,8 +139,14 @@ def rsub(x: Any, y: Any, alpha: float = 1) -> Value:
 
 def mul(x: Any, y: Any) -> Value:
     if isinstance(x, Value) and isinstance(y, Value):
-        raise Unmapped("a product of two results of the image; gates and squares have no rule")
+        return joined(_of_one_shape(x, y), PRODUCT)
     return _scaled(x, y, 0, "scale") if isinstance(x, Value) else _scaled(y, x, 0, "scale")
+
+
+def power(x: Value, exponent: Any) -> Value:
+    if exponent != 2:
+        raise Unmapped(f"a power with the exponent {exponent}; squares have a rule")
+    return mul(x, x)
 
 
 def div(x: Any, y: Any, **kwargs: Any) -> Value:
@@ -371,7 +381,7 @@ def max_pool2d(
 
 
 def _offsets(outputs: int, kernel: int, stride: int, padding: int, dilation: int, side: int) -> Tensor:
-    """Return the places (outputs, kernel) along one axis; those outside are those inside, in turn."""
+    """Return the places (outputs, kernel) along one axis; places inside stand in, in turn, for those outside."""
     places = torch.arange(outputs)[:, None] * stride - padding + torch.arange(kernel) * dilation
     for row in places:
         inside = row[(row >= 0) & (row < side)]
@@ -468,6 +478,12 @@ def log_sigmoid(x: Value) -> Value:
     return _scaled(elementwise(_scaled(x, -1, 0, "negate"), nn.Softplus(1, 40), "softplus"), -1, 0, "negate")
 
 
+def glu(x: Value, dim: int = -1) -> Value:
+    """Return a sigmoid(b) for the halves a, b of an axis."""
+    a, b = moved(torch.chunk, x, 2, dim)
+    return mul(a, elementwise(b, nn.Sigmoid(), "sigmoid"))
+
+
 def gelu(x: Value, approximate: str = "none") -> Value:
     return elementwise(x, nn.GELU(approximate), "gelu")
 
@@ -476,6 +492,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(SAME, same),
     "pad": pad, "constant_pad_nd": pad, "cat": cat, "stack": stack,
     "add": add, "sub": sub, "rsub": rsub, "mul": mul, "div": div, "neg": lambda x: _scaled(x, -1, 0, "negate"),
+    "pow": power, "square": lambda x: mul(x, x),
     "linear": linear, "matmul": matmul, "mm": matmul, "bmm": matmul, "addmm": addmm, "conv2d": conv2d,
     "scaled_dot_product_attention": attended, "softmax": softmax, "_softmax": softmax,
     "_native_batch_norm_legit_no_training": batch_norm, "layer_norm": layer_norm, "group_norm": group_norm,
@@ -488,7 +505,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "upsample_bilinear2d": lambda x, *options: _between(x, *resampling.bilinear(x, *options)),
     "upsample_bicubic2d": lambda x, *options: _between(x, *resampling.bicubic(x, *options)),
     "log_softmax": log_softmax, "_log_softmax": log_softmax,
-    "abs": _activation(Abs), "log_sigmoid": log_sigmoid,
+    "abs": _activation(Abs), "glu": glu, "log_sigmoid": log_sigmoid,
     "relu": _activation(nn.ReLU), "gelu": gelu, "silu": _activation(nn.SiLU), "sigmoid": _activation(nn.Sigmoid),
     "tanh": _activation(nn.Tanh), "softplus": _activation(nn.Softplus), "leaky_relu": _activation(nn.LeakyReLU),
     "elu": elu, "celu": _activation(nn.CELU), "selu": _activation(nn.SELU), "mish": _activation(nn.Mish),

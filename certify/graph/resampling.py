@@ -17,7 +17,6 @@ from torch import Tensor
 
 from certify.graph.values import Unmapped, Value, materialised
 
-Pair = tuple[Any, Any]
 ALIKE = 1e-12  # a product with both matrices and torch's function, on numbers below 1
 
 
@@ -44,9 +43,7 @@ def adaptive(x: Value, size: Sequence[int]) -> tuple[Tensor, Tensor]:
     return _matrices(x, lambda t, n, s: F.adaptive_avg_pool2d(t, n), size, None)
 
 
-def _matrices(
-    x: Value, f: Callable[[Tensor, Pair | None, Pair | None], Tensor], size: Any, scales: Any
-) -> tuple[Tensor, Tensor]:
+def _matrices(x: Value, f: Callable[[Tensor, Any, Any], Tensor], size: Any, scales: Any) -> tuple[Tensor, Tensor]:
     """Return A and B with f(x) = A x B^T. Raises Unmapped for another function."""
     height, width = x.shape[-2:]
 
@@ -64,5 +61,5 @@ def _matrices(
     y = f(probe, size, scales)
     found = rows @ probe @ columns.mT
     if y.shape != found.shape or not torch.allclose(y, found, rtol=0, atol=ALIKE):
-        raise Unmapped("resampling that is no product with a matrix along either axis")
+        raise Unmapped("resampling that is not a product with a matrix along either axis")
     return rows, columns

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from certify.graph.values import Node
+from certify.graph.values import PRODUCT, Node
 from zoo.bounds.rule_table import rules_of
 from zoo.layers.mlp import Mlp
 from zoo.primitives.branches import Branches
 from zoo.primitives.folded import LAYERS, Folded, factors_of
+from zoo.primitives.gates import Gate
 
 LARGEST = 4000  # modules of a tree; branches that share much would make it exponential
 
@@ -49,13 +50,14 @@ class Tree:
                 common = frozenset.intersection(*(self._above[source] for source in end.inputs))
                 source = max(common, key=self.rank.__getitem__)
                 branches = [named(self.parts(source, one)) for one in end.inputs]
-                found.append((_title(end), Branches(*branches), source))
+                joined = Gate(*branches) if end.name == PRODUCT else Branches(*branches)
+                found.append((_title(end), joined, source))
             end = source
         return found[::-1]
 
 
 def _title(node: Node) -> str:
-    """Return the path of the step's module; what only moves entries is named by what it does."""
+    """Return the path of the step's module; a step that only moves entries is named after what it does."""
     return node.name if node.name in ("move", "reshape") else node.path or node.name
 
 

@@ -1,4 +1,4 @@
-"""The largest loss of a margin to first order and remainders together, as one image seldom attains the worst of both.
+"""The largest loss of a margin to first order and remainders together: one image seldom attains both worst cases.
 
 `Ellipsoids.cost` adds the worst of each. Split u of ellipsoid.py into its parts: u_0 of the image, u_k of remainders
 and u_n of defects. The loss is at most the largest value of

@@ -248,7 +248,7 @@ class Ellipsoids:
         return self.rounding.of_gradients(lengths)
 
     def whole(self, grown: Grown) -> Tensor:
-        """Bound |u|, with all that moves any leaf: (B,)."""
+        """Bound |u|, including everything that moves any leaf: (B,)."""
         last = self.tape.nonlinear[-1]
         return (grown.before[last] + grown.theta[last] + grown.theta_0_B).sqrt()
 

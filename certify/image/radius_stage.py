@@ -174,8 +174,8 @@ class Formed:
 class Asked:
     """The quantities at one e.
 
-    `grown` says how far the forms grow, `moved_B` how far the features move, and `kept_BJ` what rounding takes of
-    margins.
+    `grown` has the bounds of the forms, `moved_B` bounds the move of the features, and `kept_BJ` what rounding takes
+    from margins.
     """
 
     e_B: Tensor

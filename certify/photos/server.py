@@ -49,7 +49,9 @@ class Place(Section):
         if not self.host:
             raise UserError("host= must be an address of this machine, such as 127.0.0.1 or 0.0.0.0")
         if self.token is not None and len(self.token) < MIN_TOKEN:
-            raise UserError(f"token must be a text of at least {MIN_TOKEN} letters in quotes; change it, or remove it")
+            raise UserError(
+                f"token must be a quoted string of at least {MIN_TOKEN} characters; change it, or remove it"
+            )
 
     @property
     def local(self) -> bool:

@@ -74,5 +74,5 @@ def share_of(config: Config) -> Share:
 
 
 def settings_of(kind: type[S], config: Config, **given: object) -> S:
-    """Return settings of this class, from the keys with their names except those that are `given`."""
+    """Return settings of this class: `given`, and the keys of the same names for all others."""
     return section_of(kind, {name: config[name] for name in hints(kind) if name not in given} | given)

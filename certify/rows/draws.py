@@ -58,7 +58,7 @@ def nonce_of(given: str | None, rows: Path, parts: Sequence[Path] = ()) -> Nonce
 
 
 def derived(weights_sha256: str, images_sha256: str, beacon: str) -> Nonce:
-    """Return the nonce that nobody chose, from these weights and images and a beacon that was published after both."""
+    """Derive a nonce that nobody could choose from weights, images and a beacon published after both."""
     return Nonce(derived_nonce(weights_sha256, images_sha256, beacon), DERIVED, beacon)
 
 

@@ -64,7 +64,7 @@ def image_list(data: shards.DataConfig, count: int | None, batch_size: int, firs
     """
     test = shards.find(data, "test")
     if first >= test.samples:
-        raise UserError(f"first={first}: {data.root} has {test.samples} test images; set less")
+        raise UserError(f"first={first}: {data.root} has {test.samples} test images; lower it")
     warn_of_empty_classes(test, data.root)
     found: dict[str, int] = {}
     content = hashlib.sha256(f"{data.channels} x {data.img_size}\n".encode())

@@ -122,7 +122,7 @@ def require(rows: Sequence[Any], images: Sequence[Listed], columns: RowSchema, p
 
 
 def append(path: Path, rows: list[Row]) -> None:
-    """Append rows, which are on the disk when it returns."""
+    """Append rows and return once they are on the disk."""
     try:
         with path.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -134,7 +134,7 @@ def append(path: Path, rows: list[Row]) -> None:
 
 
 def digests(folder: Path, *names: str) -> dict[str, dict[str, str | None]]:
-    """Return the digests of the files of rows, for the summary that is made of them."""
+    """Return the digests of the files of rows, for the summary made from them."""
     return {DIGESTS: {name: _digest(folder / name) for name in names}}
 
 

@@ -137,7 +137,7 @@ class Board:
             return f"{held} was promoted by hand; its own figure is {figure(tags)}"
         other = list(_differences(tags, self.tags[holder]))
         if other:
-            return f"its question differs from that of {held}: {', '.join(other)}"
+            return f"its figures cannot be compared with those of {held}: {', '.join(other)}"
         return f"{figure(tags)} does not beat {held}"
 
 

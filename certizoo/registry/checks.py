@@ -54,7 +54,7 @@ def inside(base: Path, named: str) -> Path:
     if Path(named).is_absolute() or not folder.is_relative_to(root):
         raise ValueError(f"{named} lies outside of {base}")
     if not folder.is_dir():
-        raise ValueError(f"{folder} is gone")
+        raise ValueError(f"{folder} no longer exists")
     for path in folder.rglob("*"):
         if path.is_symlink() and not path.resolve().is_relative_to(root):
             raise ValueError(f"{path.relative_to(folder)} is a link to outside of {base}")

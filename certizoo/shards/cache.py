@@ -58,8 +58,8 @@ class Cache:
             found = folder.stat()
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or found.st_uid not in (0, os.getuid()):
                 raise UserError(
-                    f"others may write into data.cache={self.folder}; `chmod -R go-w` a folder of yours, or check what "
-                    "is there each time: data.verify=sha256"
+                    f"others may write into data.cache={self.folder}; `chmod -R go-w` a folder of yours, or check "
+                    "every file: data.verify=sha256"
                 )
 
     def _filled(self, path: Path, size: int, fill: Callable[[BinaryIO], None]) -> BinaryIO:

@@ -58,7 +58,7 @@ class DataConfig(Section):
         super().__post_init__()
         for key in ("root", "train", "test"):
             if not _is_text(getattr(self, key)):
-                raise UserError(f"data.{key}={str(getattr(self, key))[:80]!r}: not a place; give one line of text")
+                raise UserError(f"data.{key}={str(getattr(self, key))[:80]!r} is invalid; give one line of text")
         require_name(self.name, "data.name")
         if self.augment in ("flip_crop_jitter", "randaug") and self.channels != 3:
             raise UserError(

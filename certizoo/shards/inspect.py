@@ -83,7 +83,7 @@ def _samples(paths: Sequence[Path]) -> list[Path]:
 
 
 def _seen(path: Path, warnings: list[str]) -> Image.Image | None:
-    """Return a picture as it will be seen, shrunk; None, and a warning more, if it cannot be read."""
+    """Return a picture as the loader sees it, shrunk; add a warning and return None if it cannot be read."""
     try:
         with disk_errors("repair or remove the file"):
             tile = Image.fromarray(array_of(picture(path.read_bytes()), 3))

@@ -59,7 +59,7 @@ class Folder(Sequence[tuple[Path, int]]):
 
     @property
     def left_out(self) -> str:
-        """The files that are not taken, in words."""
+        """The skipped files, in words."""
         return ", ".join(f"{count} files ({kind})" for kind, count in sorted(self.others.items()))
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class Folder(Sequence[tuple[Path, int]]):
 
 
 def _hidden(path: Path) -> bool:
-    """Return True for what programs leave behind: .ipynb_checkpoints, .DS_Store, ._photo.jpg."""
+    """Return True for files that programs leave behind: .ipynb_checkpoints, .DS_Store, ._photo.jpg."""
     return path.name.startswith(".")
 
 
@@ -88,9 +88,9 @@ def _refuse_splits(root: Path, names: Sequence[str]) -> None:
 
 
 def _files(folder: Path, read: dict[Path, Path]) -> Iterator[Path]:
-    """Iterate over the visible files below a folder, behind links too; `read` maps real folders to how they were met.
+    """Iterate over the visible files below a folder, following links; `read` maps real folders to their first paths.
 
-    Raises UserError for a link to a folder that was met before: its images would be there twice, or forever.
+    Raises UserError for a link to a folder that was met before: its images would count twice, or forever.
     """
     real = folder.resolve()
     if real in read:

@@ -176,14 +176,14 @@ def test_the_help_of_every_command_is_on_its_page(site: Path) -> None:
 def test_links_that_leave_the_docs_lead_somewhere(link: str, found: str) -> None:
     """In docs/explained/x.md such links begin with one more `../`."""
     deeper = link if link.startswith("```") else link.replace("](../", "](../../")
-    assert links.mended(deeper, "explained/x.md") == found
+    assert links.rewritten(deeper, "explained/x.md") == found
 
 
 def test_a_file_of_the_repository_becomes_a_page() -> None:
     text = made.filled("<!-- made at build: file CONTRIBUTING.md project/contributing.md -->")
     assert "# Contributing" not in text.splitlines()
     assert "    ```python" in text
-    with pytest.raises(ValueError, match="nothing is made of 'gold'"):
+    with pytest.raises(ValueError, match="there is no part 'gold'"):
         made.filled("<!-- made at build: gold -->")
 
 

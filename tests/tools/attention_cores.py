@@ -3,8 +3,9 @@
 Letters: B instances, C gradients, H heads, N tokens, W width of a head, X numbers of u.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from tests.tools.ascent import ascend
 from zoo.attention.parts import CoreLeafForms, core_leaf
 from zoo.attention.theory.core import Score
 from zoo.attention.theory.separate import SeparateCore
+from zoo.attention.theory.squares import QKV, applied
+from zoo.attention.theory.third_forms import second_order, third
 from zoo.bounds.contracts import Expansion
 
 B, H, N, W, X = 10, 2, 4, 3, 9
@@ -101,6 +104,36 @@ def share_of_gradient(case: Case, r: float) -> Tensor:
         eta = case.eta(u)
         dip = -(case.g.expand(len(u) // B, *case.g.shape[1:]).flatten(0, 1) * case.rest(eta)).flatten(1).sum(1)
         return dip / (0.5 * squared(form.apply, eta)).clamp_min(1e-300)
+
+    return ascend(share, torch.zeros(B, X).double(), torch.full((B,), r).double(), 60, 6)
+
+
+def share_of_third(case: Case, r: float) -> Tensor:
+    """Return max (-<g, R> + <H, D^2 H> / 2) / (<H, T H> / 2) found, T what the third order adds: (B,)."""
+    reach = case.forms.core.reach(case.reach(r))
+    second, beyond = second_order(case.forms.core, case.g), third(case.forms.core, case.g, reach)
+
+    def share(u: Tensor) -> Tensor:
+        eta = case.eta(u)
+        dip = -(case.g.expand(len(u) // B, *case.g.shape[1:]).flatten(0, 1) * case.rest(eta)).flatten(1).sum(1)
+        return (dip + worth([second], eta)) / worth(beyond, eta).clamp_min(1e-300)
+
+    return ascend(share, torch.zeros(B, X).double(), torch.full((B,), r).double(), 60, 6)
+
+
+def worth(sums: Sequence[Any], eta: Tensor) -> Tensor:
+    """Return F of changes (many B, ...)."""
+    return squared(lambda v: torch.stack(applied(sums, QKV(*v.unbind(2))), 2), eta)
+
+
+def share_of_signed(case: Case, r: float) -> Tensor:
+    """Return the largest -<g, R> - <H, C H> / 2, relative to <H, |C| H> / 2, C the form of either sign: (B,)."""
+    form, absolute = case.forms.signed(case.g, case.reach(r))
+
+    def share(u: Tensor) -> Tensor:
+        eta = case.eta(u)
+        dip = -(case.g.expand(len(u) // B, *case.g.shape[1:]).flatten(0, 1) * case.rest(eta)).flatten(1).sum(1)
+        return (dip - 0.5 * squared(form.apply, eta)) / (0.5 * squared(absolute.apply, eta)).clamp_min(1e-300)
 
     return ascend(share, torch.zeros(B, X).double(), torch.full((B,), r).double(), 60, 6)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tests.tools.expansions import Instance
 from zoo.bounds.contracts import Expansion, Forms, QuadraticForm
 from zoo.bounds.elementwise import UnitForms
 from zoo.layers.norm_forms import NormForms, ProjectForms
+from zoo.layers.norms import LayerProject
 
 RANK = 5  # dimensions of an ellipsoid of changes
 
@@ -86,14 +88,14 @@ class Attack:
 
     def beaten(self) -> bool:
         """Check if ascent finds a change that loses more than a form claims."""
-        size_B = self.instance.size_B()
-        gradient = self.forms.of_gradient(self.instance.g[:1], self.reach)
+        size_B, g = self.instance.size_B(), self.instance.g[:1]
+        gradient, signed = self.forms.of_gradient(g, self.reach), self.forms.signed(g, self.reach).form
         rest = self.forms.of_rest(self.reach, self.weight)
         weight_B = self.instance.g[0].flatten(1).norm(dim=1)
 
-        def excess(v: Tensor) -> Tensor:
+        def excess(form: QuadraticForm, v: Tensor) -> Tensor:
             h = self.change(v)
-            return (-dot(self.instance.g[:1], self.rest(h)) - energy(gradient, h) / 2 - gradient.constant).flatten()
+            return (-dot(g, self.rest(h)) - energy(form, h) / 2 - form.constant).flatten()
 
         def longer(v: Tensor) -> Tensor:
             h = self.change(v)
@@ -102,9 +104,10 @@ class Attack:
             ).flatten()
 
         start, one_B = torch.zeros(len(size_B), RANK, dtype=torch.float64), torch.ones_like(size_B)
-        found_B = ascend(excess, start, one_B, steps=30, starts=4)
+        found = [ascend(partial(excess, form), start, one_B, steps=30, starts=4) for form in (gradient, signed)]
         found_rest_B = ascend(longer, start, one_B, steps=30, starts=4)
         scale_B = size_B * self._unit_scale()
+        found_B = torch.stack(found).amax(0)
         return bool((found_B > 1e-10 * size_B * weight_B).any() or (found_rest_B > 1e-10 * scale_B).any())
 
     def _unit_scale(self) -> float:
@@ -130,3 +133,13 @@ def dense(form: QuadraticForm, x: Tensor) -> Tensor:
     eye = torch.eye(x[0].numel(), dtype=torch.float64)
     columns = [form.apply(e.view(1, 1, *x.shape[1:]).expand(1, *x.shape)).flatten(2) for e in eye]
     return torch.stack(columns, -1)
+
+
+def grazing(seed: int) -> Iterator[Attack]:
+    """Return LayerProject with tokens near its sphere, on either side, and changes that cross it."""
+    torch.manual_seed(seed)
+    for radius in (0.5, 2.0):
+        x = torch.randn(20, 1, 4, dtype=torch.float64)
+        x = x / x.norm(dim=-1, keepdim=True) * radius * (0.7 + 0.6 * torch.rand(20, 1, 1))
+        g = torch.randn(1, 20, 1, 4, dtype=torch.float64) + torch.sign(torch.randn(20, 1, 1)) * 3 * x / radius
+        yield Attack.of(Instance(LayerProject(4, radius), x, g, radius * (0.05 + torch.rand(20).double())), seed)

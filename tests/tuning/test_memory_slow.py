@@ -59,7 +59,7 @@ def test_a_trial_killed_for_memory_goes_on_with_fewer_beside_it(
     killed, began = kill_worker(search), time.time()
     status, output = finish(driver, tmp_path, 900)
     assert status == 0, output
-    assert "ran out of memory; from now on one trial less runs there at once" in output
+    assert "ran out of memory; from now on one trial fewer runs there" in output
     assert "Traceback" not in output
     assert len(finished(search)) == 3
     assert {trial: len(names) for trial, names in runs(search).items() if len(names) > 1} == {killed: 2}

@@ -591,7 +591,7 @@ with sole_writer(Path(sys.argv[1]), "this search", "x"):
 
 
 @pytest.mark.parametrize("arguments", [("--space", "l2", "--name", "mine"), ("--resume", "mine"), ("--resume",)])
-def test_the_second_driver_of_a_search_is_told_at_once(
+def test_a_second_driver_of_a_search_is_refused_at_once(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The search is running; the second driver starts it anew, or resumes it by name or as the newest."""

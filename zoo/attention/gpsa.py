@@ -131,7 +131,7 @@ def _rules(module: GPSA) -> AttentionRules:
 
 
 def mixing(module: GPSA) -> Mixing:
-    """Return the mixing (1 - g) P + g R. It is refused where float64 loses R."""
+    """Return the mixing (1 - g) P + g R. Raises NoRule where float64 cannot hold R."""
     expect(module.pos_proj, nn.Linear)
     share_H = (-module.gating_param.detach()).sigmoid()
 
@@ -139,7 +139,7 @@ def mixing(module: GPSA) -> Mixing:
     def refuse_lost(tokens: int) -> None:
         off_HNN = _mixing_error(module, Precision(U, U), tokens).constants
         if not bool((off_HNN <= LOST * _pairs(*module.positions(tokens)) + 2 * TINY).all()):
-            raise NoRule(module, "float64 loses the weights of its positions: pos_proj has too large weights or biases")
+            raise NoRule(module, "float64 cannot hold the weights of its positions: those of pos_proj are too large")
 
     def mix(p_BHNN: Tensor) -> Tensor:
         refuse_lost(p_BHNN.shape[-1])

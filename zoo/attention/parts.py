@@ -9,7 +9,7 @@ Letters: B images, C vectors of each, H heads, N tokens, O width of a head; 3 st
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ from zoo.attention.theory.core import Core
 from zoo.attention.theory.forms import CoreForms
 from zoo.attention.theory.score_errors import FLOOR, SHARE, Inexact
 from zoo.attention.theory.score_rounding import Moduli, terms_rounding
-from zoo.attention.theory.squares import QKV, Squares, absolutely, applied, largest
-from zoo.bounds.contracts import Expansion, QuadraticForm
+from zoo.attention.theory.squares import QKV, Squares, absolutely, applied, largest, value
+from zoo.attention.theory.third_forms import most_second, second_order, third
+from zoo.bounds.contracts import Expansion, QuadraticForm, SignedForm
 from zoo.bounds.products import matrix_rounding
 from zoo.spectral import sigma_upper
 
@@ -74,6 +75,26 @@ class CoreLeafForms:
             lambda v: most_B.view(shape) * form.apply(v), most_B * form.largest, rounding=most_B * form.rounding
         )
 
+    def signed(self, g: Tensor, reach: Tensor) -> SignedForm:
+        """Choose for each image the exact second order and the bound of the third, or the form of both together."""
+        found = self.core.reach(reach)
+        beyond, most, whole = third(self.core, g, found), most_second(self.core, g, found), self.core.gradient(g, found)
+        by_third, by_second, by_both = (value(sums, found.linear, found.tokens) for sums in (beyond, most, whole))
+        exact = found.gentle.all(-1).all(-1) & (by_third <= torch.maximum(by_second, by_both))
+        second, local, other = second_order(self.core, g), self._form([*beyond, *most], 2.0), self._form(whole, 2.0)
+        absolute = chosen(exact, local, other)
+
+        def apply(v: Tensor) -> Tensor:
+            eta = QKV(*v.unbind(2))
+            less = applied(beyond, eta).plus(QKV(*(-one for one in second.apply(eta))))
+            return 2 * torch.stack(less, 2)
+
+        form = chosen(exact, replace(local, apply=apply), other)
+        if self.inexact is None:
+            return SignedForm(form, absolute)
+        more, constant = self.inexact.along(g, found)
+        return SignedForm(*(self._widened(one, self._form([more], 2.0), constant) for one in (form, absolute)))
+
     def size(self, reach: Tensor) -> Tensor:
         return torch.ones_like(self.core.core.q)
 
@@ -107,6 +128,20 @@ class CoreLeafForms:
         few = found.view(-1, found.shape[-1])  # C = 1 for the norm of a remainder
         rounding = terms_rounding(self.core.core) * absolute
         return QuadraticForm(apply, few, rounding=rounding.view(few.shape))
+
+
+def chosen(where: Tensor, one: QuadraticForm, other: QuadraticForm) -> QuadraticForm:
+    """Return the first form where `where` (C, B) is True, else the other, without constants."""
+
+    def apply(v: Tensor) -> Tensor:
+        if not bool(where.any()):
+            return other.apply(v)
+        found = one.apply(v)
+        mask = where.view(*where.shape, *(1,) * (found.ndim - 2))
+        return found if bool(where.all()) else torch.where(mask, found, other.apply(v))
+
+    largest = torch.where(where, one.largest, other.largest)
+    return QuadraticForm(apply, largest, rounding=torch.where(where, one.rounding, other.rounding))
 
 
 def affine_leaf(y: Tensor, weight: Tensor, pull: Map, push: Map, off: Tensor | float = 0.0) -> Expansion:

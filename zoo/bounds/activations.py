@@ -13,6 +13,7 @@ change of the image is shared among tokens: sup { sum_t psi_t(r_t) : sum r_t^2 <
 Letters: P pairs (class, image), N tokens, H hidden units; v >= 0 weights, k >= 0 distances.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,13 +55,17 @@ def slope_range(activation: Activation) -> float:
 
 @dataclass(frozen=True)
 class Smooth:
-    """sigma', sigma'' and the extrema of sigma'' as (location, value rounded outwards). docs/proofs.md#hull."""
+    """sigma', sigma'' and the extrema of sigma'' as (location, value rounded outwards). docs/proofs.md#hull.
+
+    `steepest` is never below |sigma'''|; infinite where sigma'' jumps.
+    """
 
     slope: Callable[[Tensor], Tensor]
     second: Callable[[Tensor], Tensor]
     extrema: tuple[tuple[float, float], ...]
     slopes: tuple[float, float]
     operations: int | None = None
+    steepest: float = math.inf
 
     def remainder(self, z_PNH: Tensor, w_PNH: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
         """Bound the remainder R_h = d_h^2 int_0^1 (1 - t) sigma''(z_h + t d_h) dt.

@@ -7,7 +7,7 @@ The files that use an answer state its promise: first_order.py, activations.py, 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,13 @@ class QuadraticForm:
     rounding: Tensor | float = math.inf
 
 
+class SignedForm(NamedTuple):
+    """A form of either sign, whose `largest` bounds its norm, and one with -absolute <= form <= absolute."""
+
+    form: QuadraticForm
+    absolute: QuadraticForm
+
+
 class Forms(Protocol):
     """The remainder R = B r of a module around one clean batch, as quadratic forms of the change H of its input.
 
@@ -109,6 +116,15 @@ class Forms(Protocol):
         """Return the form with |weight r(H)|^2 <= <H, C H>, one for each image.
 
         weight (B, ...) >= 0 applies entry by entry. The form holds for every smaller reach too.
+        """
+        ...
+
+    def signed(self, g: Tensor, reach: Tensor) -> SignedForm:
+        """Return a form of either sign with -<g, R(H)> <= <H, C H> / 2 + constant, for g (C, B, *y).
+
+        C is minus the exact second derivative of <g, f> plus what the third order adds, which vanishes with the reach;
+        without a rule of third order it is the form of `of_gradient`. It holds for every smaller reach too.
+        docs/proofs.md#third-order.
         """
         ...
 

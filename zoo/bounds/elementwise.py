@@ -21,12 +21,14 @@ from zoo.bounds.contracts import (
     Precision,
     QuadraticForm,
     Rounding,
+    SignedForm,
 )
 from zoo.bounds.first_order import scaled
 from zoo.bounds.primitives import function
 from zoo.bounds.products import SLOPE
 from zoo.bounds.rounding import NO_BOUND, exact
 from zoo.bounds.rule_table import M, ModuleRules, NoRule
+from zoo.bounds.third_order import second_range
 
 PAIR_BYTES = 2**24  # memory for one array over the units of a few pairs
 
@@ -84,6 +86,15 @@ class UnitForms:
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
         return self.weighted((weight * self.activation.chord(self.z_BNH, at_least_near(reach))).square()[None])
+
+    def signed(self, g: Tensor, reach: Tensor) -> SignedForm:
+        around = second_range(self.activation, self.z_BNH, at_least_near(reach))
+        if around is None:
+            form = self.of_gradient(g, reach)
+            return SignedForm(form, form)
+        c_CBNH = around.against(self.outputs_T(g))
+        absolute = self.weighted(c_CBNH.abs())
+        return SignedForm(replace(absolute, apply=lambda v: self.units_T(c_CBNH * self.units(v))), absolute)
 
     def size(self, reach: Tensor) -> Tensor:
         return self.activation.chord(self.z_BNH, reach) * reach

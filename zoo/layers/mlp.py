@@ -155,7 +155,9 @@ def sll_expansion(module: SLL) -> Expand:
     w_DH, t_H = module.weight.detach().double(), module.diagonal_H().detach().double()
     off = _diagonal_error(module, gamma(sum(w_DH.shape) + 20) + 8 * U)
     if not off <= DIAGONAL:
-        raise NoRule(module, f"its T is a sum that cancels: float64 has it to a share of {off:.1g}; use method=lofast")
+        raise NoRule(
+            module, f"its T is a sum that cancels, with a relative error of {off:.1g} in float64; use method=lofast"
+        )
 
     def units(x: Tensor) -> Tensor:
         return x @ w_DH + module.bias.double()

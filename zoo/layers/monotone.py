@@ -30,5 +30,6 @@ MONOTONE_GELU = Smooth(
     tuple((at, value / SHRINK * (1 + 1e-12)) for at, value in GELU.extrema),
     (0.0, 1.0),
     operations=4,
+    steepest=GELU.steepest / SHRINK * (1 + 1e-12),
 )
 register(MonotoneGELU, scalar(lambda module: MONOTONE_GELU))

@@ -18,14 +18,14 @@ Letters: B inputs, C gradients; reach (B, ..., d + 2), of the coordinates of eta
 """
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from zoo.arithmetic import at_least_near, gamma, length, product
 from zoo.bounds.activations import beyond, hinge_parabola
-from zoo.bounds.contracts import QuadraticForm
+from zoo.bounds.contracts import QuadraticForm, SignedForm
 from zoo.bounds.elementwise import largest_share
 
 PAD = 1e-12  # relative: above the rounding of a form, and of a degenerate plane
@@ -112,6 +112,12 @@ class TokenForm:
             self.plain.clamp_min(0), x * self.along + y, x * self.mixed, x * self.across + y, self.constant
         )
 
+    @property
+    def size(self) -> Tensor:
+        """The norm."""
+        mean, spread = self._eigenvalues
+        return torch.maximum(self.plain.abs(), mean.abs() + spread)
+
     def only(self, where: Tensor) -> "TokenForm":
         """Restrict the form to `where`. Elsewhere it is not a bound, so its cost is infinite."""
         constant = torch.where(where, self.constant, torch.inf)
@@ -119,10 +125,12 @@ class TokenForm:
 
     def or_cheaper(self, other: "TokenForm", size: Tensor) -> "TokenForm":
         """Choose the cheaper form token by token, for a change of the largest allowed length. NaN is never chosen."""
-        chosen = other._cost(size) < self._cost(size)
-        return TokenForm(
-            *(torch.where(chosen, new, old) for new, old in zip(astuple(other), astuple(self), strict=True))
-        )
+        return self.replaced(other.cost(size) < self.cost(size), other)
+
+    def replaced(self, where: Tensor, other: "TokenForm") -> "TokenForm":
+        """Return the other form where `where` is True."""
+        pairs = zip(astuple(other), astuple(self), strict=True)
+        return TokenForm(*(torch.where(where, new, old) for new, old in pairs))
 
     def times(self, eta: Tensor, plane: Plane) -> Tensor:
         """Return C eta."""
@@ -136,7 +144,8 @@ class TokenForm:
         """The eigenvalues in the plane: their mean, and their distance from it."""
         return (self.along + self.across) / 2, torch.hypot((self.along - self.across) / 2, self.mixed)
 
-    def _cost(self, size: Tensor) -> Tensor:
+    def cost(self, size: Tensor) -> Tensor:
+        """Return the largest value for a change of this length."""
         return product(self.top / 2, size.square()) + self.constant
 
 
@@ -198,16 +207,42 @@ class NormForms:
 
     def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
         plane = Plane.of(self.outer_T(g), self._n)
-        form = self._of_tokens(plane, TokenRange.of(reach))
-        largest_CB, constant_CB = form.top.flatten(2).amax(2), form.constant.flatten(2).sum(2)
-        return QuadraticForm(
-            lambda v: self.inner(form.times(self.inner(v), plane)), largest_CB, constant_CB, self._terms * form.absolute
-        )
+        return self._along(self._of_tokens(plane, TokenRange.of(reach)), plane)
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
         c = weight.square().amax(-1, keepdim=True) * self._of_rest(TokenRange.of(reach))
         largest = c.flatten(1).amax(1)[None]
         return QuadraticForm(lambda v: self.inner(c * self.inner(v)), largest, rounding=self._terms * 4 * largest)
+
+    def signed(self, g: Tensor, reach: Tensor) -> SignedForm:
+        """Take the form of `of_gradient` where the third order is unknown, or exceeds that and the second order."""
+        plane, found = Plane.of(self.outer_T(g), self._n), TokenRange.of(reach)
+        form, third = self._of_tokens(plane, found), self._third(found)
+        more = plane.length * torch.where(third.isfinite(), third, 0.0)
+        exact = self._second_order(plane, more)
+        small = (more <= exact.size / 2) | (more * found.size.square() / 2 <= form.cost(found.size))
+        form = form.replaced(third.isfinite() & small, exact)
+        absolute = TokenForm.round(form.size, form.constant)
+        bound = self._along(absolute, plane)
+        return SignedForm(replace(self._along(form, plane), largest=bound.largest), bound)
+
+    def _second_order(self, plane: Plane, more: Tensor) -> TokenForm:
+        """Return minus the second derivative, and `more` times the identity.
+
+        With a = <u, eta> / t^2, D^2 N[eta, eta] / R = 3 a^2 u / t - |eta|^2 u / t^3 - 2 a eta / t.
+        """
+        bend, more = (
+            self._bend * self._rho / self._divisor**3,
+            more + PAD * plane.length * self._bend / self._divisor**2,
+        )
+        plain, along = bend * plane.along + more, 3 * self._omega * bend * plane.along + more
+        return TokenForm(plain, along, bend * plane.across, plain, torch.zeros_like(plain))
+
+    def _along(self, form: TokenForm, plane: Plane) -> QuadraticForm:
+        largest_CB, constant_CB = form.top.flatten(2).amax(2), form.constant.flatten(2).sum(2)
+        return QuadraticForm(
+            lambda v: self.inner(form.times(self.inner(v), plane)), largest_CB, constant_CB, self._terms * form.absolute
+        )
 
     def size(self, reach: Tensor) -> Tensor:
         reaches = TokenRange.of(reach)
@@ -228,6 +263,18 @@ class NormForms:
     def _of_rest(self, reach: TokenRange) -> Tensor:
         """Return c (B, ..., 1), nondecreasing in the reach, with |r|^2 <= c |eta|^2 for every token."""
         raise NotImplementedError
+
+    @property
+    def _bend(self) -> Tensor | float:
+        """The radius R, which is the size of D^2 N, or 0 where N is linear."""
+        return self.radius
+
+    def _third(self, reach: TokenRange) -> Tensor:
+        """Return c (B, ..., 1) with |r - D^2 r / 2| <= c |eta|^2 / 2: R x / (t^2 (1 - x)) for x = reach / t < 1."""
+        x = reach.size / self._divisor
+        near = x < 1 - PAD
+        x = torch.where(near, x, 0.0)
+        return torch.where(near, self.radius * x / (self._divisor.square() * (1 - x)) * (1 + PAD), torch.inf)
 
     @property
     def _divisor(self) -> Tensor:
@@ -337,6 +384,16 @@ class ProjectForms(NormForms):
     @property
     def _k(self) -> Tensor:
         return (self._rho - self.radius).abs()
+
+    @property
+    def _bend(self) -> Tensor:
+        return torch.where(self._inside, 0.0, self.radius)
+
+    def _third(self, reach: TokenRange) -> Tensor:
+        """As above where a change stays outside of the sphere, 0 where it stays inside, and else infinite."""
+        inside = torch.where(self._comes_out(reach), torch.inf, 0.0)
+        outside = torch.where(reach.line < self._k, super()._third(reach), torch.inf)
+        return torch.where(self._inside, inside, outside)
 
     def _comes_out(self, reach: TokenRange) -> Tensor:
         """Return where |u + eta|^2 = |u|^2 + 2 <u, eta> + |eta|^2 can exceed R^2."""

@@ -147,7 +147,7 @@ class ViT(nn.Module):
         finish_init_(self)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
-        """Embed normalised patches with positions (and a class token that has one): (B, C, H, W) -> (B, N, D)."""
+        """Embed normalised patches and add positions, also to a class token that has one: (B, C, H, W) -> (B, N, D)."""
         return self.place(self.patch_embed(self.normalize(x_BCHW)))
 
     def place(self, x_BND: Tensor) -> Tensor:

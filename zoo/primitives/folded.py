@@ -1,8 +1,8 @@
-"""A convolution or linear layer between factors, one a channel: what it and BatchNorm are together.
+"""A convolution or linear layer with factors of channels around it, such as those of BatchNorm.
 
     y = w_out (W (w_in x + a) + b) + c,        J = diag(w_out) W diag(w_in),    ||J|| <= max |w_out| ||W|| max |w_in|
 
-The module computes its parts in turn. Its norm is that of the folded weights, the right side often many times that.
+The module computes its parts in turn. Its norm is that of the folded weights; the right side is often much larger.
 Every folded weight is off by at most 2 FEW of itself; a matrix with such an error, and a symbol of a convolution, by at
 most that share of || sum_k |W_k| ||_F, the sum over the k places of a kernel. Proof: docs/proofs.md#primitives.
 
@@ -32,7 +32,7 @@ class Folded(nn.Sequential):
 
 
 def factors_of(module: nn.Module, layer: nn.Module, channels: int) -> Tensor | None:
-    """Return w (channels,) of a module that multiplies the channels in front of or behind a layer, else None."""
+    """Return w (channels,) of a module that multiplies the channels before or after a layer, else None."""
     places = 2 if isinstance(layer, nn.Conv2d) else 0
     if type(module) is (nn.BatchNorm2d if places else nn.BatchNorm1d):
         found = batch_norm_weight(module)
@@ -47,7 +47,7 @@ def factors_of(module: nn.Module, layer: nn.Module, channels: int) -> Tensor | N
 
 
 def split(module: Folded) -> tuple[Sequence[nn.Module], nn.Module, Sequence[nn.Module]]:
-    """Return the factors in front, the layer, and those behind it. Raises NoRule for other parts."""
+    """Return the factors before the layer, the layer, and the factors after it. Raises NoRule for other parts."""
     parts = list(module)
     at = [k for k, part in enumerate(parts) if type(part) in LAYERS]
     if len(at) != 1 or at[0] > 1 or len(parts) > at[0] + 2:
@@ -97,7 +97,7 @@ def _norm_of_matrix(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _computed(module: Folded, x: Tensor) -> Tensor:
-    """Return the output. Factors must keep the shape, and BatchNorm behind a linear layer needs vectors."""
+    """Return the output. Factors must keep the shape, and BatchNorm after a linear layer needs vectors."""
     for part in module:
         y = part(x)
         tokens = type(part) is nn.BatchNorm1d and x.ndim != 2

@@ -48,7 +48,7 @@ HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 @dataclass(frozen=True)
 class Weights:
-    """A state dict in timm's names, and what its source tells besides.
+    """A state dict in timm's names, and what else its source states.
 
     `original` has the names of `library`, which wrote it, and `ema` says whether the source also has averaged weights.
     """

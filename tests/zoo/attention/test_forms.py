@@ -93,6 +93,13 @@ def test_forms_are_symmetric_not_negative_and_below_their_largest(score: str, r:
         assert (form.largest[0] >= values[:, -1] * (1 - 1e-12)).all()
         assert form.largest.shape == (1, B)
         assert (form.largest[0] / values[:, -1].clamp_min(1e-9)).median() < 30
+    form, absolute = case.forms.signed(case.g, case.reach(r))
+    c, most = dense(case, form.apply), dense(case, absolute.apply)
+    size = most.abs().amax((-2, -1)).clamp_min(1e-300)
+    assert ((c - c.mT).abs().amax((-2, -1)) <= 1e-12 * size).all()
+    for between in (most - c, most + c):
+        assert (torch.linalg.eigvalsh(between)[..., 0] >= -1e-9 * size).all()
+    assert (torch.linalg.matrix_norm(c, 2) <= form.largest[0]).all()
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -168,7 +175,7 @@ def test_a_gradient_that_vanishes_costs_nothing() -> None:
 
 
 def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CoreForms, "_t1", lambda *_: [])
+    monkeypatch.setattr(CoreForms, "t1", lambda *_: [])
 
 
 def one_sided_weight(monkeypatch: pytest.MonkeyPatch) -> None:

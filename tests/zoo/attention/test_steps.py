@@ -6,9 +6,10 @@ of cores, then climb on the ratio of the two sides of one step. Letters: as in t
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +26,16 @@ from zoo.attention.theory.forms import CoreForms
 from zoo.attention.theory.joint import JointCore, same
 from zoo.attention.theory.score_range import ScoreRange
 from zoo.attention.theory.softmax_row import K2_MAX, e1, e2, norm_upper, third_cumulant
-from zoo.attention.theory.squares import QKV, Scores, ScoreSquares, ScoreValueSquares, Squares, ValueSquares
+from zoo.attention.theory.squares import (
+    QKV,
+    AlongSquares,
+    Scores,
+    ScoreSquares,
+    ScoreValueSquares,
+    Squares,
+    ValueSquares,
+)
+from zoo.attention.theory.third_forms import ThirdRows
 
 SEEDS = 20  # changes for each of B cores
 RADII = (0.01, 0.3, 3.0)
@@ -127,7 +137,7 @@ def gradient_steps(forms: CoreForms, reach: ScoreRange, move: Move, o: Tensor) -
     return {
         "reach of Q~": (quadratic.abs(), reach.quadratic),
         "reach of delta~": (move.delta.abs(), reach.delta),
-        "T1": (t1, sum((worth(one, move.eta) for one in forms._t1((core.p * c)[None], reach)), 0 * t1)),
+        "T1": (t1, sum((worth(one, move.eta) for one in forms.t1((core.p * c)[None], reach)), 0 * t1)),
         "T2": (t2, weighted(a, move.delta)),
         "T3": (-(move.change * y).sum(-1), 0.25 * weighted(forms._t3(reach), both)),
         "Q~ by Q": (weighted(a, quadratic), weighted(reach.centred(a), move.products)),
@@ -188,21 +198,65 @@ def steps_everywhere(forms: CoreForms, reach: ScoreRange, move: Move, o: Tensor)
     }
 
 
-def all_steps(case: Case, r: float) -> Callable[[Tensor], Sides]:
-    """Yield the steps for changes within the exact reaches of |u| <= r."""
-    forms = CoreForms(case.core)
+NODES = 12  # of the quadrature over 0 <= t <= 1
+
+
+def third_steps(forms: CoreForms, reach: ScoreRange, move: Move, o: Tensor) -> Sides:
+    """Yield the steps of the third order: those along the way at every t, and integrals by quadrature."""
+    core, rows, q = forms.core, ThirdRows(reach), move.centred(move.products)
+    c, y = core.directional(o), move.centred((core.gain_H[:, None, None] * o) @ move.parts.v.mT)
+    t, weight = legendre()
+    p = move.behind(t * move.delta1 + t**2 * q)  # one t after the other, before B
+    a = move.delta1 + 2 * t * q
+    c_t, a_t, y_t, q_t = (z - (p * z).sum(-1, keepdim=True) for z in (c, a, y, q))
+
+    def mean(*factors: Tensor) -> Tensor:
+        return reduce(torch.mul, factors, p).sum(-1)
+
+    def integral(power: int, z: Tensor) -> Tensor:
+        """Return the integral of (1 - t)^power / power times z, row by row where exponentials are allowed."""
+        whole = (weight * (1 - t) ** power / power).view(-1, 1, 1, 1) * z
+        return torch.where(reach.gentle, whole.sum(0), 0.0)
+
+    (c_0, c_1), (a_0, a_1) = rows.values(c), rows.a
+    kappa_4 = mean(c_t, a_t, a_t, a_t) - 3 * mean(a_t, a_t) * mean(c_t, a_t)
+    exact = integral(2, kappa_4 + 6 * mean(c_t, a_t, q_t)) + integral(1, mean(y_t, a_t, a_t) + 2 * mean(y_t, q_t))
+    second = mean_second(core, move, c, y)
+    rest = ((move.change - core.p * move.delta) * c).sum(-1) + (move.change * y).sum(-1)
+    miss = torch.where(reach.tau <= 1, rest + (core.p * c * q).sum(-1) - second / 2 - exact, 0.0)
+    gentle, fourth = reach.gentle.unsqueeze(-1), rows.fourth(c)
+    of_a = weighted(2 * fourth, move.delta1) + weighted(8 * fourth, q)
+    return {
+        "R_3": (miss.abs(), 1e-9 * (1 + rest.abs())),
+        "c - E_t c": (torch.where(gentle, c_t.abs() - t * c_1, 0.0).amax(0), c_0),
+        "a - E_t a": (torch.where(gentle, a_t.abs() - t * a_1, 0.0).amax(0), a_0),
+        "square": (integral(2, mean(c_0 + t * c_1, q_t, q_t)), weighted(rows.square(c_0, c_1), q)),
+        "line": (integral(1, mean(a_0 + t * a_1, y_t, y_t)), weighted(rows.line(a_0, a_1), y)),
+        "kappa_4": (integral(2, kappa_4).abs(), of_a),
+    }
+
+
+def mean_second(core: Core, move: Move, c: Tensor, y: Tensor) -> Tensor:
+    """Return kappa_3(c, delta^1, delta^1) + 2 Cov(c, Q) + 2 Cov(y, delta^1), row by row."""
+    return (core.p * (c * move.delta1.square() + 2 * c * move.products + 2 * y * move.delta1)).sum(-1)
+
+
+def legendre() -> tuple[Tensor, Tensor]:
+    """Return the nodes t of Gauss and Legendre in [0, 1], before (B, H, N, N), and their weights."""
+    x, weight = np.polynomial.legendre.leggauss(NODES)
+    t = torch.from_numpy((x + 1) / 2).view(-1, 1, 1, 1, 1)
+    return t, torch.from_numpy(weight / 2).view_as(t)
+
+
+def all_steps(case: Case, r: float) -> list[Callable[[Tensor], Sides]]:
+    """Return the kinds of steps, for changes within the exact reaches of |u| <= r."""
+    forms, o = CoreForms(case.core), case.g[0]
     reach = forms.reach(case.reach(r))
 
-    def sides(u: Tensor) -> Sides:
-        move = Move(case.core, case.eta(u))
-        o = case.g[0]
-        return (
-            gradient_steps(forms, reach, move, o)
-            | rest_steps(forms, reach, move)
-            | steps_everywhere(forms, reach, move, o)
-        )
+    def at(steps: Callable[..., Sides], *gradient: Tensor) -> Callable[[Tensor], Sides]:
+        return lambda u: steps(forms, reach, Move(case.core, case.eta(u)), *gradient)
 
-    return sides
+    return [at(gradient_steps, o), at(rest_steps), at(steps_everywhere, o), at(third_steps, o)]
 
 
 def shares(sides: Sides) -> dict[str, Tensor]:
@@ -220,27 +274,25 @@ def test_every_step_holds_at_random_changes_of_hundreds_of_cores(score: str) -> 
         case = case_of(SCORES[score], seed)
         for r in RADII:
             u = torch.randn(B, X, generator=generator, dtype=torch.float64)
-            for name, share in shares(all_steps(case, r)(r * u / u.norm(dim=1, keepdim=True))).items():
-                found[name] = torch.maximum(found.get(name, share), share)
+            for sides in all_steps(case, r):
+                for name, share in shares(sides(r * u / u.norm(dim=1, keepdim=True))).items():
+                    found[name] = torch.maximum(found.get(name, share), share)
     worst = {name: float(share.max()) for name, share in found.items()}
     assert all(share <= 1 + 1e-9 for share in worst.values()), worst
-
-
-STEPS = list(all_steps(case_of(SCORES["dot product"]), 1.0)(torch.ones(B, X).double()))
 
 
 @pytest.mark.parametrize("r", mostly_slow(RADII, 0.3))
 @pytest.mark.parametrize("score", mostly_slow(SCORES, "distances"))
 def test_no_ascent_beats_a_step(score: str, r: float) -> None:
     case, worst = case_of(SCORES[score]), dict[str, float]()
-    sides = all_steps(case, r)
-    for name in STEPS:
+    for sides in all_steps(case, r):
+        for name in sides(torch.ones(B, X).double()):
 
-        def share(u: Tensor, name: str = name) -> Tensor:
-            return shares(sides(u))[name]
+            def share(u: Tensor, name: str = name, sides: Callable[[Tensor], Sides] = sides) -> Tensor:
+                return shares(sides(u))[name]
 
-        found = ascend(share, torch.zeros(B, X).double(), torch.full((B,), r).double(), 12, 1)
-        worst[name] = float(found.max())
+            found = ascend(share, torch.zeros(B, X).double(), torch.full((B,), r).double(), 12, 1)
+            worst[name] = float(found.max())
     print({name: round(share, 3) for name, share in worst.items()})
     assert all(share <= 1 + 1e-9 for share in worst.values()), worst
 
@@ -277,6 +329,7 @@ def test_no_sum_of_squares_is_above_what_it_says(score: str) -> None:
             (ScoreSquares(scores, a), weighted(a, move.delta1)),
             (ScoreValueSquares(scores, a, b, m, u), weighted(a, move.delta1) + weighted(b, both)),
             (ValueSquares(case.core, a), (a * values2).sum(-1)),
+            (AlongSquares(case.core, a, u), weighted(a, along)),
         ]
         for squares, rows in whole:
             torch.testing.assert_close(worth(squares, eta), rows.flatten(1).sum(1), rtol=1e-9, atol=1e-9)

@@ -3,7 +3,7 @@
 Forms equal dense matrices, and planted faults are detected.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,7 @@ import zoo.layers.norm_forms as norm_forms
 from certify.shared.bake import bake
 from tests.tools.cases import mostly_slow
 from tests.tools.curvature_cases import CASES, FEW, HERE
-from tests.tools.expansions import Instance
-from tests.tools.form_attacks import RANK, Attack, attacks, dense, dot
+from tests.tools.form_attacks import RANK, attacks, dense, dot, grazing
 from tests.tools.small_models import distinct
 from zoo.bounds.activations import Hinge, hinge_parabola
 from zoo.bounds.curvature import affine, expansion_of
@@ -42,16 +41,6 @@ each_case, few_cases = (
     pytest.mark.parametrize(("kind", "i"), cases, ids=lambda v: v.__name__ if isinstance(v, type) else str(v))
     for cases in (HERE, FEW)
 )
-
-
-def grazing(seed: int) -> Iterator[Attack]:
-    """Return LayerProject with tokens near its sphere, on either side, and changes that cross it."""
-    torch.manual_seed(seed)
-    for radius in (0.5, 2.0):
-        x = torch.randn(20, 1, 4, dtype=torch.float64)
-        x = x / x.norm(dim=-1, keepdim=True) * radius * (0.7 + 0.6 * torch.rand(20, 1, 1))
-        g = torch.randn(1, 20, 1, 4, dtype=torch.float64) + torch.sign(torch.randn(20, 1, 1)) * 3 * x / radius
-        yield Attack.of(Instance(LayerProject(4, radius), x, g, radius * (0.05 + torch.rand(20).double())), seed)
 
 
 def test_no_ascent_beats_a_projection_near_its_sphere() -> None:
@@ -105,9 +94,11 @@ def test_the_remainder_is_spread_and_collected(kind: type[nn.Module], i: int) ->
 @each_case
 def test_forms_are_symmetric_and_never_above_their_largest(kind: type[nn.Module], i: int) -> None:
     for attack in attacks(CASES[kind][i], 2, 2):
+        signed, absolute = attack.forms.signed(attack.instance.g, attack.reach)
         for form in (
             attack.forms.of_gradient(attack.instance.g, attack.reach),
             attack.forms.of_rest(attack.reach, attack.weight),
+            absolute,
         ):
             c = dense(form, attack.instance.x)
             size = c.abs().amax((-2, -1)).clamp_min(1e-300)
@@ -116,6 +107,10 @@ def test_forms_are_symmetric_and_never_above_their_largest(kind: type[nn.Module]
             assert (values[..., 0] >= -1e-12 * size).all()
             assert (values[..., -1] <= form.largest * (1 + 1e-12)).all()
             assert (torch.as_tensor(form.constant) >= 0).all()
+        c, most = dense(signed, attack.instance.x), dense(absolute, attack.instance.x)
+        for between in (most - c, most + c):
+            assert (torch.linalg.eigvalsh(between)[..., 0] >= -1e-12 * most.abs().amax((-2, -1))).all()
+        assert (torch.linalg.matrix_norm(c, 2) <= signed.largest * (1 + 1e-12)).all()
 
 
 @few_cases
@@ -146,12 +141,14 @@ def test_extreme_reaches_have_an_answer(kind: type[nn.Module], i: int) -> None:
                 attack.forms.of_gradient(attack.instance.g, reach),
                 attack.forms.of_rest(reach, attack.weight),
             )
-            for form in (gradient, rest):
+            signed = attack.forms.signed(attack.instance.g, reach)
+            for form in (gradient, rest, *signed):
                 assert not form.largest.isnan().any()
                 assert not torch.as_tensor(form.constant).isnan().any()
                 v = torch.randn(len(form.largest), *attack.instance.x.shape, dtype=torch.float64)
                 assert form.apply(v).isfinite().all()
-            assert (torch.as_tensor(gradient.constant).expand_as(gradient.largest)[0, 0] == 0).all()
+            for form in (gradient, signed.form):
+                assert (torch.as_tensor(form.constant).expand_as(form.largest)[0, 0] == 0).all()
             t = attack.forms.shrink(reach, far)
             assert ((t >= 0) & (t <= 1)).all()
 

@@ -95,7 +95,7 @@ def test_offline_it_says_in_one_line_what_to_do(elsewhere: None, monkeypatch: py
     assert "\n" not in str(error.value)
 
 
-def test_what_was_changed_in_the_cache_comes_again(
+def test_a_changed_file_in_the_cache_is_fetched_again(
     elsewhere: None, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(table.MIRROR, str(table.HERE))
@@ -185,7 +185,7 @@ def test_two_that_fetch_side_by_side_spoil_nothing(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.hostile
-def test_no_other_form_than_safetensors_is_read(tmp_path: Path) -> None:
+def test_only_safetensors_are_read(tmp_path: Path) -> None:
     """A pickle with the right digest is still not a safetensors file."""
     import pickle
 

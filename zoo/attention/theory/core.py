@@ -109,7 +109,7 @@ class Score:
 
 
 class Change(NamedTuple):
-    """Bounds of how far scores and softmax may have moved."""
+    """Bounds of the changes of scores and softmax."""
 
     matrix: Tensor  # ||S' - S||_F of each group (..., B, G)
     row: Tensor  # of each of their rows (..., B, H, N)

@@ -116,9 +116,9 @@ class CoreForms:
         theta = ratio(*((both * size.square()).sum(-1).sqrt() for size in (reach.quadratic, reach.linear)))
         theta = theta.unsqueeze(-1)
         first = ScoreValueSquares(self.scores, (1 + theta) * a, (1 + theta) * b, m, u)
-        return [first, reach.products(reach.centred((1 + 1 / theta) * both)), *self._t1(core.p * c, reach)]
+        return [first, reach.products(reach.centred((1 + 1 / theta) * both)), *self.t1(core.p * c, reach)]
 
-    def _t1(self, g: Tensor, reach: ScoreRange) -> list[Squares]:
+    def t1(self, g: Tensor, reach: ScoreRange) -> list[Squares]:
         """Bound -<G, Q>. The singular vectors need not be exact: the part of G that they miss is measured."""
         core, kappa = self.core, self.core.score.kappa
         if core.score.tied:  # eta^q equals eta^k

@@ -69,6 +69,14 @@ def e2(t: Tensor) -> Tensor:
     return torch.where(t < 0.5, series, (torch.expm1(t) - t) / t.square()) * ROUND
 
 
+def e3(t: Tensor) -> Tensor:
+    """Return (e^t - 1 - t - t^2 / 2) / t^3, 1/6 at 0: the integral of (1 - s)^2 e^{s t} / 2 over 0 <= s <= 1."""
+    series = torch.zeros_like(t)
+    for j in range(14, -1, -1):
+        series = series * t + 1 / math.factorial(j + 3)
+    return torch.where(t < 1, series, (torch.expm1(t) - t - t.square() / 2) / t**3) * ROUND
+
+
 def third_cumulant(t: Tensor, sd: Tensor) -> Tensor:
     """Return h = (e^{2 tau} / 2 + e^{3 tau} sd^2 / 10) sd.
 

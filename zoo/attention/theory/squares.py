@@ -189,6 +189,34 @@ class ScoreValueSquares:
 
 
 @dataclass(frozen=True)
+class AlongSquares:
+    """The sum of b_ilk (u_il . eta^v~_lk)^2 over i, l and k: values along u, less their mean under the row."""
+
+    core: Core
+    b: Tensor
+    u: Tensor
+
+    def apply(self, eta: QKV) -> QKV:
+        on = self.b * self.core.softmax.centred_along(self.u, eta.v)
+        on = on - self.core.p * on.sum(-1, keepdim=True)
+        return QKV(torch.zeros_like(eta.q), torch.zeros_like(eta.k), on.mT @ self.u)
+
+    @property
+    def upper(self) -> QKV:
+        nu = (self.core.softmax.centring(self.b) * self.u.square().sum(-1)).sum(-1, keepdim=True)
+        nu = nu.expand(self.b.shape[:-1])
+        return QKV(torch.zeros_like(nu), torch.zeros_like(nu), nu)
+
+    @property
+    def absolute(self) -> Tensor:
+        return _means(self.b * self.u.square().sum(-1, keepdim=True))
+
+    def at(self, scores: Tensor, tokens: QKV) -> Tensor:
+        along = self.u.norm(dim=-1, keepdim=True) * tokens.v.unsqueeze(-2)
+        return (self.b * along.square()).flatten(-3).sum(-1)
+
+
+@dataclass(frozen=True)
 class TokenSquares:
     """The sum of d^q |eta^q_lk|^2 + d^k |eta^k_lk|^2 + d^v |eta^v_lk|^2 over l and k."""
 

@@ -1,4 +1,4 @@
-"""Models as people have them: own classes and those of libraries, for images of 32 x 32 pixels and 10 classes."""
+"""Common models: hand-written classes and those of libraries, for images of 32 x 32 pixels and 10 classes."""
 
 from collections.abc import Callable
 from typing import Any
