@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from zoo.arithmetic import U, at_least_near, broadcast_batch
-from zoo.bounds.activations import Smooth, range_of_mean_second
+from zoo.bounds.activations import Smooth
 from zoo.bounds.contracts import Forms, QuadraticForm
 from zoo.bounds.elementwise import UnitForms
+from zoo.bounds.third_order import second_range
 
 
 def smooth_units(forms: Forms | None) -> UnitForms | None:
@@ -28,8 +29,9 @@ def smooth_units(forms: Forms | None) -> UnitForms | None:
 
 def hull(forms: UnitForms, reach: Tensor) -> tuple[Tensor, Tensor]:
     """Return bounds (lo, hi) of 2 R / d^2 within the reach."""
-    assert isinstance(forms.activation, Smooth)
-    return range_of_mean_second(forms.activation, forms.z_BNH, at_least_near(reach))
+    around = second_range(forms.activation, forms.z_BNH, at_least_near(reach))
+    assert around is not None
+    return around.s + around.lo, around.s + around.hi
 
 
 @dataclass(frozen=True)
